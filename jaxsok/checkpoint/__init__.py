@@ -1,8 +1,7 @@
 """Checkpoints and exports: rows with their keys, streamed into files and back, onto any mesh.
 
-`TablesSave` and `TablesRestore` go through Orbax, beside the dense parameters. `export_full` and `export_delta` write
-folders of the same files without it, the latter only what changed; `load` makes a state of them. The files are
-described in docs/checkpoint_format.md. Needs `pip install 'jaxsok[checkpoint]'`; import it by name.
+`TablesSave` and `TablesRestore` go through Orbax. `export_full` and `export_delta` write folders of the same files
+(docs/checkpoint_format.md) without it; `load` makes a state of them.
 """
 
 from typing import TYPE_CHECKING, Any

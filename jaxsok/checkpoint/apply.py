@@ -25,20 +25,17 @@ def load(
 ) -> State:
     """Makes a state of an export, or of a full one and its deltas in order.
 
-    Args:
-      path: of an export; the links that a delta rests on are looked for beside it. Or all links in order.
-      collection: of any mesh, capacities and grouping into stores.
-      state: donated; None: a new one, with the seed and the step of the last link. One that is given keeps its own.
-      tables: names; None: all, and there must be no others.
-      optimizer_state: "require", "matching" or "initial" (see `TablesRestore`).
-      clock: now, for a given state whose lookups have a clock; None: its step. Rows that come into a given state
-        count as used now.
+    `path` is of an export, beside the links that it rests on, or all links in order. `collection` may have any mesh,
+    capacities and grouping into stores; with `tables` (names; None: all) the export may have others. A given `state` is
+    donated and keeps its seed and step; a new one has those of the last link. `optimizer_state` is "require",
+    "matching" or "initial" (see `TablesRestore`). Rows that enter a given state count as used now: at `clock`, where
+    its lookups have a clock, else at its step.
 
     Raises:
       ValueError: tables do not fit, or links are not in order.
       CorruptFileError: files are damaged; a given state is unchanged.
       TableFullError, MemoryError: there is no room.
-      Exception: what fails when a given state is changed already has what there is of it as `state`.
+      Exception: once a given state is changed, any error has what there is of it as `state`.
 
     Example:
       `state = load(["monday", "tuesday"], collection)`
@@ -58,17 +55,12 @@ def apply_delta(
     optimizer_state: OptimizerState = "require",
     clock: int | None = None,
 ) -> State:
-    """Brings a state that holds an export forward by the delta that comes next.
+    """Brings a state that holds an export forward by the delta at `path`, which comes next.
 
-    Args:
-      path: of the delta.
-      collection: of the state.
-      state: donated; it holds what `after` says, and nothing else was done to these tables since.
-      after: what the state holds: the path of that export, or its `uuid`.
-      tables: names; None: all.
-      optimizer_state: as the state was loaded.
-      clock: now, where lookups of the state have a clock; None, with `tables`: its step. Rows count as used
-        now; without both the state gets the step of the delta, and the rows keep theirs.
+    The state is donated. `after` says what it holds, as path or `uuid` of that export; these tables were not changed
+    since. `tables` are names (None: all); `optimizer_state` is as the state was loaded. `clock` is now, where lookups
+    have a clock: rows count as used now. None, with `tables`: the state's step. Without both the state gets the step of
+    the delta, and the rows keep theirs.
 
     Raises:
       ValueError, CorruptFileError, Exception: as `load`; or the delta rests on another export.

@@ -38,10 +38,7 @@ def add(
     is_whole: bool,
     optimizer_state: OptimizerState,
 ) -> None:
-    """Adds all of it to a state whose rows are restored.
-
-    `names` are those of the restored tables. A state that is whole is what was saved, and gets its step and a life.
-    """
+    """Restores what is saved beside the rows of the tables `names`; a whole state also gets its step and a life."""
     _add_admission(source, collection, held, names)
     if is_whole:
         state, step = held.state, jnp.asarray(source.manifest["step"], jnp.uint32)
@@ -76,7 +73,7 @@ def note_keys(source: Source, collection: Collection) -> None:
         totals = [0, 0]
         for saved in source.manifest["stores"]:
             if names & set(saved["tables"]):
-                # Of a shard, but for replicated stores, where every shard has all keys.
+                # The count is that of one shard; every shard of a replicated store has all keys.
                 num_shards = 1 if saved["is_replicated"] else source.manifest["num_shards"]
                 totals[0] += num_shards * saved.get("keys_per_step", 0)
                 totals[1] += num_shards * saved.get("assigned_per_step", 0)
@@ -123,12 +120,10 @@ def _with_arrays(state: State, s: int, **arrays: Any) -> State:
 
 
 def _put(collection: Collection, blocks: Callable[[int], np.ndarray]) -> Any:
-    """Makes an array of a store from each shard's block."""
     return collection.shards.put({shard: blocks(shard) for shard in collection.shards.local()})
 
 
 def _add_admission(source: Source, collection: Collection, held: Held, names: Sequence[str]) -> None:
-    """Restores keys that wait for a row, and Bloom filters."""
     for name in names:
         s, number = locate(source.op, collection, name)
         table = collection.stores[s].tables[number]
@@ -149,7 +144,6 @@ def _add_admission(source: Source, collection: Collection, held: Held, names: Se
 
 
 def _add_waiting(source: Source, collection: Collection, held: Held, s: int, number: int) -> None:
-    """Brings each key to its owner, in place of those that waited."""
     spec, shards = collection.stores[s], collection.shards
 
     held.state = with_store(held.state, s, _forget_waiting(spec, number, shards, held.state.stores[s]))
@@ -162,8 +156,6 @@ def _add_waiting(source: Source, collection: Collection, held: Held, s: int, num
 
 
 def _forget_waiting(spec: StoreSpec, number: int, shards: Shards, store: StoreState) -> StoreState:
-    """Removes the keys of a table that wait."""
-
     def part(store: StoreState) -> StoreState:
         return admission_lib.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)
 

@@ -23,11 +23,7 @@ Path = str | os.PathLike[str]
 
 
 def chain_of(op: str, path: Path | Sequence[Path]) -> list[Source]:
-    """Returns the links of a chain, first the full one, checked to follow each other.
-
-    Raises:
-      ValueError: a link is missing or of another chain, or the bases of a delta lead to no full export.
-    """
+    """Returns the links of a chain, the full one first; a ValueError says which link is missing or does not follow."""
     if isinstance(path, (str, os.PathLike)):
         links = [Source.of(op, pathlib.Path(path))]
         while links[0].manifest["kind"] == "delta":
@@ -68,7 +64,7 @@ def _base_of(op: str, delta: Source) -> Source:
 
 
 def check_link(op: str, link: Source, uuid: str, before: str) -> None:
-    """Refuses what is no delta on the export of a `uuid`, which messages name `before`."""
+    """Refuses what is not a delta on the export `uuid`, which messages call `before`."""
     manifest = link.manifest
     if manifest["kind"] != "delta":
         raise ValueError(
@@ -83,7 +79,7 @@ def check_link(op: str, link: Source, uuid: str, before: str) -> None:
 
 
 def gone_keys(op: str, collection: Collection, state: State, chain: Sequence[Source], table: str) -> np.ndarray:
-    """Finds the keys that a chain has and a table has not: uint64, ascending."""
+    """Finds the keys that a chain has and a table no longer has: uint64, ascending."""
     gone = np.zeros(0, np.uint64)
     for source in chain:
         with processes.together(op):
@@ -100,7 +96,7 @@ def gone_keys(op: str, collection: Collection, state: State, chain: Sequence[Sou
 def find_keys(
     op: str, collection: Collection, state: State, table: str, batches: Iterator[np.ndarray]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields keys, few at a time, and which of them have a row. All processes read the same."""
+    """Yields batches of keys, and which of them have a row. All processes read the same."""
     for batch in processes.in_step(op, batches):
         for start in range(0, batch.size, KEYS_AT_A_TIME):
             keys = batch[start : start + KEYS_AT_A_TIME]

@@ -32,18 +32,14 @@ class Exported:
 
     path: pathlib.Path
     uuid: str
-    """By which deltas know it."""
     kind: str
     """"full" or "delta"."""
     step: int
     clock: int
-    """The step, or the time that the caller gave: a delta on top of this has what changed at this time and later."""
+    """The step, or the caller's time: a delta on top of this has what changed then and later."""
     num_rows: dict[str, int]
-    """Rows written, by table."""
     num_tombstones: dict[str, int]
-    """Keys that are gone, by table."""
     report: SaveReport
-    """Of this process."""
 
 
 def export_full(
@@ -58,14 +54,9 @@ def export_full(
 ) -> Exported:
     """Writes all tables into a new folder, which is there as a whole or not at all.
 
-    Args:
-      path: of the folder; it must not exist. In several processes all of them call, and share the file system.
-      collection: that made the state.
-      state: not donated before this returns.
-      clock: the time, where lookups have a clock; None: the state's step.
-      compression: "none", "lz4" or "zstd".
-      host_bytes: host memory that a process may take.
-      piece_bytes: what is copied from the device at a time.
+    All processes call, with the same `path` on a file system that they share. The state must not be donated before this
+    returns. `clock` is the time, where lookups have a clock; None: the state's step. `compression` is "none", "lz4" or
+    "zstd"; `host_bytes` the host memory that a process may take; `piece_bytes` are copied from the device at a time.
 
     Raises:
       FileExistsError: the path is taken, or another process took it while this one wrote.
@@ -106,11 +97,10 @@ def export_delta(
 ) -> Exported:
     """Writes what changed since another export: rows whose last step is that of the base or later, and keys that went.
 
-    Applied to what the base holds, it gives the tables as they are: rows, optimizer state, statistics. An update that
-    moves a row after the export, by a plan looked up before an earlier step, is not seen: call this where a step has
-    ended. All tables keep statistics (`TableSpec.statistics`). `base` is a folder of `export_full` or `export_delta`,
-    or the tables' folder of a checkpoint; the chain that a delta rests on is looked for beside it, else give all links
-    in order. The other arguments are those of `export_full`.
+    Applied to what the base holds, it gives the tables as they are: rows, optimizer state, statistics. Call it where a
+    step has ended: an update after the export, by a plan of an earlier step, is not seen. All tables keep statistics
+    (`TableSpec.statistics`). `base` is a folder of an export, or the tables' folder of a checkpoint; what it rests on
+    lies beside it, else give all links in order. The other arguments are those of `export_full`.
 
     Raises:
       FileExistsError, FileNotFoundError: as `export_full`.
@@ -159,10 +149,10 @@ def _export(
     clock: int | None,
     chain: Sequence[Source] = (),
 ) -> Exported:
-    """Writes into a folder whose name no other job has, and gives it its own when all of it is on the disk.
+    """Writes into a folder with a name of its own, and renames it when all of it is on the disk.
 
-    With a chain it writes a delta on the last link. What fails in one process fails in all of them, and what was
-    written goes.
+    With a chain it writes a delta on the last link. What fails in one process fails in all, and removes what was
+    written.
     """
     final = pathlib.Path(path)
     rests_on = None

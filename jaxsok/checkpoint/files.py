@@ -49,20 +49,17 @@ def arrow() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class TableForm:
-    """The columns of a saved table."""
+    """The columns of a saved table; `optimizer` is the name of its function in `jaxsok.optim`."""
 
     name: str
     dim: int
     dtype: str
-    """Of the rows."""
     optimizer: str
-    """The name of the function in `jaxsok.optim` that made it."""
     state_form: str
-    """`Optimizer.state_form`: what tells states of the same names apart."""
+    """`Optimizer.state_form`, which tells states of the same names apart."""
     states: tuple[tuple[str, int, float], ...]
     """Name, dim and initial value of each piece of optimizer state."""
     statistics: bool
-    """Whether each row has its last step and frequency."""
 
     @classmethod
     def of(cls, store: StoreSpec, table: TableSpec) -> "TableForm":
@@ -169,7 +166,7 @@ def keys_batch(keys: np.ndarray, counts: np.ndarray | None = None) -> Any:
 
 
 class _SegmentedFile(io.RawIOBase):
-    """A file that PyArrow writes, with offset, size and checksum of each segment of it."""
+    """A file that PyArrow writes, with offset, size and checksum of each segment."""
 
     def __init__(self, file: Any, head_size: int):
         super().__init__()
@@ -202,7 +199,7 @@ class _SegmentedFile(io.RawIOBase):
 
 
 def close_synced(file: Any) -> None:
-    """Closes a file that was written, when its bytes are on the disk."""
+    """Closes a written file once its bytes are on the disk."""
     file.flush()
     if hasattr(file, "fileno"):
         # A file system may lack it: its own close has to do then.
@@ -212,17 +209,16 @@ def close_synced(file: Any) -> None:
 
 
 def write_synced(path: Any, text: str) -> None:
-    """Writes a file of a text, and has it on the disk."""
+    """Writes a text file to the disk."""
     with contextlib.closing(path.open("wb")) as file:
         file.write(text.encode())
         close_synced(file)
 
 
 class BatchFile:
-    """An Arrow IPC file that is being written; `close` tells where everything lies."""
+    """An Arrow IPC file that is being written; `close` returns where everything lies."""
 
     def __init__(self, folder: Any, name: str, schema: Any, compression: str = "none"):
-        """Begins a file in a folder, of `pathlib` or `etils.epath`; `compression` is of the columns."""
         pa = arrow()
         self.name = name
         self.batches: list[list[int]] = []
@@ -260,14 +256,13 @@ class BatchFile:
 
 
 class SavedFile:
-    """A file that the manifest lists. Nothing is opened before it is read."""
+    """A file that the manifest lists by `entry`, which `BatchFile.close` returned. It is opened when it is read."""
 
     def __init__(self, op: str, folder: Any, entry: Mapping[str, Any], schema: Any):
-        """Takes the op for errors, what `BatchFile.close` returned, and the schema that the file must have."""
         self.op, self.path, self.entry, self.schema = op, folder / entry["name"], entry, schema
 
     def check_size(self) -> None:
-        """Refuses a file that is not there, or of another size."""
+        """Refuses a missing file, or one of another size."""
         try:
             found = self.path.stat()
             size = found.st_size if hasattr(found, "st_size") else found.length  # of pathlib, of etils.epath
@@ -278,7 +273,7 @@ class SavedFile:
             raise self._damaged(min(size, wanted), f"got a file of {size} bytes", f"{wanted} bytes")
 
     def verify(self) -> None:
-        """Reads all of it against its checksums; nothing of it is kept."""
+        """Reads the whole file against its checksums."""
         self.check_size()
         with self.path.open("rb") as file:
             self._check_head(file)
@@ -286,7 +281,7 @@ class SavedFile:
                 self._read(file, offset, size, checksum)
 
     def ranges(self, ranges: Iterable[Sequence[int]]) -> Iterator[bytes]:
-        """Reads some ranges: offset, size and checksum of each."""
+        """Reads ranges, each an offset, a size and a checksum."""
         self.check_size()
         with self.path.open("rb") as file:
             for offset, size, checksum in ranges:
@@ -343,7 +338,7 @@ class SavedFile:
 
 
 def key_batches(files: Iterable[SavedFile]) -> Iterator[np.ndarray]:
-    """Reads the keys alone of some files, batch by batch."""
+    """Reads only the keys of some files."""
     for file in files:
         for batch in file.batches():
             yield batch.column("key").to_numpy(zero_copy_only=False)

@@ -1,7 +1,7 @@
 """The Orbax handler: tables as an item of a checkpoint, beside dense parameters or alone.
 
-Orbax makes the folder, waits for all processes and commits; save.py writes what is in the folder and restore.py reads
-it. `async_save` returns as soon as the state is on the host; a thread that Orbax waits for writes the files.
+Orbax makes the folder, waits for all processes and commits; save.py writes the files and restore.py reads them.
+`async_save` returns as soon as the state is on the host; a thread writes the files.
 """
 
 import asyncio
@@ -35,8 +35,7 @@ PATIENCE_S = 600  # for Orbax to make the folder
 class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
     """Saves and restores the tables of a collection.
 
-    `CheckpointManager`, `AsyncCheckpointer` and `Checkpointer` find it by the arguments, `TablesSave` and
-    `TablesRestore`; in several processes all of them call.
+    Orbax's checkpointers find it by the arguments, `TablesSave` and `TablesRestore`; all processes call.
 
     Example:
       `ocp.AsyncCheckpointer(TablesCheckpointHandler()).save(path, args=TablesSave(collection, state))`
@@ -127,8 +126,8 @@ def _join(directory: Any) -> None:
 class TablesSave(ocp.args.CheckpointArgs):
     """What to save, for `CheckpointManager.save` and the like, alone or in `ocp.args.Composite`.
 
-    When `save` has returned, the state may be donated: all that is saved of it is on the host, and `report.pause_s`
-    says how long that took. What does not fit into `host_bytes` is written before `save` returns.
+    The options are those of `SaveOptions`. When `save` has returned, the state may be donated; `report.pause_s` says
+    how long that took. What does not fit into `host_bytes` is written before `save` returns.
 
     Example:
       `manager.save(step, args=ocp.args.Composite(tables=TablesSave(collection, state), params=...))`
@@ -138,15 +137,12 @@ class TablesSave(ocp.args.CheckpointArgs):
     state: State
     _: dataclasses.KW_ONLY
     compression: str = "none"
-    """Of the files: "none", "lz4" or "zstd"."""
     host_bytes: int = HOST_BYTES
-    """Host memory that this process may take."""
     piece_bytes: int = PIECE_BYTES
-    """What is copied at a time."""
     clock: int | None = None
     """The time, where lookups have a clock; None: the state's step."""
     report: SaveReport | None = dataclasses.field(default=None, init=False)
-    """What the save did, once it has begun; `total_s` and `file_bytes` once it has ended."""
+    """What the save did; `total_s` and `file_bytes` once it has ended."""
 
     def started(self) -> Saving:
         """Makes the save of these arguments; for the handler."""
@@ -168,15 +164,14 @@ class TablesRestore(ocp.args.CheckpointArgs):
     """
 
     collection: Collection
-    """Of any mesh, capacities, grouping into stores and dtype of rows."""
+    """Its mesh, capacities, grouping into stores and row dtypes may differ from those of the save."""
     _: dataclasses.KW_ONLY
     state: State | None = None
-    """Donated; None: a new one, with the seed and the step of the save. One that is given keeps its own."""
+    """Donated, and keeps its seed and step; None: a new one, with those of the save."""
     tables: Sequence[str] | None = None
     """Names; None: all, and the checkpoint must have no others."""
     optimizer_state: OptimizerState = "require"
     """"require": as it was saved, refused if the optimizer is of another form; "matching": what has equal name and dim,
     the rest initial; "initial": none of it."""
     clock: int | None = None
-    """Now, for a given state whose lookups have a clock; None: its step. Rows that come into a given state count as
-    used now, so that the next delta has them."""
+    """Now, for a given state whose lookups have a clock; None: its step. Rows that enter it count as used now."""

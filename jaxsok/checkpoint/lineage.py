@@ -27,14 +27,7 @@ def entry_of(state: State) -> dict[str, Any]:
 
 
 def begin_life(collection: Collection, state: State, manifest: Mapping[str, Any], *, is_exact: bool) -> State:
-    """Begins a life for a state that was made of a folder.
-
-    Args:
-      collection: of the state.
-      state: holds what was exported.
-      manifest: of the folder.
-      is_exact: whether the state has all that the folder has, so that a delta on it is what changes from here on.
-    """
+    """Begins a life for a state made of a folder; `is_exact`: a delta on it is what changes from here on."""
     words = processes.drawn(is_shared=collection.shards.num_processes > 1)
     saved, ancestors = manifest.get("lineage"), ()
     if is_exact and saved is not None:
@@ -45,11 +38,7 @@ def begin_life(collection: Collection, state: State, manifest: Mapping[str, Any]
 
 
 def check(op: str, collection: Collection, state: State, folder: Any, manifest: Mapping[str, Any]) -> None:
-    """Refuses a base that a state did not come after.
-
-    Raises:
-      ValueError: the base was exported by another life, or by one before after the export that this one began with.
-    """
+    """Refuses a base of another life, or of an earlier one after the export at which this life began."""
     saved = manifest.get("lineage")
     if saved is None:
         LOG.warning(

@@ -1,7 +1,6 @@
 """The manifest of a folder of saved tables: what there is, where it lies, and how to see that it is whole.
 
-Every process writes a part about its own files; the first one joins the parts, when all are there. The manifest is the
-last file of a folder: without it there is nothing to read.
+Every process writes a part about its own files; the first joins them when all are there, as the folder's last file.
 """
 
 import base64
@@ -25,7 +24,7 @@ from jaxsok.types import NUM_PARTITIONS
 
 FORMAT = "jaxsok tables"
 VERSION = 1
-"""Of the format; a reader takes its own and older ones."""
+"""The format's version; a reader takes its own and older ones."""
 NAME = "manifest.json"
 KINDS = ROWS, WAITING, TOMBSTONES = "files", "waiting", "tombstones"
 BLOOM = "bloom"
@@ -41,11 +40,7 @@ def write_part(folder: Any, process: int, part: Mapping[str, Any]) -> None:
 
 
 def join_parts(op: str, folder: Any) -> dict[str, Any]:
-    """Makes the manifest of the parts of all processes, and removes those.
-
-    Raises:
-      CorruptFileError: a part is missing.
-    """
+    """Joins the parts of all processes to the manifest, and removes them; CorruptFileError: one is missing."""
     first = _read(op, _part_of(folder, 0), _PART)
     parts = [first, *(_read(op, _part_of(folder, n), _PART) for n in range(1, first["num_processes"]))]
     for n, part in enumerate(parts):
@@ -74,13 +69,7 @@ def join_parts(op: str, folder: Any) -> dict[str, Any]:
 
 
 def read(op: str, folder: Any) -> dict[str, Any]:
-    """Reads and checks the manifest of a folder.
-
-    Raises:
-      FileNotFoundError: there is none.
-      CorruptFileError: it is damaged.
-      ValueError: it is of a newer format.
-    """
+    """Reads and checks a folder's manifest; a missing, a damaged and a newer one have errors of their own."""
     path = folder / NAME
     if not path.exists():
         raise FileNotFoundError(
@@ -103,15 +92,7 @@ def packed(values: np.ndarray) -> str:
 
 
 def unpacked(value: str) -> np.ndarray:
-    """Reads what `packed` wrote.
-
-    Raises:
-      Wrong: `packed` did not write it.
-
-    Example:
-      >>> unpacked(packed(np.arange(4096)))[7:9].tolist()
-      [7, 8]
-    """
+    """Reads what `packed` wrote; anything else raises Wrong."""
     wanted = f"{NUM_PARTITIONS} counts, packed"
     try:
         stream, size = zlib.decompressobj(), 8 * NUM_PARTITIONS
@@ -127,7 +108,7 @@ def unpacked(value: str) -> np.ndarray:
 
 
 def unknown_to_json(table: TableSpec, seed: int) -> dict[str, Any]:
-    """Returns what `find` gives for a key of a table without a row; one entry, by its kind."""
+    """Returns what `find` gives for a key without a row."""
     reads = table.unknown_reads(seed)
     if isinstance(reads, InitialRows):
         return {"initial": reads.to_json()}
@@ -135,10 +116,7 @@ def unknown_to_json(table: TableSpec, seed: int) -> dict[str, Any]:
 
 
 def unknown_from_json(value: Any) -> float | InitialRows | str | None:
-    """Reads what `unknown_to_json` wrote: a number, initial rows, or the words for what no other program can work out.
-
-    None stands for a manifest that does not say. Anything else raises Wrong.
-    """
+    """Reads what `unknown_to_json` wrote; None: the manifest does not say. Anything else raises Wrong."""
     if value is None:
         return None
     try:
@@ -155,7 +133,7 @@ def unknown_from_json(value: Any) -> float | InitialRows | str | None:
 
 
 def array_to_json(array: np.ndarray) -> dict[str, Any]:
-    """Writes a small array, to the bit."""
+    """Encodes a small array bit for bit."""
     data = base64.b64encode(array.tobytes()).decode()
     return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
 
@@ -189,7 +167,7 @@ def _canonical(body: Mapping[str, Any]) -> bytes:
 
 
 def _read(op: str, path: Any, form: manifests.Check) -> dict[str, Any]:
-    """Reads a manifest or a part of one: whole, of a version that is known, and every value of it as it must be."""
+    """Reads a manifest or a part of one, and checks its checksum, version and every value."""
     try:
         body = manifests.parsed(op, path, CorruptFileError)
     except FileNotFoundError as error:
@@ -217,7 +195,7 @@ def _read(op: str, path: Any, form: manifests.Check) -> dict[str, Any]:
 
 
 def _check_tiles(ranges: Sequence[Sequence[int]], size: int) -> None:
-    """Refuses pieces of a file (offset and size of each) that leave a byte out, or have one twice."""
+    """Refuses pieces of a file (offset and size) with gaps or overlaps."""
     end = 0
     for offset, num_bytes, *_ in ranges:
         if offset != end:
@@ -244,7 +222,6 @@ def _check_bloom(value: Any) -> None:
 
 
 def _check_whole(value: Any) -> None:
-    """Refuses values that contradict each other."""
     files = [file["name"] for table in value["tables"].values() for kind in KINDS for file in table[kind]]
     files += [file["name"] for file in value[BLOOM]]
     if len(set(files)) != len(files):
@@ -266,7 +243,7 @@ def _check_whole(value: Any) -> None:
 
 _WORD, _COUNT, _SIZE = integer(0, 2**32 - 1), integer(), integer(0, 2**62)
 _PARTITION = integer(0, NUM_PARTITIONS - 1)
-# Of a file in the folder itself: no path, so that nothing elsewhere is read.
+# A name, not a path: nothing outside the folder is read.
 _FILE_NAME = text(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}", "the name of a file in this folder")
 _FILES = list_of(
     manifests.also(

@@ -1,8 +1,7 @@
 """Rows into a state, round by round: some for each shard at a time, those of keys that it owns.
 
-Sharding model: a round is one program over all shards; each process gives the lines of its own shards, padded to one
-size, and all processes make equally many rounds. (`import_table` takes the same records in all processes; here each
-reads its own.)
+Sharding model: a round is one program over all shards. Each process gives the lines of its own shards, padded to one
+size, and all make equally many rounds. (`import_table` takes the same records in all processes.)
 """
 
 import dataclasses
@@ -31,21 +30,20 @@ FAILED = 1 << 41  # lines: more than any process has
 
 @dataclasses.dataclass
 class Held:
-    """The state that call after call donates: the last one that is whole, should the next call fail."""
+    """The state that call after call donates; if a call fails, it holds the last whole one."""
 
     state: State
 
 
 def with_store(state: State, s: int, store: StoreState) -> State:
-    """Replaces one of a state's stores."""
+    """Replaces store `s` of a state."""
     return dataclasses.replace(state, stores=(*state.stores[:s], store, *state.stores[s + 1 :]))
 
 
 class Placer:
-    """Places records of one table; what it placed replaces what was there under the same keys."""
+    """Places records of table `number` of store `s`, in place of what was there under the same keys."""
 
     def __init__(self, op: str, collection: Collection, s: int, number: int):
-        """Takes the op for errors, and the table by the numbers of its store and of the table in it."""
         self.op, self.collection, self.s, self.number = op, collection, s, number
         self.spec: StoreSpec = collection.stores[s]
         self.shards: Shards = collection.shards
@@ -57,13 +55,9 @@ class Placer:
     def place(self, held: Held, of_shard: Callable[[int], Iterator[Records]]) -> int:
         """Places all records, and returns how many there were on all shards.
 
-        Args:
-          held: its state is donated and replaced; it has room for all records.
-          of_shard: the records of a shard of this process, in any pieces; for a replicated store those of one shard.
-
-        Raises:
-          TableFullError: keys were refused.
-          Exception: what `of_shard` raised; in the other processes a RuntimeError.
+        `held` has room for all of them; its state is donated and replaced. `of_shard` reads the records of a shard of
+        this process; for a replicated store those of one shard. Keys that are refused raise TableFullError. What
+        `of_shard` raises is a RuntimeError in the other processes.
         """
         streams = {shard: _Stream(of_shard(shard)) for shard in self.local[: 1 if self.spec.is_replicated else None]}
         total, unsettled = 0, None
@@ -92,7 +86,6 @@ class Placer:
         return total if self.spec.is_replicated or self.shards.num_processes == 1 else processes.total(total)
 
     def _enter(self, held: Held, piece: dict[str, Any]) -> Array:
-        """Enters a round; returns how many keys each shard refused."""
         state = held.state
         store, refused = imports_lib.entered(
             self.spec, self.number, self.shards, False, state.stores[self.s], state.seed, np.uint32(0), piece
@@ -120,7 +113,6 @@ class Placer:
         return bool(self.shards.read(refused).any())
 
     def _piece(self, blocks: dict[int, Records | None], size: int) -> dict[str, Any]:
-        """Makes the arrays of a round, with the lines of all shards."""
         padded = {shard: self._padded(block, size) for shard, block in blocks.items()}
         if self.spec.is_replicated:
             padded = dict.fromkeys(self.local, padded[self.local[0]])
@@ -128,7 +120,6 @@ class Placer:
         return {name: self.shards.put({shard: padded[shard][name] for shard in self.local}) for name in first}
 
     def _padded(self, records: Records | None, size: int) -> dict[str, np.ndarray]:
-        """Makes a shard's lines, with padding behind them."""
         spec, count = self.spec, 0 if records is None else records.num_rows
         arrays = {"keys": padding_words((size,)), "rows": np.zeros((size, spec.dim), jnp.dtype(spec.dtype))}
         arrays |= {f"state.{state.name}": np.zeros((size, state.dim), np.float32) for state in spec.state_specs}
@@ -150,7 +141,6 @@ class _Stream:
         self.pieces, self.rest = pieces, None
 
     def take(self, most: int) -> Records | None:
-        """Returns the next lines, at most so many; None: there are none."""
         parts, count = [], 0
         while count < most:
             piece = self.rest if self.rest is not None else next(self.pieces, None)

@@ -1,4 +1,4 @@
-"""Restoring: saved rows into a state, each to the shard that owns its key, whatever the mesh that saved them was.
+"""Restoring: saved rows into a state, each to the shard that owns its key, whatever mesh saved them.
 
 A process reads the batches that may have keys of its shards' partitions.
 """
@@ -41,7 +41,7 @@ def restore(
 ) -> State:
     """Restores tables from a full export and its deltas, in order; arguments and errors are those of `load`.
 
-    Rows that come into a given state count as used now, or its next delta would not see that they changed.
+    Rows that enter a given state count as used now: otherwise its next delta would miss them.
     """
     full, is_new, now = chain[0], state is None, None
     op = full.op
@@ -86,10 +86,7 @@ def restore(
 
 @contextlib.contextmanager
 def held_on(collection: Collection, state: State, names: Sequence[str], *, is_new: bool = False) -> Iterator[Held]:
-    """Surrounds what donates a state bit by bit: an error gives the caller the last state that is whole.
-
-    `names` are those of the tables that change. The caller of a new state has none that could be lost.
-    """
+    """Wraps calls that donate a state bit by bit: an error carries the last whole state, unless the state `is_new`."""
     held = Held(state)
     try:
         yield held
@@ -106,10 +103,7 @@ def held_on(collection: Collection, state: State, names: Sequence[str], *, is_ne
 
 
 def place(source: Source, collection: Collection, held: Held, name: str, taken: Sequence[str], now: int | None) -> None:
-    """Places the saved rows of a table; a key that has a row gets the saved one.
-
-    `now` is the earliest last step that the rows get; None: they keep the saved one.
-    """
+    """Places a table's saved rows over those of the same keys, with last steps of `now` at least (None: as saved)."""
     op = source.op
     s, number = locate(op, collection, name)
     spec = collection.stores[s]
@@ -135,7 +129,7 @@ def place(source: Source, collection: Collection, held: Held, name: str, taken: 
 def _fitter(
     source: Source, spec: StoreSpec, table: TableSpec, taken: Sequence[str], now: int | None
 ) -> Callable[[Records], Records]:
-    """Makes a function that gives saved rows the dtype, optimizer state and statistics of the table."""
+    """Makes a function that converts saved rows to the dtype, optimizer state and statistics of the table."""
     clock = np.uint32(source.manifest["clock"])
     dtype = jnp.dtype(table.dtype)
 
@@ -153,7 +147,7 @@ def _fitter(
         }
         last_step, frequency = records.last_step, records.frequency
         if spec.keeps_statistics and last_step is None:
-            # Unknown: as if used when they were saved, so that none of them is the first to leave.
+            # Unknown: they count as used when they were saved, so that none of them is the first to leave.
             last_step, frequency = np.full(num_rows, clock), np.zeros(num_rows, np.uint32)
         if now is not None and last_step is not None:
             last_step = np.maximum(last_step, np.uint32(now))
@@ -172,7 +166,7 @@ def apply_link(
     is_whole: bool,
     now: int | None,
 ) -> None:
-    """Applies a delta whose place in the chain was checked."""
+    """Applies a delta; its place in the chain is checked already."""
     with processes.together(source.op):
         names = choose_tables(source, collection, tables)
         taken = check_forms(source, collection, names, optimizer_state)
@@ -191,7 +185,7 @@ def apply_link(
 
 
 def _more_rows(source: Source, collection: Collection, state: State, table: str) -> np.ndarray:
-    """Counts the rows that a delta adds to each shard, less those that it takes away: int64[num_shards]."""
+    """Counts the rows that a delta adds to each shard, less those that it removes: int64[num_shards]."""
     more = np.zeros(NUM_PARTITIONS, np.int64)
     for keys, found in find_keys(source.op, collection, state, table, key_batches(source.files(table))):
         more += _keys_by_partition(table, keys[~found])
@@ -204,13 +198,9 @@ def _more_rows(source: Source, collection: Collection, state: State, table: str)
 def with_room(
     source: Source, collection: Collection, state: State, rows: Mapping[str, np.ndarray], *, is_new: bool = False
 ) -> State:
-    """Grows a state, which is donated, for the rows that are to come.
+    """Grows a state, which is donated, for `rows`, the net gain of each shard: int64[num_shards] by table.
 
-    `rows` are those that each shard gets, less those that it loses before: int64[num_shards] by table. A new state also
-    gets room for one step's new keys, if there is memory for that.
-
-    Raises:
-      TableFullError: a store's `max_capacity` is below that.
+    A new state also gets room for one step's new keys, if memory allows. TableFullError: `max_capacity` is too low.
     """
     capacities, roomy = {}, {}
     for s, spec in enumerate(collection.stores):
@@ -242,7 +232,7 @@ def with_room(
 
 
 def _keys_of_step(collection: Collection, s: int, num_rows: int) -> int:
-    """Guesses the rows of a shard that one step may need, where the files do not say how many keys steps had."""
+    """Guesses the new rows of a step on a shard, where the files do not say how many keys steps had."""
     if keys := collection.growth.per_step()[s]:
         return keys
     names = {table.name for table in collection.stores[s].tables}
@@ -251,21 +241,19 @@ def _keys_of_step(collection: Collection, s: int, num_rows: int) -> int:
 
 
 def _table_rows(collection: Collection, state: State, name: str) -> np.ndarray:
-    """Counts a table's rows of each shard: int64[num_shards]; waits for the device."""
     s, number = locate("restore", collection, name)
     spec, shards, words = collection.stores[s], collection.shards, state.stores[s].table_rows
     return shards.read(words).reshape(spec.num_shards, len(spec.tables))[:, number].astype(np.int64)
 
 
 def _rows_in_use(collection: Collection, spec: StoreSpec, store: StoreState) -> np.ndarray:
-    """Counts the rows of each shard: int64[num_shards]; waits for the device."""
     words = collection.shards.read(store.counters).reshape(spec.num_shards, len(COUNTERS)).astype(np.int64)
     allocated, begin, end = (words[:, COUNTERS.index(name)] for name in ("num_allocated", "free_begin", "free_end"))
     return allocated - (end - begin)
 
 
 def _rows_by_shard(op: str, collection: Collection, name: str, rows: np.ndarray) -> np.ndarray:
-    """Adds up rows by partition of a table over the partitions of each shard: int64[num_shards]."""
+    """Sums rows by partition to rows by shard: int64[num_shards]."""
     s, number = locate(op, collection, name)
     spec = collection.stores[s]
     if spec.is_replicated:
@@ -280,7 +268,6 @@ def _keys_by_partition(name: str, keys: np.ndarray) -> np.ndarray:
 
 
 def _owners_of(collection: Collection, spec: StoreSpec, table: TableSpec) -> np.ndarray:
-    """Returns the shard of each partition of a table: int64[4096]."""
     if spec.num_shards == 1 or table.placement.kind == "on":
         return np.full(NUM_PARTITIONS, table.placement.shard if spec.num_shards > 1 else 0, np.int64)
     return np.asarray(collection.partition_owners, np.int64)

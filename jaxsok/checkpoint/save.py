@@ -1,8 +1,7 @@
 """Saving: a state on its way into the files of a folder, through a queue of bounded size.
 
-One side copies pieces of the state to the host and is what training waits for; the other picks out the live rows, puts
-them in the order of their partitions and writes them. What fits into the queue is copied at once; what does not waits
-until files are written.
+One side copies pieces of the state to the host, and training waits for it; the other picks out the live rows, sorts
+them by partition and writes them. What does not fit into the queue waits until files are written.
 """
 
 import collections
@@ -53,14 +52,14 @@ class SaveOptions:
     """How a state is saved."""
 
     compression: str = "none"
-    """Of the columns of the files: "none", "lz4" or "zstd"."""
+    """"none", "lz4" or "zstd"."""
     host_bytes: int = HOST_BYTES
     """Host memory that a process may take beside its tables."""
     piece_bytes: int = PIECE_BYTES
-    """What is copied from the device at a time; made smaller where `host_bytes` asks for it."""
+    """What is copied from the device at a time; smaller where `host_bytes` requires it."""
 
     def check(self, op: str) -> None:
-        """Refuses values without a meaning."""
+        """Refuses invalid values."""
         if self.compression not in COMPRESSIONS:
             raise ValueError(f"{op}: compression: got {self.compression!r}, wanted one of {list(COMPRESSIONS)}.")
         for name in ("host_bytes", "piece_bytes"):
@@ -68,31 +67,28 @@ class SaveOptions:
 
     @property
     def bytes_of_piece(self) -> int:
-        """So few that the pieces outside the queue take half of the memory at most."""
+        """Returns the bytes of a piece, so that those outside the queue take half of the memory at most."""
         return max(1, min(self.piece_bytes, self.host_bytes // (2 * WORKING_PIECES)))
 
     @property
     def bytes_of_queue(self) -> int:
-        """How many bytes may wait to be written."""
+        """Returns how many bytes may wait to be written."""
         return max(1, self.host_bytes - WORKING_PIECES * self.bytes_of_piece)
 
 
 @dataclasses.dataclass
 class SaveReport:
-    """What a save did, in this process."""
+    """What a save did in this process; `num_bytes` were copied from the devices."""
 
     pause_s: float = 0.0
     """How long training waited: until the last row was on the host."""
     num_bytes: int = 0
-    """Copied from the devices."""
     peak_bytes: int = 0
     """In the queue at most."""
     num_rows: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Rows written, by table."""
     num_nonfinite: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Of these, rows with a number that is infinite or NaN."""
+    """Rows written that have an infinite or NaN number."""
     file_bytes: int = 0
-    """Written."""
     total_s: float = 0.0
     """Until the files of this process were on the disk; 0 before that."""
 
@@ -112,17 +108,11 @@ class Saving:
         rests_on: Mapping[str, Any] | None = None,
         tombstones: Mapping[str, np.ndarray] | None = None,
     ):
-        """Reads what is small; waits for the state, which is not donated until `feed` has returned.
+        """Reads what is small and waits for the state, which must not be donated until `feed` has returned.
 
-        Args:
-          op: named in errors.
-          collection: that made the state.
-          state: what to save.
-          options: how to save it.
-          kind: "checkpoint", "full" or "delta".
-          clock: the time of the save, as lookups got it; None: the state's step.
-          rests_on: of a delta: `base`, `base_path` and `since`; rows whose last step is before that are left out.
-          tombstones: keys of each table that are gone since.
+        `kind` is "checkpoint", "full" or "delta". `clock` is the time of the save (None: the state's step). Of a delta
+        `rests_on` has `base`, `base_path` and `since`, before which rows are left out; `tombstones` has the keys that
+        are gone, by table.
         """
         options.check(op)
         check_state(op, collection, state)
@@ -138,9 +128,7 @@ class Saving:
         self._changed = threading.Condition()
         self._writes = threading.Event()
         self.latest = 0
-        """The latest last step of the rows written."""
         self.has_stopped = False
-        """Whether the writer failed, and not the copy."""
         self.part = {
             "format": manifest_lib.FORMAT,
             "version": manifest_lib.VERSION,
@@ -161,7 +149,7 @@ class Saving:
     def feed(self, is_alive: Callable[[], None] = lambda: None) -> None:
         """Copies the state to the host, as fast as the queue takes it; then the state may be donated.
 
-        `is_alive` is called now and then while waiting for the writer to begin; it raises if that will never happen.
+        While it waits for the writer to begin it calls `is_alive`, which raises if that will never happen.
         """
         try:
             for piece in self._pieces():
@@ -205,7 +193,7 @@ class Saving:
     # Writing
 
     def write(self, folder: Any) -> None:
-        """Writes this process's files into a folder of `pathlib` or `etils.epath`, then its part of the manifest."""
+        """Writes this process's files into a folder, then its part of the manifest."""
         self._writes.set()
         tables = _Tables(self, folder)
         try:
@@ -255,7 +243,6 @@ class Saving:
         spec, store, shards = self.collection.stores[s], self.state.stores[s], self.collection.shards
 
         def local(array: Any) -> np.ndarray:
-            """Reads a shard's part, of those that are equal on all."""
             return np.asarray(array.addressable_data(0))
 
         word = dict(zip(COUNTERS, local(store.counters).tolist(), strict=False))
@@ -277,17 +264,13 @@ class Saving:
 
 
 def time_of(op: str, state: State, clock: Any) -> int:
-    """Returns the time of a save: the clock, a uint32 as lookups get it; None: the state's step.
-
-    Raises:
-      TypeError, ValueError: no integer, or no uint32; names the op.
-    """
+    """Returns the time of a save: the clock, a uint32; None: the state's step. Other values are refused."""
     word = operations.clock_of(op, clock)
     return int(np.asarray(state.step if word is None else word))
 
 
 def save_now(saving: Saving, folder: Any) -> None:
-    """Saves into a folder that is there, and waits for the files."""
+    """Saves into an existing folder, and waits for the files."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         written = pool.submit(saving.write, folder)
         try:
@@ -409,7 +392,6 @@ class _Tables:
             close_synced(file)
 
     def entries(self) -> dict[str, dict[str, Any]]:
-        """Makes the manifest's entries of the tables, whose files are closed."""
         stores, (low, high) = self.saving.part["stores"], self.saving.part["seed"]
         evicted: dict[str, int] = {}
         for store in stores:  # without counts where nothing is evicted

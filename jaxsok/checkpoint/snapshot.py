@@ -42,7 +42,7 @@ class RowsPiece:
 
 @dataclasses.dataclass(frozen=True)
 class WordsPiece:
-    """A range of what decides about admission: buckets of waiting keys, or words of a Bloom filter."""
+    """A range of admission data: buckets of waiting keys, or words of a Bloom filter."""
 
     store: int
     kind: str
@@ -60,10 +60,9 @@ Piece = RowsPiece | WordsPiece
 
 
 def shard_parts(array: Array, spec: StoreSpec, shards: Shards) -> dict[int, Array]:
-    """Finds the parts of a store's array that this process is to save, by shard, each on its device.
+    """Finds the parts of a store's array that this process saves, by shard, each on its device.
 
-    Every part is saved once: where the mesh has other axes it lies on several devices, and of a replicated store all
-    shards have the same.
+    Copies on other mesh axes, and on the shards of a replicated store, are saved once.
     """
     if not shards.is_mesh:
         # Every process has a state of its own then, and the first one's is saved.
@@ -81,16 +80,10 @@ def pieces(
     piece_bytes: int,
     since: int | None = None,
 ) -> Iterator[Piece]:
-    """Copies all pieces of a store that this process is to save; the store is not donated before the last has come.
+    """Copies all pieces of a store that this process saves; it must not be donated before the last has come.
 
-    Args:
-      number: of the store.
-      spec: of the store.
-      store: what to save.
-      shards: over which it is split.
-      piece_bytes: of a piece at most, give or take a row.
-      since: only rows whose last step is this or later; of a store with statistics. A piece then has the rows that
-        were picked on the device, where they are few.
+    A piece has at most `piece_bytes`, give or take a row. With `since`, only rows with a later or equal last step are
+    kept; where they are few they are picked on the device.
     """
     under_way: collections.deque[_UnderWay] = collections.deque()
     for piece in _start(number, spec, store, shards, piece_bytes, since):
@@ -159,19 +152,15 @@ def _start_since(
 
 
 def _lines_of(arrays: Sequence[Array], piece_bytes: int) -> int:
-    """Returns how many lines of arrays a piece has."""
     line_bytes = sum(array.nbytes // array.shape[0] for array in arrays)
     return max(1, piece_bytes // max(1, line_bytes))
 
 
 @dataclasses.dataclass(frozen=True)
 class _UnderWay:
-    """A piece on its way to the host."""
-
     make: Callable[..., Piece]
     arrays: tuple[Array, ...]
     lines: slice
-    """Which lines of the arrays belong to the piece."""
 
     def __post_init__(self) -> None:
         for array in self.arrays:
@@ -185,10 +174,7 @@ class _UnderWay:
 
 
 def _cut(arrays: tuple[Array, ...], start: int, stop: int, most: int) -> tuple[tuple[Array, ...], slice]:
-    """Copies a range of arrays, and tells where it lies in the copy.
-
-    All copies have one length, so that there is one program for a slab: the last one begins earlier.
-    """
+    """Copies a range of arrays, and returns where it lies in the copy; all copies have one length, for one program."""
     size = min(most, arrays[0].shape[0])
     first = min(start, arrays[0].shape[0] - size)
     return cut_lines(arrays, np.int32(first), size), slice(start - first, stop - first)

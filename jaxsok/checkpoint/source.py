@@ -1,6 +1,6 @@
 """What was saved: a folder's manifest and files, and whether its tables fit those of a collection.
 
-What the manifest says is checked before anything is read, and all that is read against its checksum before it is used.
+The manifest is checked before anything is read, and all data against its checksum before it is used.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class Source:
         return manifest_lib.table_files(self.op, self.folder, self.manifest, table, kind)
 
     def records(self, table: str, wanted: np.ndarray | None = None) -> Iterator[Records]:
-        """Reads the rows of a table with keys of wanted partitions, bool[4096] (None: all), batch by batch."""
+        """Reads the rows of a table, batch by batch; `wanted` chooses partitions, bool[4096] (None: all)."""
         form, word = self.form(table), name_word(table)
         for file in self.files(table):
             for batch in file.batches(wanted):
@@ -55,17 +55,13 @@ class Source:
                 yield records
 
     def waiting(self, table: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Reads the keys of a table that wait for a row, and how often they were seen."""
+        """Reads the keys that wait for a row, and how often they were seen."""
         for file in self.files(table, manifest_lib.WAITING):
             for batch in file.batches():
                 yield tuple(batch.column(name).to_numpy(zero_copy_only=False) for name in ("key", "count"))
 
     def check(self, tables: Sequence[str]) -> None:
-        """Refuses tables with a file that is not there or of another size, or with counts that do not agree.
-
-        Raises:
-          CorruptFileError: names the file, or the table.
-        """
+        """Refuses, with a CorruptFileError, missing or mis-sized files, and counts that do not agree."""
         for file in self._all_files(tables):
             file.check_size()
         for table in tables:
@@ -93,7 +89,6 @@ class Source:
         return [file for table in tables for kind in manifest_lib.KINDS for file in self.files(table, kind)]
 
     def _bloom_files(self, stores: set[int]) -> Iterator[tuple[SavedFile, list[list[int]]]]:
-        """Returns the files of the Bloom filters of some stores, and the pieces of each."""
         for entry in self.manifest["bloom"]:
             if entry["store"] in stores:
                 yield SavedFile(self.op, self.folder, entry, None), entry["pieces"]
@@ -113,16 +108,12 @@ class Source:
         return words
 
     def store_of(self, table: str) -> tuple[int, dict[str, Any]]:
-        """Returns the number of the store that a table was saved from, and the store's entry."""
+        """Returns number and entry of the store that a table was saved from."""
         return next((s, store) for s, store in enumerate(self.manifest["stores"]) if table in store["tables"])
 
 
 def choose_tables(source: Source, collection: Collection, tables: Sequence[str] | None) -> list[str]:
-    """Returns the names of the tables to restore.
-
-    Raises:
-      ValueError: names differ, and none were chosen; or a chosen one is missing.
-    """
+    """Returns the tables to restore; a ValueError where none were chosen and names differ, or one is missing."""
     op, saved = source.op, list(source.manifest["tables"])
     declared = [table.name for table in collection.tables]
     if tables is None:
@@ -147,8 +138,7 @@ def check_forms(
 ) -> dict[str, tuple[str, ...]]:
     """Returns the pieces of optimizer state to restore, by table.
 
-    Raises:
-      ValueError: another dim, or optimizer state of another form, unless the caller leaves it; names the table.
+    A ValueError names a table of another dim, or with state of another form that `optimizer_state` requires.
     """
     op = source.op
     if optimizer_state not in OPTIMIZER_STATES:
@@ -179,7 +169,7 @@ def check_forms(
 
 
 def _check_globals(source: Source, collection: Collection, name: str) -> None:
-    """Refuses optimizer state of no row in another form; tables of one store must have been saved with one."""
+    """Refuses global optimizer state of another form; tables of one store must have been saved with one."""
     s, _ = locate(source.op, collection, name)
     spec = collection.stores[s]
     wanted = [(str(leaf.dtype), list(leaf.shape)) for leaf in map(np.asarray, spec.optimizer.init_globals(spec.dim))]

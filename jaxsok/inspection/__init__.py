@@ -1,7 +1,7 @@
 """What is in a checkpoint, an export or a file of another system; and what a collection will take, drawn.
 
-`inspect` reads any of them, `report` any records; `read_spec` reads declarations of tables from a file. The command
-line is `python -m jaxsok inspect` and `estimate`. Import it by name: `from jaxsok import inspection`.
+`inspect` reads any of them, `report` any records, `read_spec` declarations of tables. The command line is
+`python -m jaxsok inspect` and `estimate`. Import it by `from jaxsok import inspection`.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ class Inspection:
 
     path: str
     kind: str
-    """Of the files: "jaxsok", "HPS", "SOK", "Parquet", "Arrow" or "npz"."""
+    """"jaxsok", "HPS", "SOK", "Parquet", "Arrow" or "npz"."""
     facts: Mapping[str, Any]
-    """What they say of themselves, as the step."""
+    """What the files say of themselves, as the step."""
     tables: tuple[TableReport, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -59,10 +59,9 @@ class Inspection:
 def inspect(path: str | os.PathLike[str], tables: Sequence[str] | None = None) -> Inspection:
     """Goes through the tables of a checkpoint, an export, or files of another system, once.
 
-    Args:
-      path: a folder of `jaxsok.checkpoint`, a step or the root of an Orbax checkpoint (its last step then), a folder of
-        HPS or SOK, a `.parquet`, `.arrow` or `.npz` file, or a folder of such files. The kind is found by content.
-      tables: names; None: all.
+    `path` is a folder of `jaxsok.checkpoint`, a step or the root of an Orbax checkpoint (its last step then), a folder
+    of HPS or SOK, a `.parquet`, `.arrow` or `.npz` file, or a folder of such files. The kind is found by content.
+    `tables` chooses some by name.
 
     Raises:
       FileNotFoundError: there is nothing.

@@ -1,7 +1,6 @@
 """Counts of numbers by size, taken chunk by chunk in memory that does not depend on how many there are.
 
-`Magnitudes` are for norms, `Frequencies` for uses, `Steps` for last steps. Each is filled by `add` and read at the end;
-its docstring says how exact it is.
+`Magnitudes` are for norms, `Frequencies` for uses, `Steps` for last steps. Each says how exact it is.
 """
 
 import itertools
@@ -26,16 +25,14 @@ _OCTAVES = [0, *(1 << bit for bit in range(33))]
 
 
 def _octave_bins(counts: Sequence[int] | np.ndarray) -> tuple[Bin, ...]:
-    """Makes a histogram of counts of 0, 1, 2 to 3, 4 to 7, ..., from the first to the last that has anything."""
+    """Makes a histogram of counts of 0, 1, 2 to 3, 4 to 7, ...; empty ends left out."""
     filled = np.flatnonzero(counts)
     bins = [Bin(_OCTAVES[i], _OCTAVES[i + 1], int(count)) for i, count in enumerate(counts)]
     return tuple(bins[filled[0] : filled[-1] + 1]) if filled.size else ()
 
 
 class Magnitudes:
-    """Numbers of 0 and above. Counts, least and greatest are exact; quantiles to within 0.6%.
-
-    Numbers are counted in bins of a 64th of an octave.
+    """Numbers of 0 and above, in bins of a 64th of an octave. Quantiles are to within 0.6%, all else is exact.
 
     Example:
       >>> some = Magnitudes()
@@ -57,7 +54,7 @@ class Magnitudes:
         self.max = math.nan
 
     def add(self, values: np.ndarray) -> None:
-        """Counts more: float64[num_values]; infinite and NaN ones apart."""
+        """Counts float64[num_values]; infinite and NaN ones apart."""
         is_finite = np.isfinite(values)
         finite = values if is_finite.all() else values[is_finite]
         self.num_nonfinite += values.size - finite.size
@@ -74,7 +71,7 @@ class Magnitudes:
         self._counts[first : first + counts.size] += counts
 
     def quantile(self, share: float) -> float:
-        """Returns the least number that is not exceeded by a share of the finite ones; NaN if there is none."""
+        """Returns the least finite number that a share of them does not exceed; NaN if there is none."""
         if not self.num_finite:
             return math.nan
         rank = max(1, math.ceil(share * self.num_finite - 1e-9))
@@ -85,7 +82,7 @@ class Magnitudes:
         return min(max(middle, self.min), self.max)
 
     def bins(self) -> tuple[Bin, ...]:
-        """A histogram of those above 0, of at most 16 bins that are equally wide by ratio; empty ends left out."""
+        """A histogram of those above 0, of at most 16 bins of equal ratio; empty ends left out."""
         filled = np.flatnonzero(self._counts)
         if not filled.size:
             return ()
@@ -101,10 +98,7 @@ class Magnitudes:
 
 
 class Frequencies:
-    """Uses of rows, 0 to 2**32 - 1. Counts and sums are exact; shares of the most used to within 0.1%.
-
-    A frequency below 65,536 has a counter of its own, those above share one with those that differ by less than 0.1%.
-    """
+    """Uses of rows, uint32. Counts and sums are exact; above 65,535 counters are shared within 0.1%."""
 
     _EXACT = 16  # bits
     _PRECISE = 10  # bits that tell the numbers of one octave apart
@@ -116,7 +110,7 @@ class Frequencies:
         self.num_rows = 0
 
     def add(self, frequency: np.ndarray) -> None:
-        """Counts more: uint32[num_rows]."""
+        """Counts uint32[num_rows]."""
         wide = frequency.astype(np.int64)
         number = wide.copy()
         is_large = wide >> self._EXACT > 0
@@ -142,7 +136,7 @@ class Frequencies:
         return int(self._counts[0])
 
     def share_of_top(self, share: float) -> float:
-        """Returns the part of all uses that the most used rows have, `share` of them; NaN without uses."""
+        """Returns the part of all uses that the `share` most used rows have; NaN without uses."""
         if not self.num_uses:
             return math.nan
         num_top = math.ceil(share * self.num_rows - 1e-9)
@@ -156,17 +150,14 @@ class Frequencies:
         return uses / self.num_uses
 
     def bins(self) -> tuple[Bin, ...]:
-        """A histogram by octave: 0, 1, 2 to 3, 4 to 7, ...; empty ends left out."""
+        """A histogram by octave."""
         edges = [0, 1, *(1 << bit for bit in range(1, self._EXACT + 1))]
         edges += [(1 << self._EXACT) + (n << self._PRECISE) for n in range(1, 33 - self._EXACT)]
         return _octave_bins([int(self._counts[a:b].sum()) for a, b in itertools.pairwise(edges)])
 
 
 class Steps:
-    """Last steps, 0 to 2**32 - 1. The least and the greatest are exact; ages are to within `width` steps.
-
-    There are 65,536 counters; whenever a step lies beyond the last of them, their width doubles.
-    """
+    """Last steps, uint32. Least and greatest are exact, ages to within `width` steps, which doubles as needed."""
 
     _NUM_BINS = 1 << 16
 
@@ -178,7 +169,7 @@ class Steps:
         self.max = 0
 
     def add(self, last_step: np.ndarray) -> None:
-        """Counts more: uint32[num_rows]."""
+        """Counts uint32[num_rows]."""
         if not last_step.size:
             return
         low, high = int(last_step.min()), int(last_step.max())
@@ -192,10 +183,7 @@ class Steps:
         self.num_rows += last_step.size
 
     def ages(self, clock: int) -> tuple[Bin, ...]:
-        """A histogram of `clock - last_step` by octave: 0, 1, 2 to 3, ...; a step after the clock has age 0.
-
-        With a `width` above 1 steps are taken for the last ones of their counters.
-        """
+        """A histogram of `clock - last_step` by octave, 0 at least; each step counts as the last one of its counter."""
         filled = np.flatnonzero(self._counts)
         ages = np.maximum(clock - (filled + 1) * self.width + 1, 0)
         which = np.searchsorted(_OCTAVES, ages, side="right") - 1

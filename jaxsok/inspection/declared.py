@@ -1,7 +1,7 @@
 """Declarations of tables and features from a file: Python that makes them, or TOML or JSON that names their fields.
 
-A field has the name and the meaning that it has in `TableSpec`, `FeatureSpec` and `ExchangeSpec`. What is made by a
-function, an optimizer, an initializer, a policy, is its name, or a table of its name and arguments:
+Fields are those of `TableSpec`, `FeatureSpec` and `ExchangeSpec`. An optimizer, an initializer or a policy is its name,
+or a table of its name and arguments:
 
     [[tables]]
     name = "user"
@@ -27,7 +27,7 @@ from jaxsok.collection import Collection
 from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, Placement, TableSpec, on
 
 LEARNING_RATE = 0.01
-"""Of an optimizer whose file gives none: bytes do not depend on it."""
+"""The rate of an optimizer whose file gives none: bytes do not depend on it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +38,14 @@ class Declared:
     features: tuple[FeatureSpec, ...] = ()
     exchange: ExchangeSpec | None = None
     num_shards: int | None = None
-    """Of the collection that a Python file makes over a mesh; None: the file does not say."""
+    """The shards of the `collection` over a mesh in a Python file; None: the file does not say."""
 
 
 def read_spec(path: str | os.PathLike[str]) -> Declared:
-    r"""Reads declarations.
+    r"""Reads declarations from a `.py` file, which is run, or a `.toml` or `.json` file.
 
-    Args:
-      path: of a `.py` file that defines `tables` (and perhaps `features` and `exchange`) or a `collection`, and is run
-        for that; or of a `.toml` or `.json` file with `tables`, and perhaps `features` and `exchange`.
+    A Python file defines `tables` (and perhaps `features` and `exchange`) or a `collection`; the others have `tables`,
+    and perhaps `features` and `exchange`.
 
     Raises:
       FileNotFoundError: there is no file.
@@ -104,8 +103,6 @@ def _of_python(path: pathlib.Path) -> Declared:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where in a file we are."""
-
     file: str
     field: str = ""
 
@@ -118,7 +115,6 @@ class _Place:
         return ValueError(f"estimate: {self.file}: {at}{what}")
 
     def fields(self, value: Any, known: Iterable[str] | None = None) -> dict[str, Any]:
-        """Returns the fields of what must be a mapping, from known names."""
         if not isinstance(value, Mapping):
             raise self.error(f"got {value!r}, wanted fields with values.")
         wanted = list(value if known is None else known)
@@ -128,13 +124,12 @@ class _Place:
         return dict(value)
 
     def items(self, value: Any) -> list[tuple["_Place", Any]]:
-        """Returns the items of what must be a list, and their places."""
         if not isinstance(value, list):
             raise self.error(f"got {value!r}, wanted a list.")
         return [(self / number, item) for number, item in enumerate(value)]
 
     def make(self, function: Callable[..., Any], arguments: Any) -> Any:
-        """Calls a function, and names the place of what it refuses."""
+        """Calls a function; what it refuses names the place."""
         parameters = inspect.signature(function).parameters
         arguments = self.fields(arguments, parameters)
         for name, parameter in parameters.items():
@@ -146,7 +141,7 @@ class _Place:
             raise self.error(str(error)) from error
 
     def call(self, value: Any, known: Mapping[str, Callable[..., Any]], what: str, **defaults: Any) -> Any:
-        """Calls a function by name, of "adam", or of {name = "adam", eps = 1e-8}."""
+        """Calls a function by name: "adam", or {name = "adam", eps = 1e-8}."""
         arguments = dict(value) if isinstance(value, Mapping) else {"name": value}
         name = arguments.pop("name", None)
         if not isinstance(name, str) or name not in known:

@@ -1,7 +1,7 @@
-"""Which kind of file a path has, and which tables are in it: found by content, not by the ending of a name.
+"""Which kind of file a path has, and which tables are in it: found by content, not by name.
 
-`KINDS` has a line for each: a function that recognises a path, and one that opens it as tables, each a function that
-begins to read its records. A new kind is one more line. What a reader knows of its format is not repeated here.
+A line of `KINDS` has a function that recognises a path, and one that opens it as tables, each a function that begins to
+read its records. A new kind is one more line.
 """
 
 import dataclasses
@@ -27,37 +27,28 @@ Read = Callable[[], Iterable[Records]]
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """What a path holds."""
+    """What a path holds; `facts` and `table_facts` are what the files say of themselves and of tables."""
 
     kind: str
     tables: Mapping[str, Read]
-    """By name, what begins to read the records of one."""
+    """By name, a function that begins to read the records."""
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What the files say of themselves."""
     table_facts: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    """What they say of a table beside its records."""
     clock: int | None = None
-    """The step, or the user's time, at which they were written."""
+    """The step, or the user's time, of the files."""
 
 
 class Kind(NamedTuple):
-    """A kind of file or folder."""
+    """A kind of file or folder; messages describe it by `wanted`."""
 
     name: str
     wanted: str
-    """What it looks like, for messages."""
     recognises: Callable[[pathlib.Path], bool]
     open: Callable[[pathlib.Path], Opened]
 
 
 def open_tables(path: pathlib.Path) -> Opened:
-    """Opens a file or folder of any kind, or a folder of them, each of which is a table then.
-
-    Raises:
-      FileNotFoundError: there is nothing.
-      ValueError: it is of no known kind, or its reader refuses it.
-      ImportError: a package that the kind needs is missing.
-    """
+    """Opens a file or folder of any kind, or a folder of files, each a table; errors are those of `inspect`."""
     if not path.exists():
         raise FileNotFoundError(f"inspect: {path}: got no such file or folder, wanted {_wanted()}.")
     kind = _kind_of(path)
@@ -107,7 +98,7 @@ def _is_saved(path: pathlib.Path) -> bool:
 
 
 def _saved_folders(path: pathlib.Path) -> list[pathlib.Path]:
-    """Finds folders of saved tables: the path itself, below a step of Orbax, or below the last step of its manager."""
+    """Finds folders of saved tables: the path itself, or below an Orbax step or its manager's last step."""
     if _has_manifest(path):
         return [path]
     if not path.is_dir():
@@ -161,7 +152,7 @@ def _open_saved(path: pathlib.Path) -> Opened:
 
 
 def _saved_records(source: Source, table: str) -> Iterator[Records]:
-    """Reads the rows of a table; before them none, which show dim, dtype and state of a table without rows."""
+    """Reads the rows of a table, after an empty chunk that shows dim, dtype and state where there are no rows."""
     form = source.form(table)
     statistics = np.empty(0, np.uint32) if form.statistics else None
     # NumPy knows bfloat16 from ml_dtypes, which comes with JAX.

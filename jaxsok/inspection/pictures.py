@@ -9,7 +9,7 @@ from jaxsok.inspection.report import TableReport
 from jaxsok.memory import STATE, STEP, MemoryEstimate
 from jaxsok.printed import each_device, in_units
 
-# Of Okabe and Ito: told apart whatever colours one sees.
+# Okabe and Ito's colours, which colour-blind people can tell apart.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#999999")
 _INCHES = 3.4, 2.6  # of a panel
 _MOST_TICKS = 4  # that fit under a panel, of up to eight characters each
@@ -18,12 +18,8 @@ _MOST_TICKS = 4  # that fit under a panel, of up to eight characters each
 def draw_reports(reports: Sequence[TableReport], path: str | os.PathLike[str]) -> None:
     """Draws the histograms of tables: a line for each table; norms, frequencies and ages side by side.
 
-    Args:
-      reports: of `report` or `inspect`; at least one.
-      path: of the picture; the ending tells the format: .png, .svg, .pdf.
-
-    Raises:
-      ImportError: Matplotlib is missing.
+    `reports`, at least one, are of `report` or `inspect`. The ending of `path` is the format: .png, .svg, .pdf. An
+    ImportError says that Matplotlib is missing.
 
     Example:
       `draw_reports(inspect("exports/monday").tables, "monday.png")`
@@ -47,14 +43,7 @@ def draw_reports(reports: Sequence[TableReport], path: str | os.PathLike[str]) -
 
 
 def draw_estimate(estimate: MemoryEstimate, path: str | os.PathLike[str]) -> None:
-    """Draws the bytes of an estimate: a bar for the state and one for the step of each store, by what they hold.
-
-    Args:
-      estimate: of `memory_estimate`.
-      path: of the picture; the ending tells the format: .png, .svg, .pdf.
-
-    Raises:
-      ImportError: Matplotlib is missing.
+    """Draws the bytes of an estimate: a bar for the state and one for the step of each store; as `draw_reports`.
 
     Example:
       `draw_estimate(memory_estimate(tables), "memory.png")`
@@ -96,7 +85,6 @@ def draw_estimate(estimate: MemoryEstimate, path: str | os.PathLike[str]) -> Non
 
 
 def _panels(table: TableReport) -> list[tuple[str, Sequence[Bin], str]]:
-    """Returns what is drawn of a table: the name of the axis, the bins, the colour."""
     norms = {"rows": table.norms, **table.states}
     panels = [(f"norm of {name}", one.bins, _COLOURS[min(i, 1)]) for i, (name, one) in enumerate(norms.items())]
     if table.uses is not None:
@@ -129,7 +117,7 @@ def _bars(axes: Any, bins: Sequence[Bin], colour: str) -> None:
 
 
 def _figure(size: tuple[float, float]) -> Any:
-    """Makes an empty figure; pyplot, which keeps figures and asks for a display, stays out of it."""
+    """Makes an empty figure without pyplot, which keeps figures and asks for a display."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,7 +1,4 @@
-"""A report on a table: keys, norms, frequencies and ages, from its records in one pass.
-
-Fed by any iterator of `Records` (an export, a file); feeds what people read, `str`, and what programs read, `to_json`.
-"""
+"""A report on a table: keys, norms, frequencies and ages, from its records in one pass."""
 
 import dataclasses
 import math
@@ -25,27 +22,23 @@ class Norms:
     """L2 norms of rows, or of one piece of their optimizer state; in float64."""
 
     dim: int
-    """Numbers by row."""
     num_zero: int
     num_nonfinite: int
-    """Rows in which a number is infinite or NaN; the rest of this is without them."""
+    """Rows with an infinite or NaN number, left out of the rest."""
     min: float
-    """NaN, as the greatest and the quantiles, if there are no rows."""
+    """NaN without rows, as the greatest and the quantiles."""
     max: float
     quantiles: Mapping[float, float]
     """By share, to within 0.6%."""
     bins: tuple[Bin, ...]
-    """Norms above 0."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Uses:
-    """Frequencies of rows."""
+    """Frequencies of rows; `num_unused` have frequency 0."""
 
     num_uses: int
-    """Of all rows together."""
     num_unused: int
-    """Rows of frequency 0."""
     share_of_top: float
     """Part of all uses that the 1% most used rows have, to within 0.1%; NaN without uses."""
     bins: tuple[Bin, ...]
@@ -53,14 +46,12 @@ class Uses:
 
 @dataclasses.dataclass(frozen=True)
 class Ages:
-    """How long ago rows were last used."""
+    """How long ago rows were last used, and the least and greatest last step."""
 
     clock: int
-    """What ages are counted from: the step of the file if it tells one, else the latest last step."""
+    """What ages are counted from: the step of the file if it has one, else the latest last step."""
     first_step: int
-    """The least last step."""
     last_step: int
-    """The greatest."""
     resolution: int
     """Ages are to within so many steps less one; 1: exact."""
     bins: tuple[Bin, ...]
@@ -74,14 +65,12 @@ class TableReport:
     num_rows: int
     dim: int
     dtype: str
-    """Of the rows, as they are stored."""
     num_bytes: int
-    """Of keys, rows, state and statistics."""
+    """Bytes of keys, rows, state and statistics."""
     min_key: int
-    """The least key as an unsigned number; 0, as the greatest, if there are no rows."""
+    """Unsigned, as the greatest; both 0 without rows."""
     max_key: int
     min_signed_key: int
-    """The least key as int64."""
     max_signed_key: int
     num_negative: int
     """Keys that are negative as int64: 2**63 and above."""
@@ -92,7 +81,7 @@ class TableReport:
     ages: Ages | None
     """None: the records have no last step."""
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What the files say of it beside its records, as the keys that wait for a row."""
+    """What the files say of it beside its records, as the number of keys that wait for a row."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns dicts, lists and numbers; None for what is not a number."""
@@ -130,15 +119,10 @@ class TableReport:
 
 
 def report(records: Iterable[Records], *, name: str = "table", clock: int | None = None) -> TableReport:
-    """Goes through the records of one table, once.
+    """Goes through the records of one table, in chunks, once.
 
-    Args:
-      records: chunks of one table, as exports and readers of files give them.
-      name: of the table.
-      clock: the step that ages are counted from; None: the latest last step.
-
-    Returns:
-      What was found. All chunks together, so only what each of them has: state by name, frequency, last step.
+    `clock` is the step that ages are counted from; None: the latest last step. Only what every chunk has is reported:
+    state by name, frequency, last step.
 
     Raises:
       ValueError: chunks of different dims or dtypes.
@@ -159,8 +143,6 @@ def report(records: Iterable[Records], *, name: str = "table", clock: int | None
 
 
 class _Seen:
-    """What is kept of the chunks."""
-
     def __init__(self, name: str) -> None:
         self.name = name
         self.form: tuple[int, str] | None = None
@@ -250,7 +232,7 @@ def _norms(dim: int, seen: Magnitudes) -> Norms:
 
 
 def overview(reports: Iterable[TableReport]) -> list[str]:
-    """Returns the lines of a table of tables."""
+    """Returns the lines of a table that compares reports."""
     head = ("table", "dtype", "state", "rows", "dim", "bytes", "not finite", "median norm")
     body = [
         (
@@ -283,7 +265,6 @@ def _table_of_norms(norms: Mapping[str, Norms]) -> list[str]:
 
 
 def _bars(bins: tuple[Bin, ...], edge: Any) -> list[str]:
-    """Draws a histogram on its side."""
     if not bins:
         return ["  none above 0"]
     most = max(counted.num for counted in bins)
@@ -307,7 +288,6 @@ def _fact(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Converts to JSON, which has no NaN and no infinity."""
     if isinstance(value, Bin):
         return {"low": value.low, "high": value.high, "num": value.num}
     if isinstance(value, Mapping):

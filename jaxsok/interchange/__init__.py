@@ -1,7 +1,7 @@
 """Tables in files of other systems, in and out: records to bytes and back, a chunk at a time.
 
 hps.py has the pair of HugeCTR's parameter server, sok.py the dump of SparseOperationKit, columns.py Parquet and Arrow,
-npz.py NumPy's own. Users import each by name. Checkpoints are not here.
+npz.py NumPy's own. Users import each by name.
 
 Each module writes and reads `Records` of one table, which needs no collection. `write_…` takes `records`, one chunk or
 an iterable of them, and `overwrite`: whether files that are there may go; it returns the number of rows. `read_…`
@@ -22,8 +22,7 @@ Each module has `save` and `load` on a collection as well:
 | `overwrite`, `chunk_rows` | as above |
 
 `save` returns the number of rows by table. It raises ValueError for a table that is not there, or two for one file.
-`load` checks all files before it enters the first row, each by its key; a key that has a row already gets that of the
-file. It raises what the reader raises, and ValueError where a file does not fit its table; the state is then as it was.
-It raises MemoryError or TableFullError where the tables cannot grow as far; `state` of the error is the state as it is
-then.
+`load` checks all files before it enters the first row; a key that has a row already gets that of the file. It raises
+what the reader raises, and ValueError where a file does not fit its table; the state is then as it was. Where tables
+cannot grow as far it raises MemoryError or TableFullError, whose `state` is the state as it is then.
 """

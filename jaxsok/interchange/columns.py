@@ -45,11 +45,8 @@ def write_parquet(
 ) -> int:
     """Writes a table as one Parquet file, a row group for each chunk, with checksums; returns the number of rows.
 
-    `compression` is a codec that Parquet knows, as "zstd", "lz4" or "snappy"; None: none.
-
-    Raises:
-      FileExistsError: there is a file, and `overwrite` is False.
-      ImportError: pyarrow is missing.
+    `compression` is a codec of Parquet, as "zstd", "lz4" or "snappy", or None. FileExistsError: there is a file, and
+    `overwrite` is False; ImportError: pyarrow is missing.
 
     Example:
       >>> import tempfile, pyarrow.parquet
@@ -80,10 +77,9 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
     rows (None: about 64 MiB) and a row group.
 
     Raises:
-      FileNotFoundError: there is no file.
+      FileNotFoundError, ImportError: there is no file, or no pyarrow.
       ValueError: truncated or broken, columns that are missing, unknown, of another type or with nulls, PADDING_KEY,
         or a key that occurs twice; names the file, and its row group or bytes.
-      ImportError: pyarrow is missing.
 
     Example:
       >>> import tempfile
@@ -121,10 +117,7 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
 
 
 def write_arrow(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = False) -> int:
-    """Writes a table as one Arrow IPC file (Feather 2), uncompressed, a record batch for each chunk.
-
-    Arguments (but `compression`), result and errors are those of `write_parquet`.
-    """
+    """Writes a table as one Arrow IPC file (Feather 2), uncompressed, a batch for each chunk, as `write_parquet`."""
     pa, _ = _arrow("write_arrow")
     form, chunks = files.check_records("write_arrow", records)
     schema, num_rows = _schema(form), 0
@@ -140,15 +133,11 @@ def write_arrow(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool 
 def read_arrow(path: str | os.PathLike, *, chunk_rows: int | None = None) -> RecordChunks:
     """Reads a table from an Arrow IPC file, which is mapped into memory, not loaded.
 
-    The whole file is read once, before this returns: its parts must follow each other without a gap, and batches that
-    `write_arrow` wrote must have their checksums (the format itself has none). Errors are those of `read_parquet`.
+    The whole file is read once, before this returns: its parts must follow each other without a gap, and batches of
+    `write_arrow` must have their checksums (the format itself has none). Errors are those of `read_parquet`.
 
     Example:
-      >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as path:
-      ...     _ = write_arrow(f"{path}/user.arrow", Records(np.array([7], np.uint64), np.ones((1, 2), np.float32)))
-      ...     [chunk.rows.tolist() for chunk in read_arrow(f"{path}/user.arrow")]
-      [[[1.0, 1.0]]]
+      `rows = np.concatenate([chunk.rows for chunk in read_arrow("tables/user.arrow")])`
     """
     op, path = "read_arrow", pathlib.Path(path)
     pa, _ = _arrow(op)
@@ -184,9 +173,7 @@ def save(
     with_state: bool = True,
     overwrite: bool = False,
 ) -> dict[str, int]:
-    """Writes each table of a collection as `<directory>/<table>.<format>`.
-
-    `jaxsok.interchange` has arguments and errors.
+    """Writes `<directory>/<table>.<format>` for each table; `jaxsok.interchange` has arguments and errors.
 
     Example:
       `columns.save(collection, state, "tables", ["user"], with_state=False)`
@@ -255,7 +242,7 @@ def _batch(chunk: Records, schema: Any) -> Any:
 
 
 def _form_of(op: str, path: pathlib.Path, schema: Any) -> Form:
-    """Refuses columns that records do not have."""
+    """Returns the form of a schema; refuses columns that records do not have."""
     import pyarrow as pa
 
     def refuse(name: str, got: Any, wanted: str) -> None:
@@ -299,8 +286,6 @@ def _form_of(op: str, path: pathlib.Path, schema: Any) -> Form:
 
 
 def _records(op: str, path: pathlib.Path, form: Form, batch: Any) -> Records:
-    """Copies a batch; refuses nulls."""
-
     def numbers(name: str, *width: int) -> np.ndarray:
         column = batch.column(name)
         flat = column.flatten() if width else column
@@ -320,8 +305,6 @@ def _records(op: str, path: pathlib.Path, form: Form, batch: Any) -> Records:
 def _check_all(
     op: str, path: pathlib.Path, form: Form, num_rows: int, batches: Callable[..., Iterator[Any]]
 ) -> RecordChunks:
-    """Goes through a file once."""
-
     def chunks() -> Iterator[Records]:
         return (_records(op, path, form, batch) for batch in batches())
 
@@ -336,7 +319,7 @@ def _check_all(
 
 
 def _check_ends(op: str, path: pathlib.Path, magic: bytes, least: int) -> int:
-    """Returns the size of a file that begins and ends as it must."""
+    """Returns the size of a file; refuses one that begins or ends otherwise than it must."""
     size = files.size_of(op, path)
     with open(path, "rb") as file:
         head, end = file.read(len(magic)), magic.rstrip(b"\0")
@@ -351,7 +334,7 @@ def _check_ends(op: str, path: pathlib.Path, magic: bytes, least: int) -> int:
 
 
 def _checksum(batch: Any) -> int:
-    """Sums the columns of a batch: their names, types and numbers."""
+    """Sums the columns of a batch: names, types and numbers."""
     checksum = 0
     for field, column in zip(batch.schema, batch.columns, strict=True):
         numbers = column.flatten() if field.name == "row" or field.name.startswith("state.") else column
@@ -365,8 +348,8 @@ def _checksum(batch: Any) -> int:
 def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
     """Returns schema and number of rows of an Arrow file without a byte too many or too few.
 
-    The schema, the record batches, the end mark and the footer must follow each other, the buffers of each batch
-    likewise, and the footer must list the same: bytes that were cut out or put in move what follows them.
+    Schema, record batches, end mark and footer must follow each other, the buffers of each batch likewise, and the
+    footer must list the same: bytes that were cut out or put in move what follows them.
     """
     pa, _ = _arrow(op)
 
@@ -413,10 +396,7 @@ def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
 
 
 def _blocks(footer: bytes) -> list[tuple[int, int, int]]:
-    """Reads from a footer where the record batches are: first byte, bytes of the head, bytes of the columns.
-
-    Source: Footer and Block in File.fbs of Arrow; a vector in a table of a flatbuffer.
-    """
+    """Reads from a footer (File.fbs of Arrow) each record batch's first byte, and bytes of its head and columns."""
     table = struct.unpack_from("<I", footer)[0]
     fields = table - struct.unpack_from("<i", footer, table)[0]
     place = struct.unpack_from("<H", footer, fields + 10)[0] if struct.unpack_from("<H", footer, fields)[0] > 10 else 0
@@ -428,7 +408,7 @@ def _blocks(footer: bytes) -> list[tuple[int, int, int]]:
 
 
 def _is_tiled(body: Any, batch: Any) -> bool:
-    """Whether the buffers of a batch lie one behind the other in its bytes, with less than 64 between them."""
+    """Whether the buffers of a batch follow each other in its bytes, with gaps below 64."""
     buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size]
     if not buffers:
         return body is None or body.size < 64
@@ -441,8 +421,6 @@ def _is_tiled(body: Any, batch: Any) -> bool:
 
 
 class _Summed:
-    """Sums the bytes that are written into a file, from its begin to its end."""
-
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.checksum = file, 0
 
@@ -455,7 +433,7 @@ class _Summed:
 
 
 def _guard_footer(file: IO[bytes], checksum: int) -> None:
-    """Puts the mark and the checksum of all that was written before the footer of a Parquet file."""
+    """Writes mark and checksum of all bytes before the footer of a Parquet file."""
     size = file.seek(0, os.SEEK_END)
     file.seek(size - 8)
     begin = size - 8 - int.from_bytes(file.read(4), "little")
@@ -466,7 +444,7 @@ def _guard_footer(file: IO[bytes], checksum: int) -> None:
 
 
 def _check_footer(op: str, path: pathlib.Path, size: int) -> None:
-    """Refuses a footer longer than the file, and a marked file that does not have its checksum."""
+    """Refuses a footer longer than the file, and a marked file without its checksum."""
     with open(path, "rb") as file:
         file.seek(size - 8)
         begin = size - 8 - int.from_bytes(file.read(4), "little")

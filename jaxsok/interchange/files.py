@@ -1,7 +1,7 @@
 """What the formats share: sizes checked before anything is read, keys checked before rows, files that appear whole.
 
-A reader checks everything that a format tells (names, types, sizes) and all keys when it is called; only then it gives
-out rows. A writer fills files under other names, and gives them their own when the last row is in.
+A reader checks names, types, sizes and all keys before it gives out rows. A writer fills files under other names, and
+renames them when the last row is in.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ from jaxsok.store import State
 from jaxsok.types import PADDING_KEY
 
 CHUNK_BYTES: int = 64 * 2**20
-"""The size of a chunk of records where the caller gives no number of rows; exports have it, too."""
+"""The size of a chunk of records where the caller gives no number of rows; also that of exports."""
 
 KEYS_HELD: int = 2**25
-"""Keys that are compared at once: 256 MiB, twice. A file with more is gone through as often as it has such parts."""
+"""Keys that are compared at once: 256 MiB, twice. A longer file is read once for each such part."""
 
 ROW_DTYPES: dict[str, np.dtype] = {
     "float16": np.dtype(np.float16),
@@ -35,22 +35,19 @@ ROW_DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
 }
-"""What rows may be made of."""
 
 RecordsIn = Records | Iterable[Records]
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordChunks:
-    """Records of a checked file. To iterate reads it chunk by chunk; it can be done more than once."""
+    """Records of a checked file. Each iteration reads it, chunk by chunk."""
 
     num_rows: int
-    """In the whole file."""
     dim: int
     states: Mapping[str, int]
-    """Optimizer state that comes along: name and width."""
+    """Widths of the optimizer state that comes along."""
     start: Callable[[], Iterator[Records]]
-    """Begins to read."""
 
     def __iter__(self) -> Iterator[Records]:
         return self.start()
@@ -66,13 +63,12 @@ class Form:
     dim: int
     dtype: np.dtype
     states: tuple[tuple[str, int], ...]
-    """Name and width."""
     has_last_step: bool
     has_frequency: bool
 
     @property
     def row_bytes(self) -> int:
-        """Of one row with its key, state and statistics, as if all of the latter were kept."""
+        """The bytes of a row with its key, state and statistics, as if all of the latter were kept."""
         return 8 + self.dim * self.dtype.itemsize + sum(4 * width for _, width in self.states) + 8
 
     def __str__(self) -> str:
@@ -82,15 +78,11 @@ class Form:
 
 
 EMPTY = Form(0, ROW_DTYPES["float32"], (), False, False)
-"""Of an export without any chunk."""
+"""The form of an export without chunks."""
 
 
 def form_of(op: str, records: Any) -> Form:
-    """Returns the form of a chunk.
-
-    Raises:
-      TypeError, ValueError: it is none; names op, array, got and wanted.
-    """
+    """Returns the form of a chunk; what is none is a TypeError or ValueError."""
     if not isinstance(records, Records):
         raise TypeError(f"{op}: records: got {type(records).__name__}, wanted jaxsok.Records, or several.")
     keys, rows = records.keys, records.rows
@@ -120,7 +112,7 @@ def form_of(op: str, records: Any) -> Form:
 
 
 def check_records(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records]]:
-    """Returns the form of the first chunk and all chunks, each checked to have it; EMPTY if there are none."""
+    """Returns the form of the first chunk, and all chunks, each checked to have it; EMPTY if there are none."""
     chunks = iter([records] if isinstance(records, Records) else records)
     first = next(chunks, None)
     if first is None:
@@ -140,11 +132,11 @@ def check_records(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records]]
 
 
 class PartialFiles:
-    """Files of one export. They are written as `<name>.<random>.partial` and renamed once all are complete.
+    """Files of one export, written as `<name>.<random>.partial` and renamed once all are complete.
 
-    Without its first file a reader refuses the rest. That one is therefore the first to go, where it is overwritten,
-    and the last to come: whenever the process ends, there is the old export, the new one, or none. If the old one is
-    gone and a new file cannot get its name, the partial files stay, and a note of the error names them.
+    A reader needs the first file, so it is removed first and appears last: whenever the process ends, there is the old
+    export, the new one, or none. If the old one is gone and a new file cannot get its name, the partial files stay, and
+    a note of the error names them.
     """
 
     def __init__(
@@ -155,10 +147,7 @@ class PartialFiles:
         overwrite: bool,
         stale: Callable[[], Sequence[pathlib.Path]] = tuple,
     ) -> None:
-        """Refuses what is there already, unless it may be overwritten, and what is no file.
-
-        `stale` finds other files of the same export, which would not fit the new ones; it is called now and at the end.
-        """
+        """Refuses existing files unless they may go; `stale` finds other files of the export, now and at the end."""
         self._op, self._overwrite, self._paths, self._find_stale = op, overwrite, tuple(paths), stale
         refuse_existing(op, [*self._paths, *self._stale], overwrite)
         # Two writers of one name must not write into one file.
@@ -205,7 +194,7 @@ class PartialFiles:
                 raise
 
     def _publish(self) -> None:
-        """Gives the files their names, the first one at last; of two writers, one succeeds with all of them."""
+        """Renames the files, the first one last; of two writers, one succeeds with all of them."""
         (first, *others), placed = self._paths, []
         (partial_of_first, *partials) = self._partials
         try:
@@ -230,7 +219,6 @@ class PartialFiles:
             raise
 
     def _require_removable(self) -> None:
-        """Raises while there still is all of the old export."""
         for path in (*self._paths, *self._stale):
             if os.path.lexists(path):
                 if path.is_dir():
@@ -244,19 +232,19 @@ class PartialFiles:
 
 
 def refuse_existing(op: str, paths: Sequence[pathlib.Path], overwrite: bool) -> None:
-    """Refuses files that are there and must not go."""
+    """Refuses existing files unless they may be overwritten."""
     there = [path for path in paths if path.exists()]
     if there and not overwrite:
         raise FileExistsError(f"{op}: {there[0]}: is there already; pass overwrite=True, or another place.")
 
 
 def write_array(file: IO[bytes], array: np.ndarray) -> None:
-    """Writes the numbers of an array, row by row."""
+    """Writes an array row by row."""
     file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def narrow(op: str, what: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Converts to the dtype of a file; refuses numbers that are finite here and would not be there."""
+    """Converts to the dtype of a file; refuses finite numbers that would become infinite."""
     with np.errstate(over="ignore"):
         result = array.astype(dtype, copy=False)
     if result is not array and np.isfinite(result).sum() != np.isfinite(array).sum():
@@ -268,7 +256,7 @@ def narrow(op: str, what: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray
 
 
 def size_of(op: str, path: pathlib.Path, remedy: str = "") -> int:
-    """Returns the bytes of a file that has to be there."""
+    """Returns the bytes of a file; refuses a missing one."""
     if not path.is_file():
         raise FileNotFoundError(f"{op}: {path}: there is no such file.{remedy}")
     return path.stat().st_size
@@ -276,17 +264,15 @@ def size_of(op: str, path: pathlib.Path, remedy: str = "") -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RawArray:
-    """Rows of numbers that lie in a file from some byte to its end."""
+    """Rows of numbers from byte `begin` of a file to its end; `dtype` has its byte order."""
 
     op: str
     path: pathlib.Path
     dtype: np.dtype
-    """With its order of bytes."""
     shape: tuple[int, ...]
-    """The number of rows, and what one of them has."""
     begin: int = 0
     keys: pathlib.Path | None = None
-    """The file that tells how many rows there are, if that is another one."""
+    """The file that tells how many rows there are, if it is another one."""
 
     def __post_init__(self) -> None:
         size, wanted = size_of(self.op, self.path), self.begin + self.row_bytes * self.shape[0]
@@ -302,15 +288,15 @@ class RawArray:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row."""
+        """Bytes of one row."""
         return self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
 
     def byte_of(self, row: int) -> int:
-        """Where a row begins."""
+        """Returns where a row begins."""
         return self.begin + row * self.row_bytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Some rows, in the machine's order of bytes."""
+        """Reads rows, in the machine's byte order."""
         stop = min(stop, self.shape[0])
         count = (stop - start) * int(np.prod(self.shape[1:], dtype=np.int64))
         numbers = np.fromfile(self.path, self.dtype, count, offset=self.byte_of(start))
@@ -322,12 +308,12 @@ class RawArray:
         return numbers.astype(self.dtype.newbyteorder("="), copy=False).reshape(-1, *self.shape[1:])
 
     def read_keys(self, start: int, stop: int) -> np.ndarray:
-        """Some rows as keys: narrower integers are widened by their sign."""
+        """Reads rows as keys: narrower integers are widened by their sign."""
         return keys_lib.from_words(keys_lib.to_words(self.read(start, stop), self.op))
 
 
 def rows_in(op: str, path: pathlib.Path, row_bytes: int, begin: int = 0) -> int:
-    """Counts the rows of a file after its header; refuses a part of one."""
+    """Counts the rows after a file's header; refuses a partial row."""
     size = size_of(op, path)
     if size < begin:
         raise ValueError(
@@ -350,24 +336,16 @@ def rows_of_chunk(op: str, chunk_rows: int | None, row_bytes: int) -> int:
 
 
 def check_dim(op: str, dim: Any) -> None:
-    """Refuses what cannot be the dim of a table."""
+    """Refuses an invalid dim."""
     checks.integer(f"{op}: dim", dim, 1, wanted="a positive integer: the dim of the table")
 
 
 def check_keys(op: str, num_keys: int, chunks: Callable[[], Iterator[np.ndarray]], place: Callable[[int], str]) -> None:
-    """Refuses PADDING_KEY and keys that occur twice.
+    """Refuses PADDING_KEY and keys that occur twice, among `num_keys` uint64 keys that `chunks` begins to read.
 
-    Exact, in bounded memory: at most KEYS_HELD keys are compared at once, and a longer file is read again for each part
-    of its keys, chosen by hash.
-
-    Args:
-      op: named in errors.
-      num_keys: in the file.
-      chunks: begins to read the keys, uint64, in their order.
-      place: how errors name the place of a key, by number.
-
-    Cost:
-      8 bytes a key for every KEYS_HELD keys, and a sort.
+    `place` names a key by its number in errors. Exact, in bounded memory: at most KEYS_HELD keys are compared at once,
+    and a longer file is read again for each part of its keys, chosen by hash. Costs 8 bytes a key and a sort for each
+    part.
     """
     num_parts = max(1, -(-num_keys // KEYS_HELD))
     for part in range(num_parts):
@@ -398,7 +376,6 @@ def _part_of(keys: np.ndarray, num_parts: int) -> np.ndarray:
 
 
 def _second(chunks: Callable[[], Iterator[np.ndarray]], key: np.uint64) -> int:
-    """Returns the number of a key's second occurrence."""
     found, begin = [], 0
     for keys in chunks():
         found += [begin + int(i) for i in np.flatnonzero(keys == key)[:2]]
@@ -424,23 +401,14 @@ _PLAIN = str.maketrans(string.punctuation, "_" * len(string.punctuation))
 
 
 def spelled(name: str) -> str:
-    """Spells a name as SOK does in names of files: each character of ASCII punctuation is an underscore.
-
-    Example:
-      >>> spelled("user/age:0")
-      'user_age_0'
-    """
+    """Spells a name as SOK names files: `user/age:0` is `user_age_0`."""
     return name.translate(_PLAIN)
 
 
 def names_of(
     op: str, collection: Collection, tables: Sequence[str] | Mapping[str, str] | None, ending: str = ""
 ) -> dict[str, str]:
-    """Returns what a user chose: by table, its name in files, which `spelled` makes that of a file with some ending.
-
-    Raises:
-      ValueError: no such table, or two whose files would be the same.
-    """
+    """Returns each chosen table's name in files; refuses an unknown table, and two with the same file."""
     every = [table.name for table in collection.tables]
     if isinstance(tables, str):
         raise TypeError(f"{op}: tables: got {tables!r}, wanted None, a list of names, or a mapping from them.")
@@ -462,12 +430,12 @@ def names_of(
 
 
 def spec_of(collection: Collection, table: str) -> TableSpec:
-    """Returns the declaration of a table, which is there."""
+    """Returns the declaration of a table."""
     return next(spec for spec in collection.tables if spec.name == table)
 
 
 def refuse_processes(op: str, collection: Collection, write: str) -> None:
-    """Refuses several processes: each has its own shards only, and they must not write one file."""
+    """Refuses several processes: each has only its own shards, and they must not write one file."""
     if collection.shards.num_processes > 1:
         raise ValueError(
             f"{op}: collection: got a mesh over {collection.shards.num_processes} processes, wanted one process: each "
@@ -486,7 +454,7 @@ def export_all(
     with_state: bool,
     overwrite: bool,
 ) -> dict[str, int]:
-    """Writes tables, each into its one file; first refuses what cannot be meant. Returns how many rows, by table."""
+    """Checks and writes tables, each into its one file; returns how many rows, by table."""
     refuse_processes(op, collection, write.__name__)
     refuse_existing(op, list(paths.values()), overwrite)
     return {
@@ -504,7 +472,7 @@ def import_all(
     with_state: bool = True,
     reset_state: bool,
 ) -> State:
-    """Enters the rows of files that were all checked, table by table; first refuses those that do not fit theirs."""
+    """Enters the rows of checked files, table by table; first refuses those that do not fit theirs."""
     chunks = {table: read if with_state else _without_state(read) for table, read in chunks.items() if read.num_rows}
     for table, read in chunks.items():
         spec = spec_of(collection, table)
@@ -534,7 +502,7 @@ def paths_of(
     tables: Sequence[str] | Mapping[str, str] | None,
     ending: str,
 ) -> dict[str, pathlib.Path]:
-    """Returns, by table, its one file in a directory."""
+    """Returns each table's one file in a directory."""
     names = names_of(op, collection, tables, ending)
     return {table: pathlib.Path(directory) / f"{spelled(name)}{ending}" for table, name in names.items()}
 

@@ -1,9 +1,8 @@
 """The pair of files of HugeCTR's Hierarchical Parameter Server (HPS): `key` and `emb_vector` in a directory per table.
 
 `key` is raw little-endian int64, whatever the server's key type; `emb_vector` is raw float32, `[num_rows, dim]`, in the
-same order. Neither has a header, so sizes are all that tells a whole file from a part. `meta`, if it is there, has an
-int64 for each key: its hotness, by which the server fills its cache. A file knows neither optimizer state nor the last
-step of a key.
+same order. Without headers, only sizes tell a whole file from a part. An optional `meta` has an int64 for each key: its
+hotness, by which the server fills its cache. There is no optimizer state and no last step.
 """
 
 import os
@@ -27,14 +26,9 @@ WITHOUT_HOTNESS = "; read it with hotness=False, or take the file away."  # how 
 def write_hps(path: str | os.PathLike, records: RecordsIn, *, hotness: bool = False, overwrite: bool = False) -> int:
     """Writes a table as HPS reads it; returns the number of rows.
 
-    Rows of 16 bits become float32, which is exact. Keys of 2**63 and above are written as the negative int64 with the
-    same bits. A server with `supportlonglong: false` cuts keys to their low 32 bits: it is for keys below 2**32.
-
-    Args:
-      path: of the directory; it is made.
-      records: chunks, taken one by one.
-      hotness: whether to write `meta` from `records.frequency`.
-      overwrite: whether files that are there may go.
+    `path` is the directory; it is made. `hotness` writes `meta` from `records.frequency`. Rows of 16 bits become
+    float32, which is exact. Keys of 2**63 and above are written as the negative int64 with the same bits. A server with
+    `supportlonglong: false` cuts keys to their low 32 bits: it is for keys below 2**32.
 
     Raises:
       ValueError: no rows, which HPS refuses to read; or `hotness` of records without frequency. Nothing is written.
@@ -70,24 +64,15 @@ def write_hps(path: str | os.PathLike, records: RecordsIn, *, hotness: bool = Fa
 def read_hps(
     path: str | os.PathLike, *, dim: int, chunk_rows: int | None = None, hotness: bool = False
 ) -> RecordChunks:
-    """Reads a table as HPS has it: float32 rows, without state.
-
-    The files do not tell `dim`. `hotness` says whether to read `meta` as frequencies; else it is not looked at.
+    """Reads a table of HPS: float32 rows without state, of the given `dim`; with `hotness`, `meta` as frequencies.
 
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: empty or mis-sized files, PADDING_KEY, or a key that occurs twice; names file and byte. A table that
         was cut off in both files, at the same row, cannot be told from a whole one.
 
-    Cost:
-      Keys are read twice, and sorted; see `files.check_keys`.
-
     Example:
-      >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as path:
-      ...     _ = write_hps(path, Records(np.array([7, 9], np.uint64), np.ones((2, 4), np.float32)))
-      ...     [chunk.keys.tolist() for chunk in read_hps(path, dim=4, chunk_rows=1)]
-      [[7], [9]]
+      `rows = np.concatenate([chunk.rows for chunk in read_hps("model/user_embeddings/user", dim=64)])`
     """
     op, (key_path, rows_path, meta_path) = "read_hps", _paths(path)
     files.check_dim(op, dim)
@@ -123,10 +108,9 @@ def save(
 ) -> dict[str, int]:
     """Writes tables of a collection, each into a directory of its own below the given one.
 
-    `jaxsok.interchange` has the other arguments and errors. `defaults` is what the server will answer for keys without
-    a row, in every column, for all tables or by name: HPS has one number for a table, `default_value_for_each_table` of
-    its configuration; the files do not hold it. None, or a table that is not named: 0.0, which `Collection.find` has to
-    give as well.
+    `jaxsok.interchange` has the other arguments and errors. `defaults` is what the server's configuration, not the
+    files, gives for keys without a row (`default_value_for_each_table`), for all tables or by name. None, or a table
+    that is not named: 0.0, which `Collection.find` has to give as well.
 
     Raises:
       ValueError: a table has no rows; or `find` gives other than zeros for its keys without a row, and `defaults`
@@ -200,7 +184,6 @@ def _paths(path: str | os.PathLike) -> list[pathlib.Path]:
 
 
 def _frequency(meta: RawArray, start: int, stop: int) -> np.ndarray:
-    """Reads hotness as frequency."""
     hotness = meta.read(start, stop)
     wrong = np.flatnonzero((hotness < 0) | (hotness >= 2**32))
     if wrong.size:

@@ -1,7 +1,7 @@
 """One table as a `.npz` of NumPy: for tables that fit into host memory, and for other tools.
 
-Arrays `key` uint64 and `row`, and where they are kept `state.<name>`, `last_step` and `frequency`, each with a line for
-each row. NumPy's format has no bfloat16: such rows are uint16 of the same bits, and `row_dtype` says what rows are.
+Arrays are `key` uint64 and `row`, and where they are kept `state.<name>`, `last_step` and `frequency`, with a line for
+each row. Rows of bfloat16, which the format lacks, are uint16 of the same bits; `row_dtype` says what rows are.
 """
 
 import math
@@ -58,11 +58,7 @@ def read_npz(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Recor
       ValueError: no `.npz` of these arrays, truncated, of another size, PADDING_KEY, or a key that occurs twice.
 
     Example:
-      >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as path:
-      ...     _ = write_npz(f"{path}/user.npz", Records(np.array([7, 9], np.uint64), np.ones((2, 2), np.float32)))
-      ...     [chunk.keys.tolist() for chunk in read_npz(f"{path}/user.npz", chunk_rows=1)]
-      [[7], [9]]
+      `rows = np.concatenate([chunk.rows for chunk in read_npz("tables/user.npz")])`
     """
     op, path = "read_npz", pathlib.Path(path)
     arrays = _arrays(op, path)
@@ -99,7 +95,7 @@ def save(
     with_state: bool = True,
     overwrite: bool = False,
 ) -> dict[str, int]:
-    """Writes each table of a collection as `<directory>/<table>.npz`; `jaxsok.interchange` has arguments and errors.
+    """Writes `<directory>/<table>.npz` for each table; `jaxsok.interchange` has arguments and errors.
 
     Example:
       `npz.save(collection, state, "tables")`
@@ -128,7 +124,7 @@ def load(
 
 
 def _arrays(op: str, path: pathlib.Path) -> dict[str, np.ndarray]:
-    """Reads all arrays of a `.npz` that is neither longer nor shorter than it says."""
+    """Reads all arrays of a `.npz`; refuses one that is longer or shorter than it says."""
     size = files.size_of(op, path)
     with open(path, "rb") as file:
         head = file.read(4)
@@ -161,7 +157,7 @@ def _arrays(op: str, path: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
-    """Reads an array, once its head is known to claim no more bytes than the entry has."""
+    """Reads an array, once its head claims no more bytes than the entry has."""
     name, most = entry.filename, _MOST_INFLATED.get(entry.compress_type, 0) * entry.compress_size
     if entry.file_size > most:
         raise ValueError(f"{entry.file_size} bytes in the entry {name!r} of {entry.compress_size}")

@@ -3,8 +3,8 @@
 A table T is a file `T-key`, a file `T-weight` and, for each piece of optimizer state, `T-<optimizer>-<slot>`, with all
 punctuation of the table's name as underscores. sok_files.py has their bytes.
 
-SOK writes keys in the order of its devices, and rows of the tables without a hash map must not be placed in that order
-on another number of devices. Here every row is placed by its key.
+SOK writes keys in the order of its devices, which means nothing on another number of them; here every row is placed by
+its key.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ _SLOTS: dict[str, dict[str, str]] = {
     "ftrl": {"accumulator": "Ftrl-accumulator", "z": "Ftrl-linear"},
     "group_ftrl": {"accumulator": "Ftrl-accumulator", "z": "Ftrl-linear"},
 }
-"""By optimizer, which file has which state. TensorFlow's slots hold the same numbers, but for momentum."""
+"""By optimizer, the file of each state. TensorFlow's slots hold the same numbers, but for momentum."""
 
 # SOK takes Adamax for Adam where it names the files.
 _ALSO = {"adamax": {"m": "Adam-m", "u": "Adam-v"}}
@@ -56,20 +56,14 @@ def write_sok(
 ) -> int:
     """Writes a table as SOK's `load` reads it; returns the number of rows. Headers have the real names.
 
-    Statistics are not written: the format has no place for them. SOK keeps the step that Adam's bias correction counts
-    elsewhere.
+    `directory` is made, and may hold other tables; `table` is the name of SOK's variable, as `user:0`. The format has
+    no place for statistics, nor for the step of Adam's bias correction.
 
-    Args:
-      directory: it is made; it may hold other tables.
-      table: name of SOK's variable, as `user:0`.
-      records: chunks, taken one by one.
-      optimizer: whose state to write: the name of the function in `jaxsok.optim`, or a mapping from names of state to
-        ends of files, as `{"m": "Adam-m"}`, which is written as it is. None: rows alone.
-      learning_rate: with "sgd", whose momentum TensorFlow's Keras keeps multiplied by it: `-learning_rate * trace`.
-      key_dtype: "int64", "int32", "uint32" or "uint64". Keys of 2**63 and above are negative as int64.
-      dtype: of rows and state: "float16", "float32" or "float64"; None: float32 for state, and for rows the dtype that
-        they have, float32 for those of bfloat16.
-      overwrite: whether files of this table may go.
+    `optimizer` says whose state to write: the name of a function in `jaxsok.optim`, or a mapping from names of state to
+    ends of files, as `{"m": "Adam-m"}`; None: rows alone. With "sgd" it needs a `learning_rate`: TensorFlow's Keras
+    keeps `-learning_rate * trace`. `key_dtype` is "int64", "int32", "uint32" or "uint64"; keys of 2**63 and above are
+    negative as int64. `dtype`, of rows and state, is "float16", "float32" or "float64"; None: that of the rows, float32
+    for state and for rows of bfloat16.
 
     Raises:
       ValueError: state that SOK has no name for, or that the records lack; a key or a number that the dtype cannot
@@ -127,31 +121,17 @@ def read_sok(
 ) -> RecordChunks:
     """Reads a table of a SOK dump, whatever number of devices wrote it: rows in their dtype, state as float32.
 
-    Args:
-      directory: where the files are.
-      table: name of SOK's variable, as `user:0`. A header has this name, or blanks.
-      dim: of the table.
-      optimizer: whose state to read, as for `write_sok`. State of "adamax" is also found in files named after Adam,
-        as SOK writes them. None: rows alone.
-      learning_rate: with "sgd", the one that SOK trained with: Keras keeps `-learning_rate * trace`.
-      widths: by name of state, numbers a row where they are not dim, as `{"accumulator": 1}` of "rowwise_adagrad".
-      chunk_rows: rows at once; None: about 64 MiB.
+    `table`, `optimizer` and `learning_rate` are as for `write_sok`; a header has the table's name, or blanks. State of
+    "adamax" is also found in files named after Adam, as SOK writes them. `widths` gives, by name of state, numbers a
+    row where they are not `dim`, as `{"accumulator": 1}` of "rowwise_adagrad". Keys are read twice, and sorted.
 
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: names, types or sizes that do not fit; fewer lines of state than keys; PADDING_KEY, or a key that
         occurs twice. Names file and byte.
 
-    Cost:
-      Keys are read twice, and sorted; see `files.check_keys`.
-
     Example:
-      >>> import tempfile
-      >>> records = Records(np.array([7, 9], np.uint64), np.ones((2, 4), np.float32))
-      >>> with tempfile.TemporaryDirectory() as path:
-      ...     _ = write_sok(path, "user:0", records)
-      ...     [chunk.keys.tolist() for chunk in read_sok(path, "user:0", dim=4)]
-      [[7, 9]]
+      `chunks = read_sok("dump", "user:0", dim=64, optimizer="adagrad")`
     """
     op, base = "read_sok", pathlib.Path(directory) / _spelled("read_sok", table)
     files.check_dim(op, dim)
@@ -172,8 +152,8 @@ def read_sok(
 def read_sok_v1(directory: str | os.PathLike, table: str, *, dim: int, chunk_rows: int | None = None) -> RecordChunks:
     """Reads `<table>_keys.file` and `<table>_values.file`, as the `Saver` of SOK 1 wrote them.
 
-    There is no header: rows are float32, keys int64 or uint32, as their size tells. SOK 1 had one table for all slots
-    of a layer, and wrote no optimizer state.
+    Without a header: rows are float32, keys int64 or uint32, as their size tells. SOK 1 had one table for all slots of
+    a layer, and wrote no optimizer state.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -248,8 +228,7 @@ def load(
 ) -> State:
     """Enters the rows of a SOK dump into tables; arguments and errors are those of `save` and `jaxsok.interchange`.
 
-    Optimizer state must be there, unless `with_state` is False. `state.step`, by which Adam corrects its bias, is not
-    in the files and stays.
+    Optimizer state must be there, unless `with_state` is False. `state.step`, by which Adam corrects its bias, stays.
 
     Example:
       `state = sok.load(collection, state, "dump", {"user": "user:0"}, with_state=False)`
@@ -276,8 +255,6 @@ def load(
 
 @dataclasses.dataclass(frozen=True)
 class _Output:
-    """A file to write."""
-
     end: str
     kind: int
     dtype: str
@@ -311,7 +288,7 @@ def _files_of(op: str, directory: str | os.PathLike, table: str) -> list[pathlib
 
 
 def _is_of(path: pathlib.Path, end: str, table: str) -> bool:
-    """Tells a table's file by the end of its name, or, since slots may have any, by its header."""
+    """Whether a file is a table's, by the end of its name or, for slots of any name, by its header."""
     if not path.is_file() or path.suffix == ".partial":
         return False
     if end in _ENDS:
@@ -326,7 +303,6 @@ def _path(base: pathlib.Path, end: str) -> pathlib.Path:
 
 
 def _slot_name(op: str, end: str) -> str:
-    """Returns what the header calls a slot: its name without the optimizer's."""
     name, dash, slot = end.partition("-")
     if not (name and dash and slot) or "/" in end:
         raise ValueError(f'{op}: optimizer: got the end of a file {end!r}, wanted "<optimizer>-<slot>", as "Adam-m".')
@@ -356,7 +332,7 @@ def _slots_of(op: str, optimizer: Any, learning_rate: float | None) -> tuple[dic
 
 
 def _find_spelling(op: str, base: pathlib.Path, spellings: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Returns the spelling of which there are files; the first, if there are none."""
+    """Returns the spelling of existing files; the first, if there are none."""
     there = [slots for slots in spellings if any(_path(base, end).exists() for end in slots.values())]
     if len(there) > 1:
         both = [str(_path(base, end)) for slots in there for end in slots.values() if _path(base, end).exists()]
@@ -373,7 +349,7 @@ def _declared_slots(
     with_state: bool,
     optimizers: Mapping[str, OptimizerLike] | None,
 ) -> tuple[OptimizerLike, float | None]:
-    """Returns what a table's state is called in files, and the learning rate, if it is a number."""
+    """Returns what files call a table's state, and the learning rate, if it is a number."""
     for name in optimizers or {}:
         if name not in [spec.name for spec in collection.tables]:
             raise ValueError(f"{op}: optimizers: got {name!r}, wanted some of {[s.name for s in collection.tables]}.")

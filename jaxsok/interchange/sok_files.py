@@ -28,14 +28,13 @@ _NAME, _KIND, _SLOT, _DTYPE = slice(0, 256), slice(256, 260), slice(260, 292), s
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a header says, which need not be one."""
+    """What a header says, if the file has one."""
 
     table: str
     slot: str
     kind: int
-    """Of KINDS; -1: this is no header."""
+    """One of KINDS; -1: this is no header."""
     num_numbers: int
-    """In the file, behind the header."""
 
     @classmethod
     def of(cls, path: pathlib.Path) -> "Header":
@@ -51,16 +50,13 @@ class Header:
 
 
 def key_files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """Finds the files of keys of a dump: one for each table."""
+    """Finds the key files of a dump, one for each table."""
     paths = sorted(directory.glob("*-key")) if directory.is_dir() else []
     return [path for path in paths if path.is_file() and Header.of(path).kind == 0]
 
 
 def tables_in(directory: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Finds the tables of a dump: by name, the arguments by which `read_sok` reads all of one.
-
-    Dims and widths follow from sizes; where the sizes make none, the reader says what is wrong with them.
-    """
+    """Finds the tables of a dump: by name, the arguments by which `read_sok` reads all of one, as sizes tell them."""
     tables: dict[str, dict[str, Any]] = {}
     for path in key_files(directory):
         header, prefix = Header.of(path), path.name.removesuffix("-key")
@@ -82,11 +78,7 @@ def _width(path: pathlib.Path, num_rows: int, dim: int) -> int:
 
 
 def header_bytes(op: str, table: str, kind: int, slot: str, dtype: str) -> bytes:
-    """Makes the header of a file.
-
-    Raises:
-      ValueError: a name is too long.
-    """
+    """Makes the header of a file; a name that is too long is a ValueError."""
     code = next(code for code, name in DTYPES.items() if name == dtype)
     names = _text(op, "table", table, 256), _text(op, "slot", slot, 32)
     return b"".join([names[0], kind.to_bytes(4, "big"), names[1], code.to_bytes(4, "big")])
@@ -100,11 +92,7 @@ def _text(op: str, what: str, name: str, size: int) -> bytes:
 
 
 def read_header(op: str, path: pathlib.Path, table: str, kind: int, slot: str) -> np.dtype:
-    """Returns the dtype of a file whose header is as it must be.
-
-    Raises:
-      FileNotFoundError, ValueError: it is not; names file and byte.
-    """
+    """Returns the dtype of a file; refuses one without the wanted header, and names file and byte."""
     size = files.size_of(op, path, "" if kind < 2 else " Pass optimizer=None (with_state=False) for rows alone.")
     if size < HEADER_BYTES:
         raise ValueError(

@@ -1,8 +1,8 @@
 """A Flax Linen layer over a collection: looks up in a model's `apply`, learns from the gradient of its taps.
 
-Three collections of variables: "tables", the state of the tables; "sparse_taps", the taps of a step, made by
-`zero_taps` and differentiated; "plans", what `apply` hands to `apply_updates` of the same step. None of them is in
-"params". Imported by the user: `from jaxsok.layers import linen as layers`; the calls that need no Flax are in tap.py.
+It has three collections of variables beside "params": "tables", the state of the tables; "sparse_taps", the taps of a
+step, made by `zero_taps` and differentiated; "plans", what `apply` hands to `apply_updates` of the same step. Import it
+by `from jaxsok.layers import linen as layers`; the calls that need no Flax are in tap.py.
 """
 
 import dataclasses
@@ -28,10 +28,7 @@ _TABLES, _TAPS, _PLANS = "tables", "sparse_taps", "plans"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Waiting:
-    """What "tables" holds beside a layer's state between lookup and update: it tells whether micro-batches are chained.
-
-    No arrays: it costs nothing, and every step begins without it.
-    """
+    """What "tables" holds between lookup and update, without arrays: it tells whether micro-batches are chained."""
 
     num_lookups: int = dataclasses.field(metadata={"static": True})
 
@@ -39,23 +36,21 @@ class _Waiting:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Lookups:
-    """What "plans" holds for a layer: the plans of its calls in one `apply`, and the collection that made them."""
+    """The plans of a layer's calls in one `apply`, in "plans"; `num_before` lookups waited for their update before."""
 
     plans: tuple[Plan, ...]
     collection: Collection = dataclasses.field(metadata={"static": True})
     num_before: int = dataclasses.field(metadata={"static": True})
-    """Lookups of these tables that waited for their update before."""
 
 
 class Embeddings(nn.Module):
     """The tables of a collection as a layer: features in, embeddings by feature out.
 
     In training, `apply` with `mutable=["tables", "plans"]` and taps, a call is `Collection.lookup`: unseen keys get
-    rows, and `apply_updates` makes the rows learn. In evaluation, where "tables" is not mutable and no taps are given,
-    a call is `Collection.find`, which changes nothing. `init` makes the tables, empty, and looks nothing up.
+    rows, and `apply_updates` makes the rows learn. In evaluation a call is `Collection.find`, which changes nothing.
+    `init` makes empty tables and looks nothing up.
 
-    Several calls in a step are several lookups of the same tables; one update takes them all. A collection follows the
-    growth of one state: two layers need two collections.
+    One update takes all calls of a step. A collection follows the growth of one state: two layers need two collections.
 
     Example:
       >>> import jax.numpy as jnp, jaxsok, numpy as np
@@ -86,18 +81,14 @@ class Embeddings(nn.Module):
     """
 
     collection: Collection
-    """Its tables and features."""
     seed: int = 0
-    """As for `Collection.init`."""
     deterministic: bool | None = None
     """True: evaluation. None: evaluation where "tables" is not mutable and there are no taps."""
 
     def __call__(self, features: Features | Plan, deterministic: bool | None = None) -> dict[str, Array]:
-        """Looks up a batch: embeddings by feature, as of `Collection.lookup`; zeros in `init`.
+        """Looks up a batch or a plan: embeddings by feature, as `Collection.lookup`; zeros in `init`.
 
-        Args:
-          features: `collection.batch(raw).features`, or a plan made of them.
-          deterministic: in place of the layer's own.
+        `deterministic` replaces the layer's own.
 
         Raises:
           ValueError: in training, taps that are missing or of other features, or "plans" that is not mutable; variables
@@ -150,13 +141,9 @@ class Embeddings(nn.Module):
 
 
 def zero_taps(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The taps of one `apply`: the variables "sparse_taps", nested as variables are, by lookup and feature.
+    """Makes the taps of one `apply`: the variables "sparse_taps", nested as variables are, by lookup and feature.
 
-    Args:
-      model: the model.
-      variables: as `init` made them.
-      args: of `model.apply` in the step.
-      kwargs: likewise, with `rngs` and `method`; `mutable` is not needed.
+    `args` and `kwargs` are those of `model.apply` in the step, with `rngs` and `method`; `mutable` is not needed.
 
     Raises:
       ValueError: a model that looks nothing up in this call.
@@ -209,16 +196,11 @@ def apply_updates(
     *,
     learning_rate: Any = None,
 ) -> tuple[dict[str, Any], dict[str, Stats]]:
-    """`Collection.update` for all layers of a model: every row that was looked up steps once.
+    """Calls `Collection.update` for all layers of a model: every row that was looked up steps once.
 
-    Args:
-      updates: the variables that `apply` returned. A list for several micro-batches, each of which was applied to the
-        tables of the one before it.
-      gradients: with respect to the taps, nested as they are; one for each of `updates`.
-      learning_rate: a scalar, perhaps traced, in place of the tables' own.
-
-    Returns:
-      The new variables "tables", and by path of the layer, its parts joined by "/", what depended on the data.
+    `updates` are the variables that `apply` returned, and `gradients` those of the taps; or lists of both for several
+    micro-batches, each applied to the tables of the one before it. `learning_rate`, a scalar, perhaps traced, replaces
+    that of the tables. Returns the new variables "tables", and Stats by path of the layer, its parts joined by "/".
 
     Raises:
       TypeError, ValueError: no lookup; gradients that are missing, or of other lookups; micro-batches that were not
@@ -243,17 +225,12 @@ def clip_by_global_norm(
 ) -> tuple[Any, Any, Float32[Array, ""]]:
     """`Collection.clip_by_global_norm` for a model: rows of all its tables and dense parameters, scaled together.
 
-    The norm is that which all gradients would have if tables were dense: each row counts once, with the sum over its
-    uses. Optax's norm of the gradients of taps counts each use by itself, and is another.
+    The norm is that of dense tables: each row counts once, with the sum over its uses. Optax's norm of the gradients of
+    taps counts each use by itself.
 
-    Args:
-      updates: as for `apply_updates`.
-      gradients: with respect to the taps, as for `apply_updates`.
-      max_norm: a positive scalar, perhaps traced.
-      dense: the gradients of the parameters; of several micro-batches, their sum.
-
-    Returns:
-      Gradients and dense gradients in the form in which they came, and the norm before clipping, float32.
+    `updates` and `gradients` are as for `apply_updates`; `max_norm` is a positive scalar, perhaps traced; `dense` has
+    the gradients of the parameters, summed over micro-batches. Returns gradients and dense gradients in their form, and
+    the norm before clipping, float32.
 
     Raises:
       TypeError, ValueError: no lookup; gradients that are missing; `max_norm` not a positive scalar.
@@ -272,13 +249,9 @@ def clip_by_global_norm(
 
 
 def discard(updates: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables "tables" after lookups that are passed over: their new rows stay, and have learned nothing.
+    """Returns the variables "tables" of a step that is skipped: new rows stay, and have learned nothing.
 
-    Args:
-      updates: the variables that `apply` returned; of several micro-batches, the last.
-
-    Raises:
-      ValueError: variables without tables.
+    `updates` are the variables that `apply` returned, of the last micro-batch; without tables they are a ValueError.
     """
     if not isinstance(updates, Mapping) or _TABLES not in updates:
         got = sorted(updates) if isinstance(updates, Mapping) else type(updates).__name__
@@ -292,18 +265,15 @@ def discard(updates: Mapping[str, Any]) -> dict[str, Any]:
 def grow(
     collection: Collection | Mapping[str, Collection], tables: Mapping[str, Any], batch: Any = None, *, steps: int = 1
 ) -> dict[str, Any]:
-    """`Collection.grow` for the tables of a model, before each step, outside `jit`; returns the variables "tables".
+    """Calls `Collection.grow` for the tables of a model, between steps, outside `jit`; returns the variables "tables".
 
-    Args:
-      collection: of the one layer; of several, each by the path of its layer, parts joined by "/".
-      tables: the variables "tables"; consumed where they grow.
-      batch: of the one layer, as for `Collection.grow`. Of several: a mapping, each batch by the path of its layer; a
-        layer that it does not name is grown without a batch.
-      steps: as for `Collection.grow`.
+    With several layers, `collection` and `batch` are mappings by the path of the layer, its parts joined by "/"; a
+    layer that `batch` does not name is grown without one. `tables` are consumed where they grow; `steps` is as for
+    `Collection.grow`.
 
     Raises:
       TypeError, ValueError: a layer without a collection, or two layers over one.
-      MemoryError: as `Collection.grow`. Layers that had grown before are in the error's `tables`, with all the others.
+      MemoryError: as `Collection.grow`. All tables, grown or not, are in the error's `tables`.
     """
     states = {"/".join(path): (path, state) for path, state in _found(tables, "state", State)}
     if isinstance(collection, Collection):
@@ -336,7 +306,7 @@ def grow(
 
 
 def _found(node: Any, name: str, kind: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The values of one name and kind among nested variables, by the path of their layer."""
+    """Yields the values of one name and kind among nested variables, with the path of their layer."""
     for key, value in node.items() if isinstance(node, Mapping) else ():
         if key == name and isinstance(value, kind):
             yield path, value
@@ -349,7 +319,7 @@ def _waiting(
     updates: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     gradients: Mapping[str, Any] | Sequence[Mapping[str, Any]],
 ) -> tuple[dict[str, Any], dict[tuple[str, ...], tuple[Collection, list[Plan], list[Any]]]]:
-    """The tables after the last micro-batch; by layer its collection, its plans, the gradients of each micro-batch."""
+    """Returns the last micro-batch's tables, and by layer its collection, plans, and gradients of each micro-batch."""
     several = list(updates) if isinstance(updates, (list, tuple)) else [updates]
     of_taps = list(gradients) if isinstance(gradients, (list, tuple)) else [gradients]
     if not several or len(several) != len(of_taps):
@@ -403,13 +373,11 @@ def _at(op: str, node: Any, path: tuple[str, ...]) -> Any:
 
 
 def _with(node: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    """Nested variables with one of them replaced; what went in stays as it was."""
     name, *rest = path
     return {**node, name: _with(node[name], tuple(rest), value) if rest else value}
 
 
 def _without(node: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Nested variables without one of them."""
     name, *rest = path
     if rest:
         return {**node, name: _without(node[name], tuple(rest))}

@@ -1,8 +1,8 @@
 """A Flax NNX layer over a collection: looks up in a model's `__call__`, learns from the gradient of its taps.
 
-Tables, taps and plans lie in Variables of their own types, so whatever is filtered by `nnx.Param` (optimizers,
-gradients, checkpoints, counts of parameters) does not see them. Both graph and tree mode. Imported by the user:
-`from jaxsok.layers import nnx as layers`; the calls that need no Flax are in tap.py.
+Tables, taps and plans lie in Variables of their own types, which filters by `nnx.Param` (optimizers, gradients,
+checkpoints) do not see. Graph and tree mode both work. Import it by `from jaxsok.layers import nnx as layers`; the
+calls that need no Flax are in tap.py.
 """
 
 import functools
@@ -37,7 +37,7 @@ class TableVariable(nnx.Variable):
 
 
 class TapVariable(nnx.Variable):
-    """The taps of a step: for each lookup, zeros by feature. What a step differentiates beside `nnx.Param`."""
+    """The taps of a step: for each lookup, zeros by feature. Differentiate with respect to it beside `nnx.Param`."""
 
 
 class PlanVariable(nnx.Variable):
@@ -45,7 +45,7 @@ class PlanVariable(nnx.Variable):
 
 
 class _Probe:
-    """What a layer was asked for while a loss was only traced for its lookups."""
+    """Records what a layer is asked for while a loss is traced for its lookups only."""
 
     def __init__(self):
         self.features: list[Any] = []
@@ -58,13 +58,7 @@ class Embeddings(nnx.Module):
     taps, which `value_and_grad` of this module makes, or `set_taps`. In evaluation mode (`model.eval()`, or
     `deterministic=True`) a call is `Collection.find`, which changes nothing.
 
-    Several calls in a step, by one layer shared or of different features, are several lookups of the same tables; one
-    update takes them all. A collection follows the growth of one state: two layers need two collections.
-
-    Args:
-      collection: its tables and features; the layer begins with empty tables.
-      seed: as for `Collection.init`.
-      deterministic: evaluation mode; `model.eval()` and `model.train()` set it.
+    One update takes all calls of a step. A collection follows the growth of one state: two layers need two collections.
 
     Example:
       >>> import jax.numpy as jnp, jaxsok, numpy as np, optax
@@ -100,11 +94,9 @@ class Embeddings(nnx.Module):
         self._probe: _Probe | None = None
 
     def __call__(self, features: Features | Plan, *, deterministic: bool | None = None) -> dict[str, Array]:
-        """Looks up a batch: embeddings by feature, as of `Collection.lookup`.
+        """Looks up a batch or a plan: embeddings by feature, as `Collection.lookup`.
 
-        Args:
-          features: `collection.batch(raw).features`, or a plan made of them.
-          deterministic: in place of the layer's own.
+        `deterministic` replaces the layer's own.
 
         Raises:
           ValueError: in training mode, taps that are missing or of other features; features of another collection.
@@ -133,22 +125,16 @@ class Embeddings(nnx.Module):
         return embeddings
 
     def set_view(self, deterministic: bool | None = None):
-        """For `nnx.view`; deterministic: lookups find and insert nothing."""
+        """Sets the mode for `nnx.view`; deterministic lookups find and insert nothing."""
         if deterministic is not None:
             self.deterministic = deterministic
 
     def set_taps(self, *features: Features | Plan, accumulate: bool = False) -> None:
-        """Makes the taps of a step, before its gradient is taken; `value_and_grad` of this module does it by itself.
+        """Makes the taps of a step for Flax's own transformations; `value_and_grad` of this module does it by itself.
 
-        With Flax's own transformations call it first, then differentiate with respect to `nnx.Any(nnx.Param,
-        TapVariable)`. Under `jit` it costs nothing.
-
-        Args:
-          features: what the differentiated function will look up, in the order of its calls.
-          accumulate: whether lookups that wait for their update may: those of earlier micro-batches of the same step.
-
-        Raises:
-          ValueError: lookups that were not updated; features of another collection.
+        `features` are what the differentiated function will look up, in order; differentiate it with respect to
+        `nnx.Any(nnx.Param, TapVariable)`. With `accumulate` earlier micro-batches of the step may wait for their
+        update; otherwise, and for features of another collection, it raises a ValueError. Under `jit` it costs nothing.
 
         Example:
           `layer.set_taps(features)`, then `nnx.grad(loss, argnums=nnx.DiffState(0, layers.TapVariable))(layer)`
@@ -164,15 +150,11 @@ class Embeddings(nnx.Module):
         self.taps.set_value((*[None] * waiting, *taps))
 
     def update(self, gradients: Any, *, learning_rate: Any = None) -> Stats:
-        """`Collection.update`: every row that was looked up since the last update steps once.
+        """Calls `Collection.update`: every row that was looked up since the last update steps once.
 
-        Args:
-          gradients: what `value_and_grad` gave, with one TapVariable in it: of the layer, or of a model with one layer
-            (of several: `update(model, grads)`, or `grads["path"]["to"]["layer"]`). A list of them for several calls.
-          learning_rate: a scalar, perhaps traced, in place of the tables' own.
-
-        Returns:
-          What depended on the data of the step. No later step donates it.
+        `gradients` are what `value_and_grad` gave, for this layer or a model with this one layer (of several:
+        `update(model, grads)`, or `grads["path"]["to"]["layer"]`); or a list for several calls. `learning_rate`, a
+        scalar, perhaps traced, replaces that of the tables. No later step donates the result.
 
         Raises:
           ValueError: no lookup since the last update; gradients that are missing, or of other lookups.
@@ -192,21 +174,16 @@ class Embeddings(nnx.Module):
         self.discard()
 
     def discard(self) -> None:
-        """Passes over the lookups since the last update: rows that they inserted stay, and have learned nothing."""
+        """Skips the lookups since the last update: rows that they inserted stay, and have learned nothing."""
         self.taps.set_value(())
         self.plans.set_value(())
 
     def find(self, features: Features | Plan) -> tuple[dict[str, Array], Stats]:
-        """`Collection.find`: the evaluation lookup, with its counts."""
+        """Calls `Collection.find`, the evaluation lookup with counts."""
         return self.collection.find(self.tables.get_value(), features)
 
     def grow(self, batch: Any = None, *, steps: int = 1) -> None:
-        """`Collection.grow`: makes room for the keys that are coming. Between steps, outside `jit`.
-
-        Args:
-          batch: what the next step looks up, as for `Collection.grow`.
-          steps: as for `Collection.grow`.
-        """
+        """Calls `Collection.grow`, which has the arguments, between steps, outside `jit`."""
         self.tables.set_value(self.collection.grow(self.tables.get_value(), batch, steps=steps))
 
 
@@ -215,15 +192,10 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` for models with `Embeddings`: makes their taps and differentiates with respect to them too.
 
-    Gives what `nnx.value_and_grad` gives. The gradients hold a TapVariable for each layer beside those of `wrt`;
-    `nnx.Optimizer.update` takes out its own, and `clip_by_global_norm` of this module clips them together. Graph and
-    tree mode, by `nnx.set_graph_mode`.
-
-    Args:
-      f: of the model and more arguments; returns the loss, or (loss, aux).
-      wrt: filter of the other Variables to differentiate with respect to; None: `nnx.Param`.
-      has_aux: whether `f` returns (loss, aux).
-      accumulate: as for `Embeddings.set_taps`: the gradient of a further micro-batch, before one update of all.
+    The gradients hold a TapVariable for each layer beside those of `wrt` (None: `nnx.Param`); `nnx.Optimizer.update`
+    takes out its own, and `clip_by_global_norm` of this module clips them together. `f` takes the model and more
+    arguments, and returns the loss, or (loss, aux) with `has_aux`. `accumulate` is that of `Embeddings.set_taps`: a
+    further micro-batch before one update of all.
 
     Raises:
       TypeError, ValueError: a model without `Embeddings`; lookups of the last step that were not updated.
@@ -269,12 +241,9 @@ def value_and_grad(
 
 
 def update(model: Any, gradients: Any, *, learning_rate: Any = None) -> dict[str, Stats]:
-    """`Embeddings.update` for all layers of a model that looked something up: their Stats by path, joined by dots.
+    """Calls `Embeddings.update` for all layers of a model that looked something up: Stats by path, joined by dots.
 
-    Args:
-      model: the model.
-      gradients: of the whole model, as `value_and_grad` gives them, or a list of them.
-      learning_rate: as for `Embeddings.update`.
+    `gradients` are of the whole model, as `value_and_grad` gives them, or a list of them.
 
     Raises:
       ValueError: no layer looked anything up; gradients that are missing. No layer has changed then.
@@ -296,17 +265,12 @@ def update(model: Any, gradients: Any, *, learning_rate: Any = None) -> dict[str
 def clip_by_global_norm(model: Any, gradients: Any, max_norm: Any) -> tuple[Any, Float32[Array, ""]]:
     """`Collection.clip_by_global_norm` for a model: rows of all its tables and dense parameters, scaled together.
 
-    The norm is that which all gradients would have if tables were dense: each row counts once, with the sum over its
-    uses. Optax's norm of the same gradients counts each use by itself, and is another.
+    The norm is that of dense tables: each row counts once, with the sum over its uses. Optax's norm of the same
+    gradients counts each use by itself.
 
-    Args:
-      model: whose lookups wait for their update.
-      gradients: of the whole model, as `value_and_grad` gives them; all in them but taps is dense. A list of them for
-        the micro-batches of one step: their dense gradients are summed, as the update sums those of rows.
-      max_norm: a positive scalar, perhaps traced.
-
-    Returns:
-      The gradients in the form in which they came, and the norm before clipping, float32.
+    `gradients` are of the whole model, as `value_and_grad` gives them; all but taps is dense. Of a list, for the
+    micro-batches of one step, dense gradients are summed, as are those of rows. `max_norm` is a positive scalar,
+    perhaps traced. Returns the gradients in their form, and the norm before clipping, float32.
 
     Raises:
       TypeError, ValueError: no layer looked anything up; gradients that are missing; `max_norm` not a positive scalar.
@@ -331,13 +295,10 @@ def clip_by_global_norm(model: Any, gradients: Any, max_norm: Any) -> tuple[Any,
 
 
 def grow(model: Any, batch: Any = None, *, steps: int = 1) -> None:
-    """`Embeddings.grow` for all layers of a model, before each step, outside `jit`.
+    """Calls `Embeddings.grow` for all layers of a model, between steps, outside `jit`.
 
-    Args:
-      model: with one layer or several.
-      batch: of the one layer, as for `Collection.grow`. Of several: a mapping, each batch by the path of its layer,
-        parts joined by "."; a layer that it does not name is grown without a batch.
-      steps: as for `Collection.grow`.
+    With several layers `batch` is a mapping by the path of the layer, parts joined by "."; a layer that it does not
+    name is grown without a batch.
 
     Raises:
       ValueError: two layers over one collection, which can follow the growth of one state only; a path without a layer.
@@ -359,7 +320,7 @@ def _layers(model: Any) -> Iterator[tuple[tuple[Any, ...], Embeddings]]:
 
 
 def _waiting(op: str, model: Any, gradients: Sequence[Any]) -> list[tuple[tuple[Any, ...], Embeddings, list[Any]]]:
-    """The layers with lookups since the last update: path, layer, and the gradients of its taps from each call."""
+    """Returns the layers with lookups since the last update: path, layer, and gradients of its taps from each call."""
     waiting = [(path, layer) for path, layer in _layers(model) if layer.plans.get_value()]
     if not waiting:
         raise ValueError(f"{op}: model: got one without lookups since the last update, wanted at least one.")
@@ -367,18 +328,18 @@ def _waiting(op: str, model: Any, gradients: Sequence[Any]) -> list[tuple[tuple[
 
 
 def _is_graph_mode() -> bool:
-    """Whether Flax's transformations take `DiffState` and carry new Variables out; before it had modes, they did."""
+    """Whether Flax's transformations take `DiffState` and carry new Variables out; older Flax always does."""
     modes = [getattr(nnx, name, None) for name in ("set_graph_mode", "set_graph_updates")]
     return all(mode is None or mode.current_value() for mode in modes)
 
 
 def _lookups(f: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[tuple[Any, ...], list[Any]]:
-    """What each layer of the model, `args[0]`, is asked for by `f`, in order; shapes alone."""
+    """Finds the shapes of what `f` asks of each layer of the model, `args[0]`, in order."""
     graphdef, state = nnx.split((args, dict(kwargs)))
     probes: dict[tuple[Any, ...], _Probe] = {}
 
     def probe() -> None:
-        # Of a copy: what f does to its modules is not done. Nothing is an argument of what is traced: a flag stays one.
+        # A copy keeps what f does to its modules from them. Nothing is an argument of what is traced: a flag stays one.
         args, kwargs = nnx.merge(graphdef, state, copy=True)
         for path, layer in _layers(args[0]):
             probes[path] = layer._probe = _Probe()
@@ -390,7 +351,7 @@ def _lookups(f: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[tuple[
 
 
 def _value_and_grad_of_tree(f: Callable, wrt: Any, has_aux: bool, model: Any, args: tuple, kwargs: Any) -> Any:
-    """Tree mode knows no `DiffState`: the model goes in as two states, and comes out as one."""
+    """Differentiates in tree mode, which has no `DiffState`: the model goes in as two states, and comes out as one."""
     graphdef, diff, rest = nnx.split(model, wrt, ...)
 
     def pure(diff: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
@@ -409,7 +370,6 @@ def _is_tap(node: Any) -> bool:
 
 
 def _only_taps(gradients: Any) -> Any:
-    """The value of the one TapVariable among gradients."""
     taps = [leaf for leaf in jax.tree.leaves(gradients, is_leaf=_is_tap) if _is_tap(leaf)]
     if len(taps) != 1:
         raise ValueError(

@@ -1,8 +1,8 @@
 """The zero tap: zeros whose gradient is that of the embeddings of a lookup.
 
-A layer looks up inside the differentiated function, where the embeddings are no argument of it. So each call passes its
-embeddings through taps: zeros of their shape, which are an argument. The value is that of the embeddings, to the bit;
-the gradient with respect to the taps is that of the embeddings. Feeds nnx.py and linen.py; knows no Flax.
+A layer looks up inside the differentiated function, so its embeddings are no argument of it. Each call therefore passes
+them through taps, zeros of their shape that are an argument: values keep their bits, and the gradient of the taps is
+that of the embeddings. Feeds nnx.py and linen.py; knows no Flax.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,15 +21,14 @@ from jaxsok.plan import Plan
 from jaxsok.store import State
 
 Taps = Mapping[str, Array]
-"""Of one lookup: by feature, zeros of the shape and the dtype of its embedding."""
+"""By feature, zeros of the shape and dtype of its embedding in one lookup."""
 
 
 @jax.custom_vjp
 def tapped(embeddings: Embeddings, taps: Taps) -> Embeddings:
-    """The embeddings, whose gradient goes to the taps.
+    """Returns the embeddings; their gradient goes to the taps.
 
-    Cost:
-      None: what goes in comes out, both ways.
+    `embeddings + taps` would turn -0.0 into 0.0.
 
     Example:
       >>> taps = {"item": jnp.zeros(2)}
@@ -37,7 +36,7 @@ def tapped(embeddings: Embeddings, taps: Taps) -> Embeddings:
       >>> jax.value_and_grad(loss)(taps)
       (Array(25., dtype=float32), {'item': Array([6., 8.], dtype=float32)})
 
-    Source: decision D7 of the design. (`embeddings + taps` would turn -0.0 into 0.0.)
+    Source: decision D7 of the design.
     """
     return dict(embeddings)
 
@@ -55,10 +54,7 @@ tapped.defvjp(_forward, _backward)
 
 
 def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Array]:
-    """The taps of one lookup: by feature, zeros of the shape and the dtype of its embedding, split as embeddings are.
-
-    Reads only the layout of the features. Under `jit` it costs nothing: no operation reads the zeros.
-    """
+    """Makes the taps of one lookup, split as its embeddings are; under `jit` no operation reads the zeros."""
     if isinstance(features, Plan):
         features = features.features
     check_features("zero_taps", collection, features)
@@ -81,7 +77,7 @@ def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Ar
 def lookup(
     op: str, collection: Collection, state: State, features: Features | Plan, taps: Taps
 ) -> tuple[Embeddings, State, Plan]:
-    """`Collection.lookup`, the embeddings tapped; refuses taps of another shape when traced."""
+    """Calls `Collection.lookup` and taps the embeddings; refuses taps of another shape when traced."""
     embeddings, state, plan = collection.lookup(state, features)
     wanted = {name: f"{value.dtype}{list(value.shape)}" for name, value in embeddings.items()}
     got = {name: f"{value.dtype}{list(value.shape)}" for name, value in taps.items()}
@@ -100,14 +96,7 @@ def clip_by_global_norm(
     max_norm: Any,
     dense: Any,
 ) -> tuple[Any, Float32[Array, ""]]:
-    """`Collection.clip_by_global_norm` over the tables of several layers: what was scaled, and the norm before.
-
-    Args:
-      lookups: by layer, the collection, its state, the plans of the step and the gradients of their taps.
-      gradients: a tree of all that is scaled, in whatever form it came.
-      max_norm: a positive scalar, perhaps traced.
-      dense: the gradients of the dense parameters.
-    """
+    """Scales `gradients`, a tree of any form, by the norm over `lookups` and `dense`; returns them and that norm."""
     check_scalar("clip_by_global_norm: max_norm", max_norm)
     if not isinstance(max_norm, jax.Array) and not max_norm > 0:
         raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, wanted a positive number.")
@@ -117,10 +106,10 @@ def clip_by_global_norm(
 
 
 def by_plan(op: str, plans: Sequence[Plan], gradients: Sequence[Sequence[Taps | None]]) -> list[Taps]:
-    """The gradients of each lookup since the last update, as `Collection.update` takes them.
+    """Returns the gradients of each lookup since the last update, as `Collection.update` takes them.
 
-    `gradients` has those of each differentiated call, by lookup; None for those of other calls. A ValueError says that
-    there was no lookup, or one without gradients.
+    `gradients` has those of each differentiated call, by lookup; None for those of other calls. It raises a ValueError
+    where there was no lookup, or one without gradients.
     """
     if not plans:
         raise ValueError(
@@ -150,7 +139,7 @@ def by_plan(op: str, plans: Sequence[Plan], gradients: Sequence[Sequence[Taps | 
 
 
 def batches_of(layers: Sequence[str], batch: Any) -> dict[str, Any]:
-    """The batch with which `grow` makes room in each layer: one for the only layer, or a mapping by path."""
+    """Returns the batch by which `grow` makes room in each layer: one for the only layer, or a mapping by path."""
     batches = dict(batch) if isinstance(batch, Mapping) else dict.fromkeys(layers, batch)
     unknown = sorted(map(str, batches.keys() - set(layers)))
     if unknown or (batch is not None and not isinstance(batch, Mapping) and len(layers) > 1):
@@ -160,7 +149,7 @@ def batches_of(layers: Sequence[str], batch: Any) -> dict[str, Any]:
 
 
 def layers_over_one(collections: Mapping[str, Collection]) -> list[str] | None:
-    """Paths of layers that share a collection, which can follow the growth of one state only; None: there are none."""
+    """Finds paths of layers that share a collection, which can follow the growth of one state only."""
     paths_of: dict[int, list[str]] = {}
     for path, collection in collections.items():
         paths_of.setdefault(id(collection), []).append(path)

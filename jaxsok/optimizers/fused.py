@@ -1,8 +1,7 @@
 """The optimizers that have kernels of their own: one pass over the touched rows.
 
-With momentum, weight decay or limits they are row programs, as all others. All are lazy: a row that no key of the step
-uses does not move, and neither does its state. Row gradients are summed over all uses of the row before the step, so
-each row steps once.
+With momentum, weight decay or limits they run as row programs, like all others. All are lazy: a row that no key of the
+step uses does not move, nor does its state. Each row steps once, by the sum of its gradients.
 """
 
 import dataclasses
@@ -23,12 +22,12 @@ class Sgd(Limited):
     `g + weight_decay * row` from the start.
 
     Without momentum and weight decay it is exact: dense gradient descent does not move an unused row either. With them
-    it is lazy: the trace of an unused row keeps its length and does not carry the row on, and the row does not shrink.
+    it is lazy: the trace of an unused row neither decays nor moves the row, and the row does not shrink.
 
     Args:
       momentum: decay of the trace; None: no trace.
       nesterov: whether to look one step ahead; needs momentum.
-      weight_decay: what share of the row is added to its gradient.
+      weight_decay: the share of the row that is added to its gradient.
 
     Example:
       >>> sgd(0.1).state_specs(dim=64), sgd(0.1, momentum=0.9).state_specs(dim=64)
@@ -77,7 +76,7 @@ class Adagrad(Limited):
     Args:
       initial_accumulator_value: what the accumulators of a new row hold.
       eps: added under the root.
-      weight_decay: what share of the row is added to its gradient.
+      weight_decay: as for `sgd`.
 
     Example:
       >>> adagrad(0.1).state_specs(dim=64)
@@ -118,13 +117,7 @@ adagrad = function_of(Adagrad)
 class RowwiseAdagrad(Adagrad):
     """Adagrad with one accumulator a row: `acc += mean(g²); row -= lr * g / (sqrt(acc) + eps)`.
 
-    Without weight decay it is exact, as `adagrad`. Weight decay is coupled (`g` is `g + weight_decay * row` from the
-    start) and lazy: unused rows do not shrink.
-
-    Args:
-      initial_accumulator_value: what the accumulator of a new row holds.
-      eps: added to the root.
-      weight_decay: what share of the row is added to its gradient.
+    Exact and lazy as `adagrad`, with the same arguments; but `eps` is added to the root.
 
     Source: Gupta, Gangrade et al., "Training Recommender Systems at Scale", 2021; the form of FBGEMM's
     EXACT_ROWWISE_ADAGRAD, with its weight decay mode L2.
@@ -153,13 +146,12 @@ rowwise_adagrad = function_of(RowwiseAdagrad)
 class Adam(Limited):
     """Lazy Adam: the moments of a row move only when the row is used.
 
-    `m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g²; row -= lr · m̂ / (sqrt(v̂) + eps)` with
-    `m̂ = m / (1 - b1^t)`, `v̂ = v / (1 - b2^t)` and t the number of updates of the collection, this one included.
-    Dense Adam also decays the moments of unused rows and moves them: a row used in every step is equal in both.
+    `m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g²; row -= lr · m̂ / (sqrt(v̂) + eps)` with `m̂ = m / (1 - b1^t)`, `v̂ =
+    v / (1 - b2^t)` and t the number of updates of the collection, this one included. Dense Adam also moves unused rows
+    and decays their moments; a row used in every step is equal in both.
 
     Args:
-      b1: decay of the first moment.
-      b2: decay of the second.
+      b1, b2: decays of the first and the second moment.
       eps: added to the root.
 
     Example:
@@ -195,22 +187,22 @@ adam = function_of(Adam)
 
 
 def bias_correction(step: Any, decay: float) -> Float[Array, ""]:
-    """What is left of a moment's initial zero after a step: 1 - decay^t, t counting this update of the collection."""
+    """Returns 1 - decay^t, t counting this update of the collection."""
     count = jnp.asarray(step).astype(jnp.float32) + jnp.float32(1)
     return 1 - jnp.float32(decay) ** count
 
 
 def average(old: Array, new: Array, decay: float) -> Array:
-    """One step of a moving average."""
+    """Steps a moving average."""
     return decay * old + (1 - decay) * new
 
 
 def with_decay(gradient: Array, row: Array, weight_decay: float) -> Array:
-    """The gradient of the loss with `weight_decay / 2 * ||row||²` added to it."""
+    """Adds the gradient of `weight_decay / 2 * ||row||²`."""
     return gradient if weight_decay == 0 else gradient + weight_decay * row
 
 
 def with_momentum(update: Array, trace: Array, momentum: float, nesterov: bool) -> tuple[Array, Array]:
-    """The update after momentum, and the trace."""
+    """Returns the update after momentum, and the trace."""
     trace = update + momentum * trace
     return (update + momentum * trace if nesterov else trace), trace

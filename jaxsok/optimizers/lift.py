@@ -2,7 +2,7 @@
 
 `lift` looks at a transformation once, when it is declared: which leaves of its state have one line per row, which are
 the store's, and whether a row's step needs any other row (separable.py). The step of a row is the transformation's own
-`update` on a table of that one row, so a lifted optimizer has the formulas of Optax, not copies of them.
+`update` on a table of that one row, so the formulas are Optax's.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 # Row counts of the blocks on which a transformation is looked at: primes, so that no other axis is as long.
 _NUM_ROWS = (13, 17, 19)
-# Of a table in which factored state would show: Optax factors from 128 rows and 128 columns on.
+# The size of a table in which factored state shows: Optax factors from 128 rows and 128 columns on.
 _MANY_ROWS, _MANY_COLUMNS = 4099, MAX_DIM
 
-# Of a table whose rows are looked at when an optimizer is declared; tables of other dims follow when they are.
+# The dim of the table that is looked at when an optimizer is declared; tables of other dims follow when they are.
 _A_DIM = 8
 
 _DENIED = {
@@ -72,7 +72,7 @@ _DENIED = {
     ),
     "ScaleByLBFGSState": ("its step is made of products over the whole table", "Use another optimizer"),
 }
-"""Classes of Optax state that tests of the update mislead about, or refuse less clearly: why not, what to do."""
+"""Classes of Optax state that the tests of the update would misjudge or refuse less clearly: reason and remedy."""
 
 _STARTED = "started"
 
@@ -83,8 +83,6 @@ def _refusal(reason: str, remedy: str) -> ValueError:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """One leaf of the state of a transformation, over a table of one row."""
-
     path: tuple[Any, ...]
     shape: tuple[int, ...]
     dtype: Any
@@ -93,7 +91,7 @@ class _Leaf:
 
     @property
     def place(self) -> str:
-        """Where it is, to be read: "[0].mu"."""
+        """Its path as text, "[0].mu"."""
         return tree_util.keystr(self.path).lstrip(".") or "the state"
 
 
@@ -105,29 +103,27 @@ class _Form:
     leaves: tuple[_Leaf, ...]
     state_specs: tuple[RowState, ...]
     copied: tuple[bool, ...]
-    """Of each row leaf: whether it begins as a function of the row rather than with a number."""
+    """Whether each row leaf begins as a function of the row, not as a number."""
     global_state: tuple[np.ndarray, ...]
     nodes: tuple[str, ...]
-    """Classes of what the state is made of, and where its leaves are."""
     rates: tuple[int, ...]
-    """Which of the global leaves is a learning rate that may be set from outside."""
 
     @property
     def has_started(self) -> bool:
-        """Whether a state beside the transformation's own tells which rows stepped before."""
+        """Whether extra state tells which rows stepped before."""
         return any(self.copied)
 
 
 @contextlib.contextmanager
 def _arithmetic_of_optax() -> Iterator[None]:
-    """Optax counts on JAX's defaults: it mixes int32 counts with floats, scalars with arrays, and 32 bits."""
+    """Sets JAX's defaults, on which Optax counts: it mixes int32 counts with floats, and scalars with arrays."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), jax.enable_x64(False):
         yield
 
 
 @dataclasses.dataclass(frozen=True)
 class Lifted(Optimizer):
-    """See `lift`."""
+    """An Optax transformation as an optimizer of rows, made by `lift`."""
 
     name: ClassVar[str] = "lift"
     # The transformation has its own; that of `collection.update` goes to inject_hyperparams.
@@ -175,33 +171,30 @@ class Lifted(Optimizer):
         return self._forms[dim]
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """The leaves of the transformation's state that have one line per row, by the names they have there."""
+        """The leaves of the transformation's state that have one line per row, under their own names."""
         return self._form(dim).state_specs
 
     def init_globals(self, dim: int) -> tuple[np.ndarray, ...]:
-        """The leaves of the transformation's state that do not depend on rows: counts, injected hyper-parameters."""
+        """The leaves that do not depend on rows: counts, injected hyper-parameters."""
         return self._form(dim).global_state
 
     def state_form(self, dim: int) -> str:
-        """Its state's tree, and whether rows are stepped as tables of one row."""
+        """The tree of its state, and whether it is `rowwise`."""
         nodes = " ".join(self._form(dim).nodes)
         return f"{type(self).__name__}({nodes}{', rowwise' if self.rowwise else ''})"
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """None: what a step takes is the global state, which `advance` gives."""
+        """Nothing: steps take the global state, which `advance` gives."""
         return ()
 
     def hyper_shapes(self, dim: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Those of the global state."""
+        """Shapes and dtypes of the global state."""
         return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.init_globals(dim))
 
     def advance(
         self, globals_: tuple[Any, ...], step: Any, learning_rate: Any, dim: int
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The global state as it is before the step, and after it; the transformation counts steps by itself.
-
-        A learning rate takes the place of an injected one for this step alone; ValueError: there is no injected one.
-        """
+        """Returns the global state before and after a step; a given rate replaces an injected one, which must exist."""
         form = self._form(dim)
         before = [jnp.asarray(leaf) for leaf in globals_]
         if learning_rate is not None:
@@ -225,7 +218,7 @@ class Lifted(Optimizer):
         return tuple(before), tuple(kept)
 
     def step_row(self, inputs: RowInputs) -> RowOutputs:
-        """The transformation's `update` on a table of one row."""
+        """Runs the transformation's `update` on a table of one row."""
         gradient, row, states, _, global_state = inputs
         dim = row.shape[0]
         form = self._form(dim)
@@ -258,7 +251,6 @@ class Lifted(Optimizer):
     def _updated(
         self, form: _Form, gradient: Array, block: Array, rows: Any, global_state: Any
     ) -> tuple[Float[Array, "1 dim"], list[Any]]:
-        """The block after an update, and the leaves of the new state."""
         import optax
 
         rows, global_state = iter(rows), iter(global_state)
@@ -272,7 +264,7 @@ def _of_kind(form: _Form, leaves: list[Any], *, is_row: bool) -> list[Any]:
 
 
 def _stored_to_leaf(state: Array, leaf: _Leaf) -> Array:
-    """Stored state is float32, and holds each number of a narrower dtype exactly."""
+    """Converts stored state, float32, which holds each number of a narrower dtype exactly."""
     value = state.reshape(leaf.shape)
     return value != 0 if leaf.dtype == jnp.bool_ else value.astype(leaf.dtype)
 
@@ -281,7 +273,7 @@ def _stored_to_leaf(state: Array, leaf: _Leaf) -> Array:
 
 
 def _formed(tx: Any, dim: int, rowwise: bool) -> _Form:
-    """What `lift` has to know of a transformation; raises what `lift` does."""
+    """Finds what `lift` must know of a transformation; raises what `lift` does."""
     import optax
 
     tx = optax.with_extra_args_support(tx)
@@ -322,7 +314,6 @@ def _initial_shapes(tx: Any, num_rows: int, dim: int) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of an error, without its full stop."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:160].rstrip('. ') if lines else ''}".rstrip(": ")
 
@@ -342,7 +333,7 @@ def _refuse_by_name(state: Any) -> None:
 
 
 def _leaves(states: dict[int, Any], dim: int) -> tuple[_Leaf, ...]:
-    """The leaves of the state of one row; refused if one is neither a row's nor the store's."""
+    """Returns the leaves of the state of one row; refuses one that is neither a row's nor the store's."""
     flat = {num_rows: tree_util.tree_flatten_with_path(state)[0] for num_rows, state in states.items()}
     if len({tree_util.tree_structure(state) for state in states.values()}) > 1:
         raise _refusal("the structure of its state depends on the number of rows", "Use a fused optimizer")
@@ -374,7 +365,7 @@ def _leaves(states: dict[int, Any], dim: int) -> tuple[_Leaf, ...]:
 
 
 def _traced(tx: Any, state: Any, block: Any) -> tuple[Any, Any, Any]:
-    """The jaxprs of init (its leaves), of update (updates, then leaves), and the shapes of what update gives."""
+    """Returns jaxprs of init (its leaves) and update (updates, then leaves), and the shapes that update gives."""
     leaves, treedef = tree_util.tree_flatten(state)
 
     def init(rows: Any) -> Any:
@@ -418,7 +409,7 @@ def _refuse_dependences(found: list[separable.Dependence], *, rowwise: bool) -> 
 
 
 def _refuse_factored(tx: Any, leaves: tuple[_Leaf, ...]) -> None:
-    """State that has lines per row in a small table may be factored in a large one."""
+    """Refuses state with lines per row in a small table that may be factored in a large one."""
     large = tree_util.tree_leaves(_initial_shapes(tx, _MANY_ROWS, _MANY_COLUMNS))
     small = tree_util.tree_leaves(_initial_shapes(tx, 1, _MANY_COLUMNS))
     for leaf, one, many in zip(leaves, small, large, strict=False):
@@ -431,7 +422,7 @@ def _refuse_factored(tx: Any, leaves: tuple[_Leaf, ...]) -> None:
 
 
 def _refuse_sized(tx: Any, one: Any, of_few: tuple[Any, Any], few: int, dim: int) -> None:
-    """A step of one row is that of a table only if the formula does not ask how many rows there are."""
+    """Refuses a formula that depends on the number of rows: its step of one row is not that of a table."""
 
     def traced(num_rows: int, state: Any) -> tuple[Any, ...]:
         return _traced(tx, state, jax.ShapeDtypeStruct((num_rows, dim), jnp.float32))[:2]
@@ -452,7 +443,7 @@ def _refuse_sized(tx: Any, one: Any, of_few: tuple[Any, Any], few: int, dim: int
 
 
 def _stored_form(tx: Any, state: Any, leaves: tuple[_Leaf, ...], found: list[separable.Dependence], dim: int) -> _Form:
-    """Initial values: numbers, where `init` asks for no row and gives all columns the same one."""
+    """Finds initial values: numbers, where `init` reads no row and gives all columns the same one."""
     with jax.ensure_compile_time_eval():
         values = [np.asarray(leaf) for leaf in tree_util.tree_leaves(tx.init(jnp.zeros((1, dim), jnp.float32)))]
     specs, copied, global_state, rates = [], [], [], []
@@ -484,7 +475,7 @@ def _stored_form(tx: Any, state: Any, leaves: tuple[_Leaf, ...], found: list[sep
 
 
 def _parent(path: tuple[Any, ...], field: str) -> str | None:
-    """The path of the state that holds `<field>["learning_rate"]` on the way to a leaf."""
+    """Returns the path of the state that holds `<field>["learning_rate"]` on the way to a leaf."""
     for i, (one, two) in enumerate(itertools.pairwise(path)):
         if getattr(one, "name", None) == field and getattr(two, "key", None) == "learning_rate":
             return tree_util.keystr(path[:i])
@@ -492,7 +483,6 @@ def _parent(path: tuple[Any, ...], field: str) -> str | None:
 
 
 def _name(leaf: _Leaf, taken: list[RowState]) -> str:
-    """The last word of a path: `[0].mu` is "mu"."""
     words = [getattr(part, "name", getattr(part, "key", None)) for part in leaf.path]
     return _unique(next((word for word in reversed(words) if isinstance(word, str)), "state"), taken)
 
@@ -503,23 +493,22 @@ def _unique(name: str, taken: list[RowState]) -> str:
 
 
 def lift(tx: "optax.GradientTransformation", *, rowwise: bool = False) -> Lifted:
-    """An Optax transformation as a sparse optimizer: its own formulas, on the rows that a step used.
+    """Makes an Optax transformation a sparse optimizer: its own formulas, on the rows that a step used.
 
     Optax counts, schedules and injected hyper-parameters are the store's, one for all rows; momenta and accumulators
     are the rows'. A row that no key uses does not move and its state does not decay. Two tables share a store if their
     optimizers lift the same object.
 
-    Args:
-      tx: chains, schedules, `optax.inject_hyperparams`, masks that fit a single array, and mu_dtype included.
-      rowwise: False: what couples rows is refused. True: its formula is applied to each row as if that row were all the
-        parameters: lamb with a trust ratio by row, clipping by the norm of a row. That is another optimizer.
+    `tx` may have chains, schedules, `optax.inject_hyperparams`, masks that fit a single array, and mu_dtype. What
+    couples rows is refused, or with `rowwise` applied to each row as if that row were all the parameters: lamb with a
+    trust ratio by row, clipping by the norm of a row. That is another optimizer.
 
     Raises:
       ValueError: it couples rows, or cannot be lifted at all; the message says why and what to do.
       TypeError: `tx` is no `optax.GradientTransformation`.
 
     Cost:
-      State: one number per column for each moment. It is looked at when declared, which takes some 0.1 s.
+      State: one number per column for each moment. Declaring it takes some 0.1 s.
 
     Example:
       >>> import optax

@@ -1,7 +1,7 @@
 """Bounds around a step of any optimizer: on the row gradient before it, on the row after it.
 
-A limit sees one row at a time. What couples rows, a norm over all gradients, is not here. The optimizers of this
-package derive from `Limited` and declare their hyper-parameters with the checks of this module.
+A limit sees one row at a time; norms over all gradients are not here. The optimizers of this package derive from
+`Limited` and declare their hyper-parameters with the checks below.
 """
 
 import abc
@@ -78,15 +78,12 @@ class AdaptiveClip:
 class Limits:
     """What bounds a step, given to an optimizer as `limits`. None: no bound.
 
-    In this order: `clip_value`, `clip_row_norm`, `adaptive_clip` on the row gradient, which is the sum of its uses
-    after `row_gradient`; then the optimizer's step, its weight decay included; then `max_row_norm` on the row. A
-    gradient or row within its bounds passes to the bit; one of norm zero stays zero. Norms do not overflow.
+    In this order: `clip_value`, `clip_row_norm`, `adaptive_clip` on the row gradient after `row_gradient`; then the
+    optimizer's step, its weight decay included; then `max_row_norm` on the row. What is within its bounds keeps its
+    bits; a norm of zero stays zero. Norms do not overflow.
 
     Example:
-      >>> from jaxsok import optim
-      >>> limited = optim.adam(1e-3, limits=Limits(clip_row_norm=1.0, max_row_norm=10.0))
-      >>> limited.limits.clip_row_norm
-      1.0
+      `optim.adam(1e-3, limits=Limits(clip_row_norm=1.0, max_row_norm=10.0))`
 
     Source: per-row forms of `optax.clip` and `optax.clip_by_global_norm`; `max_norm` of `tf.nn.embedding_lookup`, which
     bounds rows when they are read.
@@ -97,7 +94,6 @@ class Limits:
     clip_row_norm: float | None = None
     """A row gradient of greater L2 norm is scaled down to it."""
     adaptive_clip: AdaptiveClip | None = None
-    """A bound on a row gradient's L2 norm that knows the row and its uses."""
     max_row_norm: float | None = None
     """A row of greater L2 norm after a step is scaled down to it. For rows of 16 bits, before they are rounded."""
 
@@ -111,7 +107,7 @@ class Limits:
             )
 
     def around(self, step: Callable[[RowInputs], RowOutputs], inputs: RowInputs) -> RowOutputs:
-        """The step of one row within these limits, `step` being the `step_row` of an optimizer without limits."""
+        """Runs `step`, the `step_row` of an optimizer without limits, within these."""
         gradient = inputs.gradient
         if self.clip_value is not None:
             gradient = jnp.minimum(jnp.maximum(gradient, -self.clip_value), self.clip_value)
@@ -130,13 +126,12 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Limited(Optimizer):
-    """An optimizer whose steps may have limits, and which may have a kernel of its own for when there are none."""
+    """An optimizer whose steps may have limits, and which may have its own kernel for when there are none."""
 
     _own_kernel: ClassVar[int] = PROGRAM
-    """The number of the row update that does what the declaration says if `_is_plain()`."""
+    """The number of its row update; it applies where `_is_plain()`."""
 
     limits: Limits | None = dataclasses.field(default=None, kw_only=True)
-    """Bounds around every step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -155,7 +150,7 @@ class Limited(Optimizer):
         return self._own_kernel if self.limits is None and self._is_plain() else PROGRAM
 
     def _is_plain(self) -> bool:
-        """Whether no option asks for more than the kernel of its own does."""
+        """Whether its own kernel does all that the options ask for."""
         return True
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
@@ -184,7 +179,7 @@ class Limited(Optimizer):
 
 
 def function_of(kind: Callable[Parameters, Made]) -> Callable[Parameters, Made]:
-    """The function of `jaxsok.optim` that makes an optimizer: with the arguments of its class, and under its `name`."""
+    """Makes the function of `jaxsok.optim` for an optimizer's class: its arguments, under its `name`."""
 
     def make(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Made:
         return kind(*args, **kwargs)
@@ -207,21 +202,13 @@ def norm(row: Float[Array, " dim"]) -> Float[Array, ""]:
 def _by_greatest(
     row: Float[Array, " dim"],
 ) -> tuple[Float[Array, ""], Float[Array, " dim"], Float[Array, ""]]:
-    """The greatest number of a row, the row in units of it, and the norm in units of it.
-
-    The square of 1e20 is infinite, and a row that was scaled by 1 / inf would be lost.
-    """
+    """Returns the greatest number of a row, and row and norm in units of it: the square of 1e20 would be infinite."""
     greatest = jnp.max(jnp.abs(row))
     unit = row / jnp.maximum(greatest, _TINY)
     return greatest, unit, norm(unit)
 
 
 def with_norm_at_most(row: Float[Array, " dim"], bound: Float[Array, ""] | float) -> Float[Array, " dim"]:
-    """The row, scaled down to an L2 norm of `bound` if it has a greater one.
-
-    Example:
-      >>> with_norm_at_most(jnp.array([3.0, 4.0]), 1.0)
-      Array([0.6, 0.8], dtype=float32)
-    """
+    """Scales a row down to an L2 norm of `bound` if its own is greater."""
     greatest, unit, length = _by_greatest(row)
     return jnp.where(greatest * length > bound, unit * (bound / length), row)

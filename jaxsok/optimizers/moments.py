@@ -1,6 +1,6 @@
 """Optimizers of moments: relatives of Adam that look at each column, or at the mean over a row, by itself.
 
-All are row programs and lazy: a row that no key of the step uses keeps row and moments as they are.
+All are row programs and lazy: a row that no key of the step uses keeps row and moments.
 """
 
 import dataclasses
@@ -18,14 +18,12 @@ from jaxsok.optimizers.protocol import RowInputs, RowOutputs, RowState
 class AdamW(Limited):
     """Lazy Adam with decoupled weight decay: `row -= lr · (m̂ / (sqrt(v̂) + eps) + weight_decay · row)`.
 
-    The moments are those of `adam`. Lazy: a row shrinks in the steps that use it, not in between; dense AdamW shrinks
-    all rows in every step. A row used in every step is equal in both.
+    The moments are those of `adam`. Lazy: a row shrinks only in the steps that use it; dense AdamW shrinks all rows in
+    every step. A row used in every step is equal in both.
 
     Args:
-      b1: decay of the first moment.
-      b2: decay of the second.
-      eps: added to the root.
-      weight_decay: what share of the row, times the learning rate, a step takes away.
+      b1, b2, eps: as for `adam`.
+      weight_decay: the share of the row, times the learning rate, that a step takes away.
 
     Source: Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019; the form of `optax.adamw`.
     """
@@ -49,14 +47,14 @@ class AdamW(Limited):
         return RowOutputs(inputs.row - inputs.hyper[0] * update, states)
 
     def _update(self, inputs: RowInputs) -> tuple[Array, tuple[Array, Array]]:
-        """What the learning rate scales, weight decay among it; and the moments."""
+        """Returns what the learning rate scales, weight decay included, and the moments."""
         gradient, row, (m, v), _, (_, correct1, correct2) = inputs
         m = average(m, gradient, self.b1)
         v = average(v, self._squares(gradient), self.b2)
         return (m / correct1) / (jnp.sqrt(v / correct2) + self.eps) + self.weight_decay * row, (m, v)
 
     def _squares(self, gradient: Array) -> Array:
-        """Whose average the second moment is."""
+        """Returns what the second moment averages."""
         return gradient * gradient
 
 
@@ -68,10 +66,7 @@ class RowwiseAdam(AdamW):
     """Lazy Adam with one second moment a row: `v = b2 v + (1 - b2) mean(g²)`. Nearly half the state of `adam`.
 
     `m = b1 m + (1 - b1) g; row -= lr · (m̂ / (sqrt(v̂) + eps) + weight_decay · row)`, with the bias corrections of
-    `adam`. Lazy in the moments and in the weight decay, which is decoupled.
-
-    Args:
-      b1, b2, eps, weight_decay: as for `adamw`.
+    `adam`. Lazy as `adamw`, with the same arguments.
 
     Example:
       >>> [(state.name, state.dim) for state in rowwise_adam(1e-3).state_specs(dim=64)]
@@ -88,7 +83,6 @@ class RowwiseAdam(AdamW):
         return (RowState("m", dim, 0.0), RowState("v", 1, 0.0))
 
     def _squares(self, gradient: Array) -> Array:
-        """`v = b2 v + (1 - b2) mean(g²)`; the rest as `adamw`."""
         return jnp.mean(gradient * gradient)
 
 
@@ -99,14 +93,13 @@ rowwise_adam = function_of(RowwiseAdam)
 class Adamax(Limited):
     """Adamax: `u = max(b2 u, |g| + eps); row -= lr · (m̂ / u + weight_decay · row)`.
 
-    `m = b1 m + (1 - b1) g`, `m̂ = m / (1 - b1^t)` with t the number of updates of the collection, this one included.
-    Lazy: m and u of an unused row do not decay, and the row does not move. Weight decay is decoupled.
+    `m` and `m̂` are those of `adam`. Lazy: m and u of an unused row do not decay, and the row does not move. Weight
+    decay is decoupled.
 
     Args:
-      b1: decay of the first moment.
-      b2: decay of the infinite one.
+      b1, b2: decays of the first and the infinite moment.
       eps: added to the gradient's magnitude.
-      weight_decay: what share of the row, times the learning rate, a step takes away.
+      weight_decay: as for `adamw`.
 
     Source: Kingma, Ba, "Adam", 2015, section 7.1; the form of `optax.adamax` and `optax.adamaxw`.
     """
@@ -143,9 +136,8 @@ class Lion(Limited):
     unused row keeps its moment and stays, where dense Lion would carry it on at full speed. Weight decay is decoupled.
 
     Args:
-      b1: share of the moment in the direction.
-      b2: decay of the moment.
-      weight_decay: what share of the row, times the learning rate, a step takes away.
+      b1, b2: share of the moment in the direction, and its decay.
+      weight_decay: as for `adamw`.
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023; the form of `optax.lion`.
     """

@@ -78,7 +78,6 @@ class RowProgram:
     num_registers: int
     num_states: int
     counts_uses: bool
-    """Whether it reads the number of uses."""
     scalars: Callable[..., Float[Array, " num_scalars"]] = dataclasses.field(repr=False)
     """From the optimizer's hyper to what the kernel reads beside the rows."""
 
@@ -99,16 +98,15 @@ class RowProgram:
 
 
 class NotARowProgram(ValueError):
-    """A `step_row` that does something which row programs cannot."""
+    """The error of a `step_row` that row programs cannot run."""
 
 
 @functools.lru_cache(maxsize=1024)
 def compiled(optimizer: Optimizer, dim: int) -> RowProgram:
-    """The row program of an optimizer for rows of `dim` numbers.
+    """Compiles an optimizer's step for rows of `dim` numbers.
 
-    Raises:
-      NotARowProgram: it uses an operation that row programs do not have, mixes columns otherwise than by sums, maxima
-        and minima, or is too long. The message says which and what to do.
+    NotARowProgram names what it cannot run, and a remedy: other operations, other mixtures of columns than sums, maxima
+    and minima, or too many operations.
 
     Example:
       >>> from jaxsok import optim
@@ -142,14 +140,14 @@ def compiled(optimizer: Optimizer, dim: int) -> RowProgram:
 
 @dataclasses.dataclass(frozen=True)
 class _Global:
-    """A value that no row has part in; `number` among those that the scalars' function works out."""
+    """A value that does not depend on the row: its number among those that the scalars' function works out."""
 
     number: int
 
 
 @dataclasses.dataclass(frozen=True)
 class _Literal:
-    """A number, by its bits as float32: 0.0 and -0.0 are two."""
+    """A number by its float32 bits: 0.0 and -0.0 differ."""
 
     bits: int
 
@@ -164,8 +162,6 @@ class _Literal:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A value that depends on the row: number in order of definition."""
-
     number: int
 
 
@@ -179,7 +175,7 @@ _Value = _Global | _Literal | _Row | _NumUses
 
 @dataclasses.dataclass(frozen=True)
 class _Maker:
-    """How XLA works out a value: from others, each with a lesser number, and from the hyper."""
+    """How XLA works out a value: from values with lesser numbers, and from the hyper."""
 
     make: Callable[[dict[int, Any], Sequence[Any]], Any]
     needed: tuple[int, ...]
@@ -247,7 +243,7 @@ class _Compiler:
         return [result]
 
     def _refuse_integers(self, name: str, equation: Any, values: Sequence[_Value]) -> None:
-        """Registers are float32: what is 7 // 2 in JAX would be 3.5. A truth value as an integer may only choose."""
+        """Refuses integers, since registers are float32 and 7 // 2 would be 3.5. Truth values may choose."""
         if name in (*_SAME_VALUE, "convert_element_type"):
             return
         of_row = [
@@ -327,7 +323,6 @@ class _Compiler:
         raise NotARowProgram(f"{self.what}: got a row as {new.name}, wanted float32, bfloat16, float16 or bool.")
 
     def _both_branches(self, equation: Any, values: Sequence[_Value]) -> list[_Value]:
-        """Of a choice: rows go through both, and take the results of one."""
         branches = equation.params["branches"]
         if len(branches) != 2:
             raise NotARowProgram(f"{self.what}: got a choice of {len(branches)} branches, wanted 2.")
@@ -345,7 +340,7 @@ class _Compiler:
         return chosen
 
     def _chosen_outside(self, index: _Value, false: _Value, true: _Value, aval: Any) -> _Global:
-        """One of two values that no row has part in."""
+        """Lets XLA choose between two values that do not depend on the row."""
 
         def choose(env: dict[int, Any], hyper: Sequence[Any]) -> Any:
             where, yes, no = (
@@ -402,7 +397,7 @@ class _Compiler:
             return list(out) if equation.primitive.multiple_results else [out]
 
         if equation.primitive.name in _ON_COLUMNS and all(self._size_of(value) == 1 for value in values):
-            # Of equal numbers: one of them is enough.
+            # All its numbers are equal: one is enough.
             atoms = [jax.ShapeDtypeStruct((), aval.dtype) for aval in atoms]
             dtype = equation.outvars[0].aval.dtype
             whole = self._global(bind, jax.ShapeDtypeStruct((0,), jnp.float32), *values)
@@ -473,7 +468,7 @@ class _Compiler:
         return live[::-1]
 
     def _fused(self, steps: list, outputs: Sequence[_Value]) -> list:
-        """Products that one sum or difference takes, and nothing else, joined with it; each is rounded all the same."""
+        """Joins products with the one sum or difference that takes them; each is still rounded."""
         num_uses: dict[int, int] = {}
         for _, _, operands in steps:
             for value in operands:
@@ -504,7 +499,7 @@ class _Compiler:
 
 
 def _varying_alike(operands: Sequence[Any]) -> list[Any]:
-    """Inside shard_map a primitive, unlike a function of jnp, wants operands that vary over the same axes."""
+    """Makes operands vary over the same axes, as a primitive inside shard_map requires."""
     varying = [jax.typeof(one).manual_axis_type.varying for one in operands]
     everything = frozenset().union(*varying)
     return [
@@ -514,7 +509,6 @@ def _varying_alike(operands: Sequence[Any]) -> list[Any]:
 
 
 def _scalars(makers: Sequence[_Maker], wanted: Sequence[_Value], hyper: Sequence[Any]) -> Float[Array, " num_scalars"]:
-    """Works out what is wanted, and what that needs."""
     if not wanted:
         return jnp.zeros(1, jnp.float32)
     needed = {value.number for value in wanted if isinstance(value, _Global)}

@@ -1,11 +1,11 @@
 """What a sparse optimizer declares: its per-row state, and what a step does to one row.
 
-An optimizer is a frozen, hashable declaration; the arrays live in the store, and hyper-parameters reach the kernel
-as an operand, so that changing them recompiles nothing.
+An optimizer is a frozen, hashable declaration. The arrays live in the store, and hyper-parameters reach the kernel as
+an operand, so changing them recompiles nothing.
 
 A step is a pure JAX function of one row, `step_row`. It is compiled to a row program (program.py) that the update
-kernel runs on each used row, in the same pass that sums its gradients. The commonest optimizers also name a kernel of
-their own, which does the same and is used where no limits are set.
+kernel runs on each used row, in the same pass that sums its gradients. The commonest optimizers also name their own
+kernel, which does the same and is used where no limits are set.
 """
 
 import abc
@@ -23,7 +23,7 @@ from jaxsok import checks
 from jaxsok.types import NUM_HYPER
 
 PROGRAM: int = 4
-"""The number in `ffi/core/row_update.h` under which the kernel runs a row program."""
+"""The number in `ffi/core/row_update.h` of the row program."""
 
 LearningRate = float | Callable[[Any], Any]
 """A number, or an Optax schedule: a function of the step, 0 at the first update."""
@@ -31,17 +31,16 @@ LearningRate = float | Callable[[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class RowState:
-    """One piece of optimizer state."""
+    """One piece of optimizer state, `initial_value` in new rows."""
 
     name: str
     dim: int
     """Numbers per row: the table's dim, or 1."""
     initial_value: float
-    """What the state of a new row holds."""
 
 
 class RowInputs(NamedTuple):
-    """What a step sees of one row. All float32."""
+    """What a step sees of one row, float32; `hyper` is what `Optimizer.hyper` gave."""
 
     gradient: Float[Array, " dim"]
     """Summed over the uses of the row, scaled by row_gradient."""
@@ -51,7 +50,6 @@ class RowInputs(NamedTuple):
     num_uses: Float[Array, ""]
     """How often the step used the row, on all shards."""
     hyper: tuple[Float[Array, ""], ...]
-    """What `Optimizer.hyper` gave."""
 
 
 class RowOutputs(NamedTuple):
@@ -66,10 +64,9 @@ class Optimizer(abc.ABC):
     """What moves the rows of a table."""
 
     name: ClassVar[str]
-    """The name of the function in `jaxsok.optim` that makes it."""
+    """The name of its function in `jaxsok.optim`."""
 
     learning_rate: LearningRate
-    """A number, a 0-d array, or an Optax schedule."""
 
     def __post_init__(self) -> None:
         rate = self.learning_rate
@@ -93,7 +90,7 @@ class Optimizer(abc.ABC):
         return PROGRAM
 
     def state_form(self, dim: int) -> str:
-        """What tells its state in a table of `dim` from that of another optimizer with equal names, in every run."""
+        """A text, the same in every run, that tells its state from that of other optimizers with equal names."""
         return type(self).__name__
 
     @abc.abstractmethod
@@ -102,45 +99,33 @@ class Optimizer(abc.ABC):
 
     @abc.abstractmethod
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """What steps take beside the rows: scalars; a kernel of its own reads at most NUM_HYPER.
-
-        Args:
-          step: uint32[], how many updates came before.
-          learning_rate: a scalar.
-        """
+        """Returns the scalars of step uint32[] beside the rows; a kernel of its own reads at most NUM_HYPER."""
 
     @abc.abstractmethod
     def step_row(self, inputs: RowInputs) -> RowOutputs:
         """The step of one row: a pure JAX function that treats rows alike.
 
         It may use what acts on columns one by one (arithmetic, comparisons, `jnp.where`, roots, powers, exp, log) and
-        sums, means, norms, maxima and minima over the columns; see program.py for what a row program can do.
+        sums, means, norms, maxima and minima over the columns.
         """
 
     def init_globals(self, dim: int) -> tuple[np.ndarray, ...]:
-        """Optimizer state that belongs to no row, as a store holds it at first: none, but for lifted optimizers."""
+        """The initial optimizer state that belongs to no row; only lifted optimizers have any."""
         return ()
 
     def advance(
         self, globals_: tuple[Any, ...], step: Any, learning_rate: Any, dim: int
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """One step of what belongs to no row: what `step_row` gets as hyper, and the globals after the step.
-
-        Args:
-          globals_: as `init_globals` or the last call gave them.
-          step: uint32[], how many updates came before.
-          learning_rate: a scalar in place of the declared one, or None.
-          dim: of the table.
-        """
+        """Returns the hyper for `step_row`, and the globals after step uint32[]; a rate replaces the declared one."""
         return self.hyper(step, self.rate_at(step, learning_rate)), globals_
 
     def hyper_shapes(self, dim: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of what `step_row` gets as hyper."""
+        """Shapes and dtypes of the hyper that `step_row` gets."""
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         return tuple(scalar for _ in self.hyper(np.int32(0), np.float32(0)))
 
     def rate_at(self, step: Any, learning_rate: Any = None) -> Any:
-        """The learning rate of a step (uint32), or the scalar in its place; schedules see 2**31 - 1 at most."""
+        """Returns a step's learning rate, or the scalar in its place; schedules see 2**31 - 1 at most."""
         if learning_rate is not None:
             return learning_rate
         if not callable(self.learning_rate):
@@ -150,7 +135,7 @@ class Optimizer(abc.ABC):
         return self.learning_rate(jnp.minimum(jnp.asarray(step).astype(jnp.uint32), last).astype(jnp.int32))
 
     def hyper_operand(self, step: Any, learning_rate: Any = None) -> Float[Array, " num_hyper"]:
-        """The hyper-parameter operand of one step, for a kernel of its own."""
+        """Returns the hyper-parameter operand of one step, for a kernel of its own."""
         hyper = self.hyper(step, self.rate_at(step, learning_rate))
         words = [jnp.asarray(word, jnp.float32) for word in hyper]
         return jnp.stack(words + [jnp.zeros((), jnp.float32)] * (NUM_HYPER - len(words)))

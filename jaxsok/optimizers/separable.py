@@ -1,7 +1,7 @@
 """Whether a function of a block of rows treats each row alone: read from its jaxpr, not from examples.
 
-Examples cannot see a branch that they do not take: clipping by a global norm of 1e9 looks harmless. Here every value
-is followed from the inputs to the outputs. Feeds `lift.py`; knows nothing of Optax.
+Examples miss branches that they do not take: clipping by a global norm of 1e9 looks harmless. Here every value is
+followed from the inputs to the outputs. Feeds `lift.py`; knows nothing of Optax.
 """
 
 import dataclasses
@@ -18,19 +18,19 @@ from jax.extend import core
 
 @dataclasses.dataclass(frozen=True)
 class Coupled:
-    """A value made of several rows together, or in a way that is not understood."""
+    """A value made of several rows together, or by an operation that is not understood."""
 
     reason: str
-    """What it was made by: "sums over the rows"."""
+    """What made it: "sums over the rows"."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Positional:
-    """A value that knows no row's data, but differs from row to row: noise, a count along the block."""
+    """A value that uses no row's data, but differs from row to row: noise, a count along the block."""
 
 
 Dependence = int | Coupled | Positional | None
-"""How a value depends on the block: the axis along which its rows lie; None: on no row, and the same for all."""
+"""How a value depends on the block: the axis along which its rows lie; None: the same for all rows."""
 
 BY_PLACE = "depends on the place of a row in the block"
 BY_NUMBER = "depends on the number of rows"
@@ -56,10 +56,10 @@ _RESHAPES = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims", 
 
 
 def dependences(closed: core.ClosedJaxpr, inputs: Sequence[Dependence], num_rows: int) -> list[Dependence]:
-    """How the outputs of a traced function of a block depend on its rows, if the inputs depend on them in this way.
+    """Finds how the outputs of a traced function of a block depend on its rows, given how the inputs do.
 
-    An axis is a promise: row i of the output is a function of row i of the inputs, the same for all i. `Coupled` is
-    none: it says what was seen first that may break it. No other axis may be as long as the block, `num_rows`.
+    An axis is a promise: row i of the output is a function of row i of the inputs, the same for all i. `Coupled`
+    promises nothing: it names what may break that. No other axis may be as long as the block, `num_rows`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -83,7 +83,7 @@ def dependences(closed: core.ClosedJaxpr, inputs: Sequence[Dependence], num_rows
 
 
 def called(eqn: Any) -> core.ClosedJaxpr | None:
-    """The function that an equation does nothing but call: jit, remat, one with a derivative of its own."""
+    """Returns the function that an equation merely calls: jit, remat, one with its own derivative."""
     if eqn.primitive.name not in _CALLS:
         return None
     bodies = [eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params]
@@ -91,9 +91,9 @@ def called(eqn: Any) -> core.ClosedJaxpr | None:
 
 
 def formula_of(closed: core.ClosedJaxpr, num_rows: int | None = None) -> tuple[Any, ...]:
-    """What a traced function computes, without the sizes of blocks: where two differ, the functions may, too.
+    """Describes what a traced function computes, whatever the size of blocks; equal descriptions mean equal functions.
 
-    With `num_rows`, where no other axis is as long, sizes that have no part in the block count too.
+    With `num_rows`, the length of no other axis, sizes that do not belong to the block count too.
     """
     places: dict[Any, int] = {}
     for var in itertools.chain(
@@ -115,7 +115,7 @@ def formula_of(closed: core.ClosedJaxpr, num_rows: int | None = None) -> tuple[A
 
 
 def _numbers(value: Any) -> Any:
-    """The numbers of a constant, once where they are the same all along an axis."""
+    """The numbers of a constant; where they are equal along an axis, once."""
     if jnp.issubdtype(jax.typeof(value).dtype, jax.dtypes.extended):
         value = jax.random.key_data(value)
     array = np.asarray(value)
@@ -131,7 +131,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _bodies(eqn: Any) -> list[core.ClosedJaxpr]:
-    """The functions that an equation holds: of a call, the branches of a choice, condition and body of a loop."""
+    """Returns the functions that an equation holds: calls, branches, condition and body of a loop."""
     values = [
         one for _, value in sorted(eqn.params.items()) for one in (value if isinstance(value, tuple) else [value])
     ]
@@ -139,7 +139,7 @@ def _bodies(eqn: Any) -> list[core.ClosedJaxpr]:
 
 
 def _rows_in(atoms: Sequence[Any], num_rows: int) -> int:
-    """How many axes as long as the block the one has that has most."""
+    """Counts the axes as long as the block, and returns the most that any one has."""
     return max((list(getattr(atom.aval, "shape", ())).count(num_rows) for atom in atoms), default=0)
 
 
@@ -151,7 +151,7 @@ def _counts_rows(eqn: Any, num_rows: int) -> bool:
 
 
 def _of_constant(value: Any, num_rows: int) -> Dependence:
-    """Constants with an axis as long as the block may tell its rows apart."""
+    """Finds how a constant depends on the block; where an axis is as long, it may tell rows apart."""
     shape = np.shape(value)
     for axis in [axis for axis, size in enumerate(shape) if size == num_rows]:
         parts = np.moveaxis(np.asarray(value), axis, 0)
@@ -201,7 +201,6 @@ def _of_equation(eqn: Any, ins: list[Dependence], num_rows: int) -> list[Depende
 
 
 def _moved(name: str, params: Any, axis: int, old: tuple[int, ...], new: tuple[int, ...]) -> Dependence:
-    """Where a change of shape puts the rows."""
     if name == "broadcast_in_dim":
         return int(params["broadcast_dimensions"][axis])
     if name == "transpose":
@@ -214,14 +213,13 @@ def _moved(name: str, params: Any, axis: int, old: tuple[int, ...], new: tuple[i
 
 
 def _all_moved(eqn: Any, num_rows: int) -> Coupled | None:
-    """Whether what is the same for all rows still is so after a change of shape."""
+    """Returns None if a value that is the same for all rows still is so after a change of shape."""
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     moves = [_moved(eqn.primitive.name, eqn.params, axis, old, new) for axis, n in enumerate(old) if n == num_rows]
     return next((moved for moved in moves if isinstance(moved, Coupled)), None)
 
 
 def _joined(values: list[Dependence]) -> Dependence:
-    """What is known of a value that is one of several."""
     distinct = [value for i, value in enumerate(values) if value is not None and value not in values[:i]]
     if not distinct:
         return None

@@ -19,7 +19,7 @@ from jaxsok.optimizers.protocol import RowInputs, RowOutputs, RowState
 
 
 def _minimum(z: Array, scale: Array, l1: float, l2: float, l21: float) -> Array:
-    """The row that a sum of gradients stands for; zeros where nothing holds it, at a scale of zero."""
+    """Returns the row that a sum of gradients stands for; zeros at a scale of zero."""
     kept = jnp.where(jnp.abs(z) > l1, l1 * jnp.sign(z) - z, 0.0)
     if l21 > 0:
         length, threshold = norm(kept), l21 * math.sqrt(z.shape[-1])
@@ -36,10 +36,10 @@ class Ftrl(Limited):
     With `p(acc) = acc^-learning_rate_power`: `z += g + 2 · l2_shrinkage · row - (p(acc + g²) - p(acc)) / lr · row;
     acc += g²; row = -(z - l1 · sign(z)) / ((p(acc) + beta) / lr + 2 · l2)`, zero where `|z| <= l1`.
 
-    A new row has z = 0, as in TensorFlow: of its initial numbers its first step keeps the share
-    `1 - p(initial_accumulator_value) / p(acc)`, all of them if that value is 0, and none if its gradient is zero. After
-    its first step it is exact, but for `l2_shrinkage` and changes of the learning rate: a gradient of zero changes
-    neither acc, nor z, nor the row. Both of these act in the steps that use the row.
+    A new row has z = 0, as in TensorFlow: its first step keeps the share `1 - p(initial_accumulator_value) / p(acc)` of
+    its initial numbers, all of them if that value is 0, none if its gradient is zero. After that it is exact, but for
+    `l2_shrinkage` and changes of the learning rate, which act only in the steps that use the row: a gradient of zero
+    changes neither acc, nor z, nor the row.
 
     Args:
       learning_rate: a number, a 0-d array, or an Optax schedule; positive.
@@ -49,7 +49,7 @@ class Ftrl(Limited):
       l2: strength of `l2 · row²` in what a row minimises.
       l2_shrinkage: strength of `l2_shrinkage · row²`, added to the loss of a step.
       beta: makes first steps shorter, as eps does elsewhere.
-      limits: bounds around the step. A bound on the row is not known to z: the next step starts from z.
+      limits: bounds around the step. z does not know a bound on the row: the next step starts from z.
 
     Example:
       >>> [(state.name, state.initial_value) for state in ftrl(0.1, l1=1e-3).state_specs(dim=64)]
@@ -74,7 +74,7 @@ class Ftrl(Limited):
         self._check_positive_rate()
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """Of each column the sum of squared gradients and that of gradients."""
+        """For each column, the sum of squared gradients and that of gradients."""
         return (RowState("accumulator", dim, self.initial_accumulator_value), RowState("z", dim, 0.0))
 
     def _power(self, accumulator: Array) -> Array:
@@ -107,8 +107,8 @@ class GroupFtrl(Ftrl):
     `l21 = 0` it is `ftrl`, and as lazy as that.
 
     Args:
-      learning_rate_power, initial_accumulator_value, l1, l2, l2_shrinkage, beta, limits: as for `ftrl`.
-      l21: strength of the lasso on rows; DeepRec's `l1_regularization_strength` is `l21 · sqrt(dim)`.
+      l21: strength of the lasso on rows, beside the arguments of `ftrl`; DeepRec's `l1_regularization_strength` is
+        `l21 · sqrt(dim)`.
 
     Source: Yue et al., "Adaptive Optimizers with Sparse Group Lasso for Neural Networks in CTR Prediction", 2021; the
     form of TFPlus's SparseGroupFtrl. With `l21 = l1 / sqrt(dim)` also DeepRec's FtrlOptimizer of strength l1 on an
@@ -130,18 +130,16 @@ class GroupAdam(Limited):
     where `|z| <= l1`; the row is zero if `||s|| <= l21 · sqrt(dim)`, else
     `-(1 - l21 · sqrt(dim) / ||s||) · s / (q + 2 · l2)`; then `held = z + q · row`, what the regularisers hold back.
 
-    With `l1 = l2 = l21 = 0` nothing is held back and it is `adam`, at any schedule. Lazy as `adam`: the regularisers,
-    too, act only in the steps that use the row.
+    With `l1 = l2 = l21 = 0` it is `adam`, at any schedule. Lazy as `adam`: the regularisers also act only in the steps
+    that use the row.
 
     Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule; positive.
-      b1: decay of the first moment.
-      b2: decay of the second.
-      eps: added to the root.
+      learning_rate: positive, as for `ftrl`.
+      b1, b2, eps: as for `adam`.
       l1: strength of the lasso on single numbers.
       l2: strength of `l2 · row²` in what a row minimises.
       l21: strength of the lasso on rows.
-      limits: bounds around the step. A bound on the row is not known to `held`.
+      limits: bounds around the step; `held` does not know one on the row.
 
     Source: Yue et al., "Adaptive Optimizers with Sparse Group Lasso for Neural Networks in CTR Prediction", 2021, its
     Group Adam.
@@ -160,7 +158,7 @@ class GroupAdam(Limited):
         self._check_positive_rate()
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """Of each column first and second moment, and what the regularisers hold back."""
+        """For each column, both moments and what the regularisers hold back."""
         return (RowState("m", dim, 0.0), RowState("v", dim, 0.0), RowState("held", dim, 0.0))
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:

@@ -1,7 +1,6 @@
 """Optimizers that divide by a running measure of squared gradients: RMSProp, Adadelta, Adagrad with decay.
 
-All are row programs. RMSProp and Adadelta are lazy; Adagrad with decay is exact: it makes up for the steps that a row
-has missed.
+All are row programs. RMSProp and Adadelta are lazy; Adagrad with decay is exact: it makes up for missed steps.
 """
 
 import dataclasses
@@ -26,17 +25,14 @@ class RmsProp(Limited):
     `trace = lr · g / sqrt(v + eps) + momentum · trace; row -= trace`. With bias correction v and m are divided by
     `1 - decay^t`, t the number of updates of the collection, this one included.
 
-    Lazy: v, m and trace of an unused row do not decay. Without momentum dense RMSProp would not move the row either,
-    but its v would sink, so that its next step would be longer.
+    Lazy: v, m and trace of an unused row do not decay. In dense RMSProp its v would sink and its next step be longer.
 
     Args:
       decay: of the mean square, and of the mean.
-      eps: added under the root, or to it.
+      eps: added under the root, or without `eps_in_sqrt` to it.
       initial_scale: what the mean square of a new row holds.
-      eps_in_sqrt: whether eps stands under the root.
       centered: whether to divide by the deviation in place of the root of the mean square.
-      momentum: decay of the trace; None: no trace.
-      nesterov: whether to look one step ahead; needs momentum.
+      momentum, nesterov: as for `sgd`.
       bias_correction: whether to correct for moments that began at zero.
 
     Example:
@@ -102,13 +98,12 @@ class Adadelta(Limited):
     `v = rho v + (1 - rho) g²; d = g · sqrt(u + eps) / sqrt(v + eps); u = rho u + (1 - rho) d²; row -= lr · d`, with u
     from before the step in d. Weight decay is coupled: `g` is `g + weight_decay * row` from the start.
 
-    Lazy: v and u of an unused row do not decay, and the row does not shrink.
+    Lazy: v and u of an unused row do not decay, and the row does not shrink. The paper's `learning_rate` is 1.0.
 
     Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule; 1.0 in the paper.
       rho: decay of both mean squares.
       eps: added under both roots.
-      weight_decay: what share of the row is added to its gradient.
+      weight_decay: as for `sgd`.
 
     Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012; the form of `optax.adadelta`.
     """
@@ -140,15 +135,14 @@ class AdagradDecay(Limited):
     In updates `decay_step`, `2 · decay_step`, ... of the collection `acc = max(acc · decay_rate, initial)`; in every
     update that uses the row `acc += g²; row -= lr · g / sqrt(acc)`.
 
-    Exact without weight decay: a row makes up for all decays that it has missed when it is used again, and these are
-    one: `max(acc · decay_rate^missed, initial)`. DeepRec's own makes up for one decay a use at most. Weight decay is
-    coupled and lazy.
+    Exact without weight decay: when a row is used again it makes up for all missed decays at once,
+    `max(acc · decay_rate^missed, initial)`; DeepRec's own for one a use at most. Weight decay is coupled and lazy.
 
     Args:
       initial_accumulator_value: what the accumulators of a new row hold, and the least that they can hold; positive.
       decay_step: updates of the collection from one decay to the next.
       decay_rate: what a decay leaves, in (0, 1).
-      weight_decay: what share of the row is added to its gradient.
+      weight_decay: as for `sgd`.
 
     Source: DeepRec's AdagradDecayOptimizer.
     """

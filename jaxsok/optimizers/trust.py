@@ -1,6 +1,6 @@
 """Optimizers with a trust ratio: a row moves in proportion to its own norm. Each row is what a layer is to the papers.
 
-Both are row programs and lazy: a row that no key of the step uses keeps row and state as they are.
+Both are row programs and lazy: a row that no key of the step uses keeps row and state.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxsok.optimizers.protocol import RowInputs, RowOutputs, RowState
 
 
 def _trusted(update: Array, row: Array, coefficient: float = 1.0, eps: float = 0.0) -> Array:
-    """The update times `coefficient * ||row|| / (||update|| + eps)`; as it is where one of the norms is zero."""
+    """Scales an update by `coefficient * ||row|| / (||update|| + eps)`; leaves it where one of the norms is zero."""
     of_row, of_update = norm(row), norm(update)
     is_zero = jnp.logical_or(of_row == 0, of_update == 0)
     return update * jnp.where(is_zero, 1.0, coefficient * of_row / jnp.where(is_zero, 1.0, of_update + eps))
@@ -26,12 +26,12 @@ def _trusted(update: Array, row: Array, coefficient: float = 1.0, eps: float = 0
 class Lamb(AdamW):
     """LAMB, with a row in the place of a layer: `u = m̂ / (sqrt(v̂) + eps) + weight_decay · row`, scaled to the row.
 
-    `row -= lr · ||row|| / ||u|| · u`, or `lr · u` where one of the norms is zero. The moments are those of `adam`.
-    Lazy in the moments and in the weight decay, which is decoupled from them and is part of what is scaled.
+    `row -= lr · ||row|| / ||u|| · u`, or `lr · u` where one of the norms is zero. The moments are those of `adam`. Lazy
+    in moments and weight decay, which is decoupled and part of what is scaled.
 
     Args:
       b1, b2, eps: as for `adam`.
-      weight_decay: what share of the row is added to the update.
+      weight_decay: the share of the row that is added to the update.
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020; the form of
     `optax.lamb` with each row a parameter of its own, as FBGEMM's LAMB.
@@ -58,11 +58,10 @@ class Lars(Limited):
     start. Lazy: the trace of an unused row does not carry it on, and the row does not shrink.
 
     Args:
-      weight_decay: what share of the row is added to its gradient.
+      weight_decay: as for `sgd`.
       trust_coefficient: how far a step takes a row, in units of its norm and of the learning rate.
       eps: added to the norm of the gradient.
-      momentum: decay of the trace.
-      nesterov: whether to look one step ahead.
+      momentum, nesterov: as for `sgd`.
 
     Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", 2017; the form of `optax.lars` with
     each row a parameter of its own.
