@@ -5,7 +5,8 @@ donates the store that it changes; inside a jitted step it is a part of that pro
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -22,6 +23,7 @@ from jaxsok import plan as plan_lib
 from jaxsok import table as table_lib
 from jaxsok.checks import there
 from jaxsok.features import Batch, Features
+from jaxsok.kernels import table as kernels
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec, TableSpec
 from jaxsok.store import State, StoreState
@@ -66,19 +68,19 @@ class TableRef:
 def erase(table: TableRef, state: State, keys: Any) -> tuple[State, UInt32[Array, ""]]:
     """See `Collection.erase`."""
     state, words = guards.whole("erase", state=state, keys=_words("erase", keys))
-    return _write(_erase, table, state, words)
+    return _run(_erase, table, state, words, is_write=True)
 
 
 def contains(table: TableRef, state: State, keys: Any) -> Bool[Array, " num_keys"]:
     """See `Collection.contains`."""
     state, words = guards.whole("contains", state=state, keys=_words("contains", keys))
-    return _read(_contains, table, state, words)
+    return _run(_contains, table, state, words)
 
 
 def rows_of(table: TableRef, state: State, keys: Any) -> tuple[Float[Array, "num_keys dim"], Bool[Array, " num_keys"]]:
     """See `Collection.rows_of`."""
     state, words = guards.whole("rows_of", state=state, keys=_words("rows_of", keys))
-    return _read(_rows_of, table, state, words)
+    return _run(_rows_of, table, state, words)
 
 
 def assign(
@@ -99,14 +101,14 @@ def assign(
     else:
         growth.forget()  # its bound on the rows in use holds only for steps
     state, words, rows, now = guards.whole("assign", state=state, keys=words, rows=rows, clock=now)
-    state, (num_inserted, num_refused) = _write(_assign, table, state, words, rows, now)
+    state, (num_inserted, num_refused) = _run(_assign, table, state, words, rows, now, is_write=True)
     return state, num_inserted, num_refused
 
 
 def clear(table: TableRef, state: State) -> tuple[State, UInt32[Array, ""]]:
     """See `Collection.clear`."""
     (state,) = guards.whole("clear", state=state)
-    return _write(_clear, table, state)
+    return _run(_clear, table, state, is_write=True)
 
 
 def evict(
@@ -204,41 +206,32 @@ Body = Callable[..., Any]
 writing body returns the store before them."""
 
 
-def _call(body: Body, is_write: bool, table: TableRef, store: StoreState, *args: Any) -> Any:
+def _run(body: Body, table: TableRef, state: State, *args: Any, is_write: bool = False) -> Any:
+    """Runs a body on every shard's part of a table's store. Gives the results; of one that writes, the state first."""
+    operands = (state.stores[table.store], (state.seed, state.partition_owners), *args)
+    # Under a trace there is nothing to donate: the enclosing program decides.
+    if table.shards.sees_parts() and (table.shards.is_mesh or _is_traced(operands)):
+        results = _on_every_shard(body, is_write, table, *jax.tree.map(jnp.asarray, operands))
+    else:
+        results = (_writing if is_write else _reading)(body, is_write, table, *operands)
+    if not is_write:
+        return results
+    (new, results), s = results, table.store
+    return dataclasses.replace(state, stores=(*state.stores[:s], new, *state.stores[s + 1 :])), results
+
+
+def _on_every_shard(body: Body, is_write: bool, table: TableRef, *operands: Any) -> Any:
     split = table.shards.spec
-    results = (split, P()) if is_write else P()
-
-    def on_shard(store: StoreState, *args: Any) -> Any:
-        return body(table, store, *args)
-
-    return table.shards.run(on_shard, (store, *args), (split, *[P()] * len(args)), results)
+    in_specs = (split, *[P()] * (len(operands) - 1))
+    return table.shards.run(functools.partial(body, table), operands, in_specs, (split, P()) if is_write else P())
 
 
-_STATIC = (0, 1, 2)
-_call_reading = jax.jit(_call, static_argnums=_STATIC)
-_call_writing = jax.jit(_call, static_argnums=_STATIC, donate_argnums=3)
+_reading = jax.jit(_on_every_shard, static_argnums=(0, 1, 2))
+_writing = jax.jit(_on_every_shard, static_argnums=(0, 1, 2), donate_argnums=3)
 
 
 def _is_traced(tree: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
-
-
-def _read(body: Body, table: TableRef, state: State, *args: Any) -> Any:
-    return _run(body, table, state, args, is_write=False)
-
-
-def _write(body: Body, table: TableRef, state: State, *args: Any) -> tuple[State, Any]:
-    new, results = _run(body, table, state, args, is_write=True)
-    s = table.store
-    return dataclasses.replace(state, stores=(*state.stores[:s], new, *state.stores[s + 1 :])), results
-
-
-def _run(body: Body, table: TableRef, state: State, args: Sequence[Any], *, is_write: bool) -> Any:
-    operands = (state.stores[table.store], (state.seed, state.partition_owners), *args)
-    # Under a trace there is nothing to donate: the enclosing program decides.
-    if table.shards.sees_parts() and (table.shards.is_mesh or _is_traced(operands)):
-        return _call(body, is_write, table, *jax.tree.map(jnp.asarray, operands))
-    return (_call_writing if is_write else _call_reading)(body, is_write, table, *operands)
 
 
 def _erase(table: TableRef, store: StoreState, _: Any, words: Array) -> tuple[StoreState, Array]:
@@ -248,7 +241,7 @@ def _erase(table: TableRef, store: StoreState, _: Any, words: Array) -> tuple[St
 
 
 def _contains(table: TableRef, store: StoreState, _: Any, words: Array) -> Array:
-    row_ids = table_lib.find(store, words, table.ids(words))
+    row_ids = kernels.find(store.index, store.counters, words, jnp.asarray(table.ids(words)))
     return table.total((row_ids != jnp.uint32(NO_ROW)).astype(jnp.uint32)) > 0
 
 
