@@ -1,4 +1,4 @@
-"""What a collection refuses when it is declared."""
+"""Checks of what a collection is declared with."""
 
 from collections.abc import Sequence
 

@@ -58,7 +58,7 @@ class StoreMemory:
     """Bytes of the arrays: "rows", "optimizer_state", "records", "index", "counters", and where there are any
     "statistics" and "admission"."""
     reserve: int
-    """Of these, the bytes that `grow` keeps free for the keys of coming steps."""
+    """The part of these bytes that `grow` keeps free for the keys of coming steps."""
     num_keys: int
     """Positions for keys in one batch of a device."""
     step: Mapping[str, int]

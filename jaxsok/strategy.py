@@ -24,7 +24,7 @@ from jaxsok.specs import ExchangeSpec, StoreSpec
 from jaxsok.store import State, StoreState
 
 
-class LookedUp(NamedTuple):
+class StoreLookup(NamedTuple):
     """The result of a lookup in one store."""
 
     store: StoreState
@@ -51,7 +51,7 @@ class Strategy(abc.ABC):
         """Makes the keys of a batch distinct; with send capacities they go to their owners at once."""
 
     @abc.abstractmethod
-    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: UInt32[Array, ""]) -> LookedUp:
+    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: UInt32[Array, ""]) -> StoreLookup:
         """Looks up the features of a store that has some."""
 
     @abc.abstractmethod
@@ -87,10 +87,10 @@ class Fused(Strategy):
         ]
         return Plan(features, distinct=tuple(distinct))
 
-    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: UInt32[Array, ""]) -> LookedUp:
+    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: UInt32[Array, ""]) -> StoreLookup:
         store, features = state.stores[s], plan.features.stores[s]
         distinct = None if plan.distinct is None else plan.distinct[s]
-        return LookedUp(*lookup.lookup_here(spec, store, state.seed, features, distinct, state.step, clock))
+        return StoreLookup(*lookup.lookup_here(spec, store, state.seed, features, distinct, state.step, clock))
 
     def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
         return lookup.find_here(spec, state.stores[s], state.seed, plan.features.stores[s])
@@ -129,11 +129,11 @@ class Exchanged(Strategy):
             return plan.asked_of(s)
         return exchange_lib.ask(self.exchange, spec, plan.features.stores[s], state.partition_owners)
 
-    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: UInt32[Array, ""]) -> LookedUp:
+    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: UInt32[Array, ""]) -> StoreLookup:
         asked = self._asked(spec, s, state, plan)
         owner = lookup.Owner(self.exchange, spec, state.seed, state.step, clock)
         looked_up = lookup.lookup_exchanged(spec, state.stores[s], plan.features.stores[s], asked, owner)
-        return LookedUp(*looked_up, asked)
+        return StoreLookup(*looked_up, asked)
 
     def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
         features = plan.features.stores[s]

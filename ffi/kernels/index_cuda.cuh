@@ -123,7 +123,7 @@ __device__ __forceinline__ void StoreHalf(Entry* entry, uint32_t row_id, uint32_
 ///
 /// Result: kPendingRow, or what meet makes of it, with the entry; kNoEntry: none within max_probes.
 /// No race: the key word changes once, by compare-and-swap; the half is written once, by who took the entry, and then
-/// only lowered or added to atomically; whoever meets the key waits for that one store.
+/// only lowered or added to atomically; a thread that meets the key waits for that one store.
 template <typename Publish, typename Meet>
 __device__ __forceinline__ ProbeResult TakeEntry(const IndexView& index, uint64_t key, uint32_t table, uint64_t salt,
                                                  uint32_t max_probes, const Publish& publish, const Meet& meet) {

@@ -21,7 +21,7 @@ _COMBINER_WORD = 1  # of a line of features: kFeatureCombiner in ffi/core/layout
 
 
 class LookedUp(NamedTuple):
-    """The results of a lookup beside the store."""
+    """The results of a lookup, without the store."""
 
     row_ids: RowIds
     counts: Int32[Array, "num_tables num_counts"]
