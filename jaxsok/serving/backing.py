@@ -30,13 +30,13 @@ from jaxsok.serving.frozen import (
     RecordSource,
     check_records,
     freeze_records,
-    write_rows,
 )
 from jaxsok.serving.fused import find_rows
 from jaxsok.serving.gate import Gate
-from jaxsok.serving.padding import fill_up, key_words, padded_size
+from jaxsok.serving.padding import key_words, padded_size
 from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap, host_device
+from jaxsok.serving.store_plans import Change, StorePlan
 from jaxsok.types import MAX_CAPACITY, NO_ROW, PADDING_KEY
 
 KEYS_AT_A_TIME = 1 << 20  # in one fetch, to bound scratch memory
@@ -128,8 +128,7 @@ class RowSource(abc.ABC):
 class HostRows(RowSource):
     """Rows in host memory: frozen tables on JAX's CPU device, read by threaded kernels.
 
-    `maps` of the rows serve `scan` and `updated`; they belong to this object from now on. `frequencies` are by store,
-    uint32 by row id; None, or all 0 in a table: not known.
+    `maps` of the rows serve `scan` and `updated`; they belong to this object from now on.
     """
 
     def __init__(
@@ -138,14 +137,12 @@ class HostRows(RowSource):
         maps: Sequence[RowMap],
         *,
         version: int = 0,
-        frequencies: Sequence[np.ndarray | None] | None = None,
     ) -> None:
         if len(maps) != len(tables.stores):
             raise ValueError(f"HostRows: maps: got {len(maps)}, wanted one for each of {len(tables.stores)} stores.")
         self.version = version
         self._tables = tables
         self._maps = tuple(maps)
-        self._frequencies = (None,) * len(maps) if frequencies is None else tuple(frequencies)
         self._gate = Gate()
         self._is_gone = False  # set under the gate's `writing`: the rows belong to a newer version
         # Sizes of which a fetch is compiled: of a table, or of a store for its numbers and scales.
@@ -161,10 +158,8 @@ class HostRows(RowSource):
 
         `spare_rows` of each table are for updates in place. ValueError: as `freeze_records`.
         """
-        uses = [(table, RecordedUses(source)) for table, source in sources]
-        tables, maps = freeze_records(uses, spare_rows=spare_rows, device=host_device())
-        seen = {table.name: source.seen for table, source in uses}
-        return cls(tables, maps, version=version, frequencies=frequencies_by_row(tables, maps, seen))
+        tables, maps = freeze_records(sources, spare_rows=spare_rows, device=host_device())
+        return cls(tables, maps, version=version)
 
     @property
     def tables(self) -> Mapping[str, FrozenTable]:
@@ -174,8 +169,7 @@ class HostRows(RowSource):
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory: rows, index and maps."""
-        frequencies = sum(array.nbytes for array in self._frequencies if array is not None)
-        return self._tables.num_bytes + sum(row_map.num_bytes for row_map in self._maps) + frequencies
+        return self._tables.num_bytes + sum(row_map.num_bytes for row_map in self._maps)
 
     def num_rows(self, table: str) -> int:
         """The rows of a table."""
@@ -234,10 +228,8 @@ class HostRows(RowSource):
         store, number = self._place("scan", table)
         with self._reading("scan"):
             keys, row_ids = self._maps[store].keys_of(number)
-        of_store = self._frequencies[store]
-        frequency = None if of_store is None else of_store[row_ids]
-        if frequency is not None and not frequency.any():
-            frequency = None
+        of_store = self._maps[store].frequencies
+        frequency = None if of_store is None or not of_store[row_ids].any() else of_store[row_ids]
         for start in range(0, len(keys), chunk_rows):
             lines = slice(start, start + chunk_rows)
             rows, _ = self.fetch(table, keys[lines])
@@ -267,102 +259,66 @@ class HostRows(RowSource):
           SourceReplacedError: this object was updated in place before.
 
         Cost:
-          Each changed row; a copy of the changed stores (and of their maps) unless in place; their index anew.
+          Each changed row; the maps and indices of the changed stores anew; a copy of their rows unless in place.
         """
         erased = erased or {}
-        for table in {**changed, **erased}:
-            self._place("updated", table)
-        for table, records in changed.items():
-            check_records("updated", self.tables[table], records)
-            if (np.asarray(records.keys) == np.uint64(PADDING_KEY)).any():
-                raise ValueError(f'updated: table "{table}": keys: got PADDING_KEY, wanted keys, which it is not.')
-            if self.tables[table].is_quantized and not np.isfinite(records.rows).all():
-                raise ValueError(f'updated: table "{table}": rows: got infinite or NaN, wanted numbers to quantize.')
-        touched = sorted({self._tables.spec.places[table][0] for table in {**changed, **erased}})
+        changes: dict[int, list[Change]] = {}
+        for table in sorted({**changed, **erased}, key=lambda name: self._place("updated", name)):
+            change = _change(self.tables[table], changed.get(table), erased.get(table, ()))
+            changes.setdefault(self._tables.spec.places[table][0], []).append(change)
         with self._reading("updated"):
-            self._require_room(touched, changed, erased, in_place)
+            plans = [self._plan(store, of_store, in_place) for store, of_store in changes.items()]
             if not in_place:  # copying does not take arrays away
-                return self._updated(touched, changed, erased, version, frozenset())
+                return self._updated(plans, version, frozenset())
         with self._gate.writing():
             if self._is_gone:
                 raise SourceReplacedError("HostRows: updated: got a version that was updated in place already.")
             self._is_gone = True  # for good, also if the update fails: what was read may be half changed
         with _SHARING:  # none joins: versions that share a store with this one are made while it can be read
-            own = frozenset(s for s in touched if set(self._holders[s]) <= {self})
-        newer = self._updated(touched, changed, erased, version, own)
+            own = frozenset(store for store in changes if set(self._holders[store]) <= {self})
+        newer = self._updated(plans, version, own)
         with _SHARING:
             for holders in self._holders:
                 holders.discard(self)
         return newer
 
-    def _updated(
-        self,
-        touched: Sequence[int],
-        changed: Mapping[str, Records],
-        erased: Mapping[str, Keys],
-        version: int | None,
-        own: Collection[int],
-    ) -> "HostRows":
-        """Makes the newer version: takes the arrays and maps of `own` stores, and copies the others."""
+    def _plan(self, store: int, changes: Sequence[Change], in_place: bool) -> StorePlan:
+        """Plans the next version of a store; refuses more new keys than there may be."""
+        now, tables = self._maps[store].capacity, self._tables.spec.stores[store]
+
+        def capacity(num_needed: int, num_new: int) -> int:
+            most = now if in_place else MAX_CAPACITY
+            if num_needed > most:
+                raise ValueError(
+                    f"updated: changed: got {num_new} new keys of tables {[table.name for table in tables]}, wanted at "
+                    f"most {most - num_needed + num_new}, the rows that are free"
+                    + ("; update with in_place=False, or begin with more spare_rows." if in_place else " in one store.")
+                )
+            return now if num_needed <= now else min(max(num_needed, int(_GROWTH * now)), MAX_CAPACITY)
+
+        return StorePlan.of(store, tables, self._maps[store], changes, capacity)
+
+    def _updated(self, plans: Sequence[StorePlan], version: int | None, own: Collection[int]) -> "HostRows":
+        """Makes the newer version: writes into the arrays of `own` stores, and into copies of the others."""
         stores, maps = list(self._tables.stores), list(self._maps)
-        frequencies = list(self._frequencies)
-        for s in touched:
-            tables = self._tables.spec.stores[s]
-            is_own = s in own
-            row_map = maps[s] = maps[s] if is_own else maps[s].copy()
-            for number, table in enumerate(tables):
-                if table.name in erased:
-                    row_map.remove(number, _without(erased[table.name], changed.get(table.name)))
-            num_more = max(0, sum(_num_new(row_map, n, changed.get(t.name)) for n, t in enumerate(tables)))
-            if num_more > row_map.num_free:
-                capacity = max(row_map.capacity + num_more - row_map.num_free, int(_GROWTH * row_map.capacity))
-                row_map.grow(min(capacity, MAX_CAPACITY))
-                stores[s], is_own = _grown(stores[s], row_map.capacity), True
-            used = frequencies[s]
-            if used is not None:
-                used = frequencies[s] = fill_up(used, row_map.capacity)
-            for number, table in enumerate(tables):
-                records = changed.get(table.name)
-                if records is None or not records.num_rows:
-                    continue
-                row_ids = row_map.place(number, records.keys)
-                stores[s] = write_rows(stores[s], table, row_ids, np.asarray(records.rows), donate=is_own)
-                is_own = True
-                if used is not None and records.frequency is not None:
-                    _put(used, row_ids, records.frequency)
-            index, counters = row_map.index(host_device())
-            old = stores[s]
-            stores[s] = FrozenStore(index, counters, old.rows, old.scales)
+        for plan in plans:
+            s = plan.store
+            stores[s] = plan.write(stores[s], host_device(), donate=s in own)
+            maps[s] = plan.row_map
+            for change in plan.changes if plan.row_map.frequencies is not None else ():
+                for records in change.records():
+                    if records.frequency is not None:
+                        row_ids = plan.row_map.find(plan.numbers[change.table.name], records.keys)
+                        plan.row_map.set_frequencies(row_ids, records.frequency)
         tables = FrozenTables(tuple(stores), self._tables.spec)
-        version = self.version + 1 if version is None else version
-        newer = HostRows(tables, maps, version=version, frequencies=frequencies)
+        newer = HostRows(tables, maps, version=self.version + 1 if version is None else version)
         with _SHARING:
             holders = list(newer._holders)
-            for s in set(range(len(stores))).difference(touched):
+            for s in set(range(len(stores))).difference(plan.store for plan in plans):
                 holders[s] = self._holders[s]
                 holders[s].add(newer)
             newer._holders = tuple(holders)
         return newer
-
-    def _require_room(
-        self, touched: Sequence[int], changed: Mapping[str, Records], erased: Mapping[str, Keys], in_place: bool
-    ) -> None:
-        for s in touched:
-            row_map, tables = self._maps[s], self._tables.spec.stores[s]
-            num_new = sum(_num_new(row_map, n, changed.get(table.name)) for n, table in enumerate(tables))
-            num_gone = 0
-            for number, table in enumerate(tables):
-                if table.name in erased:
-                    gone = np.unique(_without(erased[table.name], changed.get(table.name)))
-                    num_gone += int((row_map.find(number, gone) != NO_ROW).sum())
-            room = row_map.num_free + num_gone
-            most = room if in_place else room + MAX_CAPACITY - row_map.capacity
-            if num_new > most:
-                raise ValueError(
-                    f"updated: changed: got {num_new} new keys of tables {[table.name for table in tables]}, wanted at "
-                    f"most {most}, the rows that are free"
-                    + ("; update with in_place=False, or begin with more spare_rows." if in_place else " in one store.")
-                )
 
     @contextlib.contextmanager
     def _reading(self, op: str) -> Iterator[None]:
@@ -454,21 +410,6 @@ class Layered(RowSource):
             layer.close()
 
 
-def frequencies_by_row(
-    tables: FrozenTables, maps: Sequence[RowMap], seen: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]
-) -> list[np.ndarray | None]:
-    """The frequencies of rows by store, uint32 by row id; None: none of its tables has any in `seen`."""
-    found: list[np.ndarray | None] = [None] * len(maps)
-    for name, some in seen.items():
-        store, number = tables.spec.places[name]
-        for keys, values in some:
-            of_store = found[store]
-            if of_store is None:
-                of_store = found[store] = np.zeros(maps[store].capacity, np.uint32)
-            _put(of_store, maps[store].find(number, keys), values)
-    return found
-
-
 @functools.partial(jax.jit, static_argnums=1)
 def _fetch(tables: FrozenTables, table: str, words: Any) -> Any:
     return find_rows(tables, table, words)
@@ -481,46 +422,17 @@ def _fetch_quantized(store: FrozenStore, words: Any, table: Any) -> tuple[Any, A
     return numbers, store.scales[0].at[row_ids].get(mode="fill", fill_value=0), row_ids != jnp.uint32(NO_ROW)
 
 
-def _without(keys: Any, records: Records | None) -> np.ndarray:
-    keys = np.asarray(keys, np.uint64)
-    return keys if records is None else keys[~np.isin(keys, records.keys)]
-
-
-def _num_new(row_map: RowMap, number: int, records: Records | None) -> int:
-    if records is None or not records.num_rows:
-        return 0
-    return int((row_map.find(number, np.unique(np.asarray(records.keys, np.uint64))) == NO_ROW).sum())
-
-
-def _put(lines: np.ndarray, row_ids: np.ndarray, values: np.ndarray) -> None:
-    is_row = row_ids != NO_ROW
-    lines[row_ids[is_row]] = values[is_row]
-
-
-def _grown(store: FrozenStore, capacity: int) -> FrozenStore:
-    def longer(array: Any) -> Any:
-        return jax.device_put(fill_up(np.asarray(array), capacity), host_device(), may_alias=False)
-
-    return FrozenStore(store.index, store.counters, longer(store.rows), tuple(map(longer, store.scales)))
-
-
-class RecordedUses:
-    """Streams records, and keeps their keys and frequencies in `seen`, as far as all of them have frequencies."""
-
-    def __init__(self, source: RecordSource) -> None:
-        self._source = source
-        self._has_frequencies = True
-        self.seen: list[tuple[np.ndarray, np.ndarray]] = []
-
-    @property
-    def num_rows(self) -> int:
-        """The number of records."""
-        return self._source.num_rows
-
-    def __iter__(self) -> Iterator[Records]:
-        for records in self._source:
-            if records.frequency is None:
-                self._has_frequencies, self.seen = False, []
-            elif self._has_frequencies:
-                self.seen.append((records.keys.copy(), np.array(records.frequency, np.uint32)))
-            yield records
+def _change(table: FrozenTable, records: Records | None, erased: Any) -> Change:
+    """Checks what `updated` changes in a table."""
+    erased = np.asarray(erased, np.uint64)
+    if records is None:
+        return Change(table, np.zeros(0, np.uint64), erased, lambda: iter(()))
+    check_records("updated", table, records)
+    keys = np.asarray(records.keys, np.uint64)
+    if (keys == np.uint64(PADDING_KEY)).any():
+        raise ValueError(f'updated: table "{table.name}": keys: got PADDING_KEY, wanted keys, which it is not.')
+    if table.is_quantized and not np.isfinite(records.rows).all():
+        raise ValueError(f'updated: table "{table.name}": rows: got infinite or NaN, wanted numbers to quantize.')
+    last = len(keys) - 1 - np.unique(keys[::-1], return_index=True)[1]
+    distinct = records if len(last) == len(keys) else records.take(np.sort(last))
+    return Change(table, distinct.keys, erased[~np.isin(erased, keys)], lambda: iter([distinct]))

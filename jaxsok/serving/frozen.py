@@ -290,28 +290,33 @@ def freeze_records(
         store = _empty_store(tables[0], capacity, device)
         row_map = RowMap(len(tables), capacity)
         for number, table in enumerate(tables):
+            uses: list[tuple[np.ndarray, np.ndarray]] | None = []  # None: not all records have frequencies
             for records in of_table[table.name]:
                 check_records("freeze_records", table, records)
-                store = write_rows(store, table, row_map.place(number, records.keys), records.rows, donate=True)
+                row_ids = row_map.place(number, records.keys)
+                store = write_rows(store, table, row_ids, records.rows)
+                if uses is None or records.frequency is None:
+                    uses = None
+                else:
+                    uses.append((row_ids, np.array(records.frequency, np.uint32)))
+            for row_ids, frequency in uses or ():
+                row_map.set_frequencies(row_ids, frequency)
         index, counters = row_map.index(device)
         stores.append(dataclasses.replace(store, index=index, counters=counters))
         maps.append(row_map)
     return FrozenTables(tuple(stores), spec), tuple(maps)
 
 
-def write_rows(
-    store: FrozenStore, table: FrozenTable, row_ids: np.ndarray, rows: np.ndarray, *, donate: bool
-) -> FrozenStore:
-    """Sets some rows of a store, given in any float dtype, rounded or quantized as its table says.
+def write_rows(store: FrozenStore, table: FrozenTable, row_ids: np.ndarray, rows: np.ndarray) -> FrozenStore:
+    """Writes rows, given in any float dtype, into a donated store, rounded or quantized as its table says.
 
-    Row ids are uint32; NO_ROW is ignored, and of a repeated row id the last row counts. With `donate` the rows are
-    written where they lie, and the store's arrays are gone afterwards. Otherwise they are copied once.
+    Row ids are uint32; NO_ROW is ignored, and of a repeated row id the last row counts.
     """
     last = len(row_ids) - 1 - np.unique(row_ids[::-1], return_index=True)[1]
     if len(last) != len(row_ids):
         last.sort()
         row_ids, rows = row_ids[last], rows[last]
-    return write_lines(store, row_ids, *lines_of(table, rows), donate=donate)
+    return write_lines(store, row_ids, *lines_of(table, rows), donate=True)
 
 
 def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
@@ -324,7 +329,11 @@ def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarr
 def write_lines(
     store: FrozenStore, row_ids: np.ndarray, lines: np.ndarray, scales: np.ndarray | None, *, donate: bool
 ) -> FrozenStore:
-    """Sets some rows of a store to what `lines_of` gave; row ids are distinct."""
+    """Sets some rows of a store to what `lines_of` gave; row ids are distinct.
+
+    With `donate` the rows are written where they lie, and the store's arrays are gone afterwards. Otherwise they are
+    copied once.
+    """
     size = padded_size(len(row_ids), _LEAST_ROWS)
     ids, padded = fill_up(np.asarray(row_ids, np.uint32), size, np.uint32(NO_ROW)), fill_up(lines, size)
     write = _write_in_place if donate else _write_copy

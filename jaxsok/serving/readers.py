@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxsok import keys as keys_lib
-from jaxsok.serving import artifact, backing, row_map, updates
+from jaxsok.serving import artifact, backing
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.errors import ServingError
@@ -84,12 +84,6 @@ class RowReader(Protocol):
     @property
     def num_bytes(self) -> int: ...  # device memory
 
-    @property
-    def held_bytes(self) -> int: ...  # device memory of a version that is not served yet
-
-    @property
-    def host_bytes(self) -> int: ...  # maps of rows, and rows below a cache
-
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found: ...  # of uint64 keys by table
 
     def predict(self, read: ReadInputs) -> Found: ...
@@ -125,18 +119,8 @@ def levels_of(max_batch_size: int) -> tuple[int, ...]:
 class DeviceReader:
     """Reads rows that all lie on one device, or on the host."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        given: Given,
-        open_versions: Callable[..., Versions],
-        device: Any,
-        room: Callable[[], int | None],
-        *,
-        warm_up: bool,
-    ) -> None:
-        self.config = config
-        self.versions = open_versions(given, device=device, room=room if config.gpucache else host_room)
+    def __init__(self, config: ModelConfig, versions: Versions, *, warm_up: bool) -> None:
+        self.config, self.versions = config, versions
         self.ready: Ready[Program] = Ready(self._compile)
         self.levels = levels_of(config.max_batch_size)
         self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
@@ -151,14 +135,6 @@ class DeviceReader:
     @property
     def num_bytes(self) -> int:
         return self.versions.current.tables.num_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        return self.versions.held_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        return self.versions.host_bytes
 
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
         num_keys = {name: array.size for name, array in keys.items()}
@@ -297,30 +273,14 @@ class DeviceReader:
 class CacheReader:
     """Reads rows through a cache on the device; all of them lie in host memory."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        given: Given,
-        open_versions: Callable[..., Versions],
-        device: Any,
-        room: Callable[[], int | None],
-        *,
-        warm_up: bool,
-    ) -> None:
-        """Opens the tables, fills the cache, and begins to refresh it, as the configuration says."""
-        _require_room(config, given, device, room)
-        self.config = config
+    def __init__(self, config: ModelConfig, versions: Versions, device: Any, *, warm_up: bool) -> None:
+        """Fills the cache, and begins to refresh it, as the configuration says."""
+        self.config, self.versions = config, versions
         self.levels = levels_of(config.max_batch_size)
         self.ready: Ready[Program] = Ready(self._compile)
-        uses = {table.name: backing.RecordedUses(source) for table, source in given}
-        if config.is_filled_at_start:
-            given = [(table, dataclasses.replace(source, start=uses[table.name].__iter__)) for table, source in given]
-        self.versions = open_versions(given, device=row_map.host_device(), room=host_room, can_donate=False)
-        first = self.versions.current
+        first = versions.current
         self.names = tuple(first.tables.tables)
-        seen = {name: records.seen for name, records in uses.items()}
-        frequencies = backing.frequencies_by_row(first.tables, self.versions.maps, seen)
-        self._rows = backing.HostRows(first.tables, self.versions.maps, version=first.number, frequencies=frequencies)
+        self._rows = backing.HostRows(first.tables, versions.maps, version=first.number)
         # The dense models of the last versions, for predictions that run. Replaced whole, by updates alone.
         self._history = {first.number: first.served}
         self._num_warm_ups = 0
@@ -347,14 +307,6 @@ class CacheReader:
     @property
     def num_bytes(self) -> int:
         return self.cache.num_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        return 0  # versions are made on the host
-
-    @property
-    def host_bytes(self) -> int:
-        return self.versions.host_bytes + self.versions.current.tables.num_bytes
 
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
         if self.config.is_fused:
@@ -467,16 +419,12 @@ class CacheReader:
         return self.cache.close(_rest_s(until)) and has_ended
 
 
-def host_room() -> int | None:
-    """Free bytes of host memory; None: not known."""
-    return updates.host_free_bytes()
-
-
-def _require_room(config: ModelConfig, given: Given, device: Any, room: Callable[[], int | None]) -> None:
+def require_room_for_cache(config: ModelConfig, given: Given, device: Any, free: int | None) -> None:
+    """Refuses a cache that is larger than the free bytes of its device."""
     num_rows = {
         table: max(cache_lib.MIN_ROWS, math.ceil(config.gpucacheper * source.num_rows)) for table, source in given
     }
-    needed, free = sum(cache_lib.cache_bytes(num_rows).values()), room()
+    needed = sum(cache_lib.cache_bytes(num_rows).values())
     if free is not None and needed > free:
         raise ServingError(
             f'open: model "{config.model}": memory: got {free} bytes free on {device}, wanted {needed} for '

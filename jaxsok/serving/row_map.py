@@ -5,6 +5,8 @@ can: it is the index and the records of a store, on the CPU, changed by the kern
 row on the host, updates touch only the rows that change.
 """
 
+import copy
+import dataclasses
 import functools
 import secrets
 from typing import Any
@@ -15,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from jaxsok import keys as keys_lib
+from jaxsok.kernels import evict as evict_kernels
 from jaxsok.kernels import table as kernels
 from jaxsok.kernels.call import StoreArrays
 from jaxsok.serving.padding import fill_up, key_words, padded_size
@@ -36,6 +39,7 @@ one key in 10^9 finds no entry within the kernels' bound; then the index is made
 
 KEYS_AT_A_TIME = 1 << 20
 _LEAST_KEYS = 1024  # in a call, padded to a power of two, so that programs are few
+_UNUSED = np.uint32(0xFFFFFFFF)
 _SEED = np.zeros(2, np.uint32)
 _SALT = [COUNTERS.index("salt_low"), COUNTERS.index("salt_high")]
 
@@ -51,28 +55,31 @@ class RowMap:
         if not 1 <= capacity <= MAX_CAPACITY:
             raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted 1 to {MAX_CAPACITY}.")
         self.num_tables = num_tables
+        self.frequencies: np.ndarray | None = None  # how often each row was used, uint32; None: no table knows
         counters = np.zeros(len(COUNTERS), np.uint32)
         counters[_SALT] = _drawn_salt() if salt is None else (salt & 0xFFFFFFFF, salt >> 32)
-        self._index = _on_host(np.full((buckets_of(capacity), BUCKET_WORDS), np.uint32(0xFFFFFFFF)))
-        self._counters = _on_host(counters)
-        self._table_rows = _on_host(np.zeros(num_tables, np.uint32))
-        self._records = _on_host(np.full((capacity, RECORD_WORDS), np.uint32(0xFFFFFFFF)))
-        self._rows = _on_host(np.zeros((capacity, 1), np.float32))  # the kernels write new rows somewhere
+        self._arrays = StoreArrays(
+            index=_on_host(np.full((buckets_of(capacity), BUCKET_WORDS), _UNUSED)),
+            counters=_on_host(counters),
+            table_rows=_on_host(np.zeros(num_tables, np.uint32)),
+            rows=(_on_host(np.zeros((capacity, 1), np.float32)),),  # the kernels write new rows somewhere
+            records=(_on_host(np.full((capacity, RECORD_WORDS), _UNUSED)),),
+        )
 
     @property
     def capacity(self) -> int:
         """The rows of the store."""
-        return self._records.shape[0]
+        return self._arrays.records[0].shape[0]
 
     @property
     def num_buckets(self) -> int:
         """The buckets of the index."""
-        return self._index.shape[0]
+        return self._arrays.index.shape[0]
 
     @property
     def table_rows(self) -> np.ndarray:
         """Rows in use, by table."""
-        return np.asarray(self._table_rows)
+        return np.asarray(self._arrays.table_rows)
 
     @property
     def num_free(self) -> int:
@@ -82,12 +89,12 @@ class RowMap:
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory."""
-        return sum(array.nbytes for array in (self._index, self._counters, self._table_rows, self._records, self._rows))
+        return sum(array.nbytes for array in jax.tree.leaves((self._arrays, self.frequencies)))
 
     def find(self, table: int, keys: np.ndarray) -> np.ndarray:
         """The row of each key (uint64) of a table, by its number: uint32; NO_ROW where it has none."""
         found = [
-            np.asarray(_find(self._index, self._counters, words, ids))[:count]
+            np.asarray(_find(self._arrays.index, self._arrays.counters, words, ids))[:count]
             for words, ids, count in self._parts(table, keys)
         ]
         return np.concatenate(found) if found else np.zeros(0, np.uint32)
@@ -103,14 +110,14 @@ class RowMap:
         for words, ids, count in self._parts(table, keys):
             is_padding = keys_lib.from_words(words) == np.uint64(PADDING_KEY)
             while True:
-                self._index, self._counters, self._table_rows, self._rows, self._records, row_ids = _place(
-                    self._index, self._counters, self._table_rows, self._rows, self._records, words, ids
-                )
+                self._arrays, row_ids = _place(self._arrays, words, ids)
                 row_ids = np.asarray(row_ids)
                 if not ((row_ids == NO_ROW) & ~is_padding).any():
                     break
                 # A key found no entry: aimed keys, or bad luck. Both end with another salt and more room.
-                self._rebuild(self.num_buckets + self.num_buckets // 4 + 1, with_other_salt=True)
+                counters = np.array(self._arrays.counters)
+                counters[_SALT] = _drawn_salt()
+                self._rebuild(_on_host(counters), self.num_buckets + self.num_buckets // 4 + 1)
             placed.append(row_ids[:count])
         return np.concatenate(placed) if placed else np.zeros(0, np.uint32)
 
@@ -118,18 +125,23 @@ class RowMap:
         """Frees the rows of keys and counts them; ignores keys without a row."""
         removed = 0
         for words, ids, _ in self._parts(table, keys):
-            self._index, self._counters, self._table_rows, self._records, count = _remove(
-                self._index, self._counters, self._table_rows, self._records, words, ids
-            )
+            self._arrays, count = _remove(self._arrays, words, ids)
             removed += int(count)
         return removed
 
     def keys_of(self, table: int) -> tuple[np.ndarray, np.ndarray]:
         """The keys of a table and their rows, by row: uint64 and uint32."""
-        records = np.asarray(self._records)
+        records = np.asarray(self._arrays.records[0])
         keys = keys_lib.from_words(records[:, :2])
         rows = np.flatnonzero((keys != np.uint64(PADDING_KEY)) & (records[:, 2] == table))
         return keys[rows], rows.astype(np.uint32)
+
+    def set_frequencies(self, row_ids: np.ndarray, values: np.ndarray) -> None:
+        """Sets the frequencies of some rows; NO_ROW is ignored."""
+        if self.frequencies is None:
+            self.frequencies = np.zeros(self.capacity, np.uint32)
+        is_row = row_ids != NO_ROW
+        self.frequencies[row_ids[is_row]] = values[is_row]
 
     def grow(self, capacity: int) -> None:
         """Adds free rows; those in use keep their places."""
@@ -137,22 +149,25 @@ class RowMap:
             return
         if capacity > MAX_CAPACITY:
             raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted at most {MAX_CAPACITY}.")
-        self._records = _on_host(fill_up(np.asarray(self._records), capacity, np.uint32(0xFFFFFFFF)))
-        self._rows = _on_host(np.zeros((capacity, 1), np.float32))
-        self._rebuild(max(self.num_buckets, buckets_of(capacity)))
+        records = _on_host(fill_up(np.asarray(self._arrays.records[0]), capacity, _UNUSED))
+        rows = _on_host(np.zeros((capacity, 1), np.float32))
+        self._arrays = dataclasses.replace(self._arrays, rows=(rows,), records=(records,))
+        if self.frequencies is not None:
+            self.frequencies = fill_up(self.frequencies, capacity)
+        self._rebuild(self._arrays.counters, max(self.num_buckets, buckets_of(capacity)))
 
     def index(self, device: Any) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
         """Copies of index and counters on a device, as a lookup reads them."""
         return tuple(
-            jax.device_put(np.array(array), device, may_alias=False) for array in (self._index, self._counters)
+            jax.device_put(np.array(array), device, may_alias=False)
+            for array in (self._arrays.index, self._arrays.counters)
         )
 
     def copy(self) -> "RowMap":
         """An independent copy."""
-        other = object.__new__(RowMap)
-        other.num_tables = self.num_tables
-        for name in ("_index", "_counters", "_table_rows", "_records", "_rows"):
-            setattr(other, name, _on_host(np.array(getattr(self, name))))
+        other = copy.copy(self)
+        other._arrays = jax.tree.map(lambda array: _on_host(np.array(array)), self._arrays)
+        other.frequencies = None if self.frequencies is None else self.frequencies.copy()
         return other
 
     def _parts(self, table: int, keys: np.ndarray) -> Any:
@@ -175,12 +190,9 @@ class RowMap:
                 f"of {self.capacity}; freeze with more spare_rows, or grow."
             )
 
-    def _rebuild(self, num_buckets: int, *, with_other_salt: bool = False) -> None:
-        if with_other_salt:
-            counters = np.array(self._counters)
-            counters[_SALT] = _drawn_salt()
-            self._counters = _on_host(counters)
-        self._index, self._counters = _rebuild(self._counters, self._records, num_buckets)
+    def _rebuild(self, counters: Array, num_buckets: int) -> None:
+        index, counters = _rebuild(counters, self._arrays.records, num_buckets)
+        self._arrays = dataclasses.replace(self._arrays, index=index, counters=counters)
 
 
 def _drawn_salt() -> np.ndarray:
@@ -208,27 +220,21 @@ def _on_host(array: np.ndarray) -> Array:
     return jax.device_put(array, host_device(), may_alias=False)
 
 
+def release(arrays: StoreArrays, words: Array, ids: Array) -> tuple[StoreArrays, UInt32[Array, ""]]:
+    """Frees the rows of those keys that have one, and counts them; to be compiled. The arrays are donated."""
+    row_ids = kernels.find(arrays.index, arrays.counters, words, ids)
+    flags = jnp.zeros(arrays.records[0].shape[0], jnp.uint8).at[row_ids].set(jnp.uint8(1), mode="drop")
+    arrays, num_released = evict_kernels.release(arrays, flags)
+    return arrays, num_released.sum(dtype=jnp.uint32)
+
+
 _find = jax.jit(kernels.find)
+_remove = jax.jit(release, donate_argnums=0)
+_rebuild = jax.jit(kernels.rebuild, static_argnums=2, donate_argnums=0)
 
 
-@functools.partial(jax.jit, donate_argnums=(0, 1, 2, 3, 4))
-def _place(
-    index: Array, counters: Array, table_rows: Array, rows: Array, records: Array, words: Array, ids: Array
-) -> tuple[Array, ...]:
-    table_words = np.zeros((table_rows.shape[0], NUM_TABLE_WORDS), np.uint32)  # rows lie elsewhere: any initializer
-    arrays = StoreArrays(index, counters, table_rows, (rows,), (records,))
+@functools.partial(jax.jit, donate_argnums=0)
+def _place(arrays: StoreArrays, words: Array, ids: Array) -> tuple[StoreArrays, Array]:
+    table_words = np.zeros((arrays.table_rows.shape[0], NUM_TABLE_WORDS), np.uint32)  # any initializer
     arrays, row_ids, _ = kernels.find_or_insert(arrays, table_words, jnp.asarray(_SEED), words, ids)
-    return arrays.index, arrays.counters, arrays.table_rows, *arrays.rows, *arrays.records, row_ids
-
-
-@functools.partial(jax.jit, donate_argnums=(0, 1, 2, 3))
-def _remove(
-    index: Array, counters: Array, table_rows: Array, records: Array, words: Array, ids: Array
-) -> tuple[Array, ...]:
-    arrays, num_erased = kernels.erase(StoreArrays(index, counters, table_rows, (), (records,)), words, ids)
-    return arrays.index, arrays.counters, arrays.table_rows, *arrays.records, num_erased
-
-
-@functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
-def _rebuild(counters: Array, records: Array, num_buckets: int) -> tuple[Array, Array]:
-    return kernels.rebuild(counters, (records,), num_buckets)
+    return arrays, row_ids

@@ -1,7 +1,6 @@
 """One model of a session: checks and counts requests, and makes the next version. Rows come from readers.py."""
 
 import dataclasses
-import functools
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +10,12 @@ import jax
 import numpy as np
 
 from jaxsok.initializers import InitialRows
-from jaxsok.serving import artifact, sources
+from jaxsok.serving import artifact, row_map, sources
 from jaxsok.serving.config import ModelConfig, TableConfig
 from jaxsok.serving.errors import RequestError, RequestTooLargeError, ServingError, UnknownModelError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, frozen_bytes
 from jaxsok.serving.predictions import Prediction, PredictRequest, keys_in, load_dense_model
-from jaxsok.serving.readers import CacheReader, DeviceReader, Found, RowReader
+from jaxsok.serving.readers import CacheReader, DeviceReader, Found, RowReader, require_room_for_cache
 from jaxsok.serving.updates import InPlace, Source, Version, Versions
 from jaxsok.types import PADDING_KEY
 
@@ -74,24 +73,38 @@ class Served:
         if config.dense_file:
             tables = {table.name: table for table, _ in given}
             dense_model = load_dense_model("open", config, config.dense_file, tables, device)
-        open_versions = functools.partial(
-            Versions,
-            config.model,
+        is_cached = config.tier == "cache"
+        if is_cached:
+            require_room_for_cache(config, given, device, room())
+        versions = Versions(
+            config,
+            given,
             key_bits=key_bits,
-            spare_rows=config.spare_rows,
+            device=row_map.host_device() if is_cached else device,
+            room=room if config.tier == "device" else None,
+            can_donate=not is_cached,
             served=dense_model,
-            dense_file=config.dense_file,
             memory=memory,
         )
         self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool)
-        kind = CacheReader if config.tier == "cache" else DeviceReader
-        self.reader: RowReader = kind(config, given, open_versions, device, room, warm_up=warm_up)
+        self.reader: RowReader
+        if is_cached:
+            self.reader = CacheReader(config, versions, device, warm_up=warm_up)
+        else:
+            self.reader = DeviceReader(config, versions, warm_up=warm_up)
+        for of_store in versions.maps:
+            of_store.frequencies = None  # only the first filling of a cache needs them
         self.names = tuple(self._version.tables.tables)
         self.counts = _Counts(self.names)
 
     @property
     def _version(self) -> Version:
         return self.reader.versions.current
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device's memory, with those of a version that is not served yet."""
+        return self.reader.num_bytes + (self.reader.versions.held_bytes if self.config.tier == "device" else 0)
 
     def describe(self) -> Model:
         """The model as it is now."""
@@ -233,7 +246,7 @@ class Served:
             **stats,
             "in_place_updates": self.reader.versions.num_in_place,
             "bytes": self.reader.num_bytes,
-            "host_bytes": self.reader.host_bytes,
+            "host_bytes": self.reader.versions.host_bytes,
         }
         self.reader.add_stats(stats)
         return stats
@@ -243,7 +256,7 @@ class Served:
         version = self._version
         lines = [
             f'model "{self.config.model}", version {version.number}: {self.reader.num_bytes:,} bytes on {self.device}, '
-            f"{self.reader.host_bytes:,} bytes of host memory beside"
+            f"{self.reader.versions.host_bytes:,} bytes of host memory beside"
         ]
         for name, table in version.tables.tables.items():
             num_rows = version.num_rows[name]

@@ -227,8 +227,8 @@ class Session:
         return models[model]
 
     def _room(self, device: Any) -> int | None:
-        here = [model.reader for model in self._models.values() if model.device == device and model.config.gpucache]
-        used = sum(reader.num_bytes + reader.held_bytes for reader in here)
+        here = [model for model in self._models.values() if model.device == device and model.config.gpucache]
+        used = sum(model.device_bytes for model in here)
         return updates.free_bytes(device, self._memory_limit, used)
 
 

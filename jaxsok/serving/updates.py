@@ -16,22 +16,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxsok.records import Records
 from jaxsok.serving import sources as sources_lib
+from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.frozen import (
     FrozenStore,
     FrozenTable,
     FrozenTables,
-    SizedRecords,
     check_records,
     freeze_records,
     frozen_bytes,
-    lines_of,
     ready_to_write,
     write_lines,
 )
@@ -40,12 +37,11 @@ from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap
 from jaxsok.serving.sources import TableSource
-from jaxsok.types import MAX_CAPACITY, NO_ROW
+from jaxsok.serving.store_plans import Change, StorePlan
+from jaxsok.types import MAX_CAPACITY
 
 InPlace = bool | Literal["auto"]
 Source = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
-
-PIECE_BYTES = 32 * 2**20  # rows cross to the device in such pieces
 
 _HPS_FILES = ("key", "emb_vector")
 
@@ -69,87 +65,53 @@ class Version:
         return Form(self.tables)
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """What an update does to one table."""
-
-    table: FrozenTable
-    source: TableSource
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it brings all rows: rows of other keys go."""
-        return self.source.base is None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it leaves the table as it is."""
-        return not self.is_whole and self.source.num_rows == 0 and self.source.num_tombstones == 0
-
-    def pieces(self) -> Iterator[Records]:
-        """Its rows in pieces, small enough for one write."""
-        most = max(1, PIECE_BYTES // self.table.row_bytes)
-        for records in self.source.chunks():
-            check_records("update", self.table, records)
-            for start in range(0, records.num_rows, most):
-                yield records.take(slice(start, start + most))
-
-
 Publish = Callable[[Version, tuple[RowMap, ...], Mapping[str, np.ndarray]], None]
 
 
 class Versions:
     """The versions of one model's tables, whose rows all lie on one device. Loads the first one.
 
-    `room` is the free bytes on the device; None: not known. `spare_rows` of each table are for updates in place.
-    `can_donate` is False if others read the rows beside `reading`; rows then may not change where they lie. `memory`
-    is a lock of all who share the device, held while an update takes some of it, not while it compiles.
-    ServingError: there is no room.
+    `room` gives the free bytes on the device (None: not known), for rows in host memory it is None. `can_donate` is
+    False if others read the rows beside `reading`; rows then may not change where they lie. `memory` is a lock of all
+    who share the device, held while an update takes some of it, not while it compiles. ServingError: there is no room.
     """
 
     def __init__(
         self,
-        name: str,
+        config: ModelConfig,
         given: Sequence[tuple[FrozenTable, TableSource]],
         *,
-        device: Any,
         key_bits: sources_lib.KeyBits,
-        spare_rows: int,
-        room: Callable[[], int | None],
-        served: Any = None,
-        dense_file: str = "",
-        can_donate: bool = True,
-        memory: contextlib.AbstractContextManager[Any] | None = None,
+        device: Any,
+        room: Callable[[], int | None] | None,
+        can_donate: bool,
+        served: Any,
+        memory: contextlib.AbstractContextManager[Any],
     ) -> None:
-        self.name, self.device, self.spare_rows = name, device, spare_rows
-        self.key_bits: sources_lib.KeyBits = key_bits
-        self._room, self._can_donate = room, can_donate
-        # One update at a time holds `_updating`, and it alone sets `_current` and `_maps`. Arrays of `_current` are
+        self.name, self.device = config.model, device
+        self._key_bits: sources_lib.KeyBits = key_bits
+        self._spare_rows = config.spare_rows
+        self._room, self._can_donate, self._memory = room, can_donate, memory
+        # One update at a time holds `_updating`, and it alone sets `_current` and `maps`. Arrays of `_current` are
         # donated only while the gate is held for writing.
         self._gate, self._updating = Gate(), threading.Lock()
-        self._memory = contextlib.nullcontext() if memory is None else memory
-        needed = sum(sum(frozen_bytes(table, source.num_rows + spare_rows).values()) for table, source in given)
-        free = room()
+        needed = sum(sum(frozen_bytes(table, source.num_rows + config.spare_rows).values()) for table, source in given)
+        free = self._free_bytes()
         if free is not None and needed > free:
             raise ServingError(
-                f'open: model "{name}": memory: got {free} bytes free on {device}, wanted {needed} for its tables; '
-                "take a smaller row_dtype, or, where they lie on a device, a gpucacheper below 1."
+                f'open: model "{self.name}": memory: got {free} bytes free on {device}, wanted {needed} for its '
+                "tables; take a smaller row_dtype, or, where they lie on a device, a gpucacheper below 1."
             )
-        tables, maps = freeze_records(
-            [(table, SizedRecords(source.num_rows, source.chunks())) for table, source in given],
-            spare_rows=spare_rows,
-            device=device,
-        )
-        self._maps: tuple[RowMap, ...] = maps
+        tables, self.maps = freeze_records(given, spare_rows=config.spare_rows, device=device)
         self._current = Version(
             number=1,
             tables=tables,
-            num_rows=_num_rows(tables, maps),
+            num_rows=_num_rows(tables, self.maps),
             files={table.name: str(source.path) for table, source in given},
             uuids={table.name: source.uuid for table, source in given},
             unknowns={table.name: source.unknown for table, source in given},
             served=served,
-            dense_file=dense_file,
+            dense_file=str(config.dense_file or ""),
         )
         self.num_in_place = 0
         self.held_bytes = 0  # device memory of a version that is not served yet
@@ -161,8 +123,9 @@ class Versions:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the maps of rows."""
-        return sum(row_map.num_bytes for row_map in self._maps)
+        """Bytes of the maps of rows, and of rows below a cache."""
+        rows_bytes = 0 if self._can_donate else self._current.tables.num_bytes
+        return rows_bytes + sum(row_map.num_bytes for row_map in self.maps)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Version]:
@@ -206,20 +169,22 @@ class Versions:
         with self._updating:
             try:
                 old = self._current
-                changes = [] if source is None else read_changes(self.name, source, old, self.key_bits)
+                opened = {} if source is None else open_update(self.name, source, old, self._key_bits)
+                changes = [_change(old.tables.tables[name], found) for name, found in opened.items()]
                 new = dataclasses.replace(
                     old,
                     number=old.number + 1,
-                    files={**old.files, **{change.table.name: str(change.source.path) for change in changes}},
-                    uuids={**old.uuids, **{change.table.name: change.source.uuid for change in changes}},
+                    files={**old.files, **{name: str(found.path) for name, found in opened.items()}},
+                    uuids={**old.uuids, **{name: found.uuid for name, found in opened.items()}},
                     served=old.served if dense_file is None else served,
                     dense_file=old.dense_file if dense_file is None else dense_file,
                 )
-                return self._updated(old, new, changes, in_place, prepare, publish)
+                self._update(old, new, changes, in_place, prepare, publish)
+                return self._current
             finally:
                 settle(self._current)
 
-    def _updated(
+    def _update(
         self,
         old: Version,
         new: Version,
@@ -227,70 +192,74 @@ class Versions:
         in_place: InPlace,
         prepare: Callable[[Version, Version], None],
         publish: Publish,
-    ) -> Version:
-        maps = list(self._maps)
+    ) -> None:
+        maps = list(self.maps)
         with self._memory:  # not while programs are compiled, which may take minutes
             plans, is_in_place = self._planned(old.tables, changes, in_place)
+            writes, held_bytes, stores = [], 0, {}
             for plan in plans:
-                maps[plan.store] = plan.row_map
-            staged = _Staged.of(old.tables, plans) if is_in_place else None
-            if is_in_place:
-                indices = {plan.store: plan.row_map.index(self.device) for plan in plans}
-                tables, held_bytes = _with_indices(old.tables, indices), sum(plan.index_bytes for plan in plans)
-            else:
-                stores = list(old.tables.stores)
-                for plan in plans:
-                    stores[plan.store] = plan.copied(stores[plan.store], self.device)
-                tables = _with_stores(old.tables, stores)
-                held_bytes = sum(plan.bytes_beside(old.tables.stores[plan.store]) for plan in plans)
+                s, store = plan.store, old.tables.stores[plan.store]
+                maps[s] = plan.row_map
+                if is_in_place:
+                    index, counters = plan.row_map.index(self.device)
+                    stores[s] = dataclasses.replace(store, index=index, counters=counters)
+                    writes += [
+                        _Write(s, row_ids, after, _read_lines(store, row_ids)) for row_ids, *after in plan.lines()
+                    ]
+                    held_bytes += plan.index_bytes
+                else:
+                    stores[s] = plan.write(store, self.device)
+                    held_bytes += plan.bytes_beside(store)
+            tables = _with_stores(old.tables, stores)
             jax.block_until_ready(tables)  # failures are raised here, and no reader waits
             new = dataclasses.replace(new, num_rows=_num_rows(old.tables, maps), tables=tables)
             self.held_bytes = held_bytes
         try:
             prepare(old, new)
-            if staged is not None:
-                staged.make_ready()
+            if is_in_place:
+                for write in writes:
+                    ready_to_write(tables.stores[write.store], len(write.row_ids))
                 with self._memory:
                     self._require_room(max((plan.piece_bytes for plan in plans), default=0))
-                    self._write_in_place(old, new, staged)
+                    self._write_in_place(old, new, writes)
                 self.num_in_place += 1
             else:
                 publish(new, tuple(maps), {name: keys for plan in plans for name, keys in plan.changed.items()})
                 self._current = new
         finally:
             self.held_bytes = 0
-        self._maps = tuple(maps)
-        return self._current
+        self.maps = tuple(maps)
 
     def _require_room(self, needed: int) -> None:
         """Refuses if other models took the memory for a piece of rows while programs were compiled."""
-        free = self._room()
+        free = self._free_bytes()
         if free is not None and needed > free:
             raise ServingError(
                 f'update: model "{self.name}": memory: got {free} bytes free on {self.device}, wanted {needed} for a '
                 "piece of rows to update in place; another model has taken them meanwhile."
             )
 
-    @property
-    def maps(self) -> tuple[RowMap, ...]:
-        """The maps of the rows of the latest version; not to be changed."""
-        return self._maps
+    def _free_bytes(self) -> int | None:
+        return host_free_bytes() if self._room is None else self._room()
 
     # Planning --------------------------------------------------------------------------------------------------------
 
     def _planned(
         self, tables: FrozenTables, changes: Sequence[Change], in_place: InPlace
-    ) -> tuple[list["_StorePlan"], bool]:
-        """Plans each store that changes, and whether in place. Reads all keys; refuses impossible updates."""
+    ) -> tuple[list[StorePlan], bool]:
+        """Plans each store that changes, and whether in place; refuses impossible updates."""
         of_store: dict[int, list[Change]] = {}
         for change in changes:
             if not change.is_empty:
                 of_store.setdefault(tables.spec.places[change.table.name][0], []).append(change)
         free, beside = None, 0
         for is_roomy in (True, False):
-            plans = [self._plan(tables, s, mine, is_roomy) for s, mine in of_store.items()]
+            plans = [
+                StorePlan.of(s, tables.spec.stores[s], self.maps[s], mine, self._capacity_of(s, is_roomy))
+                for s, mine in of_store.items()
+            ]
             beside = sum(plan.bytes_beside(tables.stores[plan.store]) for plan in plans)
-            free = self._room()
+            free = self._free_bytes()
             is_grown = any(plan.row_map.capacity > tables.stores[plan.store].capacity for plan in plans)
             if free is None or beside <= free or not is_grown:
                 break  # otherwise try without room to grow further
@@ -323,140 +292,57 @@ class Versions:
             )
         return plans, True
 
-    def _plan(self, tables: FrozenTables, s: int, changes: Sequence[Change], is_roomy: bool) -> "_StorePlan":
-        """Makes the new map of a store's rows; if it grows, with room to grow further or without."""
-        old, spec = self._maps[s], tables.spec.stores[s]
-        number_of = {table.name: number for number, table in enumerate(spec)}
-        keys = {change.table.name: _all_keys(change) for change in changes}
-        is_fresh = len(changes) == len(spec) and all(change.is_whole for change in changes)
-        changed = dict(keys)
-        if is_fresh:
-            for name in keys:
-                changed[name] = np.concatenate([keys[name], old.keys_of(number_of[name])[0]])
-            num_needed = sum(len(mine) for mine in keys.values())
-            row_map = RowMap(len(spec), self._capacity(old.capacity, num_needed, len(spec), is_roomy))
-        else:
-            row_map = old.copy()
-            for change in changes:
-                number = number_of[change.table.name]
-                gone = _gone(row_map, number, change, keys[change.table.name])
-                row_map.remove(number, gone)
-                changed[change.table.name] = np.concatenate([keys[change.table.name], gone])
-            num_new = sum(int((row_map.find(number_of[name], mine) == NO_ROW).sum()) for name, mine in keys.items())
-            num_needed = int(row_map.table_rows.sum()) + num_new
-            row_map.grow(self._capacity(old.capacity, num_needed, len(spec), is_roomy))
-        for name, mine in keys.items():
-            row_map.place(number_of[name], mine)
-        return _StorePlan(s, row_map, list(changes), number_of, num_needed, is_fresh, changed)
+    def _capacity_of(self, s: int, is_roomy: bool) -> Callable[[int, int], int]:
+        """Chooses the rows of a store: as many as it has, so that programs stay, unless those are too few."""
 
-    def _capacity(self, now: int, num_needed: int, num_tables: int, is_roomy: bool) -> int:
-        """The rows of a store: as many as it has, so that programs stay, unless those are too few."""
-        if num_needed <= now:
-            return now
-        if not is_roomy:
-            return num_needed
-        more = max(num_tables * self.spare_rows, num_needed // 16)  # so that not each update is too many
-        return max(num_needed, min(num_needed + more, MAX_CAPACITY))
+        def capacity(num_needed: int, num_new: int) -> int:
+            del num_new
+            row_map = self.maps[s]
+            if num_needed <= row_map.capacity:
+                return row_map.capacity
+            if not is_roomy:
+                return num_needed
+            more = max(row_map.num_tables * self._spare_rows, num_needed // 16)  # so that not each update is too many
+            return max(num_needed, min(num_needed + more, MAX_CAPACITY))
+
+        return capacity
 
     # In place --------------------------------------------------------------------------------------------------------
 
-    def _write_in_place(self, old: Version, new: Version, staged: "_Staged") -> None:
+    def _write_in_place(self, old: Version, new: Version, writes: Sequence["_Write"]) -> None:
         """Scatters changed rows into the arrays that are served."""
-        stores, done = list(old.tables.stores), 0
+        stores, done = list(new.tables.stores), 0
         with self._gate.writing():
             try:
-                for s, row_ids, lines, scales in staged.after:
-                    stores[s] = write_lines(stores[s], row_ids, lines, scales, donate=True)
+                for write in writes:
+                    stores[write.store] = write_lines(stores[write.store], write.row_ids, *write.after, donate=True)
                     done += 1
                 jax.block_until_ready([store.rows for store in stores])
             except BaseException:
-                for (s, row_ids, _, _), was in zip(staged.after[:done], staged.before[:done], strict=True):
-                    stores[s] = write_lines(stores[s], row_ids, *was, donate=True)
-                self._current = dataclasses.replace(old, tables=_with_stores(old.tables, stores))
+                for write in writes[:done]:
+                    stores[write.store] = write_lines(stores[write.store], write.row_ids, *write.before, donate=True)
+                for s, was in enumerate(old.tables.stores):
+                    stores[s] = dataclasses.replace(stores[s], index=was.index, counters=was.counters)
+                self._current = dataclasses.replace(old, tables=_with_stores(old.tables, dict(enumerate(stores))))
                 raise
-            indices = {s: (store.index, store.counters) for s, store in enumerate(new.tables.stores)}
-            self._current = dataclasses.replace(new, tables=_with_indices(_with_stores(old.tables, stores), indices))
+            self._current = dataclasses.replace(new, tables=_with_stores(new.tables, dict(enumerate(stores))))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Staged:
-    """The writes of an update in place, made ready on the host before readers are stopped."""
-
-    stores: Sequence[FrozenStore]  # written to
-    after: list[tuple[int, np.ndarray, np.ndarray, np.ndarray | None]]  # store, row ids, lines and scales of each piece
-    before: list[tuple[np.ndarray, np.ndarray | None]]  # lines and scales as they are
-
-    @classmethod
-    def of(cls, tables: FrozenTables, plans: Sequence["_StorePlan"]) -> "_Staged":
-        after = [(plan.store, *piece) for plan in plans for piece in plan.lines()]
-        return cls(tables.stores, after, [_lines_at(tables.stores[s], row_ids) for s, row_ids, _, _ in after])
-
-    def make_ready(self) -> None:
-        """Compiles the writes."""
-        for s, row_ids, _, _ in self.after:
-            ready_to_write(self.stores[s], len(row_ids))
-
-
-@dataclasses.dataclass(frozen=True)
-class _StorePlan:
-    """The next version of one store."""
+class _Write:
+    """One piece of an update in place, made ready on the host before readers are stopped."""
 
     store: int
-    row_map: RowMap  # of the next version
-    changes: list[Change]
-    number_of: Mapping[str, int]  # by table in the store
-    num_needed: int  # rows in use
-    is_fresh: bool  # whether no row of the old store stays
-    changed: Mapping[str, np.ndarray]  # the keys of each table that have other rows, or none any more
-
-    @property
-    def piece_bytes(self) -> int:
-        """Device memory for writing a piece of rows."""
-        most = max((change.source.num_rows * change.table.row_bytes for change in self.changes), default=0)
-        return 2 * min(PIECE_BYTES, most)  # padded to a power of two
-
-    @property
-    def index_bytes(self) -> int:
-        return 64 * self.row_map.num_buckets
-
-    def bytes_beside(self, old: FrozenStore) -> int:
-        """Bytes of a copy of the store."""
-        table = self.changes[0].table
-        has_rows = any(change.source.num_rows for change in self.changes) or self.row_map.capacity != old.capacity
-        return (self.row_map.capacity * table.row_bytes + self.piece_bytes) * has_rows + self.index_bytes
-
-    def lines(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
-        """The changed rows as they are stored: row ids, lines and scales."""
-        for change in self.changes:
-            for records in change.pieces():
-                row_ids = self.row_map.find(self.number_of[change.table.name], records.keys)
-                if (row_ids == NO_ROW).any():
-                    raise ServingError(
-                        f'update: table "{change.table.name}": path: "{change.source.path}" changed while it was read; '
-                        "write a new folder for each update."
-                    )
-                yield row_ids, *lines_of(change.table, records.rows)
-
-    def copied(self, old: FrozenStore, device: Any) -> FrozenStore:
-        """The next version of the store, beside it; shares the rows if none changes."""
-        capacity, store, is_mine = self.row_map.capacity, old, False
-        if self.is_fresh or capacity != old.capacity:
-            with jax.default_device(device):
-                longer = _zeros_of if self.is_fresh else _longer
-                rows, scales = longer(old.rows, capacity), tuple(longer(scales, capacity) for scales in old.scales)
-            store, is_mine = dataclasses.replace(old, rows=rows, scales=scales), True
-        for row_ids, lines, scales in self.lines():
-            store = write_lines(store, row_ids, lines, scales, donate=is_mine)
-            is_mine = True
-        index, counters = self.row_map.index(device)
-        return dataclasses.replace(store, index=index, counters=counters)
+    row_ids: np.ndarray
+    after: Sequence[Any]  # lines and scales
+    before: Sequence[Any]  # the same as they are
 
 
 # Sources -------------------------------------------------------------------------------------------------------------
 
 
-def read_changes(model: str, source: Source, version: Version, key_bits: sources_lib.KeyBits) -> list[Change]:
-    """Opens and checks an update: a folder, or folders by table, that comes after a version.
+def open_update(model: str, source: Source, version: Version, key_bits: sources_lib.KeyBits) -> dict[str, TableSource]:
+    """Opens and checks an update by table: a folder, or folders by table, that comes after a version.
 
     Raises ServingError for a delta of another base, or without tables of the model; and as `open_table`.
     """
@@ -486,7 +372,7 @@ def read_changes(model: str, source: Source, version: Version, key_bits: sources
                 f'{op}: table "{name}": source: got the delta "{found.path}", which rests on {found.base}{again}, but '
                 f"the table {holds}; apply deltas in order, and none of them twice, or a full export."
             )
-    return [Change(tables[name], found) for name, found in opened.items()]
+    return opened
 
 
 def _opened(op: str, path: str | os.PathLike[str], table: FrozenTable, key_bits: sources_lib.KeyBits) -> TableSource:
@@ -523,22 +409,18 @@ def _of_folder(
     return found
 
 
-def _all_keys(change: Change) -> np.ndarray:
-    """Reads all rows of a change, so that damage and misfits are found here; gives their keys."""
-    keys = [records.keys.copy() for records in change.pieces()]
+def _change(table: FrozenTable, source: TableSource) -> Change:
+    """Reads all rows of an update of a table, so that damage and misfits are found here."""
+    keys = []
+    for records in source.chunks():
+        check_records("update", table, records)
+        keys.append(records.keys.copy())
+    gone = None if source.base is None else _joined([keys.copy() for keys in source.tombstones()])
+    return Change(table, _joined(keys), gone, source.chunks, str(source.path))
+
+
+def _joined(keys: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(keys) if keys else np.zeros(0, np.uint64)
-
-
-def _gone(row_map: RowMap, number: int, change: Change, keys: np.ndarray) -> np.ndarray:
-    """Keys that a change takes away."""
-    if not change.is_whole:
-        tombstones = [keys.copy() for keys in change.source.tombstones()]
-        return np.concatenate(tombstones) if tombstones else np.zeros(0, np.uint64)
-    row_ids = row_map.find(number, keys)
-    stays = np.zeros(row_map.capacity, bool)
-    stays[row_ids[row_ids != NO_ROW]] = True
-    held, rows = row_map.keys_of(number)
-    return held[~stays[rows]]
 
 
 # Arrays --------------------------------------------------------------------------------------------------------------
@@ -568,33 +450,17 @@ def _num_rows(tables: FrozenTables, maps: Sequence[RowMap]) -> dict[str, int]:
     return {name: int(maps[s].table_rows[number]) for name, (s, number) in tables.spec.places.items()}
 
 
-def _with_stores(tables: FrozenTables, stores: Sequence[FrozenStore]) -> FrozenTables:
-    return dataclasses.replace(tables, stores=tuple(stores))
+def _with_stores(tables: FrozenTables, stores: Mapping[int, FrozenStore]) -> FrozenTables:
+    return dataclasses.replace(tables, stores=tuple(stores.get(s, store) for s, store in enumerate(tables.stores)))
 
 
-def _with_indices(tables: FrozenTables, indices: Mapping[int, tuple[Array, Array]]) -> FrozenTables:
-    stores = list(tables.stores)
-    for s, (index, counters) in indices.items():
-        stores[s] = dataclasses.replace(stores[s], index=index, counters=counters)
-    return _with_stores(tables, stores)
-
-
-def _lines_at(store: FrozenStore, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Copies stored rows to the host."""
+def _read_lines(store: FrozenStore, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Copies stored rows, and their scales, to the host."""
     ids = fill_up(np.asarray(row_ids, np.uint32), padded_size(len(row_ids), 1024))
-    lines, scales = _taken(store.rows, store.scales, ids)
-    return np.asarray(lines)[: len(row_ids)], np.asarray(scales[0])[: len(row_ids)] if scales else None
+    lines, *scales = (np.asarray(array)[: len(row_ids)] for array in _take((store.rows, *store.scales), ids))
+    return lines, scales[0] if scales else None
 
 
 @jax.jit
-def _taken(rows: Array, scales: tuple[Array, ...], row_ids: Array) -> tuple[Array, tuple[Array, ...]]:
-    return rows[row_ids], tuple(array[row_ids] for array in scales)
-
-
-def _zeros_of(array: Array, capacity: int) -> Array:
-    return jax.device_put(jnp.zeros((capacity, *array.shape[1:]), array.dtype), array.sharding)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _longer(array: Array, capacity: int) -> Array:
-    return jnp.zeros((capacity, *array.shape[1:]), array.dtype).at[: array.shape[0]].set(array)
+def _take(arrays: tuple[Array, ...], row_ids: Array) -> tuple[Array, ...]:
+    return tuple(array[row_ids] for array in arrays)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import jaxsok
 from jaxsok.records import Records
-from jaxsok.serving import backing
+from jaxsok.serving import backing, store_plans
 from jaxsok.serving.backing import HostRows, Layered, SourceReplacedError
 from jaxsok.serving.errors import UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, SizedRecords
@@ -185,14 +185,14 @@ def test_an_update_in_place_that_fails_halfway_stays_closed(monkeypatch):
     values = {"a": {1: 1, 2: 2}, "h": {1: 5}}
     first = host_rows(values, spare_rows=4)
     second = first.updated({"a": records_of("a", {1: 3})})
-    real = backing.write_rows
+    real = store_plans.lines_of
 
-    def fail(store, table, *arguments, **options):
+    def fail(table, rows):
         if table.name == "h":
             raise MemoryError("no room")
-        return real(store, table, *arguments, **options)
+        return real(table, rows)
 
-    monkeypatch.setattr(backing, "write_rows", fail)
+    monkeypatch.setattr(store_plans, "lines_of", fail)
     with pytest.raises(MemoryError, match="no room"):
         second.updated({"a": records_of("a", {2: 9}), "h": records_of("h", {1: 9})}, in_place=True)
     for read in (

@@ -15,7 +15,7 @@ from waiting import wait_until
 
 from jaxsok import checkpoint
 from jaxsok.interchange import hps
-from jaxsok.serving import updates
+from jaxsok.serving import store_plans, updates
 from jaxsok.serving.artifact import ArrayInput, KeysInput, export_model
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, freeze_records
@@ -260,7 +260,8 @@ def test_failures_in_the_middle(trained, tmp_path, monkeypatch, in_place, step):
                 model = session._models["dlrm"]
                 patch.setattr(model, "_prepare", failing(model._prepare))
             else:
-                patch.setattr(updates, name, failing(getattr(updates, name)))
+                module = updates if in_place and name == "write_lines" else store_plans
+                patch.setattr(module, name, failing(getattr(module, name)))
             with pytest.raises(MemoryError, match="injected"):
                 session.update(delta, in_place=in_place)
             assert calls["left"] < 0
@@ -330,7 +331,7 @@ def test_copies_on_one_device_are_made_one_after_another(tmp_path, monkeypatch):
     """Else two models would both count on the same free bytes."""
     folders = [write(tmp_path / name, rows_of(range(10), 4)) for name in "ab"]
     models = [model_of({"user": (folder, 4)}, name=name) for name, folder in zip("ab", folders, strict=True)]
-    planned, copied, errors = updates.Versions._planned, updates._StorePlan.copied, []
+    planned, write_store, errors = updates.Versions._planned, store_plans.StorePlan.write, []
     running, most = [], []
 
     def planning(self, *args):
@@ -340,12 +341,12 @@ def test_copies_on_one_device_are_made_one_after_another(tmp_path, monkeypatch):
 
     def copying(self, *args):
         time.sleep(0.2)
-        made = copied(self, *args)
+        made = write_store(self, *args)
         running.pop()
         return made
 
     monkeypatch.setattr(updates.Versions, "_planned", planning)
-    monkeypatch.setattr(updates._StorePlan, "copied", copying)
+    monkeypatch.setattr(store_plans.StorePlan, "write", copying)
 
     def update(name, folder):
         try:

@@ -1,0 +1,149 @@
+"""The next version of one store: which keys have which rows, and what is written to them.
+
+Updates of served models (updates.py) and of rows in host memory (backing.py) are planned here. A plan has its own map
+of rows, so making one changes nothing that is read.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxsok.records import Records
+from jaxsok.serving.errors import ServingError
+from jaxsok.serving.frozen import FrozenStore, FrozenTable, check_records, lines_of, write_lines
+from jaxsok.serving.row_map import RowMap
+from jaxsok.types import NO_ROW
+
+PIECE_BYTES = 32 * 2**20  # rows cross to the device in such pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What an update does to one table."""
+
+    table: FrozenTable
+    keys: np.ndarray  # of the rows it brings: distinct
+    gone: np.ndarray | None  # keys that go first; None: all keys but those it brings
+    records: Callable[[], Iterator[Records]]  # reads the rows
+    path: str = ""  # where they are read
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it leaves the table as it is."""
+        return self.gone is not None and not len(self.keys) and not len(self.gone)
+
+    def pieces(self) -> Iterator[Records]:
+        """Its rows in pieces, small enough for one write."""
+        most = max(1, PIECE_BYTES // self.table.row_bytes)
+        for records in self.records():
+            check_records("update", self.table, records)
+            for start in range(0, records.num_rows, most):
+                yield records.take(slice(start, start + most))
+
+    def gone_from(self, row_map: RowMap, number: int) -> np.ndarray:
+        """The keys that it takes away from a table."""
+        if self.gone is not None:
+            return self.gone
+        row_ids = row_map.find(number, self.keys)
+        stays = np.zeros(row_map.capacity, bool)
+        stays[row_ids[row_ids != NO_ROW]] = True
+        held, rows = row_map.keys_of(number)
+        return held[~stays[rows]]
+
+
+@dataclasses.dataclass(frozen=True)
+class StorePlan:
+    """The next version of one store."""
+
+    store: int
+    changes: Sequence[Change]
+    numbers: Mapping[str, int]  # of its tables, by name
+    row_map: RowMap  # of the next version
+    num_needed: int  # rows in use
+    is_fresh: bool  # whether no row of the old store stays
+    changed: Mapping[str, np.ndarray]  # the keys of each table that have other rows, or none any more
+
+    @classmethod
+    def of(
+        cls,
+        store: int,
+        tables: Sequence[FrozenTable],
+        old: RowMap,
+        changes: Sequence[Change],
+        capacity: Callable[[int, int], int],
+    ) -> "StorePlan":
+        """Plans a store of some tables; `capacity` chooses its size from the rows needed and the new ones of these."""
+        numbers = {table.name: number for number, table in enumerate(tables)}
+        gone = {change.table.name: change.gone_from(old, numbers[change.table.name]) for change in changes}
+        is_fresh = len(changes) == len(tables) and all(change.gone is None for change in changes)
+        if is_fresh:
+            num_needed = sum(len(change.keys) for change in changes)
+            row_map = RowMap(len(tables), capacity(num_needed, num_needed))
+        else:
+            row_map = old.copy()
+            for name, keys in gone.items():
+                row_map.remove(numbers[name], keys)
+            found = [row_map.find(numbers[change.table.name], change.keys) for change in changes]
+            num_new = sum(int((row_ids == NO_ROW).sum()) for row_ids in found)
+            num_needed = int(row_map.table_rows.sum()) + num_new
+            row_map.grow(capacity(num_needed, num_new))
+        for change in changes:
+            row_map.place(numbers[change.table.name], change.keys)
+        changed = {change.table.name: np.concatenate([change.keys, gone[change.table.name]]) for change in changes}
+        return cls(store, changes, numbers, row_map, num_needed, is_fresh, changed)
+
+    @property
+    def piece_bytes(self) -> int:
+        """Device memory for writing a piece of rows."""
+        most = max((len(change.keys) * change.table.row_bytes for change in self.changes), default=0)
+        return 2 * min(PIECE_BYTES, most)  # padded to a power of two
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index."""
+        return 64 * self.row_map.num_buckets
+
+    def bytes_beside(self, old: FrozenStore) -> int:
+        """Bytes of a copy of the store."""
+        has_rows = any(len(change.keys) for change in self.changes) or self.row_map.capacity != old.capacity
+        rows_bytes = self.row_map.capacity * self.changes[0].table.row_bytes
+        return (rows_bytes + self.piece_bytes) * has_rows + self.index_bytes
+
+    def lines(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+        """The changed rows as they are stored: row ids, lines and scales."""
+        for change in self.changes:
+            for records in change.pieces():
+                row_ids = self.row_map.find(self.numbers[change.table.name], records.keys)
+                if (row_ids == NO_ROW).any():
+                    raise ServingError(
+                        f'update: table "{change.table.name}": path: "{change.path}" changed while it was read; '
+                        "write a new folder for each update."
+                    )
+                yield row_ids, *lines_of(change.table, records.rows)
+
+    def write(self, store: FrozenStore, device: Any, *, donate: bool = False) -> FrozenStore:
+        """Makes the next version from the store as it is; shares the rows if none changes.
+
+        With `donate` the rows are written where they lie, unless there must be more of them.
+        """
+        capacity = self.row_map.capacity
+        if self.is_fresh or capacity != store.capacity:
+            rows, *scales = (_resize(array, capacity, not self.is_fresh) for array in (store.rows, *store.scales))
+            store, donate = dataclasses.replace(store, rows=rows, scales=tuple(scales)), True
+        for row_ids, lines, scales in self.lines():
+            store = write_lines(store, row_ids, lines, scales, donate=donate)
+            donate = True
+        index, counters = self.row_map.index(device)
+        return dataclasses.replace(store, index=index, counters=counters)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _resize(array: Array, capacity: int, keeps: bool) -> Array:
+    zeros = jnp.zeros((capacity, *array.shape[1:]), array.dtype)
+    return zeros.at[: array.shape[0]].set(array) if keeps else zeros
