@@ -79,7 +79,7 @@ class Changes:
     def cached_keys(self) -> dict[str, np.ndarray]:
         """The keys of each table that are cached now, uint64."""
         keys_of = {}
-        records = self._stores.copies("records", is_required=True)
+        records = self._stores.copies(lambda store: store.records[0], is_required=True)
         for tables, lines in zip(self._stores.spec.stores, map(np.asarray, records), strict=True):
             keys = keys_lib.from_words(lines[:, :2])
             for number, table in enumerate(tables):

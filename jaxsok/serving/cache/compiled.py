@@ -23,16 +23,19 @@ _FEW_KEYS = 1 << 14  # or to so many in all: they cost a few milliseconds
 
 Sizes = tuple[int, ...]  # keys of each store
 
+_NAMES = ("query", "insert", "merged", "hidden", "find", "copied", "overwrite", "drop", "emptied")
+_PROGRAMS = {name: getattr(programs, name) for name in _NAMES}
+
 
 class CompiledPrograms:
     """Knows which programs of a cache are compiled. Its methods compile one unless it is; JAX keeps what that makes."""
 
     def __init__(self, spec: FrozenSpec, layout: programs.Layout, stores: Sequence[programs.CacheStore]) -> None:
         self._spec, self._layout = spec, layout
-        self._forms = jax.tree.map(
+        self.forms = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), tuple(stores)
         )
-        self._place = self._forms[0].index.sharding
+        self._place = self.forms[0].index.sharding
         self._lock = threading.Lock()
         # Both grow under `_lock`, which is held while a program is compiled; what is in them is compiled.
         self._made: set[tuple[Any, ...]] = set()
@@ -40,22 +43,26 @@ class CompiledPrograms:
         """Sizes for which the query of `lookup` is compiled."""
         self.beside = Beside()
 
-    def _make(self, key: tuple[Any, ...], *operands: Any) -> None:
+    def make(self, key: tuple[Any, ...], *operands: Any) -> None:
+        """Compiles a program for operands like these (or their shapes), which are neither read nor donated.
+
+        `key` begins with the program's name, and tells its operands apart.
+        """
         if key in self._made:
             return
         with self._lock:
             if key not in self._made:
-                programs.make_ready(key[0], *operands)
+                _PROGRAMS[key[0]].lower(*operands).compile()
                 self._made.add(key)
 
     def query(self, is_expanded: bool, sizes: Sizes) -> None:
         """Compiles the query of `lookup`, which gives each position its row, or of `lookup_tables`."""
-        self._make(
+        self.make(
             ("query", is_expanded, sizes),
             self._layout,
             is_expanded,
-            tuple(form.statistics for form in self._forms),
-            tuple((form.index, form.counters, form.slabs) for form in self._forms),
+            tuple(form.statistics for form in self.forms),
+            tuple((form.index, form.counters, form.slabs) for form in self.forms),
             tuple(self._keys(size) for size in sizes),
             np.uint32(0),
             np.zeros(2, np.uint32),
@@ -84,42 +91,23 @@ class CompiledPrograms:
 
     def insert(self, s: int, must_leave: bool, size: int) -> None:
         """Compiles an insertion of so many rows into a store, with room or without."""
-        lines = tuple(self._shape((size, slab.shape[1]), slab.dtype) for slab in self._forms[s].slabs)
+        lines = tuple(self._shape((size, slab.shape[1]), slab.dtype) for slab in self.forms[s].slabs)
         key = ("insert", s, must_leave, size)
-        self._make(key, must_leave, self._forms[s], *self._keys(size), lines, np.uint32(0))
+        self.make(key, must_leave, self.forms[s], *self._keys(size), lines, np.uint32(0))
 
     def has_insert(self, s: int, must_leave: bool, size: int) -> bool:
         """Whether that insertion is compiled."""
         return ("insert", s, must_leave, size) in self._made
 
-    def rewrite(self, s: int, size: int, lines: tuple[Any, ...] | None) -> None:
-        """Compiles overwriting cached rows with lines like these, or dropping them."""
-        operands = () if lines is None else (lines,)
-        self._make(("drop" if lines is None else "overwrite", s, size), self._forms[s], *self._keys(size), *operands)
-
-    def find(self, s: int, size: int) -> None:
-        """Compiles the search for so many keys."""
-        self._make(("find", s, size), self._forms[s].index, self._forms[s].counters, *self._keys(size))
-
-    def empty(self) -> None:
-        """Compiles dropping all rows."""
-        for s, form in enumerate(self._forms):
-            self._make(("emptied", s), form)
-
-    def copy(self, name: str) -> None:
-        """Compiles copies of an array of each store."""
-        for form in self._forms:
-            self._make(("copied", getattr(form, name).shape), getattr(form, name))
-
     def merge(self, s: int, num_rows: int, num_lines: int) -> None:
         """Compiles the merge of fetched rows into those of a lookup."""
         slots = self._shape((num_rows,), np.int32)
-        self._make(("merged", s, num_rows, num_lines), self._slabs(s, num_rows), slots, self._slabs(s, num_lines))
+        self.make(("merged", s, num_rows, num_lines), self._slabs(s, num_rows), slots, self._slabs(s, num_lines))
 
     def hide(self, s: int, num_rows: int) -> None:
         """Compiles hiding rows from an index."""
         index = self._shape((num_buckets_of(num_rows), BUCKET_WORDS), np.uint32)
-        self._make(("hidden", s, num_rows), index, self._shape((num_rows,), np.bool_))
+        self.make(("hidden", s, num_rows), index, self._shape((num_rows,), np.bool_))
 
     def warm_up(self, sizes: Sequence[Sequence[int]], capacities: Sequence[int], *, as_tables: bool) -> None:
         """Compiles lookups of so many keys of each store, and the insertion of their misses."""

@@ -143,7 +143,7 @@ class DeviceCache:
     @property
     def num_rows(self) -> dict[str, int]:
         """The cached rows of each table (waits for the device); none after `close`."""
-        counts = self.stores.copies("table_rows")
+        counts = self.stores.copies(lambda store: store.table_rows)
         if not counts:
             return dict.fromkeys(self._spec.places, 0)
         return {

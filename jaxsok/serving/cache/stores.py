@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,7 @@ from jaxsok.serving.cache.fetcher import parts_of
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable
 from jaxsok.serving.padding import fill_up, key_words, padded_size
-from jaxsok.store import num_buckets_of
-from jaxsok.types import COUNTERS, NO_ROW
+from jaxsok.types import NO_ROW
 
 _LAST_TICK = 2**32 - 2
 _MAX_SALTS = 8  # below one lookup in 10^9 needs a second one
@@ -65,7 +64,7 @@ class DeviceStores:
 
     def __init__(self, source: RowSource, spec: FrozenSpec, capacities: Sequence[int], device: Any) -> None:
         self.spec, self.capacities, self.device = spec, capacities, device
-        self.layout = programs.Layout(spec)
+        self.layout: programs.Layout = tuple(words.tobytes() for words in spec.words)
         self._salt = np.frombuffer(secrets.token_bytes(8), np.uint32)  # of a query's scratch index; any value works
         self.lock = threading.Lock()
         self._swapped = threading.Condition(self.lock)
@@ -161,7 +160,8 @@ class DeviceStores:
     def contains(self, name: str, keys: np.ndarray) -> np.ndarray:
         """Which keys of a table are cached."""
         (batch,) = self.batches({name: (keys, None)})
-        self.compiled.find(batch.store, batch.size)
+        form = self.compiled.forms[batch.store]
+        self.compiled.make(("find", batch.store, batch.size), form.index, form.counters, batch.words, batch.ids)
         with self.lock:
             self.require_open()
             store = self.arrays[batch.store]
@@ -191,7 +191,8 @@ class DeviceStores:
     def swap(self, source: RowSource, batches: Sequence[Batch] | None) -> tuple[int, int]:
         """Rewrites, and goes over to another source in the same instant. With batches None it drops everything."""
         if batches is None:
-            self.compiled.empty()
+            for s, form in enumerate(self.compiled.forms):
+                self.compiled.make(("emptied", s), form)
         else:
             self._ready_to_rewrite(batches)
         with self.lock:
@@ -210,13 +211,14 @@ class DeviceStores:
                     "DeviceCache.swap to its newer version."
                 )
 
-    def copies(self, name: str, *, is_required: bool = False) -> list[Array]:
+    def copies(self, get: Callable[[programs.CacheStore], Array], *, is_required: bool = False) -> list[Array]:
         """Copies an array of each store, which a later program may donate. Closed stores give none, or are refused."""
-        self.compiled.copy(name)
+        for form in map(get, self.compiled.forms):
+            self.compiled.make(("copied", form.shape), form)
         with self.lock:
             if is_required:
                 self.require_open()
-            return [programs.copied(getattr(store, name)) for store in self.arrays]
+            return [programs.copied(get(store)) for store in self.arrays]
 
     def close(self) -> None:
         """Gives the device memory back."""
@@ -270,13 +272,13 @@ class DeviceStores:
 
     def _renumber(self) -> None:
         """Numbers the ticks anew from 1 in the same order: the clock has 32 bits. Waits for the device."""
-        statistics = [np.array(store.statistics) for store in self.arrays]
+        statistics = [np.array(store.statistics[0]) for store in self.arrays]
         ticks, ranks = np.unique(np.concatenate([lines[:, 0] for lines in statistics]), return_inverse=True)
-        start, stores = 0, []
-        for store, lines in zip(self.arrays, statistics, strict=True):
-            lines[:, 0] = ranks.ravel()[start : start + len(lines)]
-            start += len(lines)
-            stores.append(dataclasses.replace(store, statistics=self._owned(lines)))
+        parts = np.split(ranks.ravel(), np.cumsum([len(lines) for lines in statistics[:-1]]))
+        stores = []
+        for store, lines, of_store in zip(self.arrays, statistics, parts, strict=True):
+            lines[:, 0] = of_store
+            stores.append(dataclasses.replace(store, statistics=(self._owned(lines),)))
         self.arrays, self._clock = tuple(stores), len(ticks)
 
     def _rewrite(self, batches: Sequence[Batch]) -> list[tuple[Any, Any]]:
@@ -301,23 +303,21 @@ class DeviceStores:
 
     def _ready_to_rewrite(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
-            self.compiled.rewrite(batch.store, batch.size, batch.lines)
+            name, lines = ("drop", ()) if batch.lines is None else ("overwrite", (batch.lines,))
+            form = self.compiled.forms[batch.store]
+            self.compiled.make((name, batch.store, batch.size), form, batch.words, batch.ids, *lines)
 
     def _owned(self, array: np.ndarray) -> Array:
         """Makes a buffer of the device's own, which may be donated."""
         return jax.device_put(array, self.device, may_alias=False)
 
     def _new_store(self, num_tables: int, table: FrozenTable, capacity: int) -> programs.CacheStore:
-        counters = np.zeros(len(COUNTERS), np.uint32)
-        counters[[COUNTERS.index("salt_low"), COUNTERS.index("salt_high")]] = np.frombuffer(
-            secrets.token_bytes(8), np.uint32
-        )
+        salt = np.frombuffer(secrets.token_bytes(8), np.uint32)
         with jax.default_device(self.device):
-            index, table_rows, records, statistics = _new_arrays(num_buckets_of(capacity), num_tables, capacity)
-            rows = jnp.zeros((capacity, table.dim), table.dtype)
-            scales = (jnp.zeros((capacity, 1), jnp.float32),) if table.is_quantized else ()
-        state = (index, self._owned(counters), table_rows, rows, records, statistics, scales)
-        return programs.CacheStore(*jax.device_put(state, self.device))
+            rows, numbers = jnp.zeros((capacity, table.dim), table.dtype), ()
+            if table.is_quantized:
+                rows, numbers = jnp.zeros((capacity, 1), jnp.float32), (rows,)
+            return jax.device_put(_new_store(num_tables, capacity, salt, rows, numbers), self.device)
 
 
 def _summed(counts: Sequence[Sequence[Any]]) -> tuple[int, int]:
@@ -335,4 +335,4 @@ def _without(keys: np.ndarray, rows: np.ndarray, leaving: np.ndarray) -> tuple[n
     return keys[stays], rows[stays]
 
 
-_new_arrays = jax.jit(programs.empty_arrays, static_argnums=(0, 1, 2))
+_new_store = jax.jit(programs.empty_store, static_argnums=(0, 1), donate_argnums=(3, 4))
