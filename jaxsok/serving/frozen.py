@@ -25,7 +25,7 @@ from jaxsok.serving.row_map import RowMap, buckets_of
 from jaxsok.shards import without_mesh
 from jaxsok.specs import StoreSpec, TableSpec
 from jaxsok.store import State
-from jaxsok.types import COUNTERS, MAX_DIM, NO_ROW, ROW_DTYPES
+from jaxsok.types import BUCKET_WORDS, COUNTERS, MAX_DIM, NO_ROW, ROW_DTYPES
 
 FrozenDtype: TypeAlias = Literal["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
 
@@ -229,8 +229,8 @@ def freeze(
     """
     specs = {table.name: table for table in collection.tables}
     names = list(specs) if tables is None else list(tables)
-    for argument, given in (("tables", names), ("dtype", _names(dtype)), ("defaults", _names(defaults))):
-        for name in given:
+    for argument, given in (("tables", names), ("dtype", dtype), ("defaults", defaults)):
+        for name in given if isinstance(given, (list, Mapping)) else ():
             if name not in specs:
                 raise ValueError(f'freeze: {argument}: got "{name}", wanted one of {list(specs)}.')
     num_rows = collection.num_rows(state)
@@ -316,44 +316,36 @@ def write_rows(store: FrozenStore, table: FrozenTable, row_ids: np.ndarray, rows
     if len(last) != len(row_ids):
         last.sort()
         row_ids, rows = row_ids[last], rows[last]
-    return write_lines(store, row_ids, *lines_of(table, rows), donate=True)
+    return write_lines(store, row_ids, lines_of(table, rows), donate=True)
 
 
-def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, ...]:
     """Rounds or quantizes rows as a table stores them, with scales if quantized (ValueError: not finite)."""
     if not table.is_quantized:
-        return rounded(rows, table.dtype), None
+        return (rounded(rows, table.dtype),)
     return quantize.quantized(np.asarray(rows, np.float32), table.dtype)
 
 
-def write_lines(
-    store: FrozenStore, row_ids: np.ndarray, lines: np.ndarray, scales: np.ndarray | None, *, donate: bool
-) -> FrozenStore:
+def write_lines(store: FrozenStore, row_ids: np.ndarray, lines: Sequence[np.ndarray], *, donate: bool) -> FrozenStore:
     """Sets some rows of a store to what `lines_of` gave; row ids are distinct.
 
     With `donate` the rows are written where they lie, and the store's arrays are gone afterwards. Otherwise they are
     copied once.
     """
     size = padded_size(len(row_ids), _LEAST_ROWS)
-    ids, padded = fill_up(np.asarray(row_ids, np.uint32), size, np.uint32(NO_ROW)), fill_up(lines, size)
+    ids = fill_up(np.asarray(row_ids, np.uint32), size, np.uint32(NO_ROW))
+    padded = tuple(fill_up(array, size) for array in lines)
     write = _write_in_place if donate else _write_copy
-    device = store.rows.sharding
-    new_rows = write(store.rows, jax.device_put(ids, device), jax.device_put(padded, device))
-    new_scales = store.scales
-    if scales is not None:
-        put = _put_in_place if donate else _put_copy
-        new_scales = (put(store.scales[0], jax.device_put(ids, device), jax.device_put(fill_up(scales, size), device)),)
-    return dataclasses.replace(store, rows=new_rows, scales=new_scales)
+    rows, *scales = write((store.rows, *store.scales), *jax.device_put((ids, padded), store.rows.sharding))
+    return dataclasses.replace(store, rows=rows, scales=tuple(scales))
 
 
 def ready_to_write(store: FrozenStore, num_rows: int) -> None:
     """Compiles `write_lines` for so many rows, where they lie (JAX keeps the programs)."""
-    size, place = padded_size(num_rows, _LEAST_ROWS), store.rows.sharding
-    ids = jax.ShapeDtypeStruct((size,), np.uint32, sharding=place)
-    lines = jax.ShapeDtypeStruct((size, store.rows.shape[1]), store.rows.dtype, sharding=place)
-    _write_in_place.lower(store.rows, ids, lines).compile()
-    for scales in store.scales:
-        _put_in_place.lower(scales, ids, jax.ShapeDtypeStruct((size,), np.float32, sharding=place)).compile()
+    size, arrays = padded_size(num_rows, _LEAST_ROWS), (store.rows, *store.scales)
+    shape = functools.partial(jax.ShapeDtypeStruct, sharding=store.rows.sharding)
+    lines = tuple(shape((size, *array.shape[1:]), array.dtype) for array in arrays)
+    _write_in_place.lower(arrays, shape((size,), np.uint32), lines).compile()
 
 
 def rounded(rows: np.ndarray, dtype: str) -> np.ndarray:
@@ -394,10 +386,6 @@ def frozen_bytes(table: FrozenTable, num_rows: int) -> dict[str, int]:
     }
 
 
-def _names(given: Any) -> Iterable[str]:
-    return given if isinstance(given, Mapping) else ()
-
-
 def _table_words(tables: Sequence[FrozenTable]) -> np.ndarray:
     """The tables as the kernels of training know them, under `SEED`: an absent key reads its initial row."""
     optimizer = optimizers.sgd(0.0)
@@ -417,27 +405,21 @@ def _table_words(tables: Sequence[FrozenTable]) -> np.ndarray:
 
 
 def _empty_store(table: FrozenTable, capacity: int, device: Any) -> FrozenStore:
-    def zeros(shape: tuple[int, ...], dtype: str) -> Array:
-        with jax.default_device(device):
-            return jax.device_put(jnp.zeros(shape, jnp.dtype(dtype)), device)
-
-    return FrozenStore(
-        index=zeros((0, 16), "uint32"),
-        counters=zeros((len(COUNTERS),), "uint32"),
-        rows=zeros((capacity, table.dim), table.dtype),
-        scales=(zeros((capacity,), "float32"),) if table.is_quantized else (),
-    )
+    with jax.default_device(device):
+        store = FrozenStore(
+            index=jnp.zeros((0, BUCKET_WORDS), jnp.uint32),
+            counters=jnp.zeros(len(COUNTERS), jnp.uint32),
+            rows=jnp.zeros((capacity, table.dim), table.dtype),
+            scales=(jnp.zeros(capacity, jnp.float32),) if table.is_quantized else (),
+        )
+        return jax.device_put(store, device)
 
 
-def _write(rows: Array, row_ids: Array, lines: Array) -> Array:
-    return kernels.scatter(row_ids, lines, (rows,))[0]
+def _write(arrays: tuple[Array, ...], row_ids: Array, lines: tuple[Array, ...]) -> tuple[Array, ...]:
+    (rows, *scales), (new_rows, *new_scales) = arrays, lines
+    written = [old.at[row_ids].set(new, mode="drop") for old, new in zip(scales, new_scales, strict=True)]
+    return kernels.scatter(row_ids, new_rows, (rows,))[0], *written
 
 
-def _put(scales: Array, row_ids: Array, values: Array) -> Array:
-    return scales.at[row_ids].set(values, mode="drop")
-
-
-_put_in_place = jax.jit(_put, donate_argnums=0)
-_put_copy = jax.jit(_put)
 _write_in_place = jax.jit(_write, donate_argnums=0)
 _write_copy = jax.jit(_write)

@@ -7,7 +7,7 @@ table needs an input. Nothing is inserted: a missing key reads its table's defau
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -106,28 +106,36 @@ def _looked_up(
         raise RequestError(f"lookup: inputs: got {type(inputs).__name__}, wanted a mapping from names to keys.")
     stores, _ = guards.whole("lookup", tables=tables.stores, inputs=None)
     parts = [_read(tables, name, given) for name, given in inputs.items()]
-    operands, mine = [], []
-    for s, store in enumerate(stores):
-        of_store = [part for part in parts if part.store == s]
-        if not of_store:
-            continue
-        mine.append(of_store)
+    by_store = _by_store(parts)
+    for of_store in by_store.values():
         if len(of_store) > MAX_FEATURES:
             raise RequestError(f"lookup: inputs: got {len(of_store)} over one store, wanted at most {MAX_FEATURES}.")
-        operands.append(_operands(store, tables.spec.words[s], of_store))
-    if not operands:
+    if not parts:
         return {}, jnp.zeros((len(tables.tables), len(COUNTS)), jnp.int32) if is_counted else None
+    operands = [_operands(stores[s], tables.spec.words[s], of_store) for s, of_store in by_store.items()]
     counts, values = kernels.lookup_frozen(operands, jnp.asarray(SEED), is_counted=is_counted)
     if counts is not None:
-        counts = _of_all_tables(tables, [of_store[0].store for of_store in mine], counts)
-    embeddings = {}
-    for of_store, lines in zip(mine, values, strict=True):
-        for part, value in zip(of_store, lines, strict=True):
-            embeddings[part.name] = value if part.is_clipped_in_bags else part.finished(value)
+        counts = _of_all_tables(tables, by_store, counts)
+    embeddings = {
+        part.name: value if part.is_clipped_in_bags else part.finished(value)
+        for part, value in _pairs(by_store, values)
+    }
     clipped = [part for part in parts if part.is_clipped_in_bags]
     if clipped:
         embeddings |= _clipped_in_bags(dataclasses.replace(tables, stores=stores), clipped, embeddings)
     return {name: embeddings[name] for name in inputs}, counts
+
+
+def _by_store(parts: "Sequence[_Part]") -> "dict[int, list[_Part]]":
+    return {s: [part for part in parts if part.store == s] for s in sorted({part.store for part in parts})}
+
+
+def _pairs(
+    by_store: "Mapping[int, Sequence[_Part]]", values: Sequence[Sequence[Array]]
+) -> "Iterator[tuple[_Part, Array]]":
+    """The inputs and their results, of a call for these stores and perhaps others."""
+    for of_store, lines in zip(by_store.values(), values, strict=False):
+        yield from zip(of_store, lines, strict=True)
 
 
 def _operands(store: FrozenStore, words: np.ndarray, parts: "Sequence[_Part]") -> kernels.FrozenOperands:
@@ -145,13 +153,14 @@ def _operands(store: FrozenStore, words: np.ndarray, parts: "Sequence[_Part]") -
     )
 
 
-def _of_all_tables(tables: FrozenTables, asked: Sequence[int], counts: Int32[Array, "_ num_counts"]) -> Array:
+def _of_all_tables(tables: FrozenTables, asked: Iterable[int], counts: Int32[Array, "_ num_counts"]) -> Array:
     """Fills in zeros for the tables of stores that were not looked up."""
-    lines, begin = [], 0
-    for s, spec in enumerate(tables.spec.stores):
-        end = begin + (len(spec) if s in asked else 0)
-        lines.append(counts[begin:end] if s in asked else jnp.zeros((len(spec), counts.shape[1]), jnp.int32))
-        begin = end
+    sizes = [len(spec) if s in asked else 0 for s, spec in enumerate(tables.spec.stores)]
+    parts = jnp.split(counts, np.cumsum(sizes)[:-1])
+    lines = [
+        part if s in asked else jnp.zeros((len(spec), counts.shape[1]), jnp.int32)
+        for s, (spec, part) in enumerate(zip(tables.spec.stores, parts, strict=True))
+    ]
     return lines[0] if len(lines) == 1 else jnp.concatenate(lines)
 
 
@@ -276,23 +285,9 @@ def _packed(parts: Sequence[_Part]) -> tuple[kernels.Batch, int]:
         is_bag = part.combiner is not None
         kinds |= 2 if is_bag else 1
         is_weighted, is_ragged = is_bag and part.weights is not None, is_bag and part.offsets is not None
-        hotness = part.hotness if is_bag else 1
-        lines.append(
-            [
-                part.table,
-                COMBINERS[part.combiner],
-                key_start,
-                num_keys,
-                bag_start,
-                part.num_bags,
-                hotness,
-                offsets_start,
-                weights_start if is_weighted else -1,
-                tile_start,
-                0,
-                0,
-            ]
-        )
+        line = [part.table, COMBINERS[part.combiner], key_start, num_keys, bag_start, part.num_bags]
+        line += [part.hotness if is_bag else 1, offsets_start, weights_start if is_weighted else -1, tile_start, 0, 0]
+        lines.append(line)
         key_start += num_keys
         bag_start += part.num_bags
         offsets_start += part.num_bags + 1 if is_ragged else 0
@@ -342,10 +337,9 @@ def _clipped_in_bags(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping
     Rows are read again with weights that clip them. Divisors are sums of the weights alone, which a store without keys
     gives: its rows have one column that reads 1.
     """
-    operands, mine = [], []
-    for s in dict.fromkeys(part.store for part in parts):
-        of_store = [part for part in parts if part.store == s]
-        mine.append(of_store)
+    by_store = _by_store(parts)
+    operands = []
+    for s, of_store in by_store.items():
         bags = [_bags(part, _weighted(part, _factors(rows[part.name], part.given.max_norm))) for part in of_store]
         operands.append(_operands(tables.stores[s], tables.spec.words[s], bags))
     divided = [part for part in parts if part.given.combiner != "sum"]
@@ -355,11 +349,7 @@ def _clipped_in_bags(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping
         ones = [_bags(dataclasses.replace(part, table=0), w) for part, w in zip(divided, squares, strict=True)]
         operands.append(_operands(_no_keys(), _ONES.words[0], ones))
     _, values = kernels.lookup_frozen(operands, jnp.asarray(SEED), is_counted=False)
-    sums = {
-        part.name: value
-        for of_store, lines in zip(mine, values, strict=False)
-        for part, value in zip(of_store, lines, strict=True)
-    }
+    sums = {part.name: value for part, value in _pairs(by_store, values)}
     for part, line in zip(divided, values[-1] if divided else (), strict=True):
         divisor = jnp.sqrt(line) if part.given.combiner == "sqrtn" else line
         factor = 1.0 / jnp.where(divisor == 0, 1.0, divisor)

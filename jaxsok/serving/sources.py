@@ -8,7 +8,7 @@ before the first row is given out.
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -23,16 +23,16 @@ from jaxsok.interchange import files as files_lib
 from jaxsok.interchange import hps as hps_lib
 from jaxsok.records import Records
 from jaxsok.serving.errors import ServingError, UnknownTableError
+from jaxsok.serving.frozen import FrozenTable
 
 Path = str | os.PathLike[str]
 KeyBits = Literal[32, 64]
-_HPS_FILES = ("key", "emb_vector")
 _ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder that Orbax has not committed
 
 
 @dataclasses.dataclass(frozen=True)
 class TableSource:
-    """Rows of one table in checked files. Its methods read them again whenever they are called.
+    """Rows of one table in checked files, which are read again whenever `chunks` or `tombstones` is called.
 
     A file that changes while it is read is refused, as far as its checksum or its size show it.
     """
@@ -42,26 +42,20 @@ class TableSource:
     dim: int
     dtype: str  # "float32", "bfloat16" or "float16"; float32 for a chain whose links differ
     num_rows: int  # given by `chunks`; of a chain, without rows that a later link replaces or removes
-    num_tombstones: int  # number of keys in `tombstones`
-    uuid: str | None  # names the base of the next delta; None: an HPS directory, which no delta follows
-    base: str | None  # the `uuid` that the delta rests on; None: it is no delta, but all of a table
-    unknown: float | InitialRows | str | None
+    chunks: Callable[[], Iterator[Records]] = dataclasses.field(repr=False)
+    """Gives the rows in chunks: distinct keys (uint64), rows, and statistics where they were kept."""
+    uuid: str | None = None  # names the base of the next delta; None: an HPS directory, which no delta follows
+    base: str | None = None  # the `uuid` that the delta rests on; None: it is no delta, but all of a table
+    unknown: float | InitialRows | str | None = None
     """What a key without a row reads in training: a number in every column, or its initial row; a text describes rows
     that served tables cannot compute; None: the files do not say.
     """
-    start: Callable[[], Iterator[Records]] = dataclasses.field(repr=False)
-    start_tombstones: Callable[[], Iterator[np.ndarray]] = dataclasses.field(repr=False)
-
-    def chunks(self) -> Iterator[Records]:
-        """Gives the rows in chunks: distinct keys (uint64), rows, and statistics where they were kept."""
-        return self.start()
+    num_tombstones: int = 0  # number of keys in `tombstones`
+    tombstones: Callable[[], Iterator[np.ndarray]] = dataclasses.field(default=lambda: iter(()), repr=False)
+    """Gives keys (uint64) in chunks that are gone since the base. A delta removes them before its rows come in."""
 
     def __iter__(self) -> Iterator[Records]:
         return self.chunks()
-
-    def tombstones(self) -> Iterator[np.ndarray]:
-        """Gives keys (uint64) in chunks that are gone since the base. A delta removes them before its rows come in."""
-        return self.start_tombstones()
 
 
 def open_table(
@@ -95,25 +89,7 @@ def open_table(
     folder, is_hps = _found(op, path, table)
     if is_hps:
         return _of_hps(op, folder, table, int(dim), key_bits, hotness)
-    chain = chain_of(op, folder)
-    for link in chain:
-        _check(link, table, int(dim))
-    latest = _Latest.of(chain, table)
-    num_rows = _num_rows(chain, table, latest, key_bits)
-    last = chain[-1]
-    return TableSource(
-        table,
-        folder,
-        int(dim),
-        _dtype(chain, table),
-        num_rows,
-        0,
-        last.manifest["uuid"],
-        None,
-        manifest_lib.unknown_from_json(last.manifest["tables"][table].get("unknown")),
-        lambda: _records(chain, table, latest, key_bits),
-        lambda: iter(()),
-    )
+    return _of_links(chain_of(op, folder), folder, table, int(dim), key_bits)
 
 
 def open_delta(path: Path, *, table: str, dim: int, key_bits: KeyBits = 64, op: str = "open_delta") -> TableSource:
@@ -127,28 +103,28 @@ def open_delta(path: Path, *, table: str, dim: int, key_bits: KeyBits = 64, op: 
     if is_hps or not is_delta(folder):
         kind = "an HPS directory" if is_hps else "an export of all rows"
         raise ServingError(f'{op}: path: got "{folder}", {kind}, wanted a folder of export_delta; use open_table.')
-    link = Source.of(op, folder)
-    _check(link, table, int(dim))
-    alone = [link]
-    num_rows = _num_rows(alone, table, None, key_bits)
-    gone = sum(file.entry["num_rows"] for file in link.files(table, manifest_lib.TOMBSTONES))
+    return _of_links([Source.of(op, folder)], folder, table, int(dim), key_bits)
 
-    def tombstones() -> Iterator[np.ndarray]:
-        for keys in key_batches(link.files(table, manifest_lib.TOMBSTONES)):
-            yield _cut(keys, key_bits)
 
+def _of_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits) -> TableSource:
+    """Checks a chain, or a delta alone; gives its rows."""
+    for link in links:
+        _check(link, table, dim)
+    latest, last = _Latest.of(links, table), links[-1].manifest
+    is_alone = links[0].manifest["kind"] == "delta"
+    gone = links[-1].files(table, manifest_lib.TOMBSTONES) if is_alone else []
     return TableSource(
         table,
         folder,
-        int(dim),
-        link.form(table).dtype,
-        num_rows,
-        gone,
-        link.manifest["uuid"],
-        link.manifest["base"],
-        manifest_lib.unknown_from_json(link.manifest["tables"][table].get("unknown")),
-        lambda: _records(alone, table, None, key_bits),
-        tombstones,
+        dim,
+        _dtype(links, table),
+        _num_rows(links, table, latest, key_bits),
+        lambda: _records(links, table, latest, key_bits),
+        uuid=last["uuid"],
+        base=last["base"] if is_alone else None,
+        unknown=manifest_lib.unknown_from_json(last["tables"][table].get("unknown")),
+        num_tombstones=sum(file.entry["num_rows"] for file in gone),
+        tombstones=lambda: (_cut(keys, key_bits) for keys in key_batches(gone)),
     )
 
 
@@ -156,6 +132,37 @@ def is_delta(path: Path) -> bool:
     """Whether `export_delta` wrote the folder; CorruptFileError: its manifest is damaged."""
     folder = pathlib.Path(path)
     return (folder / manifest_lib.NAME).is_file() and Source.of("is_delta", folder).manifest["kind"] == "delta"
+
+
+def open_either(op: str, path: Path, table: FrozenTable, key_bits: KeyBits) -> TableSource:
+    """Opens a delta, or all rows of a table."""
+    open_some = open_delta if is_delta(path) else open_table
+    return open_some(path, table=table.name, dim=table.dim, key_bits=key_bits, op=op)
+
+
+def open_all(
+    op: str, model: str, folder: pathlib.Path, tables: Mapping[str, FrozenTable], key_bits: KeyBits
+) -> dict[str, TableSource]:
+    """The tables of a model in a folder: an export, a checkpoint, HPS directories by name, or one HPS directory."""
+    if _is_hps(folder) and len(tables) > 1:
+        raise ServingError(
+            f'{op}: source: got the HPS directory "{folder}", which does not name its table, wanted a mapping from '
+            f"tables to folders: the model has {sorted(tables)}."
+        )
+    below = [name for name in tables if _is_hps(folder / name)]
+    if below:
+        return {name: open_either(op, folder / name, tables[name], key_bits) for name in below}
+    found, refused = {}, None
+    for name, table in tables.items():
+        try:
+            found[name] = open_either(op, folder, table, key_bits)
+        except UnknownTableError as error:
+            refused = error
+    if not found and refused is not None:
+        raise UnknownTableError(
+            f'{op}: model "{model}": source: got "{folder}" without any of its tables: {refused}'
+        ) from refused
+    return found
 
 
 # Folders -------------------------------------------------------------------------------------------------------------
@@ -173,7 +180,7 @@ def _found(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
         raise FileNotFoundError(f"{what}, {kind}, wanted {wanted}.")
     if (folder / manifest_lib.NAME).is_file():
         return folder, False
-    if any((folder / name).is_file() for name in _HPS_FILES):
+    if _is_hps(folder):
         return folder, True
     below = [path for path in _folders(folder) if (path / manifest_lib.NAME).is_file()]
     if len(below) == 1:
@@ -189,6 +196,10 @@ def _found(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
     if steps:
         raise ServingError(f"{what}, which has checkpoints in {steps}, wanted one of them; name the step's folder.")
     raise FileNotFoundError(f"{what}, which has none of that, wanted {wanted}; a save that did not end leaves none.")
+
+
+def _is_hps(folder: pathlib.Path) -> bool:
+    return any((folder / name).is_file() for name in ("key", "emb_vector"))
 
 
 def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -242,10 +253,9 @@ def _of_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBi
         )
 
     def records() -> Iterator[Records]:
-        for chunk in chunks:
-            yield dataclasses.replace(chunk, keys=_cut(chunk.keys, key_bits))
+        return (dataclasses.replace(chunk, keys=_cut(chunk.keys, key_bits)) for chunk in chunks)
 
-    return TableSource(table, folder, dim, "float32", chunks.num_rows, 0, None, None, None, records, lambda: iter(()))
+    return TableSource(table, folder, dim, "float32", chunks.num_rows, records)
 
 
 def _cut(keys: np.ndarray, key_bits: KeyBits) -> np.ndarray:

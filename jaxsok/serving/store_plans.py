@@ -115,8 +115,8 @@ class StorePlan:
         rows_bytes = self.row_map.capacity * self.changes[0].table.row_bytes
         return (rows_bytes + self.piece_bytes) * has_rows + self.index_bytes
 
-    def lines(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
-        """The changed rows as they are stored: row ids, lines and scales."""
+    def lines(self) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
+        """The changed rows as they are stored: row ids, and what `lines_of` gives."""
         for change in self.changes:
             for records in change.pieces():
                 row_ids = self.row_map.find(self.numbers[change.table.name], records.keys)
@@ -125,7 +125,7 @@ class StorePlan:
                         f'update: table "{change.table.name}": path: "{change.path}" changed while it was read; '
                         "write a new folder for each update."
                     )
-                yield row_ids, *lines_of(change.table, records.rows)
+                yield row_ids, lines_of(change.table, records.rows)
 
     def write(self, store: FrozenStore, device: Any, *, donate: bool = False) -> FrozenStore:
         """Makes the next version from the store as it is; shares the rows if none changes.
@@ -136,8 +136,8 @@ class StorePlan:
         if self.is_fresh or capacity != store.capacity:
             rows, *scales = (_resize(array, capacity, not self.is_fresh) for array in (store.rows, *store.scales))
             store, donate = dataclasses.replace(store, rows=rows, scales=tuple(scales)), True
-        for row_ids, lines, scales in self.lines():
-            store = write_lines(store, row_ids, lines, scales, donate=donate)
+        for row_ids, lines in self.lines():
+            store = write_lines(store, row_ids, lines, donate=donate)
             donate = True
         index, counters = self.row_map.index(device)
         return dataclasses.replace(store, index=index, counters=counters)

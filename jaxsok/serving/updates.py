@@ -43,8 +43,6 @@ from jaxsok.types import MAX_CAPACITY
 InPlace = bool | Literal["auto"]
 Source = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 
-_HPS_FILES = ("key", "emb_vector")
-
 
 @dataclasses.dataclass(frozen=True)
 class Version:
@@ -204,7 +202,7 @@ class Versions:
                     index, counters = plan.row_map.index(self.device)
                     stores[s] = dataclasses.replace(store, index=index, counters=counters)
                     writes += [
-                        _Write(s, row_ids, after, _read_lines(store, row_ids)) for row_ids, *after in plan.lines()
+                        _Write(s, row_ids, after, _read_lines(store, row_ids)) for row_ids, after in plan.lines()
                     ]
                     held_bytes += plan.index_bytes
                 else:
@@ -315,12 +313,12 @@ class Versions:
         with self._gate.writing():
             try:
                 for write in writes:
-                    stores[write.store] = write_lines(stores[write.store], write.row_ids, *write.after, donate=True)
+                    stores[write.store] = write_lines(stores[write.store], write.row_ids, write.after, donate=True)
                     done += 1
                 jax.block_until_ready([store.rows for store in stores])
             except BaseException:
                 for write in writes[:done]:
-                    stores[write.store] = write_lines(stores[write.store], write.row_ids, *write.before, donate=True)
+                    stores[write.store] = write_lines(stores[write.store], write.row_ids, write.before, donate=True)
                 for s, was in enumerate(old.tables.stores):
                     stores[s] = dataclasses.replace(stores[s], index=was.index, counters=was.counters)
                 self._current = dataclasses.replace(old, tables=_with_stores(old.tables, dict(enumerate(stores))))
@@ -334,8 +332,8 @@ class _Write:
 
     store: int
     row_ids: np.ndarray
-    after: Sequence[Any]  # lines and scales
-    before: Sequence[Any]  # the same as they are
+    after: Sequence[np.ndarray]  # as `lines_of` gives them
+    before: Sequence[np.ndarray]
 
 
 # Sources -------------------------------------------------------------------------------------------------------------
@@ -353,9 +351,9 @@ def open_update(model: str, source: Source, version: Version, key_bits: sources_
         for name in source:
             if name not in tables:
                 raise UnknownTableError.of(op, name, tables, f'model "{model}"')
-        opened = {name: _opened(op, path, tables[name], key_bits) for name, path in source.items()}
+        opened = {name: sources_lib.open_either(op, path, tables[name], key_bits) for name, path in source.items()}
     else:
-        opened = _of_folder(op, model, pathlib.Path(source), tables, key_bits)
+        opened = sources_lib.open_all(op, model, pathlib.Path(source), tables, key_bits)
     for name, found in opened.items():
         reads = version.unknowns[name]
         if reads is not None and found.unknown not in (None, reads):
@@ -373,40 +371,6 @@ def open_update(model: str, source: Source, version: Version, key_bits: sources_
                 f"the table {holds}; apply deltas in order, and none of them twice, or a full export."
             )
     return opened
-
-
-def _opened(op: str, path: str | os.PathLike[str], table: FrozenTable, key_bits: sources_lib.KeyBits) -> TableSource:
-    open_one = sources_lib.open_delta if sources_lib.is_delta(path) else sources_lib.open_table
-    return open_one(path, table=table.name, dim=table.dim, key_bits=key_bits, op=op)
-
-
-def _of_folder(
-    op: str, model: str, folder: pathlib.Path, tables: Mapping[str, FrozenTable], key_bits: sources_lib.KeyBits
-) -> dict[str, TableSource]:
-    """The tables of a model in a folder: an export, a checkpoint, HPS directories by name, or one HPS directory."""
-    if any((folder / name).is_file() for name in _HPS_FILES):
-        if len(tables) > 1:
-            raise ServingError(
-                f'{op}: source: got the HPS directory "{folder}", which does not name its table, wanted a mapping from '
-                f"tables to folders: the model has {sorted(tables)}."
-            )
-        return {name: _opened(op, folder, table, key_bits) for name, table in tables.items()}
-    below = {
-        name: table for name, table in tables.items() if any((folder / name / file).is_file() for file in _HPS_FILES)
-    }
-    if below:
-        return {name: _opened(op, folder / name, table, key_bits) for name, table in below.items()}
-    found, refused = {}, None
-    for name, table in tables.items():
-        try:
-            found[name] = _opened(op, folder, table, key_bits)
-        except UnknownTableError as error:
-            refused = error
-    if not found and refused is not None:
-        raise UnknownTableError(
-            f'{op}: model "{model}": source: got "{folder}" without any of its tables: {refused}'
-        ) from refused
-    return found
 
 
 def _change(table: FrozenTable, source: TableSource) -> Change:
@@ -454,11 +418,10 @@ def _with_stores(tables: FrozenTables, stores: Mapping[int, FrozenStore]) -> Fro
     return dataclasses.replace(tables, stores=tuple(stores.get(s, store) for s, store in enumerate(tables.stores)))
 
 
-def _read_lines(store: FrozenStore, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+def _read_lines(store: FrozenStore, row_ids: np.ndarray) -> tuple[np.ndarray, ...]:
     """Copies stored rows, and their scales, to the host."""
     ids = fill_up(np.asarray(row_ids, np.uint32), padded_size(len(row_ids), 1024))
-    lines, *scales = (np.asarray(array)[: len(row_ids)] for array in _take((store.rows, *store.scales), ids))
-    return lines, scales[0] if scales else None
+    return tuple(np.asarray(array)[: len(row_ids)] for array in _take((store.rows, *store.scales), ids))
 
 
 @jax.jit
