@@ -77,9 +77,7 @@ class RowSource(abc.ABC):
         """The rows of a table, or somewhat more: caches are sized by it."""
 
     @abc.abstractmethod
-    def fetch(
-        self, table: str, keys: Keys
-    ) -> tuple[Float32[np.ndarray, "num_keys dim"], Bool[np.ndarray, " num_keys"]]:
+    def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
         """The rows of uint64 keys, and which of them are there. Keys may repeat; PADDING_KEY is never there.
 
         Rows have the precision of the table's dtype: a row of an int8 table is its numbers times its scale. Rows of
@@ -131,13 +129,7 @@ class HostRows(RowSource):
     `maps` of the rows serve `scan` and `updated`; they belong to this object from now on.
     """
 
-    def __init__(
-        self,
-        tables: FrozenTables,
-        maps: Sequence[RowMap],
-        *,
-        version: int = 0,
-    ) -> None:
+    def __init__(self, tables: FrozenTables, maps: Sequence[RowMap], *, version: int = 0) -> None:
         if len(maps) != len(tables.stores):
             raise ValueError(f"HostRows: maps: got {len(maps)}, wanted one for each of {len(tables.stores)} stores.")
         self.version = version
@@ -176,30 +168,23 @@ class HostRows(RowSource):
         store, number = self._place("num_rows", table)
         return int(self._maps[store].table_rows[number])
 
-    def fetch(
-        self, table: str, keys: Keys
-    ) -> tuple[Float32[np.ndarray, "num_keys dim"], Bool[np.ndarray, " num_keys"]]:
+    def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
         """See `RowSource.fetch`. Keys that are not there have the table's default.
 
         Raises SourceReplacedError after `updated(..., in_place=True)`. Costs a bucket (64 bytes) and a row for each
         key, on all cores.
         """
         self._place("fetch", table)
-        rows, is_found = self._in_parts("fetch", table, keys, lambda words: _fetch(self._tables, table, words))
-        return rows, is_found
+        return self._in_parts("fetch", table, keys, lambda words: _fetch(self._tables, table, words))
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
         """See `RowSource.fetch_quantized`; gives the stored bits."""
         s, number = self._place("fetch_quantized", table)
         number_there = jax.device_put(np.uint32(number), host_device())
-        numbers, scales, is_found = self._in_parts(
-            "fetch_quantized", s, keys, lambda words: _fetch_quantized(self._tables.stores[s], words, number_there)
-        )
-        return numbers, scales, is_found
+        store = self._tables.stores[s]
+        return self._in_parts("fetch_quantized", s, keys, lambda words: _fetch_quantized(store, words, number_there))
 
-    def _in_parts(
-        self, op: str, what: str | int, keys: Keys, fetch: Callable[[Any], tuple[Any, ...]]
-    ) -> Sequence[np.ndarray]:
+    def _in_parts(self, op: str, what: str | int, keys: Keys, fetch: Callable[[Any], tuple[Any, ...]]) -> Any:
         """Fetches padded keys in parts, and joins the results."""
         keys, parts = np.asarray(keys, np.uint64), []
         for start in range(0, max(1, len(keys)), KEYS_AT_A_TIME):
@@ -367,21 +352,15 @@ class Layered(RowSource):
         """The rows of the layer that has most: the upper ones are usually a part of the last."""
         return max(layer.num_rows(table) for layer in self._layers)
 
-    def fetch(
-        self, table: str, keys: Keys
-    ) -> tuple[Float32[np.ndarray, "num_keys dim"], Bool[np.ndarray, " num_keys"]]:
+    def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
         """See `RowSource.fetch`: asks each layer for the keys that those before it do not have."""
-        rows, is_found = self._first_found(keys, lambda layer, some: layer.fetch(table, some))
-        return rows, is_found
+        return self._first_found(keys, lambda layer, some: layer.fetch(table, some))
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
         """See `RowSource.fetch_quantized`; as `fetch`."""
-        numbers, scales, is_found = self._first_found(keys, lambda layer, some: layer.fetch_quantized(table, some))
-        return numbers, scales, is_found
+        return self._first_found(keys, lambda layer, some: layer.fetch_quantized(table, some))
 
-    def _first_found(
-        self, keys: Keys, fetch: Callable[[RowSource, Keys], tuple[np.ndarray, ...]]
-    ) -> tuple[np.ndarray, ...]:
+    def _first_found(self, keys: Keys, fetch: Callable[[RowSource, Keys], tuple[np.ndarray, ...]]) -> Any:
         parts = fetch(self._layers[0], keys)
         for layer in self._layers[1:]:
             missing = np.flatnonzero(~parts[-1])

@@ -105,10 +105,18 @@ def check_tables(op: str, tables: Any) -> FrozenTables:
     return tables
 
 
-def _read(op: str, spec: LookupSpec, keys: Any, **more: Any) -> LookupInput:
-    offsets, weights = more.get("offsets"), more.get("weights")
-    combiner = spec.combiner if more.get("combiner") is None else more["combiner"]
-    max_norm = spec.max_norm if more.get("max_norm") is None else more["max_norm"]
+def _read(
+    op: str,
+    spec: LookupSpec,
+    keys: Any,
+    *,
+    offsets: Any = None,
+    weights: Any = None,
+    combiner: Combiner | None = None,
+    max_norm: float | None = None,
+) -> LookupInput:
+    combiner = spec.combiner if combiner is None else combiner
+    max_norm = spec.max_norm if max_norm is None else max_norm
     if isinstance(keys, Bags):
         if keys.inverse is not None:
             raise RequestError(f"{op}: inverse: got one, wanted none: a frozen lookup gives a line for each bag.")
@@ -125,16 +133,14 @@ def _looked_up(
     op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | None, inputs: Mapping[str, LookupInput]
 ) -> dict[str, Array]:
     for name, spec in specs.items():
-        if tables is None:
-            if spec.dim is None:
-                raise ValueError(
-                    f'{op}: "{name}": got neither tables nor a dim, wanted one of them: init makes zeros of that '
-                    "shape. Give the layer its dim, or pass tables to init."
-                )
-        elif spec.dim is not None and spec.table in tables.tables and tables.tables[spec.table].dim != spec.dim:
+        if tables is None and spec.dim is None:
             raise ValueError(
-                f'{op}: "{name}": got table "{spec.table}" of dim {tables.tables[spec.table].dim}, wanted {spec.dim}.'
+                f'{op}: "{name}": got neither tables nor a dim, wanted one of them: init makes zeros of that '
+                "shape. Give the layer its dim, or pass tables to init."
             )
+        found = tables.tables.get(spec.table) if tables is not None else None
+        if found is not None and spec.dim not in (None, found.dim):
+            raise ValueError(f'{op}: "{name}": got table "{spec.table}" of dim {found.dim}, wanted {spec.dim}.')
     if tables is not None:
         return lookup(tables, inputs)
     return {name: jnp.zeros((*_shape(read), specs[name].dim), jnp.float32) for name, read in inputs.items()}
@@ -155,10 +161,9 @@ def _offsets(op: str, bags: Bags) -> Any:
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
-def _shape(one: LookupInput) -> tuple[Any, ...]:
-    if one.offsets is not None:
-        return (one.offsets.shape[0] - 1,)
-    keys = one.keys if isinstance(one.keys, jax.Array) else np.asarray(one.keys)
-    is_words = isinstance(keys, jax.Array) and keys.dtype == jnp.uint32
-    shape = keys.shape[:-1] if is_words else keys.shape
-    return shape[:1] if one.combiner is not None else shape
+def _shape(given: LookupInput) -> tuple[Any, ...]:
+    if given.offsets is not None:
+        return (given.offsets.shape[0] - 1,)
+    is_words = isinstance(given.keys, jax.Array) and given.keys.dtype == jnp.uint32
+    shape = np.shape(given.keys)[:-1] if is_words else np.shape(given.keys)
+    return shape[:1] if given.combiner is not None else shape

@@ -33,14 +33,7 @@ class LookupLayer(nn.Module):
     """As `jaxsok.serving.nnx.LookupLayer`, in Linen. `init` without tables needs `dim`.
 
     Example:
-      >>> import numpy as np
-      >>> from jaxsok import Records
-      >>> from jaxsok.serving import frozen
-      >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
-      >>> table = frozen.FrozenTable("item", dim=1, default=-1.0)
-      >>> tables, _ = frozen.freeze_records([(table, frozen.SizedRecords(2, [records]))])
-      >>> LookupLayer("item").apply({}, np.array([[9, 8]]), tables=tables).tolist()
-      [[[2.0], [-1.0]]]
+      `LookupLayer("item").apply({}, np.array([[9, 8]]), tables=tables)`
     """
 
     table: str
@@ -56,14 +49,7 @@ class SparseLookupLayer(nn.Module):
     """As `jaxsok.serving.nnx.SparseLookupLayer`, in Linen. `init` without tables needs `dim`.
 
     Example:
-      >>> import numpy as np
-      >>> from jaxsok import Bags, Records
-      >>> from jaxsok.serving import frozen
-      >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
-      >>> tables, _ = frozen.freeze_records([(frozen.FrozenTable("item", dim=1), frozen.SizedRecords(2, [records]))])
-      >>> bags = Bags(np.array([7, 9, 9]), lengths=np.array([2, 0, 1]))
-      >>> SparseLookupLayer("item").apply({}, bags, tables=tables).tolist()
-      [[1.5], [0.0], [2.0]]
+      `SparseLookupLayer("item").apply({}, Bags(np.array([7, 9, 9]), lengths=np.array([2, 0, 1])), tables=tables)`
     """
 
     table: str
@@ -112,12 +98,7 @@ def set_tables(variables: Mapping[str, Any], tables: FrozenTables) -> dict[str, 
       `scores = model.apply(layers.set_tables(variables, tables), **inputs)`
     """
     tables = group.check_tables("set_tables", tables)
-    places = variables.get(_TABLES)
-    if not places:
-        raise ValueError(
-            f'set_tables: variables: got {sorted(variables)}, wanted "{_TABLES}" among them, as model.init makes it '
-            "for layers of jaxsok.serving.linen."
-        )
+    places = _places("set_tables", variables)
     is_place = lambda node: isinstance(node, (_Unset, FrozenTables))  # noqa: E731
     return {**variables, _TABLES: jax.tree.map(lambda _: tables, places, is_leaf=is_place)}
 
@@ -133,16 +114,22 @@ def as_function(
     Example:
       `scores = jax.jit(layers.as_function(model, variables))(tables, {"user": words})`
     """
-    if not variables.get(_TABLES):
-        raise ValueError(
-            f'as_function: variables: got {sorted(variables)}, wanted "{_TABLES}" among them, as model.init makes it '
-            "for layers of jaxsok.serving.linen."
-        )
+    _places("as_function", variables)
 
     def function(tables: FrozenTables, inputs: Mapping[str, Any]) -> Any:
         return model.apply(set_tables(variables, tables), **inputs, method=method)
 
     return function
+
+
+def _places(op: str, variables: Mapping[str, Any]) -> Any:
+    places = variables.get(_TABLES)
+    if not places:
+        raise ValueError(
+            f'{op}: variables: got {sorted(variables)}, wanted "{_TABLES}" among them, as model.init makes it '
+            "for layers of jaxsok.serving.linen."
+        )
+    return places
 
 
 def _tables(op: str, layer: nn.Module, given: FrozenTables | None) -> FrozenTables | None:

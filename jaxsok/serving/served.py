@@ -1,5 +1,6 @@
 """One model of a session: checks and counts requests, and makes the next version. Rows come from readers.py."""
 
+import collections
 import dataclasses
 import os
 import threading
@@ -126,15 +127,15 @@ class Served:
     def lookup(self, keys: Mapping[str, Any]) -> Answer:
         """Gives rows of keys; see `Session.lookup`."""
         arrays = self._read_keys(keys)
-        with self.workers:
-            return self._answer("lookups", self.reader.lookup(arrays))
+        return self._answer("lookups", lambda: self.reader.lookup(arrays))
 
     def predict(self, inputs: Any) -> Answer:
         """Gives the outputs of the dense model; see `Session.predict`."""
-        with self.workers:
-            return self._answer("predicts", self.reader.predict(lambda served: self._read_inputs(served, inputs)))
+        return self._answer("predicts", lambda: self.reader.predict(lambda served: self._read_inputs(served, inputs)))
 
-    def _answer(self, done: str, found: Found) -> Answer:
+    def _answer(self, done: str, read: Callable[[], Found]) -> Answer:
+        with self.workers:
+            found = read()
         self.counts.add(done, found.counts)
         return Answer(found.values, version=found.version)
 
@@ -279,16 +280,15 @@ class _Counts:
     def __init__(self, names: Sequence[str]) -> None:
         self._lock = threading.Lock()
         # Changed and read under `_lock`, so that the sums of one answer are seen together.
-        self._done: dict[str, int] = dict.fromkeys(("lookups", "predicts", "updates"), 0)
-        self._tables: dict[str, dict[str, int]] = {name: dict.fromkeys(_KINDS, 0) for name in names}
+        self._done = collections.Counter(lookups=0, predicts=0, updates=0)
+        self._tables = {name: collections.Counter(dict.fromkeys(_KINDS, 0)) for name in names}
 
     def add(self, done: str, tables: Mapping[str, Sequence[int]]) -> None:
         """Counts one of "lookups", "predicts" and "updates", and the keys that it read: by table, in `_KINDS`."""
         with self._lock:
             self._done[done] += 1
             for name, numbers in tables.items():
-                for kind, number in zip(_KINDS, numbers, strict=True):
-                    self._tables[name][kind] += number
+                self._tables[name].update(dict(zip(_KINDS, numbers, strict=True)))
 
     def stats(self) -> dict[str, Any]:
         with self._lock:
@@ -312,15 +312,15 @@ def _open_table(
     if table.default is not None:
         source = dataclasses.replace(source, unknown=None)  # the configuration counts
         return FrozenTable(table.name, table.dim, table.default, dtype), source
-    if isinstance(source.unknown, str):
+    unknown = source.unknown
+    if isinstance(unknown, str):
         raise ServingError(
             f'open: model "{config.model}": table "{table.name}": default_value_for_each_table: got no number, and in '
-            f'training of "{source.path}" a key without a row reads {source.unknown}, which served tables cannot work '
+            f'training of "{source.path}" a key without a row reads {unknown}, which served tables cannot work '
             "out; wanted the number that they serve."
         )
-    if isinstance(source.unknown, InitialRows):
-        return FrozenTable(table.name, table.dim, 0.0, dtype, source.unknown), source
-    return FrozenTable(table.name, table.dim, source.unknown or 0.0, dtype), source
+    default, initial = (0.0, unknown) if isinstance(unknown, InitialRows) else (unknown or 0.0, None)
+    return FrozenTable(table.name, table.dim, default, dtype, initial), source
 
 
 def _integers(given: Any, what: str) -> np.ndarray:

@@ -772,7 +772,7 @@ def test_a_cache_is_filled_with_what_is_hot(tmp_path, monkeypatch, is_known):
             for records in source.chunks():
                 yield dataclasses.replace(records, frequency=np.asarray(records.keys, np.uint32) if is_known else None)
 
-        return dataclasses.replace(source, start=chunks)
+        return dataclasses.replace(source, chunks=chunks)
 
     monkeypatch.setattr(sources, "open_table", opened)
     tables = {"user": (write(tmp_path / "user", content), 4)}

@@ -5,7 +5,7 @@ their programs, fetcher.py the rows from the source, changes.py refreshes and sw
 """
 
 from jaxsok.serving.cache.device_cache import MIN_ROWS as MIN_ROWS
-from jaxsok.serving.cache.device_cache import CachedRows, CachedTables, DeviceCache, cache_bytes, cached_spec
+from jaxsok.serving.cache.device_cache import CachedRows, CachedTables, DeviceCache, cache_bytes
 from jaxsok.serving.cache.stats import CacheStats, TableCounts
 
-__all__ = ["CacheStats", "CachedRows", "CachedTables", "DeviceCache", "TableCounts", "cache_bytes", "cached_spec"]
+__all__ = ["CacheStats", "CachedRows", "CachedTables", "DeviceCache", "TableCounts", "cache_bytes"]

@@ -10,7 +10,6 @@ import numpy as np
 from jaxsok import keys as keys_lib
 from jaxsok.serving.backing import RowSource, SourceReplacedError
 from jaxsok.serving.cache import fetcher
-from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.cache.stores import Batch, DeviceStores
 from jaxsok.serving.errors import UnknownTableError
 from jaxsok.types import PADDING_KEY
@@ -23,8 +22,8 @@ _NO_KEYS = np.zeros(0, np.uint64)
 class Changes:
     """Runs one refresh or swap at a time: `_lock` is held from its first search for cached keys to its last write."""
 
-    def __init__(self, stores: DeviceStores, counter: Counter) -> None:
-        self._stores, self._counter = stores, counter
+    def __init__(self, stores: DeviceStores) -> None:
+        self._stores = stores
         self._lock = threading.Lock()
 
     def fill(self, shares: Mapping[str, int]) -> int:
@@ -35,9 +34,7 @@ class Changes:
             chunks = list(_chunks(len(keys), ROWS_AT_A_TIME))
             for chunk in reversed(chunks):  # the hottest come last: they are the most recent
                 of_chunk = _filling(start.source, name, keys[chunk], rows[chunk])
-                inserted, evicted = self._stores.insert({name: of_chunk}, start.epoch)
-                self._counter.add(inserted=inserted, evicted=evicted)
-                num_inserted += inserted
+                num_inserted += self._stores.insert({name: of_chunk}, start.epoch)
         return num_inserted
 
     def refresh(self, fraction: float) -> int:
@@ -53,9 +50,7 @@ class Changes:
                         written, gone = self._fetched(source, name, keys[chunk])
                     except SourceReplacedError:  # the swap that follows brings the new rows
                         return num_refreshed
-                    refreshed, removed = stores.rewrite([*written, *stores.batches({name: (gone, None)})])
-                    self._counter.add(refreshed=refreshed, removed=removed)
-                    num_refreshed += refreshed
+                    num_refreshed += stores.rewrite([*written, *stores.batches({name: (gone, None)})])
             return num_refreshed
 
     def swap(self, source: RowSource, changed: Mapping[str, Any] | None) -> None:
@@ -73,8 +68,7 @@ class Changes:
             leaving = {name: _changed_keys(name, keys) for name, keys in (changed or {}).items()}
             with stores.leaving(leaving):
                 batches = None if changed is None else self._changed_batches(source, leaving)
-                refreshed, removed = stores.swap(source, batches)
-            self._counter.add(refreshed=refreshed, removed=removed, swaps=1)
+                stores.swap(source, batches)
 
     def cached_keys(self) -> dict[str, np.ndarray]:
         """The keys of each table that are cached now, uint64."""

@@ -106,8 +106,7 @@ class CompiledPrograms:
 
     def hide(self, s: int, num_rows: int) -> None:
         """Compiles hiding rows from an index."""
-        index = self._shape((num_buckets_of(num_rows), BUCKET_WORDS), np.uint32)
-        self.make(("hidden", s, num_rows), index, self._shape((num_rows,), np.bool_))
+        self.make(("hidden", s, num_rows), self._index(num_rows), self._shape((num_rows,), np.bool_))
 
     def warm_up(self, sizes: Sequence[Sequence[int]], capacities: Sequence[int], *, as_tables: bool) -> None:
         """Compiles lookups of so many keys of each store, and the insertion of their misses."""
@@ -129,14 +128,16 @@ class CompiledPrograms:
     def tables_like(self, sizes: Sequence[int]) -> FrozenTables:
         """What `lookup_tables` gives for so many keys of each store, as shapes without arrays."""
         stores = []
-        for tables, count in zip(self._spec.stores, sizes, strict=True):
+        for s, count in enumerate(sizes):
             size = padded_size(count, LEAST_KEYS)
-            scales = (self._shape((size,), np.float32),) if tables[0].is_quantized else ()
-            index = self._shape((num_buckets_of(size), BUCKET_WORDS), np.uint32)
+            rows, *scales = self._slabs(s, size)
+            rows = self._shape(rows.shape, jnp.dtype(self._spec.stores[s][0].dtype))
             counters = self._shape((len(COUNTERS),), np.uint32)
-            rows = self._shape((size, tables[0].dim), jnp.dtype(tables[0].dtype))
-            stores.append(FrozenStore(index, counters, rows, scales))
+            stores.append(FrozenStore(self._index(size), counters, rows, tuple(scales)))
         return FrozenTables(tuple(stores), self._spec)
+
+    def _index(self, num_rows: int) -> Any:
+        return self._shape((num_buckets_of(num_rows), BUCKET_WORDS), np.uint32)
 
     def _slabs(self, s: int, size: int) -> tuple[Any, ...]:
         table = self._spec.stores[s][0]

@@ -100,8 +100,10 @@ class DeviceCache:
         checks.integer("DeviceCache: min_rows", min_rows, 1)
         self.fraction, self.hit_rate_threshold, self.refresh_fraction = fraction, hit_rate_threshold, refresh_fraction
         self.device = jax.devices()[0] if device is None else device
-        spec = cached_spec(source.tables.values())
-        self._shares = {name: _share(source, name, fraction, min_rows) for name in source.tables}
+        spec = FrozenSpec.of(list(source.tables.values()))
+        self._shares = {
+            name: max(min_rows, math.ceil(min(fraction, 1.0) * source.num_rows(name))) for name in source.tables
+        }
         capacities = [sum(self._shares[table.name] for table in tables) for tables in spec.stores]
         for tables, capacity in zip(spec.stores, capacities, strict=True):
             if capacity > MAX_CAPACITY:
@@ -109,10 +111,10 @@ class DeviceCache:
                     f"DeviceCache: fraction: got {fraction}, {capacity} rows of tables "
                     f"{[table.name for table in tables]}, wanted at most {MAX_CAPACITY} in one store."
                 )
-        self.stores = DeviceStores(source, spec, capacities, self.device)
-        self._spec, self._compiled = spec, self.stores.compiled
         self._counter = Counter(source.tables)
-        self._changes = Changes(self.stores, self._counter)
+        self.stores = DeviceStores(source, spec, capacities, self.device, self._counter)
+        self._spec, self._compiled = spec, self.stores.compiled
+        self._changes = Changes(self.stores)
         self._background = Background(self._fetch_later, max_pending)
 
     @property
@@ -143,14 +145,8 @@ class DeviceCache:
     @property
     def num_rows(self) -> dict[str, int]:
         """The cached rows of each table (waits for the device); none after `close`."""
-        counts = self.stores.copies(lambda store: store.table_rows)
-        if not counts:
-            return dict.fromkeys(self._spec.places, 0)
-        return {
-            table.name: int(count)
-            for tables, line in zip(self._spec.stores, counts, strict=True)
-            for table, count in zip(tables, np.asarray(line), strict=True)
-        }
+        counts = [np.asarray(line) for line in self.stores.copies(lambda store: store.table_rows)]
+        return {name: int(counts[s][number]) if counts else 0 for name, (s, number) in self._spec.places.items()}
 
     def cached_keys(self) -> dict[str, np.ndarray]:
         """The keys of each table that are cached now, uint64 (16 bytes a row of capacity are copied to the host)."""
@@ -175,10 +171,8 @@ class DeviceCache:
         request = Request(self._spec, keys, self._compiled.padded_sizes)
         found, fetched = self._answer(request, is_expanded=True)
         rows: dict[str, np.ndarray] = {}
-        of_store: dict[int, np.ndarray] = {}
+        of_store = {s: np.asarray(found.rows[s][0]) for s in {part.store for part in request.parts}}
         for part in request.parts:
-            if part.store not in of_store:
-                of_store[part.store] = np.asarray(found.rows[part.store][0])
             lines = of_store[part.store][part.lines]
             if part.name in fetched:
                 late = fetched[part.name]
@@ -190,7 +184,7 @@ class DeviceCache:
     def lookup_tables(self, keys: Mapping[str, Any]) -> CachedTables:
         """Looks up as `lookup`, and gives small frozen tables on the device, for a model that looks up by itself.
 
-        They are all tables of `cached_spec`, with one row for each distinct key; tables without keys are empty.
+        They are all tables of the source, with one row for each distinct key; tables without keys are empty.
         """
         request = Request(self._spec, keys, lambda least: least)
         found, fetched = self._answer(request, is_expanded=False)
@@ -324,7 +318,7 @@ class DeviceCache:
                 continue
             break
         if fetched:
-            self._insert({name: (late.keys, late.rows) for name, late in fetched.items()}, snapshot.epoch)
+            self.stores.insert({name: (late.keys, late.rows) for name, late in fetched.items()}, snapshot.epoch)
         later = {name: keys for name, (_, keys) in found.missed.items() if name not in waits}
         is_taken = not later or self._background.offer(later)
         num_missed = {name: len(keys) for name, (_, keys) in found.missed.items()}
@@ -341,10 +335,6 @@ class DeviceCache:
             gone = misses - len(fetched[name].keys) if name in fetched else 0
             self._counter.add(name, distinct=num_distinct, hits=num_distinct - misses, misses=misses, missing=gone)
         return found, fetched
-
-    def _insert(self, rows: Mapping[str, tuple[np.ndarray, np.ndarray]], epoch: int) -> None:
-        inserted, evicted = self.stores.insert(rows, epoch)
-        self._counter.add(inserted=inserted, evicted=evicted)
 
     def _fetch_later(self, missed: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Fetches and inserts the misses of several lookups at once, in the background."""
@@ -366,16 +356,11 @@ class DeviceCache:
                     "DeviceCache: rows of tables %s could not be fetched; their keys miss again", names
                 )
                 return
-            self._insert(rows, snapshot.epoch)
+            self.stores.insert(rows, snapshot.epoch)
             self._counter.add(fetched=sum(map(len, keys_of.values())))
             for name, keys in keys_of.items():
                 self._counter.add(name, missing=len(keys) - len(rows[name][0]))
             return
-
-
-def cached_spec(tables: Iterable[FrozenTable]) -> FrozenSpec:
-    """How a cache groups tables: by dim and dtype, as frozen tables are."""
-    return FrozenSpec.of(list(tables))
 
 
 def cache_bytes(tables: Mapping[FrozenTable, int]) -> dict[str, int]:
@@ -385,7 +370,7 @@ def cache_bytes(tables: Mapping[FrozenTable, int]) -> dict[str, int]:
       >>> cache_bytes({FrozenTable("user", dim=128): 1_000_000})
       {'rows': 512000000, 'index': 32000000, 'records': 16000000, 'statistics': 8000000}
     """
-    spec = cached_spec(tables)
+    spec = FrozenSpec.of(list(tables))
     rows_of = {table.name: num_rows for table, num_rows in tables.items()}
     capacities = [sum(rows_of[table.name] for table in of_store) for of_store in spec.stores]
     return {
@@ -394,8 +379,3 @@ def cache_bytes(tables: Mapping[FrozenTable, int]) -> dict[str, int]:
         "records": 16 * sum(capacities),
         "statistics": 8 * sum(capacities),
     }
-
-
-def _share(source: RowSource, name: str, fraction: float, min_rows: int) -> int:
-    num_rows = source.num_rows(name)
-    return max(min_rows, math.ceil(min(fraction, 1.0) * num_rows))

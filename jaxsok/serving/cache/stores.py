@@ -16,6 +16,7 @@ from jaxsok.serving.backing import RowSource
 from jaxsok.serving.cache import programs
 from jaxsok.serving.cache.compiled import LEAST_KEYS, CompiledPrograms
 from jaxsok.serving.cache.fetcher import parts_of
+from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable
 from jaxsok.serving.padding import fill_up, key_words, padded_size
@@ -62,13 +63,15 @@ class DeviceStores:
     arrays to each other, so each dispatch happens under the lock; compiling does not (compiled.py).
     """
 
-    def __init__(self, source: RowSource, spec: FrozenSpec, capacities: Sequence[int], device: Any) -> None:
-        self.spec, self.capacities, self.device = spec, capacities, device
+    def __init__(
+        self, source: RowSource, spec: FrozenSpec, capacities: Sequence[int], device: Any, counter: Counter
+    ) -> None:
+        self.spec, self.capacities, self.device, self._counter = spec, capacities, device, counter
         self.layout: programs.Layout = tuple(words.tobytes() for words in spec.words)
         self._salt = np.frombuffer(secrets.token_bytes(8), np.uint32)  # of a query's scratch index; any value works
         self.lock = threading.Lock()
         self._swapped = threading.Condition(self.lock)
-        # Written under `lock` alone. All rows in `arrays` are of `_source`; no key of `_leaving` is inserted. Store s
+        # Written under `lock` alone. All rows in `arrays` are of `source`; no key of `_leaving` is inserted. Store s
         # has `_most_rows[s]` rows in use at most, so below its capacity none must leave. Closed: no arrays.
         self.arrays = tuple(
             self._new_store(len(tables), tables[0], capacity)
@@ -76,14 +79,9 @@ class DeviceStores:
         )
         self._most_rows = [0] * len(self.arrays)
         self._clock = 0
-        self._source, self._epoch = source, 0
+        self.source, self._epoch = source, 0
         self._leaving: Mapping[str, np.ndarray] = {}  # keys by table, sorted, that a swap is about to change
         self.compiled = CompiledPrograms(spec, self.layout, self.arrays)
-
-    @property
-    def source(self) -> RowSource:
-        """The current source of the rows."""
-        return self._source
 
     @property
     def num_bytes(self) -> int:
@@ -124,18 +122,18 @@ class DeviceStores:
             self._salt = np.frombuffer(secrets.token_bytes(8), np.uint32)
         raise ServingError(f"lookup: keys: got some that find no place under {_MAX_SALTS} salts, wanted others.")
 
-    def insert(self, rows: Rows, epoch: int) -> tuple[int, int]:
-        """Inserts rows in one tick, if the source is still that of the epoch; returns how many came and went."""
+    def insert(self, rows: Rows, epoch: int) -> int:
+        """Inserts rows in one tick, if the source is still that of the epoch; returns how many came."""
         while True:
             leaving = self._leaving
             kept = {name: _without(*some, leaving.get(name, _NO_KEYS)) for name, some in rows.items()}
             batches = list(self.batches(kept, are_bounded=True))
             if not batches:
-                return 0, 0
+                return 0
             counts = []
             with self.lock:
                 if self._epoch != epoch or not self.arrays:
-                    return 0, 0
+                    return 0
                 if self._leaving is not leaving:  # a swap has begun, or failed
                     continue
                 bounds = [self._most_rows[batch.store] + batch.num_keys for batch in batches]
@@ -155,7 +153,7 @@ class DeviceStores:
                     break
             for program in chosen:  # while others look up; afterwards other rows may have to leave
                 self.compiled.insert(*program)
-        return _summed(counts)
+        return self._count(counts, "inserted", "evicted")
 
     def contains(self, name: str, keys: np.ndarray) -> np.ndarray:
         """Which keys of a table are cached."""
@@ -168,13 +166,13 @@ class DeviceStores:
             row_ids = programs.find(store.index, store.counters, batch.words, batch.ids)
         return np.asarray(row_ids)[: len(keys)] != NO_ROW
 
-    def rewrite(self, batches: Sequence[Batch]) -> tuple[int, int]:
-        """Overwrites the cached rows of batches, and drops those of batches without lines; returns how many of both."""
+    def rewrite(self, batches: Sequence[Batch]) -> int:
+        """Overwrites the cached rows of batches, and drops those of batches without lines; counts what it wrote."""
         self._ready_to_rewrite(batches)
         with self.lock:
             self.require_open()
             counts = self._rewrite(batches)
-        return _summed(counts)
+        return self._count(counts, "refreshed", "removed")
 
     @contextlib.contextmanager
     def leaving(self, keys: Mapping[str, np.ndarray]) -> Iterator[None]:
@@ -188,7 +186,7 @@ class DeviceStores:
             with self.lock:
                 self._leaving = {}
 
-    def swap(self, source: RowSource, batches: Sequence[Batch] | None) -> tuple[int, int]:
+    def swap(self, source: RowSource, batches: Sequence[Batch] | None) -> None:
         """Rewrites, and goes over to another source in the same instant. With batches None it drops everything."""
         if batches is None:
             for s, form in enumerate(self.compiled.forms):
@@ -198,9 +196,10 @@ class DeviceStores:
         with self.lock:
             self.require_open()
             counts = self._drop_all() if batches is None else self._rewrite(batches)
-            self._source, self._epoch = source, self._epoch + 1
+            self.source, self._epoch = source, self._epoch + 1
             self._swapped.notify_all()
-        return _summed(counts)
+        self._count(counts, "refreshed", "removed")
+        self._counter.add(swaps=1)
 
     def wait_for_swap(self, epoch: int) -> None:
         """Waits until the source of an epoch is replaced, or the stores are closed."""
@@ -243,17 +242,14 @@ class DeviceStores:
             if are_bounded and lines is not None and len(keys) > self.capacities[s]:
                 last = np.sort(np.lexsort((keys, ids))[-self.capacities[s] :])
                 ids, keys, lines = ids[last], keys[last], lines[last]
-            if len(keys):
-                yield self._batch(s, keys, ids, lines)
-
-    def _batch(self, s: int, keys: np.ndarray, ids: np.ndarray, lines: np.ndarray | None) -> Batch:
-        size, table = padded_size(len(keys), LEAST_KEYS), self.spec.stores[s][0]
-        slabs = None
-        if lines is not None:
-            rows, *scales = parts_of(table, lines)
-            parts = rows.astype(jnp.dtype(table.dtype), copy=False), *(scale[:, None] for scale in scales)
-            slabs = tuple(fill_up(part, size) for part in parts)
-        return Batch(s, len(keys), *self.put((key_words(keys, size), fill_up(ids, size), slabs)))
+            if not len(keys):
+                continue
+            size, table, slabs = padded_size(len(keys), LEAST_KEYS), self.spec.stores[s][0], None
+            if lines is not None:
+                numbers, *scales = parts_of(table, lines)
+                slabs = numbers.astype(jnp.dtype(table.dtype), copy=False), *(scale[:, None] for scale in scales)
+                slabs = tuple(fill_up(part, size) for part in slabs)
+            yield Batch(s, len(keys), *self.put((key_words(keys, size), fill_up(ids, size), slabs)))
 
     def put(self, tree: Any) -> Any:
         """Puts arrays on the device."""
@@ -262,7 +258,7 @@ class DeviceStores:
     # Called under the lock -------------------------------------------------------------------------------------------
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(self._source, self._epoch, self._source.version)
+        return Snapshot(self.source, self._epoch, self.source.version)
 
     def _tick(self) -> np.uint32:
         if self._clock >= _LAST_TICK:
@@ -301,6 +297,12 @@ class DeviceStores:
 
     # Not under the lock ----------------------------------------------------------------------------------------------
 
+    def _count(self, pairs: Sequence[Sequence[Any]], *names: str) -> int:
+        """Counts pairs of numbers on the device under two names, and returns the first sum; waits for the device."""
+        sums = {name: sum(int(np.asarray(pair[i])) for pair in pairs) for i, name in enumerate(names)}
+        self._counter.add(**sums)
+        return sums[names[0]]
+
     def _ready_to_rewrite(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
             name, lines = ("drop", ()) if batch.lines is None else ("overwrite", (batch.lines,))
@@ -318,12 +320,6 @@ class DeviceStores:
             if table.is_quantized:
                 rows, numbers = jnp.zeros((capacity, 1), jnp.float32), (rows,)
             return jax.device_put(_new_store(num_tables, capacity, salt, rows, numbers), self.device)
-
-
-def _summed(counts: Sequence[Sequence[Any]]) -> tuple[int, int]:
-    """Sums pairs of numbers on the device; waits for it."""
-    first, second = (sum(int(np.asarray(pair[i])) for pair in counts) for i in range(2))
-    return first, second
 
 
 def _without(keys: np.ndarray, rows: np.ndarray, leaving: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
