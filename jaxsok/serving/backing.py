@@ -199,13 +199,12 @@ class HostRows(RowSource):
     def ready_as(self, older: "HostRows") -> None:
         """Compiles the fetches that an older version was asked for: by table and power of two of keys."""
         form, place = Form(self._tables).tree, jax.sharding.SingleDeviceSharding(host_device())
+        shape = functools.partial(jax.ShapeDtypeStruct, dtype=np.uint32, sharding=place)
         for what, size in list(older._asked):
-            words = jax.ShapeDtypeStruct((size, 2), np.uint32, sharding=place)
             if isinstance(what, str):
-                _fetch.lower(form, what, words).compile()
+                _fetch.lower(form, what, shape((size, 2))).compile()
             else:
-                number = jax.ShapeDtypeStruct((), np.uint32, sharding=place)
-                _fetch_quantized.lower(form.stores[what], words, number).compile()
+                _fetch_quantized.lower(form.stores[what], shape((size, 2)), shape(())).compile()
             self._asked[what, size] = None
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:

@@ -19,7 +19,7 @@ from jaxsok import checks, features, guards
 from jaxsok import keys as keys_lib
 from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels import table as table_kernels
-from jaxsok.serving.errors import RequestError, UnknownTableError
+from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
 from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenStore, FrozenTable, FrozenTables
 from jaxsok.types import (
     BAGS_PER_TILE,
@@ -172,7 +172,8 @@ def find_rows(
     Missing keys have the rows that `lookup` gives; PADDING_KEY is not there, and has zeros.
     """
     place = _place(tables, "find_rows", table)
-    words = _words(keys, f'find_rows: table "{table}"').reshape(-1, 2)
+    with _refusals():
+        words = keys_lib.words_of(keys, "int32", f'find_rows: table "{table}"').reshape(-1, 2)
     store = tables.stores[place[0]]
     ids = jnp.full(words.shape[0], jnp.uint32(place[1]))
     row_ids = table_kernels.find(store.index, store.counters, jnp.asarray(words), ids)
@@ -208,6 +209,18 @@ class _Part:
         return value.reshape(*self.shape, value.shape[-1])
 
 
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Turns refusals of training's code into a RequestError."""
+    try:
+        yield
+    except ServingError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise RequestError(str(error)) from error
+
+
+@_refusals()
 def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
     given = given if isinstance(given, LookupInput) else LookupInput(name, given)
     what = f'lookup: input "{name}"'
@@ -216,14 +229,16 @@ def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
         raise RequestError(f"{what}: combiner: got {given.combiner!r}, wanted one of {list(COMBINERS)}.")
     if given.max_norm is not None and not (checks.is_number(given.max_norm) and 0 <= given.max_norm < math.inf):
         raise RequestError(f"{what}: max_norm: got {given.max_norm!r}, wanted a number from 0, or None.")
-    words = tables.spec.read_by(given.table, _words(given.keys, what))
-    shape = words.shape[:-1]
-    weights = _weights(given, shape, what)
+    words = tables.spec.read_by(given.table, keys_lib.words_of(given.keys, "int32", what))
+    shape, weights = words.shape[:-1], None
+    if given.weights is not None:
+        if given.combiner is None:
+            raise RequestError(f"{what}: weights: got some without a combiner, in which they would act.")
+        weights = features.read_weights(given.weights, shape, what)
     if given.offsets is not None:
         if given.combiner is None:
             raise RequestError(f"{what}: offsets: got some without a combiner, wanted none: every key has its own row.")
-        with _refusals():
-            offsets = features.read_offsets(features.Bags(given.keys, offsets=given.offsets), words, what)
+        offsets = features.read_offsets(features.Bags(given.keys, offsets=given.offsets), words, what)
         shape = (offsets.shape[0] - 1,)
         hotness: Any = 0
     elif given.combiner is not None:
@@ -247,29 +262,6 @@ def _place(tables: FrozenTables, what: str, table: str) -> tuple[int, int]:
     if table not in tables.spec.places:
         raise UnknownTableError(f"{what}: table: got {table!r}, wanted one of {list(tables.tables)}.")
     return tables.spec.places[table]
-
-
-def _words(keys: Any, what: str) -> Any:
-    with _refusals():
-        return keys_lib.words_of(keys, "int32", what)
-
-
-def _weights(given: LookupInput, shape: tuple[Any, ...], what: str) -> Any:
-    if given.weights is None:
-        return None
-    if given.combiner is None:
-        raise RequestError(f"{what}: weights: got some without a combiner, in which they would act.")
-    with _refusals():
-        return features.read_weights(given.weights, shape, what)
-
-
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    """Turns refusals of training's code into a RequestError."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise RequestError(str(error)) from error
 
 
 def _packed(parts: Sequence[_Part]) -> tuple[kernels.Batch, int]:
@@ -347,7 +339,12 @@ def _clipped_in_bags(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping
         weights = [_weighted(part, jnp.ones(part.words.shape[0], jnp.float32)) for part in divided]
         squares = [w * w if part.given.combiner == "sqrtn" else w for part, w in zip(divided, weights, strict=True)]
         ones = [_bags(dataclasses.replace(part, table=0), w) for part, w in zip(divided, squares, strict=True)]
-        operands.append(_operands(_no_keys(), _ONES.words[0], ones))
+        no_keys = FrozenStore(
+            index=jnp.full((1, BUCKET_WORDS), jnp.uint32(0xFFFFFFFF)),
+            counters=jnp.zeros(len(COUNTERS), jnp.uint32),
+            rows=jnp.zeros((1, 1), jnp.float32),
+        )
+        operands.append(_operands(no_keys, _ONES.words[0], ones))
     _, values = kernels.lookup_frozen(operands, jnp.asarray(SEED), is_counted=False)
     sums = {part.name: value for part, value in _pairs(by_store, values)}
     for part, line in zip(divided, values[-1] if divided else (), strict=True):
@@ -358,15 +355,6 @@ def _clipped_in_bags(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping
 
 
 _ONES = FrozenSpec(((FrozenTable("one", dim=1, default=1.0),),))
-
-
-def _no_keys() -> FrozenStore:
-    """An empty store: all keys read the default."""
-    return FrozenStore(
-        index=jnp.full((1, BUCKET_WORDS), jnp.uint32(0xFFFFFFFF)),
-        counters=jnp.zeros(len(COUNTERS), jnp.uint32),
-        rows=jnp.zeros((1, 1), jnp.float32),
-    )
 
 
 def _weighted(part: _Part, factors: Float32[Array, " num_keys"]) -> Float32[Array, " num_keys"]:

@@ -25,7 +25,7 @@ def quantized(rows: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     if dtype not in _DTYPES:
         raise ValueError(f"quantized: dtype: got {dtype!r}, wanted one of {list(_DTYPES)}.")
     rows = np.asarray(rows)
-    if rows.ndim != 2 or not _is_float(rows.dtype):
+    if rows.ndim != 2 or not (np.issubdtype(rows.dtype, np.floating) or rows.dtype == ml_dtypes.bfloat16):
         raise ValueError(f"quantized: rows: got {rows.dtype}{list(rows.shape)}, wanted floats of [num_rows, dim].")
     with np.errstate(over="ignore"):  # what is too large for float32 is refused below
         rows = rows.astype(np.float32, copy=False)
@@ -64,7 +64,3 @@ def _scales(dtype: str, row_max: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         overflows = np.isinf(scales * largest)
     return np.where(overflows, np.nextafter(scales, np.float32(0)), scales).astype(np.float32)
-
-
-def _is_float(dtype: np.dtype) -> bool:
-    return np.issubdtype(dtype, np.floating) or dtype in (np.dtype(ml_dtypes.bfloat16),)

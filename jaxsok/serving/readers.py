@@ -264,10 +264,10 @@ class DeviceReader:
         del stats  # each answer has its counts
 
     def stop(self) -> None:
-        self.ready.stop()
+        self.ready.beside.stop()
 
     def close(self, until: float | None = None) -> bool:
-        return self.ready.close(_rest_s(until))
+        return self.ready.beside.close(_rest_s(until))
 
 
 class CacheReader:
@@ -400,22 +400,21 @@ class CacheReader:
         of_cache = self.cache.stats()
         of_cache.lookups -= self._num_warm_ups
         for name, counts in self.cache.table_counts().items():
-            rate = counts.hits / counts.distinct if counts.distinct else 1.0
-            stats["tables"][name] |= {**dataclasses.asdict(counts), "hit_rate": rate}
+            stats["tables"][name] |= {**dataclasses.asdict(counts), "hit_rate": counts.hit_rate}
         cached = {**dataclasses.asdict(of_cache), "hit_rate": of_cache.hit_rate, "num_rows": self.cache.num_rows}
         stats |= {name: cached[name] for name in ("distinct", "hits", "misses", "missing", "hit_rate")}
         stats["cache"] = cached
 
     def stop(self) -> None:
         self._is_closed.set()
-        self.ready.stop()
+        self.ready.beside.stop()
         self.cache.stop_compiling()
 
     def close(self, until: float | None = None) -> bool:
         self.stop()
         if self._clock.is_alive():
             self._clock.join(_rest_s(until))
-        has_ended = self.ready.close(_rest_s(until)) and not self._clock.is_alive()
+        has_ended = self.ready.beside.close(_rest_s(until)) and not self._clock.is_alive()
         return self.cache.close(_rest_s(until)) and has_ended
 
 

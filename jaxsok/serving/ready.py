@@ -122,7 +122,7 @@ class Ready(Generic[Program]):
         self._places: Collection[Any] | None = None  # remembered places; None: all
         self._used: collections.OrderedDict[Program, None] = collections.OrderedDict()
         self._running: dict[tuple[Any, Program], concurrent.futures.Future[bool]] = {}  # whether it is compiled
-        self._beside = Beside()
+        self.beside = Beside()
 
     def has(self, where: Any, program: Program) -> bool:
         """Whether a program is compiled; the caller is about to call it."""
@@ -155,19 +155,7 @@ class Ready(Generic[Program]):
 
     def make_beside(self, where: Any, program: Program) -> None:
         """Compiles a program in a thread, for which no request waits."""
-        self._beside.offer((where, program), functools.partial(self.make, where, program))
-
-    def drain(self) -> None:
-        """Waits for background compilation."""
-        self._beside.drain()
-
-    def stop(self) -> None:
-        """Stops background compilation."""
-        self._beside.stop()
-
-    def close(self, timeout_s: float | None = None) -> bool:
-        """Stops, waits at most so long for background compilation, and returns whether it has ended."""
-        return self._beside.close(timeout_s)
+        self.beside.offer((where, program), functools.partial(self.make, where, program))
 
     def used(self) -> list[Program]:
         """The last `MOST_USED` programs that were called; the latest last."""
@@ -176,7 +164,7 @@ class Ready(Generic[Program]):
 
     def keep(self, places: Collection[Any]) -> None:
         """Forgets the programs of other places, compiled and future ones."""
-        self._beside.forget()
+        self.beside.forget()
         with self._lock:
             self._places = tuple(places)
             self._made = {where: made for where, made in self._made.items() if where in self._places}

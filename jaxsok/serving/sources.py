@@ -61,16 +61,11 @@ class TableSource:
 def open_table(
     path: Path, *, table: str, dim: int, key_bits: KeyBits = 64, hotness: bool = False, op: str = "open_table"
 ) -> TableSource:
-    """Opens all rows of a table.
+    """Opens all rows of a table: `path` is one of the folders above, for a delta with its chain beside it.
 
-    Args:
-      path: an HPS directory; a folder of `export_full`, or of a delta, whose chain is looked for beside it; or a step
-        of an Orbax checkpoint that has one item of jaxsok's tables.
-      table: its name in an export or a checkpoint; an HPS directory has one table, without a name.
-      dim: that it must have.
-      key_bits: 32: keys are cut to their low 32 bits, as HPS does where `supportlonglong` is false.
-      hotness: whether to read the `meta` of an HPS directory as frequencies. Exports have theirs either way.
-      op: named in errors.
+    `table` is its name in an export or a checkpoint; an HPS directory has one table, without a name. With 32 `key_bits`
+    keys are cut to their low 32 bits, as HPS does where `supportlonglong` is false. With `hotness` the `meta` of an HPS
+    directory is read as frequencies; exports have theirs either way. Errors name `op`.
 
     Raises:
       FileNotFoundError: there is nothing of the kind.

@@ -136,26 +136,18 @@ class Versions:
         source: Source | None,
         *,
         in_place: InPlace,
-        served: Any = None,
-        dense_file: str | None = None,
-        prepare: Callable[[Version, Version], None] = lambda old, new: None,
-        publish: Publish = lambda new, maps, changed: None,
-        settle: Callable[[Version], None] = lambda now: None,
+        served: Any,
+        dense_file: str | None,
+        prepare: Callable[[Version, Version], None],
+        publish: Publish,
+        settle: Callable[[Version], None],
     ) -> Version:
         """Makes the next version and serves it; see `Session.update`.
 
-        Args:
-          source: None: tables stay.
-          in_place: see `Session.update`.
-          served: another dense model; None: it stays.
-          dense_file: where `served` came from.
-          prepare: called with the old and the new version before the new one is served; raises if it cannot be.
-          publish: called with the new version when it is whole, the maps of its stores, and the keys of each table that
-            changed or went, for readers that do not use `reading`.
-          settle: called at the end, also after a failure, with the served version; no update runs meanwhile.
-
-        Raises:
-          ServingError: it cannot be done; nothing has changed.
+        `prepare` gets the old and the new version before the new one is served, and raises if it cannot be. `publish`
+        gets the new version when it is whole, the maps of its stores, and the keys of each table that changed or went,
+        for readers that do not use `reading`. `settle` gets the served version at the end, also after a failure; no
+        update runs meanwhile. ServingError: it cannot be done; nothing has changed.
         """
         if not (isinstance(in_place, bool) or in_place == "auto"):
             raise ServingError(f'update: in_place: got {in_place!r}, wanted True, False or "auto".')
@@ -218,7 +210,12 @@ class Versions:
                 for write in writes:
                     ready_to_write(tables.stores[write.store], len(write.row_ids))
                 with self._memory:
-                    self._require_room(max((plan.piece_bytes for plan in plans), default=0))
+                    free, needed = self._free_bytes(), max((plan.piece_bytes for plan in plans), default=0)
+                    if free is not None and needed > free:
+                        raise ServingError(
+                            f'update: model "{self.name}": memory: got {free} bytes free on {self.device}, wanted '
+                            f"{needed} for a piece of rows to update in place; another model has taken them meanwhile."
+                        )
                     self._write_in_place(old, new, writes)
                 self.num_in_place += 1
             else:
@@ -227,15 +224,6 @@ class Versions:
         finally:
             self.held_bytes = 0
         self.maps = tuple(maps)
-
-    def _require_room(self, needed: int) -> None:
-        """Refuses if other models took the memory for a piece of rows while programs were compiled."""
-        free = self._free_bytes()
-        if free is not None and needed > free:
-            raise ServingError(
-                f'update: model "{self.name}": memory: got {free} bytes free on {self.device}, wanted {needed} for a '
-                "piece of rows to update in place; another model has taken them meanwhile."
-            )
 
     def _free_bytes(self) -> int | None:
         return host_free_bytes() if self._room is None else self._room()
@@ -246,14 +234,14 @@ class Versions:
         self, tables: FrozenTables, changes: Sequence[Change], in_place: InPlace
     ) -> tuple[list[StorePlan], bool]:
         """Plans each store that changes, and whether in place; refuses impossible updates."""
-        of_store: dict[int, list[Change]] = {}
+        spec, of_store = tables.spec.stores, dict[int, list[Change]]()
         for change in changes:
             if not change.is_empty:
                 of_store.setdefault(tables.spec.places[change.table.name][0], []).append(change)
         free, beside = None, 0
         for is_roomy in (True, False):
             plans = [
-                StorePlan.of(s, tables.spec.stores[s], self.maps[s], mine, self._capacity_of(s, is_roomy))
+                StorePlan.of(s, spec[s], self.maps[s], mine, functools.partial(self._capacity, s, is_roomy))
                 for s, mine in of_store.items()
             ]
             beside = sum(plan.bytes_beside(tables.stores[plan.store]) for plan in plans)
@@ -265,19 +253,18 @@ class Versions:
         fits = free is None or beside <= free
         if in_place is False or (in_place == "auto" and (fits or not self._can_donate)):
             if not fits:
-                help_ = 'pass in_place=True (or "auto"), which changes rows where they lie'
-                if not self._can_donate:
-                    help_ = (
-                        "rows below a cache are not changed where they lie; open the tables anew, or with more memory"
-                    )
+                help_ = "rows below a cache are not changed where they lie; open the tables anew, or with more memory"
+                if self._can_donate:
+                    help_ = 'pass in_place=True (or "auto"), which changes rows where they lie'
                 raise ServingError(
                     f'update: model "{self.name}": memory: got {free} bytes free on {self.device}, wanted {beside} for '
                     f"a copy of what changes; {help_}."
                 )
             return plans, False
-        too_many = [plan for plan in plans if plan.row_map.capacity > tables.stores[plan.store].capacity]
-        for plan in too_many:
-            names = ", ".join(f'"{table.name}"' for table in tables.spec.stores[plan.store])
+        for plan in plans:
+            if plan.row_map.capacity <= tables.stores[plan.store].capacity:
+                continue
+            names = ", ".join(f'"{table.name}"' for table in spec[plan.store])
             also = "" if in_place is True else f" A copy needs {beside} bytes, and {free} are free."
             raise ServingError(
                 f'update: model "{self.name}": rows: got {plan.num_needed} for the tables {names}, wanted at most '
@@ -290,20 +277,14 @@ class Versions:
             )
         return plans, True
 
-    def _capacity_of(self, s: int, is_roomy: bool) -> Callable[[int, int], int]:
+    def _capacity(self, s: int, is_roomy: bool, num_needed: int, num_new: int) -> int:
         """Chooses the rows of a store: as many as it has, so that programs stay, unless those are too few."""
-
-        def capacity(num_needed: int, num_new: int) -> int:
-            del num_new
-            row_map = self.maps[s]
-            if num_needed <= row_map.capacity:
-                return row_map.capacity
-            if not is_roomy:
-                return num_needed
-            more = max(row_map.num_tables * self._spare_rows, num_needed // 16)  # so that not each update is too many
-            return max(num_needed, min(num_needed + more, MAX_CAPACITY))
-
-        return capacity
+        del num_new
+        row_map = self.maps[s]
+        if num_needed <= row_map.capacity or not is_roomy:
+            return max(num_needed, row_map.capacity)
+        more = max(row_map.num_tables * self._spare_rows, num_needed // 16)  # so that not each update is too many
+        return max(num_needed, min(num_needed + more, MAX_CAPACITY))
 
     # In place --------------------------------------------------------------------------------------------------------
 

@@ -188,7 +188,7 @@ def test_requests_for_some_tables_wait_for_no_compiler(tmp_path, tier):
                 if tier == "cache":
                     served.reader.cache.drain()
                 else:
-                    served.reader.ready.drain()
+                    served.reader.ready.beside.drain()
                 again = session.lookup(keys)
                 assert COMPILATIONS.since(start) == 0
                 for name in names:
@@ -352,7 +352,7 @@ def test_what_is_compiled_for_a_version_that_went_is_not_remembered(monkeypatch)
     ready = ready_lib.Ready(lambda where, program: ready.keep(["b"]) if program == "last" else None)
     ready.make("a", "last")
     ready.make_beside("a", "later")
-    ready.drain()
+    ready.beside.drain()
     assert not ready._made.get("a")
     monkeypatch.setattr(ready_lib, "MOST_MADE", 3)
     for number in range(6):
@@ -427,7 +427,7 @@ def test_requests_for_some_tables_take_no_memory_for_the_others(tmp_path, monkey
 
         size = 7
         assert own("user", "ad") == set()  # item's rows are as many as may be; theirs is compiled beside
-        served.reader.ready.drain()
+        served.reader.ready.beside.drain()
         assert own("user", "ad") == {(("user", 128), ("ad", 128))}
         size = 200
         first = {(("user", 128), ("ad", 128)), (("user", 256), ("ad", 256))}
@@ -465,7 +465,7 @@ def test_closing_waits_no_longer_than_it_may(tmp_path, tier):
 
     besides = []
     for name, served in session._models.items():
-        besides += [served.reader.ready._beside] + (
+        besides += [served.reader.ready.beside] + (
             [served.reader.cache.stores.compiled.beside] if tier == "cache" else []
         )
         for beside in besides[-1:]:

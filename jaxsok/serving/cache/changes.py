@@ -30,10 +30,10 @@ class Changes:
         """See `DeviceCache.fill`."""
         start, num_inserted = self._stores.snapshot(), 0
         for name, share in shares.items():
-            keys, rows = fetcher.hottest(start.source.scan(name, ROWS_AT_A_TIME), share)
-            chunks = list(_chunks(len(keys), ROWS_AT_A_TIME))
+            hottest = fetcher.hottest(start.source.scan(name, ROWS_AT_A_TIME), share)
+            chunks = list(_chunks(hottest.num_rows, ROWS_AT_A_TIME))
             for chunk in reversed(chunks):  # the hottest come last: they are the most recent
-                of_chunk = _filling(start.source, name, keys[chunk], rows[chunk])
+                of_chunk = _filling(start.source, name, hottest.keys[chunk], hottest.rows[chunk])
                 num_inserted += self._stores.insert({name: of_chunk}, start.epoch)
         return num_inserted
 

@@ -171,13 +171,13 @@ class DeviceCache:
         request = Request(self._spec, keys, self._compiled.padded_sizes)
         found, fetched = self._answer(request, is_expanded=True)
         rows: dict[str, np.ndarray] = {}
-        of_store = {s: np.asarray(found.rows[s][0]) for s in {part.store for part in request.parts}}
+        of_store = {s: np.asarray(found.out.rows[s][0]) for s in {part.store for part in request.parts}}
         for part in request.parts:
             lines = of_store[part.store][part.lines]
             if part.name in fetched:
                 late = fetched[part.name]
                 late = dataclasses.replace(late, rows=fetcher.widen(self.tables[part.name], late.rows))
-                lines = late.put_into(lines, np.asarray(found.inverse[part.store])[part.lines])
+                lines = late.put_into(lines, np.asarray(found.out.inverse[part.store])[part.lines])
             rows[part.name] = lines.reshape(*part.shape, lines.shape[1])
         return CachedRows(rows, found.snapshot.version, found.hit_rates)
 
@@ -193,7 +193,7 @@ class DeviceCache:
 
     def _store_of(self, s: int, request: Request, found: Found, fetched: Mapping[str, Fetched]) -> FrozenStore:
         """The rows of a request in one store, as a frozen store of their own."""
-        slabs, table = found.rows[s], self._spec.stores[s][0]
+        slabs, table = found.out.rows[s], self._spec.stores[s][0]
         num_rows = slabs[0].shape[0]
         names = [part.name for part in request.parts if part.store == s]
         late = [fetched[name] for name in names if name in fetched]
@@ -206,7 +206,7 @@ class DeviceCache:
             parts = tuple(fill_up(part, size) for part in fetcher.parts_of(table, lines))
             slabs = programs.merged(slabs, *self.stores.put((slots, parts)))
         rows, *scales = slabs
-        index, counters = found.indices[s]
+        index, counters = found.out.indices[s]
         if scales:  # 8 bits cannot hold what keys without a row read: the model must not find them
             is_hidden = np.zeros(num_rows, bool)
             for name in names:

@@ -4,12 +4,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsok.records import Records
+from jaxsok.records import Records, joined
 from jaxsok.serving import quantize
 from jaxsok.serving.backing import RowSource
 from jaxsok.serving.frozen import FrozenTable, rounded
@@ -65,35 +64,26 @@ def widen(table: FrozenTable, lines: np.ndarray) -> np.ndarray:
     return quantize.dequantized(*parts_of(table, lines)) if table.is_quantized else lines
 
 
-def hottest(chunks: Iterable[Records], num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and rows of the rows of highest frequency, of equal ones the first; without frequencies the first ones."""
-    keys, rows = [], []
-    frequencies: list[np.ndarray] | None = []
-    num_kept = 0
+def hottest(chunks: Iterable[Records], num_rows: int) -> Records:
+    """The rows of highest frequency, of equal ones the first; without frequencies the first ones."""
+    parts, num_kept, are_known = [], 0, True
     for records in chunks:
-        keys.append(records.keys)
-        rows.append(records.rows)
+        parts.append(records)
         num_kept += records.num_rows
-        if records.frequency is None or frequencies is None:
-            frequencies = None
-            if num_kept >= num_rows:
-                break
-            continue
-        frequencies.append(records.frequency)
-        if num_kept > 2 * num_rows:
-            keys, rows, frequencies = ([array] for array in _top(keys, rows, frequencies, num_rows))
-            num_kept = len(keys[0])
-    if not keys:
-        return np.zeros(0, np.uint64), np.zeros((0, 1), np.float32)
-    if frequencies is None:
-        return np.concatenate(keys)[:num_rows], np.concatenate(rows)[:num_rows]
-    return _top(keys, rows, frequencies, num_rows)[:2]
+        are_known = are_known and records.frequency is not None
+        if not are_known and num_kept >= num_rows:
+            break
+        if are_known and num_kept > 2 * num_rows:
+            parts = [_top(parts, num_rows)]
+            num_kept = num_rows
+    return _top(parts, num_rows) if parts else Records(np.zeros(0, np.uint64), np.zeros((0, 1), np.float32))
 
 
-def _top(keys: Any, rows: Any, frequencies: Any, num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    frequency = np.concatenate(frequencies)
-    order = np.argsort(-frequency.astype(np.int64), kind="stable")[:num_rows]
-    return np.concatenate(keys)[order], np.concatenate(rows)[order], frequency[order]
+def _top(parts: Sequence[Records], num_rows: int) -> Records:
+    whole = joined(parts)
+    if whole.frequency is None:
+        return whole.take(slice(num_rows))
+    return whole.take(np.argsort(-whole.frequency.astype(np.int64), kind="stable")[:num_rows])
 
 
 class Background:

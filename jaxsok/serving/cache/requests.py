@@ -1,11 +1,10 @@
 """The host side of a lookup in a device cache: the keys of a request, what the cache has, what was fetched."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array
 
 from jaxsok import keys as keys_lib
 from jaxsok.serving.cache.compiled import LEAST_KEYS
@@ -75,9 +74,7 @@ class Request:
 class Found:
     """The result of a query on the host."""
 
-    rows: Sequence[tuple[Array, ...]]  # by store, for each position or each distinct key; see `Queried`
-    inverse: Sequence[Array]  # by store and position, the place among the distinct keys
-    indices: Sequence[tuple[Array, Array]]  # by store, index and counters over the distinct keys
+    out: Queried
     hit_rates: dict[str, float]
     missed: dict[str, tuple[np.ndarray, np.ndarray]]  # by table: places among the store's distinct keys, and the keys
     num_distinct: dict[str, int]  # by table
@@ -104,7 +101,7 @@ class Found:
                 records[s] = places, keys[places], lines[places, 2]
             places, keys, ids = records[s]
             missed[part.name] = places[ids == number], keys[ids == number]
-        return cls(out.rows, out.inverse, out.indices, rates, missed, distinct, snapshot)
+        return cls(out, rates, missed, distinct, snapshot)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,25 +6,13 @@ from collections.abc import Iterable
 
 
 @dataclasses.dataclass
-class CacheStats:
-    """Counts since the cache was made. Keys are distinct ones of one lookup, but for `keys`."""
+class TableCounts:
+    """Counts of the keys of one table since the cache was made. Keys are distinct ones of one lookup."""
 
-    lookups: int = 0
-    keys: int = 0  # occurrences, without padding
     distinct: int = 0
     hits: int = 0
     misses: int = 0
-    sync: int = 0  # tables of lookups that waited for rows
-    background: int = 0  # tables of lookups that answered misses with the default
-    dropped: int = 0  # tables of lookups whose misses are not fetched, because too much was waiting
-    fetched: int = 0  # keys asked of the source because they missed
     missing: int = 0  # fetched keys that no tier has
-    inserted: int = 0
-    evicted: int = 0  # rows that left because others came
-    refreshed: int = 0  # rows overwritten by `refresh` and `swap`
-    removed: int = 0  # rows that left by `refresh` and `swap`: their keys are gone, or everything was dropped
-    failed: int = 0  # background fetches whose source raised; logged
-    swaps: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -33,13 +21,21 @@ class CacheStats:
 
 
 @dataclasses.dataclass
-class TableCounts:
-    """Counts of the keys of one table since the cache was made, as in `CacheStats`."""
+class CacheStats(TableCounts):
+    """Counts of all tables together."""
 
-    distinct: int = 0
-    hits: int = 0
-    misses: int = 0
-    missing: int = 0
+    lookups: int = 0
+    keys: int = 0  # occurrences, without padding
+    sync: int = 0  # tables of lookups that waited for rows
+    background: int = 0  # tables of lookups that answered misses with the default
+    dropped: int = 0  # tables of lookups whose misses are not fetched, because too much was waiting
+    fetched: int = 0  # keys asked of the source because they missed
+    inserted: int = 0
+    evicted: int = 0  # rows that left because others came
+    refreshed: int = 0  # rows overwritten by `refresh` and `swap`
+    removed: int = 0  # rows that left by `refresh` and `swap`: their keys are gone, or everything was dropped
+    failed: int = 0  # background fetches whose source raised; logged
+    swaps: int = 0
 
 
 class Counter:
