@@ -185,7 +185,6 @@ class HostRows(RowSource):
         return self._in_parts("fetch_quantized", s, keys, lambda words: _fetch_quantized(store, words, number_there))
 
     def _in_parts(self, op: str, what: str | int, keys: Keys, fetch: Callable[[Any], tuple[Any, ...]]) -> Any:
-        """Fetches padded keys in parts, and joins the results."""
         keys, parts = np.asarray(keys, np.uint64), []
         for start in range(0, max(1, len(keys)), KEYS_AT_A_TIME):
             part = keys[start : start + KEYS_AT_A_TIME]

@@ -318,7 +318,6 @@ def _joined(arrays: Sequence[Any], empty: np.ndarray) -> Array:
 
 
 def _factors(rows: Float32[Array, "_ dim"], max_norm: float) -> Float32[Array, " _"]:
-    """Factors that shorten rows to `max_norm`."""
     norms = jnp.sqrt((rows * rows).sum(axis=-1))
     return jnp.where(norms > max_norm, max_norm / jnp.where(norms > 0, norms, 1.0), 1.0)
 
@@ -362,5 +361,4 @@ def _weighted(part: _Part, factors: Float32[Array, " num_keys"]) -> Float32[Arra
 
 
 def _bags(part: _Part, weights: Float32[Array, " num_keys"]) -> _Part:
-    """The bags of an input as weighted sums."""
     return dataclasses.replace(part, combiner="sum", weights=weights, num_bags=part.shape[0])

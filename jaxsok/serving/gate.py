@@ -15,7 +15,6 @@ class Gate:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Enters as one of many readers."""
         with self._changed:
             self._changed.wait_for(lambda: not self._writers)
             self._readers += 1
@@ -28,7 +27,6 @@ class Gate:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Enters alone."""
         with self._changed:
             self._writers += 1
             try:

@@ -32,7 +32,6 @@ class Prediction:
     sizes: tuple[tuple[int, int], ...]  # `artifact.ServedModel.sizes`
 
     def fits(self, served: artifact.ServedModel | None) -> bool:
-        """Whether a model has such a program."""
         return served is not None and self.inputs == tuple(served.inputs.items())
 
 
@@ -46,7 +45,6 @@ class PredictRequest:
 
     @property
     def program(self) -> Prediction:
-        """The program that answers it."""
         return Prediction(tuple(self.served.inputs.items()), self.served.sizes(self.leaves))
 
     def keys(self) -> dict[str, np.ndarray]:
@@ -158,7 +156,6 @@ def _read_words(leaves: Any) -> Any:
 
 
 def _example(spec: InputSpec, num_samples: int) -> Any:
-    """An input to compile programs with: padding, and zeros."""
     if isinstance(spec, BagsInput):
         keys = np.full(num_samples, np.uint64(PADDING_KEY))
         weights = np.zeros(num_samples, np.float32) if spec.is_weighted else None

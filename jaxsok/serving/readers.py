@@ -241,7 +241,6 @@ class DeviceReader:
             look_up_words.lower(form.tree, words, program).compile()
 
     def _warm_up(self, version: Version) -> None:
-        """Compiles the first programs and runs each once."""
         place = self.place_of(version)
         for program in self.first_programs(version.served):
             self.ready.make(place, program)
@@ -362,7 +361,6 @@ class CacheReader:
         served.compile(self.cache.tables_like(num_keys), leaves)
 
     def _warm_up(self, version: Version) -> None:
-        """Compiles the programs of lookups in all tables, and of the dense model, and counts no keys."""
         per_sample = {table.name: table.max_keys_per_sample for table in self.config.tables}
         sets = [self.names] if self.config.is_fused else [(name,) for name in self.names]
         self.cache.warm_up(

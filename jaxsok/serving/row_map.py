@@ -73,7 +73,6 @@ class RowMap:
 
     @property
     def num_buckets(self) -> int:
-        """The buckets of the index."""
         return self._arrays.index.shape[0]
 
     @property
@@ -88,7 +87,6 @@ class RowMap:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory."""
         return sum(array.nbytes for array in jax.tree.leaves((self._arrays, self.frequencies)))
 
     def find(self, table: int, keys: np.ndarray) -> np.ndarray:
@@ -164,7 +162,6 @@ class RowMap:
         )
 
     def copy(self) -> "RowMap":
-        """An independent copy."""
         other = copy.copy(self)
         other._arrays = jax.tree.map(lambda array: _on_host(np.array(array)), self._arrays)
         other.frequencies = None if self.frequencies is None else self.frequencies.copy()

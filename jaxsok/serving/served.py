@@ -108,7 +108,6 @@ class Served:
         return self.reader.num_bytes + (self.reader.versions.held_bytes if self.config.tier == "device" else 0)
 
     def describe(self) -> Model:
-        """The model as it is now."""
         version = self._version
         return Model(
             name=self.config.model,
@@ -125,12 +124,10 @@ class Served:
     # Requests --------------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Mapping[str, Any]) -> Answer:
-        """Gives rows of keys; see `Session.lookup`."""
         arrays = self._read_keys(keys)
         return self._answer("lookups", lambda: self.reader.lookup(arrays))
 
     def predict(self, inputs: Any) -> Answer:
-        """Gives the outputs of the dense model; see `Session.predict`."""
         return self._answer("predicts", lambda: self.reader.predict(lambda served: self._read_inputs(served, inputs)))
 
     def _answer(self, done: str, read: Callable[[], Found]) -> Answer:
@@ -140,7 +137,6 @@ class Served:
         return Answer(found.values, version=found.version)
 
     def _read_keys(self, keys: Any) -> dict[str, np.ndarray]:
-        """Checks the keys of a request; gives them as uint64."""
         op = "lookup"
         if not isinstance(keys, Mapping):
             raise RequestError(f"{op}: keys: got {type(keys).__name__}, wanted a mapping from tables to keys.")
@@ -159,7 +155,6 @@ class Served:
         return arrays
 
     def _read_inputs(self, served: artifact.ServedModel | None, inputs: Any) -> PredictRequest:
-        """Checks the inputs of a prediction by a dense model."""
         op = "predict"
         if served is None:
             raise UnknownModelError(
@@ -204,7 +199,6 @@ class Served:
     # Versions --------------------------------------------------------------------------------------------------------
 
     def update(self, source: Source | None, dense_file: str | os.PathLike[str] | None, in_place: InPlace) -> int:
-        """Makes the next version; see `Session.update`."""
         served, reader = None, self.reader
         if dense_file is not None:
             served = load_dense_model("update", self.config, dense_file, self._version.tables.tables, self.device)
@@ -236,7 +230,6 @@ class Served:
     # Reports ---------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """See `Session.stats`."""
         version, stats = self._version, self.counts.stats()
         for name, of_table in stats["tables"].items():
             of_table |= {"num_rows": version.num_rows[name], "source": version.files[name]}
@@ -253,7 +246,6 @@ class Served:
         return stats
 
     def report(self) -> list[str]:
-        """Describes the model as lines of text."""
         version = self._version
         lines = [
             f'model "{self.config.model}", version {version.number}: {self.reader.num_bytes:,} bytes on {self.device}, '
@@ -324,7 +316,6 @@ def _open_table(
 
 
 def _integers(given: Any, what: str) -> np.ndarray:
-    """Converts keys to an array of integers."""
     if isinstance(given, jax.Array):
         raise RequestError(
             f"{what}: keys: got a jax.Array, which may be an int64 that JAX narrowed, wanted NumPy integers."

@@ -35,7 +35,6 @@ class Change:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it leaves the table as it is."""
         return self.gone is not None and not len(self.keys) and not len(self.gone)
 
     def pieces(self) -> Iterator[Records]:
@@ -106,7 +105,6 @@ class StorePlan:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the index."""
         return 64 * self.row_map.num_buckets
 
     def bytes_beside(self, old: FrozenStore) -> int:

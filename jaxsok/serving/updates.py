@@ -400,7 +400,6 @@ def _with_stores(tables: FrozenTables, stores: Mapping[int, FrozenStore]) -> Fro
 
 
 def _read_lines(store: FrozenStore, row_ids: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Copies stored rows, and their scales, to the host."""
     ids = fill_up(np.asarray(row_ids, np.uint32), padded_size(len(row_ids), 1024))
     return tuple(np.asarray(array)[: len(row_ids)] for array in _take((store.rows, *store.scales), ids))
 

@@ -27,7 +27,6 @@ class Changes:
         self._lock = threading.Lock()
 
     def fill(self, shares: Mapping[str, int]) -> int:
-        """See `DeviceCache.fill`."""
         start, num_inserted = self._stores.snapshot(), 0
         for name, share in shares.items():
             hottest = fetcher.hottest(start.source.scan(name, ROWS_AT_A_TIME), share)
@@ -38,7 +37,6 @@ class Changes:
         return num_inserted
 
     def refresh(self, fraction: float) -> int:
-        """See `DeviceCache.refresh`."""
         with self._lock:
             stores, source, num_refreshed = self._stores, self._stores.source, 0  # swaps wait for `_lock`
             cached = self.cached_keys()
@@ -54,7 +52,6 @@ class Changes:
             return num_refreshed
 
     def swap(self, source: RowSource, changed: Mapping[str, Any] | None) -> None:
-        """See `DeviceCache.swap`."""
         stores = self._stores
         if dict(source.tables) != dict(stores.source.tables):
             raise ValueError(

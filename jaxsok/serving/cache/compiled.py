@@ -96,7 +96,6 @@ class CompiledPrograms:
         self.make(key, must_leave, self.forms[s], *self._keys(size), lines, np.uint32(0))
 
     def has_insert(self, s: int, must_leave: bool, size: int) -> bool:
-        """Whether that insertion is compiled."""
         return ("insert", s, must_leave, size) in self._made
 
     def merge(self, s: int, num_rows: int, num_lines: int) -> None:

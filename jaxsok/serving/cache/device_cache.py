@@ -119,17 +119,14 @@ class DeviceCache:
 
     @property
     def source(self) -> RowSource:
-        """The current source of the rows."""
         return self.stores.source
 
     @property
     def version(self) -> int:
-        """The version of the source."""
         return self.source.version
 
     @property
     def tables(self) -> Mapping[str, FrozenTable]:
-        """The tables of the source."""
         return self.source.tables
 
     @property
@@ -139,7 +136,6 @@ class DeviceCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of device memory."""
         return self.stores.num_bytes
 
     @property
@@ -153,11 +149,9 @@ class DeviceCache:
         return self._changes.cached_keys()
 
     def stats(self) -> CacheStats:
-        """A copy of the counts."""
         return self._counter.stats()
 
     def table_counts(self) -> dict[str, TableCounts]:
-        """A copy of the counts of each table."""
         return self._counter.tables()
 
     def lookup(self, keys: Mapping[str, Any]) -> CachedRows:

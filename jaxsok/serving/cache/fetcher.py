@@ -112,7 +112,6 @@ class Background:
             return True
 
     def drain(self) -> None:
-        """Waits until nothing is left."""
         self._queue.join()
 
     def close(self) -> None:

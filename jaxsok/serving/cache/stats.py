@@ -54,11 +54,9 @@ class Counter:
                     setattr(counts, name, getattr(counts, name) + number)
 
     def stats(self) -> CacheStats:
-        """A copy of the counts of all tables together."""
         with self._lock:
             return dataclasses.replace(self._stats)
 
     def tables(self) -> dict[str, TableCounts]:
-        """A copy of the counts of each table."""
         with self._lock:
             return {name: dataclasses.replace(counts) for name, counts in self._tables.items()}

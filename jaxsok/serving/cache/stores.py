@@ -85,7 +85,6 @@ class DeviceStores:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of device memory."""
         with self.lock:
             return sum(leaf.nbytes for leaf in jax.tree.leaves(self.arrays))
 
@@ -156,7 +155,6 @@ class DeviceStores:
         return self._count(counts, "inserted", "evicted")
 
     def contains(self, name: str, keys: np.ndarray) -> np.ndarray:
-        """Which keys of a table are cached."""
         (batch,) = self.batches({name: (keys, None)})
         form = self.compiled.forms[batch.store]
         self.compiled.make(("find", batch.store, batch.size), form.index, form.counters, batch.words, batch.ids)
@@ -252,7 +250,6 @@ class DeviceStores:
             yield Batch(s, len(keys), *self.put((key_words(keys, size), fill_up(ids, size), slabs)))
 
     def put(self, tree: Any) -> Any:
-        """Puts arrays on the device."""
         return jax.device_put(tree, self.device)
 
     # Called under the lock -------------------------------------------------------------------------------------------
