@@ -83,29 +83,19 @@ class RowReader(Protocol):
 
     @property
     def num_bytes(self) -> int: ...  # device memory
-
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found: ...  # of uint64 keys by table
-
     def predict(self, read: ReadInputs) -> Found: ...
-
     # The inputs whose keys count for the limits of each table.
     def inputs_of(self, served: artifact.ServedModel) -> Mapping[str, Sequence[str]]: ...
-
     # What the programs of a version are compiled for, as a value; and those that are compiled before requests come.
     def place_of(self, version: Version) -> Any: ...
-
     def first_programs(self, served: artifact.ServedModel | None) -> list[Program]: ...
-
     # Reads a new version from here on; see `Versions.update`.
     def publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None: ...
-
     def refresh(self) -> None: ...  # reads cached rows anew
-
     # Adds what the reader counts itself to the statistics of `Session.stats`.
     def add_stats(self, stats: dict[str, Any]) -> None: ...
-
     def stop(self) -> None: ...  # begins nothing more beside requests
-
     # Stops, and waits for what runs until a time of `time.monotonic`; whether all has ended.
     def close(self, until: float | None = None) -> bool: ...
 

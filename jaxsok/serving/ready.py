@@ -143,15 +143,25 @@ class Ready(Generic[Program]):
             with self._lock:
                 if program in self._made.get(where, _NONE):
                     return
-                running = self._running.get(name)
-                is_mine = running is None
-                if running is None:
-                    running = self._running[name] = concurrent.futures.Future()
+                is_mine = name not in self._running
+                running = self._running.setdefault(name, concurrent.futures.Future())
             if is_mine:
-                self._make(where, program, running)
-                return
+                break
             if running.result():
                 return
+        is_made = False
+        try:
+            self._compile(where, program)
+            is_made = True
+        finally:
+            with self._lock:
+                if is_made and (self._places is None or where in self._places):
+                    made = self._made.setdefault(where, collections.OrderedDict())
+                    made[program] = None
+                    while len(made) > MOST_MADE:
+                        made.popitem(last=False)
+                del self._running[name]
+            running.set_result(is_made)
 
     def make_beside(self, where: Any, program: Program) -> None:
         """Compiles a program in a thread, for which no request waits."""
@@ -168,21 +178,6 @@ class Ready(Generic[Program]):
         with self._lock:
             self._places = tuple(places)
             self._made = {where: made for where, made in self._made.items() if where in self._places}
-
-    def _make(self, where: Any, program: Program, running: "concurrent.futures.Future[bool]") -> None:
-        is_made = False
-        try:
-            self._compile(where, program)
-            is_made = True
-        finally:
-            with self._lock:
-                if is_made and (self._places is None or where in self._places):
-                    made = self._made.setdefault(where, collections.OrderedDict())
-                    made[program] = None
-                    while len(made) > MOST_MADE:
-                        made.popitem(last=False)
-                del self._running[where, program]
-            running.set_result(is_made)
 
 
 class Form:
