@@ -387,9 +387,7 @@ class Layered(RowSource):
             layer.close()
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _fetch(tables: FrozenTables, table: str, words: Any) -> Any:
-    return find_rows(tables, table, words)
+_fetch = jax.jit(find_rows, static_argnums=1)
 
 
 @jax.jit

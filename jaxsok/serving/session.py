@@ -168,10 +168,10 @@ class Session:
           FileNotFoundError, CorruptFileError, ValueError: of files, as `sources.open_table`.
 
         Cost:
-          Beside: a copy of the rows of each store that changes (tables of one dim and dtype share a store). In place:
-          the changed rows, old and new, in host memory. Both: a copy of the store's map of rows (45 bytes a row) on the
-          host, and a new index (25 bytes a row) on the device. Where sizes or the dense model change, the last
-          `ready.MOST_USED` programs of requests are compiled before the version is served.
+          Beside: a copy of the rows of each store that changes. In place: the changed rows, old and new, on the
+          host. Both: a copy of the store's map of rows on the host (45 bytes a row), and a new index on the device (25
+          bytes a row). Where sizes or the dense model change, the last programs of requests are compiled before the
+          version is served.
         """
         return self._served("update", model).update(source, dense_file, in_place)
 

@@ -95,15 +95,16 @@ class Changes:
     def _fetched(self, source: RowSource, name: str, keys: np.ndarray) -> tuple[list[Batch], np.ndarray]:
         """The rows of keys, to be written, and the keys that the source does not have."""
         rows, is_found = fetcher.fetch(source, name, keys)
-        return list(self._stores.batches({name: (keys[is_found], rows[is_found])})), keys[~is_found]
+        found = keys[is_found], fetcher.take(rows, is_found)
+        return list(self._stores.batches({name: found})), keys[~is_found]
 
 
-def _filling(source: RowSource, name: str, keys: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _filling(source: RowSource, name: str, keys: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, fetcher.Lines]:
     """Keys and rows of a scan as the cache stores them; the bits of quantized rows are asked of the source."""
     if not source.tables[name].is_quantized:
         return keys, fetcher.round_rows(source.tables[name], rows)
     lines, is_found = fetcher.fetch(source, name, keys)
-    return keys[is_found], lines[is_found]
+    return keys[is_found], fetcher.take(lines, is_found)
 
 
 def _chunks(size: int, most: int) -> Iterator[slice]:

@@ -1,15 +1,8 @@
-"""A device cache, as its users see it.
-
-The semantics are those of HPS's embedding cache, made exact where HPS approximates. A lookup makes its keys distinct
-and asks the cache. The hit rate of a table is hits ÷ distinct keys. If it reaches the threshold, missed keys read what
-keys without a row read, and their rows are fetched in the background for later lookups. Otherwise the lookup waits for
-their rows.
+"""A device cache, as its users see it: docs/tiers.md says what a lookup reads and which rows leave.
 
 One tick of the clock is one lookup or one insertion. After an insertion a store holds its `capacity` rows of greatest
-(tick of the last use, table, key); nothing else decides which rows leave.
-
-Keys that no tier has are not cached: they would push real rows out, and a newer version may have them. They miss each
-time, count for the hit rate as misses, and read the table's default, or the row that they would get in training.
+(tick of the last use, table, key); nothing else decides which rows leave. Keys that no tier has are not cached: they
+would push real rows out, and a newer version may have them. They count for the hit rate as misses.
 """
 
 import dataclasses
@@ -169,9 +162,7 @@ class DeviceCache:
         for part in request.parts:
             lines = of_store[part.store][part.lines]
             if part.name in fetched:
-                late = fetched[part.name]
-                late = dataclasses.replace(late, rows=fetcher.widen(self.tables[part.name], late.rows))
-                lines = late.put_into(lines, np.asarray(found.out.inverse[part.store])[part.lines])
+                lines = fetched[part.name].put_into(lines, np.asarray(found.out.inverse[part.store])[part.lines])
             rows[part.name] = lines.reshape(*part.shape, lines.shape[1])
         return CachedRows(rows, found.snapshot.version, found.hit_rates)
 
@@ -193,11 +184,11 @@ class DeviceCache:
         late = [fetched[name] for name in names if name in fetched]
         if late:
             slots = np.full(num_rows, -1, np.int32)
-            lines = np.concatenate([some.rows for some in late])
-            slots[np.concatenate([some.places for some in late])] = np.arange(len(lines), dtype=np.int32)
-            size = padded_size(len(lines), LEAST_KEYS)
+            places = np.concatenate([some.places for some in late])
+            slots[places] = np.arange(len(places), dtype=np.int32)
+            size = padded_size(len(places), LEAST_KEYS)
             self._compiled.merge(s, num_rows, size)
-            parts = tuple(fill_up(part, size) for part in fetcher.parts_of(table, lines))
+            parts = tuple(fill_up(part, size) for part in fetcher.joined_lines(some.rows for some in late))
             slabs = programs.merged(slabs, *self.stores.put((slots, parts)))
         rows, *scales = slabs
         index, counters = found.out.indices[s]
@@ -236,9 +227,9 @@ class DeviceCache:
         closed: earlier lookups may still read it. Raises ValueError or UnknownTableError for other tables, and changes
         nothing.
 
-        The changed keys are searched for ROWS_AT_A_TIME at a time and the cached ones fetched before any lookup waits.
-        Then lookups wait while one program is dispatched for each ROWS_AT_A_TIME of these, and one for each store that
-        rows leave. Device memory: the new rows of the cached keys. Meanwhile changed keys that miss are not cached.
+        The cached ones among the changed keys are fetched before any lookup waits; meanwhile changed keys that miss are
+        not cached. Lookups wait while one program is dispatched for each ROWS_AT_A_TIME of these rows, and one for each
+        store that rows leave. Device memory: the new rows of the cached keys.
         """
         self._changes.swap(source, changed)
 
@@ -246,9 +237,8 @@ class DeviceCache:
         """Compiles what lookups of so many keys of each table need: queries, and insertions of misses.
 
         Without it the first lookup and insertion of a new size compile. With it, a smaller lookup is padded to what is
-        compiled, until a thread has compiled its own program; one that would be padded to more than 4 times its keys,
-        and to more than 16,384, compiles. `as_tables`: for `lookup_tables`. Does not compile what the source needs.
-        UnknownTableError: nothing is compiled.
+        compiled, if that is not much larger, until a thread has compiled its own program. `as_tables`: for
+        `lookup_tables`. Does not compile what the source needs. UnknownTableError: nothing is compiled.
 
         On a CPU core this takes about 0.3 s for each size of a lookup, and 0.15 s for each store and power of two.
         """
@@ -306,7 +296,7 @@ class DeviceCache:
                 for name in sorted(waits):
                     places, keys = found.missed[name]
                     rows, is_found = fetcher.fetch(snapshot.source, name, keys)
-                    fetched[name] = Fetched(places[is_found], keys[is_found], rows[is_found])
+                    fetched[name] = Fetched(places[is_found], keys[is_found], fetcher.take(rows, is_found))
             except SourceReplacedError:
                 self.stores.wait_for_swap(snapshot.epoch)
                 continue
@@ -340,7 +330,7 @@ class DeviceCache:
                 rows = {}
                 for name, keys in keys_of.items():
                     lines, is_found = fetcher.fetch(snapshot.source, name, keys)
-                    rows[name] = keys[is_found], lines[is_found]
+                    rows[name] = keys[is_found], fetcher.take(lines, is_found)
             except SourceReplacedError:
                 self.stores.wait_for_swap(snapshot.epoch)
                 continue

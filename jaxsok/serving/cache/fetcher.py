@@ -9,15 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsok.records import Records, joined
-from jaxsok.serving import quantize
 from jaxsok.serving.backing import RowSource
 from jaxsok.serving.frozen import FrozenTable, rounded
 
 LOG = logging.getLogger("jaxsok.serving")
 
 
-def fetch(source: RowSource, name: str, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Fetches rows of a table as a cache stores them, float32 or `packed`, and which are there."""
+Lines = tuple[np.ndarray, ...]  # rows as a cache stores them: float32, or numbers and scales
+
+
+def fetch(source: RowSource, name: str, keys: np.ndarray) -> tuple[Lines, np.ndarray]:
+    """Fetches rows of a table as a cache stores them, and which are there."""
     table = source.tables[name]
     if table.is_quantized:
         numbers, scales, is_found = source.fetch_quantized(name, keys)
@@ -28,7 +30,7 @@ def fetch(source: RowSource, name: str, keys: np.ndarray) -> tuple[np.ndarray, n
                 f'DeviceCache: table "{name}": got {dtypes} of {shapes} of {type(source).__name__}.'
                 f"fetch_quantized, wanted {table.dtype} and float32 of {wanted}."
             )
-        return packed(numbers, scales), np.asarray(is_found, bool)
+        return (numbers, scales), np.asarray(is_found, bool)
     rows, is_found = source.fetch(name, keys)
     wanted = (len(keys), table.dim)
     if rows.shape != wanted or rows.dtype != np.float32 or is_found.shape != wanted[:1]:
@@ -39,29 +41,21 @@ def fetch(source: RowSource, name: str, keys: np.ndarray) -> tuple[np.ndarray, n
     return round_rows(table, rows), np.asarray(is_found, bool)
 
 
-def round_rows(table: FrozenTable, rows: np.ndarray) -> np.ndarray:
+def round_rows(table: FrozenTable, rows: np.ndarray) -> Lines:
     """Rounds rows to what a store holds: an answer is the same whether its row was cached or fetched."""
     if table.dtype == "float32":
-        return np.asarray(rows, np.float32)
-    return rounded(rows, table.dtype).astype(np.float32)
+        return (np.asarray(rows, np.float32),)
+    return (rounded(rows, table.dtype).astype(np.float32),)
 
 
-def packed(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Joins quantized rows into one array of bytes: numbers, and behind them the scale."""
-    return np.concatenate([numbers.view(np.uint8), scales.astype(np.float32)[:, None].view(np.uint8)], axis=1)
+def take(lines: Lines, which: np.ndarray) -> Lines:
+    """Takes some of the rows."""
+    return tuple(array[which] for array in lines)
 
 
-def parts_of(table: FrozenTable, lines: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Gives rows as `fetch` gives them, or the numbers and scales of `packed` rows."""
-    if not table.is_quantized:
-        return (lines,)
-    numbers, scales = np.ascontiguousarray(lines[:, :-4]), np.ascontiguousarray(lines[:, -4:])
-    return numbers.view(jnp.dtype(table.dtype)), scales.view(np.float32)[:, 0]
-
-
-def widen(table: FrozenTable, lines: np.ndarray) -> np.ndarray:
-    """Converts rows that `fetch` gave to float32."""
-    return quantize.dequantized(*parts_of(table, lines)) if table.is_quantized else lines
+def joined_lines(parts: Iterable[Lines]) -> Lines:
+    """Joins rows of one dim and dtype."""
+    return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
 
 
 def hottest(chunks: Iterable[Records], num_rows: int) -> Records:

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from jaxsok import keys as keys_lib
+from jaxsok.serving import quantize
 from jaxsok.serving.cache.compiled import LEAST_KEYS
+from jaxsok.serving.cache.fetcher import Lines
 from jaxsok.serving.cache.programs import Queried
 from jaxsok.serving.cache.stores import Snapshot
 from jaxsok.serving.errors import RequestError, UnknownTableError
@@ -110,16 +112,17 @@ class Fetched:
 
     places: np.ndarray  # among the distinct keys of the store
     keys: np.ndarray
-    rows: np.ndarray  # as `fetcher.fetch` gives them
+    rows: Lines
 
     def put_into(self, lines: np.ndarray, inverse: np.ndarray) -> np.ndarray:
-        """Puts these rows among the lines of positions."""
+        """Puts these rows, as float32, among the lines of positions."""
         if not len(self.places):
             return lines
         last = inverse.max(initial=0, where=inverse != NO_ROW)
         slots = np.full(int(max(self.places.max(), last)) + 2, -1, np.int64)
         slots[self.places] = np.arange(len(self.places))
         slot = slots[np.minimum(inverse, np.uint32(len(slots) - 1)).astype(np.int64)]
+        rows = self.rows[0] if len(self.rows) == 1 else quantize.dequantized(*self.rows)
         lines = np.array(lines)
-        lines[slot >= 0] = self.rows[slot[slot >= 0]]
+        lines[slot >= 0] = rows[slot[slot >= 0]]
         return lines

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from jaxsok.serving.backing import RowSource
 from jaxsok.serving.cache import programs
 from jaxsok.serving.cache.compiled import LEAST_KEYS, CompiledPrograms
-from jaxsok.serving.cache.fetcher import parts_of
+from jaxsok.serving.cache.fetcher import Lines, joined_lines, take
 from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable
@@ -27,8 +27,7 @@ _MAX_SALTS = 8  # below one lookup in 10^9 needs a second one
 _NO_KEYS = np.zeros(0, np.uint64)
 _WAIT_S = 120.0  # for the swap that follows an update in place
 
-Rows = Mapping[str, tuple[np.ndarray, Any]]
-"""Distinct keys by table, and their rows as `fetcher.fetch` gives them, or None."""
+Rows = Mapping[str, tuple[np.ndarray, Any]]  # distinct keys by table, and their `Lines`, or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,15 +235,15 @@ class DeviceStores:
             parts.setdefault(s, []).append((np.full(len(keys), number, np.uint32), keys, lines))
         for s, some in parts.items():
             ids, keys = (np.concatenate([part[i] for part in some]) for i in range(2))
-            lines = None if some[0][2] is None else np.concatenate([part[2] for part in some])
+            lines = None if some[0][2] is None else joined_lines(part[2] for part in some)
             if are_bounded and lines is not None and len(keys) > self.capacities[s]:
                 last = np.sort(np.lexsort((keys, ids))[-self.capacities[s] :])
-                ids, keys, lines = ids[last], keys[last], lines[last]
+                ids, keys, lines = ids[last], keys[last], take(lines, last)
             if not len(keys):
                 continue
             size, table, slabs = padded_size(len(keys), LEAST_KEYS), self.spec.stores[s][0], None
             if lines is not None:
-                numbers, *scales = parts_of(table, lines)
+                numbers, *scales = lines
                 slabs = numbers.astype(jnp.dtype(table.dtype), copy=False), *(scale[:, None] for scale in scales)
                 slabs = tuple(fill_up(part, size) for part in slabs)
             yield Batch(s, len(keys), *self.put((key_words(keys, size), fill_up(ids, size), slabs)))
@@ -297,7 +296,7 @@ class DeviceStores:
     def _count(self, pairs: Sequence[Sequence[Any]], *names: str) -> int:
         """Counts pairs of numbers on the device under two names, and returns the first sum; waits for the device."""
         sums = {name: sum(int(np.asarray(pair[i])) for pair in pairs) for i, name in enumerate(names)}
-        self._counter.add(**sums)
+        self._counter.add(None, **sums)
         return sums[names[0]]
 
     def _ready_to_rewrite(self, batches: Sequence[Batch]) -> None:
@@ -319,13 +318,13 @@ class DeviceStores:
             return jax.device_put(_new_store(num_tables, capacity, salt, rows, numbers), self.device)
 
 
-def _without(keys: np.ndarray, rows: np.ndarray, leaving: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _without(keys: np.ndarray, rows: Lines, leaving: np.ndarray) -> tuple[np.ndarray, Lines]:
     """Takes out the keys in a sorted array, and their rows."""
     if not len(leaving):
         return keys, rows
     place = np.minimum(np.searchsorted(leaving, keys), len(leaving) - 1)
     stays = leaving[place] != keys
-    return keys[stays], rows[stays]
+    return keys[stays], take(rows, stays)
 
 
 _new_store = jax.jit(programs.empty_store, static_argnums=(0, 1), donate_argnums=(3, 4))
