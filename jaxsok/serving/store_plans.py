@@ -132,7 +132,8 @@ class StorePlan:
         """
         capacity = self.row_map.capacity
         if self.is_fresh or capacity != store.capacity:
-            rows, *scales = (_resize(array, capacity, not self.is_fresh) for array in (store.rows, *store.scales))
+            with jax.default_device(device):
+                rows, *scales = (_resize(array, capacity, not self.is_fresh) for array in (store.rows, *store.scales))
             store, donate = dataclasses.replace(store, rows=rows, scales=tuple(scales)), True
         for row_ids, lines in self.lines():
             store = write_lines(store, row_ids, lines, donate=donate)
@@ -141,7 +142,12 @@ class StorePlan:
         return dataclasses.replace(store, index=index, counters=counters)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
 def _resize(array: Array, capacity: int, keeps: bool) -> Array:
-    zeros = jnp.zeros((capacity, *array.shape[1:]), array.dtype)
-    return zeros.at[: array.shape[0]].set(array) if keeps else zeros
+    """Makes a larger array where an array lies, with its lines or without."""
+    zeros = jax.device_put(jnp.zeros((capacity, *array.shape[1:]), array.dtype), array.sharding)
+    return _put_first(zeros, array) if keeps else zeros
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put_first(longer: Array, array: Array) -> Array:
+    return longer.at[: array.shape[0]].set(array)

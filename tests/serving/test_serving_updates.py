@@ -161,6 +161,18 @@ def test_rows_of_other_dtypes(trained, tmp_path, dtype, in_place):
             assert rows.tobytes() == answer[name].tobytes()
 
 
+def test_new_versions_lie_where_the_first_one_lay(tmp_path):
+    """All rows anew, in as many rows and in more; not on the default device."""
+    device = jax.devices()[1]
+    folder = write(tmp_path / "first", rows_of(range(10), 4))
+    config = config_of(model_of({"user": (folder, 4)}, jaxsok={"row_dtype": "int8"}))
+    with open(config, device, warm_up=False) as session:
+        for number, size in enumerate((10, 300)):
+            session.update({"user": write(tmp_path / str(number), rows_of(range(size), 4))}, in_place=False)
+            store = session._models["dlrm"].reader.versions.current.tables.stores[0]
+            assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(store))
+
+
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
