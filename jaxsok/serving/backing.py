@@ -288,11 +288,6 @@ class HostRows(RowSource):
             s = plan.store
             stores[s] = plan.write(stores[s], host_device(), donate=s in own)
             maps[s] = plan.row_map
-            for change in plan.changes if plan.row_map.frequencies is not None else ():
-                for records in change.records():
-                    if records.frequency is not None:
-                        row_ids = plan.row_map.find(plan.numbers[change.table.name], records.keys)
-                        plan.row_map.set_frequencies(row_ids, records.frequency)
         tables = FrozenTables(tuple(stores), self._tables.spec)
         newer = HostRows(tables, maps, version=self.version + 1 if version is None else version)
         with _SHARING:

@@ -114,7 +114,7 @@ class StorePlan:
         return (rows_bytes + self.piece_bytes) * has_rows + self.index_bytes
 
     def lines(self) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
-        """The changed rows as they are stored: row ids, and what `lines_of` gives."""
+        """The changed rows as they are stored: row ids, and what `lines_of` gives. Keeps frequencies in the map."""
         for change in self.changes:
             for records in change.pieces():
                 row_ids = self.row_map.find(self.numbers[change.table.name], records.keys)
@@ -123,6 +123,8 @@ class StorePlan:
                         f'update: table "{change.table.name}": path: "{change.path}" changed while it was read; '
                         "write a new folder for each update."
                     )
+                if self.row_map.frequencies is not None and records.frequency is not None:
+                    self.row_map.set_frequencies(row_ids, records.frequency)
                 yield row_ids, lines_of(change.table, records.rows)
 
     def write(self, store: FrozenStore, device: Any, *, donate: bool = False) -> FrozenStore:

@@ -596,7 +596,7 @@ def test_an_insertion_of_an_old_version_is_left_out():
         old.before_fetch = lambda *_: cache.swap(new, {"a": keys_of(5)})
         found = cache.lookup({"a": keys_of(5, 6)})
         np.testing.assert_array_equal(found.rows["a"], [row_of(1, "a", 5), row_of(1, "a", 6)])
-        assert (found.version, cache.version, cache.num_rows["a"]) == (0, 2, 0)
+        assert (found.version, cache.source.version, cache.num_rows["a"]) == (0, 2, 0)
         np.testing.assert_array_equal(cache.lookup({"a": keys_of(5)}).rows["a"], [row_of(2, "a", 5)])
 
 
@@ -745,7 +745,7 @@ def test_bad_arguments():
             cache.swap(DictSource(rows_of(4), version=4), {"z": keys_of(1)})
         with pytest.raises(TypeError, match="integers"):
             cache.swap(DictSource(rows_of(4), version=4), {"a": np.array([0.5])})
-        assert cache.version == 0
+        assert cache.source.version == 0
 
 
 def test_keys_that_find_no_place_get_another_salt(monkeypatch):

@@ -91,7 +91,7 @@ class DeviceCache:
         checks.number("DeviceCache: refresh_fraction", refresh_fraction, 0, 1)
         checks.integer("DeviceCache: max_pending", max_pending, 1)
         checks.integer("DeviceCache: min_rows", min_rows, 1)
-        self.fraction, self.hit_rate_threshold, self.refresh_fraction = fraction, hit_rate_threshold, refresh_fraction
+        self.hit_rate_threshold, self.refresh_fraction = hit_rate_threshold, refresh_fraction
         self.device = jax.devices()[0] if device is None else device
         spec = FrozenSpec.of(list(source.tables.values()))
         self._shares = {
@@ -113,14 +113,6 @@ class DeviceCache:
     @property
     def source(self) -> RowSource:
         return self.stores.source
-
-    @property
-    def version(self) -> int:
-        return self.source.version
-
-    @property
-    def tables(self) -> Mapping[str, FrozenTable]:
-        return self.source.tables
 
     @property
     def capacity(self) -> int:
