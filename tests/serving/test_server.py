@@ -1299,7 +1299,7 @@ def test_names_that_stand_twice_are_found_at_once():
     body = ("{" + ",".join(f'"{name}":0' for name in [*names, names[-1]]) + "}").encode()
     begin = time.perf_counter()
     with pytest.raises(errors.RequestError, match="'9c3f' twice"):
-        wire.read_json(body, "test", ["keys"])
+        wire.read_json(body, "test", "keys")
     assert time.perf_counter() - begin < 20, "grows with the square"
 
 

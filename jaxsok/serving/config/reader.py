@@ -1,5 +1,6 @@
 """Reads a configuration: checks parsed JSON key by key and makes values of it (values.py)."""
 
+import collections
 import dataclasses
 import difflib
 import json
@@ -113,8 +114,8 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) == len(pairs):
         return made
-    repeated, names = _Repeated(made), [name for name, _ in pairs]
-    repeated.key = next(name for i, name in enumerate(names) if name in names[:i])
+    repeated = _Repeated(made)
+    ((repeated.key, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
     return repeated
 
 
