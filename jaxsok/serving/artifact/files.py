@@ -1,6 +1,5 @@
 """The two files of an artifact: a program as `jax.export` writes it, and a manifest that is checked when it is read."""
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ import jax
 import jaxsok
 from jaxsok import manifests, published
 from jaxsok.initializers import InitialRows
-from jaxsok.serving.artifact.inputs import KINDS, InputSpec
+from jaxsok.serving.artifact.inputs import KINDS, InputSpec, input_to_json
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenTable, FrozenTables
 from jaxsok.types import MAX_DIM
@@ -39,7 +38,7 @@ def manifest_of(exported: Any, tables: FrozenTables, inputs: Mapping[str, InputS
         "jax": jax.__version__,
         "calling_convention": exported.calling_convention_version,
         "platforms": list(exported.platforms),
-        "inputs": [{"name": name, **_input_to_json(spec)} for name, spec in inputs.items()],
+        "inputs": [{"name": name, **input_to_json(spec)} for name, spec in inputs.items()],
         "outputs": [
             {
                 "name": name,
@@ -64,22 +63,6 @@ def table_from_json(value: dict[str, Any], dim: Any, dtype: Any) -> FrozenTable:
     """A table of a manifest."""
     initial = InitialRows.from_json(value["initial"]) if "initial" in value else None
     return FrozenTable(value["name"], dim, value["default"], dtype, initial)
-
-
-def _input_to_json(spec: InputSpec) -> dict[str, Any]:
-    (kind,) = (kind for kind, cls in KINDS.items() if type(spec) is cls)
-    fields = dataclasses.asdict(spec)
-    return {
-        "kind": kind,
-        **{name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()},
-    }
-
-
-def input_from_json(one: Mapping[str, Any]) -> InputSpec:
-    """An input of a manifest."""
-    kind = KINDS[one["kind"]]
-    fields = {field.name: one[field.name] for field in dataclasses.fields(kind)}
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 
 def _size_of_axis(value: Any) -> None:

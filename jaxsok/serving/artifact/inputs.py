@@ -1,7 +1,7 @@
 """The inputs and outputs of a model: declared, checked when it is called, and padded."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -76,6 +76,20 @@ class ArrayInput:
 InputSpec: TypeAlias = KeysInput | BagsInput | ArrayInput
 
 KINDS: dict[str, type] = {"keys": KeysInput, "bags": BagsInput, "array": ArrayInput}
+
+
+def input_to_json(spec: InputSpec) -> dict[str, Any]:
+    """An input for a manifest, or for a page of the server."""
+    (kind,) = (kind for kind, cls in KINDS.items() if type(spec) is cls)
+    fields = dataclasses.asdict(spec).items()
+    return {"kind": kind, **{name: list(value) if isinstance(value, tuple) else value for name, value in fields}}
+
+
+def input_from_json(entry: Mapping[str, Any]) -> InputSpec:
+    """An input of a manifest."""
+    kind = KINDS[entry["kind"]]
+    fields = {field.name: entry[field.name] for field in dataclasses.fields(kind)}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 
 @dataclasses.dataclass(frozen=True)

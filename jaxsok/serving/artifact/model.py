@@ -18,6 +18,7 @@ from jaxsok.serving.artifact.inputs import (
     LEAST_BATCH,
     InputSpec,
     OutputSpec,
+    input_from_json,
     input_shapes,
     pad_input,
     read_input,
@@ -155,7 +156,7 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
             f"{device}, where it is to run; export with it in `platforms`."
         )
     try:
-        inputs = {entry["name"]: files.input_from_json(entry) for entry in manifest["inputs"]}
+        inputs = {entry["name"]: input_from_json(entry) for entry in manifest["inputs"]}
         outputs = {entry["name"]: OutputSpec(tuple(entry["shape"]), entry["dtype"]) for entry in manifest["outputs"]}
         stores = tuple(
             tuple(files.table_from_json(entry, store["dim"], store["dtype"]) for entry in store["tables"])

@@ -12,25 +12,8 @@ from prometheus_client import core, registry
 
 _log = logging.getLogger(__name__)
 
-LATENCY_BUCKETS = (
-    0.0005,
-    0.001,
-    0.002,
-    0.003,
-    0.005,
-    0.0075,
-    0.01,
-    0.02,
-    0.03,
-    0.05,
-    0.1,
-    0.2,
-    0.5,
-    1.0,
-    2.0,
-    5.0,
-    30.0,
-)
+_MILLISECONDS = (0.5, 1, 2, 3, 5, 7.5, 10, 20, 30, 50, 100, 200, 500, 1000, 2000, 5000, 30000)
+LATENCY_BUCKETS = tuple(bound / 1000 for bound in _MILLISECONDS)
 SIZE_BUCKETS = tuple(float(2**i) for i in range(0, 21, 2))
 REQUEST_BUCKETS = tuple(float(2**i) for i in range(11))
 
@@ -86,6 +69,10 @@ class Metrics:
         )
         self.is_ready = prometheus_client.Gauge("jaxsok_ready", "1 while requests are taken", registry=self.registry)
         self.registry.register(_AtScrape(stats, depths))
+
+    def count_watched(self, model: str, result: str) -> None:
+        """Counts a folder that --watch found."""
+        self.watched.labels(model, result).inc()
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format. Asks the session: call it off the event loop."""

@@ -86,13 +86,13 @@ def formats(request: Request, op: str) -> tuple[str, str]:
     content_type = request.headers.get("content-type")
     given = wire.media_type_of(content_type)
     if given is None:
-        message = f"{op}: got Content-Type {wire.brief(content_type)}, wanted {' or '.join(wire.MEDIA_TYPES)}."
+        message = f"{op}: got Content-Type {wire.brief(content_type)}, wanted {' or '.join(wire.MEDIA_TYPES.values())}."
         raise Refusal(415, "unsupported_media_type", message)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise Refusal(415, "unsupported_media_type", f"{op}: got Content-Encoding {wire.brief(encoding)}, wanted none.")
     wanted = wire.accepted(",".join(request.headers.getlist("accept")), given)
     if wanted is None:
-        message = f"{op}: Accept allows neither {' nor '.join(wire.MEDIA_TYPES)}."
+        message = f"{op}: Accept allows neither {' nor '.join(wire.MEDIA_TYPES.values())}."
         raise Refusal(406, "not_acceptable", message)
     return given, wanted

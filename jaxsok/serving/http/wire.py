@@ -22,7 +22,7 @@ from jaxsok.serving.errors import RequestError, RequestTooLargeError
 
 JSON = "application/json"
 TENSORS = "application/vnd.jaxsok.v1+safetensors"
-MEDIA_TYPES = (JSON, TENSORS)
+MEDIA_TYPES = {"json": JSON, "tensors": TENSORS}
 
 MAX_HEADER_BYTES = 1 << 20
 VALUE_BYTES = {"json": 64, "tensors": 8}
@@ -456,7 +456,7 @@ def accepted(accept: str | None, default: Literal["json", "tensors"]) -> Literal
 
     json_weight, tensors_weight = (
         next((weights[asked] for asked in (name, "application/*", "*/*") if asked in weights), 0.0)
-        for name in MEDIA_TYPES
+        for name in (JSON, TENSORS)
     )
     if max(json_weight, tensors_weight) == 0:
         return None
