@@ -111,7 +111,7 @@ Answer: TypeAlias = Callable[[_Request], Awaitable[Response]]
 class App:
     """The ASGI application over one session, with its batchers, threads and counters.
 
-    `App(session).asgi` runs under any ASGI server; `serve` runs it under uvicorn. Work begins with the application's
+    `App(session).asgi` runs under any ASGI server, `running.Server` under uvicorn. Work begins with the application's
     lifespan, whose end closes the session. `watch` is a folder of exports and deltas (watch.py): those in it are
     applied before the first request, later ones as they come. FileNotFoundError: there is no such folder.
     """
