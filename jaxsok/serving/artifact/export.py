@@ -124,16 +124,16 @@ def export_model(
 def _lookups(
     jaxpr: Any, shapes: Any, tables: FrozenTables, inputs: Mapping[str, InputSpec]
 ) -> dict[str, tuple[str, ...] | None]:
-    names: list[str | None] = []
-    raw: list[Sequence[str]] = []
-    for path, leaf in jax.tree.flatten_with_path(shapes)[0]:
-        what, which, rest = path[0].idx, path[1], [step.idx for step in path[2:]]
-        is_keys = what == 3 and not isinstance(inputs[which.key], ArrayInput) and rest in ([], [0])
-        names.append(which.key if is_keys else None)
-        is_rows = what == 0 and rest[0] >= 2  # rows and scales
-        raw.append([table.name for table in tables.spec.stores[which.idx]] if is_rows else [])
-        del leaf
-    return key_paths.found(jaxpr, names, raw, list(tables.tables))
+    labels: list[key_paths.Label] = []
+    for path, _ in jax.tree.flatten_with_path(shapes)[0]:
+        argument, which, rest = path[0].idx, path[1], [step.idx for step in path[2:]]
+        label = None
+        if argument == 0 and rest[0] >= 2:  # rows and scales
+            label = key_paths.Rows(table.name for table in tables.spec.stores[which.idx])
+        elif argument == 3 and not isinstance(inputs[which.key], ArrayInput) and rest in ([], [0]):
+            label = frozenset([which.key])
+        labels.append(label)
+    return key_paths.found(jaxpr, labels, list(tables.tables))
 
 
 def _function_of(op: str, model: Any, variables: Mapping[str, Any] | None) -> Function:
