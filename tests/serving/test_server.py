@@ -1800,7 +1800,9 @@ def test_results_of_a_whole_batch_are_of_one_client(tmp_path):
     artifact.export_model(tmp_path / "model", model, frozen, {"user": artifact.KeysInput("user")}, platforms=PLATFORMS)
     config = config_of({"user": tmp_path / "user"}, 4, dense_file=str(tmp_path / "model"))
     with session_lib.open(config, warm_up=False) as session:
-        samples = [calls.Samples({"user": np.array(mine, np.uint64)}, 2, {"user": 2}) for mine in ([1, 2], [3, 4])]
+        samples = [
+            calls.ParsedRequest({"user": np.array(mine, np.uint64)}, {"user": 2}, 2) for mine in ([1, 2], [3, 4])
+        ]
         found = calls.Predictions(session, 100).run("ranker", samples)
     for number, (outputs, version) in enumerate(found):
         mine = rows[2 * number : 2 * number + 2]
@@ -1828,7 +1830,7 @@ def test_a_batch_whose_dense_model_changed_meanwhile_is_asked_again():
     try:
         session = Switched()
         one = wire.Ragged(np.array([1, 2], np.uint64), np.array([1, 1], np.int32))
-        samples = [calls.Samples({"user": one, "dense": np.zeros((2, 2), np.float32)}, 2, {"user": 2})] * 2
+        samples = [calls.ParsedRequest({"user": one, "dense": np.zeros((2, 2), np.float32)}, {"user": 2}, 2)] * 2
         found = calls.Predictions(session, 100).run("ranker", samples)
     finally:
         cases_outputs.update(before)

@@ -20,12 +20,27 @@ _PARTS = ("values", "lengths", "weights")  # of ragged bags
 
 
 @dataclasses.dataclass(frozen=True)
-class Samples:
-    """The inputs of one predict request."""
+class ParsedRequest:
+    """A checked request: its arrays, and what they add to the limits of a call."""
 
-    inputs: Mapping[str, np.ndarray | wire.Ragged]
-    num_samples: int
+    arrays: Mapping[str, Any]  # keys by table, or inputs by name: arrays and `wire.Ragged`
     num_keys: Mapping[str, int]  # by table
+    num_samples: int = 0  # of a prediction, at least 1
+
+    @property
+    def costs(self) -> dict[str, int]:
+        """What it adds to the limits of a call, which are those of `limits_of`."""
+        return {"": self.num_samples, **self.num_keys}
+
+    @property
+    def size(self) -> int:
+        """Its number of samples, or of keys if it is a lookup."""
+        return self.num_samples or sum(self.num_keys.values())
+
+
+def limits_of(model: Any) -> dict[str, int]:
+    """The limits of one call: samples, under a name that no table has, and keys by table."""
+    return {"": model.max_batch_size, **model.max_keys}
 
 
 class _Calls:
@@ -48,7 +63,7 @@ class Lookups(_Calls):
         num_keys = sum(self._max_keys_of(model, name) for name in model.tables)
         return min(self._max_keys, num_keys), list(model.tables)
 
-    def read(self, body: bytes, given: str, model: Any) -> Arrays:
+    def read(self, body: bytes, given: str, model: Any) -> ParsedRequest:
         """Reads keys by table, uint64 of any shape; raises a ServingError for what the model cannot answer."""
         op, found = self.op, _parse(self, body, given, model)
         if not found:
@@ -61,33 +76,19 @@ class Lookups(_Calls):
             _check_most(wire.extent(array.shape), self._max_keys_of(model, name), f'{op}: table "{name}"')
             _check_bits(array, model, f'{op}: keys of table "{name}"')
         _check_most(sum(wire.extent(array.shape) for array in keys.values()), self._max_keys, op)
-        return keys
+        return ParsedRequest(keys, {name: array.size for name, array in keys.items()})
 
-    def limits(self, model: Any) -> dict[str, int]:
-        """The limits of one call, by table."""
-        return dict(model.max_keys)
-
-    def costs(self, keys: Mapping[str, np.ndarray]) -> dict[str, int]:
-        """What a request adds to the limits, by table."""
-        return {name: array.size for name, array in keys.items()}
-
-    def size(self, keys: Mapping[str, np.ndarray]) -> int:
-        """The number of keys of a request."""
-        return sum(array.size for array in keys.values())
-
-    def run(self, model: str, requests: Sequence[Mapping[str, np.ndarray]]) -> list[tuple[Arrays, int]]:
+    def run(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
         """Runs all requests in one call; gives each its rows, `[*shape of the keys, dim]`, and the version."""
-        names = list(dict.fromkeys(name for request in requests for name in request))
-        joined = {
-            name: np.concatenate([request[name].reshape(-1) for request in requests if name in request])
-            for name in names
-        }
+        keys_of = [request.arrays for request in requests]
+        names = list(dict.fromkeys(name for keys in keys_of for name in keys))
+        joined = {name: np.concatenate([keys[name].reshape(-1) for keys in keys_of if name in keys]) for name in names}
         answer = self._session.lookup(joined, model=model)
         rows = {name: np.asarray(answer[name], np.float32) for name in names}
         places, results = dict.fromkeys(names, 0), []
         for request in requests:
             parts = {}
-            for name, keys in request.items():
+            for name, keys in request.arrays.items():
                 begin, places[name] = places[name], places[name] + keys.size
                 parts[name] = rows[name][begin : places[name]].reshape(*keys.shape, rows[name].shape[-1])
             results.append((parts, int(answer.version)))
@@ -120,7 +121,7 @@ class Predictions(_Calls):
         rest += min(self._max_keys, sum(keys[table] for table in weighted))
         return rest + min(self._max_keys, sum(keys.values())), names
 
-    def read(self, body: bytes, given: str, model: Any) -> Samples:
+    def read(self, body: bytes, given: str, model: Any) -> ParsedRequest:
         """Reads inputs of one batch size; raises a ServingError for what the model cannot answer."""
         op, specs, found = self.op, model.inputs, _parse(self, body, given, model)
         if given == "tensors":
@@ -149,21 +150,9 @@ class Predictions(_Calls):
         _check_most(sum(num_keys.values()), self._max_keys, op)
         for table, number in num_keys.items():
             _check_most(number, self._max_keys_of(model, table), f'{op}: table "{table}"')
-        return Samples(inputs, num_samples, num_keys)
+        return ParsedRequest(inputs, num_keys, num_samples)
 
-    def limits(self, model: Any) -> dict[str, int]:
-        """The limits of one call."""
-        return {"samples": model.max_batch_size, **{_cost(name): limit for name, limit in model.max_keys.items()}}
-
-    def costs(self, samples: Samples) -> dict[str, int]:
-        """What a request adds to the limits."""
-        return {"samples": samples.num_samples, **{_cost(name): number for name, number in samples.num_keys.items()}}
-
-    def size(self, samples: Samples) -> int:
-        """The number of samples of a request."""
-        return samples.num_samples
-
-    def run(self, model: str, requests: Sequence[Samples]) -> list[tuple[Arrays, int]]:
+    def run(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
         """Gives each request its outputs, and the version.
 
         Requests share a call if their samples have one shape and each output has a row for each sample. Otherwise each
@@ -180,8 +169,8 @@ class Predictions(_Calls):
                 results[number] = result
         return results
 
-    def _run_joined(self, known: Any, requests: Sequence[Samples]) -> list[tuple[Arrays, int]]:
-        joined = {name: _join([request.inputs[name] for request in requests]) for name in requests[0].inputs}
+    def _run_joined(self, known: Any, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
+        joined = {name: _join([request.arrays[name] for request in requests]) for name in requests[0].arrays}
         answer = self._session.predict(joined, model=known.name)
         outputs = {name: _sendable(np.asarray(value)) for name, value in answer.items()}
         if len(requests) == 1:
@@ -207,10 +196,6 @@ def _parse(kind: Lookups | Predictions, body: bytes, given: str, model: Any) -> 
 def _can_join(model: Any) -> bool:
     """Whether all results of a model can be cut between requests."""
     return model.outputs is not None and all(output.is_batched for output in model.outputs.values())
-
-
-def _cost(table: str) -> str:
-    return f'keys of "{table}"'  # differs from the name of the samples, whatever a table is called
 
 
 def _check_bits(keys: np.ndarray, model: Any, what: str) -> None:
@@ -263,10 +248,10 @@ def _with_bags(found: dict[str, Any], specs: Mapping[str, Any], op: str) -> dict
     return found
 
 
-def _shapes(samples: Samples) -> Any:
+def _shapes(request: ParsedRequest) -> Any:
     return tuple(
         (name, "ragged" if isinstance(value, wire.Ragged) else value.shape[1:])
-        for name, value in sorted(samples.inputs.items())
+        for name, value in sorted(request.arrays.items())
     )
 
 

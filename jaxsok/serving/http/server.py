@@ -29,7 +29,7 @@ from jaxsok.serving.artifact.inputs import input_to_json
 from jaxsok.serving.errors import RequestTooLargeError, UnknownModelError
 from jaxsok.serving.http import wire
 from jaxsok.serving.http.batching import Batcher, ClosedError
-from jaxsok.serving.http.calls import Lookups, Predictions
+from jaxsok.serving.http.calls import Lookups, ParsedRequest, Predictions, limits_of
 from jaxsok.serving.http.metrics import Metrics
 from jaxsok.serving.http.responses import (
     CLOSE,
@@ -135,7 +135,7 @@ class App:
         self.num_running = 0
         """Calls of the session that have not ended, also those whose clients have gone."""
         self._num_taken, self._held_bytes = 0, 0
-        self._batchers: dict[tuple[str, str], Batcher[Any, Any]] = {}
+        self._batchers: dict[tuple[str, str], Batcher[ParsedRequest, Any]] = {}
         self._lock = threading.Lock()  # guards num_running
         self._pools: list[concurrent.futures.ThreadPoolExecutor] = []
         self._bodies: concurrent.futures.ThreadPoolExecutor | None = None
@@ -275,8 +275,9 @@ class App:
     async def _answer(self, kind: Lookups | Predictions, model: Any, body: bytes, given: str, wanted: str) -> Response:
         options = self.options
         payload = await self._off_loop(len(body), kind.read, body, given, model)
-        if isinstance(payload, dict):  # a lookup: its bytes are known before it is made
-            num_values = sum(wire.extent(array.shape) * model.tables[name].dim for name, array in payload.items())
+        if isinstance(kind, Lookups):  # its bytes are known before it is made
+            arrays = payload.arrays.items()
+            num_values = sum(wire.extent(array.shape) * model.tables[name].dim for name, array in arrays)
             _check_response(num_values, 4 * num_values, wanted, options, kind.op)
         arrays, version = await self._submit(kind, model, payload)
         num_values = sum(wire.extent(array.shape) for array in arrays.values())
@@ -336,22 +337,22 @@ class App:
             raise ClosedError
         return await asyncio.get_running_loop().run_in_executor(self._bodies, work, *arguments)
 
-    async def _submit(self, kind: Lookups | Predictions, model: Any, payload: Any) -> Any:
+    async def _submit(self, kind: Lookups | Predictions, model: Any, payload: ParsedRequest) -> Any:
         batcher = self._batchers.get((kind.op, model.name))
         if batcher is None:
             batcher = self._batchers[kind.op, model.name] = self._batcher(kind, model)
-        return await batcher.submit(payload, kind.costs(payload))
+        return await batcher.submit(payload, payload.costs)
 
     def _pool(self, num_threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
         self._pools.append(concurrent.futures.ThreadPoolExecutor(num_threads, name))
         return self._pools[-1]
 
-    def _batcher(self, kind: Lookups | Predictions, model: Any) -> Batcher[Any, Any]:
+    def _batcher(self, kind: Lookups | Predictions, model: Any) -> Batcher[ParsedRequest, Any]:
         if self._bodies is None:
             raise ClosedError
         labels = kind.op, model.name
 
-        def run(payloads: Sequence[Any]) -> list[Any]:
+        def run(payloads: Sequence[ParsedRequest]) -> list[Any]:
             with self._lock:
                 self.num_running += 1
             try:
@@ -360,14 +361,14 @@ class App:
                 with self._lock:
                     self.num_running -= 1
 
-        def observe(payloads: Sequence[Any], is_split: bool) -> None:
+        def observe(payloads: Sequence[ParsedRequest], is_split: bool) -> None:
             self.metrics.batch_requests.labels(*labels).observe(len(payloads))
-            self.metrics.batch_size.labels(*labels).observe(sum(map(kind.size, payloads)))
+            self.metrics.batch_size.labels(*labels).observe(sum(payload.size for payload in payloads))
             self.metrics.splits.labels(*labels).inc(is_split)
 
         return Batcher(
             run,
-            kind.limits(model),
+            limits_of(model),
             # One for each, so that a slow model delays no other.
             executor=self._pool(self.options.num_workers, "jaxsok-call"),
             max_delay_s=self.options.max_delay_ms / 1000,
