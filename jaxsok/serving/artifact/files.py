@@ -14,6 +14,7 @@ import jax
 import jaxsok
 from jaxsok import manifests, published
 from jaxsok.initializers import InitialRows
+from jaxsok.manifests import entries, integer, list_of, text
 from jaxsok.serving.artifact.inputs import KINDS, InputSpec, input_to_json
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenTable, FrozenTables
@@ -39,19 +40,16 @@ def manifest_of(exported: Any, tables: FrozenTables, inputs: Mapping[str, InputS
         "calling_convention": exported.calling_convention_version,
         "platforms": list(exported.platforms),
         "inputs": [{"name": name, **input_to_json(spec)} for name, spec in inputs.items()],
-        "outputs": [
-            {
-                "name": name,
-                "shape": [size if isinstance(size, int) else str(size) for size in aval.shape],
-                "dtype": aval.dtype.name,
-            }
-            for name, aval in outputs.items()
-        ],
+        "outputs": [{"name": name, **_output_to_json(aval)} for name, aval in outputs.items()],
         "stores": [
             {"dim": store[0].dim, "dtype": store[0].dtype, "tables": [_table_to_json(table) for table in store]}
             for store in tables.spec.stores
         ],
     }
+
+
+def _output_to_json(aval: Any) -> dict[str, Any]:
+    return {"shape": [size if isinstance(size, int) else str(size) for size in aval.shape], "dtype": aval.dtype.name}
 
 
 def _table_to_json(table: FrozenTable) -> dict[str, Any]:
@@ -65,8 +63,8 @@ def table_from_json(value: dict[str, Any], dim: Any, dtype: Any) -> FrozenTable:
     return FrozenTable(value["name"], dim, value["default"], dtype, initial)
 
 
-def _size_of_axis(value: Any) -> None:
-    (manifests.text() if isinstance(value, str) else manifests.integer())(value)
+def _check_axis(value: Any) -> None:
+    (text() if isinstance(value, str) else integer())(value)
 
 
 def _check_initial(value: Any) -> None:
@@ -76,28 +74,17 @@ def _check_initial(value: Any) -> None:
         raise manifests.Wrong(value, f"what InitialRows.to_json gives ({error})") from error
 
 
-_NAME = manifests.text(".+", "a name")
-_MODEL = manifests.entries(
+_NAME = text(".+", "a name")
+_TABLE = entries({"name": _NAME, "default": manifests.number}, {"initial": _check_initial})
+_MODEL = entries(
     {
-        "jax": manifests.text(),
-        "inputs": manifests.list_of(manifests.entries({"name": _NAME, "kind": manifests.one_of(tuple(KINDS))})),
-        "outputs": manifests.list_of(
-            manifests.entries({"name": _NAME, "shape": manifests.list_of(_size_of_axis), "dtype": manifests.text()})
-        ),
-        "stores": manifests.list_of(
-            manifests.entries(
-                {
-                    "dim": manifests.integer(1, MAX_DIM),
-                    "dtype": manifests.text(),
-                    "tables": manifests.list_of(
-                        manifests.entries({"name": _NAME, "default": manifests.number}, {"initial": _check_initial})
-                    ),
-                }
-            )
-        ),
-        "program": manifests.entries({"bytes": manifests.integer(), "sha256": manifests.text()}),
+        "jax": text(),
+        "inputs": list_of(entries({"name": _NAME, "kind": manifests.one_of(tuple(KINDS))})),
+        "outputs": list_of(entries({"name": _NAME, "shape": list_of(_check_axis), "dtype": text()})),
+        "stores": list_of(entries({"dim": integer(1, MAX_DIM), "dtype": text(), "tables": list_of(_TABLE)})),
+        "program": entries({"bytes": integer(), "sha256": text()}),
     },
-    {"lookups": manifests.by_name(manifests.optional(manifests.list_of(_NAME)))},
+    {"lookups": manifests.by_name(manifests.optional(list_of(_NAME)))},
 )
 """The schema of a manifest; the rest of an input is checked where it is made."""
 

@@ -13,16 +13,9 @@ from jaxtyping import Array
 
 from jaxsok.kernels import library
 from jaxsok.serving.artifact import files
+from jaxsok.serving.artifact import inputs as inputs_lib
 from jaxsok.serving.artifact.files import ArtifactError
-from jaxsok.serving.artifact.inputs import (
-    LEAST_BATCH,
-    InputSpec,
-    OutputSpec,
-    input_from_json,
-    input_shapes,
-    pad_input,
-    read_input,
-)
+from jaxsok.serving.artifact.inputs import LEAST_BATCH, InputSpec, OutputSpec
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
 from jaxsok.serving.padding import padded_size
@@ -90,7 +83,7 @@ class ServedModel:
     def leaves_of(self, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """The shapes of the program's inputs, from what `sizes` gives."""
         return {
-            name: input_shapes(spec, num_samples, num_keys)
+            name: inputs_lib.input_shapes(spec, num_samples, num_keys)
             for (name, spec), (num_samples, num_keys) in zip(self.inputs.items(), sizes, strict=True)
         }
 
@@ -104,7 +97,7 @@ class ServedModel:
     def padded(self, leaves: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
         """Pads what `read` gave to powers of two of samples, and of keys of bags."""
         size = padded_size(num_samples, LEAST_BATCH)
-        return {name: pad_input(leaf, num_samples, size) for name, leaf in leaves.items()}
+        return {name: inputs_lib.pad_input(leaf, num_samples, size) for name, leaf in leaves.items()}
 
     def _bound(self, tables: FrozenTables) -> tuple[Any, Any, Any]:
         stores, numbers, words = _rebound(self._stores, tables.spec)
@@ -121,7 +114,7 @@ class ServedModel:
             raise RequestError(f"call: inputs: got {sorted(inputs)}, wanted {sorted(self.inputs)}.")
         leaves, sizes = {}, {}
         for name, spec in self.inputs.items():
-            leaves[name], sizes[name] = read_input(f'call: inputs["{name}"]', spec, inputs[name])
+            leaves[name], sizes[name] = inputs_lib.read_input(f'call: inputs["{name}"]', spec, inputs[name])
         if len(set(sizes.values())) != 1:
             raise RequestError(f"call: inputs: got batch sizes {sizes}, wanted one.")
         return leaves, next(iter(sizes.values()))
@@ -156,7 +149,7 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
             f"{device}, where it is to run; export with it in `platforms`."
         )
     try:
-        inputs = {entry["name"]: input_from_json(entry) for entry in manifest["inputs"]}
+        inputs = {entry["name"]: inputs_lib.input_from_json(entry) for entry in manifest["inputs"]}
         outputs = {entry["name"]: OutputSpec(tuple(entry["shape"]), entry["dtype"]) for entry in manifest["outputs"]}
         stores = tuple(
             tuple(files.table_from_json(entry, store["dim"], store["dtype"]) for entry in store["tables"])

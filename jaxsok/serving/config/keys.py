@@ -15,8 +15,6 @@ _FLOAT32_MAX = 3.4028234663852886e38
 ROW_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 """The values of `jaxsok.row_dtype`."""
 
-# Kinds of values -----------------------------------------------------------------------------------------------------
-
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
@@ -122,8 +120,6 @@ DATABASE = among(
     }
 )
 UPDATE_TYPE = Kind('null or "kafka_message_queue"', _parse_update_type)
-
-# Keys ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

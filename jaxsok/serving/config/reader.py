@@ -12,22 +12,15 @@ from typing import Any, NoReturn
 
 from jaxsok.serving.config import values as values_lib
 from jaxsok.serving.config.keys import REQUIRED, WRONG, Key, Kind
-from jaxsok.serving.config.values import (
-    DATABASE_KEYS,
-    JAXSOK_KEYS,
-    MODEL_KEYS,
-    OLDER_DATABASE_KEYS,
-    OLDER_DATABASES,
-    PER_TABLE,
-    TOP_KEYS,
-    Config,
-    ModelConfig,
-    TableConfig,
-    WithoutEffect,
-)
+from jaxsok.serving.config.values import Config, ModelConfig, TableConfig, WithoutEffect
 from jaxsok.serving.errors import ConfigError
 
-_BLOCKS = {"the whole": TOP_KEYS, "a model": MODEL_KEYS, "a model's block jaxsok": JAXSOK_KEYS, **DATABASE_KEYS}
+_BLOCKS = {
+    "the whole": values_lib.TOP_KEYS,
+    "a model": values_lib.MODEL_KEYS,
+    "a model's block jaxsok": values_lib.JAXSOK_KEYS,
+    **values_lib.DATABASE_KEYS,
+}
 _WANTED_TYPES = {
     "volatile_db": 'one of "hash_map", "parallel_hash_map", "disabled"',
     "persistent_db": '"disabled"',
@@ -95,9 +88,8 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
     if isinstance(source, Mapping):
         return _Reader("").config(source)
     if not isinstance(source, str | os.PathLike):
-        raise ConfigError(
-            f"config.read: source: got {type(source).__name__}, wanted the path of a JSON file, a mapping or a Config."
-        )
+        wanted = "the path of a JSON file, a mapping or a Config"
+        raise ConfigError(f"config.read: source: got {type(source).__name__}, wanted {wanted}.")
     path = pathlib.Path(source)
     if not path.is_file():
         raise FileNotFoundError(f"config.read: source: got {str(path)!r}, which is no file, wanted a JSON file.")
@@ -107,16 +99,9 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
 class _Repeated(dict):
     """A JSON object that has a key more than once."""
 
-    key = ""
-
-
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) == len(pairs):
-        return made
-    repeated = _Repeated(made)
-    ((repeated.key, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
-    return repeated
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        ((self.key, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
 
 
 def _parsed(path: pathlib.Path) -> Any:
@@ -125,15 +110,18 @@ def _parsed(path: pathlib.Path) -> Any:
     def refuse_constant(name: str) -> NoReturn:
         raise ConfigError(f"{what}: got {name}, wanted a number: JSON has no other; write one out.")
 
+    def to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        return made if len(made) == len(pairs) else _Repeated(pairs)
+
     data = path.read_bytes()
     try:
-        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_object_of, parse_constant=refuse_constant)
+        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=to_object, parse_constant=refuse_constant)
     except ConfigError:
         raise
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{what}: byte {error.start}: got {data[error.start]:#04x}, wanted text in UTF-8; save it as such."
-        ) from error
+        got = f"{data[error.start]:#04x}"
+        raise ConfigError(f"{what}: byte {error.start}: got {got}, wanted text in UTF-8; save it as such.") from error
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{what}: line {error.lineno}, column {error.colno}: got malformed JSON ({error.msg}), wanted what HPS "
@@ -156,7 +144,7 @@ class _Reader:
     def config(self, given: Mapping[str, Any]) -> Config:
         if not isinstance(given, Mapping):
             self.refuse("", given, "an object with supportlonglong and models")
-        top = self.block("", given, TOP_KEYS)
+        top = self.block("", given, values_lib.TOP_KEYS)
         if not top["models"]:
             self.refuse("models", [], "at least one model")
         volatile = values_lib.VolatileDatabase()
@@ -164,8 +152,8 @@ class _Reader:
             volatile = self.database(values_lib.VolatileDatabase, "volatile_db", top)
         persistent = self.database(values_lib.PersistentDatabase, "persistent_db", top)
         updates = self.database(values_lib.UpdateSource, "update_source", top)
-        for name in OLDER_DATABASES:
-            self.block(name, top[name] or {}, OLDER_DATABASE_KEYS)
+        for name in values_lib.OLDER_DATABASES:
+            self.block(name, top[name] or {}, values_lib.OLDER_DATABASE_KEYS)
         models = tuple(self.model(f"models[{i}]", model, top) for i, model in enumerate(top["models"]))
         self.check_distinct([model.model for model in models], "models[{}].model", "models[{}]", "rename one of them")
         for i, model in enumerate(models):
@@ -183,8 +171,6 @@ class _Reader:
             notes=tuple(self.notes),
             file=self.file,
         )
-
-    # One block --------------------------------------------------------------------------------------------------------
 
     def fail(self, path: str, text: str) -> NoReturn:
         file = f'file "{self.file}": ' if self.file else ""
@@ -252,11 +238,9 @@ class _Reader:
         """Notes a key; the first reason stands."""
         self.without.setdefault(path, WithoutEffect(path, _frozen(value), reason))
 
-    # Databases --------------------------------------------------------------------------------------------------------
-
     def database(self, kind: type, name: str, top: Mapping[str, Any]) -> Any:
         """Reads the block of a database; refuses types that jaxsok does not have."""
-        values = self.block(name, top[name] or {}, DATABASE_KEYS[name])
+        values = self.block(name, top[name] or {}, values_lib.DATABASE_KEYS[name])
         if (remedy := _REFUSED_TYPES[name].get(values["type"])) is not None:
             self.refuse(f"{name}.type", values["type"], _WANTED_TYPES[name], remedy)
         return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
@@ -279,10 +263,8 @@ class _Reader:
                 f"{path}: without a database HPS answers default values; here all rows are on the device."
             )
 
-    # A model ----------------------------------------------------------------------------------------------------------
-
     def model(self, path: str, given: Mapping[str, Any], top: Mapping[str, Any]) -> ModelConfig:
-        values = self.block(path, given, MODEL_KEYS)
+        values = self.block(path, given, values_lib.MODEL_KEYS)
         if not _MODEL_NAME.fullmatch(values["model"]):
             self.refuse(f"{path}.model", values["model"], "1 to 120 letters, digits, _ and -")
         values["tables"] = self.tables(path, values)
@@ -299,7 +281,7 @@ class _Reader:
         got = given.get("refresh_interval", interval)
         if interval != got:
             self.notes.append(f"{path}.refresh_interval: got {got:g}, read as {interval}: whole seconds, as in HPS.")
-        values |= self.block(f"{path}.jaxsok", values["jaxsok"] or {}, JAXSOK_KEYS)
+        values |= self.block(f"{path}.jaxsok", values["jaxsok"] or {}, values_lib.JAXSOK_KEYS)
         self.resolve_row_dtype(path, values)
         if given.get("fuse_embedding_table") and top["fuse_embedding_table"] is False:
             reason = "the key of the whole configuration is false, and a model can only opt out"
@@ -326,7 +308,7 @@ class _Reader:
                 f"{path}.default_value_for_each_table: {short} of {len(files)} entries are not there; what training "
                 "reads where the files tell it, else 0.0, as in HPS."
             )
-        for key in PER_TABLE:
+        for key in values_lib.PER_TABLE:
             if len(values[key]) != len(files):
                 wanted = f"{len(files)} entries, one for each of sparse_files"
                 remedy = "or leave the key out" if key == "embedding_table_names" else ""
@@ -337,8 +319,8 @@ class _Reader:
         self.check_distinct(
             names, f"{path}.embedding_table_names[{{}}]", "entry {}", "requests tell tables apart by it"
         )
-        columns = zip(*(values[key] for key in PER_TABLE), strict=True)
-        return tuple(TableConfig(**dict(zip(PER_TABLE.values(), column, strict=True))) for column in columns)
+        columns = zip(*(values[key] for key in values_lib.PER_TABLE), strict=True)
+        return tuple(TableConfig(**dict(zip(values_lib.PER_TABLE.values(), column, strict=True))) for column in columns)
 
     def refuse_remote(self, path: str, file: str) -> None:
         if _SCHEME.match(file):

@@ -280,8 +280,6 @@ class Config:
         return lines
 
 
-# The keys of each block ----------------------------------------------------------------------------------------------
-
 PER_TABLE = keys.columns_of(TableConfig)
 JAXSOK_KEYS = keys.keys_of(ModelConfig, "jaxsok")
 MODEL_KEYS: dict[str, Key] = {

@@ -17,6 +17,12 @@ from jaxsok.serving.http.batching import ClosedError, QueueFullError
 
 _log = logging.getLogger(__name__)
 
+_STATUSES: dict[type, tuple[int, str]] = {  # the first that fits
+    UnknownModelError: (404, "unknown_model"),
+    UnknownTableError: (404, "unknown_table"),
+    RequestTooLargeError: (413, "too_large"),
+    ServingError: (400, "bad_request"),
+}
 CLOSE: Mapping[str, str] = {"Connection": "close"}  # for a response before the request was read
 
 
@@ -55,12 +61,7 @@ def refusal_of(error: Exception, op: str) -> Refusal:
     """Makes the refusal of an error: a client's own error with its reason, an internal one without."""
     if isinstance(error, Refusal):
         return error
-    for kind, status, code in (
-        (UnknownModelError, 404, "unknown_model"),
-        (UnknownTableError, 404, "unknown_table"),
-        (RequestTooLargeError, 413, "too_large"),
-        (ServingError, 400, "bad_request"),
-    ):
+    for kind, (status, code) in _STATUSES.items():
         if isinstance(error, kind):
             return Refusal(status, code, str(error))
     if isinstance(error, QueueFullError):

@@ -162,8 +162,6 @@ class App:
         """Whether requests are taken."""
         return self._bodies is not None and not self.is_stopping
 
-    # Life ----------------------------------------------------------------------------------------------------------
-
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._bodies = self._pool(2, "jaxsok-body")
@@ -196,8 +194,6 @@ class App:
         if has_ended and self.num_running == 0:  # else it is in use, and the process ends anyway
             rest_s = max(0.0, until - time.monotonic())
             self.is_closed = bool(await asyncio.to_thread(self.session.close, rest_s))
-
-    # Around every endpoint -----------------------------------------------------------------------------------------
 
     async def respond(self, name: str, answer: Answer, request: _Request, send: Send) -> None:
         """Answers a request, and counts it and its bytes until its response is sent."""
@@ -377,8 +373,6 @@ class App:
             observe=observe,
         )
 
-    # What is served ------------------------------------------------------------------------------------------------
-
     async def _models(self, request: _Request) -> Response:
         found = [{"name": name, "version": int(model.version)} for name, model in self.session.models.items()]
         return to_json(200, {"models": found})
@@ -421,13 +415,10 @@ class App:
         return to_json(200, {"status": "ok"})
 
     async def _readyz(self, request: Request) -> Response:
-        if self.is_ready:
-            return to_json(200, {"status": "ready"})
-        return refused(stopping("readyz"))
+        return to_json(200, {"status": "ready"}) if self.is_ready else refused(stopping("readyz"))
 
     async def _metrics(self, request: Request) -> Response:
-        text = await asyncio.to_thread(self.metrics.text)
-        return Response(text, headers={"Content-Type": self.metrics.content_type})
+        return Response(await asyncio.to_thread(self.metrics.text), headers={"Content-Type": self.metrics.content_type})
 
     def _stats(self) -> dict[str, dict[str, Any]]:
         found = {}
@@ -459,9 +450,8 @@ def _check_held(held_bytes: int, num_bytes: int, options: ServerOptions, op: str
     if num_bytes <= _PIECE_BYTES:
         return
     if num_bytes > options.max_held_bytes:
-        raise RequestTooLargeError(
-            f"{op}: the response has {num_bytes} bytes, at most {options.max_held_bytes} are held; ask for less."
-        )
+        message = f"{op}: the response has {num_bytes} bytes, at most {options.max_held_bytes} are held; ask for less."
+        raise RequestTooLargeError(message)
     if held_bytes + num_bytes > options.max_held_bytes:
         raise Busy(f"requests hold {options.max_held_bytes} bytes, the most that are held")
 

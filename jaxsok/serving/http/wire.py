@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -51,12 +51,7 @@ class Ragged:
 
 
 def extent(shape: Iterable[int]) -> int:
-    """The cost of an array as lists: its numbers, where an axis of size 0 counts as 1, since its outer lists remain.
-
-    Example:
-      >>> extent([2, 3]), extent([5000, 0])
-      (6, 5000)
-    """
+    """The cost of an array as lists: its numbers, where an axis of size 0 counts as 1, since its outer lists remain."""
     return math.prod(size or 1 for size in shape)
 
 
@@ -66,20 +61,10 @@ def brief(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
-# JSON ------------------------------------------------------------------------------------------------------------
-
-
 def read_json(body: bytes, what: str, field: str) -> dict[str, Any]:
-    """Reads a UTF-8 body, an object whose only field is an object with at least one name; gives the inner one.
-
-    `what` begins the messages. RequestError: not JSON, a name twice, or anything else.
-    """
-
-    def refuse_constant(name: str) -> NoReturn:
-        raise RequestError(f"{what}: got {name}, which is no JSON; numbers must be finite.")
-
+    """Reads a UTF-8 body, an object whose only field is an object with at least one name; gives the inner one."""
     try:
-        found = json.loads(body.decode(), object_pairs_hook=_object_hook(what), parse_constant=refuse_constant)
+        found = _parse_json(body, what)
     except RequestError:
         raise
     except RecursionError:
@@ -96,8 +81,8 @@ def read_json(body: bytes, what: str, field: str) -> dict[str, Any]:
     return value
 
 
-def _object_hook(what: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """Makes the hook of `json.loads` that refuses an object with a name twice."""
+def _parse_json(text: bytes, what: str) -> Any:
+    """Parses JSON in UTF-8; refuses objects with a name twice, and numbers that are not finite."""
 
     def to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
@@ -106,7 +91,10 @@ def _object_hook(what: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]
             raise RequestError(f"{what}: got the name {brief(repeated)} twice in one object; give each name once.")
         return made
 
-    return to_object
+    def refuse_constant(name: str) -> NoReturn:
+        raise RequestError(f"{what}: got {name}, which is no JSON; numbers must be finite.")
+
+    return json.loads(text.decode(), object_pairs_hook=to_object, parse_constant=refuse_constant)
 
 
 def _check_fields(value: Mapping[str, Any], wanted: Sequence[str], got: str) -> None:
@@ -131,20 +119,13 @@ def check_json(body: bytes, num_values: int, names: Sequence[str], what: str) ->
         most += 1024 + inside.count(sign)
         got = body.count(sign.encode())
         if got > most:
-            raise RequestTooLargeError(
-                f'{what}: got JSON with "{sign}" {got} times, at most {most} are taken: a request has at most '
-                f"{num_values} numbers."
-            )
+            message = f'{what}: got JSON with "{sign}" {got} times, at most {most} are taken: a request has at most '
+            raise RequestTooLargeError(f"{message}{num_values} numbers.")
 
 
 def json_body(name: str, arrays: Mapping[str, np.ndarray], rest: Mapping[str, Any]) -> bytes:
-    """Writes a response: `rest`, and below `name` the arrays as nested lists.
-
-    float32 is written as the double of the same value, so nothing is lost; numbers that JSON lacks become the strings
-    "NaN", "Infinity" and "-Infinity".
-    """
-    head = _dumps(rest)[:-1] + (b"," if rest else b"") + _dumps(name) + b":{"
-    parts = [head]
+    """Writes a response: `rest`, and below `name` the arrays as nested lists; docs/server.md has their form."""
+    parts = [_dumps(rest)[:-1] + (b"," if rest else b"") + _dumps(name) + b":{"]
     for number, (key, array) in enumerate(arrays.items()):
         parts.append((b"," if number else b"") + _dumps(key) + b":")
         _write(array, parts)
@@ -172,12 +153,8 @@ def _dumps(value: Any) -> bytes:
 
 def _to_list(array: np.ndarray) -> Any:
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        array = array.astype(object)
-        flat = array.reshape(-1)
-        for i, item in enumerate(flat):
-            if not math.isfinite(item):
-                flat[i] = _NONFINITE.get(item, "NaN")
-        return flat.reshape(array.shape).tolist()
+        flat = [item if math.isfinite(item) else _NONFINITE.get(item, "NaN") for item in array.reshape(-1).tolist()]
+        return np.array(flat, object).reshape(array.shape).tolist()
     return array.tolist()
 
 
@@ -196,9 +173,8 @@ def _flatten(value: Any, what: str) -> tuple[list[Any], tuple[int, ...], set[typ
             raise RequestError(f"{what}: lists must have one depth, got {_with_kind(other)} beside a list.")
         lengths = set(map(len, items))
         if len(lengths) > 1:
-            raise RequestError(
-                f"{what}: lists of one level must have one length, got {min(lengths)} and {max(lengths)}."
-            )
+            got = f"{min(lengths)} and {max(lengths)}"
+            raise RequestError(f"{what}: lists of one level must have one length, got {got}.")
         if len(shape) == MAX_NDIM:
             raise RequestError(f"{what}: got more than {MAX_NDIM} levels of lists.")
         shape.append(lengths.pop())
@@ -220,21 +196,14 @@ def _list(names: Iterable[str]) -> str:
     return ", ".join(json.dumps(name if len(name) <= 60 else f"{name[:60]}...") for name in names)
 
 
-# Tensors ---------------------------------------------------------------------------------------------------------
-
-
 def read_tensors(body: bytes, what: str) -> dict[str, np.ndarray]:
-    """Reads the arrays of a binary body, which share its memory. `__metadata__` is checked and left out.
-
-    RequestError: the header is damaged, or does not fit the data to the byte.
-    """
+    """Reads the arrays of a binary body, which share its memory. `__metadata__` is checked and left out."""
     if len(body) < 8:
         raise RequestError(f"{what}: got {len(body)} bytes, wanted at least the 8 that hold the size of the header.")
     size = int.from_bytes(body[:8], "little")
     if size > MAX_HEADER_BYTES:
-        raise RequestTooLargeError(
-            f"{what}: the header says that it has {size} bytes, at most {MAX_HEADER_BYTES} are taken."
-        )
+        message = f"{what}: the header says that it has {size} bytes, at most {MAX_HEADER_BYTES} are taken."
+        raise RequestTooLargeError(message)
     if size > len(body) - 8:
         raise RequestError(f"{what}: the header says that it has {size} bytes, {len(body) - 8} follow.")
     header = _read_header(body[8 : 8 + size], f"{what}: header")
@@ -257,7 +226,7 @@ def read_tensors(body: bytes, what: str) -> dict[str, np.ndarray]:
 
 def _read_header(text: bytes, what: str) -> dict[str, Any]:
     try:
-        header = json.loads(text.decode(), object_pairs_hook=_object_hook(what))
+        header = _parse_json(text, what)
     except RequestError:
         raise
     except (ValueError, RecursionError):
@@ -299,13 +268,10 @@ def tensors_body(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) 
     # Wide ones first, so that each begins at a multiple of its item's size.
     for name, array in sorted(arrays.items(), key=lambda pair: -pair[1].dtype.itemsize):
         little = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
-        header[name] = {
-            "dtype": _NAMES[little.dtype],
-            "shape": list(little.shape),
-            "data_offsets": [place, place + little.nbytes],
-        }
+        end = place + little.nbytes
+        header[name] = {"dtype": _NAMES[little.dtype], "shape": list(little.shape), "data_offsets": [place, end]}
         data.append(little.tobytes())
-        place += little.nbytes
+        place = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return b"".join([len(text).to_bytes(8, "little"), text, *data])
@@ -315,9 +281,7 @@ def tensors_body(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) 
 
 
 def read_keys(value: Any, what: str) -> np.ndarray:
-    """Reads keys of a tensor of integers, or of nested JSON lists of one shape: integers, or strings of their digits.
-
-    Gives uint64 of the same shape; a negative number is the key with the same 64 bits. RequestError: anything else.
+    """Reads keys, uint64, of a tensor of integers, or of JSON lists of one shape: integers, or strings of their digits.
 
     Example:
       >>> read_keys([[1, -1], ["18446744073709551614", 9]], "lookup").tolist()
@@ -348,11 +312,7 @@ def read_keys(value: Any, what: str) -> np.ndarray:
 
 
 def read_numbers(value: Any, dtype: Any, what: str) -> np.ndarray:
-    """Reads numbers of a dtype: of a tensor, or of nested JSON lists of one shape.
-
-    Floats and integers are taken for a float dtype, else integers or booleans; NaN and infinities in tensors alone.
-    RequestError: anything else, or numbers that do not fit the dtype.
-    """
+    """Reads numbers of a dtype, of a tensor or of JSON lists of one shape; NaN and infinities of tensors alone."""
     dtype = np.dtype(dtype)
     array = _check_tensor(value, dtype, what) if isinstance(value, np.ndarray) else _array_of(value, dtype, what)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -383,11 +343,9 @@ def _check_axes(array: np.ndarray, what: str) -> None:
 def _array_of(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
     """Makes an array of nested lists, of 64 bits: doubles are what JSON means."""
     flat, shape, kinds = _flatten(value, what)
-    allowed, wide, wanted = {
-        "b": ({bool}, np.bool_, "booleans"),
-        "i": ({int}, np.int64, "integers"),
-        "u": ({int}, np.int64, "integers"),
-    }.get(dtype.kind, ({int, float}, np.float64, "numbers"))
+    allowed, wide, wanted = {int, float}, np.float64, "numbers"
+    if dtype.kind in "biu":
+        allowed, wide, wanted = ({bool}, np.bool_, "booleans") if dtype.kind == "b" else ({int}, np.int64, "integers")
     if kinds - allowed:
         other = next(item for item in flat if type(item) not in allowed)
         raise RequestError(f"{what}: {wanted} are wanted, got {_with_kind(other)}.")
@@ -417,16 +375,8 @@ def read_bags(parts: Mapping[str, Any], is_weighted: bool, what: str) -> Ragged:
     return Ragged(values, lengths.astype(np.int32), weights)
 
 
-# Which of the two ------------------------------------------------------------------------------------------------
-
-
 def media_type_of(content_type: str | None) -> Literal["json", "tensors"] | None:
-    """Which format a Content-Type names; None: neither.
-
-    Example:
-      >>> media_type_of("application/json; charset=utf-8"), media_type_of("text/plain")
-      ('json', None)
-    """
+    """Which format a Content-Type names; None: neither."""
     if content_type is None:
         return None
     name, _, rest = content_type.partition(";")
@@ -448,12 +398,8 @@ def accepted(accept: str | None, default: Literal["json", "tensors"]) -> Literal
     weights: dict[str, float] = {}
     for part in accept.split(","):
         name, *parameters = (text.strip().lower() for text in part.split(";"))
-        weight = 1.0
-        for parameter in parameters:
-            found = re.fullmatch(r"q\s*=\s*([01](?:\.[0-9]{0,3})?)", parameter)
-            weight = float(found[1]) if found else weight
-        weights[name] = weight
-
+        found = [re.fullmatch(r"q\s*=\s*([01](?:\.[0-9]{0,3})?)", parameter) for parameter in parameters]
+        weights[name] = next((float(match[1]) for match in reversed(found) if match), 1.0)
     json_weight, tensors_weight = (
         next((weights[asked] for asked in (name, "application/*", "*/*") if asked in weights), 0.0)
         for name in (JSON, TENSORS)
