@@ -34,7 +34,7 @@ from serving_cases import PLATFORMS
 from waiting import wait_until
 
 import jaxsok
-from jaxsok import Records, checkpoint
+from jaxsok import Bags, Records, checkpoint
 from jaxsok import __main__ as command_line
 from jaxsok.interchange.hps import write_hps
 from jaxsok.serving import artifact, errors, fused
@@ -1829,7 +1829,7 @@ def test_a_batch_whose_dense_model_changed_meanwhile_is_asked_again():
     before = dict(cases_outputs)
     try:
         session = Switched()
-        one = wire.Ragged(np.array([1, 2], np.uint64), np.array([1, 1], np.int32))
+        one = Bags(np.array([1, 2], np.uint64), lengths=np.array([1, 1], np.int32))
         samples = [calls.ParsedRequest({"user": one, "dense": np.zeros((2, 2), np.float32)}, {"user": 2}, 2)] * 2
         found = calls.Predictions(session, 100).run("ranker", samples)
     finally:

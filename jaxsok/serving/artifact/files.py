@@ -57,8 +57,12 @@ def _table_to_json(table: FrozenTable) -> dict[str, Any]:
     return {"name": table.name, "default": float(table.default), **initial}
 
 
-def table_from_json(value: dict[str, Any], dim: Any, dtype: Any) -> FrozenTable:
-    """A table of a manifest."""
+def store_from_json(store: Mapping[str, Any]) -> tuple[FrozenTable, ...]:
+    """The tables of a store of a manifest."""
+    return tuple(_table_from_json(entry, store["dim"], store["dtype"]) for entry in store["tables"])
+
+
+def _table_from_json(value: Mapping[str, Any], dim: int, dtype: str) -> FrozenTable:
     initial = InitialRows.from_json(value["initial"]) if "initial" in value else None
     return FrozenTable(value["name"], dim, value["default"], dtype, initial)
 

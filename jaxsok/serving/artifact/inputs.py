@@ -1,7 +1,7 @@
 """The inputs and outputs of a model: declared, checked when it is called, and padded."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -120,9 +120,6 @@ def _check_shape(one: Any) -> None:
     object.__setattr__(one, "shape", tuple(map(int, shape)))
 
 
-# Inputs of a call ----------------------------------------------------------------------------------------------------
-
-
 def input_shapes(spec: InputSpec, num_samples: Any, num_keys: Any) -> Any:
     """The shapes of an input of a program; `num_keys` are those of bags. Sizes may be symbolic."""
     shape = jax.ShapeDtypeStruct
@@ -139,8 +136,7 @@ def read_input(what: str, spec: InputSpec, given: Any) -> tuple[Any, int]:
     if isinstance(spec, KeysInput):
         words = _words(what, given)
         if words.ndim < 2 or words.shape[1:-1] != spec.shape:
-            wanted = [BATCH, *spec.shape]
-            raise RequestError(f"{what}: got keys of shape {list(words.shape[:-1])}, wanted {_told(wanted)}.")
+            raise RequestError(f"{what}: got keys of shape {list(words.shape[:-1])}, wanted {_shape_of(spec)}.")
         return words, words.shape[0]
     if isinstance(spec, BagsInput):
         return _read_bags(what, spec, given)
@@ -149,15 +145,13 @@ def read_input(what: str, spec: InputSpec, given: Any) -> tuple[Any, int]:
     if not _fits(array.dtype, wanted):
         raise RequestError(f"{what}: got {array.dtype}{list(array.shape)}, wanted {spec.dtype}.")
     if array.ndim == 0 or array.shape[1:] != spec.shape:
-        raise RequestError(f"{what}: got shape {list(array.shape)}, wanted {_told([BATCH, *spec.shape])}.")
+        raise RequestError(f"{what}: got shape {list(array.shape)}, wanted {_shape_of(spec)}.")
     made = array.astype(wanted)
     if jnp.issubdtype(wanted, jnp.integer) and not np.can_cast(array.dtype, wanted, "safe"):
         wrong = np.asarray((made != array) | ((made < 0) != (array < 0)))
         if wrong.any():
-            limits = jnp.iinfo(wanted)
-            raise RequestError(
-                f"{what}: got {np.asarray(array)[wrong][0]}, wanted {limits.min} to {limits.max}, as {spec.dtype} has."
-            )
+            first, limits = np.asarray(array)[wrong][0], jnp.iinfo(wanted)
+            raise RequestError(f"{what}: got {first}, wanted {limits.min} to {limits.max}, as {spec.dtype} has.")
     return made, array.shape[0]
 
 
@@ -189,9 +183,8 @@ def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:
         raise RequestError(f"{what}: got keys of shape {list(shape)} with lengths or offsets, wanted [num_keys].")
     num_keys = words.shape[0]
     if not len(offsets) or (np.diff(offsets) < 0).any() or offsets[0] < 0 or offsets[-1] > num_keys:
-        raise RequestError(
-            f"{what}: offsets: got some that do not rise from 0 to at most {num_keys}, the keys there are."
-        )
+        got = f"some that do not rise from 0 to at most {num_keys}"
+        raise RequestError(f"{what}: offsets: got {got}, the keys there are.")
     leaves = [words, offsets.astype(np.int32)]
     if spec.is_weighted:
         weights = given.weights if isinstance(given.weights, jax.Array) else np.asarray(given.weights)
@@ -223,11 +216,12 @@ def _integers(what: str, given: Any) -> np.ndarray:
 
 def _fits(got: Any, wanted: Any) -> bool:
     """Whether numbers of one dtype may be given for another: the same kind, or integers for floats."""
-    kinds = (jnp.bool_, jnp.integer, jnp.floating)
-    rank = lambda dtype: next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), -1)  # noqa: E731
-    if rank(got) == -1 or (rank(got) == 0) != (rank(wanted) == 0):
+    is_integer = jnp.issubdtype(got, jnp.integer)
+    if got == wanted or jnp.issubdtype(wanted, jnp.bool_):
         return got == wanted
-    return rank(got) <= rank(wanted) and (rank(wanted) == 2 or np.can_cast(got, wanted, "safe") or got == np.int64)
+    if jnp.issubdtype(wanted, jnp.integer):
+        return is_integer and (np.can_cast(got, wanted, "safe") or got == np.int64)
+    return is_integer or jnp.issubdtype(got, jnp.floating)
 
 
 def pad_input(leaves: Any, num_samples: int, size: int) -> Any:
@@ -252,5 +246,5 @@ def _filled(array: Any, size: int, value: Any) -> Any:
     return numbers.concatenate([array, numbers.full((more, *array.shape[1:]), value, array.dtype)])
 
 
-def _told(shape: Sequence[Any]) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"
+def _shape_of(spec: KeysInput | ArrayInput) -> str:
+    return f"[{', '.join(map(str, [BATCH, *spec.shape]))}]"

@@ -17,7 +17,7 @@ from jaxsok.serving.artifact import inputs as inputs_lib
 from jaxsok.serving.artifact.files import ArtifactError
 from jaxsok.serving.artifact.inputs import LEAST_BATCH, InputSpec, OutputSpec
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
-from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
+from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables
 from jaxsok.serving.padding import padded_size
 
 
@@ -101,7 +101,8 @@ class ServedModel:
 
     def _bound(self, tables: FrozenTables) -> tuple[Any, Any, Any]:
         stores, numbers, words = _rebound(self._stores, tables.spec)
-        return tuple(_arrays(tables.stores[store]) for store in stores), numbers, words
+        arrays = tuple(tables.stores[store] for store in stores)
+        return tuple((store.index, store.counters, store.rows, store.scales) for store in arrays), numbers, words
 
     def read(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         """Checks the inputs of a call; gives the program's inputs, unpadded, and the batch size.
@@ -151,10 +152,7 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
     try:
         inputs = {entry["name"]: inputs_lib.input_from_json(entry) for entry in manifest["inputs"]}
         outputs = {entry["name"]: OutputSpec(tuple(entry["shape"]), entry["dtype"]) for entry in manifest["outputs"]}
-        stores = tuple(
-            tuple(files.table_from_json(entry, store["dim"], store["dtype"]) for entry in store["tables"])
-            for store in manifest["stores"]
-        )
+        stores = tuple(map(files.store_from_json, manifest["stores"]))
         tables = {table.name: table for store in stores for table in store}
         known = manifest.get("lookups", {})
         lookups = {name: None if known.get(name) is None else tuple(known[name]) for name in tables}
@@ -170,10 +168,8 @@ def jax_export(op: str) -> Any:
     try:
         import flatbuffers  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            f"{op}: flatbuffers: got no such module, wanted it for the files of jax.export; pip install "
-            "'jaxsok[serving]'."
-        ) from error
+        wanted = "wanted it for the files of jax.export; pip install 'jaxsok[serving]'"
+        raise ImportError(f"{op}: flatbuffers: got no such module, {wanted}.") from error
     from jax import export
 
     return export
@@ -205,7 +201,3 @@ def _rebound(
         numbers.append(np.array([number for _, number in places], np.int32))
         words.append(given.words[places[0][0]])
     return tuple(stores), tuple(numbers), tuple(words)
-
-
-def _arrays(store: FrozenStore) -> tuple[Any, ...]:
-    return store.index, store.counters, store.rows, store.scales

@@ -23,7 +23,7 @@ _PARTS = ("values", "lengths", "weights")  # of ragged bags
 class ParsedRequest:
     """A checked request: its arrays, and what they add to the limits of a call."""
 
-    arrays: Mapping[str, Any]  # keys by table, or inputs by name: arrays and `wire.Ragged`
+    arrays: Mapping[str, Any]  # keys by table, or inputs by name: arrays and Bags with lengths
     num_keys: Mapping[str, int]  # by table
     num_samples: int = 0  # of a prediction, at least 1
 
@@ -136,9 +136,9 @@ class Predictions(_Calls):
         for name, value in found.items():
             spec, what = specs[name], f'{op}: input "{name}"'
             inputs[name] = array = _read_input(value, spec, model.max_batch_size, what)
-            sizes[name] = len(array.lengths if isinstance(array, wire.Ragged) else array)
+            sizes[name] = len(array.lengths if isinstance(array, Bags) else array)
             if isinstance(spec, BagsInput | KeysInput):
-                keys = array.values if isinstance(array, wire.Ragged) else array
+                keys = array.keys if isinstance(array, Bags) else array
                 _check_bits(keys, model, what)
                 num_keys[spec.table] = num_keys.get(spec.table, 0) + keys.size
         if len(set(sizes.values())) > 1:
@@ -211,7 +211,7 @@ def _check_most(number: int, limit: int, what: str, noun: str = "keys") -> None:
         raise RequestTooLargeError(f"{what}: got {number} {noun}, at most {limit} are taken.")
 
 
-def _read_input(value: Any, spec: Any, max_samples: int, what: str) -> np.ndarray | wire.Ragged:
+def _read_input(value: Any, spec: Any, max_samples: int, what: str) -> np.ndarray | Bags:
     if isinstance(spec, BagsInput):
         return _read_bags(value, spec, max_samples, what)
     array = wire.read_keys(value, what) if isinstance(spec, KeysInput) else wire.read_numbers(value, spec.dtype, what)
@@ -221,7 +221,7 @@ def _read_input(value: Any, spec: Any, max_samples: int, what: str) -> np.ndarra
     return array
 
 
-def _read_bags(value: Any, spec: BagsInput, max_samples: int, what: str) -> wire.Ragged:
+def _read_bags(value: Any, spec: BagsInput, max_samples: int, what: str) -> Bags:
     """Reads ragged bags, or bags of one hotness: keys `[samples, hotness]`."""
     if isinstance(value, dict):
         return wire.read_bags(value, spec.is_weighted, what)
@@ -232,7 +232,7 @@ def _read_bags(value: Any, spec: BagsInput, max_samples: int, what: str) -> wire
         raise RequestError(f"{what}: got shape {list(keys.shape)}, wanted [samples, keys]; or values and lengths.")
     # Bags without keys take no bytes, so a small body may have any number of them.
     _check_most(len(keys), max_samples, Predictions.op, "samples")
-    return wire.Ragged(keys.reshape(-1), np.full(len(keys), keys.shape[1], np.int32))
+    return Bags(keys.reshape(-1), lengths=np.full(len(keys), keys.shape[1], np.int32))
 
 
 def _with_bags(found: dict[str, Any], specs: Mapping[str, Any], op: str) -> dict[str, Any]:
@@ -249,19 +249,17 @@ def _with_bags(found: dict[str, Any], specs: Mapping[str, Any], op: str) -> dict
 
 
 def _shapes(request: ParsedRequest) -> Any:
-    return tuple(
-        (name, "ragged" if isinstance(value, wire.Ragged) else value.shape[1:])
-        for name, value in sorted(request.arrays.items())
-    )
+    arrays = sorted(request.arrays.items())
+    return tuple((name, "ragged" if isinstance(value, Bags) else value.shape[1:]) for name, value in arrays)
 
 
 def _join(values: Sequence[Any]) -> Any:
     """Joins the values of one input as the session takes it."""
-    if not isinstance(values[0], wire.Ragged):
+    if not isinstance(values[0], Bags):
         return np.concatenate(values)
     lengths = np.concatenate([value.lengths for value in values])
     return Bags(
-        np.concatenate([value.values for value in values]),
+        np.concatenate([value.keys for value in values]),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         weights=None if values[0].weights is None else np.concatenate([value.weights for value in values]),
     )

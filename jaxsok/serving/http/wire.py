@@ -8,7 +8,6 @@ Nothing here trusts a size, a type or a nesting, and no format can name code or 
 """
 
 import collections
-import dataclasses
 import itertools
 import json
 import math
@@ -18,6 +17,7 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
+from jaxsok.features import Bags
 from jaxsok.serving.errors import RequestError, RequestTooLargeError
 
 JSON = "application/json"
@@ -39,15 +39,6 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _KEY = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 _NONFINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Ragged:
-    """Bags of keys of one input: all keys, and how many of them each sample has."""
-
-    values: np.ndarray
-    lengths: np.ndarray
-    weights: np.ndarray | None = None  # float32, one for each key
 
 
 def extent(shape: Iterable[int]) -> int:
@@ -358,7 +349,7 @@ def _array_of(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
     return array.reshape(shape)
 
 
-def read_bags(parts: Mapping[str, Any], is_weighted: bool, what: str) -> Ragged:
+def read_bags(parts: Mapping[str, Any], is_weighted: bool, what: str) -> Bags:
     """Reads bags of keys from `values`, `lengths` and, where they are wanted, `weights`, of either format."""
     names = ["values", "lengths", *(["weights"] if is_weighted else [])]
     _check_fields(parts, names, f"{what}: got an object with the fields")
@@ -372,7 +363,7 @@ def read_bags(parts: Mapping[str, Any], is_weighted: bool, what: str) -> Ragged:
     # A negative or huge length is above the number of values; the sum is of Python integers, so it cannot wrap.
     if (lengths > np.uint64(len(values))).any() or sum(lengths.tolist()) != len(values):
         raise RequestError(f"{what}: lengths must add up to the number of values, {len(values)}.")
-    return Ragged(values, lengths.astype(np.int32), weights)
+    return Bags(values, lengths=lengths.astype(np.int32), weights=weights)
 
 
 def media_type_of(content_type: str | None) -> Literal["json", "tensors"] | None:
