@@ -251,17 +251,12 @@ class _Reader:
             return
         if model.tier != "device":
             what = "without gpucache" if model.tier == "host" else f"with gpucacheper {model.gpucacheper:g}"
-            self.refuse(
-                "volatile_db.type",
-                "disabled",
-                '"parallel_hash_map"',
-                f"{path} {what} has rows that are not on the device: without a database lookups would answer the "
-                'default value for them. Or set gpucacheper to 1.0. A block without a type is "disabled"',
-            )
+            remedy = f"{path} {what} has rows that are not on the device: without a database lookups would answer the "
+            remedy += 'default value for them. Or set gpucacheper to 1.0. A block without a type is "disabled"'
+            self.refuse("volatile_db.type", "disabled", '"parallel_hash_map"', remedy)
         if model.embedding_cache_type == "dynamic":
-            self.notes.append(
-                f"{path}: without a database HPS answers default values; here all rows are on the device."
-            )
+            reason = "without a database HPS answers default values; here all rows are on the device."
+            self.notes.append(f"{path}: {reason}")
 
     def model(self, path: str, given: Mapping[str, Any], top: Mapping[str, Any]) -> ModelConfig:
         values = self.block(path, given, values_lib.MODEL_KEYS)
@@ -316,9 +311,8 @@ class _Reader:
         for i, file in enumerate(files):
             self.refuse_remote(f"{path}.sparse_files[{i}]", file)
         names = values["embedding_table_names"]
-        self.check_distinct(
-            names, f"{path}.embedding_table_names[{{}}]", "entry {}", "requests tell tables apart by it"
-        )
+        at = f"{path}.embedding_table_names[{{}}]"
+        self.check_distinct(names, at, "entry {}", "requests tell tables apart by it")
         columns = zip(*(values[key] for key in values_lib.PER_TABLE), strict=True)
         return tuple(TableConfig(**dict(zip(values_lib.PER_TABLE.values(), column, strict=True))) for column in columns)
 
@@ -338,11 +332,8 @@ class _Reader:
         if kind in _REFUSED_CACHES:
             self.refuse(at, kind, '"dynamic" or "static"', _REFUSED_CACHES[kind])
         if kind == "dynamic" and values["gpucache"] and values["gpucacheper"] == 0.0:
-            wanted, remedy = (
-                "a number above 0 for a dynamic cache",
-                "set gpucache to false to read all rows from host memory",
-            )
-            self.refuse(f"{path}.gpucacheper", given.get("gpucacheper"), wanted, remedy)
+            at, remedy = f"{path}.gpucacheper", "set gpucache to false to read all rows from host memory"
+            self.refuse(at, given.get("gpucacheper"), "a number above 0 for a dynamic cache", remedy)
         if kind == "static" and not values["gpucache"]:
             remedy = "a static table lies on the device alone; take a dynamic one to read from host memory"
             self.refuse(f"{path}.gpucache", False, "true for a static table", remedy)

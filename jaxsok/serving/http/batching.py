@@ -54,9 +54,9 @@ class Batcher(Generic[Payload, Result]):
     ) -> None:
         """Takes requests from now on; work begins with the first.
 
-        `run` is called in a thread. If it raises for several payloads, it is called with each alone, so that only the
-        one that caused the error fails. `limits` bound the sum of each cost in a call; a payload above a limit goes
-        alone. `observe` is called in the thread with the payloads of each call, and whether it had to be split.
+        `run` is called in a thread; if it raises for several payloads, it is called with each alone. `limits` bound the
+        sum of each cost in a call; a payload above a limit goes alone. `observe` is called in the thread with the
+        payloads of each call, and whether it had to be split.
         """
         self._run, self._limits, self._executor, self._observe = run, dict(limits), executor, observe
         self._max_delay_s, self._max_waiting, self._num_workers = max_delay_s, max_waiting, num_workers

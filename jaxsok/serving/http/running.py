@@ -24,11 +24,7 @@ would grow to megabytes, and the kernel reports room when a third of it is free.
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Listens at an address, before anything is loaded; port 0: any that is free.
-
-    Clients that connect before the server accepts wait. OSError: the address is taken, or not of this machine;
-    ValueError: no port.
-    """
+    """Listens at an address, before anything is loaded; port 0: any that is free. Clients wait until it accepts."""
     if not 0 <= port < 2**16:
         raise ValueError(f"serve: --port: got {port}, wanted 0 to 65535.")
     try:

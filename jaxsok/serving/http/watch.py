@@ -28,13 +28,10 @@ class _Found(NamedTuple):
 
 
 class Watcher:
-    """Looks into a folder again and again, in a thread of its own that `start` starts.
+    """Looks into a folder again and again, in a thread of its own that `start` starts; docs/server.md has its form.
 
-    With one model its exports lie in the folder, or below the model's name; with several, below each model's name. An
-    export is what `export_full` and `export_delta` write, or HPS directories; `tables` and `dense` below one name are
-    switched together. Names that begin with a dot or end in `.writing`, `.tmp` or `.partial` are left alone: write
-    under such a name, then rename. `observe` is called with the model and "applied", "skipped" or "refused" for each
-    folder. FileNotFoundError: there is no such folder.
+    `observe` is called with the model and "applied", "skipped" or "refused" for each folder. FileNotFoundError: there
+    is no such folder.
     """
 
     def __init__(
@@ -74,11 +71,9 @@ class Watcher:
             self._stop.wait(self._interval_s)
 
     def look(self) -> int:
-        """Applies new folders; returns how many were applied.
+        """Applies new folders, from the last full export that is not refused on; returns how many were applied.
 
-        Begins at the last full export that is not refused, and skips folders that stand before an applied one. A folder
-        that cannot be read is refused, and stops no other. A refused delta (its base is not served, or it is damaged)
-        is tried again after another one was applied, and each minute.
+        A refused folder stops no other. It is tried again after another one was applied, and each minute.
         """
         num_applied = 0
         for model in self._session.models:
