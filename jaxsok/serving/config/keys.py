@@ -36,21 +36,6 @@ def integer(least: int, most: int = _INT_MAX) -> Kind:
     return Kind(wanted, lambda value: int(value) if checks.is_integer(value, least, most) else WRONG)
 
 
-def truncated(least: int) -> Kind:
-    """An integer; a fraction is cut off, as in HPS."""
-    whole = integer(least)
-
-    def parse(value: Any) -> Any:
-        return whole.parse(int(value) if isinstance(value, float) and math.isfinite(value) else value)
-
-    return Kind(whole.wanted, parse)
-
-
-def optional(kind: Kind) -> Kind:
-    """A value of a kind, or null."""
-    return Kind(f"{kind.wanted}, or null", lambda value: None if value is None else kind.parse(value))
-
-
 def number(least: float = -math.inf, most: float = math.inf) -> Kind:
     """A finite number within bounds."""
     within = {(True, True): "a number", (False, True): f"a number of {least:g} or more"}
@@ -86,16 +71,14 @@ def _parse_path(value: Any) -> Any:
     return text if isinstance(text, str) else WRONG
 
 
+def _parse_seconds(value: Any) -> Any:
+    """Gives whole seconds; a fraction is cut off, as in HPS."""
+    return COUNT.parse(math.trunc(value) if isinstance(value, float) and math.isfinite(value) else value)
+
+
 def _parse_any(value: Any) -> Any:
     items = value if isinstance(value, list | tuple) else [value]
     return WRONG if any(isinstance(item, list | tuple | Mapping) for item in items) else value
-
-
-def _parse_update_type(value: Any) -> Any:
-    """Gives None or Kafka; HPS takes several names for both."""
-    if value is None or value in ("null", "none"):
-        return None
-    return "kafka_message_queue" if value in ("kafka_message_queue", "kafka_mq", "kafka") else WRONG
 
 
 BOOL = instance(bool, "true or false")
@@ -108,6 +91,8 @@ FILE = Kind("a path", lambda value: _parse_path(value) or WRONG)
 OPTIONAL_FILE = Kind("a path", _parse_path)
 POSITIVE, COUNT, SIZE, FRACTION = integer(1), integer(0), integer(0, 2**64 - 1), number(0.0, 1.0)
 FLOAT32 = number(-_FLOAT32_MAX, _FLOAT32_MAX)
+OPTIONAL_FLOAT32 = Kind(f"{FLOAT32.wanted}, or null", lambda value: None if value is None else FLOAT32.parse(value))
+WHOLE_SECONDS = Kind(COUNT.wanted, _parse_seconds)
 UNREAD = Kind("a number, a string, true, false, null, or a list of them", _parse_any)  # of a key that is not read
 DATABASE = among(
     {
@@ -119,7 +104,14 @@ DATABASE = among(
         "rocks_db": ("rocksdb", "rocks"),
     }
 )
-UPDATE_TYPE = Kind('null or "kafka_message_queue"', _parse_update_type)
+_UPDATE_TYPES = {
+    **dict.fromkeys((None, "null", "none")),
+    **dict.fromkeys(("kafka_message_queue", "kafka_mq", "kafka"), "kafka_message_queue"),
+}
+UPDATE_TYPE = Kind(
+    'null or "kafka_message_queue"',
+    lambda value: _UPDATE_TYPES.get(value, WRONG) if isinstance(value, str | None) else WRONG,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,7 @@ class TableConfig:
     """An HPS directory, a folder of `jaxsok.checkpoint.export_full` or `export_delta`, or a step of an Orbax
     checkpoint. A relative path begins where the process runs, as in HPS."""
     default: float | None = column(
-        "default_value_for_each_table", keys.optional(keys.FLOAT32), "a list of numbers, one for each table"
+        "default_value_for_each_table", keys.OPTIONAL_FLOAT32, "a list of numbers, one for each table"
     )
     """What a missing key reads, in every column. None, of `null` or of a list that is too short: what it reads in
     training, if the files say it, else 0.0.
@@ -95,7 +95,7 @@ class ModelConfig:
     """
     refresh_delay: float = declare(keys.number(0.0), 0.0)
     """Seconds between opening a model and the first refresh of its cache by the clock."""
-    refresh_interval: int = declare(keys.truncated(0), 0)
+    refresh_interval: int = declare(keys.WHOLE_SECONDS, 0)
     """Whole seconds between refreshes by the clock; 0: only `Session.refresh` refreshes."""
     init_ec: bool = declare(keys.BOOL, True)
     """Whether opening fills the cache; see `cache_refresh_percentage_per_iteration`."""
