@@ -58,7 +58,7 @@ def _table_to_json(table: FrozenTable) -> dict[str, Any]:
 
 
 def store_from_json(store: Mapping[str, Any]) -> tuple[FrozenTable, ...]:
-    """The tables of a store of a manifest."""
+    """Makes the tables of a store of a manifest."""
     return tuple(_table_from_json(entry, store["dim"], store["dtype"]) for entry in store["tables"])
 
 

@@ -79,14 +79,14 @@ KINDS: dict[str, type] = {"keys": KeysInput, "bags": BagsInput, "array": ArrayIn
 
 
 def input_to_json(spec: InputSpec) -> dict[str, Any]:
-    """An input for a manifest, or for a page of the server."""
+    """Converts an input for a manifest, or for a page of the server."""
     (kind,) = (kind for kind, cls in KINDS.items() if type(spec) is cls)
     fields = dataclasses.asdict(spec).items()
     return {"kind": kind, **{name: list(value) if isinstance(value, tuple) else value for name, value in fields}}
 
 
 def input_from_json(entry: Mapping[str, Any]) -> InputSpec:
-    """An input of a manifest."""
+    """Makes an input of an entry of a manifest."""
     kind = KINDS[entry["kind"]]
     fields = {field.name: entry[field.name] for field in dataclasses.fields(kind)}
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
@@ -105,19 +105,19 @@ class OutputSpec:
         return bool(self.shape) and self.shape[0] == BATCH
 
 
-def _check_table(one: Any) -> None:
-    if not isinstance(one.table, str) or not one.table:
-        raise TypeError(f"{type(one).__name__}: table: got {one.table!r}, wanted the name of a table.")
+def _check_table(spec: Any) -> None:
+    if not isinstance(spec.table, str) or not spec.table:
+        raise TypeError(f"{type(spec).__name__}: table: got {spec.table!r}, wanted the name of a table.")
 
 
-def _check_shape(one: Any) -> None:
+def _check_shape(spec: Any) -> None:
     try:
-        shape = tuple(one.shape)
+        shape = tuple(spec.shape)
     except TypeError as error:
-        raise TypeError(f"{type(one).__name__}: shape: got {one.shape!r}, wanted that of one sample.") from error
+        raise TypeError(f"{type(spec).__name__}: shape: got {spec.shape!r}, wanted that of one sample.") from error
     if not all(checks.is_integer(size, 1) for size in shape):
-        raise ValueError(f"{type(one).__name__}: shape: got {shape}, wanted that of one sample, sizes from 1.")
-    object.__setattr__(one, "shape", tuple(map(int, shape)))
+        raise ValueError(f"{type(spec).__name__}: shape: got {shape}, wanted that of one sample, sizes from 1.")
+    object.__setattr__(spec, "shape", tuple(map(int, shape)))
 
 
 def input_shapes(spec: InputSpec, num_samples: Any, num_keys: Any) -> Any:

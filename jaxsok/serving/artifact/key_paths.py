@@ -27,16 +27,9 @@ Label: TypeAlias = frozenset[str] | Rows | None
 
 _PASS = frozenset({"name", "copy", "copy_p", "optimization_barrier", "sharding_constraint", "device_put"})
 _CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
+    **dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2"), "jaxpr"),
+    **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
     "custom_vmap_call": "call",
-    "checkpoint": "jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
 }
 """Call operations, and the parameter that has their program."""
 

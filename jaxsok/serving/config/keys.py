@@ -26,18 +26,18 @@ class Kind:
 
 
 def instance(kind: type, wanted: str) -> Kind:
-    """Any instance of a type."""
+    """Allows any instance of a type."""
     return Kind(wanted, lambda value: value if isinstance(value, kind) else WRONG)
 
 
 def integer(least: int, most: int = _INT_MAX) -> Kind:
-    """An integer within bounds."""
+    """Allows an integer within bounds."""
     wanted = f"an integer of {least} to {most}"
     return Kind(wanted, lambda value: int(value) if checks.is_integer(value, least, most) else WRONG)
 
 
 def number(least: float = -math.inf, most: float = math.inf) -> Kind:
-    """A finite number within bounds."""
+    """Allows a finite number within bounds."""
     within = {(True, True): "a number", (False, True): f"a number of {least:g} or more"}
     wanted = within.get((least == -math.inf, most == math.inf), f"a number of {least:g} to {most:g}")
 
@@ -53,7 +53,7 @@ def number(least: float = -math.inf, most: float = math.inf) -> Kind:
 
 
 def among(names: Mapping[str, Sequence[str]] | Sequence[str]) -> Kind:
-    """One of some names; a mapping gives the other names of each, which HPS takes as well."""
+    """Allows one of some names; a mapping gives the other names of each, which HPS takes as well."""
     meant = {name: name for name in names}
     if isinstance(names, Mapping):
         meant |= {other: name for name, others in names.items() for other in others}
@@ -62,7 +62,7 @@ def among(names: Mapping[str, Sequence[str]] | Sequence[str]) -> Kind:
 
 
 def list_of(items: Kind, wanted: str) -> Kind:
-    """A list, whose entries are of one kind."""
+    """Allows a list whose entries are of one kind."""
     return Kind(wanted, lambda value: value if isinstance(value, list | tuple) else WRONG, items)
 
 

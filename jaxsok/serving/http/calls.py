@@ -39,7 +39,7 @@ class ParsedRequest:
 
 
 def limits_of(model: Any) -> dict[str, int]:
-    """The limits of one call: samples, under a name that no table has, and keys by table."""
+    """Gives the limits of one call: samples, under a name that no table has, and keys by table."""
     return {"": model.max_batch_size, **model.max_keys}
 
 
