@@ -41,11 +41,6 @@ class Busy(Refusal):
         super().__init__(503, "busy", f"{why}; ask again later.", {"Retry-After": "1", **(headers or {})})
 
 
-def stopping(op: str) -> Refusal:
-    """The refusal of a server that stops."""
-    return Refusal(503, "stopping", f"{op}: the server stops.", CLOSE)
-
-
 def to_json(status: int, value: Any, headers: Mapping[str, str] | None = None) -> Response:
     """Makes a JSON response."""
     body = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
@@ -67,7 +62,7 @@ def refusal_of(error: Exception, op: str) -> Refusal:
     if isinstance(error, QueueFullError):
         return Busy("the queue of this model is full")
     if isinstance(error, ClosedError):
-        return stopping(op)
+        return Refusal(503, "stopping", f"{op}: the server stops.", CLOSE)
     _log.error("%s failed", op, exc_info=error)
     return Refusal(500, "internal", f"{op}: failed in the server, for no fault of the request; its log has the reason.")
 

@@ -31,17 +31,7 @@ from jaxsok.serving.http import wire
 from jaxsok.serving.http.batching import Batcher, ClosedError
 from jaxsok.serving.http.calls import Lookups, ParsedRequest, Predictions, limits_of
 from jaxsok.serving.http.metrics import Metrics
-from jaxsok.serving.http.responses import (
-    CLOSE,
-    Busy,
-    Refusal,
-    formats,
-    http_error,
-    refusal_of,
-    refused,
-    stopping,
-    to_json,
-)
+from jaxsok.serving.http.responses import CLOSE, Busy, Refusal, formats, http_error, refusal_of, refused, to_json
 from jaxsok.serving.http.watch import Watcher
 
 _log = logging.getLogger(__name__)
@@ -222,7 +212,7 @@ class App:
         except asyncio.CancelledError:
             if not self.is_stopping:
                 raise
-            response = refused(stopping(name))
+            response = refused(refusal_of(ClosedError(), name))
         except Exception as error:
             response = refused(refusal_of(error, name))
         self.metrics.requests.labels(*labels, str(response.status_code)).inc()
@@ -255,8 +245,9 @@ class App:
     async def _ask(self, kind: Lookups | Predictions, request: _Request) -> Response:
         model, options = self._model(request, kind.op), self.options
         if isinstance(kind, Predictions) and model.inputs is None:
-            message = f'predict: model "{model.name}" has tables only, no dense_file; use lookup.'
-            raise Refusal(404, "no_predict", message)
+            raise Refusal(
+                404, "no_predict", f'predict: model "{model.name}" has tables only, no dense_file; use lookup.'
+            )
         given, wanted = formats(request, kind.op)
         body = await self._body(request, self._most_bytes(kind, model, given))
         try:
@@ -265,8 +256,7 @@ class App:
         except TimeoutError:
             if not limit.expired():  # raised by the session
                 raise
-            message = f"{kind.op}: no answer within {options.timeout_s:g} s."
-            raise Refusal(504, "timeout", message) from None
+            raise Refusal(504, "timeout", f"{kind.op}: no answer within {options.timeout_s:g} s.") from None
 
     async def _answer(self, kind: Lookups | Predictions, model: Any, body: bytes, given: str, wanted: str) -> Response:
         options = self.options
@@ -415,7 +405,7 @@ class App:
         return to_json(200, {"status": "ok"})
 
     async def _readyz(self, request: Request) -> Response:
-        return to_json(200, {"status": "ready"}) if self.is_ready else refused(stopping("readyz"))
+        return to_json(200, {"status": "ready"}) if self.is_ready else refused(refusal_of(ClosedError(), "readyz"))
 
     async def _metrics(self, request: Request) -> Response:
         return Response(await asyncio.to_thread(self.metrics.text), headers={"Content-Type": self.metrics.content_type})
