@@ -128,9 +128,8 @@ def read_manifest(op: str, path: pathlib.Path) -> dict[str, Any]:
     if manifest.get("format") != FORMAT:
         raise ArtifactError(f"{op}: {file}: got format {manifest.get('format')!r}, wanted {FORMAT!r}.")
     if manifest.get("version") != VERSION:
-        raise ArtifactError(
-            f"{op}: {file}: got version {manifest.get('version')!r}, wanted {VERSION}; export again, or update jaxsok."
-        )
+        got = f"version {manifest.get('version')!r}"
+        raise ArtifactError(f"{op}: {file}: got {got}, wanted {VERSION}; export again, or update jaxsok.")
     if manifest.get("sha256") != _digest(manifest):
         raise ArtifactError(f"{op}: {file}: got another checksum than it names; it was changed.")
     manifests.checked(op, file, manifest, _MODEL, ArtifactError)

@@ -97,12 +97,9 @@ class _Walk:
         if name == "select_n":
             is_by_key = eqn.invars[0].aval.ndim == 0 or eqn.invars[0] in by_lines
             return [_union(labels[1:])] if is_by_key else nothing
-        if name in ("concatenate", "pad"):
-            if name == "pad":
-                is_whole = tuple(eqn.params["padding_config"][-1:]) == ((0, 0, 0),)
-            else:
-                is_whole = eqn.params["dimension"] != _last(eqn.outvars[0])
-            return [_union(labels) if is_whole or not _union(labels) else None]
+        if name in _JOINS:
+            joined = _union(labels)
+            return [joined if not joined or _JOINS[name](eqn) else None]
         keeps = _KEEPS.get(name)
         if keeps is None or labels[0] is None or (labels[0] and not keeps(eqn)):
             return nothing
@@ -145,6 +142,11 @@ def _is_by_lines(eqn: Any) -> bool:
     return last not in dims or eqn.invars[0].aval.shape[dims.index(last)] == 1
 
 
+# Whether each leaves the two words of a key together.
+_JOINS: Mapping[str, Callable[[Any], bool]] = {
+    "concatenate": lambda eqn: eqn.params["dimension"] != _last(eqn.outvars[0]),
+    "pad": lambda eqn: tuple(eqn.params["padding_config"][-1:]) == ((0, 0, 0),),
+}
 # Whether each picks or moves whole keys of its first operand, whose last axis is the two words of a key.
 _KEEPS: Mapping[str, Callable[[Any], bool]] = {
     "reshape": lambda eqn: _has_words(eqn) and eqn.params["dimensions"] is None,

@@ -425,14 +425,11 @@ class App:
 
 def _check_response(num_values: int, num_bytes: int, wanted: str, options: ServerOptions, op: str) -> None:
     if num_bytes > options.max_response_bytes:
-        raise RequestTooLargeError(
-            f"{op}: the response has {num_bytes} bytes, at most {options.max_response_bytes} are made; ask for less."
-        )
+        most = f"at most {options.max_response_bytes} are made"
+        raise RequestTooLargeError(f"{op}: the response has {num_bytes} bytes, {most}; ask for less.")
     if wanted == "json" and num_values > options.max_json_values:
-        raise RequestTooLargeError(
-            f"{op}: the response has {num_values} numbers, JSON is made of at most {options.max_json_values}; ask for "
-            f"it with Accept: {wire.TENSORS}."
-        )
+        most = f"JSON is made of at most {options.max_json_values}; ask for it with Accept: {wire.TENSORS}"
+        raise RequestTooLargeError(f"{op}: the response has {num_values} numbers, {most}.")
 
 
 def _check_held(held_bytes: int, num_bytes: int, options: ServerOptions, op: str) -> None:
@@ -440,8 +437,8 @@ def _check_held(held_bytes: int, num_bytes: int, options: ServerOptions, op: str
     if num_bytes <= _PIECE_BYTES:
         return
     if num_bytes > options.max_held_bytes:
-        message = f"{op}: the response has {num_bytes} bytes, at most {options.max_held_bytes} are held; ask for less."
-        raise RequestTooLargeError(message)
+        most = f"at most {options.max_held_bytes} are held"
+        raise RequestTooLargeError(f"{op}: the response has {num_bytes} bytes, {most}; ask for less.")
     if held_bytes + num_bytes > options.max_held_bytes:
         raise Busy(f"requests hold {options.max_held_bytes} bytes, the most that are held")
 

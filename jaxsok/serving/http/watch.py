@@ -20,8 +20,6 @@ _UNFINISHED = re.compile(r"^\.|\.(writing|tmp|partial)$")
 
 
 class _Found(NamedTuple):
-    """A folder to apply."""
-
     model: str
     path: pathlib.Path
     kind: Literal["full", "delta"]
