@@ -62,7 +62,7 @@ def store_from_json(store: Mapping[str, Any]) -> tuple[FrozenTable, ...]:
     return tuple(_table_from_json(entry, store["dim"], store["dtype"]) for entry in store["tables"])
 
 
-def _table_from_json(value: Mapping[str, Any], dim: int, dtype: str) -> FrozenTable:
+def _table_from_json(value: Mapping[str, Any], dim: int, dtype: Any) -> FrozenTable:
     initial = InitialRows.from_json(value["initial"]) if "initial" in value else None
     return FrozenTable(value["name"], dim, value["default"], dtype, initial)
 
