@@ -202,12 +202,12 @@ def _serve(options: argparse.Namespace) -> int:
             opened = session.open(options.config)
             print(opened.report(), flush=True)
             app = server.App(opened, server_options, watch=options.watch, watch_interval_s=options.watch_interval_s)
-            running.serve(
+            running.Server(
                 app,
                 where,
                 access_log=options.access_log,
                 on_ready=lambda found: print(f"serve: answers at {found.address}", flush=True),
-            )
+            ).run()
     except (OSError, ValueError, TypeError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2

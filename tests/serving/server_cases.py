@@ -199,7 +199,7 @@ def main(interval_s, drain_s=0.0):
     threading.Thread(target=update, daemon=True).start()
     with running.bind("127.0.0.1", 0) as where:
         app = server.App(session, server.ServerOptions(drain_s=drain_s))
-        running.serve(app, where, on_ready=lambda found: print(found.address, flush=True))
+        running.Server(app, where, on_ready=lambda found: print(found.address, flush=True)).run()
     print("ended", flush=True)
 
 

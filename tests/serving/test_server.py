@@ -34,7 +34,7 @@ from serving_cases import PLATFORMS
 from waiting import wait_until
 
 import jaxsok
-from jaxsok import Records, checkpoint
+from jaxsok import Bags, Records, checkpoint
 from jaxsok import __main__ as command_line
 from jaxsok.interchange.hps import write_hps
 from jaxsok.serving import artifact, errors, fused
@@ -1299,7 +1299,7 @@ def test_names_that_stand_twice_are_found_at_once():
     body = ("{" + ",".join(f'"{name}":0' for name in [*names, names[-1]]) + "}").encode()
     begin = time.perf_counter()
     with pytest.raises(errors.RequestError, match="'9c3f' twice"):
-        wire.read_json(body, "test", ["keys"])
+        wire.read_json(body, "test", "keys")
     assert time.perf_counter() - begin < 20, "grows with the square"
 
 
@@ -1800,7 +1800,9 @@ def test_results_of_a_whole_batch_are_of_one_client(tmp_path):
     artifact.export_model(tmp_path / "model", model, frozen, {"user": artifact.KeysInput("user")}, platforms=PLATFORMS)
     config = config_of({"user": tmp_path / "user"}, 4, dense_file=str(tmp_path / "model"))
     with session_lib.open(config, warm_up=False) as session:
-        samples = [calls.Samples({"user": np.array(mine, np.uint64)}, 2, {"user": 2}) for mine in ([1, 2], [3, 4])]
+        samples = [
+            calls.ParsedRequest({"user": np.array(mine, np.uint64)}, {"user": 2}, 2) for mine in ([1, 2], [3, 4])
+        ]
         found = calls.Predictions(session, 100).run("ranker", samples)
     for number, (outputs, version) in enumerate(found):
         mine = rows[2 * number : 2 * number + 2]
@@ -1827,8 +1829,8 @@ def test_a_batch_whose_dense_model_changed_meanwhile_is_asked_again():
     before = dict(cases_outputs)
     try:
         session = Switched()
-        one = wire.Ragged(np.array([1, 2], np.uint64), np.array([1, 1], np.int32))
-        samples = [calls.Samples({"user": one, "dense": np.zeros((2, 2), np.float32)}, 2, {"user": 2})] * 2
+        one = Bags(np.array([1, 2], np.uint64), lengths=np.array([1, 1], np.int32))
+        samples = [calls.ParsedRequest({"user": one, "dense": np.zeros((2, 2), np.float32)}, {"user": 2}, 2)] * 2
         found = calls.Predictions(session, 100).run("ranker", samples)
     finally:
         cases_outputs.update(before)

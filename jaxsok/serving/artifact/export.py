@@ -104,7 +104,8 @@ def export_model(
         raise FileExistsError(f"{op}: path: got {path}, which exists, wanted a new folder.")
     if not isinstance(tables, FrozenTables):
         raise TypeError(f"{op}: tables: got {type(tables).__name__}, wanted FrozenTables, as freeze gives them.")
-    platforms = _check_platforms(op, platforms)
+    if isinstance(platforms, str) or not platforms or not set(platforms) <= set(PLATFORMS):
+        raise ValueError(f"{op}: platforms: got {platforms!r}, wanted some of {list(PLATFORMS)}.")
     inputs = _check_inputs(op, inputs, tables)
     export, function = jax_export(op), _function_of(op, model, variables)
     stores = tables.spec.stores
@@ -117,23 +118,28 @@ def export_model(
     checks = [export.DisabledSafetyCheck.custom_call(target) for target, _ in library.TARGETS]
     shapes, jitted = _argument_shapes(export, tables, inputs), jax.jit(program)
     lookups = _lookups(jitted.trace(*shapes).jaxpr, shapes, tables, inputs)
-    exported = export.export(jitted, platforms=platforms, disabled_checks=checks)(*shapes)
-    files.write(path, _serialized(op, exported), {**files.manifest_of(exported, tables, inputs), "lookups": lookups})
+    exported = export.export(jitted, platforms=tuple(dict.fromkeys(platforms)), disabled_checks=checks)(*shapes)
+    try:
+        serialized = bytes(exported.serialize())
+    except (OverflowError, ValueError) as error:
+        wanted = "wanted one below 2 GB"
+        raise ValueError(f"{op}: model: got one that jax.export cannot write ({error}), {wanted}.") from error
+    files.write(path, serialized, {**files.manifest_of(exported, tables, inputs), "lookups": lookups})
 
 
 def _lookups(
     jaxpr: Any, shapes: Any, tables: FrozenTables, inputs: Mapping[str, InputSpec]
 ) -> dict[str, tuple[str, ...] | None]:
-    names: list[str | None] = []
-    raw: list[Sequence[str]] = []
-    for path, leaf in jax.tree.flatten_with_path(shapes)[0]:
-        what, which, rest = path[0].idx, path[1], [step.idx for step in path[2:]]
-        is_keys = what == 3 and not isinstance(inputs[which.key], ArrayInput) and rest in ([], [0])
-        names.append(which.key if is_keys else None)
-        is_rows = what == 0 and rest[0] >= 2  # rows and scales
-        raw.append([table.name for table in tables.spec.stores[which.idx]] if is_rows else [])
-        del leaf
-    return key_paths.found(jaxpr, names, raw, list(tables.tables))
+    labels: list[key_paths.Label] = []
+    for path, _ in jax.tree.flatten_with_path(shapes)[0]:
+        argument, which, rest = path[0].idx, path[1], [step.idx for step in path[2:]]
+        label = None
+        if argument == 0 and rest[0] >= 2:  # rows and scales
+            label = key_paths.Rows(table.name for table in tables.spec.stores[which.idx])
+        elif argument == 3 and not isinstance(inputs[which.key], ArrayInput) and rest in ([], [0]):
+            label = frozenset([which.key])
+        labels.append(label)
+    return key_paths.found(jaxpr, labels, list(tables.tables))
 
 
 def _function_of(op: str, model: Any, variables: Mapping[str, Any] | None) -> Function:
@@ -152,30 +158,21 @@ def _function_of(op: str, model: Any, variables: Mapping[str, Any] | None) -> Fu
 
         return nnx.as_function(model)
     if not callable(model):
-        raise TypeError(
-            f"{op}: model: got {type(model).__name__}, wanted a function of (tables, inputs), or a Flax module."
-        )
+        wanted = "a function of (tables, inputs), or a Flax module"
+        raise TypeError(f"{op}: model: got {type(model).__name__}, wanted {wanted}.")
     return model
-
-
-def _check_platforms(op: str, platforms: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(platforms, str) or not platforms or not set(platforms) <= set(PLATFORMS):
-        raise ValueError(f"{op}: platforms: got {platforms!r}, wanted some of {list(PLATFORMS)}.")
-    return tuple(dict.fromkeys(platforms))
 
 
 def _check_inputs(op: str, inputs: Any, tables: FrozenTables) -> dict[str, InputSpec]:
     if not isinstance(inputs, Mapping) or not inputs:
-        raise TypeError(
-            f"{op}: inputs: got {inputs!r}, wanted a mapping from names to KeysInput, BagsInput or ArrayInput."
-        )
+        wanted = "a mapping from names to KeysInput, BagsInput or ArrayInput"
+        raise TypeError(f"{op}: inputs: got {inputs!r}, wanted {wanted}.")
     for name, spec in inputs.items():
         if not isinstance(name, str) or not name:
             raise TypeError(f"{op}: inputs: got the name {name!r}, wanted a string.")
         if not isinstance(spec, tuple(KINDS.values())):
-            raise TypeError(
-                f'{op}: inputs["{name}"]: got {type(spec).__name__}, wanted KeysInput, BagsInput or ArrayInput.'
-            )
+            wanted = "KeysInput, BagsInput or ArrayInput"
+            raise TypeError(f'{op}: inputs["{name}"]: got {type(spec).__name__}, wanted {wanted}.')
         if not isinstance(spec, ArrayInput) and spec.table not in tables.tables:
             raise UnknownTableError.of(f'{op}: inputs["{name}"]', spec.table, tables.tables)
     return dict(inputs)
@@ -224,16 +221,6 @@ def _named(op: str, out: Any) -> dict[str, Array]:
         raise ValueError(f"{op}: model: got no results from it, wanted an array, or arrays by name.")
     for name, result in out.items():
         if not isinstance(name, str) or not isinstance(result, (jax.Array, np.ndarray)):
-            raise TypeError(
-                f"{op}: model: got {type(result).__name__} as its result {name!r}, wanted an array, or arrays by name."
-            )
+            got = f"{type(result).__name__} as its result {name!r}"
+            raise TypeError(f"{op}: model: got {got}, wanted an array, or arrays by name.")
     return {name: jnp.asarray(result) for name, result in out.items()}
-
-
-def _serialized(op: str, exported: Any) -> bytes:
-    try:
-        return bytes(exported.serialize())
-    except (OverflowError, ValueError) as error:
-        raise ValueError(
-            f"{op}: model: got one that jax.export cannot write ({error}), wanted one below 2 GB."
-        ) from error

@@ -1,6 +1,5 @@
 """The two files of an artifact: a program as `jax.export` writes it, and a manifest that is checked when it is read."""
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -15,7 +14,8 @@ import jax
 import jaxsok
 from jaxsok import manifests, published
 from jaxsok.initializers import InitialRows
-from jaxsok.serving.artifact.inputs import KINDS, InputSpec
+from jaxsok.manifests import entries, integer, list_of, text
+from jaxsok.serving.artifact.inputs import KINDS, InputSpec, input_to_json
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenTable, FrozenTables
 from jaxsok.types import MAX_DIM
@@ -39,15 +39,8 @@ def manifest_of(exported: Any, tables: FrozenTables, inputs: Mapping[str, InputS
         "jax": jax.__version__,
         "calling_convention": exported.calling_convention_version,
         "platforms": list(exported.platforms),
-        "inputs": [{"name": name, **_input_to_json(spec)} for name, spec in inputs.items()],
-        "outputs": [
-            {
-                "name": name,
-                "shape": [size if isinstance(size, int) else str(size) for size in aval.shape],
-                "dtype": aval.dtype.name,
-            }
-            for name, aval in outputs.items()
-        ],
+        "inputs": [{"name": name, **input_to_json(spec)} for name, spec in inputs.items()],
+        "outputs": [{"name": name, **_output_to_json(aval)} for name, aval in outputs.items()],
         "stores": [
             {"dim": store[0].dim, "dtype": store[0].dtype, "tables": [_table_to_json(table) for table in store]}
             for store in tables.spec.stores
@@ -55,35 +48,27 @@ def manifest_of(exported: Any, tables: FrozenTables, inputs: Mapping[str, InputS
     }
 
 
+def _output_to_json(aval: Any) -> dict[str, Any]:
+    return {"shape": [size if isinstance(size, int) else str(size) for size in aval.shape], "dtype": aval.dtype.name}
+
+
 def _table_to_json(table: FrozenTable) -> dict[str, Any]:
     initial = {} if table.initial is None else {"initial": table.initial.to_json()}
     return {"name": table.name, "default": float(table.default), **initial}
 
 
-def table_from_json(value: dict[str, Any], dim: Any, dtype: Any) -> FrozenTable:
-    """A table of a manifest."""
+def store_from_json(store: Mapping[str, Any]) -> tuple[FrozenTable, ...]:
+    """Makes the tables of a store of a manifest."""
+    return tuple(_table_from_json(entry, store["dim"], store["dtype"]) for entry in store["tables"])
+
+
+def _table_from_json(value: Mapping[str, Any], dim: int, dtype: Any) -> FrozenTable:
     initial = InitialRows.from_json(value["initial"]) if "initial" in value else None
     return FrozenTable(value["name"], dim, value["default"], dtype, initial)
 
 
-def _input_to_json(spec: InputSpec) -> dict[str, Any]:
-    (kind,) = (kind for kind, cls in KINDS.items() if type(spec) is cls)
-    fields = dataclasses.asdict(spec)
-    return {
-        "kind": kind,
-        **{name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()},
-    }
-
-
-def input_from_json(one: Mapping[str, Any]) -> InputSpec:
-    """An input of a manifest."""
-    kind = KINDS[one["kind"]]
-    fields = {field.name: one[field.name] for field in dataclasses.fields(kind)}
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
-
-
-def _size_of_axis(value: Any) -> None:
-    (manifests.text() if isinstance(value, str) else manifests.integer())(value)
+def _check_axis(value: Any) -> None:
+    (text() if isinstance(value, str) else integer())(value)
 
 
 def _check_initial(value: Any) -> None:
@@ -93,28 +78,17 @@ def _check_initial(value: Any) -> None:
         raise manifests.Wrong(value, f"what InitialRows.to_json gives ({error})") from error
 
 
-_NAME = manifests.text(".+", "a name")
-_MODEL = manifests.entries(
+_NAME = text(".+", "a name")
+_TABLE = entries({"name": _NAME, "default": manifests.number}, {"initial": _check_initial})
+_MODEL = entries(
     {
-        "jax": manifests.text(),
-        "inputs": manifests.list_of(manifests.entries({"name": _NAME, "kind": manifests.one_of(tuple(KINDS))})),
-        "outputs": manifests.list_of(
-            manifests.entries({"name": _NAME, "shape": manifests.list_of(_size_of_axis), "dtype": manifests.text()})
-        ),
-        "stores": manifests.list_of(
-            manifests.entries(
-                {
-                    "dim": manifests.integer(1, MAX_DIM),
-                    "dtype": manifests.text(),
-                    "tables": manifests.list_of(
-                        manifests.entries({"name": _NAME, "default": manifests.number}, {"initial": _check_initial})
-                    ),
-                }
-            )
-        ),
-        "program": manifests.entries({"bytes": manifests.integer(), "sha256": manifests.text()}),
+        "jax": text(),
+        "inputs": list_of(entries({"name": _NAME, "kind": manifests.one_of(tuple(KINDS))})),
+        "outputs": list_of(entries({"name": _NAME, "shape": list_of(_check_axis), "dtype": text()})),
+        "stores": list_of(entries({"dim": integer(1, MAX_DIM), "dtype": text(), "tables": list_of(_TABLE)})),
+        "program": entries({"bytes": integer(), "sha256": text()}),
     },
-    {"lookups": manifests.by_name(manifests.optional(manifests.list_of(_NAME)))},
+    {"lookups": manifests.by_name(manifests.optional(list_of(_NAME)))},
 )
 """The schema of a manifest; the rest of an input is checked where it is made."""
 
@@ -154,9 +128,8 @@ def read_manifest(op: str, path: pathlib.Path) -> dict[str, Any]:
     if manifest.get("format") != FORMAT:
         raise ArtifactError(f"{op}: {file}: got format {manifest.get('format')!r}, wanted {FORMAT!r}.")
     if manifest.get("version") != VERSION:
-        raise ArtifactError(
-            f"{op}: {file}: got version {manifest.get('version')!r}, wanted {VERSION}; export again, or update jaxsok."
-        )
+        got = f"version {manifest.get('version')!r}"
+        raise ArtifactError(f"{op}: {file}: got {got}, wanted {VERSION}; export again, or update jaxsok.")
     if manifest.get("sha256") != _digest(manifest):
         raise ArtifactError(f"{op}: {file}: got another checksum than it names; it was changed.")
     manifests.checked(op, file, manifest, _MODEL, ArtifactError)

@@ -1,7 +1,7 @@
 """The inputs and outputs of a model: declared, checked when it is called, and padded."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -78,6 +78,20 @@ InputSpec: TypeAlias = KeysInput | BagsInput | ArrayInput
 KINDS: dict[str, type] = {"keys": KeysInput, "bags": BagsInput, "array": ArrayInput}
 
 
+def input_to_json(spec: InputSpec) -> dict[str, Any]:
+    """Converts an input for a manifest, or for a page of the server."""
+    (kind,) = (kind for kind, cls in KINDS.items() if type(spec) is cls)
+    fields = dataclasses.asdict(spec).items()
+    return {"kind": kind, **{name: list(value) if isinstance(value, tuple) else value for name, value in fields}}
+
+
+def input_from_json(entry: Mapping[str, Any]) -> InputSpec:
+    """Makes an input of an entry of a manifest."""
+    kind = KINDS[entry["kind"]]
+    fields = {field.name: entry[field.name] for field in dataclasses.fields(kind)}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+
+
 @dataclasses.dataclass(frozen=True)
 class OutputSpec:
     """A result of a model."""
@@ -91,22 +105,19 @@ class OutputSpec:
         return bool(self.shape) and self.shape[0] == BATCH
 
 
-def _check_table(one: Any) -> None:
-    if not isinstance(one.table, str) or not one.table:
-        raise TypeError(f"{type(one).__name__}: table: got {one.table!r}, wanted the name of a table.")
+def _check_table(spec: Any) -> None:
+    if not isinstance(spec.table, str) or not spec.table:
+        raise TypeError(f"{type(spec).__name__}: table: got {spec.table!r}, wanted the name of a table.")
 
 
-def _check_shape(one: Any) -> None:
+def _check_shape(spec: Any) -> None:
     try:
-        shape = tuple(one.shape)
+        shape = tuple(spec.shape)
     except TypeError as error:
-        raise TypeError(f"{type(one).__name__}: shape: got {one.shape!r}, wanted that of one sample.") from error
+        raise TypeError(f"{type(spec).__name__}: shape: got {spec.shape!r}, wanted that of one sample.") from error
     if not all(checks.is_integer(size, 1) for size in shape):
-        raise ValueError(f"{type(one).__name__}: shape: got {shape}, wanted that of one sample, sizes from 1.")
-    object.__setattr__(one, "shape", tuple(map(int, shape)))
-
-
-# Inputs of a call ----------------------------------------------------------------------------------------------------
+        raise ValueError(f"{type(spec).__name__}: shape: got {shape}, wanted that of one sample, sizes from 1.")
+    object.__setattr__(spec, "shape", tuple(map(int, shape)))
 
 
 def input_shapes(spec: InputSpec, num_samples: Any, num_keys: Any) -> Any:
@@ -125,8 +136,7 @@ def read_input(what: str, spec: InputSpec, given: Any) -> tuple[Any, int]:
     if isinstance(spec, KeysInput):
         words = _words(what, given)
         if words.ndim < 2 or words.shape[1:-1] != spec.shape:
-            wanted = [BATCH, *spec.shape]
-            raise RequestError(f"{what}: got keys of shape {list(words.shape[:-1])}, wanted {_told(wanted)}.")
+            raise RequestError(f"{what}: got keys of shape {list(words.shape[:-1])}, wanted {_shape_of(spec)}.")
         return words, words.shape[0]
     if isinstance(spec, BagsInput):
         return _read_bags(what, spec, given)
@@ -135,15 +145,13 @@ def read_input(what: str, spec: InputSpec, given: Any) -> tuple[Any, int]:
     if not _fits(array.dtype, wanted):
         raise RequestError(f"{what}: got {array.dtype}{list(array.shape)}, wanted {spec.dtype}.")
     if array.ndim == 0 or array.shape[1:] != spec.shape:
-        raise RequestError(f"{what}: got shape {list(array.shape)}, wanted {_told([BATCH, *spec.shape])}.")
+        raise RequestError(f"{what}: got shape {list(array.shape)}, wanted {_shape_of(spec)}.")
     made = array.astype(wanted)
     if jnp.issubdtype(wanted, jnp.integer) and not np.can_cast(array.dtype, wanted, "safe"):
         wrong = np.asarray((made != array) | ((made < 0) != (array < 0)))
         if wrong.any():
-            limits = jnp.iinfo(wanted)
-            raise RequestError(
-                f"{what}: got {np.asarray(array)[wrong][0]}, wanted {limits.min} to {limits.max}, as {spec.dtype} has."
-            )
+            first, limits = np.asarray(array)[wrong][0], jnp.iinfo(wanted)
+            raise RequestError(f"{what}: got {first}, wanted {limits.min} to {limits.max}, as {spec.dtype} has.")
     return made, array.shape[0]
 
 
@@ -175,9 +183,8 @@ def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:
         raise RequestError(f"{what}: got keys of shape {list(shape)} with lengths or offsets, wanted [num_keys].")
     num_keys = words.shape[0]
     if not len(offsets) or (np.diff(offsets) < 0).any() or offsets[0] < 0 or offsets[-1] > num_keys:
-        raise RequestError(
-            f"{what}: offsets: got some that do not rise from 0 to at most {num_keys}, the keys there are."
-        )
+        got = f"some that do not rise from 0 to at most {num_keys}"
+        raise RequestError(f"{what}: offsets: got {got}, the keys there are.")
     leaves = [words, offsets.astype(np.int32)]
     if spec.is_weighted:
         weights = given.weights if isinstance(given.weights, jax.Array) else np.asarray(given.weights)
@@ -209,11 +216,12 @@ def _integers(what: str, given: Any) -> np.ndarray:
 
 def _fits(got: Any, wanted: Any) -> bool:
     """Whether numbers of one dtype may be given for another: the same kind, or integers for floats."""
-    kinds = (jnp.bool_, jnp.integer, jnp.floating)
-    rank = lambda dtype: next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), -1)  # noqa: E731
-    if rank(got) == -1 or (rank(got) == 0) != (rank(wanted) == 0):
+    is_integer = jnp.issubdtype(got, jnp.integer)
+    if got == wanted or jnp.issubdtype(wanted, jnp.bool_):
         return got == wanted
-    return rank(got) <= rank(wanted) and (rank(wanted) == 2 or np.can_cast(got, wanted, "safe") or got == np.int64)
+    if jnp.issubdtype(wanted, jnp.integer):
+        return is_integer and (np.can_cast(got, wanted, "safe") or got == np.int64)
+    return is_integer or jnp.issubdtype(got, jnp.floating)
 
 
 def pad_input(leaves: Any, num_samples: int, size: int) -> Any:
@@ -238,5 +246,5 @@ def _filled(array: Any, size: int, value: Any) -> Any:
     return numbers.concatenate([array, numbers.full((more, *array.shape[1:]), value, array.dtype)])
 
 
-def _told(shape: Sequence[Any]) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"
+def _shape_of(spec: KeysInput | ArrayInput) -> str:
+    return f"[{', '.join(map(str, [BATCH, *spec.shape]))}]"

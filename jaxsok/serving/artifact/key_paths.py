@@ -5,7 +5,7 @@ and move whole keys. Any other operation on the words of a key makes an unknown 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,24 +17,23 @@ from jaxsok.types import PADDING_KEY
 _MARK = "jaxsok.keys:"
 _PADDING_WORD = PADDING_KEY & 0xFFFFFFFF
 
-Label = frozenset[str] | None  # inputs whose keys these may be, or padding; None: other numbers
+
+class Rows(frozenset[str]):
+    """The label of an array of a store that holds rows of these tables."""
+
+
+Label: TypeAlias = frozenset[str] | Rows | None
+"""The inputs whose keys an array has, or padding; or the tables whose rows it has; None: other numbers."""
 
 _PASS = frozenset({"name", "copy", "copy_p", "optimization_barrier", "sharding_constraint", "device_put"})
 _CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
+    **dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2"), "jaxpr"),
+    **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
     "custom_vmap_call": "call",
-    "checkpoint": "jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
 }
 """Call operations, and the parameter that has their program."""
 
-_RAW = frozenset({"ffi_call", "custom_call", *_CALLS})  # what may take the rows of a store: lookups do
+_LOOKUPS = frozenset({"ffi_call", "custom_call"})  # what may take the rows of a store
 
 
 def mark(table: str, words: Any) -> Array:
@@ -42,21 +41,13 @@ def mark(table: str, words: Any) -> Array:
     return checkpoint_name(jnp.asarray(words), f"{_MARK}{table}")
 
 
-def found(
-    jaxpr: Any, inputs: Sequence[str | None], raw: Sequence[Sequence[str]], tables: Sequence[str]
-) -> dict[str, tuple[str, ...] | None]:
-    """Finds the inputs whose keys each table is looked up by.
+def found(jaxpr: Any, labels: Sequence[Label], tables: Sequence[str]) -> dict[str, tuple[str, ...] | None]:
+    """Finds the inputs whose keys each table is looked up by, from the labels of the program's arguments.
 
-    `inputs` has for each argument the input whose keys it is, `raw` the tables whose rows it is. Gives no names for a
-    table that is not read; None where the model computes keys, or reads rows without a lookup.
+    Gives no names for a table that is not read; None where the model computes keys, or reads rows without a lookup.
     """
     walk = _Walk(tables)
-    walk.run(
-        jaxpr.jaxpr,
-        [None if name is None else frozenset([name]) for name in inputs],
-        [frozenset(mine) for mine in raw],
-        jaxpr.consts,
-    )
+    walk.run(jaxpr.jaxpr, labels, jaxpr.consts)
     return {table: None if table in walk.unknown else tuple(sorted(walk.read[table])) for table in tables}
 
 
@@ -65,65 +56,50 @@ class _Walk:
         self.read: dict[str, set[str]] = {table: set() for table in tables}
         self.unknown: set[str] = set()
 
-    def run(
-        self, jaxpr: Any, labels: Sequence[Label], raw: Sequence[frozenset[str]], consts: Sequence[Any] = ()
-    ) -> list[Label]:
+    def run(self, jaxpr: Any, labels: Sequence[Label], consts: Sequence[Any] = ()) -> list[Label]:
         """Labels the results of a program by the labels of its arguments."""
         env: dict[Any, Label] = dict(zip(jaxpr.invars, labels, strict=True))
-        rows = dict(zip(jaxpr.invars, raw, strict=True))
+        env |= {var: _of_constant(value) for var, value in zip(jaxpr.constvars, consts, strict=False)}
         by_lines: set[Any] = set()  # masks that are the same for both words of a key
-        for var, value in zip(jaxpr.constvars, consts, strict=False):
-            env[var] = _of_constant(value)
 
         def label(var: Any) -> Label:
             return _of_constant(var.val) if hasattr(var, "val") else env.get(var)
 
         for eqn in jaxpr.eqns:
-            name = eqn.primitive.name
-            mine = [label(var) for var in eqn.invars]
-            taken = [frozenset() if hasattr(var, "val") else rows.get(var, frozenset()) for var in eqn.invars]
-            if name not in _RAW:
-                self.unknown |= frozenset().union(*taken)
-            if name == "name" and eqn.params["name"].startswith(_MARK):
-                self._reads(eqn.params["name"].removeprefix(_MARK), mine[0])
-            results = self._results(name, eqn, mine, taken, by_lines)
-            if name == "broadcast_in_dim" and _is_by_lines(eqn):
+            results = self._results(eqn, [label(var) for var in eqn.invars], by_lines)
+            if eqn.primitive.name == "broadcast_in_dim" and _is_by_lines(eqn):
                 by_lines.add(eqn.outvars[0])
             env |= dict(zip(eqn.outvars, results, strict=True))
         return [label(var) for var in jaxpr.outvars]
 
-    def _reads(self, table: str, keys: Label) -> None:
-        if keys is None:
-            self.unknown.add(table)
-        else:
-            self.read[table] |= keys
-
-    def _results(
-        self, name: str, eqn: Any, labels: Sequence[Label], taken: Sequence[frozenset[str]], by_lines: set[Any]
-    ) -> Sequence[Label]:
-        nothing = [None] * len(eqn.outvars)
+    def _results(self, eqn: Any, labels: Sequence[Label], by_lines: set[Any]) -> Sequence[Label]:
+        name, nothing = eqn.primitive.name, [None] * len(eqn.outvars)
         if name in _CALLS:
             inner = eqn.params.get(_CALLS[name])
             jaxpr, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
             if jaxpr is not None and len(jaxpr.invars) == len(eqn.invars):
-                return self.run(jaxpr, labels, taken, consts)
-        if any(True for _ in _inner(eqn)):  # loops, branches, and what is not known here
-            for table in _marked(eqn):
-                self.unknown.add(table)
-            self.unknown |= frozenset().union(*taken)
+                return self.run(jaxpr, labels, consts)
+        has_inner = any(True for _ in _inner(eqn))  # loops, branches, and what is not known here
+        if has_inner or name not in _LOOKUPS:
+            self.unknown.update(*(label for label in labels if isinstance(label, Rows)))
+        if has_inner:
+            self.unknown.update(_marked(eqn))
             return nothing
+        labels = [None if isinstance(label, Rows) else label for label in labels]
+        if name == "name" and eqn.params["name"].startswith(_MARK):
+            table = eqn.params["name"].removeprefix(_MARK)
+            if labels[0] is None:
+                self.unknown.add(table)
+            else:
+                self.read[table] |= labels[0]
         if name in _PASS:
-            return list(labels)
+            return labels
         if name == "select_n":
-            if eqn.invars[0].aval.ndim and eqn.invars[0] not in by_lines:
-                return nothing
-            return [_union(labels[1:])]
-        if name == "concatenate":
-            is_whole = eqn.params["dimension"] != _last(eqn.outvars[0])
-            return [_union(labels) if is_whole or not _union(labels) else None]
-        if name == "pad":
-            is_whole = tuple(eqn.params["padding_config"][-1:]) == ((0, 0, 0),)
-            return [_union(labels) if is_whole or not _union(labels) else None]
+            is_by_key = eqn.invars[0].aval.ndim == 0 or eqn.invars[0] in by_lines
+            return [_union(labels[1:])] if is_by_key else nothing
+        if name in _JOINS:
+            joined = _union(labels)
+            return [joined if not joined or _JOINS[name](eqn) else None]
         keeps = _KEEPS.get(name)
         if keeps is None or labels[0] is None or (labels[0] and not keeps(eqn)):
             return nothing
@@ -136,12 +112,8 @@ def _of_constant(value: Any) -> Label:
 
 
 def _union(labels: Sequence[Label]) -> Label:
-    found: frozenset[str] = frozenset()
-    for label in labels:
-        if label is None:
-            return None
-        found |= label
-    return found
+    known = [label for label in labels if label is not None]
+    return frozenset().union(*known) if len(known) == len(labels) else None
 
 
 def _last(var: Any) -> int:
@@ -170,6 +142,11 @@ def _is_by_lines(eqn: Any) -> bool:
     return last not in dims or eqn.invars[0].aval.shape[dims.index(last)] == 1
 
 
+# Whether each leaves the two words of a key together.
+_JOINS: Mapping[str, Callable[[Any], bool]] = {
+    "concatenate": lambda eqn: eqn.params["dimension"] != _last(eqn.outvars[0]),
+    "pad": lambda eqn: tuple(eqn.params["padding_config"][-1:]) == ((0, 0, 0),),
+}
 # Whether each picks or moves whole keys of its first operand, whose last axis is the two words of a key.
 _KEEPS: Mapping[str, Callable[[Any], bool]] = {
     "reshape": lambda eqn: _has_words(eqn) and eqn.params["dimensions"] is None,

@@ -13,17 +13,11 @@ from jaxtyping import Array
 
 from jaxsok.kernels import library
 from jaxsok.serving.artifact import files
+from jaxsok.serving.artifact import inputs as inputs_lib
 from jaxsok.serving.artifact.files import ArtifactError
-from jaxsok.serving.artifact.inputs import (
-    LEAST_BATCH,
-    InputSpec,
-    OutputSpec,
-    input_shapes,
-    pad_input,
-    read_input,
-)
+from jaxsok.serving.artifact.inputs import LEAST_BATCH, InputSpec, OutputSpec
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
-from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
+from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables
 from jaxsok.serving.padding import padded_size
 
 
@@ -89,7 +83,7 @@ class ServedModel:
     def leaves_of(self, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """The shapes of the program's inputs, from what `sizes` gives."""
         return {
-            name: input_shapes(spec, num_samples, num_keys)
+            name: inputs_lib.input_shapes(spec, num_samples, num_keys)
             for (name, spec), (num_samples, num_keys) in zip(self.inputs.items(), sizes, strict=True)
         }
 
@@ -103,11 +97,12 @@ class ServedModel:
     def padded(self, leaves: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
         """Pads what `read` gave to powers of two of samples, and of keys of bags."""
         size = padded_size(num_samples, LEAST_BATCH)
-        return {name: pad_input(leaf, num_samples, size) for name, leaf in leaves.items()}
+        return {name: inputs_lib.pad_input(leaf, num_samples, size) for name, leaf in leaves.items()}
 
     def _bound(self, tables: FrozenTables) -> tuple[Any, Any, Any]:
         stores, numbers, words = _rebound(self._stores, tables.spec)
-        return tuple(_arrays(tables.stores[store]) for store in stores), numbers, words
+        arrays = tuple(tables.stores[store] for store in stores)
+        return tuple((store.index, store.counters, store.rows, store.scales) for store in arrays), numbers, words
 
     def read(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         """Checks the inputs of a call; gives the program's inputs, unpadded, and the batch size.
@@ -120,7 +115,7 @@ class ServedModel:
             raise RequestError(f"call: inputs: got {sorted(inputs)}, wanted {sorted(self.inputs)}.")
         leaves, sizes = {}, {}
         for name, spec in self.inputs.items():
-            leaves[name], sizes[name] = read_input(f'call: inputs["{name}"]', spec, inputs[name])
+            leaves[name], sizes[name] = inputs_lib.read_input(f'call: inputs["{name}"]', spec, inputs[name])
         if len(set(sizes.values())) != 1:
             raise RequestError(f"call: inputs: got batch sizes {sizes}, wanted one.")
         return leaves, next(iter(sizes.values()))
@@ -155,12 +150,9 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
             f"{device}, where it is to run; export with it in `platforms`."
         )
     try:
-        inputs = {entry["name"]: files.input_from_json(entry) for entry in manifest["inputs"]}
+        inputs = {entry["name"]: inputs_lib.input_from_json(entry) for entry in manifest["inputs"]}
         outputs = {entry["name"]: OutputSpec(tuple(entry["shape"]), entry["dtype"]) for entry in manifest["outputs"]}
-        stores = tuple(
-            tuple(files.table_from_json(entry, store["dim"], store["dtype"]) for entry in store["tables"])
-            for store in manifest["stores"]
-        )
+        stores = tuple(map(files.store_from_json, manifest["stores"]))
         tables = {table.name: table for store in stores for table in store}
         known = manifest.get("lookups", {})
         lookups = {name: None if known.get(name) is None else tuple(known[name]) for name in tables}
@@ -176,10 +168,8 @@ def jax_export(op: str) -> Any:
     try:
         import flatbuffers  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            f"{op}: flatbuffers: got no such module, wanted it for the files of jax.export; pip install "
-            "'jaxsok[serving]'."
-        ) from error
+        wanted = "wanted it for the files of jax.export; pip install 'jaxsok[serving]'"
+        raise ImportError(f"{op}: flatbuffers: got no such module, {wanted}.") from error
     from jax import export
 
     return export
@@ -211,7 +201,3 @@ def _rebound(
         numbers.append(np.array([number for _, number in places], np.int32))
         words.append(given.words[places[0][0]])
     return tuple(stores), tuple(numbers), tuple(words)
-
-
-def _arrays(store: FrozenStore) -> tuple[Any, ...]:
-    return store.index, store.counters, store.rows, store.scales

@@ -1,12 +1,27 @@
-"""The values of a configuration, and their JSON."""
+"""The values of a configuration, which declare its keys: kind, default, and why a key has no effect, if so.
+
+The defaults are those of the JSON parser of HugeCTR 24.06. There are also the keys that versions 3.0 to 23.x read or
+documented, and 24.06 ignores.
+"""
 
 import dataclasses
 import re
 from typing import Any, Literal
 
-from jaxsok.serving.config.keys import MODEL_KEYS, PER_TABLE
+from jaxsok.serving.config import keys
+from jaxsok.serving.config.keys import Key, column, declare
+from jaxsok.types import MAX_DIM
 
 Tier = Literal["device", "cache", "host"]
+
+_UNREAD = "HPS does not read it from this file, either"
+_OLDER = Key(keys.UNREAD, reason="it is of an older HPS: 24.06 does not read it, either")
+_DENSE = Key(keys.UNREAD, reason="it is of HugeCTR's dense model; the exported model has its own dtypes and programs")
+_REDIS = "it is of a Redis cluster, which is not there"
+_OF_PROCESS = "the host store is memory of the process"
+_NEVER_OVERFLOWS = "the host store holds every row and evicts none"
+_NO_PERSISTENT = "persistent_db is disabled"
+_NO_UPDATES = "update_source has no type"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,65 +41,80 @@ class WithoutEffect:
 class TableConfig:
     """One table of a model: an entry of each of HPS's lists."""
 
-    name: str
-    """`embedding_table_names[i]`, by default `sparse_embedding<i>`. A jaxsok export or checkpoint has the table under
-    this name.
+    name: str = column("embedding_table_names", keys.SOME_TEXT, "a list of names, one for each table", None)
+    """By default `sparse_embedding<i>`. A jaxsok export or checkpoint has the table under this name."""
+    dim: int = column("embedding_vecsize_per_table", keys.integer(1, MAX_DIM), "a list of dims, one for each table")
+    """Files of another dim are refused."""
+    file: str = column("sparse_files", keys.FILE, "a list of paths, one for each table")
+    """An HPS directory, a folder of `jaxsok.checkpoint.export_full` or `export_delta`, or a step of an Orbax
+    checkpoint. A relative path begins where the process runs, as in HPS."""
+    default: float | None = column(
+        "default_value_for_each_table", keys.OPTIONAL_FLOAT32, "a list of numbers, one for each table"
+    )
+    """What a missing key reads, in every column. None, of `null` or of a list that is too short: what it reads in
+    training, if the files say it, else 0.0.
     """
-    dim: int  # `embedding_vecsize_per_table[i]`; files of another dim are refused
-    file: str
-    """`sparse_files[i]`: an HPS directory, a folder of `jaxsok.checkpoint.export_full` or `export_delta`, or a step of
-    an Orbax checkpoint. A relative path begins where the process runs, as in HPS."""
-    default: float | None
-    """`default_value_for_each_table[i]`: what a missing key reads, in every column. None, of `null` or of a list
-    that is too short: what it reads in training, if the files say it, else 0.0.
-    """
-    max_keys_per_sample: int
-    """`maxnum_catfeature_query_per_table_per_sample[i]`: a request has at most `max_batch_size` times as many keys."""
+    max_keys_per_sample: int = column(
+        "maxnum_catfeature_query_per_table_per_sample", keys.POSITIVE, "a list of numbers of keys, one for each table"
+    )
+    """A request has at most `max_batch_size` times as many keys."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """One of `models`. Fields have HPS's names where HPS has the key."""
 
-    model: str  # its name in requests: letters, digits, `_` and `-`, at most 120
-    tables: tuple[TableConfig, ...]  # in the order of `sparse_files`; names differ
-    deployed_device_list: tuple[int, ...]
+    model: str = declare(keys.NAME)  # its name in requests: letters, digits, `_` and `-`, at most 120
+    tables: tuple[TableConfig, ...]  # pyright: ignore[reportGeneralTypeIssues]
+    """In the order of `sparse_files`; names differ."""
+    deployed_device_list: tuple[int, ...] = declare(keys.list_of(keys.COUNT, "a list of numbers of devices"))
     """Device numbers. The last one is used, as in HPS; `open(config, device=...)` makes a session on another device."""
-    dense_file: str = ""  # an artifact of `export_model`, which `predict` runs over the tables; "": lookups only
-    max_batch_size: int = 64  # samples in a request, at most; larger ones are refused (HPS logs an error)
-    gpucache: bool = True  # whether rows lie on the device at all; False: every lookup reads rows in host memory
-    gpucacheper: float = 0.2
+    dense_file: str = declare(keys.OPTIONAL_FILE, "")
+    """An artifact of `export_model`, which `predict` runs over the tables; "": lookups only."""
+    max_batch_size: int = declare(keys.POSITIVE, 64)
+    """Samples in a request, at most; larger ones are refused (HPS logs an error)."""
+    gpucache: bool = declare(keys.BOOL, True)
+    """Whether rows lie on the device at all; False: every lookup reads rows in host memory."""
+    gpucacheper: float = declare(keys.number(0.0), 0.2)
     """The fraction of a table's rows that the device's cache holds; 1.0 or more: all rows, and nothing can miss."""
-    hit_rate_threshold: float = 0.9
+    hit_rate_threshold: float = declare(keys.number(), 0.9)
     """A lookup with this hit rate or more answers misses with the default value and fetches their rows in the
     background; others wait for them. 0: never waits; above 1: always waits, so that answers are exact.
     """
-    embedding_cache_type: Literal["dynamic", "static"] = "dynamic"
+    embedding_cache_type: Literal["dynamic", "static"] = declare(
+        keys.among(("dynamic", "static", "uvm", "stochastic")), "dynamic"
+    )
     """"dynamic": a cache over rows in host memory. "static": all rows on the device. `use_static_table` makes it so."""
-    use_static_table: bool = False  # the same as `embedding_cache_type` "static"
-    num_of_worker_buffer_in_pool: int = 1  # lookups that run at the same time, at most; others wait
-    cache_refresh_percentage_per_iteration: float = 0.0
+    use_static_table: bool = declare(keys.BOOL, False)  # the same as `embedding_cache_type` "static"
+    num_of_worker_buffer_in_pool: int = declare(
+        keys.POSITIVE, 1
+    )  # lookups that run at the same time, at most; others wait
+    cache_refresh_percentage_per_iteration: float = declare(keys.FRACTION, 0.0)
     """Fraction of the cached rows that a refresh reads at a time. Above 0 the cache is also filled when a model is
     opened, if `init_ec` is on. 0: no refresh by the clock, as in HPS; `Session.refresh` then reads all at once.
     """
-    refresh_delay: float = 0.0  # seconds between opening a model and the first refresh of its cache by the clock
-    refresh_interval: int = 0  # whole seconds between refreshes by the clock; 0: only `Session.refresh` refreshes
-    init_ec: bool = True  # whether opening fills the cache; see `cache_refresh_percentage_per_iteration`
-    fp8_quant: bool = False  # whether rows of a static model become float8_e4m3fn (`row_dtype`)
-    fuse_embedding_table: bool | None = None
+    refresh_delay: float = declare(keys.number(0.0), 0.0)
+    """Seconds between opening a model and the first refresh of its cache by the clock."""
+    refresh_interval: int = declare(keys.WHOLE_SECONDS, 0)
+    """Whole seconds between refreshes by the clock; 0: only `Session.refresh` refreshes."""
+    init_ec: bool = declare(keys.BOOL, True)
+    """Whether opening fills the cache; see `cache_refresh_percentage_per_iteration`."""
+    fp8_quant: bool = declare(keys.BOOL, False)  # whether rows of a static model become float8_e4m3fn (`row_dtype`)
+    fuse_embedding_table: bool | None = declare(keys.BOOL, None)
     """True: one call looks up all tables of a request. False: one call for each. None, if neither the model nor the
     configuration says: as True, since answers are the same to the bit, and HPS's restrictions (disjoint keys, all
     tables in each request) do not exist here.
     """
-    row_dtype: str | None = None
-    """`jaxsok.row_dtype`: the dtype of rows on the device (ROW_DTYPES); None: as in their files (float32 in HPS)."""
-    spare_rows: int = 0  # `jaxsok.spare_rows`: rows of each table left free for new keys of updates in place
-    enable_pagelock: bool = False  # without effect where it is False; True is refused for a static model
-    maxnum_des_feature_per_sample: int = 26  # without effect
-    num_of_refresher_buffer_in_pool: int = 1  # without effect
-    use_context_stream: bool = True  # without effect
-    use_hctr_cache_implementation: bool = True  # without effect
-    thread_pool_size: int = 16  # without effect
+    row_dtype: str | None = declare(keys.among(keys.ROW_DTYPES), None, block="jaxsok")
+    """The dtype of rows on the device; None: as in their files (float32 in HPS)."""
+    spare_rows: int = declare(keys.COUNT, 0, block="jaxsok")
+    """Rows of each table left free for new keys of updates in place."""
+    enable_pagelock: bool = declare(keys.BOOL, False)  # without effect where it is False; True is refused if static
+    maxnum_des_feature_per_sample: int = declare(keys.COUNT, 26, "the exported model tells its own inputs")
+    num_of_refresher_buffer_in_pool: int = declare(keys.COUNT, 1, "a refresh takes one buffer")
+    use_context_stream: bool = declare(keys.BOOL, True, "XLA orders what runs on a device")
+    use_hctr_cache_implementation: bool = declare(keys.BOOL, True, "there is one cache")
+    thread_pool_size: int = declare(keys.COUNT, 16, "threads are those of XLA and of the server")
 
     @property
     def device_id(self) -> int:
@@ -123,59 +153,65 @@ class ModelConfig:
 class VolatileDatabase:
     """`volatile_db`: rows in host memory, under the device's cache. Only `type` has an effect."""
 
-    type: Literal["disabled", "hash_map", "parallel_hash_map"] = "parallel_hash_map"
+    type: Literal["disabled", "hash_map", "parallel_hash_map"] = declare(keys.DATABASE, "parallel_hash_map")
     """Both maps are the one host store of jaxsok. Without a type it is "disabled", without a block
     "parallel_hash_map", as in HPS. "disabled" is refused for a model whose rows do not all lie on the device.
     """
-    address: str = "127.0.0.1:7000"
-    user_name: str = "default"
-    password: str = dataclasses.field(default="", repr=False)
-    num_partitions: int | None = None  # None: HPS has min(16, cores)
-    allocation_rate: int = 256 * 2**20
-    shared_memory_size: int = 16 * 2**30
-    shared_memory_name: str = "hctr_mp_hash_map_database"
-    shared_memory_auto_remove: bool = True
-    num_node_connections: int = 5
-    max_batch_size: int = 65536
-    enable_tls: bool = False
-    tls_ca_certificate: str = "cacertbundle.crt"
-    tls_client_certificate: str = "client_cert.pem"
-    tls_client_key: str = "client_key.pem"
-    tls_server_name_identification: str = "redis.localhost"
-    overflow_margin: int = 2**64 - 1
-    overflow_policy: str = "evict_random"
-    overflow_resolution_target: float = 0.8
-    initialize_after_startup: bool = True
-    initial_cache_rate: float = 1.0
-    cache_missed_embeddings: bool = False
-    update_filters: tuple[str, ...] = ("^hps_.+$",)
+    address: str = declare(keys.TEXT, "127.0.0.1:7000", _REDIS)
+    user_name: str = declare(keys.TEXT, "default", _REDIS)
+    password: str = declare(keys.TEXT, "", _REDIS, repr=False)
+    num_partitions: int | None = declare(keys.COUNT, None, "the host store of a table is one piece")
+    """None: HPS has min(16, cores)."""
+    allocation_rate: int = declare(keys.SIZE, 256 * 2**20, "the host store is allocated at once")
+    shared_memory_size: int = declare(keys.SIZE, 16 * 2**30, _OF_PROCESS)
+    shared_memory_name: str = declare(keys.TEXT, "hctr_mp_hash_map_database", _OF_PROCESS)
+    shared_memory_auto_remove: bool = declare(keys.BOOL, True, _OF_PROCESS)
+    num_node_connections: int = declare(keys.COUNT, 5, _REDIS)
+    max_batch_size: int = declare(keys.COUNT, 65536, "rows of the host store are read in one go")
+    enable_tls: bool = declare(keys.BOOL, False, _REDIS)
+    tls_ca_certificate: str = declare(keys.TEXT, "cacertbundle.crt", _REDIS)
+    tls_client_certificate: str = declare(keys.TEXT, "client_cert.pem", _REDIS)
+    tls_client_key: str = declare(keys.TEXT, "client_key.pem", _REDIS)
+    tls_server_name_identification: str = declare(keys.TEXT, "redis.localhost", _REDIS)
+    overflow_margin: int = declare(keys.SIZE, 2**64 - 1, _NEVER_OVERFLOWS)
+    overflow_policy: str = declare(
+        keys.among({"evict_random": ["random"], "evict_least_used": ["least_used"], "evict_oldest": ["oldest"]}),
+        "evict_random",
+        _NEVER_OVERFLOWS,
+    )
+    overflow_resolution_target: float = declare(keys.FRACTION, 0.8, _NEVER_OVERFLOWS)
+    initialize_after_startup: bool = declare(keys.BOOL, True, _UNREAD)
+    initial_cache_rate: float = declare(keys.number(0.0), 1.0, "all rows are entered, as in HPS")
+    cache_missed_embeddings: bool = declare(keys.BOOL, False, "there is no database below whose rows could be lifted")
+    update_filters: tuple[str, ...] = declare(keys.TEXTS, ("^hps_.+$",), "there is no update_source")
 
 
 @dataclasses.dataclass(frozen=True)
 class PersistentDatabase:
     """`persistent_db`: not implemented. "rocks_db" is refused; without it no key has an effect."""
 
-    type: Literal["disabled"] = "disabled"
-    path: str | None = None  # None: HPS has "rocksdb" under the system's folder for temporary files
-    num_threads: int = 16
-    read_only: bool = False
-    max_batch_size: int = 65536
-    initialize_after_startup: bool = True
-    update_filters: tuple[str, ...] = ("^hps_.+$",)
+    type: Literal["disabled"] = declare(keys.DATABASE, "disabled")
+    path: str | None = declare(keys.TEXT, None, _NO_PERSISTENT)
+    """None: HPS has "rocksdb" under the system's folder for temporary files."""
+    num_threads: int = declare(keys.COUNT, 16, _NO_PERSISTENT)
+    read_only: bool = declare(keys.BOOL, False, _NO_PERSISTENT)
+    max_batch_size: int = declare(keys.COUNT, 65536, _NO_PERSISTENT)
+    initialize_after_startup: bool = declare(keys.BOOL, True, _UNREAD)
+    update_filters: tuple[str, ...] = declare(keys.TEXTS, ("^hps_.+$",), _NO_PERSISTENT)
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSource:
     """`update_source`: not implemented. "kafka_message_queue" is refused; without it no key has an effect."""
 
-    type: None = None
-    brokers: str = "127.0.0.1:9092"
-    metadata_refresh_interval_ms: int = 30000
-    receive_buffer_size: int = 262144
-    poll_timeout_ms: int = 500
-    max_batch_size: int = 8192
-    failure_backoff_ms: int = 50
-    max_commit_interval: int = 32
+    type: None = declare(keys.UPDATE_TYPE, None)
+    brokers: str = declare(keys.TEXT, "127.0.0.1:9092", _NO_UPDATES)
+    metadata_refresh_interval_ms: int = declare(keys.COUNT, 30000, _NO_UPDATES)
+    receive_buffer_size: int = declare(keys.COUNT, 262144, _NO_UPDATES)
+    poll_timeout_ms: int = declare(keys.COUNT, 500, _NO_UPDATES)
+    max_batch_size: int = declare(keys.COUNT, 8192, _NO_UPDATES)
+    failure_backoff_ms: int = declare(keys.COUNT, 50, _NO_UPDATES)
+    max_commit_interval: int = declare(keys.COUNT, 32, _NO_UPDATES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,9 +243,8 @@ class Config:
         if self.fuse_embedding_table is not None:
             written["fuse_embedding_table"] = self.fuse_embedding_table
         # A block that is written out, even an empty one, would count as written by the user.
-        if self.volatile_db.type != "parallel_hash_map" or any(
-            key.path.startswith("volatile_db.") for key in self.without_effect
-        ):
+        is_written = any(key.path.startswith("volatile_db.") for key in self.without_effect)
+        if is_written or self.volatile_db.type != "parallel_hash_map":
             written["volatile_db"] = {"type": self.volatile_db.type}
         written["models"] = [_model_to_json(model) for model in self.models]
         for key in self.without_effect:
@@ -224,14 +259,14 @@ class Config:
         """The configuration as lines of a report: models, tables, notes, keys without effect."""
         lines = [f"configuration: {self.file or '(a mapping)'}; keys of {self.key_bits} bits"]
         for model in self.models:
-            told = {
+            tier = {
                 "device": "all rows on the device",
                 "cache": f"a device cache of {model.gpucacheper:g} of the rows, over host memory",
                 "host": "rows in host memory",
             }[model.tier]
             fused = "one call for all tables" if model.is_fused else "one call for each table"
             lines.append(
-                f'model "{model.model}": {told}; device {model.device_id}; {fused}; at most {model.max_batch_size} '
+                f'model "{model.model}": {tier}; device {model.device_id}; {fused}; at most {model.max_batch_size} '
                 f"samples; lookups at a time: {model.num_of_worker_buffer_in_pool}"
             )
             lines += [
@@ -245,43 +280,78 @@ class Config:
         return lines
 
 
+PER_TABLE = keys.columns_of(TableConfig)
+JAXSOK_KEYS = keys.keys_of(ModelConfig, "jaxsok")
+MODEL_KEYS: dict[str, Key] = {
+    **keys.keys_of(TableConfig),
+    **keys.keys_of(ModelConfig),
+    "network_file": Key(keys.TEXT, reason=_UNREAD),
+    **dict.fromkeys(("label_dim", "slot_num"), Key(keys.COUNT, reason=_UNREAD)),
+    "initialize_after_startup": Key(keys.BOOL, reason=_UNREAD),
+    **dict.fromkeys(
+        ("mixed_precision", "use_mixed_precision", "scaler", "use_algorithm_search", "use_cuda_graph"), _DENSE
+    ),
+    "i64_input_key": Key(keys.UNREAD, reason="supportlonglong says how many bits keys have"),
+    "jaxsok": Key(keys.BLOCK),
+}
+_OLDER_BATCHES = dict.fromkeys(("max_get_batch_size", "max_set_batch_size"), _OLDER)
+DATABASE_KEYS: dict[str, dict[str, Key]] = {
+    "volatile_db": {
+        **keys.keys_of(VolatileDatabase),
+        "type": Key(keys.DATABASE, "disabled"),
+        **_OLDER_BATCHES,
+        **dict.fromkeys(("algorithm", "refresh_time_after_fetch"), _OLDER),
+        **dict.fromkeys(("partition_overflow_margin", "partition_overflow_resolution_target"), _OLDER),
+    },
+    "persistent_db": {**keys.keys_of(PersistentDatabase), **_OLDER_BATCHES},
+    "update_source": {**keys.keys_of(UpdateSource), "max_receive_buffer_size": _OLDER},
+}
+OLDER_DATABASES = ("cpu_memory_db", "distributed_db")  # the blocks of HPS 3.3 that later became volatile_db
+OLDER_DATABASE_KEYS = dict.fromkeys(DATABASE_KEYS["volatile_db"], _OLDER)
+TOP_KEYS: dict[str, Key] = {
+    "supportlonglong": Key(keys.BOOL, keys.REQUIRED),
+    "fuse_embedding_table": Key(keys.BOOL),
+    "models": Key(keys.list_of(keys.BLOCK, "a list of models"), keys.REQUIRED),
+    **dict.fromkeys((*DATABASE_KEYS, *OLDER_DATABASES), Key(keys.BLOCK)),
+    **dict.fromkeys(
+        ("db_type", "redis_ip", "rocksdb_path", "cache_size_percentage_redis"),
+        Key(keys.UNREAD, reason=f"{_OLDER.reason}; rows come from sparse_files"),
+    ),
+}
+
+
 def idle_keys(model: ModelConfig) -> dict[str, str]:
     """The keys that have no effect beside the others of this model, with the reason."""
     idle: dict[str, str] = {}
-    if model.embedding_cache_type != "static":
-        idle |= dict.fromkeys(
-            ("fp8_quant", "enable_pagelock"), "it is of static tables, and this model has a dynamic cache"
-        )
-    else:
+    if model.embedding_cache_type == "static":
         idle["enable_pagelock"] = "static tables lie in device memory"
+    else:
+        reason = "it is of static tables, and this model has a dynamic cache"
+        idle |= dict.fromkeys(("fp8_quant", "enable_pagelock"), reason)
+    refreshes = ("refresh_delay", "refresh_interval", "init_ec")
     if model.tier != "cache":
-        reason = "all rows are on the device: nothing can miss"
-        if model.tier == "host":
-            reason = "gpucache is false: there is no cache"
-        if model.tier == "host" or model.embedding_cache_type == "static":
+        is_host = model.tier == "host"
+        reason = "gpucache is false: there is no cache" if is_host else "all rows are on the device: nothing can miss"
+        if is_host or model.embedding_cache_type == "static":
             idle["gpucacheper"] = reason
-        of_cache = ("hit_rate_threshold", "cache_refresh_percentage_per_iteration")
-        return idle | dict.fromkeys((*of_cache, "refresh_delay", "refresh_interval", "init_ec"), reason)
-    if not model.cache_refresh_percentage_per_iteration:
+        idle |= dict.fromkeys(("hit_rate_threshold", "cache_refresh_percentage_per_iteration", *refreshes), reason)
+    elif not model.cache_refresh_percentage_per_iteration:
         reason = "cache_refresh_percentage_per_iteration is 0, which turns it off, as in HPS"
-        idle |= dict.fromkeys(("refresh_delay", "refresh_interval", "init_ec"), reason)
+        idle |= dict.fromkeys(refreshes, reason)
     return idle
 
 
 def _model_to_json(model: ModelConfig) -> dict[str, Any]:
-    written: dict[str, Any] = {"model": model.model}
-    written |= {key: [getattr(table, field) for table in model.tables] for key, field in PER_TABLE.items()}
-    written["deployed_device_list"] = list(model.deployed_device_list)
     idle = idle_keys(model)
+    written: dict[str, Any] = {"model": model.model}
+    written |= {name: [getattr(table, field) for table in model.tables] for name, field in PER_TABLE.items()}
     for name, key in MODEL_KEYS.items():
-        if hasattr(model, name) and name not in written and name not in idle and not key.reason:
-            written[name] = getattr(model, name)
+        if hasattr(model, name) and name not in idle and not key.reason:
+            written[name] = _plain(getattr(model, name))
     if model.fuse_embedding_table is None:
         del written["fuse_embedding_table"]
-    own: dict[str, Any] = {"spare_rows": model.spare_rows}
-    if model.row_dtype is not None:
-        own["row_dtype"] = model.row_dtype
-    written["jaxsok"] = own
+    own = {name: getattr(model, name) for name in JAXSOK_KEYS}
+    written["jaxsok"] = {name: value for name, value in own.items() if value is not None}
     return written
 
 

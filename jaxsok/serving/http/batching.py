@@ -5,6 +5,7 @@ Knows nothing of tables, HTTP or JAX: what a call does with the requests is a fu
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -53,16 +54,15 @@ class Batcher(Generic[Payload, Result]):
     ) -> None:
         """Takes requests from now on; work begins with the first.
 
-        `run` is called in a thread. If it raises for several payloads, it is called with each alone, so that only the
-        one that caused the error fails. `limits` bound the sum of each cost in a call; a payload above a limit goes
-        alone. `observe` is called in the thread with the payloads of each call, and whether it had to be split.
+        `run` is called in a thread; if it raises for several payloads, it is called with each alone. `limits` bound the
+        sum of each cost in a call; a payload above a limit goes alone. `observe` is called in the thread with the
+        payloads of each call, and whether it had to be split.
         """
         self._run, self._limits, self._executor, self._observe = run, dict(limits), executor, observe
-        self._max_delay_s, self._max_waiting = max_delay_s, max_waiting
+        self._max_delay_s, self._max_waiting, self._num_workers = max_delay_s, max_waiting, num_workers
         self._waiting: collections.deque[_Job[Payload]] = collections.deque()
-        self._arrived, self._free = asyncio.Event(), asyncio.Semaphore(num_workers)
-        self._collector: asyncio.Task[None] | None = None
-        self._calls: set[asyncio.Task[None]] = set()
+        self._arrived, self._turn = asyncio.Event(), asyncio.Lock()
+        self._workers: list[asyncio.Task[None]] = []
         self._closed = False
 
     @property
@@ -83,8 +83,8 @@ class Batcher(Generic[Payload, Result]):
         job = _Job(payload, costs, loop.time(), loop.create_future())
         self._waiting.append(job)
         self._arrived.set()
-        if self._collector is None:
-            self._collector = loop.create_task(self._collect())
+        if not self._workers:
+            self._workers = [loop.create_task(self._work()) for _ in range(self._num_workers)]
         try:
             return await job.answer
         except asyncio.CancelledError:
@@ -95,36 +95,26 @@ class Batcher(Generic[Payload, Result]):
 
     async def close(self, timeout_s: float = 30.0) -> bool:
         """Takes no more, waits until all calls have ended, and returns whether they have."""
-        self._closed = True
-        loop = asyncio.get_running_loop()
-        until = loop.time() + timeout_s
-        while (self._waiting or self._calls) and loop.time() < until:
-            self._arrived.set()
-            await asyncio.sleep(0.005)
-        has_ended = not self._waiting and not self._calls
-        if self._collector is not None:
-            self._collector.cancel()
-            await asyncio.wait([self._collector])
-        while self._waiting:
-            job = self._waiting.popleft()
+        self._closed, running = True, set()
+        self._arrived.set()
+        if self._workers:
+            _, running = await asyncio.wait(self._workers, timeout=timeout_s)
+        for job in self._waiting:
             if not job.answer.done():
                 job.answer.set_exception(ClosedError())
-        return has_ended
+        self._waiting.clear()
+        return not running
 
-    async def _collect(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._free.acquire()  # first, so that payloads gather while all workers are busy
-            jobs: list[_Job[Payload]] = []
-            while not jobs:
-                jobs = await self._gather(loop)
-            call = loop.create_task(self._answer(jobs))
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
+    async def _work(self) -> None:
+        while not self._closed or self._waiting:
+            async with self._turn:  # one free worker at a time gathers; payloads wait while all are busy
+                jobs = await self._gather(asyncio.get_running_loop())
+            if jobs:
+                await self._answer(jobs)
 
     async def _gather(self, loop: asyncio.AbstractEventLoop) -> list[_Job[Payload]]:
-        """Gives the next payloads, once they are enough or have waited enough; none if all were cancelled meanwhile."""
-        while not self._waiting:
+        """Gives the next payloads, once they are enough or have waited enough; none if all have gone meanwhile."""
+        while not self._waiting and not self._closed:
             self._arrived.clear()
             await self._arrived.wait()
         while self._waiting:
@@ -133,11 +123,9 @@ class Batcher(Generic[Payload, Result]):
             if is_full or rest_s <= 0 or self._closed:
                 return [self._waiting.popleft() for _ in range(num_jobs)]
             self._arrived.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(rest_s):
                     await self._arrived.wait()
-            except TimeoutError:
-                pass
         return []
 
     def _fitting(self) -> tuple[int, bool]:
@@ -156,35 +144,31 @@ class Batcher(Generic[Payload, Result]):
         try:
             results = await loop.run_in_executor(self._executor, self._call, [job.payload for job in jobs])
         except BaseException as error:  # raised by the executor: it is shut down
-            results = [error] * len(jobs)
-        finally:
-            self._free.release()
+            results, self._closed = [error] * len(jobs), True
         for job, result in zip(jobs, results, strict=True):
-            if job.answer.done():
-                continue  # its caller was cancelled
-            if isinstance(result, asyncio.CancelledError):
-                job.answer.set_exception(ClosedError())
-            elif isinstance(result, BaseException):
-                job.answer.set_exception(result)
+            if job.answer.done():  # its caller was cancelled
+                continue
+            if isinstance(result, BaseException):
+                job.answer.set_exception(ClosedError() if isinstance(result, asyncio.CancelledError) else result)
             else:
                 job.answer.set_result(result)
 
     def _call(self, payloads: Sequence[Payload]) -> Sequence[Result | BaseException]:
+        is_split = False
         try:
             results: Sequence[Result | BaseException] = self._run(payloads)
             if len(results) != len(payloads):
                 raise ValueError(f"run: got {len(results)} results, wanted {len(payloads)}, one by payload.")
-            is_split = False
         except Exception as error:
-            is_split = len(payloads) > 1
-            if is_split:
-                _log.warning("a call with %d requests failed, each is run alone: %s", len(payloads), error)
-            results = [self._alone(payload) for payload in payloads] if is_split else [error]
+            results, is_split = [error], len(payloads) > 1
+        if is_split:
+            _log.warning("a call with %d requests failed, each is run alone: %s", len(payloads), results[0])
+            results = [self._run_alone(payload) for payload in payloads]
         if self._observe is not None:
             self._observe(payloads, is_split)
         return results
 
-    def _alone(self, payload: Payload) -> Result | BaseException:
+    def _run_alone(self, payload: Payload) -> Result | BaseException:
         try:
             return self._run([payload])[0]
         except Exception as error:

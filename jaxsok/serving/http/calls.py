@@ -16,124 +16,116 @@ from jaxsok.serving.http import wire
 from jaxsok.types import PADDING_KEY
 
 Arrays = dict[str, np.ndarray]
+_PARTS = ("values", "lengths", "weights")  # of ragged bags
 
 
 @dataclasses.dataclass(frozen=True)
-class Samples:
-    """The inputs of one predict request."""
+class ParsedRequest:
+    """A checked request: its arrays, and what they add to the limits of a call."""
 
-    inputs: Mapping[str, np.ndarray | wire.Ragged]
-    num_samples: int
+    arrays: Mapping[str, Any]  # keys by table, or inputs by name: arrays and Bags with lengths
     num_keys: Mapping[str, int]  # by table
+    num_samples: int = 0  # of a prediction, at least 1
+
+    @property
+    def costs(self) -> dict[str, int]:
+        """What it adds to the limits of a call, which are those of `limits_of`."""
+        return {"": self.num_samples, **self.num_keys}
+
+    @property
+    def size(self) -> int:
+        """Its number of samples, or of keys if it is a lookup."""
+        return self.num_samples or sum(self.num_keys.values())
 
 
-class Lookups:
-    """The endpoint that gives the rows of keys."""
+def limits_of(model: Any) -> dict[str, int]:
+    """Gives the limits of one call: samples, under a name that no table has, and keys by table."""
+    return {"": model.max_batch_size, **model.max_keys}
 
-    op = "lookup"
-    field = "rows"  # of the response
+
+class _Calls:
+    """Calls of a session, and the most keys that one request may have."""
 
     def __init__(self, session: Any, max_keys: int) -> None:
         self._session, self._max_keys = session, max_keys
 
+    def _max_keys_of(self, model: Any, table: str) -> int:
+        return model.max_keys.get(table, self._max_keys)
+
+
+class Lookups(_Calls):
+    """The endpoint that gives the rows of keys."""
+
+    op, request_field, field = "lookup", "keys", "rows"  # field: of the response
+
     def most_values(self, model: Any) -> tuple[int, Sequence[str]]:
         """The most numbers that a request can have, and the names of its arrays."""
-        num_keys = sum(model.max_keys.get(name, self._max_keys) for name in model.tables)
+        num_keys = sum(self._max_keys_of(model, name) for name in model.tables)
         return min(self._max_keys, num_keys), list(model.tables)
 
-    def read(self, body: bytes, given: str, model: Any) -> Arrays:
+    def read(self, body: bytes, given: str, model: Any) -> ParsedRequest:
         """Reads keys by table, uint64 of any shape; raises a ServingError for what the model cannot answer."""
-        op = self.op
-        if given == "json":
-            wire.check_json(body, *self.most_values(model), op)
-            found: Mapping[str, Any] = wire.object_of(wire.read_json(body, op, ["keys"])["keys"], f"{op}: keys")
-            read = wire.keys_from_json
-        else:
-            found, read = wire.read_tensors(body, op), wire.keys_from_tensor
-            if not found:
-                raise RequestError(f"{op}: got no tensor, wanted the keys of at least one table.")
+        op, found = self.op, _parse(self, body, given, model)
+        if not found:
+            raise RequestError(f"{op}: got no tensor, wanted the keys of at least one table.")
         for name in found:
             if name not in model.tables:
                 raise UnknownTableError.of(op, name[:80], model.tables, f'model "{model.name}"')
-        keys = {name: read(value, f'{op}: keys of table "{name}"') for name, value in found.items()}
+        keys = {name: wire.read_keys(value, f'{op}: keys of table "{name}"') for name, value in found.items()}
         for name, array in keys.items():
-            limit, num_keys = model.max_keys.get(name, self._max_keys), wire.extent(array.shape)
-            if num_keys > limit:
-                raise RequestTooLargeError(f'{op}: table "{name}": got {num_keys} keys, at most {limit} are taken.')
+            _check_most(wire.extent(array.shape), self._max_keys_of(model, name), f'{op}: table "{name}"')
             _check_bits(array, model, f'{op}: keys of table "{name}"')
-        _check_keys(sum(wire.extent(array.shape) for array in keys.values()), self._max_keys, op)
-        return keys
+        _check_most(sum(wire.extent(array.shape) for array in keys.values()), self._max_keys, op)
+        return ParsedRequest(keys, {name: array.size for name, array in keys.items()})
 
-    def limits(self, model: Any) -> dict[str, int]:
-        """The limits of one call, by table."""
-        return dict(model.max_keys)
-
-    def costs(self, keys: Mapping[str, np.ndarray]) -> dict[str, int]:
-        """What a request adds to the limits, by table."""
-        return {name: array.size for name, array in keys.items()}
-
-    def size(self, keys: Mapping[str, np.ndarray]) -> int:
-        """The number of keys of a request."""
-        return sum(array.size for array in keys.values())
-
-    def run(self, model: str, requests: Sequence[Mapping[str, np.ndarray]]) -> list[tuple[Arrays, int]]:
+    def run(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
         """Runs all requests in one call; gives each its rows, `[*shape of the keys, dim]`, and the version."""
-        names = list(dict.fromkeys(name for request in requests for name in request))
-        joined = {
-            name: np.concatenate([request[name].reshape(-1) for request in requests if name in request])
-            for name in names
-        }
+        keys_of = [request.arrays for request in requests]
+        names = list(dict.fromkeys(name for keys in keys_of for name in keys))
+        joined = {name: np.concatenate([keys[name].reshape(-1) for keys in keys_of if name in keys]) for name in names}
         answer = self._session.lookup(joined, model=model)
         rows = {name: np.asarray(answer[name], np.float32) for name in names}
-        places = dict.fromkeys(names, 0)
-        results = []
+        places, results = dict.fromkeys(names, 0), []
         for request in requests:
             parts = {}
-            for name, keys in request.items():
-                begin = places[name]
-                places[name] = begin + keys.size
+            for name, keys in request.arrays.items():
+                begin, places[name] = places[name], places[name] + keys.size
                 parts[name] = rows[name][begin : places[name]].reshape(*keys.shape, rows[name].shape[-1])
             results.append((parts, int(answer.version)))
         return results
 
 
-class Predictions:
+class Predictions(_Calls):
     """The endpoint that runs the model of `dense_file`."""
 
-    op = "predict"
-    field = "outputs"
-
-    def __init__(self, session: Any, max_keys: int) -> None:
-        self._session, self._max_keys = session, max_keys
+    op, request_field, field = "predict", "inputs", "outputs"
 
     def most_values(self, model: Any) -> tuple[int, Sequence[str]]:
         """The most numbers that a request can have, and the names of its arrays."""
         keys, rest, names = dict[str, int](), 0, list[str]()
         weighted = set[str]()
         for name, spec in model.inputs.items():
-            names += [name, *(f"{name}.{part}" for part in ("values", "lengths", "weights"))]
+            names += [name, *(f"{name}.{part}" for part in _PARTS)]
             if not isinstance(spec, BagsInput | KeysInput):
                 rest += model.max_batch_size * wire.extent(spec.shape)
                 continue
-            most = model.max_keys.get(spec.table, self._max_keys)
-            if isinstance(spec, BagsInput):
+            limit = self._max_keys_of(model, spec.table)
+            if isinstance(spec, KeysInput):
+                most = min(limit, model.max_batch_size * wire.extent(spec.shape))
+            else:
+                most = limit
                 rest += model.max_batch_size  # lengths
                 if spec.is_weighted:
                     weighted.add(spec.table)
-            else:
-                most = min(most, model.max_batch_size * wire.extent(spec.shape))
-            keys[spec.table] = min(model.max_keys.get(spec.table, self._max_keys), keys.get(spec.table, 0) + most)
+            keys[spec.table] = min(limit, keys.get(spec.table, 0) + most)
         rest += min(self._max_keys, sum(keys[table] for table in weighted))
         return rest + min(self._max_keys, sum(keys.values())), names
 
-    def read(self, body: bytes, given: str, model: Any) -> Samples:
+    def read(self, body: bytes, given: str, model: Any) -> ParsedRequest:
         """Reads inputs of one batch size; raises a ServingError for what the model cannot answer."""
-        op, specs = self.op, model.inputs
-        if given == "json":
-            wire.check_json(body, *self.most_values(model), op)
-            found: Mapping[str, Any] = wire.object_of(wire.read_json(body, op, ["inputs"])["inputs"], f"{op}: inputs")
-        else:
-            found = _with_ragged(wire.read_tensors(body, op), specs, op)
+        op, specs, found = self.op, model.inputs, _parse(self, body, given, model)
+        if given == "tensors":
+            found = _with_bags(found, specs, op)
         for name in found:
             if name not in specs:
                 raise RequestError(f"{op}: input: got {wire.brief(name)}, wanted {sorted(specs)}.")
@@ -142,36 +134,25 @@ class Predictions:
             raise RequestError(f"{op}: inputs: got none for {missing}, wanted {sorted(specs)}.")
         inputs, sizes, num_keys = {}, {}, dict[str, int]()
         for name, value in found.items():
-            inputs[name] = array = _read_input(value, specs[name], given, model.max_batch_size, name)
-            sizes[name] = len(array.lengths if isinstance(array, wire.Ragged) else array)
-            if isinstance(specs[name], BagsInput | KeysInput):
-                table, keys = specs[name].table, array.values if isinstance(array, wire.Ragged) else array
-                _check_bits(keys, model, f'{op}: input "{name}"')
-                num_keys[table] = num_keys.get(table, 0) + keys.size
+            spec, what = specs[name], f'{op}: input "{name}"'
+            inputs[name] = array = _read_input(value, spec, model.max_batch_size, what)
+            sizes[name] = len(array.lengths if isinstance(array, Bags) else array)
+            if isinstance(spec, BagsInput | KeysInput):
+                keys = array.keys if isinstance(array, Bags) else array
+                _check_bits(keys, model, what)
+                num_keys[spec.table] = num_keys.get(spec.table, 0) + keys.size
         if len(set(sizes.values())) > 1:
             raise RequestError(f"{op}: inputs must have one number of samples, got {sizes}.")
         num_samples = next(iter(sizes.values()))
-        _check_samples(num_samples, model.max_batch_size, op)
+        _check_most(num_samples, model.max_batch_size, op, "samples")
         if num_samples == 0:
             raise RequestError(f"{op}: got 0 samples, wanted at least 1.")
-        _check_keys(sum(num_keys.values()), self._max_keys, op)
+        _check_most(sum(num_keys.values()), self._max_keys, op)
         for table, number in num_keys.items():
-            _check_keys(number, model.max_keys.get(table, self._max_keys), f'{op}: table "{table}"')
-        return Samples(inputs, num_samples, num_keys)
+            _check_most(number, self._max_keys_of(model, table), f'{op}: table "{table}"')
+        return ParsedRequest(inputs, num_keys, num_samples)
 
-    def limits(self, model: Any) -> dict[str, int]:
-        """The limits of one call."""
-        return {"samples": model.max_batch_size, **{_cost(name): limit for name, limit in model.max_keys.items()}}
-
-    def costs(self, samples: Samples) -> dict[str, int]:
-        """What a request adds to the limits."""
-        return {"samples": samples.num_samples, **{_cost(name): number for name, number in samples.num_keys.items()}}
-
-    def size(self, samples: Samples) -> int:
-        """The number of samples of a request."""
-        return samples.num_samples
-
-    def run(self, model: str, requests: Sequence[Samples]) -> list[tuple[Arrays, int]]:
+    def run(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
         """Gives each request its outputs, and the version.
 
         Requests share a call if their samples have one shape and each output has a row for each sample. Otherwise each
@@ -188,8 +169,8 @@ class Predictions:
                 results[number] = result
         return results
 
-    def _run_joined(self, known: Any, requests: Sequence[Samples]) -> list[tuple[Arrays, int]]:
-        joined = {name: _join([request.inputs[name] for request in requests]) for name in requests[0].inputs}
+    def _run_joined(self, known: Any, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
+        joined = {name: _join([request.arrays[name] for request in requests]) for name in requests[0].arrays}
         answer = self._session.predict(joined, model=known.name)
         outputs = {name: _sendable(np.asarray(value)) for name, value in answer.items()}
         if len(requests) == 1:
@@ -204,13 +185,17 @@ class Predictions:
         return results
 
 
+def _parse(kind: Lookups | Predictions, body: bytes, given: str, model: Any) -> dict[str, Any]:
+    """Reads the arrays of a request by name: tensors, or what JSON has."""
+    if given == "tensors":
+        return wire.read_tensors(body, kind.op)
+    wire.check_json(body, *kind.most_values(model), kind.op)
+    return wire.read_json(body, kind.op, kind.request_field)
+
+
 def _can_join(model: Any) -> bool:
     """Whether all results of a model can be cut between requests."""
     return model.outputs is not None and all(output.is_batched for output in model.outputs.values())
-
-
-def _cost(table: str) -> str:
-    return f'keys of "{table}"'  # differs from the name of the samples, whatever a table is called
 
 
 def _check_bits(keys: np.ndarray, model: Any, what: str) -> None:
@@ -221,84 +206,60 @@ def _check_bits(keys: np.ndarray, model: Any, what: str) -> None:
         raise RequestError(f"{what}: keys: got {keys[wrong].view(np.int64)[0]}, wanted 0 to 4294967295, or -1.")
 
 
-def _check_keys(num_keys: int, limit: int, op: str) -> None:
-    if num_keys > limit:
-        raise RequestTooLargeError(f"{op}: got {num_keys} keys, at most {limit} are taken.")
+def _check_most(number: int, limit: int, what: str, noun: str = "keys") -> None:
+    if number > limit:
+        raise RequestTooLargeError(f"{what}: got {number} {noun}, at most {limit} are taken.")
 
 
-def _check_samples(num_samples: int, limit: int, op: str) -> None:
-    if num_samples > limit:
-        raise RequestTooLargeError(f"{op}: got {num_samples} samples, at most {limit} are taken.")
-
-
-def _read_input(value: Any, spec: Any, given: str, max_samples: int, name: str) -> np.ndarray | wire.Ragged:
-    op = Predictions.op
-    what = f'{op}: input "{name}"'
+def _read_input(value: Any, spec: Any, max_samples: int, what: str) -> np.ndarray | Bags:
     if isinstance(spec, BagsInput):
-        found = _read_bags(value, spec, given, what)
-        if isinstance(found, wire.Ragged):
-            return found
-        # Bags without keys take no bytes, so a small body may have any number of them.
-        _check_samples(len(found), max_samples, op)
-        return wire.Ragged(found.reshape(-1), np.full(len(found), found.shape[1], np.int32))
-    if isinstance(spec, KeysInput):
-        array = wire.keys_from_json(value, what) if given == "json" else wire.keys_from_tensor(value, what)
-    elif given == "json":
-        array = wire.numbers_from_json(value, spec.dtype, what)
-    else:
-        array = wire.numbers_from_tensor(value, spec.dtype, what)
+        return _read_bags(value, spec, max_samples, what)
+    array = wire.read_keys(value, what) if isinstance(spec, KeysInput) else wire.read_numbers(value, spec.dtype, what)
     if array.shape[1:] != tuple(spec.shape):
         wanted = ", ".join(["samples", *map(str, spec.shape)])
         raise RequestError(f"{what}: got shape {list(array.shape)}, wanted [{wanted}].")
     return array
 
 
-def _read_bags(value: Any, spec: BagsInput, given: str, what: str) -> wire.Ragged | np.ndarray:
+def _read_bags(value: Any, spec: BagsInput, max_samples: int, what: str) -> Bags:
     """Reads ragged bags, or bags of one hotness: keys `[samples, hotness]`."""
-    if isinstance(value, wire.Ragged):
-        return value
     if isinstance(value, dict):
-        return wire.ragged_from_json(value, spec.is_weighted, what)
+        return wire.read_bags(value, spec.is_weighted, what)
     if spec.is_weighted:
         raise RequestError(f"{what}: got no weights, wanted values, lengths and weights.")
-    keys = wire.keys_from_json(value, what) if given == "json" else wire.keys_from_tensor(value, what)
+    keys = wire.read_keys(value, what)
     if keys.ndim != 2:
         raise RequestError(f"{what}: got shape {list(keys.shape)}, wanted [samples, keys]; or values and lengths.")
-    return keys
+    # Bags without keys take no bytes, so a small body may have any number of them.
+    _check_most(len(keys), max_samples, Predictions.op, "samples")
+    return Bags(keys.reshape(-1), lengths=np.full(len(keys), keys.shape[1], np.int32))
 
 
-def _with_ragged(found: Mapping[str, np.ndarray], specs: Mapping[str, Any], op: str) -> dict[str, Any]:
-    """Tensors "x.values", "x.lengths" (and "x.weights") become the ragged input "x"."""
-    made: dict[str, Any] = dict(found)
+def _with_bags(found: dict[str, Any], specs: Mapping[str, Any], op: str) -> dict[str, Any]:
+    """Gathers tensors "x.values", "x.lengths" (and "x.weights") as the parts of the input "x", as JSON has them."""
     for name, spec in specs.items():
-        parts = [f"{name}.{part}" for part in ("values", "lengths", "weights")]
-        if not isinstance(spec, BagsInput) or name in made or parts[0] not in made or parts[1] not in made:
+        values, lengths, weights = (f"{name}.{part}" for part in _PARTS)
+        if not isinstance(spec, BagsInput) or name in found or values not in found or lengths not in found:
             continue
-        what = f'{op}: input "{name}"'
-        values, lengths = (wire.keys_from_tensor(made.pop(part), part) for part in parts[:2])
-        weights = None
-        if spec.is_weighted:
-            if parts[2] not in made:
-                raise RequestError(f'{what}: got no tensor "{parts[2][:80]}", wanted one.')
-            weights = wire.numbers_from_tensor(made.pop(parts[2]), np.float32, parts[2])
-        made[name] = wire.ragged(values, lengths, weights, what)
-    return made
+        if spec.is_weighted and weights not in found:
+            raise RequestError(f'{op}: input "{name}": got no tensor "{weights[:80]}", wanted one.')
+        parts = _PARTS if spec.is_weighted else _PARTS[:2]
+        found[name] = {part: found.pop(f"{name}.{part}") for part in parts}
+    return found
 
 
-def _shapes(samples: Samples) -> Any:
-    return tuple(
-        (name, "ragged" if isinstance(value, wire.Ragged) else value.shape[1:])
-        for name, value in sorted(samples.inputs.items())
-    )
+def _shapes(request: ParsedRequest) -> Any:
+    arrays = sorted(request.arrays.items())
+    return tuple((name, "ragged" if isinstance(value, Bags) else value.shape[1:]) for name, value in arrays)
 
 
 def _join(values: Sequence[Any]) -> Any:
     """Joins the values of one input as the session takes it."""
-    if not isinstance(values[0], wire.Ragged):
+    if not isinstance(values[0], Bags):
         return np.concatenate(values)
     lengths = np.concatenate([value.lengths for value in values])
     return Bags(
-        np.concatenate([value.values for value in values]),
+        np.concatenate([value.keys for value in values]),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         weights=None if values[0].weights is None else np.concatenate([value.weights for value in values]),
     )

@@ -3,34 +3,17 @@
 Each server has a registry of its own, so that two servers of one process stay apart.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import prometheus_client
 from prometheus_client import core, registry
 
-_log = logging.getLogger(__name__)
+Stats: TypeAlias = Callable[[], Mapping[str, Mapping[str, Any]]]
+Depths: TypeAlias = Callable[[], Mapping[tuple[str, str], int]]
 
-LATENCY_BUCKETS = (
-    0.0005,
-    0.001,
-    0.002,
-    0.003,
-    0.005,
-    0.0075,
-    0.01,
-    0.02,
-    0.03,
-    0.05,
-    0.1,
-    0.2,
-    0.5,
-    1.0,
-    2.0,
-    5.0,
-    30.0,
-)
+_MILLISECONDS = (0.5, 1, 2, 3, 5, 7.5, 10, 20, 30, 50, 100, 200, 500, 1000, 2000, 5000, 30000)
+LATENCY_BUCKETS = tuple(bound / 1000 for bound in _MILLISECONDS)
 SIZE_BUCKETS = tuple(float(2**i) for i in range(0, 21, 2))
 REQUEST_BUCKETS = tuple(float(2**i) for i in range(11))
 
@@ -57,35 +40,38 @@ class Metrics:
 
     content_type = prometheus_client.CONTENT_TYPE_LATEST
 
-    def __init__(
-        self, stats: Callable[[], Mapping[str, Mapping[str, Any]]], depths: Callable[[], Mapping[tuple[str, str], int]]
-    ) -> None:
+    def __init__(self, stats: Stats, depths: Depths) -> None:
         """Registers all metrics. Each scrape calls `stats`, for the session's counters by model, and `depths`."""
         self.registry = prometheus_client.CollectorRegistry()
 
-        def counter(name: str, text: str, labels: tuple[str, ...]) -> prometheus_client.Counter:
-            return prometheus_client.Counter(f"jaxsok_{name}", text, labels, registry=self.registry)
+        def metric(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
+            return kind(f"jaxsok_{name}", text, labels, registry=self.registry, **options)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> prometheus_client.Histogram:
-            labels = ("endpoint", "model")
-            return prometheus_client.Histogram(f"jaxsok_{name}", text, labels, buckets=buckets, registry=self.registry)
-
-        self.requests = counter("requests", "requests answered, by status", ("endpoint", "model", "status"))
-        self.latency = histogram("request_seconds", "from the head of a request to its response", LATENCY_BUCKETS)
-        self.received = counter("received_bytes", "bytes of bodies received", ("endpoint", "model"))
-        self.sent = counter("sent_bytes", "bytes of bodies sent", ("endpoint", "model"))
-        self.batch_requests = histogram("batch_requests", "requests of one call of the session", REQUEST_BUCKETS)
-        self.batch_size = histogram("batch_size", "keys (lookup) or samples (predict) of one call", SIZE_BUCKETS)
-        self.splits = counter(
-            "batch_splits", "calls that failed and were run request by request", ("endpoint", "model")
+        counter, histogram, gauge = prometheus_client.Counter, prometheus_client.Histogram, prometheus_client.Gauge
+        asked = "endpoint", "model"
+        self.requests = metric(counter, "requests", "requests answered, by status", *asked, "status")
+        self.latency = metric(
+            histogram, "request_seconds", "from the head of a request to its response", *asked, buckets=LATENCY_BUCKETS
         )
-        self.watched = counter("watched_updates", "folders that --watch found", ("model", "result"))
-        self.unread = counter("unread_responses", "responses that were cut off, since they were read too slowly", ())
-        self.in_flight = prometheus_client.Gauge(
-            "jaxsok_requests_in_flight", "requests whose response is not sent", registry=self.registry
+        self.received = metric(counter, "received_bytes", "bytes of bodies received", *asked)
+        self.sent = metric(counter, "sent_bytes", "bytes of bodies sent", *asked)
+        self.batch_requests = metric(
+            histogram, "batch_requests", "requests of one call of the session", *asked, buckets=REQUEST_BUCKETS
         )
-        self.is_ready = prometheus_client.Gauge("jaxsok_ready", "1 while requests are taken", registry=self.registry)
+        self.batch_size = metric(
+            histogram, "batch_size", "keys (lookup) or samples (predict) of one call", *asked, buckets=SIZE_BUCKETS
+        )
+        self.splits = metric(counter, "batch_splits", "calls that failed and were run request by request", *asked)
+        self.watched = metric(counter, "watched_updates", "folders that --watch found", "model", "result")
+        text = "responses that were cut off, since they were read too slowly"
+        self.unread = metric(counter, "unread_responses", text)
+        self.in_flight = metric(gauge, "requests_in_flight", "requests whose response is not sent")
+        self.is_ready = metric(gauge, "ready", "1 while requests are taken")
         self.registry.register(_AtScrape(stats, depths))
+
+    def count_watched(self, model: str, result: str) -> None:
+        """Counts a folder that --watch found."""
+        self.watched.labels(model, result).inc()
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format. Asks the session: call it off the event loop."""
@@ -93,9 +79,7 @@ class Metrics:
 
 
 class _AtScrape(registry.Collector):
-    def __init__(
-        self, stats: Callable[[], Mapping[str, Mapping[str, Any]]], depths: Callable[[], Mapping[tuple[str, str], int]]
-    ) -> None:
+    def __init__(self, stats: Stats, depths: Depths) -> None:
         self._stats, self._depths = stats, depths
 
     def describe(self) -> Iterable[core.Metric]:
@@ -103,25 +87,20 @@ class _AtScrape(registry.Collector):
 
     def collect(self) -> Iterable[core.Metric]:
         stats = self._stats()
-        for name, text in _COUNTERS.items():
-            family = core.CounterMetricFamily(f"jaxsok_session_{name}", text, labels=["model"])
-            yield from _filled(family, name, stats)
-        for name, text in _GAUGES.items():
-            yield from _filled(core.GaugeMetricFamily(f"jaxsok_session_{name}", text, labels=["model"]), name, stats)
-        yield from _filled(
-            core.GaugeMetricFamily("jaxsok_version", "version that is served", labels=["model"]), "version", stats
-        )
-        family = core.GaugeMetricFamily("jaxsok_queue_depth", "requests that wait", labels=["endpoint", "model"])
-        for labels, depth in self._depths().items():
-            family.add_metric(list(labels), depth)
-        yield family
+        counter, gauge = core.CounterMetricFamily, core.GaugeMetricFamily
+        for kind, metric, name, text in (
+            *((counter, f"session_{name}", name, text) for name, text in _COUNTERS.items()),
+            *((gauge, f"session_{name}", name, text) for name, text in _GAUGES.items()),
+            (gauge, "version", "version", "version that is served"),
+        ):
+            values = {(model,): found.get(name) for model, found in stats.items()}
+            numbers = {labels: value for labels, value in values.items() if isinstance(value, int | float)}
+            if numbers:
+                yield _filled(kind(f"jaxsok_{metric}", text, labels=["model"]), numbers)
+        yield _filled(gauge("jaxsok_queue_depth", "requests that wait", labels=["endpoint", "model"]), self._depths())
 
 
-def _filled(
-    family: core.CounterMetricFamily | core.GaugeMetricFamily, name: str, stats: Mapping[str, Mapping[str, Any]]
-) -> Iterable[core.Metric]:
-    found = {model: values[name] for model, values in stats.items() if isinstance(values.get(name), int | float)}
-    for model, value in found.items():
-        family.add_metric([model], value)
-    if found:
-        yield family
+def _filled(family: Any, values: Mapping[tuple[str, ...], float]) -> core.Metric:
+    for labels, value in values.items():
+        family.add_metric(list(labels), value)
+    return family

@@ -17,6 +17,12 @@ from jaxsok.serving.http.batching import ClosedError, QueueFullError
 
 _log = logging.getLogger(__name__)
 
+_STATUSES: dict[type, tuple[int, str]] = {  # the first that fits
+    UnknownModelError: (404, "unknown_model"),
+    UnknownTableError: (404, "unknown_table"),
+    RequestTooLargeError: (413, "too_large"),
+    ServingError: (400, "bad_request"),
+}
 CLOSE: Mapping[str, str] = {"Connection": "close"}  # for a response before the request was read
 
 
@@ -35,11 +41,6 @@ class Busy(Refusal):
         super().__init__(503, "busy", f"{why}; ask again later.", {"Retry-After": "1", **(headers or {})})
 
 
-def stopping(op: str) -> Refusal:
-    """The refusal of a server that stops."""
-    return Refusal(503, "stopping", f"{op}: the server stops.", CLOSE)
-
-
 def to_json(status: int, value: Any, headers: Mapping[str, str] | None = None) -> Response:
     """Makes a JSON response."""
     body = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
@@ -55,18 +56,13 @@ def refusal_of(error: Exception, op: str) -> Refusal:
     """Makes the refusal of an error: a client's own error with its reason, an internal one without."""
     if isinstance(error, Refusal):
         return error
-    for kind, status, code in (
-        (UnknownModelError, 404, "unknown_model"),
-        (UnknownTableError, 404, "unknown_table"),
-        (RequestTooLargeError, 413, "too_large"),
-        (ServingError, 400, "bad_request"),
-    ):
+    for kind, (status, code) in _STATUSES.items():
         if isinstance(error, kind):
             return Refusal(status, code, str(error))
     if isinstance(error, QueueFullError):
         return Busy("the queue of this model is full")
     if isinstance(error, ClosedError):
-        return stopping(op)
+        return Refusal(503, "stopping", f"{op}: the server stops.", CLOSE)
     _log.error("%s failed", op, exc_info=error)
     return Refusal(500, "internal", f"{op}: failed in the server, for no fault of the request; its log has the reason.")
 
@@ -86,13 +82,13 @@ def formats(request: Request, op: str) -> tuple[str, str]:
     content_type = request.headers.get("content-type")
     given = wire.media_type_of(content_type)
     if given is None:
-        message = f"{op}: got Content-Type {wire.brief(content_type)}, wanted {' or '.join(wire.MEDIA_TYPES)}."
+        message = f"{op}: got Content-Type {wire.brief(content_type)}, wanted {' or '.join(wire.MEDIA_TYPES.values())}."
         raise Refusal(415, "unsupported_media_type", message)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise Refusal(415, "unsupported_media_type", f"{op}: got Content-Encoding {wire.brief(encoding)}, wanted none.")
     wanted = wire.accepted(",".join(request.headers.getlist("accept")), given)
     if wanted is None:
-        message = f"{op}: Accept allows neither {' nor '.join(wire.MEDIA_TYPES)}."
+        message = f"{op}: Accept allows neither {' nor '.join(wire.MEDIA_TYPES.values())}."
         raise Refusal(406, "not_acceptable", message)
     return given, wanted

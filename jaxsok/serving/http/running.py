@@ -19,41 +19,19 @@ from jaxsok.serving.http.server import ABORT, DISCARD_S, App
 
 MAX_HEAD_BYTES = 1 << 16  # a request's first line and headers
 _UNSENT_BYTES = 1 << 17
-"""Unsent bytes of a connection that the kernel may hold: small, so that the server sees early what a client reads."""
+"""Unsent bytes of a connection that the kernel may hold, so that the server sees early what a client reads: the buffer
+would grow to megabytes, and the kernel reports room when a third of it is free."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Listens at an address, before anything is loaded; port 0: any that is free.
-
-    Clients that connect before the server accepts wait. OSError: the address is taken, or not of this machine;
-    ValueError: no port.
-    """
+    """Listens at an address, before anything is loaded; port 0: any that is free. Clients wait until it accepts."""
     if not 0 <= port < 2**16:
         raise ValueError(f"serve: --port: got {port}, wanted 0 to 65535.")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind, protocol)
-        try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
-            made.listen()  # else another socket could be bound here until one of them listens
-        except BaseException:
-            made.close()
-            raise
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
     except OSError as error:
         raise OSError(f"serve: got {host}:{port}: {error}; give another --host or --port.") from None
-    return made
-
-
-def serve(
-    app: App, where: socket.socket, *, access_log: bool = False, on_ready: Callable[["Server"], None] | None = None
-) -> None:
-    """Answers until SIGTERM, SIGINT or `Server.stop`; then finishes what it took and closes the session.
-
-    `where` comes from `bind`. `access_log` writes a line for each request to the logger "uvicorn.access"; `on_ready` is
-    called when connections are accepted.
-    """
-    Server(app, where, access_log=access_log, on_ready=on_ready).run()
 
 
 class _Connection(h11.Connection):
@@ -84,8 +62,9 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Gives every request the means to close the connection."""
         super().connection_made(transport)
-        _tell_early(transport.get_extra_info("socket"))
-        app = self.app
+        connection, app = transport.get_extra_info("socket"), self.app
+        if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
         async def call(scope: Any, receive: Any, send: Any) -> None:
             scope.setdefault("extensions", {})[ABORT] = transport.abort
@@ -118,14 +97,13 @@ class _Protocol(H11Protocol):
         self.loop.call_later(DISCARD_S, self.transport.close)
 
 
-def _tell_early(connection: Any) -> None:
-    """Bounds the kernel's buffer, which would grow to megabytes: the kernel reports room when a third of it is free."""
-    if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-
-
 class Server(uvicorn.Server):
-    """A server that is not ready before it stops, and whose signals end `run`, not the process."""
+    """A server that is not ready before it stops, and whose signals end `run`, not the process.
+
+    `run` answers until SIGTERM, SIGINT or `stop`; then it finishes what it took and closes the session. `where` comes
+    from `bind`. `access_log` writes a line for each request to the logger "uvicorn.access"; `on_ready` is called when
+    connections are accepted.
+    """
 
     def __init__(
         self,
@@ -159,8 +137,7 @@ class Server(uvicorn.Server):
 
         async def send_and_close(message: Any) -> None:
             if message["type"] == "http.response.start" and self.app.is_stopping:
-                close = [(name.lower().encode(), value.encode()) for name, value in CLOSE.items()]
-                message = {**message, "headers": [*message["headers"], *close]}
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
 
         await self.app.asgi(scope, receive, send_and_close if scope["type"] == "http" else send)
@@ -211,10 +188,9 @@ class Server(uvicorn.Server):
             server.close()
         for connection in waiting:
             with contextlib.suppress(OSError):  # the client has left
-                await loop.connect_accepted_socket(self._protocol, connection)
-
-    def _protocol(self) -> asyncio.Protocol:
-        return _Protocol(self.config, self.server_state, self.lifespan.state)
+                await loop.connect_accepted_socket(
+                    lambda: _Protocol(self.config, self.server_state, self.lifespan.state), connection
+                )
 
     async def _wait(self, timeout_s: float, goes_on: Callable[[], bool]) -> None:
         """Waits until there is nothing more to wait for, the time is over, or a second SIGINT came."""

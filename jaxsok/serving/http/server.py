@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,23 +25,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from jaxsok.serving.artifact import BagsInput, KeysInput
+from jaxsok.serving.artifact.inputs import input_to_json
 from jaxsok.serving.errors import RequestTooLargeError, UnknownModelError
 from jaxsok.serving.http import wire
 from jaxsok.serving.http.batching import Batcher, ClosedError
-from jaxsok.serving.http.calls import Lookups, Predictions
+from jaxsok.serving.http.calls import Lookups, ParsedRequest, Predictions, limits_of
 from jaxsok.serving.http.metrics import Metrics
-from jaxsok.serving.http.responses import (
-    CLOSE,
-    Busy,
-    Refusal,
-    formats,
-    http_error,
-    refusal_of,
-    refused,
-    stopping,
-    to_json,
-)
+from jaxsok.serving.http.responses import CLOSE, Busy, Refusal, formats, http_error, refusal_of, refused, to_json
 from jaxsok.serving.http.watch import Watcher
 
 _log = logging.getLogger(__name__)
@@ -89,25 +79,29 @@ class ServerOptions:
         return cls(**{name: value for name, value in given.items() if name in names and value is not None})
 
 
-@dataclasses.dataclass
-class _Taken:
-    num_bytes: int = 0
+class _Request(Request):
+    """A request that is being answered."""
+
+    num_bytes = 0  # that it holds: of its body, then of its response
 
 
 class _Endpoint:
-    """What a route calls; it sends its response itself."""
+    """What a route calls: an ASGI application that sends its response itself."""
 
-    def __init__(self, call: Callable[[Request, Send], Awaitable[None]]) -> None:
-        self._call = call
+    def __init__(self, app: "App", name: str, answer: "Answer") -> None:
+        self._app, self._name, self._answer = app, name, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._call(Request(scope, receive, send), send)
+        await self._app.respond(self._name, self._answer, _Request(scope, receive), send)
+
+
+Answer: TypeAlias = Callable[[_Request], Awaitable[Response]]
 
 
 class App:
     """The ASGI application over one session, with its batchers, threads and counters.
 
-    `App(session).asgi` runs under any ASGI server; `serve` runs it under uvicorn. Work begins with the application's
+    `App(session).asgi` runs under any ASGI server, `running.Server` under uvicorn. Work begins with the application's
     lifespan, whose end closes the session. `watch` is a folder of exports and deltas (watch.py): those in it are
     applied before the first request, later ones as they come. FileNotFoundError: there is no such folder.
     """
@@ -124,30 +118,28 @@ class App:
         self.metrics = Metrics(self._stats, self._depths)
         self._watcher = None
         if watch is not None:
-            self._watcher = Watcher(session, watch, interval_s=watch_interval_s, observe=self._count_watched)
+            self._watcher = Watcher(session, watch, interval_s=watch_interval_s, observe=self.metrics.count_watched)
         self.is_stopping = False
         self.is_closed = False
         """Whether nothing of the session runs any more."""
+        self.num_running = 0
+        """Calls of the session that have not ended, also those whose clients have gone."""
         self._num_taken, self._held_bytes = 0, 0
-        self._batchers: dict[tuple[str, str], Batcher[Any, Any]] = {}
-        self._running, self._lock = 0, threading.Lock()
+        self._batchers: dict[tuple[str, str], Batcher[ParsedRequest, Any]] = {}
+        self._lock = threading.Lock()  # guards num_running
         self._pools: list[concurrent.futures.ThreadPoolExecutor] = []
         self._bodies: concurrent.futures.ThreadPoolExecutor | None = None
         self._kinds = tuple(kind(session, self.options.max_keys) for kind in (Lookups, Predictions))
+        asks = [("POST", f"/{{model}}/{kind.op}", kind.op, functools.partial(self._ask, kind)) for kind in self._kinds]
+        pages = [("GET", "", "models", self._models), ("GET", "/{model}", "model", self._model_page)]
         self.asgi = Starlette(
             routes=[
                 Route("/healthz", self._healthz),
                 Route("/readyz", self._readyz),
                 Route("/metrics", self._metrics),
-                Route("/v1/models", self._endpoint("models", self._models), methods=["GET"]),
-                Route("/v1/models/{model}", self._endpoint("model", self._model_page), methods=["GET"]),
                 *(
-                    Route(
-                        f"/v1/models/{{model}}/{kind.op}",
-                        self._endpoint(kind.op, functools.partial(self._ask, kind)),
-                        methods=["POST"],
-                    )
-                    for kind in self._kinds
+                    Route(f"/v1/models{path}", _Endpoint(self, name, answer), methods=[method])
+                    for method, path, name, answer in (*pages, *asks)
                 ),
             ],
             exception_handlers={HTTPException: http_error},
@@ -159,13 +151,6 @@ class App:
     def is_ready(self) -> bool:
         """Whether requests are taken."""
         return self._bodies is not None and not self.is_stopping
-
-    @property
-    def num_running(self) -> int:
-        """Calls of the session that have not ended, also those whose clients have gone."""
-        return self._running
-
-    # Life ----------------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -196,30 +181,23 @@ class App:
         self._pools, self._bodies = [], None
         until = time.monotonic() + self.options.shutdown_s
         has_ended = self._watcher is None or await asyncio.to_thread(self._watcher.stop, self.options.shutdown_s)
-        if has_ended and self._running == 0:  # else it is in use, and the process ends anyway
+        if has_ended and self.num_running == 0:  # else it is in use, and the process ends anyway
             rest_s = max(0.0, until - time.monotonic())
             self.is_closed = bool(await asyncio.to_thread(self.session.close, rest_s))
 
-    # Around every endpoint -----------------------------------------------------------------------------------------
-
-    def _endpoint(self, name: str, answer: Callable[[Request, _Taken], Awaitable[Response]]) -> "_Endpoint":
-        async def call(request: Request, send: Send) -> None:
-            taken = _Taken()
-            self._num_taken += 1
+    async def respond(self, name: str, answer: Answer, request: _Request, send: Send) -> None:
+        """Answers a request, and counts it and its bytes until its response is sent."""
+        self._num_taken += 1
+        self.metrics.in_flight.set(self._num_taken)
+        try:
+            response = await self._response(name, answer, request)
+            await self._send(response, request, send)
+        finally:
+            self._num_taken -= 1
+            self._held_bytes -= request.num_bytes
             self.metrics.in_flight.set(self._num_taken)
-            try:
-                response = await self._response(name, answer, request, taken)
-                await self._send(response, request, send)
-            finally:
-                self._num_taken -= 1
-                self._held_bytes -= taken.num_bytes
-                self.metrics.in_flight.set(self._num_taken)
 
-        return _Endpoint(call)
-
-    async def _response(
-        self, name: str, answer: Callable[[Request, _Taken], Awaitable[Response]], request: Request, taken: _Taken
-    ) -> Response:
+    async def _response(self, name: str, answer: Answer, request: _Request) -> Response:
         """Makes the response, also of errors; from now on the request holds its bytes."""
         begin, model = time.perf_counter(), request.path_params.get("model", "")
         # A client may ask for any name; only those that exist become labels.
@@ -227,22 +205,22 @@ class App:
         try:
             if self._num_taken > self.options.max_requests:
                 raise Busy(f"{self.options.max_requests} requests are being answered, the most that are taken")
-            response = await answer(request, taken)
-            _check_held(self._held_bytes - taken.num_bytes, len(response.body), self.options, name)
+            response = await answer(request)
+            _check_held(self._held_bytes - request.num_bytes, len(response.body), self.options, name)
         except ClientDisconnect:
             response = refused(Refusal(499, "client_closed", "the client left"))
         except asyncio.CancelledError:
             if not self.is_stopping:
                 raise
-            response = refused(stopping(name))
+            response = refused(refusal_of(ClosedError(), name))
         except Exception as error:
             response = refused(refusal_of(error, name))
         self.metrics.requests.labels(*labels, str(response.status_code)).inc()
         self.metrics.latency.labels(*labels).observe(time.perf_counter() - begin)
-        self.metrics.received.labels(*labels).inc(taken.num_bytes)
+        self.metrics.received.labels(*labels).inc(request.num_bytes)
         self.metrics.sent.labels(*labels).inc(len(response.body))
-        self._held_bytes += len(response.body) - taken.num_bytes
-        taken.num_bytes = len(response.body)
+        self._held_bytes += len(response.body) - request.num_bytes
+        request.num_bytes = len(response.body)
         return response
 
     async def _send(self, response: Response, request: Request, send: Send) -> None:
@@ -264,39 +242,39 @@ class App:
             abort()
             await asyncio.sleep(0)  # lets the protocol run
 
-    async def _ask(self, kind: Lookups | Predictions, request: Request, taken: _Taken) -> Response:
+    async def _ask(self, kind: Lookups | Predictions, request: _Request) -> Response:
         model, options = self._model(request, kind.op), self.options
         if isinstance(kind, Predictions) and model.inputs is None:
-            message = f'predict: model "{model.name}" has tables only, no dense_file; use lookup.'
-            raise Refusal(404, "no_predict", message)
+            raise Refusal(
+                404, "no_predict", f'predict: model "{model.name}" has tables only, no dense_file; use lookup.'
+            )
         given, wanted = formats(request, kind.op)
-        body = await self._body(request, taken, self._most_bytes(kind, model, given))
+        body = await self._body(request, self._most_bytes(kind, model, given))
         try:
             async with asyncio.timeout(options.timeout_s) as limit:
                 return await self._answer(kind, model, body, given, wanted)
         except TimeoutError:
             if not limit.expired():  # raised by the session
                 raise
-            message = f"{kind.op}: no answer within {options.timeout_s:g} s."
-            raise Refusal(504, "timeout", message) from None
+            raise Refusal(504, "timeout", f"{kind.op}: no answer within {options.timeout_s:g} s.") from None
 
     async def _answer(self, kind: Lookups | Predictions, model: Any, body: bytes, given: str, wanted: str) -> Response:
         options = self.options
         payload = await self._off_loop(len(body), kind.read, body, given, model)
-        if isinstance(payload, dict):  # a lookup: its bytes are known before it is made
-            num_values = sum(wire.extent(array.shape) * model.tables[name].dim for name, array in payload.items())
+        if isinstance(kind, Lookups):  # its bytes are known before it is made
+            arrays = payload.arrays.items()
+            num_values = sum(wire.extent(array.shape) * model.tables[name].dim for name, array in arrays)
             _check_response(num_values, 4 * num_values, wanted, options, kind.op)
         arrays, version = await self._submit(kind, model, payload)
         num_values = sum(wire.extent(array.shape) for array in arrays.values())
         num_bytes = sum(wire.extent(array.shape) * array.itemsize for array in arrays.values())
         _check_response(num_values, num_bytes, wanted, options, kind.op)
+        about = {"model": model.name, "version": version}
         if wanted == "json":
-            rest = {"model": model.name, "version": version}
-            made = await self._off_loop(num_bytes, wire.json_body, kind.field, arrays, rest)
-            return Response(made, media_type=wire.JSON)
-        metadata = {"model": model.name, "version": str(version)}
-        made = await self._off_loop(num_bytes, wire.tensors_body, arrays, metadata)
-        return Response(made, media_type=wire.TENSORS)
+            made = await self._off_loop(num_bytes, wire.json_body, kind.field, arrays, about)
+        else:
+            made = await self._off_loop(num_bytes, wire.tensors_body, arrays, {**about, "version": str(version)})
+        return Response(made, media_type=wire.MEDIA_TYPES[wanted])
 
     def _model(self, request: Request, op: str) -> Any:
         name = request.path_params["model"]
@@ -308,35 +286,29 @@ class App:
     def _most_bytes(self, kind: Lookups | Predictions, model: Any, given: str) -> int:
         return min(self.options.max_body_bytes, wire.body_bytes(given, *kind.most_values(model)))
 
-    async def _body(self, request: Request, taken: _Taken, most: int) -> bytes:
+    async def _body(self, request: _Request, most: int) -> bytes:
         """Reads the body, and refuses it as soon as it is too long."""
         options = self.options
         declared = int(request.headers.get("content-length", "0"))
         if declared > most:
-            if (
-                "100-continue" not in request.headers.get("expect", "").lower()
-            ):  # a client that asks before it sends is refused now
+            # A client that asks before it sends is refused now.
+            if "100-continue" not in request.headers.get("expect", "").lower():
                 await _discard(request, options)
             raise Refusal(413, "too_large", _too_large(f"{declared} bytes", most), CLOSE)
         parts: list[bytes] = []
         try:
             async with asyncio.timeout(options.body_timeout_s):
-                more = True
-                while more:
-                    message = await request.receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientDisconnect
-                    part, more = message.get("body", b""), message.get("more_body", False)
+                async for part in request.stream():
                     parts.append(part)
-                    taken.num_bytes += len(part)
+                    request.num_bytes += len(part)
                     self._held_bytes += len(part)
-                    is_long, is_much = (taken.num_bytes > most, self._held_bytes > options.max_held_bytes)
+                    is_long, is_much = request.num_bytes > most, self._held_bytes > options.max_held_bytes
                     if is_long or is_much:
                         parts.clear()
-                        if more:
-                            await _discard(request, options)
-                        if is_long:
-                            raise Refusal(413, "too_large", _too_large("more", most), CLOSE)
+                        await _discard(request, options)
+                    if is_long:
+                        raise Refusal(413, "too_large", _too_large("more", most), CLOSE)
+                    if is_much:
                         raise Busy(f"requests hold {options.max_held_bytes} bytes, the most that are held", CLOSE)
         except TimeoutError:
             message = f"body: it did not arrive within {options.body_timeout_s:g} s."
@@ -349,102 +321,94 @@ class App:
             return work(*arguments)
         if self._bodies is None:
             raise ClosedError
-        return await asyncio.get_running_loop().run_in_executor(self._bodies, functools.partial(work, *arguments))
+        return await asyncio.get_running_loop().run_in_executor(self._bodies, work, *arguments)
 
-    async def _submit(self, kind: Lookups | Predictions, model: Any, payload: Any) -> Any:
+    async def _submit(self, kind: Lookups | Predictions, model: Any, payload: ParsedRequest) -> Any:
         batcher = self._batchers.get((kind.op, model.name))
         if batcher is None:
             batcher = self._batchers[kind.op, model.name] = self._batcher(kind, model)
-        return await batcher.submit(payload, kind.costs(payload))
+        return await batcher.submit(payload, payload.costs)
 
     def _pool(self, num_threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
         self._pools.append(concurrent.futures.ThreadPoolExecutor(num_threads, name))
         return self._pools[-1]
 
-    def _batcher(self, kind: Lookups | Predictions, model: Any) -> Batcher[Any, Any]:
+    def _batcher(self, kind: Lookups | Predictions, model: Any) -> Batcher[ParsedRequest, Any]:
         if self._bodies is None:
             raise ClosedError
-        requests, size, splits = (
-            metric.labels(kind.op, model.name)
-            for metric in (self.metrics.batch_requests, self.metrics.batch_size, self.metrics.splits)
-        )
+        labels = kind.op, model.name
 
-        def run(payloads: Sequence[Any]) -> list[Any]:
+        def run(payloads: Sequence[ParsedRequest]) -> list[Any]:
             with self._lock:
-                self._running += 1
+                self.num_running += 1
             try:
                 return kind.run(model.name, payloads)
             finally:
                 with self._lock:
-                    self._running -= 1
+                    self.num_running -= 1
 
-        def observe(payloads: Sequence[Any], is_split: bool) -> None:
-            requests.observe(len(payloads))
-            size.observe(sum(map(kind.size, payloads)))
-            splits.inc(is_split)
+        def observe(payloads: Sequence[ParsedRequest], is_split: bool) -> None:
+            self.metrics.batch_requests.labels(*labels).observe(len(payloads))
+            self.metrics.batch_size.labels(*labels).observe(sum(payload.size for payload in payloads))
+            self.metrics.splits.labels(*labels).inc(is_split)
 
         return Batcher(
             run,
-            kind.limits(model),
-            executor=self._pool(
-                self.options.num_workers, "jaxsok-call"
-            ),  # one for each, so that a slow model delays no other
+            limits_of(model),
+            # One for each, so that a slow model delays no other.
+            executor=self._pool(self.options.num_workers, "jaxsok-call"),
             max_delay_s=self.options.max_delay_ms / 1000,
             max_waiting=self.options.max_requests,
             num_workers=self.options.num_workers,
             observe=observe,
         )
 
-    # What is served ------------------------------------------------------------------------------------------------
-
-    async def _models(self, request: Request, taken: _Taken) -> Response:
+    async def _models(self, request: _Request) -> Response:
         found = [{"name": name, "version": int(model.version)} for name, model in self.session.models.items()]
         return to_json(200, {"models": found})
 
-    async def _model_page(self, request: Request, taken: _Taken) -> Response:
+    async def _model_page(self, request: _Request) -> Response:
         model, options = self._model(request, "model"), self.options
+        num_rows = dict(getattr(model, "num_rows", None) or {})
         tables = {
             name: {
                 "dim": table.dim,
                 "default": float(table.default) if table.initial is None else str(table.initial),
                 "row_dtype": str(table.dtype),
+                **({"num_rows": int(num_rows[name])} if name in num_rows else {}),
+                **({"max_keys": int(model.max_keys[name])} if name in model.max_keys else {}),
             }
             for name, table in model.tables.items()
-        }
-        for name, num_rows in dict(getattr(model, "num_rows", None) or {}).items():
-            tables[name]["num_rows"] = int(num_rows)
-        for name, limit in model.max_keys.items():
-            tables[name]["max_keys"] = int(limit)
-        inputs = None if model.inputs is None else {name: _told(spec) for name, spec in model.inputs.items()}
-        bodies = {
-            kind.op: {
-                wire.JSON: self._most_bytes(kind, model, "json"),
-                wire.TENSORS: self._most_bytes(kind, model, "tensors"),
-            }
-            for kind in self._kinds
-            if kind.op == "lookup" or inputs is not None
         }
         limits = {
             "max_batch_size": model.max_batch_size,
             "max_keys": options.max_keys,
-            "max_body_bytes": bodies,
+            "max_body_bytes": {
+                kind.op: {name: self._most_bytes(kind, model, given) for given, name in wire.MEDIA_TYPES.items()}
+                for kind in self._kinds
+                if kind.op == "lookup" or model.inputs is not None
+            },
             "max_json_values": options.max_json_values,
             "max_response_bytes": options.max_response_bytes,
         }
-        rest = {"tables": tables, "inputs": inputs, "limits": limits, "formats": list(wire.MEDIA_TYPES)}
-        return to_json(200, {"name": model.name, "version": int(model.version), **rest})
+        page = {
+            "name": model.name,
+            "version": int(model.version),
+            "tables": tables,
+            "inputs": model.inputs and {name: input_to_json(spec) for name, spec in model.inputs.items()},
+            "limits": limits,
+            "formats": list(wire.MEDIA_TYPES.values()),
+        }
+        return to_json(200, page)
 
     async def _healthz(self, request: Request) -> Response:
         return to_json(200, {"status": "ok"})
 
     async def _readyz(self, request: Request) -> Response:
-        if self.is_ready:
-            return to_json(200, {"status": "ready"})
-        return refused(stopping("readyz"))
+        return to_json(200, {"status": "ready"}) if self.is_ready else refused(refusal_of(ClosedError(), "readyz"))
 
     async def _metrics(self, request: Request) -> Response:
-        text = await asyncio.to_thread(self.metrics.text)
-        return Response(text, headers={"Content-Type": self.metrics.content_type})
+        return Response(await asyncio.to_thread(self.metrics.text), headers={"Content-Type": self.metrics.content_type})
 
     def _stats(self) -> dict[str, dict[str, Any]]:
         found = {}
@@ -455,23 +419,17 @@ class App:
                 _log.warning("metrics: model %s tells nothing: %s", name, error)
         return found
 
-    def _count_watched(self, model: str, result: str) -> None:
-        self.metrics.watched.labels(model, result).inc()
-
     def _depths(self) -> dict[tuple[str, str], int]:
         return {labels: batcher.num_waiting for labels, batcher in list(self._batchers.items())}
 
 
 def _check_response(num_values: int, num_bytes: int, wanted: str, options: ServerOptions, op: str) -> None:
     if num_bytes > options.max_response_bytes:
-        raise RequestTooLargeError(
-            f"{op}: the response has {num_bytes} bytes, at most {options.max_response_bytes} are made; ask for less."
-        )
+        most = f"at most {options.max_response_bytes} are made"
+        raise RequestTooLargeError(f"{op}: the response has {num_bytes} bytes, {most}; ask for less.")
     if wanted == "json" and num_values > options.max_json_values:
-        raise RequestTooLargeError(
-            f"{op}: the response has {num_values} numbers, JSON is made of at most {options.max_json_values}; ask for "
-            f"it with Accept: {wire.TENSORS}."
-        )
+        most = f"JSON is made of at most {options.max_json_values}; ask for it with Accept: {wire.TENSORS}"
+        raise RequestTooLargeError(f"{op}: the response has {num_values} numbers, {most}.")
 
 
 def _check_held(held_bytes: int, num_bytes: int, options: ServerOptions, op: str) -> None:
@@ -479,9 +437,8 @@ def _check_held(held_bytes: int, num_bytes: int, options: ServerOptions, op: str
     if num_bytes <= _PIECE_BYTES:
         return
     if num_bytes > options.max_held_bytes:
-        raise RequestTooLargeError(
-            f"{op}: the response has {num_bytes} bytes, at most {options.max_held_bytes} are held; ask for less."
-        )
+        most = f"at most {options.max_held_bytes} are held"
+        raise RequestTooLargeError(f"{op}: the response has {num_bytes} bytes, {most}; ask for less.")
     if held_bytes + num_bytes > options.max_held_bytes:
         raise Busy(f"requests hold {options.max_held_bytes} bytes, the most that are held")
 
@@ -502,19 +459,10 @@ def _too_large(got: str, most: int) -> str:
 
 async def _discard(request: Request, options: ServerOptions) -> None:
     """Reads on for a while: otherwise a client that still sends sees a reset before it reads the answer."""
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError, ClientDisconnect, RuntimeError):  # RuntimeError: all of it was read
         async with asyncio.timeout(DISCARD_S):
             num_bytes = 0
-            while num_bytes <= 4 * options.max_body_bytes:
-                message = await request.receive()
-                num_bytes += len(message.get("body", b""))
-                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            async for part in request.stream():
+                num_bytes += len(part)
+                if num_bytes > 4 * options.max_body_bytes:
                     return
-
-
-def _told(spec: Any) -> dict[str, Any]:
-    if isinstance(spec, BagsInput):
-        return {"kind": "bags", "table": spec.table, "is_weighted": spec.is_weighted}
-    if isinstance(spec, KeysInput):
-        return {"kind": "keys", "table": spec.table, "shape": list(spec.shape)}
-    return {"kind": "array", "dtype": str(spec.dtype), "shape": list(spec.shape)}

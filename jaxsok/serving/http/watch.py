@@ -3,15 +3,14 @@
 Folders are ordered by name; digits count as numbers, so `delta-9` stands before `delta-10`.
 """
 
-import dataclasses
 import logging
 import os
 import pathlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 _log = logging.getLogger(__name__)
 
@@ -20,23 +19,17 @@ _Order: TypeAlias = list[tuple[int, str]]
 _UNFINISHED = re.compile(r"^\.|\.(writing|tmp|partial)$")
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """A folder to apply."""
-
+class _Found(NamedTuple):
     model: str
     path: pathlib.Path
     kind: Literal["full", "delta"]
 
 
 class Watcher:
-    """Looks into a folder again and again, in a thread of its own that `start` starts.
+    """Looks into a folder again and again, in a thread of its own that `start` starts; docs/server.md has its form.
 
-    With one model its exports lie in the folder, or below the model's name; with several, below each model's name. An
-    export is what `export_full` and `export_delta` write, or HPS directories; `tables` and `dense` below one name are
-    switched together. Names that begin with a dot or end in `.writing`, `.tmp` or `.partial` are left alone: write
-    under such a name, then rename. `observe` is called with the model and "applied", "skipped" or "refused" for each
-    folder. FileNotFoundError: there is no such folder.
+    `observe` is called with the model and "applied", "skipped" or "refused" for each folder. FileNotFoundError: there
+    is no such folder.
     """
 
     def __init__(
@@ -45,7 +38,7 @@ class Watcher:
         folder: str | os.PathLike[str],
         *,
         interval_s: float = 2.0,
-        observe: Callable[[str, str], None] | None = None,
+        observe: Callable[[str, str], None] = lambda model, result: None,
     ) -> None:
         require_folder(folder)
         self.folder = pathlib.Path(folder)
@@ -76,37 +69,32 @@ class Watcher:
             self._stop.wait(self._interval_s)
 
     def look(self) -> int:
-        """Applies new folders; returns how many were applied.
+        """Applies new folders, from the last full export that is not refused on; returns how many were applied.
 
-        Begins at the last full export that is not refused, and skips folders that stand before an applied one. A folder
-        that cannot be read is refused, and stops no other. A refused delta (its base is not served, or it is damaged)
-        is tried again after another one was applied, and each minute.
+        A refused folder stops no other. It is tried again after another one was applied, and each minute.
         """
         num_applied = 0
         for model in self._session.models:
             try:
-                pending, start = self._found(model), 0
+                pending = self._found(model)
             except OSError as error:
                 self._refuse(model, self.folder, error)
                 continue
-            for i in range(len(pending) - 1, -1, -1):
-                if pending[i].kind == "full" and self._apply(pending, i):
-                    num_applied, start = num_applied + 1, i + 1
-                    break
-            for i in range(start, len(pending)):
-                num_applied += pending[i].kind == "delta" and self._apply(pending, i)
+            fulls = [i for i, found in enumerate(pending) if found.kind == "full"]
+            last = next((i for i in reversed(fulls) if self._apply(pending, i)), None)
+            deltas = range(0 if last is None else last + 1, len(pending))
+            num_applied += last is not None
+            num_applied += sum(self._apply(pending, i) for i in deltas if pending[i].kind == "delta")
         return num_applied
 
-    def _found(self, model: str) -> list[Found]:
-        below = self.folder / model
-        if below.is_dir() and _kind_of(below) is None:
-            folders: Iterable[pathlib.Path] = below.iterdir()
-        elif len(self._session.models) == 1:
-            folders = self.folder.iterdir()
-        else:
-            return []
+    def _found(self, model: str) -> list[_Found]:
+        folder = self.folder / model
+        if not folder.is_dir() or _kind_of(folder) is not None:
+            if len(self._session.models) > 1:
+                return []
+            folder = self.folder
         made = []
-        for path in sorted(folders, key=_order):
+        for path in sorted(folder.iterdir(), key=_order):
             if path in self._done or _UNFINISHED.search(path.name):
                 continue
             try:
@@ -118,12 +106,12 @@ class Watcher:
                 continue
             if model in self._last and _order(path) < self._last[model]:
                 _log.warning("watch: %s stands before what model %s has; it is skipped", path, model)
-                self._skip(Found(model, path, kind))
+                self._skip(_Found(model, path, kind))
             else:
-                made.append(Found(model, path, kind))
+                made.append(_Found(model, path, kind))
         return made
 
-    def _apply(self, pending: Sequence[Found], number: int) -> bool:
+    def _apply(self, pending: Sequence[_Found], number: int) -> bool:
         found = pending[number]
         failed_at, _ = self._refused.get(found.path, (-RETRY_S, ""))
         if self._stop.is_set() or time.monotonic() - failed_at < RETRY_S:
@@ -138,7 +126,7 @@ class Watcher:
         _log.info("watch: %s: model %s is at version %s", found.path, found.model, version)
         self._done.add(found.path)
         self._last[found.model] = _order(found.path)
-        self._tell(found.model, "applied")
+        self._observe(found.model, "applied")
         for before in pending[:number]:
             if before.path not in self._done:
                 self._skip(before)
@@ -146,20 +134,16 @@ class Watcher:
         self._refused = {path: (-RETRY_S, reason) for path, (_, reason) in self._refused.items()}
         return True
 
-    def _skip(self, found: Found) -> None:
+    def _skip(self, found: _Found) -> None:
         self._done.add(found.path)
-        self._tell(found.model, "skipped")
+        self._observe(found.model, "skipped")
 
     def _refuse(self, model: str, path: pathlib.Path, error: Exception) -> None:
         _, reason = self._refused.get(path, (0.0, ""))
         if str(error) != reason:  # logged once, not each minute
             _log.error("watch: %s was refused: %s", path, error)
-            self._tell(model, "refused")
+            self._observe(model, "refused")
         self._refused[path] = (time.monotonic(), str(error))
-
-    def _tell(self, model: str, result: str) -> None:
-        if self._observe is not None:
-            self._observe(model, result)
 
 
 def require_folder(folder: str | os.PathLike[str]) -> None:

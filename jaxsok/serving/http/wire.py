@@ -7,7 +7,7 @@ Nothing here trusts a size, a type or a nesting, and no format can name code or 
     data                   the arrays, row-major and little-endian, without holes, in any order
 """
 
-import dataclasses
+import collections
 import itertools
 import json
 import math
@@ -17,11 +17,12 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
+from jaxsok.features import Bags
 from jaxsok.serving.errors import RequestError, RequestTooLargeError
 
 JSON = "application/json"
 TENSORS = "application/vnd.jaxsok.v1+safetensors"
-MEDIA_TYPES = (JSON, TENSORS)
+MEDIA_TYPES = {"json": JSON, "tensors": TENSORS}
 
 MAX_HEADER_BYTES = 1 << 20
 VALUE_BYTES = {"json": 64, "tensors": 8}
@@ -31,39 +32,17 @@ MAX_NDIM = 8
 PIECE_VALUES = 1 << 14  # numbers of a JSON response that are written in one go: some 10 ms
 _MAX_AXIS = 2**31 - 1
 _DTYPES = {
-    "U8": "<u1",
-    "U16": "<u2",
-    "U32": "<u4",
-    "U64": "<u8",
-    "I8": "<i1",
-    "I16": "<i2",
-    "I32": "<i4",
-    "I64": "<i8",
-    "F16": "<f2",
-    "F32": "<f4",
-    "F64": "<f8",
+    f"{kind.upper()}{8 * size}": np.dtype(f"<{kind}{size}")
+    for kind, sizes in (("u", (1, 2, 4, 8)), ("i", (1, 2, 4, 8)), ("f", (2, 4, 8)))
+    for size in sizes
 }
-_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _KEY = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 _NONFINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Ragged:
-    """Bags of keys of one input: all keys, and how many of them each sample has."""
-
-    values: np.ndarray
-    lengths: np.ndarray
-    weights: np.ndarray | None = None  # float32, one for each key
-
-
 def extent(shape: Iterable[int]) -> int:
-    """The cost of an array as lists: its numbers, where an axis of size 0 counts as 1, since its outer lists remain.
-
-    Example:
-      >>> extent([2, 3]), extent([5000, 0])
-      (6, 5000)
-    """
+    """The cost of an array as lists: its numbers, where an axis of size 0 counts as 1, since its outer lists remain."""
     return math.prod(size or 1 for size in shape)
 
 
@@ -73,28 +52,10 @@ def brief(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
-# JSON ------------------------------------------------------------------------------------------------------------
-
-
-def read_json(body: bytes, what: str, fields: Sequence[str]) -> dict[str, Any]:
-    """Reads the object of a UTF-8 body, which must have exactly these fields; `what` begins the messages.
-
-    RequestError: not JSON, a name twice, not an object, or other fields.
-    """
-
-    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(found)
-        if len(made) != len(found):
-            seen: set[str] = set()
-            twice = next(name for name, _ in found if name in seen or seen.add(name))
-            raise RequestError(f"{what}: got the name {brief(twice)} twice in one object; give each name once.")
-        return made
-
-    def constant(name: str) -> NoReturn:
-        raise RequestError(f"{what}: got {name}, which is no JSON; numbers must be finite.")
-
+def read_json(body: bytes, what: str, field: str) -> dict[str, Any]:
+    """Reads a UTF-8 body, an object whose only field is an object with at least one name; gives the inner one."""
     try:
-        found = json.loads(body.decode(), object_pairs_hook=pairs, parse_constant=constant)
+        found = _parse_json(body, what)
     except RequestError:
         raise
     except RecursionError:
@@ -102,11 +63,35 @@ def read_json(body: bytes, what: str, fields: Sequence[str]) -> dict[str, Any]:
     except ValueError as error:
         raise RequestError(f"{what}: the body is no JSON: {error}.") from None
     if not isinstance(found, dict):
-        raise RequestError(f"{what}: got a JSON {_kind(found)}, wanted an object with {_list(fields)}.")
-    if set(found) != set(fields):
-        got = _list(list(found)[:8]) if found else "none"
-        raise RequestError(f"{what}: got the fields {got}, wanted {_list(fields)}.")
-    return found
+        raise RequestError(f"{what}: got a JSON {_kind(found)}, wanted an object with {_list([field])}.")
+    _check_fields(found, [field], f"{what}: got the fields")
+    value = found[field]
+    if not isinstance(value, dict) or not value:
+        got = "an empty object" if value == {} else f"a JSON {_kind(value)}"
+        raise RequestError(f"{what}: {field}: got {got}, wanted an object of arrays by name.")
+    return value
+
+
+def _parse_json(text: bytes, what: str) -> Any:
+    """Parses JSON in UTF-8; refuses objects with a name twice, and numbers that are not finite."""
+
+    def to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            ((repeated, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
+            raise RequestError(f"{what}: got the name {brief(repeated)} twice in one object; give each name once.")
+        return made
+
+    def refuse_constant(name: str) -> NoReturn:
+        raise RequestError(f"{what}: got {name}, which is no JSON; numbers must be finite.")
+
+    return json.loads(text.decode(), object_pairs_hook=to_object, parse_constant=refuse_constant)
+
+
+def _check_fields(value: Mapping[str, Any], wanted: Sequence[str], got: str) -> None:
+    if set(value) != set(wanted):
+        names = _list(list(value)[:8]) if value else "none"
+        raise RequestError(f"{got} {names}, wanted {_list(wanted)}.")
 
 
 def body_bytes(given: str, num_values: int, names: Sequence[str]) -> int:
@@ -125,96 +110,13 @@ def check_json(body: bytes, num_values: int, names: Sequence[str], what: str) ->
         most += 1024 + inside.count(sign)
         got = body.count(sign.encode())
         if got > most:
-            raise RequestTooLargeError(
-                f'{what}: got JSON with "{sign}" {got} times, at most {most} are taken: a request has at most '
-                f"{num_values} numbers."
-            )
-
-
-def object_of(value: Any, what: str) -> dict[str, Any]:
-    """Checks that a value is an object with at least one name."""
-    if not isinstance(value, dict) or not value:
-        got = "an empty object" if value == {} else f"a JSON {_kind(value)}"
-        raise RequestError(f"{what}: got {got}, wanted an object of arrays by name.")
-    return value
-
-
-def keys_from_json(value: Any, what: str) -> np.ndarray:
-    """Reads keys of nested lists of one shape: integers, or strings of their digits, from -2**63 to 2**64 - 1.
-
-    Gives uint64 of the lists' shape; a negative number is the key with the same 64 bits. RequestError: anything else.
-
-    Example:
-      >>> keys_from_json([[1, -1], ["18446744073709551614", 9]], "lookup").tolist()
-      [[1, 18446744073709551615], [18446744073709551614, 9]]
-    """
-    flat, shape, kinds = _flatten(value, what)
-    if str in kinds:
-        for item in flat:
-            if type(item) is str and _KEY.fullmatch(item) is None:
-                raise RequestError(f"{what}: got {brief(item)}, wanted an integer or a string of its digits.")
-        flat, kinds = [int(item) if type(item) is str else item for item in flat], (kinds - {str}) | {int}
-    if kinds - {int}:
-        other = next(item for item in flat if type(item) is not int)
-        raise RequestError(f"{what}: keys must be integers, got {_with_kind(other)}.")
-    try:
-        return np.array(flat, np.int64).view(np.uint64).reshape(shape)
-    except OverflowError:
-        pass
-    for item in flat:
-        if not -(2**63) <= item < 2**64:
-            raise RequestError(f"{what}: got the key {brief(item)}, wanted 64 bits: -2**63 to 2**64 - 1.")
-    return np.array([item % 2**64 for item in flat], np.uint64).reshape(shape)
-
-
-def numbers_from_json(value: Any, dtype: Any, what: str) -> np.ndarray:
-    """Reads numbers of nested lists of one shape: floats and integers for a float dtype, else integers or booleans.
-
-    RequestError: anything else, or numbers that do not fit the dtype.
-    """
-    dtype = np.dtype(dtype)
-    flat, shape, kinds = _flatten(value, what)
-    allowed, told = {"b": ({bool}, "booleans"), "i": ({int}, "integers"), "u": ({int}, "integers")}.get(
-        dtype.kind, ({int, float}, "numbers")
-    )
-    if kinds - allowed:
-        other = next(item for item in flat if type(item) not in allowed)
-        raise RequestError(f"{what}: {told} are wanted, got {_with_kind(other)}.")
-    try:
-        # By way of 64 bits: doubles are what JSON means.
-        wide = np.array(flat, {"b": bool, "i": np.int64, "u": np.int64}.get(dtype.kind, np.float64))
-    except OverflowError:
-        wide = np.array([], np.float64)
-    with np.errstate(over="ignore"):
-        made = wide.astype(dtype)
-    is_kept = made == wide if dtype.kind in "biu" else np.isfinite(made.astype(np.float64))
-    if len(wide) != len(flat) or not is_kept.all():
-        raise RequestError(f"{what}: got a number that does not fit {dtype.name}.")
-    return made.reshape(shape)
-
-
-def ragged_from_json(value: Mapping[str, Any], is_weighted: bool, what: str) -> Ragged:
-    """Reads bags of `{"values": [...], "lengths": [...]}`, with `"weights"` where they are wanted."""
-    fields = ["values", "lengths", *(["weights"] if is_weighted else [])]
-    if set(value) != set(fields):
-        got = _list(list(value)[:8]) if value else "none"
-        raise RequestError(f"{what}: got an object with the fields {got}, wanted {_list(fields)}.")
-    return ragged(
-        keys_from_json(value["values"], f"{what}.values"),
-        keys_from_json(value["lengths"], f"{what}.lengths"),
-        numbers_from_json(value["weights"], np.float32, f"{what}.weights") if is_weighted else None,
-        what,
-    )
+            message = f'{what}: got JSON with "{sign}" {got} times, at most {most} are taken: a request has at most '
+            raise RequestTooLargeError(f"{message}{num_values} numbers.")
 
 
 def json_body(name: str, arrays: Mapping[str, np.ndarray], rest: Mapping[str, Any]) -> bytes:
-    """Writes a response: `rest`, and below `name` the arrays as nested lists.
-
-    float32 is written as the double of the same value, so nothing is lost; numbers that JSON lacks become the strings
-    "NaN", "Infinity" and "-Infinity".
-    """
-    head = _dumps(rest)[:-1] + (b"," if rest else b"") + _dumps(name) + b":{"
-    parts = [head]
+    """Writes a response: `rest`, and below `name` the arrays as nested lists; docs/server.md has their form."""
+    parts = [_dumps(rest)[:-1] + (b"," if rest else b"") + _dumps(name) + b":{"]
     for number, (key, array) in enumerate(arrays.items()):
         parts.append((b"," if number else b"") + _dumps(key) + b":")
         _write(array, parts)
@@ -242,12 +144,8 @@ def _dumps(value: Any) -> bytes:
 
 def _to_list(array: np.ndarray) -> Any:
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        array = array.astype(object)
-        flat = array.reshape(-1)
-        for i, item in enumerate(flat):
-            if not math.isfinite(item):
-                flat[i] = _NONFINITE.get(item, "NaN")
-        return flat.reshape(array.shape).tolist()
+        flat = [item if math.isfinite(item) else _NONFINITE.get(item, "NaN") for item in array.reshape(-1).tolist()]
+        return np.array(flat, object).reshape(array.shape).tolist()
     return array.tolist()
 
 
@@ -266,9 +164,8 @@ def _flatten(value: Any, what: str) -> tuple[list[Any], tuple[int, ...], set[typ
             raise RequestError(f"{what}: lists must have one depth, got {_with_kind(other)} beside a list.")
         lengths = set(map(len, items))
         if len(lengths) > 1:
-            raise RequestError(
-                f"{what}: lists of one level must have one length, got {min(lengths)} and {max(lengths)}."
-            )
+            got = f"{min(lengths)} and {max(lengths)}"
+            raise RequestError(f"{what}: lists of one level must have one length, got {got}.")
         if len(shape) == MAX_NDIM:
             raise RequestError(f"{what}: got more than {MAX_NDIM} levels of lists.")
         shape.append(lengths.pop())
@@ -290,21 +187,14 @@ def _list(names: Iterable[str]) -> str:
     return ", ".join(json.dumps(name if len(name) <= 60 else f"{name[:60]}...") for name in names)
 
 
-# Tensors ---------------------------------------------------------------------------------------------------------
-
-
 def read_tensors(body: bytes, what: str) -> dict[str, np.ndarray]:
-    """Reads the arrays of a binary body, which share its memory. `__metadata__` is checked and left out.
-
-    RequestError: the header is damaged, or does not fit the data to the byte.
-    """
+    """Reads the arrays of a binary body, which share its memory. `__metadata__` is checked and left out."""
     if len(body) < 8:
         raise RequestError(f"{what}: got {len(body)} bytes, wanted at least the 8 that hold the size of the header.")
     size = int.from_bytes(body[:8], "little")
     if size > MAX_HEADER_BYTES:
-        raise RequestTooLargeError(
-            f"{what}: the header says that it has {size} bytes, at most {MAX_HEADER_BYTES} are taken."
-        )
+        message = f"{what}: the header says that it has {size} bytes, at most {MAX_HEADER_BYTES} are taken."
+        raise RequestTooLargeError(message)
     if size > len(body) - 8:
         raise RequestError(f"{what}: the header says that it has {size} bytes, {len(body) - 8} follow.")
     header = _read_header(body[8 : 8 + size], f"{what}: header")
@@ -327,80 +217,39 @@ def read_tensors(body: bytes, what: str) -> dict[str, np.ndarray]:
 
 def _read_header(text: bytes, what: str) -> dict[str, Any]:
     try:
-        header = json.loads(text.decode(), object_pairs_hook=lambda pairs: pairs)
+        header = _parse_json(text, what)
+    except RequestError:
+        raise
     except (ValueError, RecursionError):
         header = None
-    # A list of pairs stands for an object: so names that are there twice are seen.
-    if not isinstance(header, list) or not text.startswith(b"{"):
+    if not isinstance(header, dict) or not text.startswith(b"{"):
         raise RequestError(f"{what}: wanted a JSON object, in UTF-8, from the first byte.")
-    made = dict(header)
-    if len(made) != len(header):
-        raise RequestError(f"{what}: got a name twice.")
-    metadata = made.pop("__metadata__", [])
-    if not isinstance(metadata, list) or not all(
-        isinstance(pair, tuple) and isinstance(pair[1], str) for pair in metadata
-    ):
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise RequestError(f"{what}: __metadata__ must be an object of strings.")
-    return made
+    return header
 
 
 def _read_entry(entry: Any, what: str) -> tuple[np.dtype, tuple[int, ...], int, int]:
-    if not isinstance(entry, list) or not all(isinstance(pair, tuple) for pair in entry):
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise RequestError(f"{what}: wanted an object with dtype, shape, data_offsets.")
-    fields = dict(entry)
-    if len(entry) != 3 or set(fields) != {"dtype", "shape", "data_offsets"}:
-        raise RequestError(f"{what}: wanted an object with dtype, shape, data_offsets.")
-    name, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(name, str) or name not in _DTYPES:
         raise RequestError(f"{what}: got dtype {brief(name)}, wanted one of {', '.join(_DTYPES)}.")
     if not _sizes(shape) or len(shape) > MAX_NDIM:
         raise RequestError(f"{what}: got shape {brief(shape)}, wanted at most {MAX_NDIM} sizes, each below 2**31.")
     if not _sizes(offsets, 2**63) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise RequestError(f"{what}: got data_offsets {brief(offsets)}, wanted [begin, end].")
-    dtype, (begin, end) = np.dtype(_DTYPES[name]), offsets
     if extent(shape) > _MAX_AXIS:
         raise RequestError(f"{what}: got shape {brief(shape)}, wanted fewer than 2**31 numbers.")
-    if math.prod(shape) * dtype.itemsize != end - begin:
-        raise RequestError(
-            f"{what}: {name}{shape} takes {math.prod(shape) * dtype.itemsize} bytes, data_offsets {end - begin}."
-        )
-    return dtype, tuple(shape), begin, end
+    num_bytes, (begin, end) = math.prod(shape) * _DTYPES[name].itemsize, offsets
+    if num_bytes != end - begin:
+        raise RequestError(f"{what}: {name}{shape} takes {num_bytes} bytes, data_offsets {end - begin}.")
+    return _DTYPES[name], tuple(shape), begin, end
 
 
 def _sizes(value: Any, limit: int = _MAX_AXIS) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size <= limit for size in value)
-
-
-def keys_from_tensor(array: np.ndarray, what: str) -> np.ndarray:
-    """Reads keys of an integer array; a negative number is the key with the same 64 bits."""
-    if array.dtype.kind not in "iu":
-        raise RequestError(f"{what}: keys must be integers, got {_NAMES[array.dtype]}{list(array.shape)}.")
-    if array.ndim == 0:
-        raise RequestError(f"{what}: got a single number, wanted at least one axis.")
-    wide = array.astype(np.uint64 if array.dtype.kind == "u" else np.int64)
-    return wide.view(np.uint64)
-
-
-def numbers_from_tensor(array: np.ndarray, dtype: Any, what: str) -> np.ndarray:
-    """Converts an array: floats of any width or integers to floats, integers to integers. NaN and infinities stay."""
-    dtype = np.dtype(dtype)
-    if array.ndim == 0:
-        raise RequestError(f"{what}: got a single number, wanted at least one axis.")
-    if dtype.kind == "b":
-        if array.dtype.kind != "u" or (array > 1).any():
-            raise RequestError(f"{what}: booleans are wanted, as U8 of 0 and 1, got {_NAMES[array.dtype]}.")
-        return array.astype(bool)
-    if dtype.kind in "iu" and array.dtype.kind not in "iu":
-        raise RequestError(f"{what}: integers are wanted, got {_NAMES[array.dtype]}{list(array.shape)}.")
-    with np.errstate(over="ignore", invalid="ignore"):
-        made = array.astype(dtype)
-        if dtype.kind in "iu":
-            is_lost = (made != array) | ((made < 0) != (array < 0))
-        else:
-            is_lost = np.isfinite(array) & ~np.isfinite(made.astype(np.float64))
-    if is_lost.any():
-        raise RequestError(f"{what}: got a number that does not fit {dtype.name}.")
-    return made
 
 
 def tensors_body(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
@@ -410,20 +259,102 @@ def tensors_body(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) 
     # Wide ones first, so that each begins at a multiple of its item's size.
     for name, array in sorted(arrays.items(), key=lambda pair: -pair[1].dtype.itemsize):
         little = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
-        header[name] = {
-            "dtype": _NAMES[little.dtype],
-            "shape": list(little.shape),
-            "data_offsets": [place, place + little.nbytes],
-        }
+        end = place + little.nbytes
+        header[name] = {"dtype": _NAMES[little.dtype], "shape": list(little.shape), "data_offsets": [place, end]}
         data.append(little.tobytes())
-        place += little.nbytes
+        place = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return b"".join([len(text).to_bytes(8, "little"), text, *data])
 
 
-def ragged(values: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None, what: str) -> Ragged:
-    """Makes bags of keys, lengths and weights, which must have one axis and matching sizes."""
+# Arrays of either format -----------------------------------------------------------------------------------------
+
+
+def read_keys(value: Any, what: str) -> np.ndarray:
+    """Reads keys, uint64, of a tensor of integers, or of JSON lists of one shape: integers, or strings of their digits.
+
+    Example:
+      >>> read_keys([[1, -1], ["18446744073709551614", 9]], "lookup").tolist()
+      [[1, 18446744073709551615], [18446744073709551614, 9]]
+    """
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "iu":
+            raise RequestError(f"{what}: keys must be integers, got {_NAMES[value.dtype]}{list(value.shape)}.")
+        _check_axes(value, what)
+        return value.astype(np.uint64 if value.dtype.kind == "u" else np.int64).view(np.uint64)
+    flat, shape, kinds = _flatten(value, what)
+    if str in kinds:
+        for item in flat:
+            if type(item) is str and _KEY.fullmatch(item) is None:
+                raise RequestError(f"{what}: got {brief(item)}, wanted an integer or a string of its digits.")
+        flat, kinds = [int(item) if type(item) is str else item for item in flat], (kinds - {str}) | {int}
+    if kinds - {int}:
+        other = next(item for item in flat if type(item) is not int)
+        raise RequestError(f"{what}: keys must be integers, got {_with_kind(other)}.")
+    try:
+        return np.array(flat, np.int64).view(np.uint64).reshape(shape)
+    except OverflowError:
+        pass
+    for item in flat:
+        if not -(2**63) <= item < 2**64:
+            raise RequestError(f"{what}: got the key {brief(item)}, wanted 64 bits: -2**63 to 2**64 - 1.")
+    return np.array([item % 2**64 for item in flat], np.uint64).reshape(shape)
+
+
+def read_numbers(value: Any, dtype: Any, what: str) -> np.ndarray:
+    """Reads numbers of a dtype, of a tensor or of JSON lists of one shape; NaN and infinities of tensors alone."""
+    dtype = np.dtype(dtype)
+    array = _check_tensor(value, dtype, what) if isinstance(value, np.ndarray) else _array_of(value, dtype, what)
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = array.astype(dtype)
+        if dtype.kind in "biu":
+            is_lost = (made != array) | ((made < 0) != (array < 0))
+        else:
+            is_lost = np.isfinite(array) & ~np.isfinite(made.astype(np.float64))
+    if is_lost.any():
+        raise RequestError(f"{what}: got a number that does not fit {dtype.name}.")
+    return made
+
+
+def _check_tensor(array: np.ndarray, dtype: np.dtype, what: str) -> np.ndarray:
+    _check_axes(array, what)
+    if dtype.kind == "b" and (array.dtype.kind != "u" or (array > 1).any()):
+        raise RequestError(f"{what}: booleans are wanted, as U8 of 0 and 1, got {_NAMES[array.dtype]}.")
+    if dtype.kind in "iu" and array.dtype.kind not in "iu":
+        raise RequestError(f"{what}: integers are wanted, got {_NAMES[array.dtype]}{list(array.shape)}.")
+    return array
+
+
+def _check_axes(array: np.ndarray, what: str) -> None:
+    if array.ndim == 0:
+        raise RequestError(f"{what}: got a single number, wanted at least one axis.")
+
+
+def _array_of(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
+    """Makes an array of nested lists, of 64 bits: doubles are what JSON means."""
+    flat, shape, kinds = _flatten(value, what)
+    allowed, wide, wanted = {int, float}, np.float64, "numbers"
+    if dtype.kind in "biu":
+        allowed, wide, wanted = ({bool}, np.bool_, "booleans") if dtype.kind == "b" else ({int}, np.int64, "integers")
+    if kinds - allowed:
+        other = next(item for item in flat if type(item) not in allowed)
+        raise RequestError(f"{what}: {wanted} are wanted, got {_with_kind(other)}.")
+    try:
+        array = np.array(flat, wide)
+    except OverflowError:
+        array = np.array(math.inf)
+    if not np.isfinite(array).all():
+        raise RequestError(f"{what}: got a number that does not fit {dtype.name}.")
+    return array.reshape(shape)
+
+
+def read_bags(parts: Mapping[str, Any], is_weighted: bool, what: str) -> Bags:
+    """Reads bags of keys from `values`, `lengths` and, where they are wanted, `weights`, of either format."""
+    names = ["values", "lengths", *(["weights"] if is_weighted else [])]
+    _check_fields(parts, names, f"{what}: got an object with the fields")
+    values, lengths = (read_keys(parts[name], f"{what}.{name}") for name in names[:2])
+    weights = read_numbers(parts["weights"], np.float32, f"{what}.weights") if is_weighted else None
     if values.ndim != 1 or lengths.ndim != 1 or (weights is not None and weights.shape != values.shape):
         shapes = [list(array.shape) for array in (values, lengths, weights) if array is not None]
         raise RequestError(f"{what}: values, lengths (and weights) must be lists of numbers, got shapes {shapes}.")
@@ -432,19 +363,11 @@ def ragged(values: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None, 
     # A negative or huge length is above the number of values; the sum is of Python integers, so it cannot wrap.
     if (lengths > np.uint64(len(values))).any() or sum(lengths.tolist()) != len(values):
         raise RequestError(f"{what}: lengths must add up to the number of values, {len(values)}.")
-    return Ragged(values, lengths.astype(np.int32), weights)
-
-
-# Which of the two ------------------------------------------------------------------------------------------------
+    return Bags(values, lengths=lengths.astype(np.int32), weights=weights)
 
 
 def media_type_of(content_type: str | None) -> Literal["json", "tensors"] | None:
-    """Which format a Content-Type names; None: neither.
-
-    Example:
-      >>> media_type_of("application/json; charset=utf-8"), media_type_of("text/plain")
-      ('json', None)
-    """
+    """Which format a Content-Type names; None: neither."""
     if content_type is None:
         return None
     name, _, rest = content_type.partition(";")
@@ -466,19 +389,12 @@ def accepted(accept: str | None, default: Literal["json", "tensors"]) -> Literal
     weights: dict[str, float] = {}
     for part in accept.split(","):
         name, *parameters = (text.strip().lower() for text in part.split(";"))
-        weight = 1.0
-        for parameter in parameters:
-            found = re.fullmatch(r"q\s*=\s*([01](?:\.[0-9]{0,3})?)", parameter)
-            weight = float(found[1]) if found else weight
-        weights[name] = weight
-
-    def weight_of(name: str) -> float:
-        for asked in (name, "application/*", "*/*"):
-            if asked in weights:
-                return weights[asked]
-        return 0.0
-
-    json_weight, tensors_weight = weight_of(JSON), weight_of(TENSORS)
+        found = [re.fullmatch(r"q\s*=\s*([01](?:\.[0-9]{0,3})?)", parameter) for parameter in parameters]
+        weights[name] = next((float(match[1]) for match in reversed(found) if match), 1.0)
+    json_weight, tensors_weight = (
+        next((weights[asked] for asked in (name, "application/*", "*/*") if asked in weights), 0.0)
+        for name in (JSON, TENSORS)
+    )
     if max(json_weight, tensors_weight) == 0:
         return None
     if json_weight == tensors_weight:
