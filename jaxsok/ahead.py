@@ -328,20 +328,13 @@ def _abstract(leaf: Any) -> Any:
 def _grown(store: StoreState, num_shards: int, capacity: int) -> StoreState:
     """Returns the shapes of a store after `grow`: one more slab, another index; `capacity` is that of a shard."""
 
-    def with_slab(slabs: tuple) -> tuple:
-        return (*slabs, _with_length(slabs[0], num_shards * capacity - store.capacity))
+    def resize(leaf: jax.ShapeDtypeStruct, size: int) -> jax.ShapeDtypeStruct:
+        return leaf.update(shape=(size, *leaf.shape[1:]))
 
-    return dataclasses.replace(
-        store,
-        index=_with_length(store.index, num_shards * num_buckets_of(capacity)),
-        rows=with_slab(store.rows),
-        records=with_slab(store.records),
-        states=tuple(with_slab(slabs) for slabs in store.states),
-    )
-
-
-def _with_length(leaf: jax.ShapeDtypeStruct, length: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((length, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type, sharding=leaf.sharding)
+    first = (store.rows[0], store.records[0], tuple(slabs[0] for slabs in store.states), store.statistics[:1])
+    slab = jax.tree.map(lambda leaf: resize(leaf, num_shards * capacity - store.capacity), first)
+    index = resize(store.index, num_shards * num_buckets_of(capacity))
+    return dataclasses.replace(store.with_slab(slab), index=index)
 
 
 def _described(value: Any) -> str:

@@ -593,8 +593,9 @@ def _enlarging(
     for s, spec in enumerate(specs):
         store = state.stores[s]
         if s in capacities:
-            slabs[s] = _slab(spec, capacities[s] - store.capacity // spec.num_shards, shards)
-            store = _with_slab(store, slabs[s])
+            num_rows = spec.num_shards * capacities[s] - store.capacity
+            slabs[s] = shards.make(functools.partial(new_slab, spec, num_rows))
+            store = store.with_slab(slabs[s])
         if s in capacities or is_resalted[s]:
             num_buckets = num_buckets_of(store.capacity // spec.num_shards)
             # The salt is drawn and does not follow from the last one, which may be known.
@@ -606,7 +607,7 @@ def _enlarging(
     def enlarge(state: State) -> State:
         stores = list(state.stores)
         for s in slabs:
-            stores[s] = _with_slab(stores[s], slabs[s])
+            stores[s] = stores[s].with_slab(slabs[s])
         for s in rebuild:
             stores[s].index.delete()
             index, counters = rebuild[s](stores[s].counters, stores[s].records, salts[s])
@@ -621,26 +622,6 @@ def _enlarging(
 def _half_entries(spec: StoreSpec, store: StoreState) -> int:
     """Returns the keys that may wait in a shard before their buckets are half full; 0: none waits."""
     return sum(array.shape[0] // spec.num_shards * ENTRIES_PER_BUCKET // 2 for array in store.sightings)
-
-
-def _slab(spec: StoreSpec, size: int, shards: Shards) -> tuple:
-    """Allocates a slab of `size` rows in each shard."""
-
-    def make() -> tuple:
-        return new_slab(spec, spec.num_shards * size)
-
-    return shards.make(make)
-
-
-def _with_slab(store: StoreState, slab: tuple) -> StoreState:
-    rows, records, states, statistics = slab
-    return dataclasses.replace(
-        store,
-        rows=(*store.rows, rows),
-        records=(*store.records, records),
-        states=tuple((*slabs, slab) for slabs, slab in zip(store.states, states, strict=True)),
-        statistics=(*store.statistics, *statistics),
-    )
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=(3, 4))

@@ -21,6 +21,9 @@ NUM_STATISTICS = 2  # words of a row's statistics: last step, frequency
 MIN_SIGHTINGS = 4096  # buckets for waiting keys, at least; `grow` adds more
 MIN_BUCKETS = 16  # 1 KiB; below it the index costs nothing worth saving
 
+Slab = tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]
+"""Rows, records, states and statistics (none or one) of a slab."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,17 @@ class StoreState(StoreArrays):
         """
         after = generation + (num_gone > 0).any().astype(jnp.uint32)
         return dataclasses.replace(self, counters=self.counters.at[COUNTERS.index("generation")].set(after))
+
+    def with_slab(self, slab: Slab) -> "StoreState":
+        """Appends a slab to every per-row array."""
+        rows, records, states, statistics = slab
+        return dataclasses.replace(
+            self,
+            rows=(*self.rows, rows),
+            records=(*self.records, records),
+            states=tuple((*slabs, new) for slabs, new in zip(self.states, states, strict=True)),
+            statistics=(*self.statistics, *statistics),
+        )
 
     def num_rows(self) -> UInt32[Array, ""]:
         """Rows in use."""
@@ -158,8 +172,8 @@ def _bytes_by_row(spec: StoreSpec) -> dict[str, int]:
     } | ({"statistics": 4 * NUM_STATISTICS} if spec.keeps_statistics else {})
 
 
-def new_slab(spec: StoreSpec, size: int) -> tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]:
-    """Makes rows, records, states and statistics (none or one) of a slab, each its own buffer, to be donated."""
+def new_slab(spec: StoreSpec, size: int) -> Slab:
+    """Makes the arrays of a slab, each its own buffer, to be donated."""
     rows = jnp.zeros((size, spec.dim), spec.dtype)
     records = jnp.full((size, RECORD_WORDS), np.uint32(0xFFFFFFFF))
     states = tuple(jnp.full((size, state.dim), np.float32(state.initial_value)) for state in spec.state_specs)
