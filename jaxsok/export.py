@@ -73,7 +73,7 @@ def export_chunks(
             for slab in slabs:
                 arrays = (slab.rows, *slab.states[: len(names)])
                 lines = _lines_of(slab.records, slab.statistics, number, since)
-                for piece in _regrouped(lines, num_rows):
+                for piece in records_lib.regrouped(lines, num_rows, _joined):
                     yield shard, start, piece, _gather(arrays, piece.places, num_rows), names
                 start += slab.records.shape[0]
 
@@ -138,6 +138,10 @@ class _Lines:
     keys: np.ndarray
     statistics: np.ndarray | None
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.places)
+
     def take(self, lines: slice) -> "_Lines":
         return _Lines(self.places[lines], self.keys[lines], None if self.statistics is None else self.statistics[lines])
 
@@ -173,21 +177,7 @@ def _blocks(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]
     yield from itertools.starmap(arrived, _sent_ahead(sent()))
 
 
-def _regrouped(pieces: Iterable[_Lines], num_rows: int) -> Iterator[_Lines]:
-    held: list[_Lines] = []
-    for piece in pieces:
-        held.append(piece)
-        while sum(len(one.places) for one in held) >= num_rows:
-            whole = _joined(held)
-            yield whole.take(slice(0, num_rows))
-            held = [whole.take(slice(num_rows, None))]
-    if any(len(one.places) for one in held):
-        yield _joined(held)
-
-
 def _joined(pieces: list[_Lines]) -> _Lines:
-    if len(pieces) == 1:
-        return pieces[0]
     statistics = [piece.statistics for piece in pieces if piece.statistics is not None]
     return _Lines(
         np.concatenate([piece.places for piece in pieces]),

@@ -107,6 +107,10 @@ class State:
     mesh: str = dataclasses.field(default="", metadata={"static": True})
     """The axes and sizes over which it is split, as "data=8"; empty on one device."""
 
+    def with_store(self, s: int, store: StoreState) -> "State":
+        """Replaces store `s`."""
+        return dataclasses.replace(self, stores=(*self.stores[:s], store, *self.stores[s + 1 :]))
+
     def __repr__(self) -> str:
         """Names its stores' sizes, its bytes, and whether it is traced or deleted; reads no array."""
         num_bytes = sum(

@@ -17,16 +17,17 @@ from jaxsok.checkpoint import beside_rows
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.chain import KEYS_AT_A_TIME, find_keys
 from jaxsok.checkpoint.files import CorruptFileError, key_batches, name_word
-from jaxsok.checkpoint.place import Held, Placer
+from jaxsok.checkpoint.place import place_records
 from jaxsok.checkpoint.save import time_of
 from jaxsok.checkpoint.source import OptimizerState, Source, check_forms, choose_tables
 from jaxsok.collection import Collection
+from jaxsok.imports import Held, rows_in_use
 from jaxsok.operations import check_state, check_untraced, locate
 from jaxsok.plan import partitions_of
 from jaxsok.records import Records
 from jaxsok.specs import StoreSpec, TableSpec
-from jaxsok.store import State, StoreState, row_bytes
-from jaxsok.types import COUNTERS, MAX_CAPACITY, NUM_PARTITIONS, TableFullError
+from jaxsok.store import State, row_bytes
+from jaxsok.types import MAX_CAPACITY, NUM_PARTITIONS, TableFullError
 
 LEAST_ROOM = 1024  # rows of a shard that a restored state has for new keys, if nothing says how many a step has
 
@@ -116,7 +117,7 @@ def place(source: Source, collection: Collection, held: Held, name: str, taken: 
         if wanted is None or wanted.any():
             yield from map(fitted, source.records(name, wanted))
 
-    num_placed = Placer(op, collection, s, number).place(held, of_shard)
+    num_placed = place_records(op, collection, s, number, held, of_shard)
     saved = source.manifest["tables"][name]["num_rows"]
     with processes.together(op):
         if num_placed != saved:
@@ -208,7 +209,7 @@ def with_room(
         coming = sum(parts, np.zeros(spec.num_shards, np.int64))
         if not coming.any():
             continue
-        needed = int((_rows_in_use(collection, spec, state.stores[s]) + coming).max())
+        needed = int((rows_in_use(spec, state.stores[s], collection.shards) + coming).max())
         if spec.max_capacity is not None and needed > spec.max_capacity:
             raise TableFullError(
                 f"{source.op}: store of tables {[table.name for table in spec.tables]}: max_capacity: got "
@@ -244,12 +245,6 @@ def _table_rows(collection: Collection, state: State, name: str) -> np.ndarray:
     s, number = locate("restore", collection, name)
     spec, shards, words = collection.stores[s], collection.shards, state.stores[s].table_rows
     return shards.read(words).reshape(spec.num_shards, len(spec.tables))[:, number].astype(np.int64)
-
-
-def _rows_in_use(collection: Collection, spec: StoreSpec, store: StoreState) -> np.ndarray:
-    words = collection.shards.read(store.counters).reshape(spec.num_shards, len(COUNTERS)).astype(np.int64)
-    allocated, begin, end = (words[:, COUNTERS.index(name)] for name in ("num_allocated", "free_begin", "free_end"))
-    return allocated - (end - begin)
 
 
 def _rows_by_shard(op: str, collection: Collection, name: str, rows: np.ndarray) -> np.ndarray:
