@@ -124,7 +124,7 @@ class Ahead:
     def _first_call(self, signature: Any, args: tuple, kwargs: dict) -> jax.stages.Compiled:
         """Waits for the program of a signature that was never called, or compiles it."""
         start = time.perf_counter()
-        capacities = _capacities(args[self._state_argnum])
+        capacities = args[self._state_argnum].capacities
         mine = _Program(capacities, is_ahead=False)
         program = self._programs.setdefault(signature, mine)
         if program is not mine and program.compiled.exception() is not None:  # waits if it is under way
@@ -190,7 +190,7 @@ class Ahead:
 
     def _filling(self, state: State) -> dict[int, int]:
         """Returns the rows that each store more than half full may need soon, by its number; fullest store first."""
-        tracker, capacities = self._tracker, _capacities(state)
+        tracker, capacities = self._tracker, state.capacities
         if tracker.signature != capacities:  # not the state that `grow` knows
             return {}
         needed = {}
@@ -215,7 +215,7 @@ class Ahead:
                 yield dataclasses.replace(state, stores=tuple(stores))
 
     def _start(self, signature: Any, args: tuple, kwargs: dict, settings: tuple) -> None:
-        program = _Program(_capacities(args[self._state_argnum]), is_ahead=True)
+        program = _Program(args[self._state_argnum].capacities, is_ahead=True)
         if self._programs.setdefault(signature, program) is not program:
             return
         # Not a daemon: at its end the interpreter waits for the thread. A daemon would come back from XLA into an
@@ -280,10 +280,6 @@ def _in_settings(settings: tuple) -> Iterator[None]:
 
 
 # Shapes ---------------------------------------------------------------------------------------------------------------
-
-
-def _capacities(state: State) -> tuple[int, ...]:
-    return tuple(store.capacity for store in state.stores)
 
 
 def _signature(leaves: Sequence[Any], tree: Any, settings: tuple) -> Any:

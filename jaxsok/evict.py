@@ -25,8 +25,8 @@ from jaxsok.kernels import evict as kernels
 from jaxsok.keys import from_words
 from jaxsok.policies import Eviction, RowFacts
 from jaxsok.records import Records
-from jaxsok.rows import RowSlab, read_lines, slabs_of
-from jaxsok.shards import ONE_DEVICE, Shards, local_parts, without_mesh
+from jaxsok.rows import RowSlab, cut_lines, read_lines, slabs_of
+from jaxsok.shards import ONE_DEVICE, Shards, local_parts
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState, row_bytes
 
@@ -304,22 +304,12 @@ def selected_records(
         start = 0
         for slab in of_shard:
             num_rows = slab.records.shape[0]
-            chunk_rows = _chunk_rows(spec, num_rows)
+            # A power of two, or a whole slab.
+            chunk_rows = min(num_rows, 1 << max(0, (CHUNK_BYTES // row_bytes(spec)).bit_length() - 1))
             for places in _flagged(shard_flags, start, num_rows):
                 for at in range(0, len(places), chunk_rows):
                     yield from _by_table(spec, _read(slab, places[at : at + chunk_rows], chunk_rows))
             start += num_rows
-
-
-def _chunk_rows(spec: StoreSpec, size: int) -> int:
-    """Returns the rows of a chunk: a power of two, or a whole slab."""
-    return min(size, 1 << max(0, (CHUNK_BYTES // row_bytes(spec)).bit_length() - 1))
-
-
-@without_mesh
-@functools.partial(jax.jit, static_argnums=2)
-def _window(flags: Array, start: Array, size: int) -> Array:
-    return lax.dynamic_slice(flags, (start,), (size,))
 
 
 def _flagged(flags: Array, start: int, size: int) -> Iterator[np.ndarray]:
@@ -328,15 +318,14 @@ def _flagged(flags: Array, start: int, size: int) -> Iterator[np.ndarray]:
     for begin in range(0, size, window):
         # The last window begins where it still fits; what was seen before is left out.
         first = min(begin, size - window)
-        places = np.flatnonzero(np.asarray(_window(flags, np.int32(start + first), window))) + first
+        places = np.flatnonzero(np.asarray(cut_lines(flags, np.int32(start + first), window))) + first
         yield places[places >= begin].astype(np.int32)
 
 
 def _read(slab: RowSlab, places: np.ndarray, num_lines: int) -> Any:
     """Reads lines of a slab as NumPy arrays; always asks for `num_lines` of them, so that one program serves all."""
-    padded = np.zeros(num_lines, np.int32)
-    padded[: len(places)] = places
-    return jax.tree.map(lambda lines: np.asarray(lines)[: len(places)], read_lines(slab, padded))
+    lines = read_lines(slab, np.resize(places, num_lines))
+    return jax.tree.map(lambda array: np.asarray(array)[: len(places)], lines)
 
 
 def _by_table(spec: StoreSpec, lines: Any) -> Iterator[tuple[str, Records]]:

@@ -78,7 +78,7 @@ def export_chunks(
                 start += slab.records.shape[0]
 
     # Nothing holds the device arrays of a chunk while the reader has the chunk, the last ones included.
-    yield from itertools.starmap(_arrived, _sent_ahead(sent()))
+    yield from itertools.starmap(_arrived, sent_ahead(sent()))
 
 
 def export_table(spec: StoreSpec, store: StoreState, number: int) -> dict[str, Any]:
@@ -117,10 +117,10 @@ def _parts(spec: StoreSpec, store: StoreState) -> Iterator[tuple[int, list[RowSl
         yield shard, jax.tree.unflatten(structure, [parts[shard] for parts in by_shard])
 
 
-def _sent_ahead(items: Iterable[Item]) -> Iterator[Item]:
-    """Passes items on once the next `AHEAD` of them are on their way to the host, too."""
+def sent_ahead(items: Iterable[Item], num_ahead: int = AHEAD) -> Iterator[Item]:
+    """Passes items on once the next `num_ahead` of them are on their way to the host, too."""
     rest = iter(items)
-    under_way = collections.deque(itertools.islice(rest, AHEAD + 1))
+    under_way = collections.deque(itertools.islice(rest, num_ahead + 1))
     while under_way:
         yield under_way.popleft()
         under_way.extend(itertools.islice(rest, 1))
@@ -174,7 +174,7 @@ def _blocks(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]
     def arrived(start: int, skipped: int, parts: tuple[Array, ...]) -> tuple[int, list[np.ndarray]]:
         return start, [np.asarray(part)[skipped:] for part in parts]
 
-    yield from itertools.starmap(arrived, _sent_ahead(sent()))
+    yield from itertools.starmap(arrived, sent_ahead(sent()))
 
 
 def _joined(pieces: list[_Lines]) -> _Lines:

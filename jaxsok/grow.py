@@ -215,10 +215,6 @@ def keys_at_most(spec: StoreSpec, num_keys: Sequence[tuple[int, int]]) -> int:
     return min(spec.num_shards * spread, math.ceil(spread + 6 * math.sqrt(spread))) + max(pinned)
 
 
-def _signature(state: State) -> tuple[int, ...]:
-    return tuple(store.capacity for store in state.stores)
-
-
 def keys_of_total(spec: StoreSpec, total: int) -> int:
     """Bounds the keys that one shard may insert of `total` keys of a whole batch, in any of its tables."""
     share = -(-total // spec.num_shards)
@@ -264,7 +260,7 @@ def grow(
     """
     specs, shards = tracker.specs, tracker.shards
     num_shards, stores = specs[0].num_shards, range(len(specs))
-    signature = _signature(state)
+    signature = state.capacities
     if tracker.signature != signature:
         tracker.forget()
         tracker.signature = signature
@@ -327,7 +323,7 @@ def grow(
         for s in crowded:
             tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards)
         tracker.num_grown += len(larger)
-        tracker.signature = _signature(state)
+        tracker.signature = state.capacities
     elif not (is_at_rest or tracker.under_way) and (
         is_due
         or any(

@@ -447,7 +447,7 @@ class StoreSpec:
         """What the kernels know of the tables: uint32[num_tables, NUM_TABLE_WORDS] (TableWord in layout.h)."""
         words = np.zeros((len(self.tables), NUM_TABLE_WORDS), np.uint32)
         for line, table in zip(words, self.tables, strict=True):
-            name = int.from_bytes(hashlib.blake2b(table.name.encode(), digest_size=8).digest(), "little")
+            name = int(name_word(table.name))
             initializer = table.initializer.of_dim(table.dim)
             line[:3] = name & 0xFFFFFFFF, name >> 32, initializer.kind
             line[3:5] = np.array([initializer.a, initializer.b], np.float32).view(np.uint32)
@@ -480,6 +480,11 @@ class StoreSpec:
             for table in self.tables
         ]
         return np.array([1 if number == cleared else count for number, count in enumerate(counts)], np.uint32)
+
+
+def name_word(table: str) -> np.uint64:
+    """Returns the word by which a table's name enters hashes."""
+    return np.uint64(int.from_bytes(hashlib.blake2b(table.encode(), digest_size=8).digest(), "little"))
 
 
 def group_into_stores(tables: Sequence[TableSpec], num_shards: int = 1) -> tuple[StoreSpec, ...]:

@@ -107,6 +107,11 @@ class State:
     mesh: str = dataclasses.field(default="", metadata={"static": True})
     """The axes and sizes over which it is split, as "data=8"; empty on one device."""
 
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Rows allocated, by store, on all shards together."""
+        return tuple(store.capacity for store in self.stores)
+
     def with_store(self, s: int, store: StoreState) -> "State":
         """Replaces store `s`."""
         return dataclasses.replace(self, stores=(*self.stores[:s], store, *self.stores[s + 1 :]))

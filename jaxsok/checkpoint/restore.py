@@ -16,7 +16,7 @@ from jaxsok import processes
 from jaxsok.checkpoint import beside_rows
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.chain import KEYS_AT_A_TIME, find_keys
-from jaxsok.checkpoint.files import CorruptFileError, key_batches, name_word
+from jaxsok.checkpoint.files import CorruptFileError, key_batches
 from jaxsok.checkpoint.place import place_records
 from jaxsok.checkpoint.save import time_of
 from jaxsok.checkpoint.source import OptimizerState, Source, check_forms, choose_tables
@@ -25,7 +25,7 @@ from jaxsok.imports import Held, rows_in_use
 from jaxsok.operations import check_state, check_untraced, locate
 from jaxsok.plan import partitions_of
 from jaxsok.records import Records
-from jaxsok.specs import StoreSpec, TableSpec
+from jaxsok.specs import StoreSpec, TableSpec, name_word
 from jaxsok.store import State, row_bytes
 from jaxsok.types import MAX_CAPACITY, NUM_PARTITIONS, TableFullError
 

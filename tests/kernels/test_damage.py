@@ -119,7 +119,7 @@ def rebuild(collection, state, features):
 
 def remade(collection, state, features):
     return [
-        admission.remade(spec, store, 8, collection.shards)
+        admission.remaking(spec, store, 8, collection.shards)(store)
         for spec, store in zip(collection.stores, state.stores, strict=True)
     ]
 
