@@ -23,7 +23,7 @@ from jaxsok import checks
 from jaxsok.annotations import annotated
 from jaxsok.grow import LOOK_EVERY, GrowthTracker, free_bytes, next_capacity
 from jaxsok.specs import StoreSpec
-from jaxsok.store import State, StoreState, num_buckets_of
+from jaxsok.store import State, StoreState, capacities_of, num_buckets_of, with_slab
 
 # JAX's settings that change a program and that a context can hold for one thread alone. A thread begins with the
 # global ones, so the compiling one is given those of the caller; and a program serves only the settings it was made in.
@@ -124,7 +124,7 @@ class Ahead:
     def _first_call(self, signature: Any, args: tuple, kwargs: dict) -> jax.stages.Compiled:
         """Waits for the program of a signature that was never called, or compiles it."""
         start = time.perf_counter()
-        capacities = args[self._state_argnum].capacities
+        capacities = capacities_of(args[self._state_argnum])
         mine = _Program(capacities, is_ahead=False)
         program = self._programs.setdefault(signature, mine)
         if program is not mine and program.compiled.exception() is not None:  # waits if it is under way
@@ -190,7 +190,7 @@ class Ahead:
 
     def _filling(self, state: State) -> dict[int, int]:
         """Returns the rows that each store more than half full may need soon, by its number; fullest store first."""
-        tracker, capacities = self._tracker, state.capacities
+        tracker, capacities = self._tracker, capacities_of(state)
         if tracker.signature != capacities:  # not the state that `grow` knows
             return {}
         needed = {}
@@ -215,7 +215,7 @@ class Ahead:
                 yield dataclasses.replace(state, stores=tuple(stores))
 
     def _start(self, signature: Any, args: tuple, kwargs: dict, settings: tuple) -> None:
-        program = _Program(args[self._state_argnum].capacities, is_ahead=True)
+        program = _Program(capacities_of(args[self._state_argnum]), is_ahead=True)
         if self._programs.setdefault(signature, program) is not program:
             return
         # Not a daemon: at its end the interpreter waits for the thread. A daemon would come back from XLA into an
@@ -330,7 +330,7 @@ def _grown(store: StoreState, num_shards: int, capacity: int) -> StoreState:
     first = (store.rows[0], store.records[0], tuple(slabs[0] for slabs in store.states), store.statistics[:1])
     slab = jax.tree.map(lambda leaf: resize(leaf, num_shards * capacity - store.capacity), first)
     index = resize(store.index, num_shards * num_buckets_of(capacity))
-    return dataclasses.replace(store.with_slab(slab), index=index)
+    return dataclasses.replace(with_slab(store, slab), index=index)
 
 
 def _described(value: Any) -> str:

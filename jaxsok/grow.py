@@ -43,7 +43,7 @@ from jaxsok.checks import there
 from jaxsok.coming import Coming
 from jaxsok.shards import ONE_DEVICE, Shards
 from jaxsok.specs import StoreSpec, TableSpec
-from jaxsok.store import State, StoreState, new_slab, num_buckets_of, row_bytes
+from jaxsok.store import State, StoreState, capacities_of, new_slab, num_buckets_of, row_bytes, with_slab
 from jaxsok.types import COUNTERS, ENTRIES_PER_BUCKET, MAX_CAPACITY
 
 GROWTH_FACTOR = 2.0  # capacity after growing over capacity before: the number of programs compiled is logarithmic
@@ -260,7 +260,7 @@ def grow(
     """
     specs, shards = tracker.specs, tracker.shards
     num_shards, stores = specs[0].num_shards, range(len(specs))
-    signature = state.capacities
+    signature = capacities_of(state)
     if tracker.signature != signature:
         tracker.forget()
         tracker.signature = signature
@@ -323,7 +323,7 @@ def grow(
         for s in crowded:
             tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards)
         tracker.num_grown += len(larger)
-        tracker.signature = state.capacities
+        tracker.signature = capacities_of(state)
     elif not (is_at_rest or tracker.under_way) and (
         is_due
         or any(
@@ -591,7 +591,7 @@ def _enlarging(
         if s in capacities:
             num_rows = spec.num_shards * capacities[s] - store.capacity
             slabs[s] = shards.make(functools.partial(new_slab, spec, num_rows))
-            store = store.with_slab(slabs[s])
+            store = with_slab(store, slabs[s])
         if s in capacities or is_resalted[s]:
             num_buckets = num_buckets_of(store.capacity // spec.num_shards)
             # The salt is drawn and does not follow from the last one, which may be known.
@@ -603,7 +603,7 @@ def _enlarging(
     def enlarge(state: State) -> State:
         stores = list(state.stores)
         for s in slabs:
-            stores[s] = stores[s].with_slab(slabs[s])
+            stores[s] = with_slab(stores[s], slabs[s])
         for s in rebuild:
             stores[s].index.delete()
             index, counters = rebuild[s](stores[s].counters, stores[s].records, salts[s])

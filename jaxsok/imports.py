@@ -25,7 +25,7 @@ from jaxsok.export import default_chunk_rows
 from jaxsok.records import Records
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
-from jaxsok.store import State, StoreState
+from jaxsok.store import State, StoreState, with_store
 from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, PADDING_KEY, TableFullError
 
 LEAST_ROWS = 256  # per call: fewer are padded to it, more by an eighth at most, so that programs are few
@@ -159,7 +159,7 @@ class Entry:
             state, spec = self.held.state, self.specs[self.s]
             store, seed = state.stores[self.s], state.seed
             store, one = entered(spec, self.number, self.shards, self.is_reset, store, seed, self.clock, piece)
-            self.held.state = state.with_store(self.s, store)
+            self.held.state = with_store(state, self.s, store)
             refused.append(one)
         self._refused, self._pieces, self.is_settled = refused, pieces, False
 

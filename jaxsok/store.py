@@ -67,17 +67,6 @@ class StoreState(StoreArrays):
         after = generation + (num_gone > 0).any().astype(jnp.uint32)
         return dataclasses.replace(self, counters=self.counters.at[COUNTERS.index("generation")].set(after))
 
-    def with_slab(self, slab: Slab) -> "StoreState":
-        """Appends a slab to every per-row array."""
-        rows, records, states, statistics = slab
-        return dataclasses.replace(
-            self,
-            rows=(*self.rows, rows),
-            records=(*self.records, records),
-            states=tuple((*slabs, new) for slabs, new in zip(self.states, states, strict=True)),
-            statistics=(*self.statistics, *statistics),
-        )
-
     def num_rows(self) -> UInt32[Array, ""]:
         """Rows in use."""
         word = {name: self.counters[i] for i, name in enumerate(COUNTERS)}
@@ -106,15 +95,6 @@ class State:
     """Fingerprint of its specs; a collection with others refuses the state."""
     mesh: str = dataclasses.field(default="", metadata={"static": True})
     """The axes and sizes over which it is split, as "data=8"; empty on one device."""
-
-    @property
-    def capacities(self) -> tuple[int, ...]:
-        """Rows allocated, by store, on all shards together."""
-        return tuple(store.capacity for store in self.stores)
-
-    def with_store(self, s: int, store: StoreState) -> "State":
-        """Replaces store `s`."""
-        return dataclasses.replace(self, stores=(*self.stores[:s], store, *self.stores[s + 1 :]))
 
     def __repr__(self) -> str:
         """Names its stores' sizes, its bytes, and whether it is traced or deleted; reads no array."""
@@ -188,6 +168,28 @@ def new_slab(spec: StoreSpec, size: int) -> Slab:
     states = tuple(jnp.full((size, state.dim), np.float32(state.initial_value)) for state in spec.state_specs)
     statistics = (jnp.zeros((size, NUM_STATISTICS), jnp.uint32),) if spec.keeps_statistics else ()
     return rows, records, states, statistics
+
+
+def with_slab(store: StoreState, slab: Slab) -> StoreState:
+    """Appends a slab to every per-row array."""
+    rows, records, states, statistics = slab
+    return dataclasses.replace(
+        store,
+        rows=(*store.rows, rows),
+        records=(*store.records, records),
+        states=tuple((*slabs, new) for slabs, new in zip(store.states, states, strict=True)),
+        statistics=(*store.statistics, *statistics),
+    )
+
+
+def with_store(state: State, s: int, store: StoreState) -> State:
+    """Replaces store `s`."""
+    return dataclasses.replace(state, stores=(*state.stores[:s], store, *state.stores[s + 1 :]))
+
+
+def capacities_of(state: State) -> tuple[int, ...]:
+    """Returns the rows allocated, by store, on all shards together."""
+    return tuple(store.capacity for store in state.stores)
 
 
 def init_store(spec: StoreSpec, salt: int) -> StoreState:

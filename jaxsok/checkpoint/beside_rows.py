@@ -22,7 +22,7 @@ from jaxsok.operations import locate
 from jaxsok.plan import owners_of
 from jaxsok.shards import Shards, local_parts
 from jaxsok.specs import StoreSpec
-from jaxsok.store import State, StoreState
+from jaxsok.store import State, StoreState, with_store
 from jaxsok.types import COUNTERS
 
 LOG = logging.getLogger("jaxsok.checkpoint")
@@ -116,7 +116,7 @@ def _with_evicted(source: Source, collection: Collection, state: State, names: S
 
 
 def _with_arrays(state: State, s: int, **arrays: Any) -> State:
-    return state.with_store(s, dataclasses.replace(state.stores[s], **arrays))
+    return with_store(state, s, dataclasses.replace(state.stores[s], **arrays))
 
 
 def _put(collection: Collection, blocks: Callable[[int], np.ndarray]) -> Any:
@@ -146,13 +146,13 @@ def _add_admission(source: Source, collection: Collection, held: Held, names: Se
 def _add_waiting(source: Source, collection: Collection, held: Held, s: int, number: int) -> None:
     spec, shards = collection.stores[s], collection.shards
 
-    held.state = held.state.with_store(s, _forget_waiting(spec, number, shards, held.state.stores[s]))
+    held.state = with_store(held.state, s, _forget_waiting(spec, number, shards, held.state.stores[s]))
     for keys, counts in processes.in_step(source.op, _join_batches(source.waiting(spec.tables[number].name))):
         # A key seen often enough for a lower threshold waits for one more sight.
         counts = np.minimum(counts, np.uint32(there(spec.tables[number].admission).threshold - 1))
         owners = owners_of(spec, number, keys, collection.partition_owners)
         store = admission_lib.with_waiting(spec, held.state.stores[s], number, keys, counts, owners, shards)
-        held.state = held.state.with_store(s, store)
+        held.state = with_store(held.state, s, store)
 
 
 def _forget_waiting(spec: StoreSpec, number: int, shards: Shards, store: StoreState) -> StoreState:

@@ -13,6 +13,7 @@ import jax
 from flax import linen as nn
 from jaxtyping import Array, Float32
 
+from jaxsok import collection as collection_lib
 from jaxsok.collection import Collection
 from jaxsok.features import Features
 from jaxsok.layers import tap
@@ -244,7 +245,7 @@ def clip_by_global_norm(
         (collection, _at(op, tables, (*path, "state")), plans, tap.by_plan(op, plans, by_lookup))
         for path, (collection, plans, by_lookup) in waiting.items()
     ]
-    (gradients, scaled), norm = tap.clip_by_global_norm(lookups, (gradients, dense), max_norm, dense)
+    (gradients, scaled), norm = collection_lib.clip_by_global_norm(lookups, (gradients, dense), max_norm, dense)
     return gradients, scaled, norm
 
 
