@@ -87,7 +87,9 @@ class Ahead:
     def __call__(self, *args, **kwargs):
         """Calls the step's program for these arguments, compiled on the spot if there is none."""
         settings = _settings()
-        if settings is None or _is_debugging():  # inside a trace there is no program to call
+        # Inside a trace there is no program to call; a compiled one cannot run operation by operation.
+        is_debugging = jax.config.jax_disable_jit or jax.debug_nans.value or jax.debug_infs.value
+        if settings is None or is_debugging:
             return self._step(*args, **kwargs)
         state = self._state_of(args)
         self._warn_of_failures()
@@ -251,11 +253,6 @@ class Ahead:
 
 
 # Settings -------------------------------------------------------------------------------------------------------------
-
-
-def _is_debugging() -> bool:
-    """Returns whether JAX is set to run steps operation by operation, which a compiled program cannot."""
-    return jax.config.jax_disable_jit or jax.debug_nans.value or jax.debug_infs.value
 
 
 def _settings() -> tuple | None:

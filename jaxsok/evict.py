@@ -142,8 +142,7 @@ def _score_words(policy: Eviction, scores: Any, num_rows: int) -> tuple[Array, .
     """Checks scores, which may be the user's own, and returns them as one or two arrays."""
     words = scores if isinstance(scores, tuple) else (scores,)
     for word in words:
-        if getattr(word, "dtype", None) != jnp.uint32 or word.shape != (num_rows,):
-            got = f"{word.dtype}{list(word.shape)}" if hasattr(word, "dtype") else type(word).__name__
+        if (got := _form_of(word)) != f"uint32[{num_rows}]":
             raise TypeError(
                 f"evict: policy: got scores {got} of {policy!r}, wanted uint32[{num_rows}], or two of them."
             )
@@ -153,10 +152,13 @@ def _score_words(policy: Eviction, scores: Any, num_rows: int) -> tuple[Array, .
 
 
 def _mask(policy: Eviction, expired: Any, num_rows: int) -> Array:
-    if getattr(expired, "dtype", None) != jnp.bool_ or expired.shape != (num_rows,):
-        got = f"{expired.dtype}{list(expired.shape)}" if hasattr(expired, "dtype") else type(expired).__name__
+    if (got := _form_of(expired)) != f"bool[{num_rows}]":
         raise TypeError(f"evict: policy: got {got} of {policy!r}, wanted bool[{num_rows}].")
     return expired.astype(jnp.uint8)
+
+
+def _form_of(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
 
 
 @annotations.by_store

@@ -222,7 +222,14 @@ class TableSpec:
             )
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(f"{what}: optimizer: got {_not_an_optimizer(self.optimizer)}.")
-        self._check_optimizer(what)
+        num_states = len(self.optimizer.state_specs(self.dim))
+        if num_states > MAX_STATES:
+            raise ValueError(
+                f"{what}: optimizer: got optim.{self.optimizer.name} with {num_states} arrays of state by row, wanted "
+                f"at most {MAX_STATES}."
+            )
+        if self.optimizer.kernel == PROGRAM:
+            program.compiled(self.optimizer, self.dim)
         if not isinstance(self.initializer, initializers.Initializer):
             raise TypeError(
                 f"{what}: initializer: got {self.initializer!r}, wanted one of jaxsok.initializers, as "
@@ -262,16 +269,6 @@ class TableSpec:
             return initializers.InitialRows(initializer, self.name, seed)
         largest = float(jnp.finfo(self.dtype).max)
         return float(np.clip(np.float32(initializer.a), -largest, largest).astype(jnp.dtype(self.dtype)))
-
-    def _check_optimizer(self, what: str) -> None:
-        num_states = len(self.optimizer.state_specs(self.dim))
-        if num_states > MAX_STATES:
-            raise ValueError(
-                f"{what}: optimizer: got optim.{self.optimizer.name} with {num_states} arrays of state by row, wanted "
-                f"at most {MAX_STATES}."
-            )
-        if self.optimizer.kernel == PROGRAM:
-            program.compiled(self.optimizer, self.dim)
 
 
 @_knows_names(_OF_FEATURES)

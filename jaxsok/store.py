@@ -133,23 +133,15 @@ def row_bytes(spec: StoreSpec) -> int:
 
 def store_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
     """Returns the bytes of a shard's arrays, by their content; `capacity` is that of the shard."""
-    return (
-        {name: capacity * num_bytes for name, num_bytes in _bytes_by_row(spec).items()}
-        | {
-            "index": 4 * BUCKET_WORDS * num_buckets_of(capacity),
-            "counters": 4 * (len(COUNTERS) + len(spec.tables))
-            + sum(np.asarray(leaf).nbytes for leaf in spec.optimizer.init_globals(spec.dim))
-            + (4 * len(spec.tables) if spec.tables[0].eviction else 0),
-        }
-        | _admission_bytes(spec, capacity)
-    )
-
-
-def _admission_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
-    """Returns the bytes of a new store's sightings and Bloom filter."""
-    sightings = 4 * BUCKET_WORDS * first_sightings(capacity) if spec.counts_sightings else 0
-    total = sightings + 4 * bloom_words(spec)
-    return {"admission": total} if total else {}
+    sizes = {name: capacity * num_bytes for name, num_bytes in _bytes_by_row(spec).items()}
+    sizes["index"] = 4 * BUCKET_WORDS * num_buckets_of(capacity)
+    globals_ = map(np.asarray, spec.optimizer.init_globals(spec.dim))
+    num_evicted = len(spec.tables) if spec.tables[0].eviction else 0
+    words = len(COUNTERS) + len(spec.tables) + num_evicted
+    sizes["counters"] = 4 * words + sum(leaf.nbytes for leaf in globals_)
+    sightings = BUCKET_WORDS * first_sightings(capacity) if spec.counts_sightings else 0
+    admission = 4 * (sightings + bloom_words(spec))
+    return sizes | ({"admission": admission} if admission else {})
 
 
 def _bytes_by_row(spec: StoreSpec) -> dict[str, int]:

@@ -278,7 +278,10 @@ def _formed(tx: Any, dim: int, rowwise: bool) -> _Form:
 
     tx = optax.with_extra_args_support(tx)
     states = {num_rows: _initial_shapes(tx, num_rows, dim) for num_rows in (1, *_NUM_ROWS)}
-    _refuse_by_name(states[1])
+    for name in _classes(states[1]):
+        if name in _DENIED:
+            reason, remedy = _DENIED[name]
+            raise _refusal(f"its state holds {name}: {reason}", remedy)
     leaves = _leaves(states, dim)
     num_rows = next(n for n in _NUM_ROWS if n != dim)
     block = jax.ShapeDtypeStruct((num_rows, dim), jnp.float32)
@@ -323,13 +326,6 @@ def _classes(state: Any) -> list[str]:
     # is_leaf sees every node on the way down.
     tree_util.tree_leaves(state, is_leaf=lambda node: classes.append(type(node).__name__) or False)
     return classes
-
-
-def _refuse_by_name(state: Any) -> None:
-    for name in _classes(state):
-        if name in _DENIED:
-            reason, remedy = _DENIED[name]
-            raise _refusal(f"its state holds {name}: {reason}", remedy)
 
 
 def _leaves(states: dict[int, Any], dim: int) -> tuple[_Leaf, ...]:
