@@ -42,7 +42,7 @@ from jaxsok import evict as evict_lib
 from jaxsok.checks import there
 from jaxsok.coming import Coming
 from jaxsok.shards import ONE_DEVICE, Shards
-from jaxsok.specs import StoreSpec, TableSpec
+from jaxsok.specs import StoreSpec, TableSpec, pinned_and_spread
 from jaxsok.store import State, StoreState, capacities_of, new_slab, num_buckets_of, row_bytes, with_slab
 from jaxsok.types import COUNTERS, ENTRIES_PER_BUCKET, MAX_CAPACITY
 
@@ -205,14 +205,8 @@ def keys_at_most(spec: StoreSpec, num_keys: Sequence[tuple[int, int]]) -> int:
         return sum(keys for _, keys in num_keys)
     if spec.is_replicated:
         return spec.num_shards * sum(keys for _, keys in num_keys)
-    pinned, spread = [0] * spec.num_shards, 0
-    for number, keys in num_keys:
-        placement = spec.tables[number].placement
-        if placement.kind == "on":
-            pinned[placement.shard] += spec.num_shards * keys
-        else:
-            spread += keys
-    return min(spec.num_shards * spread, math.ceil(spread + 6 * math.sqrt(spread))) + max(pinned)
+    pinned, spread = pinned_and_spread(((spec.tables[number], keys) for number, keys in num_keys), spec.num_shards)
+    return min(spec.num_shards * spread, math.ceil(spread + 6 * math.sqrt(spread))) + spec.num_shards * pinned
 
 
 def keys_of_total(spec: StoreSpec, total: int) -> int:

@@ -43,6 +43,7 @@ from jaxsok.specs import (
     TableSpec,
     group_into_stores,
     on,
+    pinned_and_spread,
 )
 from jaxsok.store import row_bytes, store_bytes
 from jaxsok.types import PADDING_KEY
@@ -296,14 +297,9 @@ class _Model:
             if store.is_replicated:
                 total += self.replicated(store, sum(distinct[table.name] for table in store.tables))
                 continue
-            pinned, spread = [0.0] * self.num_shards, 0.0
-            for table in store.tables:
-                if table.placement.kind == "on":
-                    pinned[table.placement.shard % self.num_shards] += distinct[table.name]
-                else:
-                    spread += distinct[table.name]
+            pinned, spread = pinned_and_spread(((t, distinct[t.name]) for t in store.tables), self.num_shards)
             # The exchange is dense: the most loaded device decides how many lines go to each.
-            total += self.on_one(store, spread / self.num_shards + max(pinned))
+            total += self.on_one(store, spread / self.num_shards + pinned)
         return total
 
 

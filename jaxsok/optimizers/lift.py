@@ -207,7 +207,7 @@ class Lifted(Optimizer):
                 before[place] = jnp.asarray(learning_rate).astype(before[place].dtype)
         with _arithmetic_of_optax():
             zeros = jnp.zeros((1, dim), jnp.float32)
-            rows = [leaf for leaf, is_row in self._leaves_of(form, zeros) if is_row]
+            rows = self._initial_rows(form, zeros)
             _, after = self._updated(form, zeros, zeros, rows, before)
         kept = [
             old if learning_rate is not None and place in form.rates else jnp.asarray(new).astype(old.dtype)
@@ -230,10 +230,9 @@ class Lifted(Optimizer):
             ]
             if form.has_started:
                 started = states[-1]
-                fresh = [value for value, is_row in self._leaves_of(form, block) if is_row]
                 leaves = [
                     jnp.where(started.reshape((1,) * leaf.ndim) == 0, first, leaf) if copied else leaf
-                    for leaf, first, copied in zip(leaves, fresh, form.copied, strict=True)
+                    for leaf, first, copied in zip(leaves, self._initial_rows(form, block), form.copied, strict=True)
                 ]
             moved, after = self._updated(form, gradient.reshape(1, dim), block, leaves, global_state)
             new = [
@@ -244,9 +243,9 @@ class Lifted(Optimizer):
                 new.append(jnp.ones_like(states[-1]))
             return RowOutputs(moved.reshape(dim), tuple(new))
 
-    def _leaves_of(self, form: _Form, block: Array) -> list[tuple[Any, bool]]:
+    def _initial_rows(self, form: _Form, block: Array) -> list[Array]:
         leaves = tree_util.tree_leaves(self.tx.init(block))
-        return [(jnp.asarray(value), leaf.is_row) for value, leaf in zip(leaves, form.leaves, strict=True)]
+        return [jnp.asarray(leaf) for leaf in _of_kind(form, leaves, is_row=True)]
 
     def _updated(
         self, form: _Form, gradient: Array, block: Array, rows: Any, global_state: Any
