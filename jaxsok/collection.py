@@ -32,15 +32,7 @@ from jaxsok.plan import Plan
 from jaxsok.printed import listed
 from jaxsok.records import Records
 from jaxsok.shards import Shards
-from jaxsok.specs import (
-    ExchangeSpec,
-    FeatureSpec,
-    StoreSpec,
-    TableSpec,
-    described,
-    fingerprint,
-    group_into_stores,
-)
+from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, described, fingerprint, group_into_stores
 from jaxsok.stats import Stats
 from jaxsok.steps import Steps
 from jaxsok.store import State, StoreState, init_store
@@ -340,10 +332,7 @@ class Collection:
 
     @annotations.annotated("jaxsok.gradient_norm")
     def gradient_norm(
-        self,
-        state: State,
-        plan: Plan | Sequence[Plan],
-        gradients: Mapping[str, Array] | Sequence[Mapping[str, Array]],
+        self, state: State, plan: Plan | Sequence[Plan], gradients: Mapping[str, Array] | Sequence[Mapping[str, Array]]
     ) -> Float32[Array, ""]:
         """Computes the norm of the row gradients that `update` would step by, of all tables together.
 

@@ -419,11 +419,7 @@ def rows_kept(capacity: int, num_new: int, *, is_exact: bool = False) -> int:
 
 
 def _evict(
-    tracker: GrowthTracker,
-    state: State,
-    full: dict[int, _Need],
-    clock: Any,
-    hand_over: evict_lib.HandOver | None,
+    tracker: GrowthTracker, state: State, full: dict[int, _Need], clock: Any, hand_over: evict_lib.HandOver | None
 ) -> State:
     """Takes rows out of full stores by their policy. The state is unchanged if `hand_over` raises."""
     specs, shards = tracker.specs, tracker.shards

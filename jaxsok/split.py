@@ -215,11 +215,7 @@ def _split_rest(value: Any, num_samples: int, numbers: Sequence[int], shards: Sh
 
 
 def _pack_on_device(
-    raw: Mapping[str, Any],
-    stores: Sequence[StoreSpec],
-    features: Sequence[FeatureSpec],
-    tag: str,
-    shards: Shards,
+    raw: Mapping[str, Any], stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str, shards: Shards
 ) -> Batch:
     """Packs features that are on the devices already where they are, split by their samples."""
     arrays: dict[str, Any] = {}

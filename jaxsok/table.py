@@ -1,4 +1,4 @@
-"""Operations on (table, key) pairs on one shard: find, insert, assign, erase, release and rebuild.
+"""Operations on (table, key) pairs on one shard: find, insert, assign, erase and release.
 
 They serve keys without bags: plans made apart, inspection, erasing. The whole lookup is in lookup.py.
 """
@@ -296,11 +296,6 @@ def clear(spec: StoreSpec, store: StoreState, number: int) -> tuple[StoreState, 
     # Also where there were no rows: waiting keys have none.
     store = admission.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)
     return store, num_released[number]
-
-
-def rebuild(store: StoreState, num_buckets: int) -> tuple[Array, Array]:
-    """Makes an index of another size, or under another salt, from the records; returns index and counters."""
-    return kernels.rebuild(store.counters, store.records, num_buckets)
 
 
 def table_ids_of(number: int, num_keys: int) -> np.ndarray:

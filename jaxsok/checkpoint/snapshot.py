@@ -72,13 +72,7 @@ def shard_parts(array: Array, spec: StoreSpec, shards: Shards) -> dict[int, Arra
 
 
 def pieces(
-    number: int,
-    spec: StoreSpec,
-    store: StoreState,
-    shards: Shards,
-    *,
-    piece_bytes: int,
-    since: int | None = None,
+    number: int, spec: StoreSpec, store: StoreState, shards: Shards, *, piece_bytes: int, since: int | None = None
 ) -> Iterator[Piece]:
     """Copies all pieces of a store that this process saves; it must not be donated before the last has come.
 

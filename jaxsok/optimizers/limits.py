@@ -205,9 +205,7 @@ def norm(row: Float[Array, " dim"]) -> Float[Array, ""]:
     return jnp.sqrt(jnp.sum(row * row))
 
 
-def _by_greatest(
-    row: Float[Array, " dim"],
-) -> tuple[Float[Array, ""], Float[Array, " dim"], Float[Array, ""]]:
+def _by_greatest(row: Float[Array, " dim"]) -> tuple[Float[Array, ""], Float[Array, " dim"], Float[Array, ""]]:
     """Returns the greatest number of a row, and row and norm in units of it: the square of 1e20 would be infinite."""
     greatest = jnp.max(jnp.abs(row))
     unit = row / jnp.maximum(greatest, _TINY)

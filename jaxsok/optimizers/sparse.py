@@ -146,11 +146,7 @@ class GroupAdam(Limited):
     """
 
     name: ClassVar[str] = "group_adam"
-    _states: ClassVar[tuple[str, ...]] = (
-        "m",
-        "v",
-        "held",
-    )  # `held`: what the regularisers hold back
+    _states: ClassVar[tuple[str, ...]] = ("m", "v", "held")  # `held`: what the regularisers hold back
     b1: float = share(0.9)
     b2: float = share(0.999)
     eps: float = positive(1e-8)
