@@ -237,10 +237,8 @@ def _evict(
     num_rows: tuple[Array, ...],
     is_used: tuple[Array | None, ...],
 ) -> tuple[tuple[StoreState, Array], ...]:
-    def body(
-        leaving: Leaving, store: StoreState, clock: Array, num_rows: Array, is_used: Array | None
-    ) -> tuple[StoreState, Array]:
-        flags, _ = _selected(leaving, store, clock, num_rows, is_used)
+    def body(leaving: Leaving, store: StoreState, *args: Any) -> tuple[StoreState, Array]:
+        flags, _ = _selected(leaving, store, *args)
         return _released(leaving, store, flags)
 
     parts = zip(leaving, stores, num_rows, is_used, strict=True)
