@@ -102,10 +102,10 @@ def export_table(spec: StoreSpec, store: StoreState, number: int) -> dict[str, A
     return table
 
 
-def no_records(spec: StoreSpec, *, with_state: bool = True) -> Records:
+def no_records(spec: StoreSpec) -> Records:
     """Returns no rows, in the dtypes and widths of a store."""
     none = np.zeros(0, np.uint32) if spec.keeps_statistics else None
-    states = {state.name: np.zeros((0, state.dim), np.float32) for state in spec.state_specs if with_state}
+    states = {state.name: np.zeros((0, state.dim), np.float32) for state in spec.state_specs}
     return Records(np.zeros(0, np.uint64), np.zeros((0, spec.dim), jnp.dtype(spec.dtype)), states, none, none)
 
 
