@@ -53,7 +53,7 @@ def import_table(
     try:
         for records in chunks:
             entering.enter(records)
-        entering.entry.settle()
+        entering.writer.settle()
     except BaseException as error:  # Ctrl-C too must not lose a state that was donated
         rest = ""
         try:
@@ -61,7 +61,7 @@ def import_table(
                 # The others may not have failed: to wait for them could be to wait forever.
                 rest = " Keys of the last of them that found no entry in the index may be missing: import it again."
             else:
-                entering.entry.settle()
+                entering.writer.settle()
         except Exception as other:
             rest = f" Keys of the last of them may be missing ({type(other).__name__}: {other})"
         if entering.held.state is not state:
@@ -131,8 +131,8 @@ class Held:
     state: State
 
 
-class Entry:
-    """Enters records into table `number` of store `s`, in place of what was there under the same keys."""
+class RecordWriter:
+    """Writes records into table `number` of store `s`, in place of what was there under the same keys."""
 
     def __init__(
         self,
@@ -152,8 +152,8 @@ class Entry:
         self._refused: list[Array] = []
         self._pieces: Callable[[], Iterable[dict[str, Any]]] = tuple
 
-    def enter(self, pieces: Callable[[], Iterable[dict[str, Any]]]) -> None:
-        """Enters what `pieces` yields, which may be asked again; `settle` ends it."""
+    def write(self, pieces: Callable[[], Iterable[dict[str, Any]]]) -> None:
+        """Writes what `pieces` yields, which may be called again; `settle` ends it."""
         refused = []
         for piece in pieces():
             state, spec = self.held.state, self.specs[self.s]
@@ -164,14 +164,14 @@ class Entry:
         self._refused, self._pieces, self.is_settled = refused, pieces, False
 
     def settle(self) -> None:
-        """Waits for what was entered last; keys that found no entry in the index get one under another salt."""
+        """Waits for what was written last; keys that found no entry in the index get one under another salt."""
         for _ in range(SALTS):
             # It stays unsettled until all of it is done: an interrupt may come between.
             self.is_settled = self.is_settled or not self._has_refused()
             if self.is_settled:
                 return
             self.held.state = grow_lib.resalted(self.specs, self.held.state, self.s, self.shards)
-            self.enter(self._pieces)
+            self.write(self._pieces)
         self.is_settled = True
         if self._has_refused():
             raise TableFullError(
@@ -210,7 +210,9 @@ class _Import:
         # What outlives the state that is donated.
         clock = np.asarray(state.step if clock is None else clock)
         self.owners = np.asarray(state.partition_owners)
-        self.entry = Entry("import_table", specs, s, number, shards, self.held, clock=clock, is_reset=reset_state)
+        self.writer = RecordWriter(
+            "import_table", specs, s, number, shards, self.held, clock=clock, is_reset=reset_state
+        )
         self.in_use = rows_in_use(self.spec, self.store, shards)
         """Rows in use of each shard, at most."""
         self.num_expected: int | None = None
@@ -238,9 +240,9 @@ class _Import:
         arrays = checked(self.spec, self.number, records)
         if len(arrays["keys"]):
             dealt = self._dealt(arrays)
-            self.entry.settle()
+            self.writer.settle()
             self._make_room(arrays, dealt)
-            self.entry.enter(functools.partial(self._pieces, arrays, dealt))
+            self.writer.write(functools.partial(self._pieces, arrays, dealt))
 
     # Shards ------------------------------------------------------------------------------------------------------
 

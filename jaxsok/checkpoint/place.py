@@ -13,7 +13,7 @@ from jaxsok import processes
 from jaxsok.checks import there
 from jaxsok.collection import Collection
 from jaxsok.export import no_records
-from jaxsok.imports import Entry, Held, padded
+from jaxsok.imports import Held, RecordWriter, padded
 from jaxsok.records import Records, joined, regrouped
 from jaxsok.specs import StoreSpec
 from jaxsok.store import row_bytes
@@ -39,7 +39,7 @@ def place_records(
     most_lines = min(MOST_LINES, 1 << max(6, lines.bit_length() - 1))
     is_once = spec.is_replicated
     streams = {shard: regrouped(of_shard(shard), most_lines, joined) for shard in local[: 1 if is_once else None]}
-    entry = Entry(op, collection.stores, s, number, shards, held, clock=np.uint32(0))
+    writer = RecordWriter(op, collection.stores, s, number, shards, held, clock=np.uint32(0))
     none, total = no_records(spec), 0
     while True:
         blocks, most, error = {}, FAILED, None
@@ -52,7 +52,7 @@ def place_records(
         most = processes.greatest(most)
         if most == FAILED:
             # All processes are here.
-            entry.settle()
+            writer.settle()
             processes.agree(op, error)
         if most == 0:
             break
@@ -62,9 +62,9 @@ def place_records(
         if is_once:
             arrays = dict.fromkeys(local, arrays[local[0]])
         piece = {name: shards.put({shard: arrays[shard][name] for shard in local}) for name in arrays[local[0]]}
-        entry.settle()
-        entry.enter(functools.partial(iter, [piece]))
-    entry.settle()
+        writer.settle()
+        writer.write(functools.partial(iter, [piece]))
+    writer.settle()
     # Each process reads a replicated store in full.
     return total if is_once or shards.num_processes == 1 else processes.total(total)
 
