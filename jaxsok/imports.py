@@ -48,12 +48,14 @@ def import_table(
     shards: Shards,
 ) -> State:
     """Enters records into table `number` of store `s`; see `Collection.import_table`. Donates the state."""
-    entering = _Import(specs, s, number, shards, clock, reset_state, state)
-    entering.num_expected = num_rows
+    held = Held(state)
+    now = np.asarray(state.step if clock is None else clock)  # outlives the state, which is donated
+    writer = RecordWriter("import_table", specs, s, number, shards, held, clock=now, is_reset=reset_state)
+    importing = _Import(writer, num_rows)
     try:
         for records in chunks:
-            entering.enter(records)
-        entering.writer.settle()
+            importing.enter(records)
+        writer.settle()
     except BaseException as error:  # Ctrl-C too must not lose a state that was donated
         rest = ""
         try:
@@ -61,17 +63,17 @@ def import_table(
                 # The others may not have failed: to wait for them could be to wait forever.
                 rest = " Keys of the last of them that found no entry in the index may be missing: import it again."
             else:
-                entering.writer.settle()
+                writer.settle()
         except Exception as other:
             rest = f" Keys of the last of them may be missing ({type(other).__name__}: {other})"
-        if entering.held.state is not state:
+        if held.state is not state:
             error.add_note(
                 "import_table: the state was donated, and is changed: the chunks before this one are entered. What "
                 f"there is now is the `state` attribute of this error.{rest}"
             )
-            error.state = entering.held.state  # pyright: ignore[reportAttributeAccessIssue]
+            error.state = held.state  # pyright: ignore[reportAttributeAccessIssue]
         raise
-    return entering.held.state
+    return held.state
 
 
 def checked(spec: StoreSpec, number: int, records: Any) -> dict[str, np.ndarray]:
@@ -194,33 +196,18 @@ def padded(array: np.ndarray, lines: np.ndarray, size: int) -> np.ndarray:
 
 
 class _Import:
-    def __init__(
-        self,
-        specs: tuple[StoreSpec, ...],
-        s: int,
-        number: int,
-        shards: Shards,
-        clock: Any,
-        reset_state: bool,
-        state: State,
-    ):
-        self.specs, self.s, self.number, self.shards = specs, s, number, shards
-        self.spec = specs[s]
-        self.held = Held(state)
-        # What outlives the state that is donated.
-        clock = np.asarray(state.step if clock is None else clock)
-        self.owners = np.asarray(state.partition_owners)
-        self.writer = RecordWriter(
-            "import_table", specs, s, number, shards, self.held, clock=clock, is_reset=reset_state
-        )
-        self.in_use = rows_in_use(self.spec, self.store, shards)
+    def __init__(self, writer: RecordWriter, num_expected: int | None):
+        self.writer, self.shards, self.number = writer, writer.shards, writer.number
+        self.spec = writer.specs[writer.s]
+        self.owners = np.asarray(writer.held.state.partition_owners)  # outlive the state, which is donated
+        self.in_use = rows_in_use(self.spec, self.store, self.shards)
         """Rows in use of each shard, at most."""
-        self.num_expected: int | None = None
+        self.num_expected = num_expected
         """Rows that will come; None: not known, or made room for."""
 
     @property
     def store(self) -> StoreState:
-        return self.held.state.stores[self.s]
+        return self.writer.held.state.stores[self.writer.s]
 
     @property
     def capacity(self) -> int:
@@ -292,8 +279,9 @@ class _Import:
             free = grow_lib.agreed_free_bytes(self.shards)
             capacity = grow_lib.next_capacity(self.spec, self.capacity, needed, free)
             capacity = expected if expected >= needed else capacity
-            state = grow_lib.grow_to("import_table", self.specs, self.held.state, {self.s: capacity}, self.shards)
-            self.held.state = state
+            writer = self.writer
+            state, sizes = writer.held.state, {writer.s: capacity}
+            writer.held.state = grow_lib.grow_to("import_table", writer.specs, state, sizes, self.shards)
         self.in_use = self.in_use + asked
 
 
