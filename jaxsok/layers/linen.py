@@ -57,7 +57,6 @@ class Embeddings(nn.Module):
     Example:
       >>> import jax.numpy as jnp, jaxsok, numpy as np
       >>> from flax import linen as nn
-    from flax.traverse_util import flatten_dict, unflatten_dict
       >>> from jaxsok.layers import linen as layers
       >>> tables = [jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), capacity=16)]
       >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
