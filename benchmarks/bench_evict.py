@@ -144,7 +144,8 @@ def _measure(recorder: Recorder, copy_gb_s: float, dim: int, num_rows: int, repe
         one.require_rows(num_rows - num_gone)
         begin += 2 * num_gone
         _renew(one, begin - num_gone, num_gone, 2 * number + 2)
-    rebuild = jax.jit(functools.partial(table.rebuild, num_buckets=num_buckets_of(one.store.capacity)))
+    num_buckets = num_buckets_of(one.store.capacity)
+    rebuild = jax.jit(lambda store: table.kernels.rebuild(store.counters, store.records, num_buckets))
     samples[records.REBUILD] = []
     for _ in range(repetitions + 1):
         one.store = dataclasses.replace(one.store, index=one.store.index.delete() or jnp.zeros((0, 16), jnp.uint32))

@@ -17,13 +17,7 @@ from jaxsok.sources import Coo
 from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, Placement, StoreSpec, TableSpec, on
 from jaxsok.stats import Stats
 from jaxsok.store import State, StoreState
-from jaxsok.types import (
-    NO_ROW,
-    PADDING_KEY,
-    NonFiniteGradientError,
-    StalePlanError,
-    TableFullError,
-)
+from jaxsok.types import NO_ROW, PADDING_KEY, NonFiniteGradientError, StalePlanError, TableFullError
 from jaxsok.window import StatsWindow, write_scalars
 
 __version__ = "0.1.0"

@@ -111,15 +111,10 @@ def with_waiting(
     padded = {
         shard: np.concatenate([part, np.tile(_NO_ENTRY, (most - len(part), 1))]) for shard, part in blocks.items()
     }
-    return remade(spec, store, most, shards, shards.put(padded))
+    return remaking(spec, store, most, shards, shards.put(padded))(store)
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------
-
-
-def remade(spec: StoreSpec, store: StoreState, room: int, shards: Shards, more: Array | None = None) -> StoreState:
-    """Makes the `sightings` of a store anew, with `more` entries `[num_entries, 4]` of all shards; see `remaking`."""
-    return remaking(spec, store, room, shards, more)(store)
 
 
 def remaking(
@@ -127,8 +122,9 @@ def remaking(
 ) -> Callable[[StoreState], StoreState]:
     """Prepares `sightings` that hold the waiting keys alone, with room for others: a quarter full at most.
 
-    They never shrink, so that programs stay the same. Everything that can fail fails here and changes nothing, except
-    the allocation of the new array. The returned function donates its store, whose salt or rows may have changed since.
+    `more` has further entries `[num_entries, 4]` of all shards. `sightings` never shrink, so that programs stay the
+    same. Everything that can fail fails here and changes nothing, except the allocation of the new array. The returned
+    function donates its store, whose salt or rows may have changed since.
     """
     if not store.sightings:
         return lambda store: store

@@ -23,7 +23,7 @@ from jaxsok import checks
 from jaxsok.annotations import annotated
 from jaxsok.grow import LOOK_EVERY, GrowthTracker, free_bytes, next_capacity
 from jaxsok.specs import StoreSpec
-from jaxsok.store import State, StoreState, num_buckets_of
+from jaxsok.store import State, StoreState, capacities_of, num_buckets_of, with_slab
 
 # JAX's settings that change a program and that a context can hold for one thread alone. A thread begins with the
 # global ones, so the compiling one is given those of the caller; and a program serves only the settings it was made in.
@@ -87,7 +87,9 @@ class Ahead:
     def __call__(self, *args, **kwargs):
         """Calls the step's program for these arguments, compiled on the spot if there is none."""
         settings = _settings()
-        if settings is None or _is_debugging():  # inside a trace there is no program to call
+        # Inside a trace there is no program to call; a compiled one cannot run operation by operation.
+        is_debugging = jax.config.jax_disable_jit or jax.debug_nans.value or jax.debug_infs.value
+        if settings is None or is_debugging:
             return self._step(*args, **kwargs)
         state = self._state_of(args)
         self._warn_of_failures()
@@ -124,7 +126,7 @@ class Ahead:
     def _first_call(self, signature: Any, args: tuple, kwargs: dict) -> jax.stages.Compiled:
         """Waits for the program of a signature that was never called, or compiles it."""
         start = time.perf_counter()
-        capacities = _capacities(args[self._state_argnum])
+        capacities = capacities_of(args[self._state_argnum])
         mine = _Program(capacities, is_ahead=False)
         program = self._programs.setdefault(signature, mine)
         if program is not mine and program.compiled.exception() is not None:  # waits if it is under way
@@ -190,7 +192,7 @@ class Ahead:
 
     def _filling(self, state: State) -> dict[int, int]:
         """Returns the rows that each store more than half full may need soon, by its number; fullest store first."""
-        tracker, capacities = self._tracker, _capacities(state)
+        tracker, capacities = self._tracker, capacities_of(state)
         if tracker.signature != capacities:  # not the state that `grow` knows
             return {}
         needed = {}
@@ -215,7 +217,7 @@ class Ahead:
                 yield dataclasses.replace(state, stores=tuple(stores))
 
     def _start(self, signature: Any, args: tuple, kwargs: dict, settings: tuple) -> None:
-        program = _Program(_capacities(args[self._state_argnum]), is_ahead=True)
+        program = _Program(capacities_of(args[self._state_argnum]), is_ahead=True)
         if self._programs.setdefault(signature, program) is not program:
             return
         # Not a daemon: at its end the interpreter waits for the thread. A daemon would come back from XLA into an
@@ -253,11 +255,6 @@ class Ahead:
 # Settings -------------------------------------------------------------------------------------------------------------
 
 
-def _is_debugging() -> bool:
-    """Returns whether JAX is set to run steps operation by operation, which a compiled program cannot."""
-    return jax.config.jax_disable_jit or jax.debug_nans.value or jax.debug_infs.value
-
-
 def _settings() -> tuple | None:
     try:
         mesh = jax.sharding.get_mesh()
@@ -280,10 +277,6 @@ def _in_settings(settings: tuple) -> Iterator[None]:
 
 
 # Shapes ---------------------------------------------------------------------------------------------------------------
-
-
-def _capacities(state: State) -> tuple[int, ...]:
-    return tuple(store.capacity for store in state.stores)
 
 
 def _signature(leaves: Sequence[Any], tree: Any, settings: tuple) -> Any:
@@ -328,20 +321,13 @@ def _abstract(leaf: Any) -> Any:
 def _grown(store: StoreState, num_shards: int, capacity: int) -> StoreState:
     """Returns the shapes of a store after `grow`: one more slab, another index; `capacity` is that of a shard."""
 
-    def with_slab(slabs: tuple) -> tuple:
-        return (*slabs, _with_length(slabs[0], num_shards * capacity - store.capacity))
+    def resize(leaf: jax.ShapeDtypeStruct, size: int) -> jax.ShapeDtypeStruct:
+        return leaf.update(shape=(size, *leaf.shape[1:]))
 
-    return dataclasses.replace(
-        store,
-        index=_with_length(store.index, num_shards * num_buckets_of(capacity)),
-        rows=with_slab(store.rows),
-        records=with_slab(store.records),
-        states=tuple(with_slab(slabs) for slabs in store.states),
-    )
-
-
-def _with_length(leaf: jax.ShapeDtypeStruct, length: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((length, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type, sharding=leaf.sharding)
+    first = (store.rows[0], store.records[0], tuple(slabs[0] for slabs in store.states), store.statistics[:1])
+    slab = jax.tree.map(lambda leaf: resize(leaf, num_shards * capacity - store.capacity), first)
+    index = resize(store.index, num_shards * num_buckets_of(capacity))
+    return dataclasses.replace(with_slab(store, slab), index=index)
 
 
 def _described(value: Any) -> str:

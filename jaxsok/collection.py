@@ -32,15 +32,7 @@ from jaxsok.plan import Plan
 from jaxsok.printed import listed
 from jaxsok.records import Records
 from jaxsok.shards import Shards
-from jaxsok.specs import (
-    ExchangeSpec,
-    FeatureSpec,
-    StoreSpec,
-    TableSpec,
-    described,
-    fingerprint,
-    group_into_stores,
-)
+from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, described, fingerprint, group_into_stores
 from jaxsok.stats import Stats
 from jaxsok.steps import Steps
 from jaxsok.store import State, StoreState, init_store
@@ -340,10 +332,7 @@ class Collection:
 
     @annotations.annotated("jaxsok.gradient_norm")
     def gradient_norm(
-        self,
-        state: State,
-        plan: Plan | Sequence[Plan],
-        gradients: Mapping[str, Array] | Sequence[Mapping[str, Array]],
+        self, state: State, plan: Plan | Sequence[Plan], gradients: Mapping[str, Array] | Sequence[Mapping[str, Array]]
     ) -> Float32[Array, ""]:
         """Computes the norm of the row gradients that `update` would step by, of all tables together.
 
@@ -416,12 +405,8 @@ class Collection:
           >>> norm.item(), gradients["clicked"][:, 0].tolist(), dense["bias"].item()
           (5.0, [0.5, 0.0, 1.0], 2.0)
         """
-        check_scalar("clip_by_global_norm: max_norm", max_norm)
-        if not isinstance(max_norm, jax.Array) and not max_norm > 0:
-            raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, wanted a positive number.")
-        of_rows = self.gradient_norm(state, plan, gradients)
-        norm = norms_lib.tree_norm([of_rows, norms_lib.tree_norm(dense)])
-        gradients, dense = norms_lib.scaled((gradients, dense), norms_lib.factor_of(norm, max_norm))
+        lookups, both = [(self, state, plan, gradients)], (gradients, dense)
+        (gradients, dense), norm = clip_by_global_norm(lookups, both, max_norm, dense)
         return gradients, dense, norm
 
     @annotations.annotated("jaxsok.erase")
@@ -932,3 +917,18 @@ def check_scalar(what: str, value: Any) -> None:
     if not is_number or np.shape(value) != ():
         got = f"shape {list(np.shape(value))}" if is_number else repr(value)
         raise TypeError(f"{what}: got {got}, wanted a scalar.")
+
+
+def clip_by_global_norm(
+    lookups: Sequence[tuple[Collection, State, Any, Any]], gradients: Any, max_norm: Any, dense: Any
+) -> tuple[Any, Float32[Array, ""]]:
+    """Scales `gradients`, a tree of any form, by the norm over `lookups` and `dense`; returns them and that norm.
+
+    `lookups` has collections, each with the arguments of its `gradient_norm`.
+    """
+    check_scalar("clip_by_global_norm: max_norm", max_norm)
+    if not isinstance(max_norm, jax.Array) and not max_norm > 0:
+        raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, wanted a positive number.")
+    of_rows = [collection.gradient_norm(state, plans, grads) for collection, state, plans, grads in lookups]
+    norm = norms_lib.tree_norm([*of_rows, norms_lib.tree_norm(dense)])
+    return norms_lib.scaled(gradients, norms_lib.factor_of(norm, max_norm)), norm

@@ -89,9 +89,7 @@ def _count(
     keys: tuple[Array, ...],
     owners: UInt32[Array, " _"],
 ) -> tuple[Int32[Array, "3"], Bool[Array, " _"]]:
-    def part(
-        store: StoreState, keys: tuple[Array, ...], owners: UInt32[Array, " _"]
-    ) -> tuple[Int32[Array, "3"], Bool[Array, " _"]]:
+    def part(store: StoreState, keys: tuple[Array, ...], owners: Array) -> tuple[Array, Array]:
         joined, runs = _joined(places, keys)
         if spec.num_shards == 1:
             num_new, is_used = _new_keys(spec, store, joined, table_ids_of_runs(runs))

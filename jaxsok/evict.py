@@ -25,8 +25,8 @@ from jaxsok.kernels import evict as kernels
 from jaxsok.keys import from_words
 from jaxsok.policies import Eviction, RowFacts
 from jaxsok.records import Records
-from jaxsok.rows import RowSlab, read_lines, slabs_of
-from jaxsok.shards import ONE_DEVICE, Shards, local_parts, without_mesh
+from jaxsok.rows import RowSlab, cut_lines, read_lines, slabs_of
+from jaxsok.shards import ONE_DEVICE, Shards, local_parts
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState, row_bytes
 
@@ -142,8 +142,7 @@ def _score_words(policy: Eviction, scores: Any, num_rows: int) -> tuple[Array, .
     """Checks scores, which may be the user's own, and returns them as one or two arrays."""
     words = scores if isinstance(scores, tuple) else (scores,)
     for word in words:
-        if getattr(word, "dtype", None) != jnp.uint32 or word.shape != (num_rows,):
-            got = f"{word.dtype}{list(word.shape)}" if hasattr(word, "dtype") else type(word).__name__
+        if (got := _form_of(word)) != f"uint32[{num_rows}]":
             raise TypeError(
                 f"evict: policy: got scores {got} of {policy!r}, wanted uint32[{num_rows}], or two of them."
             )
@@ -153,10 +152,13 @@ def _score_words(policy: Eviction, scores: Any, num_rows: int) -> tuple[Array, .
 
 
 def _mask(policy: Eviction, expired: Any, num_rows: int) -> Array:
-    if getattr(expired, "dtype", None) != jnp.bool_ or expired.shape != (num_rows,):
-        got = f"{expired.dtype}{list(expired.shape)}" if hasattr(expired, "dtype") else type(expired).__name__
+    if (got := _form_of(expired)) != f"bool[{num_rows}]":
         raise TypeError(f"evict: policy: got {got} of {policy!r}, wanted bool[{num_rows}].")
     return expired.astype(jnp.uint8)
+
+
+def _form_of(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
 
 
 @annotations.by_store
@@ -235,10 +237,8 @@ def _evict(
     num_rows: tuple[Array, ...],
     is_used: tuple[Array | None, ...],
 ) -> tuple[tuple[StoreState, Array], ...]:
-    def body(
-        leaving: Leaving, store: StoreState, clock: Array, num_rows: Array, is_used: Array | None
-    ) -> tuple[StoreState, Array]:
-        flags, _ = _selected(leaving, store, clock, num_rows, is_used)
+    def body(leaving: Leaving, store: StoreState, *args: Any) -> tuple[StoreState, Array]:
+        flags, _ = _selected(leaving, store, *args)
         return _released(leaving, store, flags)
 
     parts = zip(leaving, stores, num_rows, is_used, strict=True)
@@ -304,22 +304,12 @@ def selected_records(
         start = 0
         for slab in of_shard:
             num_rows = slab.records.shape[0]
-            chunk_rows = _chunk_rows(spec, num_rows)
+            # A power of two, or a whole slab.
+            chunk_rows = min(num_rows, 1 << max(0, (CHUNK_BYTES // row_bytes(spec)).bit_length() - 1))
             for places in _flagged(shard_flags, start, num_rows):
                 for at in range(0, len(places), chunk_rows):
                     yield from _by_table(spec, _read(slab, places[at : at + chunk_rows], chunk_rows))
             start += num_rows
-
-
-def _chunk_rows(spec: StoreSpec, size: int) -> int:
-    """Returns the rows of a chunk: a power of two, or a whole slab."""
-    return min(size, 1 << max(0, (CHUNK_BYTES // row_bytes(spec)).bit_length() - 1))
-
-
-@without_mesh
-@functools.partial(jax.jit, static_argnums=2)
-def _window(flags: Array, start: Array, size: int) -> Array:
-    return lax.dynamic_slice(flags, (start,), (size,))
 
 
 def _flagged(flags: Array, start: int, size: int) -> Iterator[np.ndarray]:
@@ -328,15 +318,14 @@ def _flagged(flags: Array, start: int, size: int) -> Iterator[np.ndarray]:
     for begin in range(0, size, window):
         # The last window begins where it still fits; what was seen before is left out.
         first = min(begin, size - window)
-        places = np.flatnonzero(np.asarray(_window(flags, np.int32(start + first), window))) + first
+        places = np.flatnonzero(np.asarray(cut_lines(flags, np.int32(start + first), window))) + first
         yield places[places >= begin].astype(np.int32)
 
 
 def _read(slab: RowSlab, places: np.ndarray, num_lines: int) -> Any:
     """Reads lines of a slab as NumPy arrays; always asks for `num_lines` of them, so that one program serves all."""
-    padded = np.zeros(num_lines, np.int32)
-    padded[: len(places)] = places
-    return jax.tree.map(lambda lines: np.asarray(lines)[: len(places)], read_lines(slab, padded))
+    lines = read_lines(slab, np.resize(places, num_lines))
+    return jax.tree.map(lambda array: np.asarray(array)[: len(places)], lines)
 
 
 def _by_table(spec: StoreSpec, lines: Any) -> Iterator[tuple[str, Records]]:

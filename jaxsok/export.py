@@ -73,12 +73,12 @@ def export_chunks(
             for slab in slabs:
                 arrays = (slab.rows, *slab.states[: len(names)])
                 lines = _lines_of(slab.records, slab.statistics, number, since)
-                for piece in _regrouped(lines, num_rows):
+                for piece in records_lib.regrouped(lines, num_rows, _joined):
                     yield shard, start, piece, _gather(arrays, piece.places, num_rows), names
                 start += slab.records.shape[0]
 
     # Nothing holds the device arrays of a chunk while the reader has the chunk, the last ones included.
-    yield from itertools.starmap(_arrived, _sent_ahead(sent()))
+    yield from itertools.starmap(_arrived, sent_ahead(sent()))
 
 
 def export_table(spec: StoreSpec, store: StoreState, number: int) -> dict[str, Any]:
@@ -102,10 +102,10 @@ def export_table(spec: StoreSpec, store: StoreState, number: int) -> dict[str, A
     return table
 
 
-def no_records(spec: StoreSpec, *, with_state: bool = True) -> Records:
+def no_records(spec: StoreSpec) -> Records:
     """Returns no rows, in the dtypes and widths of a store."""
     none = np.zeros(0, np.uint32) if spec.keeps_statistics else None
-    states = {state.name: np.zeros((0, state.dim), np.float32) for state in spec.state_specs if with_state}
+    states = {state.name: np.zeros((0, state.dim), np.float32) for state in spec.state_specs}
     return Records(np.zeros(0, np.uint64), np.zeros((0, spec.dim), jnp.dtype(spec.dtype)), states, none, none)
 
 
@@ -117,10 +117,10 @@ def _parts(spec: StoreSpec, store: StoreState) -> Iterator[tuple[int, list[RowSl
         yield shard, jax.tree.unflatten(structure, [parts[shard] for parts in by_shard])
 
 
-def _sent_ahead(items: Iterable[Item]) -> Iterator[Item]:
-    """Passes items on once the next `AHEAD` of them are on their way to the host, too."""
+def sent_ahead(items: Iterable[Item], num_ahead: int = AHEAD) -> Iterator[Item]:
+    """Passes items on once the next `num_ahead` of them are on their way to the host, too."""
     rest = iter(items)
-    under_way = collections.deque(itertools.islice(rest, AHEAD + 1))
+    under_way = collections.deque(itertools.islice(rest, num_ahead + 1))
     while under_way:
         yield under_way.popleft()
         under_way.extend(itertools.islice(rest, 1))
@@ -137,6 +137,10 @@ class _Lines:
     """Within the slab, ascending."""
     keys: np.ndarray
     statistics: np.ndarray | None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.places)
 
     def take(self, lines: slice) -> "_Lines":
         return _Lines(self.places[lines], self.keys[lines], None if self.statistics is None else self.statistics[lines])
@@ -170,24 +174,10 @@ def _blocks(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]
     def arrived(start: int, skipped: int, parts: tuple[Array, ...]) -> tuple[int, list[np.ndarray]]:
         return start, [np.asarray(part)[skipped:] for part in parts]
 
-    yield from itertools.starmap(arrived, _sent_ahead(sent()))
-
-
-def _regrouped(pieces: Iterable[_Lines], num_rows: int) -> Iterator[_Lines]:
-    held: list[_Lines] = []
-    for piece in pieces:
-        held.append(piece)
-        while sum(len(one.places) for one in held) >= num_rows:
-            whole = _joined(held)
-            yield whole.take(slice(0, num_rows))
-            held = [whole.take(slice(num_rows, None))]
-    if any(len(one.places) for one in held):
-        yield _joined(held)
+    yield from itertools.starmap(arrived, sent_ahead(sent()))
 
 
 def _joined(pieces: list[_Lines]) -> _Lines:
-    if len(pieces) == 1:
-        return pieces[0]
     statistics = [piece.statistics for piece in pieces if piece.statistics is not None]
     return _Lines(
         np.concatenate([piece.places for piece in pieces]),

@@ -42,8 +42,8 @@ from jaxsok import evict as evict_lib
 from jaxsok.checks import there
 from jaxsok.coming import Coming
 from jaxsok.shards import ONE_DEVICE, Shards
-from jaxsok.specs import StoreSpec, TableSpec
-from jaxsok.store import State, StoreState, new_slab, num_buckets_of, row_bytes
+from jaxsok.specs import StoreSpec, TableSpec, pinned_and_spread
+from jaxsok.store import State, StoreState, capacities_of, new_slab, num_buckets_of, row_bytes, with_slab
 from jaxsok.types import COUNTERS, ENTRIES_PER_BUCKET, MAX_CAPACITY
 
 GROWTH_FACTOR = 2.0  # capacity after growing over capacity before: the number of programs compiled is logarithmic
@@ -205,18 +205,8 @@ def keys_at_most(spec: StoreSpec, num_keys: Sequence[tuple[int, int]]) -> int:
         return sum(keys for _, keys in num_keys)
     if spec.is_replicated:
         return spec.num_shards * sum(keys for _, keys in num_keys)
-    pinned, spread = [0] * spec.num_shards, 0
-    for number, keys in num_keys:
-        placement = spec.tables[number].placement
-        if placement.kind == "on":
-            pinned[placement.shard] += spec.num_shards * keys
-        else:
-            spread += keys
-    return min(spec.num_shards * spread, math.ceil(spread + 6 * math.sqrt(spread))) + max(pinned)
-
-
-def _signature(state: State) -> tuple[int, ...]:
-    return tuple(store.capacity for store in state.stores)
+    pinned, spread = pinned_and_spread(((spec.tables[number], keys) for number, keys in num_keys), spec.num_shards)
+    return min(spec.num_shards * spread, math.ceil(spread + 6 * math.sqrt(spread))) + spec.num_shards * pinned
 
 
 def keys_of_total(spec: StoreSpec, total: int) -> int:
@@ -264,7 +254,7 @@ def grow(
     """
     specs, shards = tracker.specs, tracker.shards
     num_shards, stores = specs[0].num_shards, range(len(specs))
-    signature = _signature(state)
+    signature = capacities_of(state)
     if tracker.signature != signature:
         tracker.forget()
         tracker.signature = signature
@@ -327,7 +317,7 @@ def grow(
         for s in crowded:
             tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards)
         tracker.num_grown += len(larger)
-        tracker.signature = _signature(state)
+        tracker.signature = capacities_of(state)
     elif not (is_at_rest or tracker.under_way) and (
         is_due
         or any(
@@ -429,11 +419,7 @@ def rows_kept(capacity: int, num_new: int, *, is_exact: bool = False) -> int:
 
 
 def _evict(
-    tracker: GrowthTracker,
-    state: State,
-    full: dict[int, _Need],
-    clock: Any,
-    hand_over: evict_lib.HandOver | None,
+    tracker: GrowthTracker, state: State, full: dict[int, _Need], clock: Any, hand_over: evict_lib.HandOver | None
 ) -> State:
     """Takes rows out of full stores by their policy. The state is unchanged if `hand_over` raises."""
     specs, shards = tracker.specs, tracker.shards
@@ -593,8 +579,9 @@ def _enlarging(
     for s, spec in enumerate(specs):
         store = state.stores[s]
         if s in capacities:
-            slabs[s] = _slab(spec, capacities[s] - store.capacity // spec.num_shards, shards)
-            store = _with_slab(store, slabs[s])
+            num_rows = spec.num_shards * capacities[s] - store.capacity
+            slabs[s] = shards.make(functools.partial(new_slab, spec, num_rows))
+            store = with_slab(store, slabs[s])
         if s in capacities or is_resalted[s]:
             num_buckets = num_buckets_of(store.capacity // spec.num_shards)
             # The salt is drawn and does not follow from the last one, which may be known.
@@ -606,7 +593,7 @@ def _enlarging(
     def enlarge(state: State) -> State:
         stores = list(state.stores)
         for s in slabs:
-            stores[s] = _with_slab(stores[s], slabs[s])
+            stores[s] = with_slab(stores[s], slabs[s])
         for s in rebuild:
             stores[s].index.delete()
             index, counters = rebuild[s](stores[s].counters, stores[s].records, salts[s])
@@ -621,26 +608,6 @@ def _enlarging(
 def _half_entries(spec: StoreSpec, store: StoreState) -> int:
     """Returns the keys that may wait in a shard before their buckets are half full; 0: none waits."""
     return sum(array.shape[0] // spec.num_shards * ENTRIES_PER_BUCKET // 2 for array in store.sightings)
-
-
-def _slab(spec: StoreSpec, size: int, shards: Shards) -> tuple:
-    """Allocates a slab of `size` rows in each shard."""
-
-    def make() -> tuple:
-        return new_slab(spec, spec.num_shards * size)
-
-    return shards.make(make)
-
-
-def _with_slab(store: StoreState, slab: tuple) -> StoreState:
-    rows, records, states, statistics = slab
-    return dataclasses.replace(
-        store,
-        rows=(*store.rows, rows),
-        records=(*store.records, records),
-        states=tuple((*slabs, slab) for slabs, slab in zip(store.states, states, strict=True)),
-        statistics=(*store.statistics, *statistics),
-    )
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=(3, 4))

@@ -7,7 +7,7 @@ one before it is on its way.
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jaxsok.export import default_chunk_rows
 from jaxsok.records import Records
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
-from jaxsok.store import State, StoreState
+from jaxsok.store import State, StoreState, with_store
 from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, PADDING_KEY, TableFullError
 
 LEAST_ROWS = 256  # per call: fewer are padded to it, more by an eighth at most, so that programs are few
@@ -48,12 +48,14 @@ def import_table(
     shards: Shards,
 ) -> State:
     """Enters records into table `number` of store `s`; see `Collection.import_table`. Donates the state."""
-    entering = _Entering(specs, s, number, shards, clock, reset_state, state)
-    entering.num_expected = num_rows
+    held = Held(state)
+    now = np.asarray(state.step if clock is None else clock)  # outlives the state, which is donated
+    writer = RecordWriter("import_table", specs, s, number, shards, held, clock=now, is_reset=reset_state)
+    importing = _Import(writer, num_rows)
     try:
         for records in chunks:
-            entering.enter(records)
-        entering.settle()
+            importing.enter(records)
+        writer.settle()
     except BaseException as error:  # Ctrl-C too must not lose a state that was donated
         rest = ""
         try:
@@ -61,17 +63,17 @@ def import_table(
                 # The others may not have failed: to wait for them could be to wait forever.
                 rest = " Keys of the last of them that found no entry in the index may be missing: import it again."
             else:
-                entering.settle()
+                writer.settle()
         except Exception as other:
             rest = f" Keys of the last of them may be missing ({type(other).__name__}: {other})"
-        if entering.state is not state:
+        if held.state is not state:
             error.add_note(
                 "import_table: the state was donated, and is changed: the chunks before this one are entered. What "
                 f"there is now is the `state` attribute of this error.{rest}"
             )
-            error.state = entering.state  # pyright: ignore[reportAttributeAccessIssue]
+            error.state = held.state  # pyright: ignore[reportAttributeAccessIssue]
         raise
-    return entering.state
+    return held.state
 
 
 def checked(spec: StoreSpec, number: int, records: Any) -> dict[str, np.ndarray]:
@@ -124,34 +126,88 @@ def _floats(what: str, array: Any, shape: tuple[int, int], dtype: str) -> np.nda
     return array if array.dtype == jnp.dtype(dtype) else array.astype(np.float32)
 
 
-class _Entering:
+@dataclasses.dataclass
+class Held:
+    """The state that call after call donates; if a call fails, it holds the last whole one."""
+
+    state: State
+
+
+class RecordWriter:
+    """Writes records into table `number` of store `s`, in place of what was there under the same keys."""
+
     def __init__(
         self,
-        specs: tuple[StoreSpec, ...],
+        op: str,
+        specs: Sequence[StoreSpec],
         s: int,
         number: int,
         shards: Shards,
+        held: Held,
+        *,
         clock: Any,
-        reset_state: bool,
-        state: State,
+        is_reset: bool = False,
     ):
-        self.specs, self.s, self.number, self.shards = specs, s, number, shards
-        self.reset_state = reset_state
-        self.spec = specs[s]
-        self.state = state
-        # What outlives the state that is donated.
-        self.clock = np.asarray(state.step if clock is None else clock)
-        self.owners = np.asarray(state.partition_owners)
-        self.in_use = self._read_in_use()
+        self.op, self.specs, self.s, self.number, self.shards, self.held = op, specs, s, number, shards, held
+        self.clock, self.is_reset = clock, is_reset
+        self.is_settled = True
+        self._refused: list[Array] = []
+        self._pieces: Callable[[], Iterable[dict[str, Any]]] = tuple
+
+    def write(self, pieces: Callable[[], Iterable[dict[str, Any]]]) -> None:
+        """Writes what `pieces` yields, which may be called again; `settle` ends it."""
+        refused = []
+        for piece in pieces():
+            state, spec = self.held.state, self.specs[self.s]
+            store, seed = state.stores[self.s], state.seed
+            store, one = entered(spec, self.number, self.shards, self.is_reset, store, seed, self.clock, piece)
+            self.held.state = with_store(state, self.s, store)
+            refused.append(one)
+        self._refused, self._pieces, self.is_settled = refused, pieces, False
+
+    def settle(self) -> None:
+        """Waits for what was written last; keys that found no entry in the index get one under another salt."""
+        for _ in range(SALTS):
+            # It stays unsettled until all of it is done: an interrupt may come between.
+            self.is_settled = self.is_settled or not self._has_refused()
+            if self.is_settled:
+                return
+            self.held.state = grow_lib.resalted(self.specs, self.held.state, self.s, self.shards)
+            self.write(self._pieces)
+        self.is_settled = True
+        if self._has_refused():
+            raise TableFullError(
+                f'{self.op}: table "{self.specs[self.s].tables[self.number].name}": got keys without an entry in the '
+                f"index under {SALTS} salts, wanted one for each; declare a larger capacity, so that the index is "
+                "larger."
+            )
+
+    def _has_refused(self) -> bool:
+        return any(self.shards.read(one).any() for one in self._refused)
+
+
+def padded(array: np.ndarray, lines: np.ndarray, size: int) -> np.ndarray:
+    """Returns some lines of an array, and zeros up to `size` of them; keys become words, and are padded as such."""
+    block = np.empty((size, *array.shape[1:]), array.dtype)
+    # With this mode NumPy writes into `out` without a copy first.
+    np.take(array, lines, axis=0, out=block[: len(lines)], mode="clip")
+    block[len(lines) :] = PADDING_KEY if array.dtype == np.uint64 else 0
+    return keys_lib.to_words(block) if array.dtype == np.uint64 else block
+
+
+class _Import:
+    def __init__(self, writer: RecordWriter, num_expected: int | None):
+        self.writer, self.shards, self.number = writer, writer.shards, writer.number
+        self.spec = writer.specs[writer.s]
+        self.owners = np.asarray(writer.held.state.partition_owners)  # outlive the state, which is donated
+        self.in_use = rows_in_use(self.spec, self.store, self.shards)
         """Rows in use of each shard, at most."""
-        self.unsettled: tuple[list[Array], dict[str, np.ndarray]] | None = None
-        """How many keys of the last chunk were refused, not yet waited for; and the chunk."""
-        self.num_expected: int | None = None
+        self.num_expected = num_expected
         """Rows that will come; None: not known, or made room for."""
 
     @property
     def store(self) -> StoreState:
-        return self.state.stores[self.s]
+        return self.writer.held.state.stores[self.writer.s]
 
     @property
     def capacity(self) -> int:
@@ -171,28 +227,9 @@ class _Entering:
         arrays = checked(self.spec, self.number, records)
         if len(arrays["keys"]):
             dealt = self._dealt(arrays)
-            self.settle()
+            self.writer.settle()
             self._make_room(arrays, dealt)
-            self._enter(arrays, dealt)
-
-    def settle(self) -> None:
-        """Waits for the last chunk; keys that found no entry in the index get one under another salt."""
-        for _ in range(SALTS):
-            if self.unsettled is None:
-                return
-            refused, arrays = self.unsettled
-            # It stays unsettled until all of it is done: an interrupt may come between.
-            if any(self.shards.read(one).any() for one in refused):
-                self.state = grow_lib.resalted(self.specs, self.state, self.s, self.shards)
-                self._enter(arrays, self._dealt(arrays))
-            else:
-                self.unsettled = None
-        if self.unsettled is not None and any(self.shards.read(one).any() for one in self.unsettled[0]):
-            self.unsettled = None
-            raise TableFullError(
-                f'import_table: table "{self.spec.tables[self.number].name}": got keys without an entry in the index '
-                f"under {SALTS} salts, wanted one for each; declare a larger capacity, so that the index is larger."
-            )
+            self.writer.write(functools.partial(self._pieces, arrays, dealt))
 
     # Shards ------------------------------------------------------------------------------------------------------
 
@@ -209,18 +246,9 @@ class _Entering:
         most = max(len(lines) for lines in dealt)
         size = min(default_chunk_rows(self.spec), max(LEAST_ROWS, rounded_capacity(most)))
         for begin in range(0, most, size):
-
-            def block(lines: np.ndarray, array: np.ndarray, begin: int = begin) -> np.ndarray:
-                mine = lines[begin : begin + size]
-                padded = np.empty((size, *array.shape[1:]), array.dtype)
-                # With this mode NumPy writes into `out` without a copy first.
-                np.take(array, mine, axis=0, out=padded[: len(mine)], mode="clip")
-                padded[len(mine) :] = PADDING_KEY if array.dtype == np.uint64 else 0
-                return keys_lib.to_words(padded) if array.dtype == np.uint64 else padded
-
-            local = self.shards.local()
+            places = {shard: dealt[shard][begin : begin + size] for shard in self.shards.local()}
             yield {
-                name: self.shards.put({shard: block(dealt[shard], array) for shard in local})
+                name: self.shards.put({shard: padded(array, lines, size) for shard, lines in places.items()})
                 for name, array in arrays.items()
             }
 
@@ -228,7 +256,7 @@ class _Entering:
         """Grows until each shard has rows for its part of a chunk, and for the records that were announced."""
         asked = np.array([len(lines) for lines in dealt])
         if (self.in_use + asked > self.capacity).any():
-            self.in_use = self._read_in_use()
+            self.in_use = rows_in_use(self.spec, self.store, self.shards)
         if (self.in_use + asked > self.capacity).any():
             # Many of the keys may have rows.
             absent = [
@@ -251,23 +279,16 @@ class _Entering:
             free = grow_lib.agreed_free_bytes(self.shards)
             capacity = grow_lib.next_capacity(self.spec, self.capacity, needed, free)
             capacity = expected if expected >= needed else capacity
-            self.state = grow_lib.grow_to("import_table", self.specs, self.state, {self.s: capacity}, self.shards)
+            writer = self.writer
+            state, sizes = writer.held.state, {writer.s: capacity}
+            writer.held.state = grow_lib.grow_to("import_table", writer.specs, state, sizes, self.shards)
         self.in_use = self.in_use + asked
 
-    def _enter(self, arrays: dict[str, np.ndarray], dealt: list[np.ndarray]) -> None:
-        refused = []
-        for piece in self._pieces(arrays, dealt):
-            store, seed = self.store, self.state.seed
-            store, one = entered(self.spec, self.number, self.shards, self.reset_state, store, seed, self.clock, piece)
-            stores = (*self.state.stores[: self.s], store, *self.state.stores[self.s + 1 :])
-            self.state = dataclasses.replace(self.state, stores=stores)
-            refused.append(one)
-        self.unsettled = refused, arrays
 
-    def _read_in_use(self) -> np.ndarray:
-        """Counts the rows in use of each shard (waits for the device)."""
-        words = self.shards.read(self.store.counters).reshape(self.spec.num_shards, len(COUNTERS)).astype(np.int64)
-        return words[:, _WORD["num_allocated"]] - words[:, _WORD["free_end"]] + words[:, _WORD["free_begin"]]
+def rows_in_use(spec: StoreSpec, store: StoreState, shards: Shards) -> np.ndarray:
+    """Counts the rows in use of each shard: int64[num_shards] (waits for the device)."""
+    words = shards.read(store.counters).reshape(spec.num_shards, len(COUNTERS)).astype(np.int64)
+    return words[:, _WORD["num_allocated"]] - words[:, _WORD["free_end"]] + words[:, _WORD["free_begin"]]
 
 
 # On the device -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ are counted as `collection.pipeline` holds them: two ahead of the one in use.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -371,7 +370,9 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) ->
     shared = [layout for layout in features.layouts if layout.inverse_start >= 0]
     embeddings += sum(math.prod(layout.combined_shape) for layout in shared) * row
     found = 4 + 4 * len(COUNTS) * len(spec.tables) + 4 + 8  # generation, counts, rounds, and a ticket for all stores
-    parts = {"batch": _bytes_of(features), "embeddings": embeddings, "gradients": embeddings}
+    arrays = jax.tree.leaves(features)
+    batch = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    parts = {"batch": batch, "embeddings": embeddings, "gradients": embeddings}
     # Initial rows that XLA computes: a row for each key to write, and one beside the slabs.
     initial = 2 * spec.itemsize * spec.dim if spec.traced_tables else 0
     if spec.num_shards == 1:
@@ -393,7 +394,3 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) ->
     batches = 1 + PLANS_AHEAD
     parts["batch"] *= batches
     return parts | {"plan": batches * plan, "exchange": exchange, "workspace": workspace}
-
-
-def _bytes_of(tree: Any) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

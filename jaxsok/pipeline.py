@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 from jaxsok.annotations import annotated
@@ -108,7 +107,8 @@ class Pipeline:
             if asked is None:
                 sizes.append(1)
                 continue
-            most_sent, most_received = (int(count) for count in _first_part(asked.load)[0])
+            # All parts are equal.
+            most_sent, most_received = np.asarray(asked.load.addressable_shards[0].data)[0].tolist()
             self._collection.growth.saw_batch(s, most_received)
             is_first = is_first or self._next[s] is None
             most = most_send_capacity(self._collection.stores[s], batch.features.stores[s])
@@ -134,8 +134,3 @@ class Pipeline:
         size = max(least, rounded_capacity(int(load * HEADROOM)))
         self._in_use[s].add(size)
         return size
-
-
-def _first_part(array: jax.Array) -> np.ndarray:
-    """Returns this process's first part of an array whose parts are all equal."""
-    return np.asarray(array.addressable_shards[0].data)

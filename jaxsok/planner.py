@@ -28,9 +28,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxsok import checks
+from jaxsok import checks, split
 from jaxsok import features as features_lib
-from jaxsok import keys as keys_lib
 from jaxsok import sources as sources_lib
 from jaxsok.exchange import wire_bytes
 from jaxsok.printed import aligned, each_device, in_units
@@ -44,6 +43,7 @@ from jaxsok.specs import (
     TableSpec,
     group_into_stores,
     on,
+    pinned_and_spread,
 )
 from jaxsok.store import row_bytes, store_bytes
 from jaxsok.types import PADDING_KEY
@@ -248,18 +248,11 @@ def _measured(
     parts: dict[str, list[list[np.ndarray]]] = {table.name: [[] for _ in range(num_shards)] for table in tables}
     for feature in features:
         what = f'propose: sample: feature "{feature.name}"'
-        bags = features_lib.bags_of(sample[feature.name])
-        words = keys_lib.words_of(bags.keys, feature.key_dtype, what)
-        keys = keys_lib.from_words(words)
-        if bags.lengths is None and bags.offsets is None:
-            cuts = np.array_split(keys, num_shards)
-        else:
-            offsets = features_lib.read_offsets(bags, words, what)
-            num_bags = offsets.shape[0] - 1
-            bounds = [offsets[i * num_bags // num_shards] for i in range(num_shards + 1)]
-            cuts = [keys[begin:end] for begin, end in itertools.pairwise(bounds)]
+        bags, num_bags = split.read_bags(feature, sample[feature.name], what)
+        bounds = [part * num_bags // num_shards for part in range(num_shards + 1)]
+        cuts = [split.cut_bags(bags, first, last).keys.reshape(-1) for first, last in itertools.pairwise(bounds)]
         for part, cut in zip(parts[feature.table], cuts, strict=True):
-            part.append(cut.reshape(-1)[cut.reshape(-1) != np.uint64(PADDING_KEY)])
+            part.append(cut[cut != np.uint64(PADDING_KEY)])
     traffic = {}
     for name, of_devices in parts.items():
         joined = [np.concatenate([np.zeros(0, np.uint64), *cuts]) for cuts in of_devices]
@@ -304,14 +297,9 @@ class _Model:
             if store.is_replicated:
                 total += self.replicated(store, sum(distinct[table.name] for table in store.tables))
                 continue
-            pinned, spread = [0.0] * self.num_shards, 0.0
-            for table in store.tables:
-                if table.placement.kind == "on":
-                    pinned[table.placement.shard % self.num_shards] += distinct[table.name]
-                else:
-                    spread += distinct[table.name]
+            pinned, spread = pinned_and_spread(((t, distinct[t.name]) for t in store.tables), self.num_shards)
             # The exchange is dense: the most loaded device decides how many lines go to each.
-            total += self.on_one(store, spread / self.num_shards + max(pinned))
+            total += self.on_one(store, spread / self.num_shards + pinned)
         return total
 
 

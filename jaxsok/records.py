@@ -1,7 +1,8 @@
 """Rows of a table with all that belongs to them, as NumPy arrays, for exports, imports and files."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -52,3 +53,16 @@ def joined(parts: Sequence[Records]) -> Records:
         column("last_step"),
         column("frequency"),
     )
+
+
+def regrouped(pieces: Iterable[Any], num_rows: int, join: Callable[[list[Any]], Any]) -> Iterator[Any]:
+    """Yields pieces of `num_rows`, the last with the rest, of pieces of any size: Records, or others with `take`."""
+    held = []
+    for piece in pieces:
+        held.append(piece)
+        while sum(part.num_rows for part in held) >= num_rows:
+            whole = held[0] if len(held) == 1 else join(held)
+            yield whole.take(slice(0, num_rows))
+            held = [whole.take(slice(num_rows, None))]
+    if any(part.num_rows for part in held):
+        yield join(held)

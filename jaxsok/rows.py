@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
@@ -75,35 +74,3 @@ def write_lines(
     if statistics is None:
         return store
     return dataclasses.replace(store, statistics=scatter(row_ids, statistics, store.statistics))
-
-
-def write_initial(store: Store, row_ids: RowIds, rows: Float[Array, "num_keys dim"]) -> Store:
-    """Writes initial rows that XLA computes; NO_ROW is ignored, and equal row ids must have equal rows."""
-    written, start = [], 0
-    for slab in store.rows:
-        size = slab.shape[0]
-        place = row_ids - jnp.uint32(start)  # rows of slabs before this one wrap around, past its end
-        place = jnp.where(place < jnp.uint32(size), place.astype(jnp.int32), jnp.int32(size))
-        if slab.dtype == jnp.bfloat16:
-            written.append(lax.platform_dependent(slab, place, rows, cpu=_scattered_as_bits, default=_scattered))
-        else:
-            written.append(_scattered(slab, place, rows))
-        start += size
-    return dataclasses.replace(store, rows=tuple(written))
-
-
-def _scattered(slab: Array, place: Int32[Array, " _"], rows: Array) -> Array:
-    return slab.at[place].set(rows, mode="drop")
-
-
-def _scattered_as_bits(slab: Float[Array, "_ dim"], place: Int32[Array, " _"], rows: Float[Array, "_ dim"]) -> Array:
-    """Sets bfloat16 rows on a CPU, whose compiler (jaxlib 0.10.2) would widen the slab for each row.
-
-    Views cost a copy of the slab there, so nothing is done where no row is new.
-    """
-
-    def write() -> Array:
-        bits = _scattered(lax.bitcast_convert_type(slab, jnp.uint16), place, lax.bitcast_convert_type(rows, jnp.uint16))
-        return lax.bitcast_convert_type(bits, slab.dtype)
-
-    return lax.cond((place < slab.shape[0]).any(), write, lambda: slab)

@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax.numpy as jnp
@@ -222,7 +222,14 @@ class TableSpec:
             )
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(f"{what}: optimizer: got {_not_an_optimizer(self.optimizer)}.")
-        self._check_optimizer(what)
+        num_states = len(self.optimizer.state_specs(self.dim))
+        if num_states > MAX_STATES:
+            raise ValueError(
+                f"{what}: optimizer: got optim.{self.optimizer.name} with {num_states} arrays of state by row, wanted "
+                f"at most {MAX_STATES}."
+            )
+        if self.optimizer.kernel == PROGRAM:
+            program.compiled(self.optimizer, self.dim)
         if not isinstance(self.initializer, initializers.Initializer):
             raise TypeError(
                 f"{what}: initializer: got {self.initializer!r}, wanted one of jaxsok.initializers, as "
@@ -262,16 +269,6 @@ class TableSpec:
             return initializers.InitialRows(initializer, self.name, seed)
         largest = float(jnp.finfo(self.dtype).max)
         return float(np.clip(np.float32(initializer.a), -largest, largest).astype(jnp.dtype(self.dtype)))
-
-    def _check_optimizer(self, what: str) -> None:
-        num_states = len(self.optimizer.state_specs(self.dim))
-        if num_states > MAX_STATES:
-            raise ValueError(
-                f"{what}: optimizer: got optim.{self.optimizer.name} with {num_states} arrays of state by row, wanted "
-                f"at most {MAX_STATES}."
-            )
-        if self.optimizer.kernel == PROGRAM:
-            program.compiled(self.optimizer, self.dim)
 
 
 @_knows_names(_OF_FEATURES)
@@ -429,15 +426,9 @@ class StoreSpec:
         """
         if self.num_shards == 1 or self.is_replicated:
             return sum(rows)
-        pinned = [0] * self.num_shards
-        spread = 0
-        for table, num_rows in zip(self.tables, rows, strict=True):
-            if table.placement.kind == "on":
-                pinned[table.placement.shard] += num_rows
-            else:
-                spread += num_rows
+        pinned, spread = pinned_and_spread(zip(self.tables, rows, strict=True), self.num_shards)
         share = spread / self.num_shards
-        return min(spread, math.ceil(share + 4 * math.sqrt(share))) + max(pinned)
+        return min(spread, math.ceil(share + 4 * math.sqrt(share))) + pinned
 
     def table_number(self, name: str) -> int:
         """The number by which the store's kernels know a table."""
@@ -446,8 +437,8 @@ class StoreSpec:
     def table_words(self) -> np.ndarray:
         """What the kernels know of the tables: uint32[num_tables, NUM_TABLE_WORDS] (TableWord in layout.h)."""
         words = np.zeros((len(self.tables), NUM_TABLE_WORDS), np.uint32)
-        for line, table in zip(words, self.tables, strict=True):
-            name = int.from_bytes(hashlib.blake2b(table.name.encode(), digest_size=8).digest(), "little")
+        for line, table, (begin, size) in zip(words, self.tables, self.bloom_segments(), strict=True):
+            name = int(name_word(table.name))
             initializer = table.initializer.of_dim(table.dim)
             line[:3] = name & 0xFFFFFFFF, name >> 32, initializer.kind
             line[3:5] = np.array([initializer.a, initializer.b], np.float32).view(np.uint32)
@@ -455,7 +446,6 @@ class StoreSpec:
             pinned = 0 if self.is_replicated else table.placement.shard if table.placement.kind == "on" else NO_ROW
             line[5] = pinned
             line[6] = table.unknown == "zeros"
-        for line, table, (begin, size) in zip(words, self.tables, self.bloom_segments(), strict=True):
             admission = table.admission
             if admission is None or admission.threshold >= 2**32:
                 continue
@@ -480,6 +470,22 @@ class StoreSpec:
             for table in self.tables
         ]
         return np.array([1 if number == cleared else count for number, count in enumerate(counts)], np.uint32)
+
+
+def pinned_and_spread(amounts: Iterable[tuple[TableSpec, Any]], num_shards: int) -> tuple[Any, Any]:
+    """Sums amounts of tables: those of the shard to which most are pinned, and those that are spread by hash."""
+    pinned, spread = [0] * num_shards, 0
+    for table, amount in amounts:
+        if table.placement.kind == "on":
+            pinned[table.placement.shard if num_shards > 1 else 0] += amount
+        else:
+            spread += amount
+    return max(pinned), spread
+
+
+def name_word(table: str) -> np.uint64:
+    """Returns the word by which a table's name enters hashes."""
+    return np.uint64(int.from_bytes(hashlib.blake2b(table.encode(), digest_size=8).digest(), "little"))
 
 
 def group_into_stores(tables: Sequence[TableSpec], num_shards: int = 1) -> tuple[StoreSpec, ...]:

@@ -6,7 +6,6 @@ over the mesh.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,7 +66,7 @@ def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) ->
 
     Example:
       >>> raw, mask = pad({"user": np.array([7, 9])}, [FeatureSpec("user", table="user")], 3)
-      >>> raw["user"].tolist(), mask.tolist()
+      >>> raw["user"].keys.tolist(), mask.tolist()
       ([7, 9, 18446744073709551615], [True, True, False])
     """
     checks.integer("batch: pad_to", pad_to, 1, wanted="a number of samples, at least 1")
@@ -76,42 +75,77 @@ def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) ->
     padded = dict(raw)
     for spec in features:
         what = f'batch: feature "{spec.name}"'
-        value = raw[spec.name]
-        bags = features_lib.bags_of(value)
-        if _is_on_device(value):
+        if _is_on_device(raw[spec.name]):
             raise TypeError(f"{what}: got a jax.Array with pad_to, wanted NumPy; pad device arrays before.")
-        words = keys_lib.words_of(bags.keys, spec.key_dtype, what)
-        keys = keys_lib.from_words(words)
-        is_ragged = bags.lengths is not None or bags.offsets is not None
-        lengths = np.diff(features_lib.read_offsets(bags, words, what)) if is_ragged else keys
-        counts[spec.name] = lengths.shape[0]
-        more = pad_to - lengths.shape[0]
-        inverse = None
-        if bags.inverse is not None:
-            # Always one empty bag more: shapes must not depend on how many samples were added.
-            inverse = features_lib.read_inverse(bags, lengths.shape[0], what)
-            counts[spec.name] = inverse.shape[0]
-            more, num_added = 1, pad_to - inverse.shape[0]
-            inverse = np.concatenate([inverse, np.full(max(num_added, 0), lengths.shape[0], np.int32)])
-        if counts[spec.name] > pad_to:
+        bags, num_bags = read_bags(spec, raw[spec.name], what)
+        counts[spec.name] = num_bags if bags.inverse is None else bags.inverse.shape[0]
+        num_added = pad_to - counts[spec.name]
+        if num_added < 0:
             raise ValueError(f"{what}: keys: got {counts[spec.name]} samples, wanted at most pad_to = {pad_to}.")
-        if is_ragged:
-            lengths = np.concatenate([lengths, np.zeros(more, lengths.dtype)])
-            padded[spec.name] = Bags(keys, lengths=lengths, weights=bags.weights, inverse=inverse)
-            continue
-        keys = np.concatenate([keys, np.full((more, *keys.shape[1:]), PADDING_KEY, np.uint64)])
-        weights = bags.weights
-        if weights is not None:
-            weights = np.asarray(weights)
-            weights = np.concatenate([weights, np.zeros((more, *weights.shape[1:]), weights.dtype)])
-        is_plain = weights is None and inverse is None
-        padded[spec.name] = keys if is_plain else Bags(keys, weights=weights, inverse=inverse)
+        if bags.inverse is not None:
+            bags = dataclasses.replace(bags, inverse=np.append(bags.inverse, np.full(num_added, num_bags, np.int32)))
+        # With an inverse always one empty bag more: shapes must not depend on how many samples were added.
+        padded[spec.name] = _with_empty(bags, num_added if bags.inverse is None else 1)
     num_samples = next(iter(counts.values()), pad_to)
     for name, value in features_lib.rest_of(raw, features).items():
         if hasattr(value, "shape") and value.shape[:1] == (num_samples,):
             value = np.asarray(value)
             padded[name] = np.concatenate([value, np.zeros((pad_to - num_samples, *value.shape[1:]), value.dtype)])
     return padded, np.arange(pad_to) < num_samples
+
+
+def read_bags(spec: FeatureSpec, value: Any, what: str) -> tuple[Bags, int]:
+    """Reads a feature on the host, checks it, and counts its bags; errors begin with `what`.
+
+    Keys are uint64, and ragged ones have offsets.
+    """
+    bags = features_lib.bags_of(value)
+    words = keys_lib.words_of(bags.keys, spec.key_dtype, what)
+    keys = keys_lib.from_words(words)
+    weights = None if bags.weights is None else np.asarray(bags.weights)
+    if weights is not None and weights.shape != keys.shape:
+        raise ValueError(
+            f"{what}: weights: got shape {list(weights.shape)}, wanted that of the keys, {list(keys.shape)}."
+        )
+    is_ragged = bags.lengths is not None or bags.offsets is not None
+    offsets = features_lib.read_offsets(bags, words, what) if is_ragged else None
+    num_bags = keys.shape[0] if offsets is None else offsets.shape[0] - 1
+    inverse = None if bags.inverse is None else features_lib.read_inverse(bags, num_bags, what)
+    return Bags(keys, offsets=offsets, weights=weights, inverse=inverse), num_bags
+
+
+def cut_bags(bags: Bags, first: int, last: int) -> Bags:
+    """Returns the bags of `read_bags` from `first` up to `last`."""
+    weights, begin, end, offsets = bags.weights, first, last, None
+    if bags.offsets is not None:
+        begin, end = bags.offsets[first], bags.offsets[last]
+        offsets = bags.offsets[first : last + 1] - begin
+    of_part = None if weights is None else weights[begin:end]
+    return Bags(bags.keys[begin:end], offsets=offsets, weights=of_part)
+
+
+def _pick_bags(bags: Bags, inverse: np.ndarray, num_bags: int) -> Bags:
+    """Picks the bags that some samples share, in order, and adds empty ones until there are `num_bags`."""
+    used, inverse = np.unique(inverse, return_inverse=True)
+    place, offsets = used, None
+    if bags.offsets is not None:
+        lengths = bags.offsets[used + 1] - bags.offsets[used]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        # Positions of the bags' keys, one bag after the other.
+        place = np.repeat(bags.offsets[used] - offsets[:-1], lengths) + np.arange(offsets[-1])
+    weights = None if bags.weights is None else bags.weights[place]
+    return _with_empty(Bags(bags.keys[place], offsets=offsets, weights=weights, inverse=inverse), num_bags - used.size)
+
+
+def _with_empty(bags: Bags, more: int) -> Bags:
+    """Adds empty bags at the end."""
+    if bags.offsets is not None:
+        return dataclasses.replace(bags, offsets=np.append(bags.offsets, np.repeat(bags.offsets[-1:], more)))
+    keys, weights = bags.keys, bags.weights
+    keys = np.concatenate([keys, np.full((more, *keys.shape[1:]), PADDING_KEY, np.uint64)])
+    if weights is not None:
+        weights = np.concatenate([weights, np.zeros((more, *weights.shape[1:]), weights.dtype)])
+    return dataclasses.replace(bags, keys=keys, weights=weights)
 
 
 def _is_on_device(value: Any) -> bool:
@@ -137,38 +171,18 @@ def _require_even(what: str, num_samples: int, num_parts: int, shards: Shards) -
 def _cut(spec: FeatureSpec, value: Any, num_parts: int, shards: Shards) -> tuple[list[Any], int, int | None]:
     """Returns a feature's parts, its number of samples, and the static size of a part's keys (None: as it comes)."""
     what = f'batch: feature "{spec.name}"'
-    bags = features_lib.bags_of(value)
-    words = keys_lib.words_of(bags.keys, spec.key_dtype, what)
-    keys = keys_lib.from_words(words)
-    weights = None if bags.weights is None else np.asarray(bags.weights)
-    if weights is not None and weights.shape != keys.shape:
-        raise ValueError(
-            f"{what}: weights: got shape {list(weights.shape)}, wanted that of the keys, {list(keys.shape)}."
-        )
-    is_ragged = bags.lengths is not None or bags.offsets is not None
-    offsets = features_lib.read_offsets(bags, words, what) if is_ragged else np.zeros(0, np.int32)
-    num_bags = offsets.shape[0] - 1 if is_ragged else keys.shape[0]
-    inverse = None if bags.inverse is None else features_lib.read_inverse(bags, num_bags, what)
-    num_samples = num_bags if inverse is None else inverse.shape[0]
+    bags, num_bags = read_bags(spec, value, what)
+    num_samples = num_bags if bags.inverse is None else bags.inverse.shape[0]
     _require_even(what, num_samples, num_parts, shards)
-    if inverse is not None:
-        # Several processes must agree on the number of bags of a part.
-        most = num_samples // num_parts
-        most = most if shards.num_processes > 1 else min(most, num_bags)
-        pieces = np.split(inverse, num_parts)
-        parts = [_picked(keys, offsets, weights, piece, most, is_ragged=is_ragged) for piece in pieces]
-    elif is_ragged:
-        bounds = np.arange(num_parts + 1) * (num_bags // num_parts)
-        parts = []
-        for first, last in itertools.pairwise(bounds.tolist()):
-            begin, end = offsets[first], offsets[last]
-            of_part = None if weights is None else weights[begin:end]
-            parts.append(Bags(keys[begin:end], lengths=np.diff(offsets[first : last + 1]), weights=of_part))
+    most = num_samples // num_parts
+    if bags.inverse is None:
+        parts = [cut_bags(bags, part * most, (part + 1) * most) for part in range(num_parts)]
     else:
-        of_parts = [None] * num_parts if weights is None else np.split(weights, num_parts)
-        parts = [Bags(k, weights=w) for k, w in zip(np.split(keys, num_parts), of_parts, strict=True)]
+        # Several processes must agree on the number of bags of a part.
+        most = most if shards.num_processes > 1 else min(most, num_bags)
+        parts = [_pick_bags(bags, piece, most) for piece in np.split(bags.inverse, num_parts)]
     limit = None if spec.max_keys is None else -(-spec.max_keys // shards.num_shards)
-    if not is_ragged:
+    if bags.offsets is None:
         return parts, num_samples, limit
     longest = max(part.keys.shape[0] for part in parts)
     if limit is not None and longest > limit:
@@ -187,31 +201,6 @@ def _cut(spec: FeatureSpec, value: Any, num_parts: int, shards: Shards) -> tuple
     return parts, num_samples, size
 
 
-def _picked(
-    keys: np.ndarray,
-    offsets: np.ndarray,
-    weights: np.ndarray | None,
-    inverse: np.ndarray,
-    num_bags: int,
-    *,
-    is_ragged: bool,
-) -> Bags:
-    """Picks the bags that some samples share, in order, and adds empty ones until there are `num_bags`."""
-    used, local = np.unique(inverse, return_inverse=True)
-    more = num_bags - used.size
-    if is_ragged:
-        lengths = offsets[used + 1] - offsets[used]
-        # Positions of the bags' keys, one bag after the other.
-        place = np.repeat(offsets[used] - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
-        lengths = np.concatenate([lengths, np.zeros(more, lengths.dtype)])
-        of_keys = None if weights is None else weights[place]
-        return Bags(keys[place], lengths=lengths, weights=of_keys, inverse=local)
-    padded = np.concatenate([keys[used], np.full((more, *keys.shape[1:]), PADDING_KEY, np.uint64)])
-    if weights is not None:
-        weights = np.concatenate([weights[used], np.zeros((more, *keys.shape[1:]), weights.dtype)])
-    return Bags(padded, weights=weights, inverse=local)
-
-
 def _split_rest(value: Any, num_samples: int, numbers: Sequence[int], shards: Shards) -> Any:
     """Splits an entry with a line for each sample as the samples are; returns anything else as it is."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
@@ -226,11 +215,7 @@ def _split_rest(value: Any, num_samples: int, numbers: Sequence[int], shards: Sh
 
 
 def _pack_on_device(
-    raw: Mapping[str, Any],
-    stores: Sequence[StoreSpec],
-    features: Sequence[FeatureSpec],
-    tag: str,
-    shards: Shards,
+    raw: Mapping[str, Any], stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str, shards: Shards
 ) -> Batch:
     """Packs features that are on the devices already where they are, split by their samples."""
     arrays: dict[str, Any] = {}

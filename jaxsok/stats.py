@@ -154,12 +154,15 @@ class Stats:
         host = on_host(self)
         counts = host.to_dict()
         num_full = {table: c["num_refused"] - c["num_unadmitted"] for table, c in counts.items()}
-        refused = [
-            f'table "{table}": {num_full[table]} keys refused, its store of capacity {capacity} rows '
-            f"(tables {self._neighbours(i)}) holds {self._rows_of_store(counts, i)}"
-            for i, (table, capacity) in enumerate(zip(self.tables, self.capacities, strict=True))
-            if num_full[table]
-        ]
+        refused = []
+        for table, capacity, s in zip(self.tables, self.capacities, self.stores, strict=True):
+            if num_full[table]:
+                neighbours = [name for name, store in zip(self.tables, self.stores, strict=True) if store == s]
+                names = ", ".join(f'"{name}"' for name in neighbours)
+                refused.append(
+                    f'table "{table}": {num_full[table]} keys refused, its store of capacity {capacity} rows '
+                    f"(tables {names}) holds {sum(counts[name]['num_rows'] for name in neighbours)}"
+                )
         if refused:
             unplaced = int(host.count("num_unplaced").sum())
             also = f" {unplaced} of them found no index entry within the probe bound." if unplaced else ""
@@ -185,12 +188,6 @@ class Stats:
                 f"update: plan: {stale} uses came from a plan made before the last erase or eviction; they "
                 "changed nothing. Look the batch up again after rows have left."
             )
-
-    def _neighbours(self, i: int) -> str:
-        return ", ".join(f'"{t}"' for t, s in zip(self.tables, self.stores, strict=True) if s == self.stores[i])
-
-    def _rows_of_store(self, counts: dict[str, Any], i: int) -> int:
-        return sum(counts[t]["num_rows"] for t, s in zip(self.tables, self.stores, strict=True) if s == self.stores[i])
 
 
 # The words ------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,9 @@ NUM_STATISTICS = 2  # words of a row's statistics: last step, frequency
 MIN_SIGHTINGS = 4096  # buckets for waiting keys, at least; `grow` adds more
 MIN_BUCKETS = 16  # 1 KiB; below it the index costs nothing worth saving
 
+Slab = tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]
+"""Rows, records, states and statistics (none or one) of a slab."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -130,23 +133,15 @@ def row_bytes(spec: StoreSpec) -> int:
 
 def store_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
     """Returns the bytes of a shard's arrays, by their content; `capacity` is that of the shard."""
-    return (
-        {name: capacity * num_bytes for name, num_bytes in _bytes_by_row(spec).items()}
-        | {
-            "index": 4 * BUCKET_WORDS * num_buckets_of(capacity),
-            "counters": 4 * (len(COUNTERS) + len(spec.tables))
-            + sum(np.asarray(leaf).nbytes for leaf in spec.optimizer.init_globals(spec.dim))
-            + (4 * len(spec.tables) if spec.tables[0].eviction else 0),
-        }
-        | _admission_bytes(spec, capacity)
-    )
-
-
-def _admission_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
-    """Returns the bytes of a new store's sightings and Bloom filter."""
-    sightings = 4 * BUCKET_WORDS * first_sightings(capacity) if spec.counts_sightings else 0
-    total = sightings + 4 * bloom_words(spec)
-    return {"admission": total} if total else {}
+    sizes = {name: capacity * num_bytes for name, num_bytes in _bytes_by_row(spec).items()}
+    sizes["index"] = 4 * BUCKET_WORDS * num_buckets_of(capacity)
+    globals_ = map(np.asarray, spec.optimizer.init_globals(spec.dim))
+    num_evicted = len(spec.tables) if spec.tables[0].eviction else 0
+    words = len(COUNTERS) + len(spec.tables) + num_evicted
+    sizes["counters"] = 4 * words + sum(leaf.nbytes for leaf in globals_)
+    sightings = BUCKET_WORDS * first_sightings(capacity) if spec.counts_sightings else 0
+    admission = 4 * (sightings + bloom_words(spec))
+    return sizes | ({"admission": admission} if admission else {})
 
 
 def _bytes_by_row(spec: StoreSpec) -> dict[str, int]:
@@ -158,13 +153,35 @@ def _bytes_by_row(spec: StoreSpec) -> dict[str, int]:
     } | ({"statistics": 4 * NUM_STATISTICS} if spec.keeps_statistics else {})
 
 
-def new_slab(spec: StoreSpec, size: int) -> tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]:
-    """Makes rows, records, states and statistics (none or one) of a slab, each its own buffer, to be donated."""
+def new_slab(spec: StoreSpec, size: int) -> Slab:
+    """Makes the arrays of a slab, each its own buffer, to be donated."""
     rows = jnp.zeros((size, spec.dim), spec.dtype)
     records = jnp.full((size, RECORD_WORDS), np.uint32(0xFFFFFFFF))
     states = tuple(jnp.full((size, state.dim), np.float32(state.initial_value)) for state in spec.state_specs)
     statistics = (jnp.zeros((size, NUM_STATISTICS), jnp.uint32),) if spec.keeps_statistics else ()
     return rows, records, states, statistics
+
+
+def with_slab(store: StoreState, slab: Slab) -> StoreState:
+    """Appends a slab to every per-row array."""
+    rows, records, states, statistics = slab
+    return dataclasses.replace(
+        store,
+        rows=(*store.rows, rows),
+        records=(*store.records, records),
+        states=tuple((*slabs, new) for slabs, new in zip(store.states, states, strict=True)),
+        statistics=(*store.statistics, *statistics),
+    )
+
+
+def with_store(state: State, s: int, store: StoreState) -> State:
+    """Replaces store `s`."""
+    return dataclasses.replace(state, stores=(*state.stores[:s], store, *state.stores[s + 1 :]))
+
+
+def capacities_of(state: State) -> tuple[int, ...]:
+    """Returns the rows allocated, by store, on all shards together."""
+    return tuple(store.capacity for store in state.stores)
 
 
 def init_store(spec: StoreSpec, salt: int) -> StoreState:

@@ -1,4 +1,4 @@
-"""Operations on (table, key) pairs on one shard: find, insert, assign, erase, release and rebuild.
+"""Operations on (table, key) pairs on one shard: find, insert, assign, erase and release.
 
 They serve keys without bags: plans made apart, inspection, erasing. The whole lookup is in lookup.py.
 """
@@ -50,7 +50,7 @@ def find_or_insert(
     Row ids are NO_ROW for padding, for keys that are not admitted and where the store is full. Counts by table
     (types.COUNTS) count keys, but of the unadmitted their uses.
 
-    Costs one call. Where XLA computes the rows of some tables there is a second call for the unseen keys, and every
+    Costs one call. Where XLA computes the rows of some tables there are two more, which search and write, and every
     such table computes a row for each key, of which those of new keys are written.
     """
     keys = jnp.asarray(keys)
@@ -67,7 +67,7 @@ def find_or_insert(
     )
     counts = counts.at[:, _FOUND].add(found).at[:, _PADDING].add(-found)
     to_write = jnp.where(_is_one_of(ids, spec.traced_tables), new, jnp.uint32(NO_ROW))
-    store = rows_lib.write_initial(store, to_write, initial_rows(spec, keys, table_ids))
+    store = rows_lib.write_lines(store, to_write, initial_rows(spec, keys, table_ids), {})
     return store, jnp.where(is_known, known, new), counts
 
 
@@ -296,11 +296,6 @@ def clear(spec: StoreSpec, store: StoreState, number: int) -> tuple[StoreState, 
     # Also where there were no rows: waiting keys have none.
     store = admission.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)
     return store, num_released[number]
-
-
-def rebuild(store: StoreState, num_buckets: int) -> tuple[Array, Array]:
-    """Makes an index of another size, or under another salt, from the records; returns index and counters."""
-    return kernels.rebuild(store.counters, store.records, num_buckets)
 
 
 def table_ids_of(number: int, num_keys: int) -> np.ndarray:

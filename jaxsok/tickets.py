@@ -40,10 +40,7 @@ def no_tickets(num_shards: int) -> Tickets:
 
 
 def issue(
-    state: State,
-    stores: Sequence[StoreState],
-    features: Features,
-    digests: Sequence[UInt32[Array, "1 2"]],
+    state: State, stores: Sequence[StoreState], features: Features, digests: Sequence[UInt32[Array, "1 2"]]
 ) -> tuple[Tickets, kernels.Ticket]:
     """Makes the ticket of a lookup: returns the tickets after it, and the new one.
 

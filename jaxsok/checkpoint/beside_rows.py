@@ -13,16 +13,15 @@ from jaxsok import admission as admission_lib
 from jaxsok import policies, processes
 from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.place import Held, with_store
 from jaxsok.checkpoint.save import admission_of
 from jaxsok.checkpoint.source import OptimizerState, Source
 from jaxsok.checks import there
 from jaxsok.collection import Collection
+from jaxsok.imports import Held
 from jaxsok.operations import locate
 from jaxsok.plan import owners_of
-from jaxsok.shards import Shards, local_parts
-from jaxsok.specs import StoreSpec
-from jaxsok.store import State, StoreState
+from jaxsok.shards import local_parts
+from jaxsok.store import State, StoreState, with_store
 from jaxsok.types import COUNTERS
 
 LOG = logging.getLogger("jaxsok.checkpoint")
@@ -99,19 +98,16 @@ def _with_globals(source: Source, collection: Collection, state: State, names: S
 
 def _with_evicted(source: Source, collection: Collection, state: State, names: Sequence[str]) -> State:
     """Restores counts of evicted rows, on the first shard (of replicated stores: on all)."""
+    tables = source.manifest["tables"]
     for s, spec in enumerate(collection.stores):
         if not state.stores[s].table_evicted:
             continue
-        tables = source.manifest["tables"]
-        counts = np.array(
-            [tables[table.name]["num_evicted"] if table.name in names else 0 for table in spec.tables], np.uint64
-        ).astype(np.uint32)
+        saved = [tables[table.name]["num_evicted"] if table.name in names else 0 for table in spec.tables]
+        counts = np.array(saved, np.uint64).astype(np.uint32)
         none = np.zeros_like(counts)
-
-        def block(shard: int, spec: Any = spec, counts: Any = counts, none: Any = none) -> np.ndarray:
-            return (counts if shard == 0 or spec.is_replicated else none).copy()
-
-        state = _with_arrays(state, s, table_evicted=(_put(collection, block),))
+        blocks = [counts if shard == 0 or spec.is_replicated else none for shard in range(spec.num_shards)]
+        put = _put(collection, lambda shard, blocks=blocks: blocks[shard].copy())
+        state = _with_arrays(state, s, table_evicted=(put,))
     return state
 
 
@@ -146,20 +142,17 @@ def _add_admission(source: Source, collection: Collection, held: Held, names: Se
 def _add_waiting(source: Source, collection: Collection, held: Held, s: int, number: int) -> None:
     spec, shards = collection.stores[s], collection.shards
 
-    held.state = with_store(held.state, s, _forget_waiting(spec, number, shards, held.state.stores[s]))
+    def forget(store: StoreState) -> StoreState:
+        return admission_lib.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)
+
+    forget_all = jax.jit(lambda store: shards.run(forget, (store,), (shards.spec,), shards.spec), donate_argnums=0)
+    held.state = with_store(held.state, s, forget_all(held.state.stores[s]))
     for keys, counts in processes.in_step(source.op, _join_batches(source.waiting(spec.tables[number].name))):
         # A key seen often enough for a lower threshold waits for one more sight.
         counts = np.minimum(counts, np.uint32(there(spec.tables[number].admission).threshold - 1))
         owners = owners_of(spec, number, keys, collection.partition_owners)
         store = admission_lib.with_waiting(spec, held.state.stores[s], number, keys, counts, owners, shards)
         held.state = with_store(held.state, s, store)
-
-
-def _forget_waiting(spec: StoreSpec, number: int, shards: Shards, store: StoreState) -> StoreState:
-    def part(store: StoreState) -> StoreState:
-        return admission_lib.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)
-
-    return jax.jit(lambda store: shards.run(part, (store,), (shards.spec,), shards.spec), donate_argnums=0)(store)
 
 
 def _join_batches(batches: Iterator[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -7,7 +7,6 @@ batches of them, by the places in the manifest, and checks every byte's checksum
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import io
 import os
 import zlib
@@ -129,11 +128,6 @@ class TableForm:
             plain("last_step") if self.statistics else None,
             plain("frequency") if self.statistics else None,
         )
-
-
-def name_word(table: str) -> np.uint64:
-    """Returns the word by which a table's name enters hashes (`StoreSpec.table_words`)."""
-    return np.uint64(int.from_bytes(hashlib.blake2b(table.encode(), digest_size=8).digest(), "little"))
 
 
 def _numbers(name: str, kind: Any, dim: int, metadata: Mapping[str, str] | None = None) -> Any:

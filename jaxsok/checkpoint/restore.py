@@ -1,9 +1,11 @@
 """Restoring: saved rows into a state, each to the shard that owns its key, whatever mesh saved them.
 
-A process reads the batches that may have keys of its shards' partitions.
+A new state comes from a chain of exports, or one goes forward by the next delta. A process reads the batches that may
+have keys of its shards' partitions.
 """
 
 import contextlib
+import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,20 +17,92 @@ from jaxsok import grow as grow_lib
 from jaxsok import processes
 from jaxsok.checkpoint import beside_rows
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.chain import KEYS_AT_A_TIME, find_keys
-from jaxsok.checkpoint.files import CorruptFileError, key_batches, name_word
-from jaxsok.checkpoint.place import Held, Placer
+from jaxsok.checkpoint.chain import KEYS_AT_A_TIME, Path, chain_of, check_link, find_keys
+from jaxsok.checkpoint.files import CorruptFileError, key_batches
+from jaxsok.checkpoint.place import place_records
 from jaxsok.checkpoint.save import time_of
 from jaxsok.checkpoint.source import OptimizerState, Source, check_forms, choose_tables
 from jaxsok.collection import Collection
+from jaxsok.imports import Held, rows_in_use
 from jaxsok.operations import check_state, check_untraced, locate
 from jaxsok.plan import partitions_of
 from jaxsok.records import Records
-from jaxsok.specs import StoreSpec, TableSpec
-from jaxsok.store import State, StoreState, row_bytes
-from jaxsok.types import COUNTERS, MAX_CAPACITY, NUM_PARTITIONS, TableFullError
+from jaxsok.specs import StoreSpec, TableSpec, name_word
+from jaxsok.store import State, row_bytes
+from jaxsok.types import MAX_CAPACITY, NUM_PARTITIONS, TableFullError
 
 LEAST_ROOM = 1024  # rows of a shard that a restored state has for new keys, if nothing says how many a step has
+
+
+def load(
+    path: Path | Sequence[Path],
+    collection: Collection,
+    *,
+    state: State | None = None,
+    tables: Sequence[str] | None = None,
+    optimizer_state: OptimizerState = "require",
+    clock: int | None = None,
+) -> State:
+    """Makes a state of an export, or of a full one and its deltas in order.
+
+    `path` is of an export, beside the links that it rests on, or all links in order. `collection` may have any mesh,
+    capacities and grouping into stores; with `tables` (names; None: all) the export may have others. A given `state` is
+    donated and keeps its seed and step; a new one has those of the last link. `optimizer_state` is "require",
+    "matching" or "initial" (see `TablesRestore`). Rows that enter a given state count as used now: at `clock`, where
+    its lookups have a clock, else at its step.
+
+    Raises:
+      ValueError: tables do not fit, or links are not in order.
+      CorruptFileError: files are damaged; a given state is unchanged.
+      TableFullError, MemoryError: there is no room.
+      Exception: once a given state is changed, any error has what there is of it as `state`.
+
+    Example:
+      `state = load(["monday", "tuesday"], collection)`
+    """
+    with processes.together("load"):
+        chain = chain_of("load", path)
+    return restore(chain, collection, state, tables, optimizer_state, clock)
+
+
+def apply_delta(
+    path: Path,
+    collection: Collection,
+    state: State,
+    *,
+    after: str | Path,
+    tables: Sequence[str] | None = None,
+    optimizer_state: OptimizerState = "require",
+    clock: int | None = None,
+) -> State:
+    """Brings a state that holds an export forward by the delta at `path`, which comes next.
+
+    The state is donated. `after` says what it holds, as path or `uuid` of that export; these tables were not changed
+    since. `tables` are names (None: all); `optimizer_state` is as the state was loaded. `clock` is now, where lookups
+    have a clock: rows count as used now. None, with `tables`: the state's step. Without both the state gets the step of
+    the delta, and the rows keep theirs.
+
+    Raises:
+      ValueError, CorruptFileError, Exception: as `load`; or the delta rests on another export.
+
+    Example:
+      `state = apply_delta("wednesday", collection, state, after="tuesday")`
+    """
+    op = "apply_delta"
+    with processes.together(op):
+        check_state(op, collection, state)
+        check_untraced(op, state)
+        source = Source.of(op, pathlib.Path(path))
+        is_path = not isinstance(after, str) or (pathlib.Path(after) / manifest_lib.NAME).exists()
+        held = Source.of(op, pathlib.Path(after)).manifest["uuid"] if is_path else after
+        check_link(op, source, held, f'"{after}"')
+        names = choose_tables(source, collection, tables)
+        check_forms(source, collection, names, optimizer_state)
+        now = time_of(op, state, clock) if tables is not None or clock is not None else None
+        source.verify(names)
+    with held_on(collection, state, names) as held:
+        apply_link(source, collection, held, tables, optimizer_state, is_whole=tables is None, now=now)
+    return held.state
 
 
 def restore(
@@ -116,7 +190,7 @@ def place(source: Source, collection: Collection, held: Held, name: str, taken: 
         if wanted is None or wanted.any():
             yield from map(fitted, source.records(name, wanted))
 
-    num_placed = Placer(op, collection, s, number).place(held, of_shard)
+    num_placed = place_records(op, collection, s, number, held, of_shard)
     saved = source.manifest["tables"][name]["num_rows"]
     with processes.together(op):
         if num_placed != saved:
@@ -208,7 +282,7 @@ def with_room(
         coming = sum(parts, np.zeros(spec.num_shards, np.int64))
         if not coming.any():
             continue
-        needed = int((_rows_in_use(collection, spec, state.stores[s]) + coming).max())
+        needed = int((rows_in_use(spec, state.stores[s], collection.shards) + coming).max())
         if spec.max_capacity is not None and needed > spec.max_capacity:
             raise TableFullError(
                 f"{source.op}: store of tables {[table.name for table in spec.tables]}: max_capacity: got "
@@ -244,12 +318,6 @@ def _table_rows(collection: Collection, state: State, name: str) -> np.ndarray:
     s, number = locate("restore", collection, name)
     spec, shards, words = collection.stores[s], collection.shards, state.stores[s].table_rows
     return shards.read(words).reshape(spec.num_shards, len(spec.tables))[:, number].astype(np.int64)
-
-
-def _rows_in_use(collection: Collection, spec: StoreSpec, store: StoreState) -> np.ndarray:
-    words = collection.shards.read(store.counters).reshape(spec.num_shards, len(COUNTERS)).astype(np.int64)
-    allocated, begin, end = (words[:, COUNTERS.index(name)] for name in ("num_allocated", "free_begin", "free_end"))
-    return allocated - (end - begin)
 
 
 def _rows_by_shard(op: str, collection: Collection, name: str, rows: np.ndarray) -> np.ndarray:

@@ -28,7 +28,6 @@ from jaxsok.checkpoint.files import (
     close_synced,
     keys_batch,
     keys_schema,
-    name_word,
 )
 from jaxsok.checkpoint.snapshot import Piece, RowsPiece, WordsPiece, pieces, shard_parts
 from jaxsok.collection import Collection
@@ -36,7 +35,7 @@ from jaxsok.keys import from_words
 from jaxsok.operations import check_state, check_untraced
 from jaxsok.plan import partitions_of
 from jaxsok.records import Records
-from jaxsok.specs import StoreSpec, TableSpec
+from jaxsok.specs import StoreSpec, TableSpec, name_word
 from jaxsok.store import State
 from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, NUM_PARTITIONS, PADDING_KEY
 

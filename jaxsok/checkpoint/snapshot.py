@@ -4,7 +4,6 @@ Each piece is a range of a shard's dense arrays, live rows and others; the write
 way at a time, so that the link is busy while the host works.
 """
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from jaxsok.export import sent_ahead
 from jaxsok.keys import from_words
 from jaxsok.rows import cut_lines, read_lines, slabs_of
 from jaxsok.shards import Shards, local_parts
@@ -72,26 +72,14 @@ def shard_parts(array: Array, spec: StoreSpec, shards: Shards) -> dict[int, Arra
 
 
 def pieces(
-    number: int,
-    spec: StoreSpec,
-    store: StoreState,
-    shards: Shards,
-    *,
-    piece_bytes: int,
-    since: int | None = None,
+    number: int, spec: StoreSpec, store: StoreState, shards: Shards, *, piece_bytes: int, since: int | None = None
 ) -> Iterator[Piece]:
     """Copies all pieces of a store that this process saves; it must not be donated before the last has come.
 
     A piece has at most `piece_bytes`, give or take a row. With `since`, only rows with a later or equal last step are
     kept; where they are few they are picked on the device.
     """
-    under_way: collections.deque[_UnderWay] = collections.deque()
-    for piece in _start(number, spec, store, shards, piece_bytes, since):
-        under_way.append(piece)
-        if len(under_way) > UNDER_WAY:
-            yield under_way.popleft().wait()
-    while under_way:
-        yield under_way.popleft().wait()
+    return map(_UnderWay.wait, sent_ahead(_start(number, spec, store, shards, piece_bytes, since), UNDER_WAY))
 
 
 def _start(

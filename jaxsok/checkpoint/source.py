@@ -11,11 +11,12 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, name_word
+from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm
 from jaxsok.collection import Collection
 from jaxsok.operations import locate
 from jaxsok.plan import partitions_of
 from jaxsok.records import Records
+from jaxsok.specs import name_word
 
 LOG = logging.getLogger("jaxsok.checkpoint")
 OptimizerState = Literal["require", "matching", "initial"]

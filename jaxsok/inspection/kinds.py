@@ -1,7 +1,7 @@
 """Which kind of file a path has, and which tables are in it: found by content, not by name.
 
-A line of `KINDS` has a function that recognises a path, and one that opens it as tables, each a function that begins to
-read its records. A new kind is one more line.
+A line of `KINDS` has a function that opens a path as tables, each a function that begins to read its records, or
+returns None where the path is of another kind. A new kind is one more line.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import functools
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,44 +38,36 @@ class Opened:
     """The step, or the user's time, of the files."""
 
 
-class Kind(NamedTuple):
-    """A kind of file or folder; messages describe it by `wanted`."""
-
-    name: str
-    wanted: str
-    recognises: Callable[[pathlib.Path], bool]
-    open: Callable[[pathlib.Path], Opened]
-
-
 def open_tables(path: pathlib.Path) -> Opened:
     """Opens a file or folder of any kind, or a folder of files, each a table; errors are those of `inspect`."""
     if not path.exists():
         raise FileNotFoundError(f"inspect: {path}: got no such file or folder, wanted {_wanted()}.")
-    kind = _kind_of(path)
-    if kind is not None:
-        return kind.open(path)
+    opened = _open(path)
+    if opened is not None:
+        return opened
     children = sorted(child for child in path.iterdir() if child.suffix not in _UNFINISHED) if path.is_dir() else []
-    found = {child: kind for child in children if (kind := _kind_of(child)) is not None}
+    found = {child: opened for child in children if (opened := _open(child)) is not None}
     if not found:
         raise ValueError(f"inspect: {path}: got {_content(path)}, wanted {_wanted()}.")
     tables: dict[str, Read] = {}
-    for child, kind in found.items():
-        for name, read in kind.open(child).tables.items():
+    for child, opened in found.items():
+        for name, read in opened.tables.items():
             if name in tables:
                 raise ValueError(
                     f'inspect: {path}: got two tables "{name}", the second in {child.name}, wanted one of a name; '
                     "give the path of one."
                 )
             tables[name] = read
-    return Opened(" and ".join(dict.fromkeys(kind.name for kind in found.values())), tables)
+    return Opened(" and ".join(dict.fromkeys(opened.kind for opened in found.values())), tables)
 
 
-def _kind_of(path: pathlib.Path) -> Kind | None:
-    return next((kind for kind in KINDS if kind.recognises(path)), None)
+def _open(path: pathlib.Path) -> Opened | None:
+    return next((opened for _, open_kind in KINDS if (opened := open_kind(path)) is not None), None)
 
 
 def _wanted() -> str:
-    return ", ".join(kind.wanted for kind in KINDS[:-1]) + f" or {KINDS[-1].wanted}"
+    *wanted, last = (wanted for wanted, _ in KINDS)
+    return f"{', '.join(wanted)} or {last}"
 
 
 def _content(path: pathlib.Path) -> str:
@@ -91,10 +83,6 @@ def _head(path: pathlib.Path, num_bytes: int) -> bytes:
         return b""
     with path.open("rb") as file:
         return file.read(num_bytes)
-
-
-def _is_saved(path: pathlib.Path) -> bool:
-    return bool(_saved_folders(path))
 
 
 def _saved_folders(path: pathlib.Path) -> list[pathlib.Path]:
@@ -124,8 +112,10 @@ def _has_manifest(path: pathlib.Path) -> bool:
     return f'"{manifest.FORMAT}"'.encode() in _head(path / manifest.NAME, 4096)
 
 
-def _open_saved(path: pathlib.Path) -> Opened:
+def _open_saved(path: pathlib.Path) -> Opened | None:
     folders = _saved_folders(path)
+    if not folders:
+        return None
     if len(folders) > 1:
         raise ValueError(
             f"inspect: {path}: got several folders of tables, {[str(folder) for folder in folders]}, wanted one; give "
@@ -162,11 +152,9 @@ def _saved_records(source: Source, table: str) -> Iterator[Records]:
     yield from source.records(table)
 
 
-def _is_hps(path: pathlib.Path) -> bool:
-    return (path / "key").is_file() and (path / "emb_vector").is_file()
-
-
-def _open_hps(path: pathlib.Path) -> Opened:
+def _open_hps(path: pathlib.Path) -> Opened | None:
+    if not (path / "key").is_file() or not (path / "emb_vector").is_file():
+        return None
     # The files do not tell the dim; where the sizes make none, the reader says what is wrong with them.
     num_keys = (path / "key").stat().st_size // 8
     dim = max(1, (path / "emb_vector").stat().st_size // (4 * max(1, num_keys)))
@@ -175,28 +163,22 @@ def _open_hps(path: pathlib.Path) -> Opened:
     return Opened("HPS", {path.resolve().name: read})
 
 
-def _is_sok(path: pathlib.Path) -> bool:
-    return bool(sok_files.key_files(path))
-
-
-def _open_sok(path: pathlib.Path) -> Opened:
+def _open_sok(path: pathlib.Path) -> Opened | None:
     tables = sok_files.tables_in(path)
-    return Opened("SOK", {name: functools.partial(sok.read_sok, path, name, **how) for name, how in tables.items()})
+    reads = {name: functools.partial(sok.read_sok, path, name, **how) for name, how in tables.items()}
+    return Opened("SOK", reads) if reads else None
 
 
-def _begins_with(magic: bytes) -> Callable[[pathlib.Path], bool]:
-    return lambda path: _head(path, len(magic)) == magic
-
-
-def _opens_one_table(kind: str, read: Callable[[pathlib.Path], Iterable[Records]]) -> Callable[..., Opened]:
-    return lambda path: Opened(kind, {path.stem: functools.partial(read, path)})
+def _open_file(kind: str, magic: bytes, read: Callable[..., Iterable[Records]], path: pathlib.Path) -> Opened | None:
+    is_kind = _head(path, len(magic)) == magic
+    return Opened(kind, {path.stem: functools.partial(read, path)}) if is_kind else None
 
 
 KINDS = (  # in the order in which they are asked
-    Kind("jaxsok", f"a checkpoint or an export of jaxsok (a folder with {manifest.NAME})", _is_saved, _open_saved),
-    Kind("HPS", "a folder of HPS (key and emb_vector)", _is_hps, _open_hps),
-    Kind("SOK", "a dump of SOK (<table>-key and <table>-weight)", _is_sok, _open_sok),
-    Kind("Parquet", "a Parquet file", _begins_with(b"PAR1"), _opens_one_table("Parquet", columns.read_parquet)),
-    Kind("Arrow", "an Arrow file", _begins_with(b"ARROW1\0\0"), _opens_one_table("Arrow", columns.read_arrow)),
-    Kind("npz", "an .npz file", _begins_with(b"PK\x03\x04"), _opens_one_table("npz", npz.read_npz)),
+    (f"a checkpoint or an export of jaxsok (a folder with {manifest.NAME})", _open_saved),
+    ("a folder of HPS (key and emb_vector)", _open_hps),
+    ("a dump of SOK (<table>-key and <table>-weight)", _open_sok),
+    ("a Parquet file", functools.partial(_open_file, "Parquet", b"PAR1", columns.read_parquet)),
+    ("an Arrow file", functools.partial(_open_file, "Arrow", b"ARROW1\0\0", columns.read_arrow)),
+    ("an .npz file", functools.partial(_open_file, "npz", b"PK\x03\x04", npz.read_npz)),
 )

@@ -343,11 +343,7 @@ def _find_spelling(op: str, base: pathlib.Path, spellings: Sequence[Mapping[str,
 
 
 def _declared_slots(
-    op: str,
-    collection: Collection,
-    table: str,
-    with_state: bool,
-    optimizers: Mapping[str, OptimizerLike] | None,
+    op: str, collection: Collection, table: str, with_state: bool, optimizers: Mapping[str, OptimizerLike] | None
 ) -> tuple[OptimizerLike, float | None]:
     """Returns what files call a table's state, and the learning rate, if it is a number."""
     for name in optimizers or {}:
@@ -396,12 +392,7 @@ def _state(op: str, path: pathlib.Path, table: str, end: str, num_rows: int, wid
 
 
 def _chunks(
-    op: str,
-    chunk_rows: int | None,
-    keys: RawArray,
-    rows: RawArray,
-    states: Mapping[str, RawArray],
-    scale: float = 1.0,
+    op: str, chunk_rows: int | None, keys: RawArray, rows: RawArray, states: Mapping[str, RawArray], scale: float = 1.0
 ) -> RecordChunks:
     (num_rows, dim), arrays = rows.shape, (keys, rows, *states.values())
     at_once = files.rows_of_chunk(op, chunk_rows, sum(array.row_bytes for array in arrays))

@@ -11,8 +11,10 @@ from typing import Any
 
 import jax
 from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float32
 
+from jaxsok import collection as collection_lib
 from jaxsok.collection import Collection
 from jaxsok.features import Features
 from jaxsok.layers import tap
@@ -208,13 +210,14 @@ def apply_updates(
     """
     op = "apply_updates"
     tables, waiting = _waiting(op, updates, gradients)
-    stats = {}
+    flat, stats = _flat(tables), {}
     for path, (collection, plans, by_lookup) in waiting.items():
         state = _at(op, tables, (*path, "state"))
         by_plan = tap.by_plan(op, plans, by_lookup)
         state, stats["/".join(path)] = collection.update(state, plans, by_plan, learning_rate=learning_rate)
-        tables = _without(_with(tables, (*path, "state"), state), (*path, "waiting"))
-    return tables, stats
+        flat[(*path, "state")] = state
+        del flat[(*path, "waiting")]
+    return unflatten_dict(flat), stats
 
 
 def clip_by_global_norm(
@@ -244,7 +247,7 @@ def clip_by_global_norm(
         (collection, _at(op, tables, (*path, "state")), plans, tap.by_plan(op, plans, by_lookup))
         for path, (collection, plans, by_lookup) in waiting.items()
     ]
-    (gradients, scaled), norm = tap.clip_by_global_norm(lookups, (gradients, dense), max_norm, dense)
+    (gradients, scaled), norm = collection_lib.clip_by_global_norm(lookups, (gradients, dense), max_norm, dense)
     return gradients, scaled, norm
 
 
@@ -256,10 +259,7 @@ def discard(updates: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(updates, Mapping) or _TABLES not in updates:
         got = sorted(updates) if isinstance(updates, Mapping) else type(updates).__name__
         raise ValueError(f'discard: updates: got {got}, wanted the variables that apply returned, with "{_TABLES}".')
-    tables = dict(updates[_TABLES])
-    for path, _ in list(_found(tables, "waiting", _Waiting)):
-        tables = _without(tables, (*path, "waiting"))
-    return tables
+    return unflatten_dict({path: leaf for path, leaf in _flat(updates[_TABLES]).items() if type(leaf) is not _Waiting})
 
 
 def grow(
@@ -292,26 +292,27 @@ def grow(
             "growth of one state: grow({path: collection}, tables); or share the layer."
         )
     batches = tap.batches_of(list(states), batch)
-    new = dict(tables)
+    new = _flat(tables)
     try:
         for name, (path, state) in states.items():
-            new = _with(new, (*path, "state"), collection[name].grow(state, batches.get(name), steps=steps))
+            new[(*path, "state")] = collection[name].grow(state, batches.get(name), steps=steps)
     except BaseException as error:  # the layers before this one may have been consumed
         error.add_note(
             'grow: the variables "tables", as far as they have grown, are the `tables` attribute of this error.'
         )
-        error.tables = new  # pyright: ignore[reportAttributeAccessIssue]
+        error.tables = unflatten_dict(new)  # pyright: ignore[reportAttributeAccessIssue]
         raise
-    return new
+    return unflatten_dict(new)
 
 
-def _found(node: Any, name: str, kind: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _flat(variables: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Flattens nested variables; empty nodes stay."""
+    return flatten_dict(dict(variables), keep_empty_nodes=True)
+
+
+def _found(variables: Mapping[str, Any], name: str, kind: type) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields the values of one name and kind among nested variables, with the path of their layer."""
-    for key, value in node.items() if isinstance(node, Mapping) else ():
-        if key == name and isinstance(value, kind):
-            yield path, value
-        else:
-            yield from _found(value, name, kind, (*path, key))
+    return ((path[:-1], leaf) for path, leaf in _flat(variables).items() if path[-1] == name and isinstance(leaf, kind))
 
 
 def _waiting(
@@ -370,15 +371,3 @@ def _at(op: str, node: Any, path: tuple[str, ...]) -> Any:
             )
         node = node[name]
     return node
-
-
-def _with(node: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    name, *rest = path
-    return {**node, name: _with(node[name], tuple(rest), value) if rest else value}
-
-
-def _without(node: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    name, *rest = path
-    if rest:
-        return {**node, name: _without(node[name], tuple(rest))}
-    return {key: value for key, value in node.items() if key != name}

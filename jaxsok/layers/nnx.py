@@ -13,6 +13,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float32
 
+from jaxsok import collection as collection_lib
 from jaxsok.collection import Collection
 from jaxsok.features import Features
 from jaxsok.layers import tap
@@ -291,7 +292,7 @@ def clip_by_global_norm(model: Any, gradients: Any, max_norm: Any) -> tuple[Any,
             "micro-batch."
         )
     dense = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *without_taps)
-    return tap.clip_by_global_norm(lookups, gradients, max_norm, dense)
+    return collection_lib.clip_by_global_norm(lookups, gradients, max_norm, dense)
 
 
 def grow(model: Any, batch: Any = None, *, steps: int = 1) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array
 
-from jaxsok import norms
-from jaxsok.collection import Collection, check_scalar
+from jaxsok.collection import Collection
 from jaxsok.features import Features
 from jaxsok.lookup import Embeddings
 from jaxsok.operations import check_features
@@ -88,21 +87,6 @@ def lookup(
                 f"{wanted.get(name, 'none')}; make the taps of a step from the features that it looks up, in order."
             )
     return tapped(embeddings, taps), state, plan
-
-
-def clip_by_global_norm(
-    lookups: Sequence[tuple[Collection, State, Sequence[Plan], Sequence[Taps]]],
-    gradients: Any,
-    max_norm: Any,
-    dense: Any,
-) -> tuple[Any, Float32[Array, ""]]:
-    """Scales `gradients`, a tree of any form, by the norm over `lookups` and `dense`; returns them and that norm."""
-    check_scalar("clip_by_global_norm: max_norm", max_norm)
-    if not isinstance(max_norm, jax.Array) and not max_norm > 0:
-        raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, wanted a positive number.")
-    of_rows = [collection.gradient_norm(state, plans, grads) for collection, state, plans, grads in lookups]
-    norm = norms.tree_norm([*of_rows, norms.tree_norm(dense)])
-    return norms.scaled(gradients, norms.factor_of(norm, max_norm)), norm
 
 
 def by_plan(op: str, plans: Sequence[Plan], gradients: Sequence[Sequence[Taps | None]]) -> list[Taps]:

@@ -163,13 +163,10 @@ class Adam(Limited):
 
     _own_kernel: ClassVar[int] = 3
     name: ClassVar[str] = "adam"
+    _states: ClassVar[tuple[str, ...]] = ("m", "v")  # first and second moment of each column
     b1: float = share(0.9)
     b2: float = share(0.999)
     eps: float = not_negative(1e-8)
-
-    def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """First and second moment of each column."""
-        return (RowState("m", dim, 0.0), RowState("v", dim, 0.0))
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
         """Learning rate, b1, b2, eps, the bias corrections, 1 - b1, 1 - b2."""

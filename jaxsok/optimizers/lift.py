@@ -207,7 +207,7 @@ class Lifted(Optimizer):
                 before[place] = jnp.asarray(learning_rate).astype(before[place].dtype)
         with _arithmetic_of_optax():
             zeros = jnp.zeros((1, dim), jnp.float32)
-            rows = [leaf for leaf, is_row in self._leaves_of(form, zeros) if is_row]
+            rows = self._initial_rows(form, zeros)
             _, after = self._updated(form, zeros, zeros, rows, before)
         kept = [
             old if learning_rate is not None and place in form.rates else jnp.asarray(new).astype(old.dtype)
@@ -230,10 +230,9 @@ class Lifted(Optimizer):
             ]
             if form.has_started:
                 started = states[-1]
-                fresh = [value for value, is_row in self._leaves_of(form, block) if is_row]
                 leaves = [
                     jnp.where(started.reshape((1,) * leaf.ndim) == 0, first, leaf) if copied else leaf
-                    for leaf, first, copied in zip(leaves, fresh, form.copied, strict=True)
+                    for leaf, first, copied in zip(leaves, self._initial_rows(form, block), form.copied, strict=True)
                 ]
             moved, after = self._updated(form, gradient.reshape(1, dim), block, leaves, global_state)
             new = [
@@ -244,9 +243,9 @@ class Lifted(Optimizer):
                 new.append(jnp.ones_like(states[-1]))
             return RowOutputs(moved.reshape(dim), tuple(new))
 
-    def _leaves_of(self, form: _Form, block: Array) -> list[tuple[Any, bool]]:
+    def _initial_rows(self, form: _Form, block: Array) -> list[Array]:
         leaves = tree_util.tree_leaves(self.tx.init(block))
-        return [(jnp.asarray(value), leaf.is_row) for value, leaf in zip(leaves, form.leaves, strict=True)]
+        return [jnp.asarray(leaf) for leaf in _of_kind(form, leaves, is_row=True)]
 
     def _updated(
         self, form: _Form, gradient: Array, block: Array, rows: Any, global_state: Any
@@ -278,7 +277,10 @@ def _formed(tx: Any, dim: int, rowwise: bool) -> _Form:
 
     tx = optax.with_extra_args_support(tx)
     states = {num_rows: _initial_shapes(tx, num_rows, dim) for num_rows in (1, *_NUM_ROWS)}
-    _refuse_by_name(states[1])
+    for name in _classes(states[1]):
+        if name in _DENIED:
+            reason, remedy = _DENIED[name]
+            raise _refusal(f"its state holds {name}: {reason}", remedy)
     leaves = _leaves(states, dim)
     num_rows = next(n for n in _NUM_ROWS if n != dim)
     block = jax.ShapeDtypeStruct((num_rows, dim), jnp.float32)
@@ -323,13 +325,6 @@ def _classes(state: Any) -> list[str]:
     # is_leaf sees every node on the way down.
     tree_util.tree_leaves(state, is_leaf=lambda node: classes.append(type(node).__name__) or False)
     return classes
-
-
-def _refuse_by_name(state: Any) -> None:
-    for name in _classes(state):
-        if name in _DENIED:
-            reason, remedy = _DENIED[name]
-            raise _refusal(f"its state holds {name}: {reason}", remedy)
 
 
 def _leaves(states: dict[int, Any], dim: int) -> tuple[_Leaf, ...]:

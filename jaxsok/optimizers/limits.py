@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxsok import checks
-from jaxsok.optimizers.protocol import PROGRAM, Optimizer, RowInputs, RowOutputs
+from jaxsok.optimizers.protocol import PROGRAM, Optimizer, RowInputs, RowOutputs, RowState
 
 # The smallest normal number: zeros divided by it are zeros.
 _TINY = 2.0**-126
@@ -130,6 +130,8 @@ class Limited(Optimizer):
 
     _own_kernel: ClassVar[int] = PROGRAM
     """The number of its row update; it applies where `_is_plain()`."""
+    _states: ClassVar[tuple[str, ...]] = ()
+    """Names of its state, where that has a number for each column, 0 at first."""
 
     limits: Limits | None = dataclasses.field(default=None, kw_only=True)
 
@@ -152,6 +154,10 @@ class Limited(Optimizer):
     def _is_plain(self) -> bool:
         """Whether its own kernel does all that the options ask for."""
         return True
+
+    def state_specs(self, dim: int) -> tuple[RowState, ...]:
+        """Numbers for each column, 0 at first."""
+        return tuple(RowState(name, dim, 0.0) for name in self._states)
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
         """The learning rate."""
@@ -199,9 +205,7 @@ def norm(row: Float[Array, " dim"]) -> Float[Array, ""]:
     return jnp.sqrt(jnp.sum(row * row))
 
 
-def _by_greatest(
-    row: Float[Array, " dim"],
-) -> tuple[Float[Array, ""], Float[Array, " dim"], Float[Array, ""]]:
+def _by_greatest(row: Float[Array, " dim"]) -> tuple[Float[Array, ""], Float[Array, " dim"], Float[Array, ""]]:
     """Returns the greatest number of a row, and row and norm in units of it: the square of 1e20 would be infinite."""
     greatest = jnp.max(jnp.abs(row))
     unit = row / jnp.maximum(greatest, _TINY)

@@ -29,14 +29,11 @@ class AdamW(Limited):
     """
 
     name: ClassVar[str] = "adamw"
+    _states: ClassVar[tuple[str, ...]] = ("m", "v")  # first and second moment of each column
     b1: float = share(0.9)
     b2: float = share(0.999)
     eps: float = positive(1e-8)
     weight_decay: float = not_negative(1e-4)
-
-    def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """First and second moment of each column."""
-        return (RowState("m", dim, 0.0), RowState("v", dim, 0.0))
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
         """Learning rate, the bias corrections."""
@@ -105,14 +102,11 @@ class Adamax(Limited):
     """
 
     name: ClassVar[str] = "adamax"
+    _states: ClassVar[tuple[str, ...]] = ("m", "u")  # first and infinite moment of each column
     b1: float = share(0.9)
     b2: float = share(0.999)
     eps: float = positive(1e-8)
     weight_decay: float = not_negative(0.0)
-
-    def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """First and infinite moment of each column."""
-        return (RowState("m", dim, 0.0), RowState("u", dim, 0.0))
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
         """Learning rate, the bias correction of the first moment."""
@@ -143,13 +137,10 @@ class Lion(Limited):
     """
 
     name: ClassVar[str] = "lion"
+    _states: ClassVar[tuple[str, ...]] = ("m",)  # first moment of each column
     b1: float = share(0.9)
     b2: float = share(0.99)
     weight_decay: float = not_negative(1e-3)
-
-    def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """First moment of each column."""
-        return (RowState("m", dim, 0.0),)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
         gradient, row, (m,), _, (learning_rate,) = inputs

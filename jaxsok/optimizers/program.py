@@ -13,8 +13,10 @@ as wide as a row: `ffi/core/row_program.h` says what each does, on both back end
 A number for each row (a sum over the columns, a state of one number) is a register whose columns are equal.
 """
 
+import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -396,16 +398,14 @@ class _Compiler:
             out = equation.primitive.bind(*_varying_alike(operands), **params)
             return list(out) if equation.primitive.multiple_results else [out]
 
+        results = [var.aval for var in equation.outvars]
         if equation.primitive.name in _ON_COLUMNS and all(self._size_of(value) == 1 for value in values):
             # All its numbers are equal: one is enough.
             atoms = [jax.ShapeDtypeStruct((), aval.dtype) for aval in atoms]
-            dtype = equation.outvars[0].aval.dtype
-            whole = self._global(bind, jax.ShapeDtypeStruct((0,), jnp.float32), *values)
-            return [self._global(lambda env, hyper: env[whole.number][0], jax.ShapeDtypeStruct((), dtype), whole)]
+            results = [jax.ShapeDtypeStruct((), results[0].dtype)]
         whole = self._global(bind, jax.ShapeDtypeStruct((0,), jnp.float32), *values)
         return [
-            self._global(lambda env, hyper, i=i: env[whole.number][i], var.aval, whole)
-            for i, var in enumerate(equation.outvars)
+            self._global(lambda env, hyper, i=i: env[whole.number][i], aval, whole) for i, aval in enumerate(results)
         ]
 
     # Registers.
@@ -469,16 +469,10 @@ class _Compiler:
 
     def _fused(self, steps: list, outputs: Sequence[_Value]) -> list:
         """Joins products with the one sum or difference that takes them; each is still rounded."""
-        num_uses: dict[int, int] = {}
-        for _, _, operands in steps:
-            for value in operands:
-                if isinstance(value, _Row):
-                    num_uses[value.number] = num_uses.get(value.number, 0) + 1
-        for value in outputs:
-            if isinstance(value, _Row):
-                num_uses[value.number] = num_uses.get(value.number, 0) + 1
+        used = itertools.chain(outputs, *(operands for _, _, operands in steps))
+        num_uses = collections.Counter(value.number for value in used if isinstance(value, _Row))
         products = {
-            result: operands for name, result, operands in steps if name == "multiply" and num_uses.get(result) == 1
+            result: operands for name, result, operands in steps if name == "multiply" and num_uses[result] == 1
         }
         joined: set[int] = set()
         fused = []

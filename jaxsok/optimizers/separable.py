@@ -108,7 +108,8 @@ def formula_of(closed: core.ClosedJaxpr, num_rows: int | None = None) -> tuple[A
     for eqn in closed.jaxpr.eqns:
         plain = [(key, value) for key, value in eqn.params.items() if isinstance(value, (bool, int, float, str))]
         if num_rows is not None and not _rows_in(eqn.invars, num_rows) and not _rows_in(eqn.outvars, num_rows):
-            plain += [(key, value) for key, value in eqn.params.items() if _are_sizes(value)]
+            tuples = [(key, value) for key, value in eqn.params.items() if isinstance(value, tuple)]
+            plain += [(key, value) for key, value in tuples if all(isinstance(one, int) for one in value)]
         inner = [formula_of(body, num_rows) for body in _bodies(eqn)]
         words.append((eqn.primitive.name, *read(eqn.invars), *sorted(plain), *inner))
     return tuple(words)
@@ -124,10 +125,6 @@ def _numbers(value: Any) -> Any:
         if np.array_equal(np.broadcast_to(first, array.shape), array):
             array = first
     return str(array.dtype), array.tobytes()
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(one, int) for one in value)
 
 
 def _bodies(eqn: Any) -> list[core.ClosedJaxpr]:

@@ -146,6 +146,7 @@ class GroupAdam(Limited):
     """
 
     name: ClassVar[str] = "group_adam"
+    _states: ClassVar[tuple[str, ...]] = ("m", "v", "held")  # `held`: what the regularisers hold back
     b1: float = share(0.9)
     b2: float = share(0.999)
     eps: float = positive(1e-8)
@@ -156,10 +157,6 @@ class GroupAdam(Limited):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_positive_rate()
-
-    def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """For each column, both moments and what the regularisers hold back."""
-        return (RowState("m", dim, 0.0), RowState("v", dim, 0.0), RowState("held", dim, 0.0))
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
         """Learning rate, the bias corrections."""

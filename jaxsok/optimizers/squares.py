@@ -109,13 +109,10 @@ class Adadelta(Limited):
     """
 
     name: ClassVar[str] = "adadelta"
+    _states: ClassVar[tuple[str, ...]] = ("v", "u")  # the mean squares of each column's gradients and of its updates
     rho: float = share(0.9)
     eps: float = positive(1e-6)
     weight_decay: float = not_negative(0.0)
-
-    def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """The mean squares of each column's gradients and of its updates."""
-        return (RowState("v", dim, 0.0), RowState("u", dim, 0.0))
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
         gradient, row, (v, u), _, (learning_rate,) = inputs

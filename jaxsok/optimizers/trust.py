@@ -12,7 +12,7 @@ from jaxtyping import Array
 from jaxsok.optimizers.fused import with_decay, with_momentum
 from jaxsok.optimizers.limits import Limited, flag, function_of, norm, not_negative, positive, share
 from jaxsok.optimizers.moments import AdamW
-from jaxsok.optimizers.protocol import RowInputs, RowOutputs, RowState
+from jaxsok.optimizers.protocol import RowInputs, RowOutputs
 
 
 def _trusted(update: Array, row: Array, coefficient: float = 1.0, eps: float = 0.0) -> Array:
@@ -68,15 +68,12 @@ class Lars(Limited):
     """
 
     name: ClassVar[str] = "lars"
+    _states: ClassVar[tuple[str, ...]] = ("trace",)  # the trace of each column
     weight_decay: float = not_negative(0.0)
     trust_coefficient: float = positive(0.001)
     eps: float = not_negative(0.0)
     momentum: float = share(0.9)
     nesterov: bool = flag(False)
-
-    def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """The trace of each column."""
-        return (RowState("trace", dim, 0.0),)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
         gradient, row, (trace,), _, (learning_rate,) = inputs

@@ -57,14 +57,14 @@ def in_background():
 def test_three_growths_find_their_programs():
     """From 16 rows to 128: one program is compiled on the spot, the first; results are those of the plain step."""
     optimizer = jaxsok.optim.adam(0.1)
-    collection = programs.one_table(capacity=16, optimizer=optimizer)
+    collection = programs.one_table(capacity=16, optimizer=optimizer, statistics=True)
     step = ahead(collection)
     state, values = run(collection, step, 16)
     assert state.stores[0].capacity == 128 and collection.growth.num_grown == 3
     assert (step.num_compiled, step.num_hits_ahead) == (1, 3)
     assert step.num_ahead == 4  # of 256 rows, too
     assert len(step.stalls_s) == 4 and max(step.stalls_s[1:]) < step.stalls_s[0]
-    other = programs.one_table(capacity=16, optimizer=optimizer)
+    other = programs.one_table(capacity=16, optimizer=optimizer, statistics=True)
     expected, expected_values = run(other, jax.jit(programs.train_step(other), donate_argnums=0), 16)
     programs.assert_same_state(state, expected, index=False)
     np.testing.assert_array_equal(values, expected_values)

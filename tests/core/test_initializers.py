@@ -639,8 +639,6 @@ def large(capacity, dtype, num_shards=None):
 )
 def test_rows_are_written_where_they_lie(name, dtype):
     """No copy of a table, and memory beside the state that does not depend on its size."""
-    if dtype == "bfloat16" and jax.default_backend() == "cpu":
-        pytest.skip("XLA's CPU compiler cannot scatter into bfloat16: see rows._scattered_as_bits")
     temporary = []
     for capacity in (1 << 13, 1 << 17):
         collection, features = large(capacity, dtype)

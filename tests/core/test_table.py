@@ -85,7 +85,7 @@ def test_erased_rows_come_back_in_ascending_order(empty):
 def test_rebuild_keeps_every_row(empty):
     """An index of another size finds the same rows."""
     state, row_ids, _ = insert(empty, [1, 2, 3], [0, 1, 0])
-    index, counters = jax.jit(table.rebuild, static_argnums=1)(state, 64)
+    index, counters = jax.jit(table.kernels.rebuild, static_argnums=2)(state.counters, state.records, 64)
     assert index.shape == (64, 16)
     words = keys.to_words(np.array([1, 2, 3]), "test")
     found = table.kernels.find(index, counters, jnp.asarray(words), jnp.asarray(np.array([0, 1, 0], np.uint32)))

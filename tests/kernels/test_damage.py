@@ -114,12 +114,13 @@ def planned(collection, state, features):
 
 
 def rebuild(collection, state, features):
-    return [jax.jit(table_lib.rebuild, static_argnums=1)(store, 32) for store in state.stores]
+    rebuilt = jax.jit(table_lib.kernels.rebuild, static_argnums=2)
+    return [rebuilt(store.counters, store.records, 32) for store in state.stores]
 
 
 def remade(collection, state, features):
     return [
-        admission.remade(spec, store, 8, collection.shards)
+        admission.remaking(spec, store, 8, collection.shards)(store)
         for spec, store in zip(collection.stores, state.stores, strict=True)
     ]
 
