@@ -232,7 +232,7 @@ FUNCTIONS = (
 
 @pytest.mark.parametrize(
     ("function", "dim"),
-    [*itertools.product(FUNCTIONS, (1, 8, 33)), *itertools.product((sums, products, powers), (3, 128, 1024))],
+    [*itertools.product(FUNCTIONS, (1, 8)), *itertools.product((sums, products, powers), (3, 33, 128, 1024))],
     ids=lambda value: value if isinstance(value, int) else value.__name__,
 )
 def test_kernel_does_what_the_function_says(function, dim):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import os
 import pathlib
 import signal
@@ -269,29 +270,38 @@ def _start_two(launcher: str, *arguments) -> list[subprocess.Popen]:
     ]
 
 
-@pytest.mark.parametrize("launcher", ["slurm", "open mpi", "variables"])
-def test_processes_find_each_other(launcher):
+LAUNCHERS = ("slurm", "open mpi", "variables")
+# Two processes for each launcher: JAX is loaded once, and starts its back end in each of them.
+MEET = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+import jax, train_dlrm
+children = []
+for launcher, variables in json.loads(sys.argv[2]):
+    children.append(os.fork())
+    if children[-1] == 0:
+        os.environ.update(variables)
+        train_dlrm.join_processes(train_dlrm.Config())
+        os.write(1, f"{launcher}: {jax.process_index()} of {jax.device_count()}\\n".encode())
+        sys.exit()
+sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+"""
+
+
+def test_processes_find_each_other():
     """What SLURM and Open MPI set is enough; without them, three variables."""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import jax, train_dlrm;"
-        "train_dlrm.join_processes(train_dlrm.Config()); print(jax.process_index(), jax.device_count())"
+    ports = {launcher: free_port() for launcher in LAUNCHERS}
+    variables = [(name, _variables_of(name, process, ports[name])) for name in LAUNCHERS for process in range(2)]
+    done = subprocess.run(
+        [sys.executable, "-c", MEET, str(EXAMPLES), json.dumps(variables)],
+        env=_environment() | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
-    port = free_port()
-    environment = _environment() | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(EXAMPLES)],
-            env=environment | _variables_of(launcher, process, port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(2)
-    ]
-    for number, process in enumerate(processes):
-        output, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
-        assert f"{number} 2" in output
+    wanted = [f"{launcher}: {process} of 2" for launcher in LAUNCHERS for process in range(2)]
+    assert sorted(done.stdout.splitlines()) == sorted(wanted), done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
