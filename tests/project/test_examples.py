@@ -144,7 +144,7 @@ def test_the_planted_signal_is_learnt(log, result):
     assert 0.62 < result.auc < best
 
 
-def test_ctrl_c_gives_what_was_done(log, monkeypatch):
+def test_ctrl_c_gives_what_was_done(log, tmp_path, monkeypatch, capsys):
     hold_back = train_dlrm.hold_back
 
     def press_ctrl_c_in_the_third_step(*arguments):
@@ -162,7 +162,12 @@ def test_ctrl_c_gives_what_was_done(log, monkeypatch):
     assert len(result.losses) == 3
     assert 1000 <= result.num_held_out < 1000 + SMALL.batch_size
     assert np.isfinite(result.auc)
-    assert "Interrupted; what was done" in train_dlrm.format_result(result)
+    monkeypatch.setattr(train_dlrm, "train", lambda config: result)
+    assert train_dlrm.main(["--data", str(log), "--plot", str(tmp_path / "plot.png")]) == 130
+    report = capsys.readouterr()
+    assert "Interrupted; what was done:" in report.out and "held-out AUC" in report.out
+    assert "Traceback" not in report.err
+    assert (tmp_path / "plot.png").exists()
 
 
 def test_logs_that_cannot_be_trained_on_are_refused(log, tmp_path):
@@ -374,7 +379,9 @@ def test_demo_writes_a_log_a_report_and_a_plot(tmp_path):
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_command_cleanly(tmp_path):
+    """As `test_ctrl_c_gives_what_was_done`, with a signal from another process."""
     criteo.write_log(tmp_path / "log.tsv", 200_000, max_cardinality=500)
     arguments = ["--data", tmp_path / "log.tsv", "--plot", tmp_path / "plot.png", "--held-out-rows", 1000]
     small = ["--batch-size", 128, "--dim", 4, "--capacity", 1024, "--bottom", 8, "--top", 8]
