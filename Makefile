@@ -28,8 +28,8 @@ FAULTS ?=
 export PYTHON JAXSOK_CUDA JAXSOK_CUDA_ARCHITECTURES JAXSOK_XLA_INCLUDE_DIR
 
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
-# With a GPU one process: each would claim most of its memory.
-WORKERS ?= $(if $(GPU),0,2)
+# With a GPU one process: each would claim most of its memory. Else three: some tests wait, for time or another process.
+WORKERS ?= $(if $(GPU),0,3)
 
 # The active environment serves if its Python is new enough.
 ACTIVE := $(if $(VIRTUAL_ENV),$(shell $(VIRTUAL_ENV)/bin/python -c 'import sys; sys.version_info >= (3, 11) and print("yes")' 2>/dev/null))
@@ -119,6 +119,8 @@ test: test-cpp
 test-sanitized: $(SANITIZED)
 	ctest --test-dir build/sanitized --output-on-failure
 
+# What takes long and is seldom the first to fail: more examples and kills, the larger meshes, and whole runs whose parts
+# `make test` compares one by one (bits of all operations on Explicit axes, two processes of an example, its Ctrl-C).
 test-slow: build test-sanitized
 	JAXSOK_SLOW=1 $(PYTEST) -n $(WORKERS) -m slow $(PYTEST_ARGS)
 

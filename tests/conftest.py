@@ -35,7 +35,12 @@ jax.config.update("jax_disable_most_optimizations", os.environ.get("JAX_PLATFORM
 
 
 def _compile_quickly():
-    """XLA's older code generator compiles in half the time. Child processes inherit the flags; unknown ones abort."""
+    """XLA's older code generator compiles in half the time; processes that tests start compile as quickly.
+
+    XLA's flags are in the environment, which these inherit; a flag that XLA does not know would end them.
+    """
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     wanted = {"xla_cpu_use_fusion_emitters": "false", "xla_cpu_parallel_codegen_split_count": "1"}
     libraries = list(pathlib.Path(jaxlib.__file__).parent.glob("libjax_common.*"))
     if os.environ.get("JAX_PLATFORMS") != "cpu" or not libraries:
@@ -132,10 +137,12 @@ def pytest_make_collect_report(collector):
 
 
 # A compiled program takes some ten memory mappings, and Linux gives a process 65,530. Beyond them the compiler crashes.
-_MOST_MAPPINGS = 20_000
+_MOST_MAPPINGS = 35_000
 _MAPPINGS = pathlib.Path("/proc/self/maps")
 _TESTS_BETWEEN_LOOKS = 25
 _num_torn_down = itertools.count(1)
+# Python's default, 700, fits small programs: tracing a step makes tens of thousands of objects.
+_NEW_OBJECTS_BETWEEN_COLLECTIONS = 50_000
 
 
 @pytest.hookimpl(trylast=True)
@@ -146,6 +153,13 @@ def pytest_runtest_teardown():
     if _MAPPINGS.read_bytes().count(b"\n") > _MOST_MAPPINGS:
         jax.clear_caches()
         gc.collect()
+
+
+def pytest_collection_finish():
+    """Python's collector no longer visits what lives as long as the process: modules, and the tests themselves."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_NEW_OBJECTS_BETWEEN_COLLECTIONS, 20, 10)
 
 
 def pytest_report_header():

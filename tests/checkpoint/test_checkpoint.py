@@ -763,6 +763,7 @@ def test_two_processes(tmp_path):
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("JAX_")},
         "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "PYTHONPATH": str(pathlib.Path(jaxsok.__file__).parents[1]),
         "PORT": str(free_port()),
         "NUM_PROCESSES": "2",

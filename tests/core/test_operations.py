@@ -25,7 +25,7 @@ DIM, NUM_KEYS = 4, 8
 POOL = [0, 5, 2**32 + 5, 2**63, 2**64 - 2, *range(100, 119)]
 ADAM = jaxsok.optim.adam(0.1)
 ADAGRAD = jaxsok.optim.rowwise_adagrad(0.1)
-WAYS = [("one", 1), ("sharded", 2), ("sharded", 4), ("on", 4), ("replicated", 4)]
+WAYS = [("one", 1), ("sharded", 4), ("on", 4), ("replicated", 4)]
 
 
 @functools.cache

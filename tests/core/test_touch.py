@@ -100,7 +100,6 @@ WAYS = [
     ("fused", 1),
     ("planned", 1),
     ("traced", 1),
-    ("rounds", 2),
     ("rounds", 4),
     ("traced", 4),
     ("replicated", 4),

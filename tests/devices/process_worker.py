@@ -1,4 +1,4 @@
-"""One of several processes of a training run; test_processes.py starts them: `process_worker.py <job> <folder>`.
+"""One of several processes of a training run; test_processes.py starts them: `process_worker.py <jobs> <folder>`.
 
 The place of the process among the others comes from the environment: PORT, NUM_PROCESSES, PROCESS_ID and NUM_DEVICES
 (of this process). What it found out goes to `<folder>/<process>.npz`, and an error to its standard error.
@@ -156,8 +156,8 @@ def parts_of(array):
     return [part.data for part in sorted(array.addressable_shards, key=lambda part: part.index[0].start or 0)]
 
 
-def main(job, folder):
-    """Joins the others, does its part, and says what came of it."""
+def main(jobs, folder):
+    """Joins the others, does its part of each job, and says what came of it; of several jobs, in a folder each."""
     number, num_processes = int(os.environ["PROCESS_ID"]), int(os.environ["NUM_PROCESSES"])
     jax.config.update("jax_num_cpu_devices", int(os.environ["NUM_DEVICES"]))
     jax.distributed.initialize(
@@ -167,6 +167,13 @@ def main(job, folder):
         heartbeat_timeout_seconds=HEARTBEAT_S,
         shutdown_timeout_seconds=HEARTBEAT_S,
     )
+    names = jobs.split(",")
+    for job in names:
+        do_job(job, number, num_processes, pathlib.Path(folder, job if len(names) > 1 else ""))
+
+
+def do_job(job, number, num_processes, folder):
+    """One job; what came of it is left in the folder."""
     axis_type = AxisType.Explicit if job in ("operations", "evict") else AxisType.Auto
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(axis_type,))
     if job == "refusals":
@@ -177,10 +184,10 @@ def main(job, folder):
         state, read = operate(collection)
         read = {f"read.{name}.{i}": one for name, values in read.items() for i, one in enumerate(values)}
         parts = {**local_tables(collection, state), **exported(collection, state)}
-        np.savez(pathlib.Path(folder) / f"{number}.npz", **read, **parts)
+        np.savez(folder / f"{number}.npz", **read, **parts)
         return
     if job == "errors":
-        errors_of_one(mesh, number, pathlib.Path(folder))
+        errors_of_one(mesh, number, folder)
         return
     if job == "evict":
         evicted_by_need(mesh, number, num_processes, folder)
@@ -197,7 +204,7 @@ def main(job, folder):
     capacities = [store.capacity for store in state.stores]
     num_rows = collection.num_rows(state)
     np.savez(
-        pathlib.Path(folder) / f"{number}.npz",
+        folder / f"{number}.npz",
         losses=losses,
         inserted=inserted,
         capacities=capacities,

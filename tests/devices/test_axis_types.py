@@ -114,13 +114,19 @@ def trained(kind):
     return collection, state, seen
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "explicit beside auto",
-        *[pytest.param(kind, marks=pytest.mark.slow) for kind in ("explicit", "auto beside explicit")],
-    ],
-)
+def test_every_operation_runs_on_explicit_axes(tmp_path, monkeypatch):
+    """With another axis beside, and the mesh as context.
+
+    That the bits are those of Auto axes, tests of single operations tell sooner: checkpoints go between axes of both
+    types, and trainings, evictions and imports on Explicit axes are compared (test_many_devices.py, test_processes.py).
+    """
+    seen = walk("explicit beside auto", tmp_path, monkeypatch)
+    for table, rows in seen["tables"].items():
+        assert rows["keys"].size == seen["num_rows"][table] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["explicit beside auto", "explicit", "auto beside explicit"])
 def test_every_operation_gives_the_same_on_all_meshes(kind, tmp_path, monkeypatch, reference):
     """Auto, Explicit and both side by side; with the mesh as context and without."""
     seen = walk(kind, tmp_path, monkeypatch)

@@ -30,6 +30,7 @@ def start(job, folder, num_processes, num_devices):
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("JAX_")},
         "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "PYTHONPATH": str(pathlib.Path(jaxsok.__file__).parents[1]),
         "PORT": str(free_port()),
         "NUM_PROCESSES": str(num_processes),
@@ -56,6 +57,17 @@ def results_of(job, folder, num_processes, num_devices, timeout_s=180):
     return [dict(np.load(folder / f"{number}.npz")) for number in range(num_processes)]
 
 
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """Job by job, what two processes with two devices each wrote: they start once."""
+    jobs, folder = ("train", "operations", "evict"), tmp_path_factory.mktemp("together")
+    for job in jobs:
+        (folder / job).mkdir()
+    codes = ended(start(",".join(jobs), folder, 2, 2), folder, timeout_s=180)
+    assert codes == [0, 0], [(folder / f"{n}.err").read_text()[-1500:] for n in range(2)]
+    return {job: [dict(np.load(folder / job / f"{number}.npz")) for number in range(2)] for job in jobs}
+
+
 @functools.cache
 def one_process(num_shards, wire="float32"):
     """The same training in this process, over four devices; None: on one device without a mesh."""
@@ -71,15 +83,16 @@ def one_process(num_shards, wire="float32"):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("train", 2, 2), id="2 processes x 2 devices"),
+        pytest.param(None, id="2 processes x 2 devices"),
         pytest.param(("train narrow", 4, 1), id="4 processes x 1 device, narrow on the wire", marks=pytest.mark.slow),
     ],
 )
 def trained(request, tmp_path_factory):
     """The wire, and a training with growth over four devices in several processes."""
+    if request.param is None:
+        return "float32", request.getfixturevalue("together")["train"]
     job, *sizes = request.param
-    wire = "narrow" if job == "train narrow" else "float32"
-    return wire, results_of(job, tmp_path_factory.mktemp("trained"), *sizes)
+    return "narrow", results_of(job, tmp_path_factory.mktemp("trained"), *sizes)
 
 
 def union(results, table, columns):
@@ -149,9 +162,9 @@ def test_all_processes_have_the_salts_that_the_first_drew(trained):
     assert (first[0] != second[0]).all() and (first[1:] == second[1:]).all()
 
 
-def test_operations_of_processes_are_those_of_one(tmp_path):
+def test_operations_of_processes_are_those_of_one(together):
     """Records enter the shards that own them, whoever has those; what is read is the same everywhere."""
-    results = results_of("operations", tmp_path, 2, 2)
+    results = together["operations"]
     tables, features = process_worker.TABLES, process_worker.FEATURES
     one = jaxsok.Collection(tables, features, mesh=programs.mesh(process_worker.NUM_SHARDS), axis="data")
     state, read = process_worker.operate(one)
@@ -175,9 +188,9 @@ def test_operations_of_processes_are_those_of_one(tmp_path):
                 )
 
 
-def test_eviction_in_several_processes(tmp_path):
+def test_eviction_in_several_processes(together):
     """Rows leave as in one process; each process is handed those of its own shards, and replicated ones come once."""
-    processes = results_of("evict", tmp_path, 2, 2)
+    processes = together["evict"]
     collection = process_worker.evicting(programs.mesh(4))
     state, gone, handed = process_worker.evicted(collection)
     assert all(handed.values())

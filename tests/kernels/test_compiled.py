@@ -240,11 +240,12 @@ def compiled_sharded_case(name):
     return lowered.compile(), arguments
 
 
+# A step whose loss orders its reads and writes is the easiest of them, and part of a scan.
 SHARDED_CASES = (
-    "rounds, step",
+    pytest.param("rounds, step", marks=pytest.mark.slow),
     "rounds, linear loss",
     "rounds, scan",
-    "planned, step",
+    pytest.param("planned, step", marks=pytest.mark.slow),
     "planned, linear loss",
     "planned, two plans",
     "planned, scan",
@@ -402,6 +403,7 @@ def test_compiled_for_h200():
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(root), str(helpers), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",  # as users compile
     }
     done = subprocess.run(
         [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600, check=False

@@ -83,9 +83,14 @@ def assert_same_bits(one, other):
 # Kernels and programs ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [optim.sgd, optim.adagrad, optim.rowwise_adagrad, optim.adam])
-@pytest.mark.parametrize("dim", DIMS)
-def test_program_equals_kernel(make, dim):
+@pytest.mark.parametrize(
+    ("dim", "make"),
+    [
+        *itertools.product((1, 3, 8, 33, 200, 1024), (optim.sgd, optim.adagrad, optim.adam)),  # column by column
+        *itertools.product(DIMS, (optim.rowwise_adagrad,)),
+    ],
+)
+def test_program_equals_kernel(dim, make):
     """To the bit, but where a sum over the columns has another order of lanes."""
     batches = list(random_batches(dim, num_batches=2))
     of_kernel, _ = trained(make(0.1), dim, batches)
@@ -232,7 +237,7 @@ FUNCTIONS = (
 
 @pytest.mark.parametrize(
     ("function", "dim"),
-    [*itertools.product(FUNCTIONS, (1, 8, 33)), *itertools.product((sums, products, powers), (3, 128, 1024))],
+    [*itertools.product(FUNCTIONS, (1, 8)), *itertools.product((sums, products, powers), (3, 33, 128, 1024))],
     ids=lambda value: value if isinstance(value, int) else value.__name__,
 )
 def test_kernel_does_what_the_function_says(function, dim):

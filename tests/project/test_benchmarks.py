@@ -2,6 +2,7 @@
 
 import dataclasses
 import doctest
+import gc
 import importlib
 import json
 import pathlib
@@ -39,6 +40,12 @@ from benchmarks import (  # noqa: E402
     timing,
     workloads,
 )
+
+
+@pytest.fixture(autouse=True)
+def without_collections(monkeypatch):
+    """Benchmarks free memory between measurements; these are small, and each collection visits the suite's objects."""
+    monkeypatch.setattr(gc, "collect", lambda generation=2: 0)
 
 
 @pytest.mark.parametrize(

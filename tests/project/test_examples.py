@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import os
 import pathlib
 import signal
@@ -143,7 +144,7 @@ def test_the_planted_signal_is_learnt(log, result):
     assert 0.62 < result.auc < best
 
 
-def test_ctrl_c_gives_what_was_done(log, monkeypatch):
+def test_ctrl_c_gives_what_was_done(log, tmp_path, monkeypatch, capsys):
     hold_back = train_dlrm.hold_back
 
     def press_ctrl_c_in_the_third_step(*arguments):
@@ -161,7 +162,12 @@ def test_ctrl_c_gives_what_was_done(log, monkeypatch):
     assert len(result.losses) == 3
     assert 1000 <= result.num_held_out < 1000 + SMALL.batch_size
     assert np.isfinite(result.auc)
-    assert "Interrupted; what was done" in train_dlrm.format_result(result)
+    monkeypatch.setattr(train_dlrm, "train", lambda config: result)
+    assert train_dlrm.main(["--data", str(log), "--plot", str(tmp_path / "plot.png")]) == 130
+    report = capsys.readouterr()
+    assert "Interrupted; what was done:" in report.out and "held-out AUC" in report.out
+    assert "Traceback" not in report.err
+    assert (tmp_path / "plot.png").exists()
 
 
 def test_logs_that_cannot_be_trained_on_are_refused(log, tmp_path):
@@ -269,29 +275,38 @@ def _start_two(launcher: str, *arguments) -> list[subprocess.Popen]:
     ]
 
 
-@pytest.mark.parametrize("launcher", ["slurm", "open mpi", "variables"])
-def test_processes_find_each_other(launcher):
+LAUNCHERS = ("slurm", "open mpi", "variables")
+# Two processes for each launcher: JAX is loaded once, and starts its back end in each of them.
+MEET = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+import jax, train_dlrm
+children = []
+for launcher, variables in json.loads(sys.argv[2]):
+    children.append(os.fork())
+    if children[-1] == 0:
+        os.environ.update(variables)
+        train_dlrm.join_processes(train_dlrm.Config())
+        os.write(1, f"{launcher}: {jax.process_index()} of {jax.device_count()}\\n".encode())
+        sys.exit()
+sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+"""
+
+
+def test_processes_find_each_other():
     """What SLURM and Open MPI set is enough; without them, three variables."""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import jax, train_dlrm;"
-        "train_dlrm.join_processes(train_dlrm.Config()); print(jax.process_index(), jax.device_count())"
+    ports = {launcher: free_port() for launcher in LAUNCHERS}
+    variables = [(name, _variables_of(name, process, ports[name])) for name in LAUNCHERS for process in range(2)]
+    done = subprocess.run(
+        [sys.executable, "-c", MEET, str(EXAMPLES), json.dumps(variables)],
+        env=_environment() | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
-    port = free_port()
-    environment = _environment() | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(EXAMPLES)],
-            env=environment | _variables_of(launcher, process, port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(2)
-    ]
-    for number, process in enumerate(processes):
-        output, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
-        assert f"{number} 2" in output
+    wanted = [f"{launcher}: {process} of 2" for launcher in LAUNCHERS for process in range(2)]
+    assert sorted(done.stdout.splitlines()) == sorted(wanted), done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
@@ -364,7 +379,9 @@ def test_demo_writes_a_log_a_report_and_a_plot(tmp_path):
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_command_cleanly(tmp_path):
+    """As `test_ctrl_c_gives_what_was_done`, with a signal from another process."""
     criteo.write_log(tmp_path / "log.tsv", 200_000, max_cardinality=500)
     arguments = ["--data", tmp_path / "log.tsv", "--plot", tmp_path / "plot.png", "--held-out-rows", 1000]
     small = ["--batch-size", 128, "--dim", 4, "--capacity", 1024, "--bottom", 8, "--top", 8]
