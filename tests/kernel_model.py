@@ -781,28 +781,12 @@ class Store:
         self.row_of[pair] = row_id
         return row_id
 
-    def erase(self, keys: np.ndarray, tables: np.ndarray) -> int:
-        """How many distinct pairs were there."""
-        num_erased = 0
-        for pair in zip(tables.tolist(), keys.tolist(), strict=True):
-            row_id = self.row_of.pop(pair, None)
-            if row_id is None:
-                continue
-            num_erased += 1
-            self.records[row_id, :2] = EMPTY
-            self.table_rows[pair[0]] -= 1
-            for state, value in zip(self.states, self.initial, strict=True):
-                state[row_id] = F32(value)
-        self._list_freed(num_erased)
-        self.rebuild()
-        return num_erased
-
-    def _list_freed(self, num_freed: int) -> None:
-        """The list of freed rows, made anew."""
+    def _list_freed(self) -> None:
+        """Makes the list of freed rows anew."""
         dead = np.flatnonzero((self.records[: self.counters[NUM_ALLOCATED], :2] == EMPTY).all(axis=1))
         self.records[: len(dead), 3] = dead
         self.counters[[FREE_BEGIN, FREE_END]] = 0, len(dead)
-        self.counters[GENERATION] += num_freed > 0
+        self.counters[GENERATION] += 1
 
     def select(self, scores: Sequence[np.ndarray], num_kept: int, table: int, mask: np.ndarray | None) -> np.ndarray:
         """A flag for each row of capacity: those of lowest (scores, table, key), or those of a mask."""
@@ -827,7 +811,7 @@ class Store:
                 state[row_id] = F32(value)
         self.table_rows -= num_released
         if num_released.any():
-            self._list_freed(int(num_released.sum()))
+            self._list_freed()
             self._sweep() if self.counters[NUM_UNPLACED] == 0 else self.rebuild()
         return num_released
 

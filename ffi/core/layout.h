@@ -32,12 +32,12 @@
 // find_or_insert claims that first empty entry by compare-and-swap on the key. Two threads with one key walk
 // the same run, so they meet in one entry: the loser sees the key it wanted. Identity is (table, key): a thread
 // that meets its key with another table walks on.
-// erase marks the records of its rows dead and rebuilds the index: it is small, and so no tombstones ever slow the
-// table down. evict knows the dead by row and sweeps instead (kernels/evict.h): entries of dead rows and entries that
-// are not in their home bucket leave, the others close ranks, and those that were displaced are inserted again.
+// release marks the records of its rows dead and sweeps the index (kernels/evict.h), so no tombstones ever slow the
+// table down: entries of dead rows and entries that are not in their home bucket leave, the others close ranks, and
+// those that were displaced are inserted again.
 //
 // Sightings have the form of an index whose entries are empty, claimed or live, the row id's word being the count.
-// A count of 0 waits for nobody: a key that was forgotten (its row was erased) keeps its entry until the next rebuild.
+// A count of 0 waits for nobody: a key that was forgotten (its row has left) keeps its entry until the next rebuild.
 //
 // Rows and everything else that a row owns lie in slabs: growing appends one and copies nothing. Slab s holds
 // the row ids [starts[s], starts[s + 1]).
@@ -124,7 +124,7 @@ enum Counter : int {
   kNumAllocated = 0,  // row ids below it have been handed out at least once
   kFreeBegin = 1,     // the list of freed rows is records[kFreeBegin .. kFreeEnd).free_id
   kFreeEnd = 2,
-  kGeneration = 3,    // advanced by erase: row ids of older plans are worthless
+  kGeneration = 3,    // advanced by release: row ids of older plans are worthless
   kNumUnplaced = 4,   // occurrences that found no entry within kMaxProbes since the last rebuild, here or in sightings
   kLongestProbe = 5,  // buckets of the longest walk to a row since the last rebuild; a property of the order of
                       // entries, so on a GPU it may differ between runs

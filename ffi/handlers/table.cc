@@ -1,4 +1,4 @@
-// Handlers of the table noun: find, find_or_insert, gather, scatter, touch, erase, rebuild, forget, wait.
+// Handlers of the table noun: find, find_or_insert, gather, scatter, touch, rebuild, forget, wait.
 #include "buffers.h"
 
 namespace jaxsok {
@@ -87,29 +87,13 @@ ffi::Error Touch(Call& call) {
   });
 }
 
-/// Takes rows away by (table, key) and rebuilds the index in place.
-ffi::Error Erase(Call& call) {
-  Store store = ReadStore(call);
-  ReadInitial(call, store.states);
-  const Array keys = ReadKeys(call);
-  const int64_t n = keys.size(0);
-  const Array table_ids = call.Operand("table_ids", ffi::U32, {n});
-  const Array num_erased = call.Result("num_erased", ffi::U32, {});
-  void* workspace = call.Workspace(RebuildWorkspaceBytes(store.view.capacity));
-  return call.Launch([&](Stream stream) {
-    return LaunchErase(stream, store.view, store.states, keys.as<uint64_t>(), table_ids.as<uint32_t>(), n,
-                       num_erased.as<uint32_t>(), workspace);
-  });
-}
-
 /// Makes an index, perhaps of another size, from the records.
 ffi::Error Rebuild(Call& call) {
   Store store = ReadStore(call);
   const Array index = call.Result("index", ffi::U32, {-1, kEntriesPerBucket * 4});
   CheckIndex(call, "index", index);
   store.view.index = IndexOf(index);
-  void* workspace = call.Workspace(RebuildWorkspaceBytes(store.view.capacity));
-  return call.Launch([&](Stream stream) { return LaunchRebuild(stream, store.view, workspace); });
+  return call.Launch([&](Stream stream) { return LaunchRebuild(stream, store.view); });
 }
 
 /// Forgets, of the keys that wait for a row, those that were seen often.
@@ -141,7 +125,6 @@ JAXSOK_DEFINE_HANDLER(JaxsokTableFindOrInsert, "table_find_or_insert", FindOrIns
 JAXSOK_DEFINE_HANDLER(JaxsokTableGather, "table_gather", Gather);
 JAXSOK_DEFINE_HANDLER(JaxsokTableScatter, "table_scatter", Scatter);
 JAXSOK_DEFINE_HANDLER(JaxsokTableTouch, "table_touch", Touch);
-JAXSOK_DEFINE_HANDLER(JaxsokTableErase, "table_erase", Erase);
 JAXSOK_DEFINE_HANDLER(JaxsokTableRebuild, "table_rebuild", Rebuild);
 JAXSOK_DEFINE_HANDLER(JaxsokTableForget, "table_forget", Forget);
 JAXSOK_DEFINE_HANDLER(JaxsokTableWait, "table_wait", Wait);
@@ -150,10 +133,6 @@ JAXSOK_DEFINE_HANDLER(JaxsokTableWait, "table_wait", Wait);
 
 extern "C" __attribute__((visibility("default"))) int64_t JaxsokInsertWorkspaceBytes(int64_t num_keys) {
   return jaxsok::InsertWorkspaceBytes(num_keys);
-}
-
-extern "C" __attribute__((visibility("default"))) int64_t JaxsokRebuildWorkspaceBytes(int64_t capacity) {
-  return jaxsok::RebuildWorkspaceBytes(capacity);
 }
 
 /// The minor version of the FFI that this library was built with; an older jaxlib cannot run it.

@@ -97,9 +97,9 @@ struct SelectView {
 /// Bytes of workspace for select: control words and the counts of one digit.
 constexpr int64_t SelectWorkspaceBytes() { return 2 * kWorkspaceLine + int64_t{kNumSelectBins} * 4; }
 
-/// Bytes of workspace for release: two bits a row, and what listing the freed rows takes.
+/// Bytes of workspace for release: two bits a row, and the counts that listing the freed rows takes.
 constexpr int64_t ReleaseWorkspaceBytes(int64_t capacity) {
-  return kControlBytes + 2 * CeilDiv<int64_t>(capacity, 32) * 4 + RebuildWorkspaceBytes(capacity);
+  return kControlBytes + 2 * CeilDiv<int64_t>(capacity, 32) * 4 + CountsBytes(capacity);
 }
 
 /// Selects the rows that leave.
@@ -117,10 +117,11 @@ LaunchError LaunchSelect(Stream stream, const SelectView& view, const uint32_t* 
 
 /// Takes the rows away whose flag is not 0.
 ///
-/// Post   : as LaunchErase of their keys, but that nothing is touched where nothing goes: records dead, optimizer state
-///          initial, statistics (if there are any) zero, the list of freed rows made anew, kGeneration advanced.
-///          num_released[t] counts them by table, and is taken from table_rows and added to table_evicted (if there
-///          is one). The index is swept, or, if keys had found no entry in it, rebuilt.
+/// Post   : their records are dead, their optimizer state is initial, their statistics (if there are any) are zero; the
+///          list of freed rows is made anew, ascending; kGeneration is advanced. num_released[t] counts them by table,
+///          and is taken from table_rows and added to table_evicted (if there is one). The index is swept, or, if keys
+///          had found no entry in it, rebuilt. Where no row goes, nothing but num_released is touched. Flags of rows
+///          that are not in use are ignored.
 /// Pre    : workspace has ReleaseWorkspaceBytes(capacity) bytes, 256-byte aligned.
 /// Cost   : 1 B a row of capacity, 8 B and its state for each row that goes; the records twice; the index once, and
 ///          again the buckets that change.

@@ -79,6 +79,44 @@ LaunchError Sweep(Stream stream, const StoreView& store) {
   return nullptr;
 }
 
+constexpr int64_t kCountsPerTask = 16;
+
+/// Makes the list of freed rows anew from the records that are dead.
+void ListFreedRows(Stream stream, const StoreView& store, void* workspace) {
+  const int64_t num_allocated = std::min(store.counters[kNumAllocated], store.capacity);
+  const int64_t num_counts = CeilDiv(num_allocated, kCountedTogether);
+  int64_t* starts = WorkspaceCutter(workspace).Take<int64_t>(num_counts);
+  const auto for_dead_rows = [&](int64_t count, const auto& visit) {
+    const int64_t end = std::min((count + 1) * kCountedTogether, num_allocated);
+    for (int64_t r = count * kCountedTogether; r < end; ++r) {
+      const uint32_t row_id = static_cast<uint32_t>(r);
+      if (store.records.At(store.starts, row_id, 1)->key == kPaddingKey) visit(row_id);
+    }
+  };
+  RunRanges(stream, num_counts, kCountsPerTask, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      starts[c] = 0;
+      for_dead_rows(c, [&](uint32_t) { ++starts[c]; });
+    }
+  });
+  int64_t num_freed = 0;
+  for (int64_t c = 0; c < num_counts; ++c) {
+    const int64_t count = starts[c];
+    starts[c] = num_freed;
+    num_freed += count;
+  }
+  RunRanges(stream, num_counts, kCountsPerTask, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      int64_t next = starts[c];
+      for_dead_rows(c, [&](uint32_t row_id) {
+        store.records.At(store.starts, static_cast<uint32_t>(next++), 1)->free_id = row_id;
+      });
+    }
+  });
+  store.counters[kFreeBegin] = 0;
+  store.counters[kFreeEnd] = static_cast<uint32_t>(num_freed);
+}
+
 }  // namespace
 
 LaunchError LaunchSelect(Stream stream, const SelectView& view, const uint32_t* num_kept, uint8_t* flags,
@@ -165,9 +203,10 @@ LaunchError LaunchRelease(Stream stream, const StoreView& store, const StateView
     if (table_evicted != nullptr) table_evicted[t] += num_released[t];
   }
   if (num_freed == 0) return nullptr;
-  LaunchListFreed(stream, store, &num_freed, workspace);
+  ++store.counters[kGeneration];
+  ListFreedRows(stream, store, workspace);
   // Rows without an entry are not met by sweeping.
-  if (store.counters[kNumUnplaced] != 0) return LaunchRebuild(stream, store, workspace);
+  if (store.counters[kNumUnplaced] != 0) return LaunchRebuild(stream, store);
   return Sweep(stream, store);
 }
 

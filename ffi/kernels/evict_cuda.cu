@@ -191,10 +191,11 @@ __global__ void __launch_bounds__(kBlock)
   counts.Flush(add);
 }
 
-/// How the index follows.
+/// What one pass of release leaves to the next.
 struct ReleaseControl {
   uint32_t num_freed;
-  uint32_t sweeps;    // whether it is swept,
+  uint32_t blocks_done;
+  uint32_t sweeps;    // whether the index is swept,
   uint32_t rebuilds;  // or rebuilt, since keys had found no entry: rows without one are not met by sweeping
 };
 
@@ -255,6 +256,49 @@ __global__ void __launch_bounds__(kBlock) ReleaseKernel(const __grid_constant__ 
     }
   }
   counts.Flush(add);
+}
+
+__device__ __forceinline__ bool IsDead(const StoreView& store, uint32_t row_id) {
+  return row_id < min(store.counters[kNumAllocated], store.capacity) &&
+         store.records.At(store.starts, row_id, 1)->key == kPaddingKey;
+}
+
+// Counts dead rows, 1,024 a block; the last block to end sums the counts up to its own and writes the counters.
+__global__ void __launch_bounds__(kBlock)
+    CountDeadKernel(StoreView store, ReleaseControl* control, uint32_t* block_counts) {
+  if (control->num_freed == 0) return;
+  int mine = 0;
+  for (int i = 0; i < kPositionsPerChunk / kBlock; ++i) {
+    mine += IsDead(store, blockIdx.x * kPositionsPerChunk + i * kBlock + threadIdx.x) ? 1 : 0;
+  }
+  __shared__ BlockScan::TempStorage storage;
+  uint32_t before, total;
+  BlockScan(storage).ExclusiveSum(static_cast<uint32_t>(mine), before, total);
+  if (threadIdx.x == 0) block_counts[blockIdx.x] = total;
+  if (!IsLastBlock(&control->blocks_done)) return;
+  const uint32_t sum = SumCountsBefore(block_counts, gridDim.x, storage);
+  if (threadIdx.x == 0) {
+    store.counters[kFreeBegin] = 0;
+    store.counters[kFreeEnd] = sum;
+    store.counters[kGeneration] += 1;
+  }
+}
+
+// The list of freed rows, ascending: each block writes its own part.
+__global__ void __launch_bounds__(kBlock)
+    ListDeadKernel(StoreView store, const uint32_t* block_counts, const ReleaseControl* control) {
+  if (control->num_freed == 0) return;
+  __shared__ BlockScan::TempStorage storage;
+  uint32_t at = block_counts[blockIdx.x];
+  for (int i = 0; i < kPositionsPerChunk / kBlock; ++i) {
+    const uint32_t row_id = blockIdx.x * kPositionsPerChunk + i * kBlock + threadIdx.x;
+    const bool dead = IsDead(store, row_id);
+    uint32_t before, total;
+    BlockScan(storage).ExclusiveSum(dead ? 1u : 0u, before, total);
+    if (dead) store.records.At(store.starts, at + before, 1)->free_id = row_id;
+    at += total;
+    __syncthreads();
+  }
 }
 
 __global__ void DecideKernel(uint32_t* counters, ReleaseControl* control) {
@@ -373,6 +417,8 @@ LaunchError LaunchRelease(Stream stream, const StoreView& store, const StateView
   ReleaseControl* control = cutter.Take<ReleaseControl>(1);
   uint32_t* gone = cutter.Take<uint32_t>(num_words);
   uint32_t* displaced = cutter.Take<uint32_t>(num_words);
+  const unsigned num_counts = static_cast<unsigned>(CeilDiv<int64_t>(store.capacity, kPositionsPerChunk));
+  uint32_t* block_counts = cutter.Take<uint32_t>(num_counts);
   JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(control, 0, sizeof(ReleaseControl), stream));
   JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(displaced, 0, static_cast<size_t>(num_words) * sizeof(uint32_t), stream));
   JAXSOK_RETURN_IF_CUDA(
@@ -381,13 +427,15 @@ LaunchError LaunchRelease(Stream stream, const StoreView& store, const StateView
   if (statistics != nullptr) a.statistics = *statistics;
   ReleaseKernel<<<BlocksOfWave(), kBlock, 0, stream>>>(a);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  JAXSOK_RETURN_IF_LAUNCH(LaunchListFreed(stream, store, &control->num_freed, cutter.Rest(), /*only_if_any=*/true));
+  CountDeadKernel<<<num_counts, kBlock, 0, stream>>>(store, control, block_counts);
+  ListDeadKernel<<<num_counts, kBlock, 0, stream>>>(store, block_counts, control);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   DecideKernel<<<1, 1, 0, stream>>>(store.counters, control);
   SweepKernel<<<BlocksOfWave(), kBlock, 0, stream>>>(store.index, store.counters, store.capacity, gone, displaced,
                                                      control);
   EnterDisplacedKernel<<<BlocksOfWave(), kBlock, 0, stream>>>(store, displaced, control);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return LaunchRebuild(stream, store, cutter.Rest(), &control->rebuilds);
+  return LaunchRebuild(stream, store, &control->rebuilds);
 }
 
 }  // namespace jaxsok

@@ -1,4 +1,4 @@
-// find, find_or_insert, erase and rebuild on one shard: from keys to row ids. gather: from row ids to rows.
+// find, find_or_insert and rebuild on one shard: from keys to row ids. gather: from row ids to rows.
 // scatter: from row ids into rows. touch: notes that rows were used.
 //
 // Launchers are asynchronous on their stream, allocate nothing and wait for nothing (the CPU's run at once and
@@ -20,9 +20,6 @@ namespace jaxsok {
 constexpr int64_t InsertWorkspaceBytes(int64_t num_keys) {
   return kControlBytes + PaddedToLine(num_keys) * 8 + CountsBytes(num_keys);
 }
-
-/// Bytes of workspace for erase and rebuild.
-constexpr int64_t RebuildWorkspaceBytes(int64_t capacity) { return kControlBytes + CountsBytes(capacity); }
 
 /// Finds the row id of each (table, key) pair.
 ///
@@ -110,27 +107,11 @@ struct StateView {
   Slabs<float> data[kMaxStates];
 };
 
-/// Takes the rows of (table, key) pairs away.
-///
-/// Post   : the pairs are absent; their rows are in the list of freed rows (ascending, the whole list made anew),
-///          their optimizer state is at its initial value; the index is rebuilt in place; kGeneration is advanced
-///          if anything was erased; num_erased[0] counts distinct pairs that were there.
-LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& states, const uint64_t* keys,
-                        const uint32_t* table_ids, int64_t num_keys, uint32_t* num_erased, void* workspace);
-
-/// Makes the list of freed rows anew after records were marked dead.
-///
-/// Post   : freed rows are listed in ascending order; kGeneration is advanced if num_freed[0] (on a GPU in its memory)
-///          is not 0. With `only_if_any` nothing is touched where it is.
-/// Pre    : workspace as for erase.
-LaunchError LaunchListFreed(Stream stream, const StoreView& store, const uint32_t* num_freed, void* workspace,
-                            bool only_if_any = false);
-
 /// Fills an index (of any size, contents may be anything) from the records.
 ///
 /// Post   : every row in use is found again; kNumUnplaced and kLongestProbe speak of the new index. Nothing is touched
 ///          where only_if[0] (on a GPU in its memory) is 0; nullptr: always.
-LaunchError LaunchRebuild(Stream stream, const StoreView& store, void* workspace, const uint32_t* only_if = nullptr);
+LaunchError LaunchRebuild(Stream stream, const StoreView& store, const uint32_t* only_if = nullptr);
 
 /// Forgets, of the keys that wait for a row, those that were seen often.
 ///

@@ -1,5 +1,5 @@
-// find, find_or_insert, gather, scatter, touch, erase, rebuild, forget and wait on the CPU (table.h says what,
-// index_cpu.h how keys are walked).
+// find, find_or_insert, gather, scatter, touch, rebuild, forget and wait on the CPU (table.h says what, index_cpu.h
+// how keys are walked).
 #include <cstring>
 
 #include "index_cpu.h"
@@ -23,44 +23,6 @@ void ClearIndex(Stream stream, const IndexView& index) {
   RunRanges(stream, index.num_buckets, kBucketsPerTask, [&](int64_t begin, int64_t end) {
     std::memset(static_cast<void*>(index.buckets + begin), 0xff, static_cast<size_t>(end - begin) * sizeof(Bucket));
   });
-}
-
-constexpr int64_t kCountsPerTask = 16;
-
-/// Makes the list of freed rows anew from the records that are dead.
-void ListFreedRows(Stream stream, const StoreView& store, void* workspace) {
-  const int64_t num_allocated = std::min(store.counters[kNumAllocated], store.capacity);
-  const int64_t num_counts = CeilDiv(num_allocated, kCountedTogether);
-  int64_t* starts = WorkspaceCutter(workspace).Take<int64_t>(num_counts);
-  const auto for_dead_rows = [&](int64_t count, const auto& visit) {
-    const int64_t end = std::min((count + 1) * kCountedTogether, num_allocated);
-    for (int64_t r = count * kCountedTogether; r < end; ++r) {
-      const uint32_t row_id = static_cast<uint32_t>(r);
-      if (store.records.At(store.starts, row_id, 1)->key == kPaddingKey) visit(row_id);
-    }
-  };
-  RunRanges(stream, num_counts, kCountsPerTask, [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; ++c) {
-      starts[c] = 0;
-      for_dead_rows(c, [&](uint32_t) { ++starts[c]; });
-    }
-  });
-  int64_t num_freed = 0;
-  for (int64_t c = 0; c < num_counts; ++c) {
-    const int64_t count = starts[c];
-    starts[c] = num_freed;
-    num_freed += count;
-  }
-  RunRanges(stream, num_counts, kCountsPerTask, [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; ++c) {
-      int64_t next = starts[c];
-      for_dead_rows(c, [&](uint32_t row_id) {
-        store.records.At(store.starts, static_cast<uint32_t>(next++), 1)->free_id = row_id;
-      });
-    }
-  });
-  store.counters[kFreeBegin] = 0;
-  store.counters[kFreeEnd] = static_cast<uint32_t>(num_freed);
 }
 
 template <typename R>
@@ -179,47 +141,7 @@ LaunchError LaunchTouch(Stream stream, const StatisticsView& statistics, const u
   return nullptr;
 }
 
-LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& states, const uint64_t* keys,
-                        const uint32_t* table_ids, int64_t num_keys, uint32_t* num_erased, void* workspace) {
-  if (store.index.num_buckets == 0) return "index: no buckets";
-  const uint64_t salt = SaltOf(store.counters);
-  *num_erased = 0;
-  RunRanges(stream, num_keys, kKeysPerChunk, [&](int64_t begin, int64_t end) {
-    uint32_t tables[kKeysPerChunk], row_ids[kKeysPerChunk];
-    for (int64_t i = begin; i < end; ++i) {
-      const bool is_asked = keys[i] != kPaddingKey && table_ids[i] < static_cast<uint32_t>(store.num_tables);
-      tables[i - begin] = is_asked ? table_ids[i] : kNoTable;
-    }
-    FindChunk(store.index, salt, keys + begin, tables, end - begin, row_ids, [](int64_t, uint32_t) {});
-    for (int64_t i = begin; i < end; ++i) {
-      const uint32_t row_id = row_ids[i - begin];
-      if (row_id >= store.capacity) continue;
-      // Of several requests for one pair, the one that sees its record alive does the work.
-      uint64_t key = keys[i];
-      Record* record = store.records.At(store.starts, row_id, 1);
-      if (!__atomic_compare_exchange_n(&record->key, &key, kPaddingKey, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-        continue;
-      }
-      AddAtomically(num_erased, uint32_t{1});
-      AddAtomically(&store.table_rows[table_ids[i]], ~uint32_t{0});  // one less
-      for (int k = 0; k < states.num_states; ++k) {
-        std::fill_n(states.data[k].At(store.starts, row_id, states.width[k]), states.width[k], states.initial[k]);
-      }
-    }
-  });
-  LaunchListFreed(stream, store, num_erased, workspace);
-  return LaunchRebuild(stream, store, workspace);
-}
-
-LaunchError LaunchListFreed(Stream stream, const StoreView& store, const uint32_t* num_freed, void* workspace,
-                            bool only_if_any) {
-  if (*num_freed == 0 && only_if_any) return nullptr;
-  if (*num_freed != 0) ++store.counters[kGeneration];
-  ListFreedRows(stream, store, workspace);
-  return nullptr;
-}
-
-LaunchError LaunchRebuild(Stream stream, const StoreView& store, void*, const uint32_t* only_if) {
+LaunchError LaunchRebuild(Stream stream, const StoreView& store, const uint32_t* only_if) {
   if (only_if != nullptr && *only_if == 0) return nullptr;
   const IndexView& index = store.index;
   if (index.num_buckets == 0) return "index: no buckets";

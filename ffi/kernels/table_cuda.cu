@@ -1,5 +1,5 @@
-// find, find_or_insert, gather, erase and rebuild on a GPU. index_cuda.cuh says how rows are made, bags_cuda.cuh how
-// they are copied.
+// find, find_or_insert, gather and rebuild on a GPU. index_cuda.cuh says how rows are made, bags_cuda.cuh how they are
+// copied.
 #include "admission_cuda.cuh"
 #include "bags_cuda.cuh"
 #include "index_cuda.cuh"
@@ -91,40 +91,14 @@ __global__ void __launch_bounds__(kBlock)
   counts.Flush();
 }
 
-// Erase and rebuild. ------------------------------------------------------------------------------------------
+// Rebuild. ----------------------------------------------------------------------------------------------------
 
-struct ListControl {
-  uint32_t blocks_done;
-};
-
-/// Whether a pass has nothing to do: it was told to look whether anything was freed, and nothing was.
-__device__ __forceinline__ bool IsIdle(const uint32_t* wanted) { return wanted != nullptr && *wanted == 0; }
-
-// One thread, one key: the thread that takes the key out of the record sets the row's state back.
-// A key named twice is taken out once, by the compare-and-swap.
-__global__ void __launch_bounds__(kBlock)
-    EraseKernel(StoreView store, StateView states, const uint64_t* keys, const uint32_t* table_ids, int64_t num_keys,
-                uint32_t* num_erased) {
-  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
-  if (i >= num_keys) return;
-  const uint64_t key = keys[i];
-  const uint32_t table = table_ids[i];
-  if (key == kPaddingKey || table >= static_cast<uint32_t>(store.num_tables)) return;
-  const uint32_t row_id = ProbeBuckets<false>(store.index, key, table, SaltOf(store.counters), kMaxProbes).row_id;
-  if (row_id >= store.capacity) return;
-  Record* record = store.records.At(store.starts, row_id, 1);
-  if (atomicCAS(reinterpret_cast<unsigned long long*>(&record->key), key, kPaddingKey) != key) return;
-  atomicAdd(num_erased, 1u);
-  atomicSub(store.table_rows + table, 1u);
-  for (int k = 0; k < states.num_states; ++k) {
-    float* state = states.data[k].At(store.starts, row_id, states.width[k]);
-    for (int c = 0; c < states.width[k]; ++c) state[c] = states.initial[k];
-  }
-}
+/// Whether a pass is left out: the word that it depends on is 0. Passes without one (nullptr) always run.
+__device__ __forceinline__ bool IsIdle(const uint32_t* only_if) { return only_if != nullptr && *only_if == 0; }
 
 // A thread empties buckets, grid-stride.
-__global__ void __launch_bounds__(kBlock) ClearIndexKernel(IndexView index, const uint32_t* wanted) {
-  if (IsIdle(wanted)) return;
+__global__ void __launch_bounds__(kBlock) ClearIndexKernel(IndexView index, const uint32_t* only_if) {
+  if (IsIdle(only_if)) return;
   uint4* words = reinterpret_cast<uint4*>(index.buckets);
   const int64_t num_words = int64_t{index.num_buckets} * kEntriesPerBucket;
   for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < num_words; i += int64_t{gridDim.x} * kBlock) {
@@ -132,52 +106,9 @@ __global__ void __launch_bounds__(kBlock) ClearIndexKernel(IndexView index, cons
   }
 }
 
-__device__ __forceinline__ bool IsDead(const StoreView& store, uint32_t row_id) {
-  return row_id < min(store.counters[kNumAllocated], store.capacity) &&
-         store.records.At(store.starts, row_id, 1)->key == kPaddingKey;
-}
-
-// Counts dead rows, 1,024 a block; the last block to end sums the counts up to its own and writes the counters.
-__global__ void __launch_bounds__(kBlock) CountDeadKernel(StoreView store, ListControl* control, uint32_t* block_counts,
-                                                          const uint32_t* num_freed, const uint32_t* wanted) {
-  if (IsIdle(wanted)) return;
-  int mine = 0;
-  for (int i = 0; i < kPositionsPerChunk / kBlock; ++i) {
-    mine += IsDead(store, blockIdx.x * kPositionsPerChunk + i * kBlock + threadIdx.x) ? 1 : 0;
-  }
-  __shared__ BlockScan::TempStorage storage;
-  uint32_t before, total;
-  BlockScan(storage).ExclusiveSum(static_cast<uint32_t>(mine), before, total);
-  if (threadIdx.x == 0) block_counts[blockIdx.x] = total;
-  if (!IsLastBlock(&control->blocks_done)) return;
-  const uint32_t sum = SumCountsBefore(block_counts, gridDim.x, storage);
-  if (threadIdx.x == 0) {
-    store.counters[kFreeBegin] = 0;
-    store.counters[kFreeEnd] = sum;
-    if (*num_freed != 0) store.counters[kGeneration] += 1;
-  }
-}
-
-// The list of freed rows, ascending: each block writes its own part.
-__global__ void __launch_bounds__(kBlock)
-    ListDeadKernel(StoreView store, const uint32_t* block_counts, const uint32_t* wanted) {
-  if (IsIdle(wanted)) return;
-  __shared__ BlockScan::TempStorage storage;
-  uint32_t at = block_counts[blockIdx.x];
-  for (int i = 0; i < kPositionsPerChunk / kBlock; ++i) {
-    const uint32_t row_id = blockIdx.x * kPositionsPerChunk + i * kBlock + threadIdx.x;
-    const bool dead = IsDead(store, row_id);
-    uint32_t before, total;
-    BlockScan(storage).ExclusiveSum(dead ? 1u : 0u, before, total);
-    if (dead) store.records.At(store.starts, at + before, 1)->free_id = row_id;
-    at += total;
-    __syncthreads();
-  }
-}
-
 // A thread enters the rows in use, grid-stride: the pairs are distinct, entries are claimed by compare-and-swap.
-__global__ void __launch_bounds__(kBlock) EnterKernel(StoreView store, const uint32_t* wanted) {
-  if (IsIdle(wanted)) return;
+__global__ void __launch_bounds__(kBlock) EnterKernel(StoreView store, const uint32_t* only_if) {
+  if (IsIdle(only_if)) return;
   const uint64_t salt = SaltOf(store.counters);
   const uint32_t end = min(store.counters[kNumAllocated], store.capacity);
   int longest = 0;
@@ -196,22 +127,14 @@ __global__ void __launch_bounds__(kBlock) EnterKernel(StoreView store, const uin
   if (threadIdx.x % kWarp == 0) NoteProbes(store.counters, longest);
 }
 
-__global__ void ZeroProbeCountersKernel(uint32_t* counters, const uint32_t* wanted) {
-  if (IsIdle(wanted)) return;
+__global__ void ZeroProbeCountersKernel(uint32_t* counters, const uint32_t* only_if) {
+  if (IsIdle(only_if)) return;
   counters[kNumUnplaced] = 0;
   counters[kLongestProbe] = 0;
 }
 
 /// Blocks of grid-stride kernels: two full waves.
 inline int NumStreamBlocks() { return 2 * BlocksOfWave(); }
-
-/// `wanted`: nothing is done where it is 0; nullptr: always.
-LaunchError RebuildIndex(Stream stream, const StoreView& store, const uint32_t* wanted) {
-  ClearIndexKernel<<<NumStreamBlocks(), kBlock, 0, stream>>>(store.index, wanted);
-  ZeroProbeCountersKernel<<<1, 1, 0, stream>>>(store.counters, wanted);
-  EnterKernel<<<NumStreamBlocks(), kBlock, 0, stream>>>(store, wanted);
-  return LastLaunchError();
-}
 
 // Keys that wait for a row. -----------------------------------------------------------------------------------
 
@@ -342,33 +265,11 @@ LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint
   return LastLaunchError();
 }
 
-LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& states, const uint64_t* keys,
-                        const uint32_t* table_ids, int64_t num_keys, uint32_t* num_erased, void* workspace) {
-  JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(num_erased, 0, sizeof(uint32_t), stream));
-  // Reading the index ends before it is cleared: the kernels are ordered on the stream.
-  if (num_keys > 0) {
-    EraseKernel<<<BlocksFor(num_keys), kBlock, 0, stream>>>(store, states, keys, table_ids, num_keys, num_erased);
-    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  }
-  JAXSOK_RETURN_IF_LAUNCH(LaunchListFreed(stream, store, num_erased, workspace));
-  return LaunchRebuild(stream, store, workspace);
-}
-
-LaunchError LaunchListFreed(Stream stream, const StoreView& store, const uint32_t* num_freed, void* workspace,
-                            bool only_if_any) {
-  WorkspaceCutter cutter(workspace);
-  ListControl* control = cutter.Take<ListControl>(1);
-  uint32_t* block_counts = cutter.Take<uint32_t>(CeilDiv<int64_t>(store.capacity, kPositionsPerChunk));
-  const uint32_t* wanted = only_if_any ? num_freed : nullptr;
-  JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(control, 0, sizeof(ListControl), stream));
-  const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(store.capacity, kPositionsPerChunk));
-  CountDeadKernel<<<blocks, kBlock, 0, stream>>>(store, control, block_counts, num_freed, wanted);
-  ListDeadKernel<<<blocks, kBlock, 0, stream>>>(store, block_counts, wanted);
+LaunchError LaunchRebuild(Stream stream, const StoreView& store, const uint32_t* only_if) {
+  ClearIndexKernel<<<NumStreamBlocks(), kBlock, 0, stream>>>(store.index, only_if);
+  ZeroProbeCountersKernel<<<1, 1, 0, stream>>>(store.counters, only_if);
+  EnterKernel<<<NumStreamBlocks(), kBlock, 0, stream>>>(store, only_if);
   return LastLaunchError();
-}
-
-LaunchError LaunchRebuild(Stream stream, const StoreView& store, void*, const uint32_t* only_if) {
-  return RebuildIndex(stream, store, only_if);
 }
 
 LaunchError LaunchForget(Stream stream, const IndexView& sightings, const uint32_t* floors, int32_t num_tables) {

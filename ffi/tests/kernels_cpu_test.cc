@@ -12,6 +12,7 @@
 
 #include "../core/initialize.h"
 #include "../kernels/combine.h"
+#include "../kernels/evict.h"
 #include "../kernels/index_cpu.h"
 #include "../kernels/plan.h"
 #include "../kernels/update.h"
@@ -501,7 +502,7 @@ struct Gradients {
   GradientsView View() const { return {dtype, pointers.data()}; }
 };
 
-/// One walk of lookups, updates and erasures on one store.
+/// One walk of lookups, updates, releases and rebuilds on one store.
 class Machine {
  public:
   Machine(uint64_t seed, int num_threads)
@@ -521,9 +522,8 @@ class Machine {
       Update(batch);
       CheckState(store_, model_, seed_);
       if (random_.Below(3) == 0) FindOrInsert();
-      if (random_.Below(3) == 0) Erase();
-      if (random_.Below(5) == 0)
-        JAXSOK_CHECK_SEED(LaunchRebuild(&executor_, store_.view, Workspace(1 << 20)) == nullptr, seed_);
+      if (random_.Below(3) == 0) Release();
+      if (random_.Below(5) == 0) JAXSOK_CHECK_SEED(LaunchRebuild(&executor_, store_.view) == nullptr, seed_);
       CheckState(store_, model_, seed_);
     }
   }
@@ -748,26 +748,42 @@ class Machine {
     JAXSOK_CHECK_SEED(IsSame(counts, wanted), seed_);
   }
 
-  void Erase() {
+  /// Takes the rows of random pairs away; rows that are not in use are flagged too.
+  void Release() {
     RandomPairs(random_.Below(200));
-    uint32_t num_erased = 77, wanted = 0;
-    LaunchErase(&executor_, store_.view, store_.state_view, keys_.data(), table_ids_.data(),
-                static_cast<int64_t>(keys_.size()), &num_erased,
-                Workspace(RebuildWorkspaceBytes(store_.view.capacity)));
+    std::vector<uint8_t> flags(store_.view.capacity, kRowGoes);
+    for (const auto& [pair, row_id] : model_.row_ids) flags[row_id] = kRowStays;
+    std::vector<uint32_t> num_released(store_.num_tables, 77), wanted(store_.num_tables, 0);
+    std::vector<uint32_t> table_evicted(store_.num_tables, 5), wanted_evicted = table_evicted;
+    std::vector<uint32_t> statistics(store_.view.capacity * size_t{2}, 9), wanted_statistics = statistics;
+    Slabs<uint32_t> kept{};
+    for (int s = 0; s < store_.view.starts.num_slabs; ++s) {
+      kept.data[s] = statistics.data() + store_.view.starts.start[s] * size_t{2};
+    }
+    const bool keeps_statistics = random_.Below(2) == 0, counts_evicted = random_.Below(2) == 0;
     for (size_t i = 0; i < keys_.size(); ++i) {
       const auto entry = model_.row_ids.find({table_ids_[i], keys_[i]});
       if (entry == model_.row_ids.end()) continue;
-      model_.freed.push_back(entry->second);
+      const uint32_t row_id = entry->second;
+      flags[row_id] = kRowGoes;
+      model_.freed.push_back(row_id);
       for (int k = 0; k < store_.num_states; ++k) {
-        std::fill(model_.states[k][entry->second].begin(), model_.states[k][entry->second].end(),
-                  store_.state_view.initial[k]);
+        std::fill(model_.states[k][row_id].begin(), model_.states[k][row_id].end(), store_.state_view.initial[k]);
       }
+      if (keeps_statistics) std::fill_n(wanted_statistics.begin() + row_id * int64_t{2}, 2, 0);
       model_.row_ids.erase(entry);
-      ++wanted;
+      ++wanted[table_ids_[i]];
+      if (counts_evicted) ++wanted_evicted[table_ids_[i]];
     }
     std::sort(model_.freed.begin(), model_.freed.end());
-    model_.generation += wanted != 0;
-    JAXSOK_CHECK_SEED(num_erased == wanted, seed_);
+    model_.generation += std::any_of(wanted.begin(), wanted.end(), [](uint32_t num) { return num != 0; });
+    JAXSOK_CHECK_SEED(LaunchRelease(&executor_, store_.view, store_.state_view, keeps_statistics ? &kept : nullptr,
+                                    flags.data(), counts_evicted ? table_evicted.data() : nullptr, num_released.data(),
+                                    Workspace(ReleaseWorkspaceBytes(store_.view.capacity))) == nullptr,
+                      seed_);
+    JAXSOK_CHECK_SEED(IsSame(num_released, wanted), seed_);
+    JAXSOK_CHECK_SEED(IsSame(table_evicted, wanted_evicted), seed_);
+    JAXSOK_CHECK_SEED(IsSame(statistics, wanted_statistics), seed_);
   }
 
   uint64_t seed_;
@@ -1148,9 +1164,8 @@ void TestUnplaced() {
   for (int64_t i = 0; i < n; ++i) JAXSOK_CHECK(row_ids[i] == (i < kPlaced ? i : kNoRow));
 
   store.counters[kSaltLow] = 124;
-  Memory rebuild_workspace(RebuildWorkspaceBytes(2000));
   std::memset(store.index_memory.get(), 0x3c, 500 * sizeof(Bucket));
-  LaunchRebuild(&executor, store.view, rebuild_workspace.get());
+  LaunchRebuild(&executor, store.view);
   JAXSOK_CHECK(store.counters[kNumUnplaced] == 0 && store.counters[kLongestProbe] < 10);
   LaunchFindOrInsert(&executor, store.view, keys.data(), table_ids.data(), n, row_ids.data(), counts.data(),
                      workspace.get());

@@ -19,7 +19,6 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("jaxsok_table_gather", "JaxsokTableGather"),
     ("jaxsok_table_scatter", "JaxsokTableScatter"),
     ("jaxsok_table_touch", "JaxsokTableTouch"),
-    ("jaxsok_table_erase", "JaxsokTableErase"),
     ("jaxsok_table_rebuild", "JaxsokTableRebuild"),
     ("jaxsok_table_forget", "JaxsokTableForget"),
     ("jaxsok_table_wait", "JaxsokTableWait"),
@@ -91,7 +90,6 @@ def load_cpu() -> ctypes.CDLL:
     library = _load("cpu")
     for name, argument_types in {
         "JaxsokInsertWorkspaceBytes": (ctypes.c_int64,),
-        "JaxsokRebuildWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokSelectWorkspaceBytes": (),
         "JaxsokReleaseWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokPlanWorkspaceBytes": (ctypes.c_int64,),

@@ -1,4 +1,4 @@
-"""Doors of the table noun: find, find_or_insert, gather, scatter, touch, erase, rebuild, forget, wait."""
+"""Doors of the table noun: find, find_or_insert, gather, scatter, touch, rebuild, forget, wait."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -127,34 +127,11 @@ def touch(
     return call_on("jaxsok_table_touch", arrays, operands, {}, in_place=("statistics",))["statistics"]
 
 
-def erase(
-    store: Store, keys: Keys, table_ids: TableIds, initial_values: Sequence[float] = ()
-) -> tuple[Store, UInt32[Array, ""]]:
-    """Takes rows away, counts them, and rebuilds the index; the store is donated. See `LaunchErase`."""
-    capacity = sum(slab.shape[0] for slab in store.records)
-    store, out = call_on_store(
-        "jaxsok_table_erase",
-        store,
-        {"keys": keys, "table_ids": table_ids},
-        {
-            "num_erased": result(keys, (), "uint32"),
-            "workspace": workspace(keys, "JaxsokRebuildWorkspaceBytes", capacity),
-        },
-        changes=("index", "counters", "table_rows", "records", "states"),
-        initial=np.asarray(initial_values, np.float32),
-    )
-    return store, out["num_erased"]
-
-
 def rebuild(
     counters: UInt32[Array, " num_counters"], records: Sequence[RecordSlab], num_buckets: int
 ) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
     """Makes an index of `num_buckets` buckets from the records; the counters are donated. See `LaunchRebuild`."""
-    capacity = sum(slab.shape[0] for slab in records)
-    results = {
-        "index": result(counters, (num_buckets, BUCKET_WORDS), "uint32"),
-        "workspace": workspace(counters, "JaxsokRebuildWorkspaceBytes", capacity),
-    }
+    results = {"index": result(counters, (num_buckets, BUCKET_WORDS), "uint32")}
     arrays = {"counters": counters, "records": records}
     out = call_on("jaxsok_table_rebuild", arrays, {}, results, in_place=("counters",))
     return out["index"], out["counters"]

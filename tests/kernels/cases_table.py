@@ -1,4 +1,4 @@
-"""Cases of tables: find, insert, erase, rebuild; gather, scatter and touch of rows. See kernel_scripts.py."""
+"""Cases of tables: find, insert, release, rebuild; gather, scatter and touch of rows. See kernel_scripts.py."""
 
 import numpy as np
 from kernel_model import (
@@ -19,7 +19,7 @@ from kernel_model import (
 )
 from kernel_scripts import DIMS, KINDS, SIZES, SLABS, Script, case, cases, gather_mixed, table_store
 
-# Tables: find, find_or_insert, erase, rebuild ------------------------------------------------------------------
+# Tables: find, find_or_insert, release, rebuild ----------------------------------------------------------------
 
 
 @cases(*SIZES)
@@ -88,7 +88,7 @@ def table_slabs() -> Script:
 
 @case()
 def table_one_key() -> Script:
-    """New, then present, then erased by 5,000 at once."""
+    """New, then present, then erased and new again."""
     script = table_store(5000, SIZES.index(5000), seed=2)
     script.fill(script.distinct(100), 0)
     keys = np.full(5000, 2**64 - 2, np.uint64)
@@ -119,9 +119,9 @@ def table_few_rows_left() -> Script:
     script.fill(range(7), 0)
     script.find_or_insert(np.r_[np.arange(30, 40), rng.integers(0, 20, 23)], np.r_[np.zeros(10, int), tables[10:]])
     script.find_or_insert(rng.integers(0, 60, 33), tables)
-    script.erase(np.resize([3, 6, 0, 31, 3, 2**50, PADDING_KEY], 33), 0)
+    script.erase([3, 6, 0, 31, 2**50, PADDING_KEY])
     script.find_or_insert(np.resize([2**40, 3, 2**41, 2**42, 0, 2**43], 33), 0)
-    script.erase(np.resize([1, 2**40, 4], 33), 0)
+    script.erase([1, 2**40, 4])
     script.find_or_insert(np.resize([77, PADDING_KEY, 78, 77], 33), tables % 2)
     script.find_or_insert(np.arange(100, 133), tables)
     return script
@@ -164,7 +164,7 @@ def table_aimed(bucket: int) -> Script:
     script.find_or_insert(rng.permutation(np.r_[keys[:350], np.full(50, aimed[-1])]))
     script.find(keys)
     placed = [key for key in aimed.tolist() if (0, key) in script.store.row_of]
-    script.erase(np.resize(as_keys(placed[10:60]), 400))
+    script.erase(placed[10:60])
     script.find_or_insert(keys)
     script.find(keys)
     return script
@@ -190,7 +190,7 @@ def table_longest_walk(num_keys: int) -> Script:
     keys = np.resize(script.keys_of_homes([500], num_keys), 256)
     script.find_or_insert(keys)
     script.rebuild(512)
-    script.erase(np.resize(keys[:1], 256))
+    script.erase(keys[:1])
     return script
 
 
@@ -208,15 +208,14 @@ def table_longest_walk_present() -> Script:
 
 @case()
 def table_erase_all() -> Script:
-    """Every row is freed and handed out again, ascending, whatever the order of erasing; twice."""
+    """Every row is freed and handed out again, ascending; twice."""
     script = Script(slabs=(5, 7, 300), num_tables=3, optimizer=ROWWISE_ADAGRAD)
     rng = script.rng
     keys, tables = script.distinct(312, low=1), np.arange(312) % 3
     script.fill(keys[:200], tables[:200])
     for _ in range(2):
         script.find_or_insert(keys, tables)
-        order = rng.permutation(312)
-        script.erase(keys[order], tables[order])
+        script.erase(keys, tables)
         order = rng.permutation(312)
         script.find_or_insert(keys[order] + U64(rng.integers(2)), tables[order])
     return script
@@ -229,24 +228,14 @@ def table_erase_in_parts() -> Script:
     keys = script.distinct(200, low=1)
     script.fill(keys)
     for part in (keys[150:160], keys[20:50], keys[145:155], keys[:33]):
-        script.erase(np.resize(part, 33))
+        script.erase(part)
         script.find_or_insert(script.distinct(33, low=int(part[0]) + 2**50)[:12])
     return script
 
 
 @case()
 def table_erase_absent() -> Script:
-    """Nothing is there to erase: generation and rows stay."""
-    script = Script(slabs=(5, 7, 300), optimizer=ADAGRAD)
-    script.fill(range(100))
-    script.erase(np.arange(1000, 1033))
-    script.erase(np.full(33, PADDING_KEY, np.uint64))
-    return script
-
-
-@case()
-def table_erase_absent_after_reuse() -> Script:
-    """Of the freed rows some are in use again, and nothing is erased: the list is made anew all the same."""
+    """Some of the freed rows are in use again, and nothing is there to erase: generation, rows and list stay."""
     script = Script(slabs=(5, 7, 300), optimizer=ADAGRAD)
     script.fill(range(100))
     script.erase(np.arange(40, 73))
@@ -391,7 +380,7 @@ def touch_large() -> Script:
 
 @cases(3, 70)
 def small_table(num_tables: int) -> Script:
-    """find, find_or_insert, erase and rebuild in the normal case."""
+    """find, find_or_insert, release and rebuild in the normal case."""
     script = Script(slabs=(5, 7, 100), num_tables=num_tables, dim=5, optimizer=ADAM)
     tables = script.rng.integers(0, num_tables, 48)
     script.fill(range(20), np.arange(20) % 3)

@@ -144,11 +144,12 @@ class Script:
         return {"step": np.array(step, np.uint32)}, {"refused": tuple(map(tuple, self.store.refused.tolist()))}
 
     def erase(self, keys, tables=0) -> None:
-        self._begin()
+        """Releases the rows of keys; those without a row are passed over."""
         keys, tables = _pairs(keys, tables)
-        want = {"num_erased": np.array(self.store.erase(keys, tables), np.uint32)}
-        inputs = {"keys": words(keys), "table_ids": tables.astype(np.uint32)}
-        self._add("erase", inputs, {"initial": self.store.initial}, want)
+        flags = np.zeros(self.store.capacity, np.uint8)
+        row_ids = self.store.find(keys, tables)
+        flags[row_ids[row_ids != NO_ROW]] = 1
+        self.evict_release(flags, has_statistics=False, has_evicted=False)
 
     def scatter(self, row_ids, width: int, dtype) -> None:
         """Lines of any bits into an array of the store's slabs; the lines of equal row ids are equal."""

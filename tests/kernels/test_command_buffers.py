@@ -28,7 +28,7 @@ from jaxsok import policies
 from jaxsok.kernels import library
 from jaxsok.kernels import table as table_door
 from jaxsok.kernels.call import StoreArrays
-from jaxsok.serving import frozen, fused
+from jaxsok.serving import frozen, fused, row_map
 
 CAPTURABLE = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
 
@@ -201,8 +201,8 @@ def frozen_cases(abstract):
             lambda tables, words: fused.lookup_with_counts(tables, {"item": words}),
             (jax.tree.map(abstract, tables), words),
         ),
-        "erase by key": (
-            lambda index, counters, table_rows, records, words, ids: table_door.erase(
+        "release": (
+            lambda index, counters, table_rows, records, words, ids: row_map.release(
                 StoreArrays(index, counters, table_rows, (), (records,)), words, ids
             ),
             (store.index, store.counters, abstract(np.zeros(1, np.uint32)), records, words, ids),
@@ -271,7 +271,7 @@ SMALL = (
     "evict",
     "wait",
     "frozen",
-    "erase by key",
+    "release",
 )  # fewer commands than XLA takes the trouble for, unless told so
 SHARDED = ("eight devices, planned", "eight devices, rounds", "eight devices, plan")
 

@@ -73,11 +73,6 @@ def _touch(s, x):
     return {"statistics": table.touch(x["row_ids"], x["uses"], x["clock"], x["statistics"])}, s
 
 
-def _erase(s, x, initial):
-    s, num_erased = table.erase(s, x["keys"], x["table_ids"], initial)
-    return {"num_erased": num_erased}, s
-
-
 def _rebuild(s, x, num_buckets):
     counters = jnp.concatenate(
         [s.counters[: kernel_model.SALT_LOW], x["salt"], s.counters[kernel_model.SALT_HIGH + 1 :]]
@@ -188,7 +183,6 @@ OPS = {
     "jaxsok_table_gather": _gather,
     "jaxsok_table_scatter": _scatter,
     "jaxsok_table_touch": _touch,
-    "jaxsok_table_erase": _erase,
     "jaxsok_table_rebuild": _rebuild,
     "jaxsok_table_forget": _forget,
     "jaxsok_table_wait": _wait,
@@ -444,8 +438,10 @@ def test_the_model_agrees_with_the_oracle(name):
     judge = store_of(script.store, script.initial) if name.startswith("table_") else None
     for number, step in enumerate(script.steps):
         what = f"call {number}, {step.op}"
-        if judge is not None and step.op in ("find", "find_or_insert", "erase"):
+        if judge is not None and step.op in ("find", "find_or_insert"):
             assert_table_agrees(step, judge, what)
+        if judge is not None and step.op == "evict_release":
+            assert_release_agrees(step, judge, what)
         if step.op == "lookup":
             batch, values = step.meaning["batch"], step.meaning["values"].astype(np.float64)
             factors, _ = factors_of(batch)
@@ -473,16 +469,10 @@ def store_of(store: kernel_model.Store, state: dict) -> oracle.StoreOracle:
 
 
 def assert_table_agrees(step: kernel_scripts.Step, judge: oracle.StoreOracle, what: str) -> None:
-    """find, find_or_insert or erase, key by key."""
+    """find or find_or_insert, key by key."""
     keys, tables = kernel_model.from_words(step.inputs["keys"]).tolist(), step.inputs["table_ids"].tolist()
     pairs = [(t, key) for t, key in zip(tables, keys, strict=True)]
     is_real = [key != kernel_model.PADDING_KEY and t in judge.tables for t, key in pairs]
-    if step.op == "erase":
-        of_table = {
-            t: [key for (u, key), real in zip(pairs, is_real, strict=True) if real and u == t] for t in judge.tables
-        }
-        assert sum(judge.erase(t, of_table[t]) for t in judge.tables) == step.want["num_erased"], what
-        return
     row_ids, counts = [], np.zeros((len(judge.tables), len(oracle.COUNTS)), np.int32)
     for (t, key), real in zip(pairs, is_real, strict=True):
         row_id, outcome = None, "padding"
@@ -496,6 +486,15 @@ def assert_table_agrees(step: kernel_scripts.Step, judge: oracle.StoreOracle, wh
     np.testing.assert_array_equal(step.want["row_ids"], row_ids, err_msg=what)
     if step.op == "find_or_insert":
         np.testing.assert_array_equal(step.want["counts"][:, : len(oracle.COUNTS)], counts, err_msg=what)
+
+
+def assert_release_agrees(step: kernel_scripts.Step, judge: oracle.StoreOracle, what: str) -> None:
+    """The keys whose rows are flagged are erased; how many, by table."""
+    flags = step.inputs["flags"]
+    num_erased = [
+        judge.erase(t, [key for key, row_id in judge.tables[t].row_ids.items() if flags[row_id]]) for t in judge.tables
+    ]
+    np.testing.assert_array_equal(step.want["num_released"], num_erased, err_msg=what)
 
 
 def assert_update_agrees(step, store, close):
