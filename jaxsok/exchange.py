@@ -28,6 +28,7 @@ from jaxsok.plan import Requests
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec
 from jaxsok.types import COMBINERS, PADDING_KEY
+from jaxsok.windows import Windows
 
 SLACK = 1.25  # default send capacity over what uniform owners would need
 CAPACITY_STEPS = 8  # send capacities in an octave: a plan's load is rounded up by at most an eighth
@@ -85,10 +86,12 @@ class Exchange:
 
     shards: Shards
     wire: ExchangeSpec
+    windows: Windows | None = None
+    """None: the dense wire."""
 
     def route(self, spec: StoreSpec, send_capacity: int) -> "Route":
         """Returns the route of a store's lines."""
-        return Route(self.shards, spec.is_replicated, send_capacity)
+        return Route(self.shards, spec.is_replicated, send_capacity, self.windows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Route:
     shards: Shards
     is_replicated: bool
     send_capacity: int
+    windows: Windows | None = None
 
     @property
     def num_owners(self) -> int:
@@ -114,21 +118,26 @@ class Route:
         """Sends lines `[num_sent, ...]`, sorted by owner; each owner gets `[num_shards * send_capacity, ...]`."""
         if self.is_replicated:
             return lax.all_gather(lines, self.shards.axis, axis=0, tiled=True)
-        return lax.all_to_all(lines, self.shards.axis, 0, 0, tiled=True)
+        return self._all_to_all(lines)
 
     @jax.named_scope("to_askers")
     def to_askers(self, lines: Array) -> Array:
         """Sends back what was done with each line, in the order in which the asker sent them."""
         if self.is_replicated:
             return lax.dynamic_slice_in_dim(lines, self.shards.index() * self.send_capacity, self.send_capacity)
+        return self._all_to_all(lines)
+
+    def _all_to_all(self, lines: Array) -> Array:
+        if self.windows is not None:
+            return self.windows.exchange(lines)
         return lax.all_to_all(lines, self.shards.axis, 0, 0, tiled=True)
 
-    def rows_to_owners(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float32[Array, "_ dim"]:
-        """Sends rows as `to_owners` does, in another dtype on the wire; None: their own."""
+    def rows_to_owners(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float[Array, "_ dim"]:
+        """Sends rows as `to_owners` does, in another dtype on the wire; None: their own. See `gathered_dtype`."""
         return _decoded(self.to_owners(_encoded(rows, dtype)), dtype, rows.dtype)
 
-    def rows_to_askers(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float32[Array, "_ dim"]:
-        """Sends rows as `to_askers` does, in another dtype on the wire; None: their own."""
+    def rows_to_askers(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float[Array, "_ dim"]:
+        """Sends rows as `to_askers` does, in another dtype on the wire; None: their own. See `gathered_dtype`."""
         return _decoded(self.to_askers(_encoded(rows, dtype)), dtype, rows.dtype)
 
 
@@ -137,17 +146,25 @@ class Route:
 # Rows are scaled until their largest number is below this power of two, the greatest that the dtype holds with room.
 _TOP_EXPONENT = {"float16": 15, "float8_e4m3fn": 8}
 
+SCALED_DTYPES = tuple(_TOP_EXPONENT)
+"""Dtypes that travel with a scale for each row."""
+
+
+def gathered_dtype(dtype: str | None, own: str) -> str:
+    """Returns the dtype in which kernels write what travels as `dtype`, and read what arrived; None: `own`.
+
+    XLA converts between it and numbers of 16 or 8 bits that have a scale.
+    """
+    if dtype is None:
+        return own
+    return dtype if dtype == "bfloat16" else "float32"
+
 
 def _encoded(rows: Float[Array, "_ dim"], dtype: str | None) -> Array:
     """Returns rows as they travel: unchanged, or bytes of 16- or 8-bit numbers followed by the scale of the row."""
-    if dtype is None and rows.dtype.itemsize == 2:
-        return lax.bitcast_convert_type(rows, jnp.uint16)
-    rows = rows.astype(jnp.float32)
-    if dtype in (None, "float32"):
-        return rows
-    if dtype == "bfloat16":
-        # As integers: back ends without bfloat16 collectives would widen them on the wire.
-        return lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
+    if dtype in (None, "float32", "bfloat16"):
+        # As integers: back ends without 16-bit collectives would widen them on the wire.
+        return lax.bitcast_convert_type(rows, jnp.uint16) if rows.dtype.itemsize == 2 else rows
     largest = jnp.abs(rows).max(axis=1, keepdims=True)
     _, exponent = jnp.frexp(largest)
     shift = jnp.where(jnp.isfinite(largest) & (largest > 0), _TOP_EXPONENT[dtype] - exponent, 0)
@@ -157,12 +174,10 @@ def _encoded(rows: Float[Array, "_ dim"], dtype: str | None) -> Array:
     return jnp.concatenate([small.reshape(rows.shape[0], -1), scale.reshape(rows.shape[0], -1)], axis=1)
 
 
-def _decoded(lines: Array, dtype: str | None, own: np.dtype) -> Float32[Array, "_ dim"]:
-    """Returns lines as float32; `own` is the dtype of the rows before they were encoded."""
-    if lines.dtype == jnp.float32:
-        return lines
-    if dtype in (None, "bfloat16"):
-        return lax.bitcast_convert_type(lines, jnp.bfloat16 if dtype else own).astype(jnp.float32)
+def _decoded(lines: Array, dtype: str | None, own: np.dtype) -> Float[Array, "_ dim"]:
+    """Returns lines in the dtype `own`, in which they were encoded; what had a scale is float32."""
+    if dtype in (None, "float32", "bfloat16"):
+        return lax.bitcast_convert_type(lines, own) if lines.dtype == jnp.uint16 else lines
     num_lines, itemsize = lines.shape[0], jnp.dtype(dtype).itemsize
     scale = lax.bitcast_convert_type(lines[:, -4:], jnp.float32)
     small = lines[:, :-4]
