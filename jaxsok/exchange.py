@@ -134,10 +134,12 @@ class Route:
 
     def rows_to_owners(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float[Array, "_ dim"]:
         """Sends rows as `to_owners` does, in another dtype on the wire; None: their own. See `gathered_dtype`."""
+        rows = rows.astype(gathered_dtype(dtype, rows.dtype.name))
         return _decoded(self.to_owners(_encoded(rows, dtype)), dtype, rows.dtype)
 
     def rows_to_askers(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float[Array, "_ dim"]:
         """Sends rows as `to_askers` does, in another dtype on the wire; None: their own. See `gathered_dtype`."""
+        rows = rows.astype(gathered_dtype(dtype, rows.dtype.name))
         return _decoded(self.to_askers(_encoded(rows, dtype)), dtype, rows.dtype)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from jaxsok.kernels.call import Store, call_on_store, result, workspace
-from jaxsok.kernels.lookup import Batch, bag_operands, batch_operands
+from jaxsok.kernels.lookup import Batch, batch_operands
 from jaxsok.kernels.table import Tables
 from jaxsok.types import Inverse, RowIds
 
@@ -121,7 +121,7 @@ def update_window(
     store, out = call_on_store(
         "jaxsok_update_window",
         store,
-        step.operands() | {"slots": slots} | bag_operands(bags) | {"bag_gradients": gradients},
+        step.operands() | {"slots": slots, "bags": tuple(bags), "bag_gradients": gradients},
         step.results()
         | {
             "widened": result(slots, (num_lines if dtype == "bfloat16" else 0, dim), "float32"),
