@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -43,10 +44,21 @@ struct Group {
   }
   /// Under the mutex. The text is kept: callers hold pointers to it.
   LaunchError Fail(const std::string& why) {
-    if (failure.empty()) failure = why;
+    if (failure.empty()) failure = why + "; the state is lost: restart from a checkpoint";
+    Share().is_over = 1;  // devices that wait end too
     changed.notify_all();
     return failure.c_str();
   }
+  /// What devices have found, if they have; under the mutex.
+  void Look() {
+    const volatile WindowFailure& found = Share();
+    if (found.is_over == 0 || !failure.empty()) return;
+    Fail("shard " + std::to_string(found.shard) + " waited in vain for shard " + std::to_string(found.peer) +
+         " in exchange " + std::to_string(found.epoch));
+    std::fprintf(stderr, "jaxsok: window: %s.\n", failure.c_str());
+  }
+  volatile WindowFailure& Share() { return *shared; }
+  WindowFailure* shared = nullptr;
 };
 
 }  // namespace
@@ -105,6 +117,7 @@ WindowExchange::WindowExchange(int32_t window, int32_t device, int64_t num_bytes
   device_ = found;
   Group& group = *found->group;
   std::unique_lock<std::mutex> lock(group.mutex);
+  group.Look();
   const auto may_begin = [&] {
     return !group.is_closed || static_cast<int32_t>(group.Last() - found->epoch) > 0 || !group.failure.empty();
   };
@@ -148,8 +161,6 @@ LineTarget WindowExchange::Target(int64_t lines_of_part, int64_t line_bytes) con
 
 void* WindowExchange::received() const { return device_->Half(device_->member.shard); }
 
-const uint32_t* WindowExchange::has_failed() const { return &device_->head->has_failed; }
-
 LaunchError WindowExchange::Meet(Stream stream) {
   LaunchError error = MeetOnHost();
   if (error == nullptr) error = LaunchMeeting(stream, device_->member, device_->epoch, device_->most_seconds);
@@ -180,7 +191,7 @@ LaunchError WindowExchange::MeetOnHost() {
   }
   return group.Fail("shard " + std::to_string(device_->member.shard) + " waited " +
                     std::to_string(device_->most_seconds) + " s in exchange " + std::to_string(epoch) + " for shards " +
-                    missing + "; the state is lost: restore it from a checkpoint");
+                    missing);
 }
 
 namespace {
@@ -252,17 +263,30 @@ JAXSOK_VISIBLE const char* JaxsokWindowOpen(int32_t window, int32_t num_groups, 
   auto set = std::make_unique<WindowSet>();
   for (int32_t g = 0; g < num_groups; ++g) {
     set->groups.push_back(std::make_unique<Group>(num_shards));
+    set->groups.back()->shared = TakeFailure();
+    if (set->groups.back()->shared == nullptr) return "the host has no memory that devices share";
     const int32_t* of_group = ordinals + int64_t{g} * num_shards;
     for (int32_t s = 0; s < num_shards; ++s) {
       auto device = std::make_unique<WindowDevice>();
       device->group = set->groups.back().get();
       device->member.shard = s;
       device->member.num_shards = num_shards;
+      device->member.failure = device->group->shared;
       device->most_seconds = most_seconds;
       if (LaunchError error = PrepareDevice(of_group[s], of_group, num_shards)) return error;
       set->devices[of_group[s]] = std::move(device);
     }
   }
+  // It tells what happened while the rest of the process may be waiting for a device that has failed.
+  std::thread([groups = &set->groups] {
+    for (;;) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      for (auto& group : *groups) {
+        std::lock_guard<std::mutex> look(group->mutex);
+        group->Look();
+      }
+    }
+  }).detach();
   registry.sets[window] = std::move(set);
   return nullptr;
 }

@@ -41,12 +41,19 @@ struct LineTarget {
   }
 };
 
-/// What a device keeps of its windows and those of its peers.
+/// Who waited in vain, for whom. In memory that the host and all devices read and write.
+struct WindowFailure {
+  uint32_t is_over;  // not zero: nobody waits any more
+  uint32_t shard, peer, epoch;
+};
+
+/// What a device knows of its window and those of its peers.
 struct WindowMember {
   int32_t shard = 0;
   int32_t num_shards = 0;
   char* windows[kMostWindowShards] = {};  // of each shard, as this device addresses them
   int64_t half_bytes = 0;
+  WindowFailure* failure = nullptr;
 };
 
 /// The head of a window, in the memory of its device.
@@ -55,7 +62,6 @@ struct WindowHead {
     uint32_t epoch;  // of the last meeting at which a shard has arrived
   };
   Flag arrived[kMostWindowShards];
-  uint32_t has_failed;
 };
 static_assert(sizeof(WindowHead) <= kWindowHeadBytes, "the head does not fit");
 
@@ -80,9 +86,10 @@ class WindowExchange {
   /// What the others wrote, by shard, once all have met.
   void* received() const;
   /// Waits, on the stream, until all shards have written. The CPU's waits at once.
+  ///
+  /// A shard that waits too long ends all work of its device: a kernel traps, so that no later one touches a row, and
+  /// JAX raises. The state is lost.
   LaunchError Meet(Stream stream);
-  /// A word that is not zero after a meeting failed (on a GPU in its memory): what was received means nothing then.
-  const uint32_t* has_failed() const;
 
  private:
   LaunchError MeetOnHost();
@@ -94,8 +101,7 @@ class WindowExchange {
 /// Sends equal parts of an array to the shards, and receives theirs.
 ///
 /// Pre    : `lines` and `received` have num_shards times part_bytes bytes.
-/// Post   : part p of `received` is this shard's part of the lines of shard p. All bits are ones where a meeting
-/// failed.
+/// Post   : part p of `received` is this shard's part of the lines of shard p.
 LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
                                  void* received);
 
@@ -108,6 +114,8 @@ void ReturnWindow(int32_t device, char* window);
 LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peers);
 /// Waits until a device has nothing to do.
 LaunchError WaitForDevice(int32_t device);
+/// Takes memory that the host and all devices share, zeros; nullptr where there is none.
+WindowFailure* TakeFailure();
 /// Launches what tells the others that this shard has arrived, and waits for them; the CPU has nothing to do.
 LaunchError LaunchMeeting(Stream stream, const WindowMember& member, uint32_t epoch, int64_t most_seconds);
 

@@ -39,6 +39,8 @@ __device__ __forceinline__ uint64_t Nanoseconds() {
   return now;
 }
 
+constexpr uint64_t kLookNanoseconds = 1'000'000;  // between looks at memory of the host, which take about 1 us
+
 // One thread for each shard: it says that this one has arrived, and waits until that one has. What earlier kernels of
 // the stream wrote is seen by whoever sees the flag: release and acquire, at the scope of the system.
 __global__ void MeetKernel(const __grid_constant__ WindowMember member, uint32_t epoch, uint64_t most_nanoseconds) {
@@ -49,10 +51,21 @@ __global__ void MeetKernel(const __grid_constant__ WindowMember member, uint32_t
   StoreRelease(&reinterpret_cast<WindowHead*>(member.windows[s])->arrived[member.shard].epoch, epoch);
   const uint32_t* flag = &own->arrived[s].epoch;
   const uint64_t begin = Nanoseconds();
+  uint64_t looked = begin;
+  volatile WindowFailure* failure = member.failure;
   while (static_cast<int32_t>(LoadAcquire(flag) - epoch) < 0) {
-    if (Nanoseconds() - begin < most_nanoseconds) continue;
-    own->has_failed = 1;
-    return;
+    const uint64_t now = Nanoseconds();
+    if (now - looked < kLookNanoseconds) continue;
+    looked = now;
+    if (now - begin >= most_nanoseconds && failure->is_over == 0) {
+      failure->shard = static_cast<uint32_t>(member.shard);
+      failure->peer = static_cast<uint32_t>(s);
+      failure->epoch = epoch;
+      __threadfence_system();
+      failure->is_over = 1;
+      __threadfence_system();
+    }
+    if (failure->is_over != 0) __trap();
   }
 }
 
@@ -92,14 +105,8 @@ __global__ void __launch_bounds__(512, 2) PushKernel(const __grid_constant__ Lin
 }
 
 template <typename Word>
-__global__ void __launch_bounds__(512, 2)
-    TakeKernel(char* received, const char* window, const uint32_t* has_failed, int64_t num_bytes) {
-  if (*has_failed == 0) {
-    CopyPart<Word>(received, window, num_bytes, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
-    return;
-  }
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < num_bytes; i += stride) received[i] = '\xff';
+__global__ void __launch_bounds__(512, 2) TakeKernel(char* received, const char* window, int64_t num_bytes) {
+  CopyPart<Word>(received, window, num_bytes, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 }
 
 template <typename Word>
@@ -116,7 +123,7 @@ LaunchError Exchange(Stream stream, WindowExchange& exchange, const char* lines,
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   JAXSOK_RETURN_IF_LAUNCH(exchange.Meet(stream));
   TakeKernel<Word><<<blocks_for(num_bytes, 2 * NumMultiprocessors()), 512, 0, stream>>>(
-      received, static_cast<const char*>(exchange.received()), exchange.has_failed(), num_bytes);
+      received, static_cast<const char*>(exchange.received()), num_bytes);
   return LastLaunchError();
 }
 
@@ -183,6 +190,17 @@ LaunchError WaitForDevice(int32_t device) {
   JAXSOK_RETURN_IF_CUDA(on.error());
   JAXSOK_RETURN_IF_CUDA(cudaDeviceSynchronize());
   return nullptr;
+}
+
+WindowFailure* TakeFailure() {
+  void* failure = nullptr;
+  const cudaError_t error = cudaHostAlloc(&failure, sizeof(WindowFailure), cudaHostAllocPortable | cudaHostAllocMapped);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return nullptr;
+  }
+  *static_cast<WindowFailure*>(failure) = {};
+  return static_cast<WindowFailure*>(failure);
 }
 
 LaunchError LaunchMeeting(Stream stream, const WindowMember& member, uint32_t epoch, int64_t most_seconds) {
