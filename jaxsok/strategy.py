@@ -42,6 +42,11 @@ class Strategy(abc.ABC):
 
     shards: Shards
 
+    @property
+    def wire(self) -> str:
+        """Names the wire between shards, for `repr`; empty where nothing travels."""
+        return ""
+
     @staticmethod
     def of(shards: Shards, wire: ExchangeSpec) -> "Strategy":
         """Returns fused calls on one shard, else the exchange."""
@@ -117,6 +122,10 @@ class Exchanged(Strategy):
 
     shards: Shards
     exchange: Exchange
+
+    @property
+    def wire(self) -> str:
+        return ", dense wire" if self.exchange.windows is None else ", window wire"
 
     def plan(self, specs: Sequence[StoreSpec], features: Features, send_capacities: Sequence[int] | None) -> Plan:
         owners = jnp.asarray(plan_lib.default_owners(self.shards.num_shards))
