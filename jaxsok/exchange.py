@@ -127,6 +127,20 @@ class Route:
             return lax.dynamic_slice_in_dim(lines, self.shards.index() * self.send_capacity, self.send_capacity)
         return self._all_to_all(lines)
 
+    def requests_to_owners(
+        self, requests: UInt32[Array, "num_sent 4"], words: UInt32[Array, " n"]
+    ) -> tuple[UInt32[Array, "_ 4"], UInt32[Array, "num_shards n"]]:
+        """Sends requests as `to_owners` does, and words to all; returns what came, and the words of all shards."""
+        if self.windows is None or self.is_replicated:
+            return self.to_owners(requests), lax.all_gather(words, self.shards.axis)
+        # In one exchange: each part ends with the words.
+        num_shards, num_lines = self.num_owners, -(-words.shape[0] // 4)
+        head = jnp.pad(words, (0, 4 * num_lines - words.shape[0])).reshape(1, num_lines, 4)
+        parts = [requests.reshape(num_shards, -1, 4), jnp.broadcast_to(head, (num_shards, num_lines, 4))]
+        came = self.windows.exchange(jnp.concatenate(parts, axis=1))
+        words_of_all = came[:, self.send_capacity :].reshape(num_shards, -1)[:, : words.shape[0]]
+        return came[:, : self.send_capacity].reshape(-1, 4), words_of_all
+
     def _all_to_all(self, lines: Array) -> Array:
         if self.windows is not None:
             return self.windows.exchange(lines)
@@ -222,7 +236,6 @@ def ask(
     With `send_capacity` the keys are exchanged at once, in one round: the caller compares `load` with it. None: they go
     in rounds later.
     """
-    shards = exchange.shards
     one_round = send_capacity is not None
     digest = tickets_digest(features.keys)
     requests, inverse, starts, hashes = plan_lib.requests_of(spec, features, owners, by_hash=not one_round)
@@ -231,12 +244,11 @@ def ask(
         load = jnp.zeros((1, 2), jnp.int32)
         return Requests(requests, inverse, starts, hashes, load, digest, send_capacity=capacity)
     words = jnp.concatenate([digest[0], (starts[1:] - starts[:-1]).astype(jnp.uint32)])
-    words = lax.all_gather(words, shards.axis)
-    digest, counts = _digest_of_all(words[:, :2]), words[:, 2:].astype(jnp.int32)  # counts: [num_shards, num_owners]
-    load = jnp.stack([counts.max(), counts.sum(axis=0).max()])[None]
     route = exchange.route(spec, send_capacity)
     place, is_real = _places(route, starts[:-1], starts[1:], requests.shape[0])
-    received = route.to_owners(_taken_requests(requests, place, is_real))
+    received, words = route.requests_to_owners(_taken_requests(requests, place, is_real), words)
+    digest, counts = _digest_of_all(words[:, :2]), words[:, 2:].astype(jnp.int32)  # counts: [num_shards, num_owners]
+    load = jnp.stack([counts.max(), counts.sum(axis=0).max()])[None]
     owner = (inverse[:, None] >= starts[None, 1:]).sum(axis=1, dtype=jnp.int32)
     begin = starts.at[owner].get(mode="clip")
     within = inverse - begin
