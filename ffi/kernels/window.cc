@@ -25,40 +25,43 @@ using Clock = std::chrono::steady_clock;
 struct Group {
   std::mutex mutex;
   std::condition_variable changed;
+  std::vector<int32_t> shards;                          // those of this process
   std::vector<std::atomic<uint32_t>> begun, met, over;  // by shard, the last exchange; written under the mutex
-  bool is_closed = false;                               // no exchange begins that nobody has begun yet
-  std::string failure;                                  // empty: none; set once
+  bool is_closed = false;                               // no exchange begins after `last_allowed`
+  uint32_t last_allowed = 0;
+  std::string failure;              // empty: none; set once
+  WindowFailure* shared = nullptr;  // with the devices
 
   explicit Group(int32_t num_shards) : begun(num_shards), met(num_shards), over(num_shards) {}
 
+  /// The last exchange that a shard of this process has begun; under the mutex.
   uint32_t Last() const {
-    uint32_t last = 0;
-    for (const auto& epoch : begun) last = epoch > last ? epoch.load() : last;
+    uint32_t last = shards.empty() ? 0 : begun[shards[0]].load();
+    for (int32_t s : shards) last = static_cast<int32_t>(begun[s] - last) > 0 ? begun[s].load() : last;
     return last;
   }
-  static bool HaveAllReached(const std::vector<std::atomic<uint32_t>>& epochs, uint32_t epoch) {
-    for (const auto& at : epochs) {
-      if (static_cast<int32_t>(at.load() - epoch) < 0) return false;
+  /// Whether all shards of this process have come to an exchange.
+  bool HaveAllReached(const std::vector<std::atomic<uint32_t>>& epochs, uint32_t epoch) const {
+    for (int32_t s : shards) {
+      if (static_cast<int32_t>(epochs[s] - epoch) < 0) return false;
     }
     return true;
   }
   /// Under the mutex. The text is kept: callers hold pointers to it.
   LaunchError Fail(const std::string& why) {
     if (failure.empty()) failure = why + "; the state is lost: restart from a checkpoint";
-    Share().is_over = 1;  // devices that wait end too
+    const_cast<volatile WindowFailure*>(shared)->is_over = 1;  // devices that wait end too
     changed.notify_all();
     return failure.c_str();
   }
   /// What devices have found, if they have; under the mutex.
   void Look() {
-    const volatile WindowFailure& found = Share();
+    const volatile WindowFailure& found = *shared;
     if (found.is_over == 0 || !failure.empty()) return;
     Fail("shard " + std::to_string(found.shard) + " waited in vain for shard " + std::to_string(found.peer) +
          " in exchange " + std::to_string(found.epoch));
     std::fprintf(stderr, "jaxsok: window: %s.\n", failure.c_str());
   }
-  volatile WindowFailure& Share() { return *shared; }
-  WindowFailure* shared = nullptr;
 };
 
 }  // namespace
@@ -70,7 +73,9 @@ struct WindowDevice {
   uint32_t epoch = 0;
   bool has_met = false;
   int64_t most_seconds = 0;
-  WindowHead* head = nullptr;  // of the own window
+  char* window = nullptr;             // the own
+  char* taken = nullptr;              // the next one, while windows grow
+  std::map<int32_t, char*> imported;  // by shard, windows of other processes
   char* Half(int32_t shard) const { return member.windows[shard] + kWindowHeadBytes + (epoch & 1) * member.half_bytes; }
 };
 
@@ -78,9 +83,17 @@ namespace {
 
 /// The windows of one mesh. They live until the process ends.
 struct WindowSet {
+  int32_t num_shards = 0;
   std::vector<std::unique_ptr<Group>> groups;
-  std::map<int32_t, std::unique_ptr<WindowDevice>> devices;  // by ordinal
-  int64_t half_bytes = 0;
+  std::map<int32_t, std::unique_ptr<WindowDevice>> devices;  // of this process, by ordinal
+  int64_t half_bytes = 0, taken_half_bytes = 0;
+  std::mutex growing;
+
+  int32_t NumberOf(const Group* group) const {
+    int32_t number = 0;
+    while (groups[number].get() != group) ++number;
+    return number;
+  }
 };
 
 struct Registry {
@@ -119,7 +132,8 @@ WindowExchange::WindowExchange(int32_t window, int32_t device, int64_t num_bytes
   std::unique_lock<std::mutex> lock(group.mutex);
   group.Look();
   const auto may_begin = [&] {
-    return !group.is_closed || static_cast<int32_t>(group.Last() - found->epoch) > 0 || !group.failure.empty();
+    const bool is_allowed = static_cast<int32_t>(group.last_allowed - found->epoch) > 0;
+    return !group.is_closed || is_allowed || !group.failure.empty();
   };
   group.changed.wait(lock, may_begin);
   found->epoch += 1;
@@ -178,15 +192,15 @@ LaunchError WindowExchange::MeetOnHost() {
   device_->has_met = true;
   // The other threads are usually close.
   for (const Clock::time_point begin = Clock::now(); Clock::now() - begin < std::chrono::microseconds(20);) {
-    if (Group::HaveAllReached(group.met, epoch)) return nullptr;
+    if (group.HaveAllReached(group.met, epoch)) return nullptr;
   }
   std::unique_lock<std::mutex> lock(group.mutex);
-  const auto is_over = [&] { return Group::HaveAllReached(group.met, epoch) || !group.failure.empty(); };
+  const auto is_over = [&] { return group.HaveAllReached(group.met, epoch) || !group.failure.empty(); };
   if (group.changed.wait_for(lock, std::chrono::seconds(device_->most_seconds), is_over)) {
-    return Group::HaveAllReached(group.met, epoch) ? nullptr : group.failure.c_str();
+    return group.HaveAllReached(group.met, epoch) ? nullptr : group.failure.c_str();
   }
   std::string missing;
-  for (size_t s = 0; s < group.met.size(); ++s) {
+  for (int32_t s : group.shards) {
     if (static_cast<int32_t>(group.met[s] - epoch) < 0) missing += (missing.empty() ? "" : ", ") + std::to_string(s);
   }
   return group.Fail("shard " + std::to_string(device_->member.shard) + " waited " +
@@ -196,55 +210,91 @@ LaunchError WindowExchange::MeetOnHost() {
 
 namespace {
 
-/// Keeps new exchanges of a group from beginning, once those that some shards have begun are over.
-class Closed {
- public:
-  explicit Closed(Group& group) : group_(group) {
-    std::unique_lock<std::mutex> lock(group_.mutex);
-    group_.is_closed = true;
-    const uint32_t last = group_.Last();
-    group_.changed.wait(lock, [&] { return Group::HaveAllReached(group_.over, last) || !group_.failure.empty(); });
-    error_ = group_.failure.empty() ? nullptr : group_.failure.c_str();
-  }
-  ~Closed() {
-    std::lock_guard<std::mutex> lock(group_.mutex);
-    group_.is_closed = false;
-    group_.changed.notify_all();
-  }
-  LaunchError error() const { return error_; }
+// A window grows in steps, between which processes wait for each other: `Take` has the next windows made, `Close` keeps
+// further exchanges from beginning, `Drain` waits until those that some shard of any process has begun are over, `Map`
+// makes the next windows known, and `Resume` gives the old ones back.
 
- private:
-  Group& group_;
-  LaunchError error_;
-};
+LaunchError Take(WindowSet& set, int64_t half_bytes, WindowHandle* handles) {
+  set.taken_half_bytes = half_bytes;
+  for (auto& [ordinal, device] : set.devices) {
+    device->taken = TakeWindow(ordinal, kWindowHeadBytes + 2 * half_bytes);
+    LaunchError error = device->taken == nullptr ? "a device has no room for its window" : nullptr;
+    const int64_t place = int64_t{set.NumberOf(device->group)} * set.num_shards + device->member.shard;
+    if (error == nullptr && handles != nullptr) error = ExportWindow(ordinal, device->taken, &handles[place]);
+    if (error == nullptr) continue;
+    for (auto& [other, of_other] : set.devices) {
+      if (of_other->taken != nullptr) ReturnWindow(other, of_other->taken);
+      of_other->taken = nullptr;
+    }
+    return error;
+  }
+  return nullptr;
+}
 
-LaunchError Grow(WindowSet& set, int64_t half_bytes) {
-  std::vector<std::unique_ptr<Closed>> closed;
+uint32_t Close(WindowSet& set) {
+  uint32_t last = 0;
   for (auto& group : set.groups) {
-    closed.push_back(std::make_unique<Closed>(*group));
-    if (LaunchError error = closed.back()->error()) return error;
+    std::lock_guard<std::mutex> lock(group->mutex);
+    group->is_closed = true;
+    group->last_allowed = group->Last();
+    last = static_cast<int32_t>(group->last_allowed - last) > 0 ? group->last_allowed : last;
   }
-  // What was issued may still run.
+  return last;
+}
+
+LaunchError Drain(WindowSet& set, uint32_t last) {
+  for (auto& group : set.groups) {
+    std::unique_lock<std::mutex> lock(group->mutex);
+    group->last_allowed = last;
+    group->changed.notify_all();
+    group->changed.wait(lock, [&] { return group->HaveAllReached(group->over, last) || !group->failure.empty(); });
+    if (!group->failure.empty()) return group->failure.c_str();
+  }
   for (auto& [ordinal, device] : set.devices) {
     if (LaunchError error = WaitForDevice(ordinal)) return error;
   }
-  std::map<int32_t, char*> windows;
-  for (auto& [ordinal, device] : set.devices) {
-    windows[ordinal] = TakeWindow(ordinal, kWindowHeadBytes + 2 * half_bytes);
-    if (windows[ordinal] != nullptr) continue;
-    for (auto& [taken, window] : windows) ReturnWindow(taken, window);
-    return "a device has no room for its window";
-  }
-  for (auto& [ordinal, device] : set.devices) {
-    ReturnWindow(ordinal, reinterpret_cast<char*>(device->head));
-    device->head = reinterpret_cast<WindowHead*>(windows[ordinal]);
-    device->member.half_bytes = half_bytes;
-    for (auto& [other, peer] : set.devices) {
-      if (peer->group == device->group) device->member.windows[peer->member.shard] = windows[other];
-    }
-  }
-  set.half_bytes = half_bytes;
   return nullptr;
+}
+
+LaunchError Map(WindowSet& set, const WindowHandle* handles) {
+  for (auto& [ordinal, device] : set.devices) {
+    for (auto& [shard, window] : device->imported) ReleaseImported(ordinal, window);
+    device->imported.clear();
+    const int64_t first = int64_t{set.NumberOf(device->group)} * set.num_shards;
+    for (int32_t s = 0; s < set.num_shards; ++s) device->member.windows[s] = nullptr;
+    for (auto& [other, peer] : set.devices) {
+      if (peer->group == device->group) device->member.windows[peer->member.shard] = peer->taken;
+    }
+    for (int32_t s = 0; s < set.num_shards; ++s) {
+      if (device->member.windows[s] != nullptr) continue;
+      char* window = nullptr;
+      if (LaunchError error = ImportWindow(ordinal, handles[first + s], &window)) return error;
+      device->member.windows[s] = device->imported[s] = window;
+    }
+    device->member.half_bytes = set.taken_half_bytes;
+  }
+  set.half_bytes = set.taken_half_bytes;
+  return nullptr;
+}
+
+void Resume(WindowSet& set) {
+  for (auto& [ordinal, device] : set.devices) {
+    if (device->window != nullptr) ReturnWindow(ordinal, device->window);
+    device->window = device->taken;
+    device->taken = nullptr;
+  }
+  for (auto& group : set.groups) {
+    std::lock_guard<std::mutex> lock(group->mutex);
+    group->is_closed = false;
+    group->changed.notify_all();
+  }
+}
+
+WindowSet* SetOf(int32_t window) {
+  Registry& registry = TheRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  const auto found = registry.sets.find(window);
+  return found == registry.sets.end() ? nullptr : found->second.get();
 }
 
 }  // namespace
@@ -252,26 +302,29 @@ LaunchError Grow(WindowSet& set, int64_t half_bytes) {
 
 #define JAXSOK_VISIBLE extern "C" __attribute__((visibility("default")))
 
-/// Names the devices of a mesh: `ordinals` has those of each group, by shard. Returns nullptr, or what went wrong.
+/// Names the devices of a mesh: `ordinals` has those of each group, by shard; -1: a device of another process. Returns
+/// nullptr, or what went wrong.
 JAXSOK_VISIBLE const char* JaxsokWindowOpen(int32_t window, int32_t num_groups, int32_t num_shards,
                                             const int32_t* ordinals, int64_t most_seconds) {
   using namespace jaxsok;
   if (num_shards > kMostWindowShards) return "too many shards";
-  Registry& registry = TheRegistry();
-  std::lock_guard<std::mutex> lock(registry.mutex);
-  if (registry.sets.count(window) != 0) return nullptr;
+  if (SetOf(window) != nullptr) return nullptr;
   auto set = std::make_unique<WindowSet>();
+  set->num_shards = num_shards;
   for (int32_t g = 0; g < num_groups; ++g) {
     set->groups.push_back(std::make_unique<Group>(num_shards));
-    set->groups.back()->shared = TakeFailure();
-    if (set->groups.back()->shared == nullptr) return "the host has no memory that devices share";
+    Group& group = *set->groups.back();
+    group.shared = TakeFailure();
+    if (group.shared == nullptr) return "the host has no memory that devices share";
     const int32_t* of_group = ordinals + int64_t{g} * num_shards;
     for (int32_t s = 0; s < num_shards; ++s) {
+      if (of_group[s] < 0) continue;
+      group.shards.push_back(s);
       auto device = std::make_unique<WindowDevice>();
-      device->group = set->groups.back().get();
+      device->group = &group;
       device->member.shard = s;
       device->member.num_shards = num_shards;
-      device->member.failure = device->group->shared;
+      device->member.failure = group.shared;
       device->most_seconds = most_seconds;
       if (LaunchError error = PrepareDevice(of_group[s], of_group, num_shards)) return error;
       set->devices[of_group[s]] = std::move(device);
@@ -287,33 +340,50 @@ JAXSOK_VISIBLE const char* JaxsokWindowOpen(int32_t window, int32_t num_groups, 
       }
     }
   }).detach();
+  Registry& registry = TheRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
   registry.sets[window] = std::move(set);
   return nullptr;
 }
 
-/// Makes the windows of a mesh large enough to receive so many bytes. Returns nullptr, or what went wrong.
+/// Makes the windows of a mesh of this process large enough to receive so many bytes. Returns nullptr, or what went
+/// wrong.
 JAXSOK_VISIBLE const char* JaxsokWindowReserve(int32_t window, int64_t num_bytes) {
   using namespace jaxsok;
-  Registry& registry = TheRegistry();
-  WindowSet* set = nullptr;
-  {
-    std::lock_guard<std::mutex> lock(registry.mutex);
-    const auto found = registry.sets.find(window);
-    if (found == registry.sets.end()) return "unknown window";
-    set = found->second.get();
-  }
-  static std::mutex growing;  // threads that trace take turns; not the registry's, which exchanges need
-  std::lock_guard<std::mutex> lock(growing);
+  WindowSet* set = SetOf(window);
+  if (set == nullptr) return "unknown window";
+  std::lock_guard<std::mutex> lock(set->growing);  // threads that trace take turns
   if (Aligned(num_bytes) <= set->half_bytes) return nullptr;
-  return Grow(*set, Aligned(num_bytes));
+  if (LaunchError error = Take(*set, Aligned(num_bytes), nullptr)) return error;
+  LaunchError error = Drain(*set, Close(*set));
+  if (error == nullptr) error = Map(*set, nullptr);
+  Resume(*set);
+  return error;
 }
 
+// The steps of `JaxsokWindowReserve` for several processes, which wait for each other after each of them. `handles`
+// has 64 bytes for each shard of each group.
+
+JAXSOK_VISIBLE const char* JaxsokWindowTake(int32_t window, int64_t num_bytes, void* handles) {
+  using namespace jaxsok;
+  return Take(*SetOf(window), Aligned(num_bytes), static_cast<WindowHandle*>(handles));
+}
+JAXSOK_VISIBLE int64_t JaxsokWindowClose(int32_t window) { return jaxsok::Close(*jaxsok::SetOf(window)); }
+JAXSOK_VISIBLE const char* JaxsokWindowDrain(int32_t window, int64_t last) {
+  return jaxsok::Drain(*jaxsok::SetOf(window), static_cast<uint32_t>(last));
+}
+JAXSOK_VISIBLE const char* JaxsokWindowMap(int32_t window, const void* handles) {
+  return jaxsok::Map(*jaxsok::SetOf(window), static_cast<const jaxsok::WindowHandle*>(handles));
+}
+JAXSOK_VISIBLE void JaxsokWindowResume(int32_t window) { jaxsok::Resume(*jaxsok::SetOf(window)); }
+
+/// Bytes that a device receives at most in one exchange.
+JAXSOK_VISIBLE int64_t JaxsokWindowHalfBytes(int32_t window) {
+  const jaxsok::WindowSet* set = jaxsok::SetOf(window);
+  return set == nullptr ? 0 : set->half_bytes;
+}
 /// Bytes of a device's window, for all it holds.
 JAXSOK_VISIBLE int64_t JaxsokWindowBytes(int32_t window) {
-  using namespace jaxsok;
-  Registry& registry = TheRegistry();
-  std::lock_guard<std::mutex> lock(registry.mutex);
-  const auto found = registry.sets.find(window);
-  if (found == registry.sets.end() || found->second->half_bytes == 0) return 0;
-  return kWindowHeadBytes + 2 * found->second->half_bytes;
+  const int64_t half_bytes = JaxsokWindowHalfBytes(window);
+  return half_bytes == 0 ? 0 : jaxsok::kWindowHeadBytes + 2 * half_bytes;
 }

@@ -110,7 +110,15 @@ LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const 
 /// Takes memory of a device, zeros, that its peers can write; nullptr where there is not so much.
 char* TakeWindow(int32_t device, int64_t num_bytes);
 void ReturnWindow(int32_t device, char* window);
-/// Prepares a device for windows of its peers: nullptr, or why it cannot reach them.
+/// Names a window to other processes of the host.
+struct WindowHandle {
+  char bytes[64];
+};
+LaunchError ExportWindow(int32_t device, char* window, WindowHandle* handle);
+/// Makes the window of another process known to a device.
+LaunchError ImportWindow(int32_t device, const WindowHandle& handle, char** window);
+void ReleaseImported(int32_t device, char* window);
+/// Prepares a device for windows of its peers (-1: of another process): nullptr, or why it cannot reach them.
 LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peers);
 /// Waits until a device has nothing to do.
 LaunchError WaitForDevice(int32_t device);

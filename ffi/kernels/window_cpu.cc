@@ -34,6 +34,12 @@ char* TakeWindow(int32_t, int64_t num_bytes) {
 
 void ReturnWindow(int32_t, char* window) { std::free(window); }
 
+LaunchError ExportWindow(int32_t, char*, WindowHandle*) { return "processes share no windows on the CPU"; }
+
+LaunchError ImportWindow(int32_t, const WindowHandle&, char**) { return "processes share no windows on the CPU"; }
+
+void ReleaseImported(int32_t, char*) {}
+
 LaunchError PrepareDevice(int32_t, const int32_t*, int32_t) { return nullptr; }
 
 LaunchError WaitForDevice(int32_t) { return nullptr; }

@@ -166,11 +166,31 @@ void ReturnWindow(int32_t device, char* window) {
   cudaFree(window);
 }
 
+LaunchError ExportWindow(int32_t device, char* window, WindowHandle* handle) {
+  static_assert(sizeof(cudaIpcMemHandle_t) == sizeof(WindowHandle), "a handle is one of CUDA's");
+  const OnDevice on(device);
+  JAXSOK_RETURN_IF_CUDA(cudaIpcGetMemHandle(reinterpret_cast<cudaIpcMemHandle_t*>(handle), window));
+  return nullptr;
+}
+
+LaunchError ImportWindow(int32_t device, const WindowHandle& handle, char** window) {
+  const OnDevice on(device);
+  const auto& of_cuda = reinterpret_cast<const cudaIpcMemHandle_t&>(handle);
+  JAXSOK_RETURN_IF_CUDA(
+      cudaIpcOpenMemHandle(reinterpret_cast<void**>(window), of_cuda, cudaIpcMemLazyEnablePeerAccess));
+  return nullptr;
+}
+
+void ReleaseImported(int32_t device, char* window) {
+  const OnDevice on(device);
+  cudaIpcCloseMemHandle(window);
+}
+
 LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peers) {
   const OnDevice on(device);
   JAXSOK_RETURN_IF_CUDA(on.error());
   for (int32_t p = 0; p < num_peers; ++p) {
-    if (peers[p] == device) continue;
+    if (peers[p] == device || peers[p] < 0) continue;
     int can_reach = 0;
     JAXSOK_RETURN_IF_CUDA(cudaDeviceCanAccessPeer(&can_reach, device, peers[p]));
     if (can_reach == 0) return "a device cannot reach the memory of another (no NVLink, or containers that hide it)";

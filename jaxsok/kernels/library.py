@@ -80,6 +80,12 @@ def _load(back_end: str) -> ctypes.CDLL:
         ("JaxsokWindowOpen", ctypes.c_char_p, *[ctypes.c_int32] * 3, pointer, ctypes.c_int64),
         ("JaxsokWindowReserve", ctypes.c_char_p, ctypes.c_int32, ctypes.c_int64),
         ("JaxsokWindowBytes", ctypes.c_int64, ctypes.c_int32),
+        ("JaxsokWindowHalfBytes", ctypes.c_int64, ctypes.c_int32),
+        ("JaxsokWindowTake", ctypes.c_char_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_char_p),
+        ("JaxsokWindowClose", ctypes.c_int64, ctypes.c_int32),
+        ("JaxsokWindowDrain", ctypes.c_char_p, ctypes.c_int32, ctypes.c_int64),
+        ("JaxsokWindowMap", ctypes.c_char_p, ctypes.c_int32, ctypes.c_char_p),
+        ("JaxsokWindowResume", None, ctypes.c_int32),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -31,6 +31,44 @@ def reserve(platform: str, number: int, num_bytes: int) -> None:
     _check(f"reserve: num_bytes: got {num_bytes}", error)
 
 
+HANDLE_BYTES = 64
+"""Bytes that name a window to other processes (`WindowHandle` in ffi/kernels/window.h)."""
+
+
+def half_bytes(platform: str, number: int) -> int:
+    """Returns the bytes that a shard can receive in one exchange."""
+    return library.of_platform(platform).JaxsokWindowHalfBytes(number)
+
+
+class Growth:
+    """The steps by which windows of several processes grow; processes wait for each other after each of them."""
+
+    def __init__(self, platform: str, number: int):
+        self._library, self._number = library.of_platform(platform), number
+
+    def take(self, num_bytes: int, num_windows: int) -> bytes:
+        """Makes the next windows; returns their handles, zeros for those of other processes."""
+        handles = ctypes.create_string_buffer(num_windows * HANDLE_BYTES)
+        _check(f"reserve: num_bytes: got {num_bytes}", self._library.JaxsokWindowTake(self._number, num_bytes, handles))
+        return handles.raw
+
+    def close(self) -> int:
+        """Lets no further exchange begin; returns the number of the last one that a shard has begun."""
+        return self._library.JaxsokWindowClose(self._number)
+
+    def drain(self, last: int) -> None:
+        """Waits until the exchange `last` is over and the devices are idle."""
+        _check("reserve", self._library.JaxsokWindowDrain(self._number, last))
+
+    def map(self, handles: bytes) -> None:
+        """Makes the next windows of all processes known to the devices of this one."""
+        _check("reserve", self._library.JaxsokWindowMap(self._number, handles))
+
+    def resume(self) -> None:
+        """Gives the old windows back, and lets exchanges begin."""
+        self._library.JaxsokWindowResume(self._number)
+
+
 def window_bytes(platform: str, number: int) -> int:
     """Returns the bytes that a device's window takes."""
     return library.of_platform(platform).JaxsokWindowBytes(number)
