@@ -118,14 +118,14 @@ class Route:
         """Sends lines `[num_sent, ...]`, sorted by owner; each owner gets `[num_shards * send_capacity, ...]`."""
         if self.is_replicated:
             return lax.all_gather(lines, self.shards.axis, axis=0, tiled=True)
-        return self._all_to_all(lines)
+        return lax.all_to_all(lines, self.shards.axis, 0, 0, tiled=True)
 
     @jax.named_scope("to_askers")
     def to_askers(self, lines: Array) -> Array:
         """Sends back what was done with each line, in the order in which the asker sent them."""
         if self.is_replicated:
             return lax.dynamic_slice_in_dim(lines, self.shards.index() * self.send_capacity, self.send_capacity)
-        return self._all_to_all(lines)
+        return lax.all_to_all(lines, self.shards.axis, 0, 0, tiled=True)
 
     def requests_to_owners(
         self, requests: UInt32[Array, "num_sent 4"], words: UInt32[Array, " n"]
@@ -140,11 +140,6 @@ class Route:
         came = self.windows.exchange(jnp.concatenate(parts, axis=1))
         words_of_all = came[:, self.send_capacity :].reshape(num_shards, -1)[:, : words.shape[0]]
         return came[:, : self.send_capacity].reshape(-1, 4), words_of_all
-
-    def _all_to_all(self, lines: Array) -> Array:
-        if self.windows is not None:
-            return self.windows.exchange(lines)
-        return lax.all_to_all(lines, self.shards.axis, 0, 0, tiled=True)
 
     def rows_to_owners(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float[Array, "_ dim"]:
         """Sends rows as `to_owners` does, in another dtype on the wire; None: their own. See `gathered_dtype`."""
