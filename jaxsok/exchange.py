@@ -28,6 +28,7 @@ from jaxsok.plan import Requests
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec
 from jaxsok.types import COMBINERS, PADDING_KEY
+from jaxsok.windows import Windows
 
 SLACK = 1.25  # default send capacity over what uniform owners would need
 CAPACITY_STEPS = 8  # send capacities in an octave: a plan's load is rounded up by at most an eighth
@@ -85,10 +86,12 @@ class Exchange:
 
     shards: Shards
     wire: ExchangeSpec
+    windows: Windows | None = None
+    """None: the dense wire."""
 
     def route(self, spec: StoreSpec, send_capacity: int) -> "Route":
         """Returns the route of a store's lines."""
-        return Route(self.shards, spec.is_replicated, send_capacity)
+        return Route(self.shards, spec.is_replicated, send_capacity, self.windows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Route:
     shards: Shards
     is_replicated: bool
     send_capacity: int
+    windows: Windows | None = None
 
     @property
     def num_owners(self) -> int:
@@ -123,12 +127,28 @@ class Route:
             return lax.dynamic_slice_in_dim(lines, self.shards.index() * self.send_capacity, self.send_capacity)
         return lax.all_to_all(lines, self.shards.axis, 0, 0, tiled=True)
 
-    def rows_to_owners(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float32[Array, "_ dim"]:
-        """Sends rows as `to_owners` does, in another dtype on the wire; None: their own."""
+    def requests_to_owners(
+        self, requests: UInt32[Array, "num_sent 4"], words: UInt32[Array, " n"]
+    ) -> tuple[UInt32[Array, "_ 4"], UInt32[Array, "num_shards n"]]:
+        """Sends requests as `to_owners` does, and words to all; returns what came, and the words of all shards."""
+        if self.windows is None or self.is_replicated:
+            return self.to_owners(requests), lax.all_gather(words, self.shards.axis)
+        # In one exchange: each part ends with the words.
+        num_shards, num_lines = self.num_owners, -(-words.shape[0] // 4)
+        head = jnp.pad(words, (0, 4 * num_lines - words.shape[0])).reshape(1, num_lines, 4)
+        parts = [requests.reshape(num_shards, -1, 4), jnp.broadcast_to(head, (num_shards, num_lines, 4))]
+        came = self.windows.exchange(jnp.concatenate(parts, axis=1))
+        words_of_all = came[:, self.send_capacity :].reshape(num_shards, -1)[:, : words.shape[0]]
+        return came[:, : self.send_capacity].reshape(-1, 4), words_of_all
+
+    def rows_to_owners(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float[Array, "_ dim"]:
+        """Sends rows as `to_owners` does, in another dtype on the wire; None: their own. See `gathered_dtype`."""
+        rows = rows.astype(gathered_dtype(dtype, rows.dtype.name))
         return _decoded(self.to_owners(_encoded(rows, dtype)), dtype, rows.dtype)
 
-    def rows_to_askers(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float32[Array, "_ dim"]:
-        """Sends rows as `to_askers` does, in another dtype on the wire; None: their own."""
+    def rows_to_askers(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float[Array, "_ dim"]:
+        """Sends rows as `to_askers` does, in another dtype on the wire; None: their own. See `gathered_dtype`."""
+        rows = rows.astype(gathered_dtype(dtype, rows.dtype.name))
         return _decoded(self.to_askers(_encoded(rows, dtype)), dtype, rows.dtype)
 
 
@@ -137,17 +157,25 @@ class Route:
 # Rows are scaled until their largest number is below this power of two, the greatest that the dtype holds with room.
 _TOP_EXPONENT = {"float16": 15, "float8_e4m3fn": 8}
 
+SCALED_DTYPES = tuple(_TOP_EXPONENT)
+"""Dtypes that travel with a scale for each row."""
+
+
+def gathered_dtype(dtype: str | None, own: str) -> str:
+    """Returns the dtype in which kernels write what travels as `dtype`, and read what arrived; None: `own`.
+
+    XLA converts between it and numbers of 16 or 8 bits that have a scale.
+    """
+    if dtype is None:
+        return own
+    return dtype if dtype == "bfloat16" else "float32"
+
 
 def _encoded(rows: Float[Array, "_ dim"], dtype: str | None) -> Array:
     """Returns rows as they travel: unchanged, or bytes of 16- or 8-bit numbers followed by the scale of the row."""
-    if dtype is None and rows.dtype.itemsize == 2:
-        return lax.bitcast_convert_type(rows, jnp.uint16)
-    rows = rows.astype(jnp.float32)
-    if dtype in (None, "float32"):
-        return rows
-    if dtype == "bfloat16":
-        # As integers: back ends without bfloat16 collectives would widen them on the wire.
-        return lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
+    if dtype in (None, "float32", "bfloat16"):
+        # As integers: back ends without 16-bit collectives would widen them on the wire.
+        return lax.bitcast_convert_type(rows, jnp.uint16) if rows.dtype.itemsize == 2 else rows
     largest = jnp.abs(rows).max(axis=1, keepdims=True)
     _, exponent = jnp.frexp(largest)
     shift = jnp.where(jnp.isfinite(largest) & (largest > 0), _TOP_EXPONENT[dtype] - exponent, 0)
@@ -157,12 +185,10 @@ def _encoded(rows: Float[Array, "_ dim"], dtype: str | None) -> Array:
     return jnp.concatenate([small.reshape(rows.shape[0], -1), scale.reshape(rows.shape[0], -1)], axis=1)
 
 
-def _decoded(lines: Array, dtype: str | None, own: np.dtype) -> Float32[Array, "_ dim"]:
-    """Returns lines as float32; `own` is the dtype of the rows before they were encoded."""
-    if lines.dtype == jnp.float32:
-        return lines
-    if dtype in (None, "bfloat16"):
-        return lax.bitcast_convert_type(lines, jnp.bfloat16 if dtype else own).astype(jnp.float32)
+def _decoded(lines: Array, dtype: str | None, own: np.dtype) -> Float[Array, "_ dim"]:
+    """Returns lines in the dtype `own`, in which they were encoded; what had a scale is float32."""
+    if dtype in (None, "float32", "bfloat16"):
+        return lax.bitcast_convert_type(lines, own) if lines.dtype == jnp.uint16 else lines
     num_lines, itemsize = lines.shape[0], jnp.dtype(dtype).itemsize
     scale = lax.bitcast_convert_type(lines[:, -4:], jnp.float32)
     small = lines[:, :-4]
@@ -205,7 +231,6 @@ def ask(
     With `send_capacity` the keys are exchanged at once, in one round: the caller compares `load` with it. None: they go
     in rounds later.
     """
-    shards = exchange.shards
     one_round = send_capacity is not None
     digest = tickets_digest(features.keys)
     requests, inverse, starts, hashes = plan_lib.requests_of(spec, features, owners, by_hash=not one_round)
@@ -214,12 +239,11 @@ def ask(
         load = jnp.zeros((1, 2), jnp.int32)
         return Requests(requests, inverse, starts, hashes, load, digest, send_capacity=capacity)
     words = jnp.concatenate([digest[0], (starts[1:] - starts[:-1]).astype(jnp.uint32)])
-    words = lax.all_gather(words, shards.axis)
-    digest, counts = _digest_of_all(words[:, :2]), words[:, 2:].astype(jnp.int32)  # counts: [num_shards, num_owners]
-    load = jnp.stack([counts.max(), counts.sum(axis=0).max()])[None]
     route = exchange.route(spec, send_capacity)
     place, is_real = _places(route, starts[:-1], starts[1:], requests.shape[0])
-    received = route.to_owners(_taken_requests(requests, place, is_real))
+    received, words = route.requests_to_owners(_taken_requests(requests, place, is_real), words)
+    digest, counts = _digest_of_all(words[:, :2]), words[:, 2:].astype(jnp.int32)  # counts: [num_shards, num_owners]
+    load = jnp.stack([counts.max(), counts.sum(axis=0).max()])[None]
     owner = (inverse[:, None] >= starts[None, 1:]).sum(axis=1, dtype=jnp.int32)
     begin = starts.at[owner].get(mode="clip")
     within = inverse - begin

@@ -17,9 +17,11 @@ from jaxsok import table
 from jaxsok.checks import there
 from jaxsok.exchange import (
     PADDING_REQUEST,
+    SCALED_DTYPES,
     Exchange,
     Round,
     Route,
+    gathered_dtype,
     has_divided_bags,
     has_unused_keys,
     over_rounds,
@@ -177,7 +179,8 @@ def over_arrivals(
     plans = used.plans
     # The number of uses travels with the gradients only where the requests do not know it.
     counts_differ = any(has_unused_keys(plan.features.stores[s]) for plan in plans)
-    summed = [_summed_by_key(spec, plan, grads, s) for plan, grads in zip(plans, used.gradients, strict=True)]
+    dtype = gathered_dtype(exchange.wire.gradients, "float32")
+    summed = [_summed_by_key(spec, plan, grads, s, dtype) for plan, grads in zip(plans, used.gradients, strict=True)]
 
     def arrived(
         route: Route, received: Array, row_ids: RowIds, is_real: Bool[Array, " n"], sums: Array, uses: Array
@@ -185,7 +188,8 @@ def over_arrivals(
         uses = route.to_owners(uses) if counts_differ else received[:, 3].astype(jnp.int32)
         uses = jnp.where(is_real, uses, 0)
         row_ids = jnp.where(uses > 0, row_ids, jnp.uint32(NO_ROW))
-        return Arrived(received, row_ids, route.rows_to_owners(sums, exchange.wire.gradients), uses)
+        sums = route.rows_to_owners(sums, exchange.wire.gradients).astype(jnp.float32)
+        return Arrived(received, row_ids, sums, uses)
 
     if all(plan.asked_of(s).received is not None for plan in plans):
         of_plans = []
@@ -219,14 +223,32 @@ def scaled_by_uses(
     sums = [one.sums for one in arrived]
     if spec.row_gradient == "sum" and not counts_uses:
         return sums, None
-    alive = [jnp.where(is_live[p], one.uses, 0) for p, one in enumerate(arrived)]
-    row_ids = concatenated([one.row_ids for one in arrived])
-    total = uses_of_rows(row_ids, concatenated(alive)).astype(jnp.float32)
+    total = uses_in_all([one.row_ids for one in arrived], [one.uses for one in arrived], is_live)
     if spec.row_gradient != "sum":
         divisor = jnp.maximum(total if spec.row_gradient == "mean" else jnp.sqrt(total), 1.0)
         ends = np.cumsum([one.row_ids.shape[0] for one in arrived])[:-1].tolist()
         sums = [part / one[:, None] for part, one in zip(sums, jnp.split(divisor, ends), strict=True)]
     return sums, total
+
+
+def uses_in_all(
+    row_ids: Sequence[RowIds], uses: Sequence[Int32[Array, " _"]], is_live: Bool[Array, " num_plans"]
+) -> Float32[Array, " num_lines"]:
+    """Counts for each line, plan after plan, the uses of its row in all live plans."""
+    alive = [jnp.where(is_live[p], of_plan, 0) for p, of_plan in enumerate(uses)]
+    return uses_of_rows(concatenated(row_ids), concatenated(alive)).astype(jnp.float32)
+
+
+def fits_windows(exchange: Exchange, spec: StoreSpec, s: int, used: Used) -> bool:
+    """Returns whether kernels alone can sum, send and apply the gradients of a step on one store."""
+    if exchange.windows is None or spec.is_replicated or len(used.plans) > 1:
+        return False
+    (plan,) = used.plans
+    part, asked = plan.features.stores[s], plan.asked_of(s)
+    is_scaled = spec.row_gradient != "sum" or exchange.wire.gradients in SCALED_DTYPES
+    if asked.received is None or is_scaled or has_unused_keys(part):
+        return False
+    return asked.send_capacity >= part.keys.shape[0] or not has_divided_bags(part)
 
 
 def _in_rounds(spec: StoreSpec, plan: Plan, s: int, op: str) -> Requests:
@@ -243,19 +265,25 @@ def _in_rounds(spec: StoreSpec, plan: Plan, s: int, op: str) -> Requests:
     return dataclasses.replace(asked, requests=jnp.where(has_row[:, None], asked.requests, PADDING_REQUEST))
 
 
-def _summed_by_key(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int) -> tuple[Array, Array]:
+def by_bag(spec: StoreSpec, part: StoreFeatures, gradients: Gradients) -> list[Float32[Array, "..."]]:
+    """Returns the gradients of a store's features by bag, as float32."""
+    return [bag_gradient(gradients, part, layout, spec).astype(jnp.float32) for layout in part.layouts]
+
+
+def _summed_by_key(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int, dtype: str) -> tuple[Array, Array]:
     """Sums the gradients of each key over its uses in the batch, and counts them: by request, or by line to send."""
     part, asked = plan.features.stores[s], plan.asked_of(s)
-    flat = [bag_gradient(gradients, part, layout, spec).astype(jnp.float32) for layout in part.layouts]
+    flat = by_bag(spec, part, gradients)
     keys, offsets, weights, words = part.operands()
     bags = offsets, weights, words
     if asked.received is None:
-        return combine_kernels.combine_transpose(flat, asked.inverse, bags, asked.requests.shape[0], part.num_tiles)
+        num_lines = asked.requests.shape[0]
+        return combine_kernels.combine_transpose(flat, asked.inverse, bags, num_lines, part.num_tiles, dtype)
     num_lines, slots = (asked.starts.shape[0] - 1) * asked.send_capacity, there(asked.slots)
     if asked.send_capacity >= keys.shape[0] or not has_divided_bags(part):
-        return combine_kernels.combine_transpose(flat, slots, bags, num_lines, part.num_tiles)
+        return combine_kernels.combine_transpose(flat, slots, bags, num_lines, part.num_tiles, dtype)
     # Keys that were not sent are part of the hotness of their bags, as they were for the lookup: they get a line more.
     is_unsent = table.is_key(keys) & (slots < 0)
     lines = jnp.where(is_unsent, num_lines, slots)
-    sums, uses = combine_kernels.combine_transpose(flat, lines, bags, num_lines + 1, part.num_tiles)
+    sums, uses = combine_kernels.combine_transpose(flat, lines, bags, num_lines + 1, part.num_tiles, dtype)
     return sums[:num_lines], uses[:num_lines]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int32, UInt32
 
 from jaxsok import admission, annotations, table
 from jaxsok.checks import there
-from jaxsok.exchange import Exchange, Round, Route, over_rounds
+from jaxsok.exchange import SCALED_DTYPES, Exchange, Round, Route, gathered_dtype, over_rounds
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels.tickets import tickets_digest
@@ -42,6 +42,8 @@ def lookup_exchanged(
 ) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
     """Looks up one store through the exchange; also returns the digest of all shards' keys."""
     is_find = owner.is_find
+    if asked.received is not None and _fits_windows(spec, features, owner):
+        return _lookup_in_windows(spec, store, features, asked, owner)
     if asked.received is not None:
         store, answers = owner.answered(store, owner.exchange.route(spec, asked.send_capacity), asked.received)
         lines, num_rounds, digest = there(asked.slots), 1, asked.digest
@@ -62,12 +64,57 @@ def lookup_exchanged(
     store, counts, values = _combined(
         spec, store, owner.seed, features, of_key, slabs, is_find=is_find, may_lack_rows=may_lack_rows
     )
-    # A row came for every key; only the owners know which of them existed.
-    without = _MISSING if is_find else _REFUSED
-    inserted, unadmitted = inserted[:, 0], inserted[:, 1]
-    counts = counts.at[:, _FOUND].add(-inserted - absent).at[:, _INSERTED].add(inserted).at[:, without].add(absent)
-    counts = counts.at[:, _UNADMITTED].add(unadmitted)
+    counts = _with_owners_counts(counts, inserted, absent, is_find=is_find)
     return store, Found(row_ids, counts, _rounds(num_rounds)), values, digest
+
+
+def _with_owners_counts(
+    counts: Int32[Array, "num_tables num_counts"],
+    inserted: Int32[Array, "num_tables 2"],
+    absent: Int32[Array, " num_tables"],
+    *,
+    is_find: bool,
+) -> Int32[Array, "num_tables num_counts"]:
+    """Corrects what askers counted: a row came for every key, and only the owners know which of them existed."""
+    without = _MISSING if is_find else _REFUSED
+    counts = counts.at[:, _FOUND].add(-inserted[:, 0] - absent).at[:, _INSERTED].add(inserted[:, 0])
+    return counts.at[:, without].add(absent).at[:, _UNADMITTED].add(inserted[:, 1])
+
+
+def _fits_windows(spec: StoreSpec, features: StoreFeatures, owner: "Owner") -> bool:
+    """Returns whether kernels alone can read, send and combine the rows."""
+    is_by_xla = _reads_traced(spec, features) or table.given_by_xla(spec, is_find=owner.is_find)
+    is_scaled = owner.exchange.wire.rows in SCALED_DTYPES
+    return owner.exchange.windows is not None and not (spec.is_replicated or is_by_xla or is_scaled)
+
+
+def _lookup_in_windows(
+    spec: StoreSpec, store: StoreState, features: StoreFeatures, asked: Requests, owner: "Owner"
+) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
+    """Does what `lookup_exchanged` does; rows go from the store into windows, and from there into embeddings."""
+    received, windows = there(asked.received), there(owner.exchange.windows)
+    dtype = gathered_dtype(owner.exchange.wire.rows, spec.dtype)
+    store, row_ids, inserted = owner.found(store, received)
+    windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
+    counters, absent, counts, values = kernels.lookup_window(
+        windows.number,
+        store,
+        spec.table_words() if owner.is_find else spec.refused_words(),
+        owner.seed,
+        received,
+        row_ids,
+        features.operands(),
+        there(asked.slots),
+        _shapes(features, spec),
+        features.num_tiles,
+        spec.embedding_dtype if dtype == spec.dtype else "float32",
+        is_find=owner.is_find,
+        dtype=dtype,
+    )
+    store = dataclasses.replace(store, counters=counters)
+    values = [table.rounded(value, spec.embedding_dtype) for value in values]
+    counts = _with_owners_counts(counts, inserted, absent, is_find=owner.is_find)
+    return store, Found(row_ids, counts, _rounds(1)), values, asked.digest
 
 
 class _Answers(NamedTuple):
@@ -98,22 +145,29 @@ class Owner:
         """Whether the lookup changes nothing."""
         return self.step is None
 
-    def answered(self, store: StoreState, route: Route, received: UInt32[Array, "_ 4"]) -> tuple[StoreState, _Answers]:
-        """Finds or inserts the rows of received requests, and sends them back; row ids are by request received."""
+    def found(
+        self, store: StoreState, received: UInt32[Array, "num_lines 4"]
+    ) -> tuple[StoreState, RowIds, Int32[Array, "num_tables 2"]]:
+        """Finds or inserts the rows of received requests; also counts new keys, and uses of keys not admitted."""
         spec, keys, table_ids, uses = self.spec, received[:, :2], received[:, 2], received[:, 3]
         if self.is_find:
-            row_ids, inserted = table.find(store, keys, table_ids), jnp.zeros((len(spec.tables), 2), jnp.int32)
-        else:
-            store, row_ids, counts = table.find_or_insert(
-                spec, store, self.seed, keys, table_ids, step=self.step, uses=uses
-            )
-            inserted = counts[:, (_INSERTED, _UNADMITTED)]
-            store = table.touch(spec, store, row_ids, uses, self.clock)
+            return store, table.find(store, keys, table_ids), jnp.zeros((len(spec.tables), 2), jnp.int32)
+        store, row_ids, counts = table.find_or_insert(
+            spec, store, self.seed, keys, table_ids, step=self.step, uses=uses
+        )
+        store = table.touch(spec, store, row_ids, uses, there(self.clock))
+        return store, row_ids, counts[:, (_INSERTED, _UNADMITTED)]
+
+    def answered(self, store: StoreState, route: Route, received: UInt32[Array, "_ 4"]) -> tuple[StoreState, _Answers]:
+        """Finds or inserts the rows of received requests, and sends them back; row ids are by request received."""
+        spec, on_wire = self.spec, self.exchange.wire.rows
+        store, row_ids, inserted = self.found(store, received)
         if spec.is_replicated:
             absent = jnp.zeros(len(spec.tables), jnp.int32)
             return store, _Answers(route.to_askers(row_ids), row_ids, inserted, absent)
-        store, rows, absent = table.gather(spec, store, self.seed, received, row_ids, is_find=self.is_find)
-        return store, _Answers(route.rows_to_askers(rows, self.exchange.wire.rows), row_ids, inserted, absent)
+        dtype = gathered_dtype(on_wire, spec.dtype)
+        store, rows, absent = table.gather(spec, store, self.seed, received, row_ids, is_find=self.is_find, dtype=dtype)
+        return store, _Answers(route.rows_to_askers(rows, on_wire), row_ids, inserted, absent)
 
 
 def _answered_in_rounds(
@@ -122,11 +176,12 @@ def _answered_in_rounds(
     """Sends all requests in rounds; also returns the number of rounds and the digest of all shards' keys."""
     spec, num_keys = owner.spec, asked.requests.shape[0]
     ids = jnp.full(num_keys, jnp.uint32(NO_ROW))
+    dtype = gathered_dtype(owner.exchange.wire.rows, spec.dtype)
     # The update finds rows by key again, and a key that is not admitted now may have one by then, which it never used.
     tells = spec.has_admission and not owner.is_find
     keeps_ids = tells and not spec.is_replicated
     first = _Answers(
-        back=ids if spec.is_replicated else jnp.zeros((num_keys, spec.dim), jnp.float32),
+        back=ids if spec.is_replicated else jnp.zeros((num_keys, spec.dim), dtype),
         row_ids=ids if keeps_ids else _no_row_ids(),
         inserted=jnp.zeros((len(spec.tables), 2), jnp.int32),
         absent=jnp.zeros(len(spec.tables), jnp.int32),

@@ -250,7 +250,7 @@ def _rows_of(table: TableRef, store: StoreState, state_words: Any, words: Array)
     row_ids = table_lib.find(store, words, table.ids(words))
     is_there = row_ids != jnp.uint32(NO_ROW)
     requests = jnp.concatenate([words, jnp.asarray(table.ids(words))[:, None], jnp.ones_like(words[:, :1])], axis=1)
-    _, rows, _ = table_lib.gather(spec, store, seed, requests, row_ids, is_find=True)
+    _, rows, _ = table_lib.gather(spec, store, seed, requests, row_ids, is_find=True, dtype=spec.dtype)
     # All shards but one have zeros, so the sum of the words has the bits of the row.
     bits = lax.bitcast_convert_type(rows, jnp.uint32 if spec.itemsize == 4 else jnp.uint16).astype(jnp.uint32)
     bits = table.total(jnp.where(is_there[:, None], bits, jnp.uint32(0)))

@@ -77,6 +77,33 @@ def drawn(*, is_shared: bool, num_words: int = 2) -> np.ndarray:
     return _gather(words)[0] if is_shared and jax.process_count() > 1 else words
 
 
+def gathered(topic: str, message: str) -> list[str]:
+    """Gathers a message of each process through JAX's coordination service, without a device; all wait for all.
+
+    All processes gather in the same order; `topic` is for those who read the keys. Costs some milliseconds.
+    """
+    if jax.process_count() == 1:
+        return [message]
+    client, number = _client(), next(_gatherings)
+    # The value must not be empty.
+    client.key_value_set(f"jaxsok/{topic}/{number}/{jax.process_index()}", f":{message}")
+    keys = [f"jaxsok/{topic}/{number}/{process}" for process in range(jax.process_count())]
+    return [_read(client, key)[1:] for key in keys]
+
+
+_gatherings = itertools.count()
+
+
+def _read(client: Any, key: str) -> str:
+    while True:
+        try:
+            return client.blocking_key_value_get(key, POLL_S * 1000)
+        except jax.errors.JaxRuntimeError as error:
+            # A dead process ends this one; this waits for a process that is late.
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+
+
 def agree(op: str, error: Exception | None) -> None:
     """Raises in every process if one of them has an error; all wait here for each other.
 
@@ -152,22 +179,13 @@ class Vote:
         if jax.process_count() == 1:
             return
         for process in range(jax.process_count()):
-            is_well, _, message = self._read(process).partition(":")
+            is_well, _, message = _read(_client(), self._key(self._own_number, process)).partition(":")
             if is_well == "False" and process != jax.process_index():
                 raise _failure(self.op, process, message)
 
     @staticmethod
     def _key(number: int, process: int) -> str:
         return f"jaxsok/vote/{number}/{process}"
-
-    def _read(self, process: int) -> str:
-        while True:
-            try:
-                return _client().blocking_key_value_get(self._key(self._own_number, process), POLL_S * 1000)
-            except jax.errors.JaxRuntimeError as error:
-                # A dead process ends this one; this waits for a process that still writes.
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
 
 
 def _client() -> Any:

@@ -138,6 +138,9 @@ _ON_WIRE = {"choices": (None, *_WIRE_DTYPES), "wanted": f"None or one of {_WIRE_
 class ExchangeSpec:
     """How rows and gradients travel between shards. Arithmetic is float32 at both ends.
 
+    The dense wire is XLA's all-to-all. The window wire writes straight into the memory of other GPUs, where the GPUs of
+    one process reach each other's memory. Both give the same bits.
+
     By default rows travel as they are stored and lose nothing, and gradients as float32. float16 and float8_e4m3fn
     carry a scale with each row, a power of two, so that rows of any size keep their mantissa: 10 and 3 bits. bfloat16
     has 7 and needs no scale. A wrong declaration raises ValueError.
@@ -150,6 +153,10 @@ class ExchangeSpec:
     send_capacity: int | None = checks.declare(None, checks.optional(checks.integer), **_ROWS)
     """Keys for one destination in one round, of each store, where no plan says better; None: a quarter more than
     uniform owners need."""
+    wire: Literal["auto", "dense", "window"] = checks.declare(
+        "auto", checks.one_of, choices=("auto", "dense", "window"), wanted='"auto", "dense" or "window"'
+    )
+    """What carries lines between shards: "auto" takes windows where they can be had."""
 
     def __post_init__(self) -> None:
         checks.check_fields(self, "ExchangeSpec")

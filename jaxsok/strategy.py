@@ -22,6 +22,7 @@ from jaxsok.plan import Found, Plan, Requests
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec
 from jaxsok.store import State, StoreState
+from jaxsok.windows import windows_of
 
 
 class StoreLookup(NamedTuple):
@@ -41,10 +42,17 @@ class Strategy(abc.ABC):
 
     shards: Shards
 
+    @property
+    def wire(self) -> str:
+        """Names the wire between shards, for `repr`; empty where nothing travels."""
+        return ""
+
     @staticmethod
     def of(shards: Shards, wire: ExchangeSpec) -> "Strategy":
         """Returns fused calls on one shard, else the exchange."""
-        return Fused(shards) if shards.num_shards == 1 else Exchanged(shards, Exchange(shards, wire))
+        if shards.num_shards == 1:
+            return Fused(shards)
+        return Exchanged(shards, Exchange(shards, wire, windows_of(shards, wire.wire)))
 
     @abc.abstractmethod
     def plan(self, specs: Sequence[StoreSpec], features: Features, send_capacities: Sequence[int] | None) -> Plan:
@@ -114,6 +122,10 @@ class Exchanged(Strategy):
 
     shards: Shards
     exchange: Exchange
+
+    @property
+    def wire(self) -> str:
+        return ", dense wire" if self.exchange.windows is None else ", window wire"
 
     def plan(self, specs: Sequence[StoreSpec], features: Features, send_capacities: Sequence[int] | None) -> Plan:
         owners = jnp.asarray(plan_lib.default_owners(self.shards.num_shards))

@@ -92,8 +92,11 @@ def gather(
     row_ids: RowIds,
     *,
     is_find: bool,
+    dtype: str,
 ) -> tuple[StoreState, Float[Array, "num_keys dim"], Int32[Array, " num_tables"]]:
     """Reads the rows of requests whose row ids are known; also counts by table the uses without a row.
+
+    Rows are read as float32, bfloat16 or in the dtype of the store, rounded to nearest.
 
     NO_ROW gives the initial row of the key, in lookups what the table's admission says, and with `is_find` zeros in
     tables with `unknown="zeros"`; PADDING_KEY gives zeros. The store does not change, but an update of the returned one
@@ -107,13 +110,14 @@ def gather(
         row_ids,
         store.rows,
         is_find=is_find,
+        dtype=dtype,
     )
     # The kernel fills in zeros and other constants for keys without a row.
-    given = [n for n in spec.traced_tables if reads_initial(spec, n, is_find=is_find)]
+    given = given_by_xla(spec, is_find=is_find)
     if given:
         keys, table_ids = requests[:, :2], requests[:, 2]
         is_initial = (row_ids == jnp.uint32(NO_ROW)) & is_key(keys) & _is_one_of(table_ids, given)
-        rows = jnp.where(is_initial[:, None], initial_rows(spec, keys, table_ids), rows)
+        rows = jnp.where(is_initial[:, None], rounded(initial_rows(spec, keys, table_ids), dtype), rows)
     return dataclasses.replace(store, counters=counters), rows, num_absent
 
 
@@ -208,6 +212,11 @@ def reads_initial(spec: StoreSpec, number: int, *, is_find: bool) -> bool:
     """Whether keys of a table without a row read their initial row: in `find`, or in a lookup."""
     table = spec.tables[number]
     return table.unknown == "initial" if is_find else table.refused_read_initial
+
+
+def given_by_xla(spec: StoreSpec, *, is_find: bool) -> list[int]:
+    """Lists the tables whose keys without a row read a row that XLA computes."""
+    return [n for n in spec.traced_tables if reads_initial(spec, n, is_find=is_find)]
 
 
 # Initial rows that XLA computes --------------------------------------------------------------------------------------

@@ -13,23 +13,27 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
 from jaxsok import annotations
-from jaxsok.exchange import Exchange
+from jaxsok.checks import there
+from jaxsok.exchange import Exchange, gathered_dtype
 from jaxsok.gradients import (
     Arrived,
     Used,
     as_features,
     bag_gradient,
+    by_bag,
     concatenated,
+    fits_windows,
     joined,
     over_arrivals,
     scaled_by_uses,
+    uses_in_all,
 )
 from jaxsok.kernels import update as kernels
 from jaxsok.optimizers.program import compiled
 from jaxsok.optimizers.protocol import PROGRAM
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import ROUNDINGS, ROW_GRADIENTS
+from jaxsok.types import NO_ROW, ROUNDINGS, ROW_GRADIENTS, RowIds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,45 +86,60 @@ def update_here(
     ]
     if any(gradient.dtype != spec.embedding_dtype for gradient in flat):
         flat = [gradient.astype(jnp.float32) for gradient in flat]
-    return _stepped(spec, store, used.is_live, batch, num_tiles, row_ids, None, inputs, flat, spec.row_gradient)
+    step = _step_of(spec, inputs, batch, num_tiles, row_ids, used.is_live, spec.row_gradient)
+    return kernels.update(store, step, flat)
 
 
-def _stepped(
+def _step_of(
     spec: StoreSpec,
-    store: StoreState,
-    is_live: Bool[Array, " num_plans"],
+    inputs: StepInputs,
     batch: kernels.Batch,
     num_tiles: int,
-    row_ids: Array,
-    table_ids: Array | None,
-    inputs: StepInputs,
-    gradients: Sequence[Array],
+    row_ids: RowIds,
+    is_live: Bool[Array, " num_plans"],
     row_gradient: str,
+    table_ids: Array | None = None,
     num_uses: Array | None = None,
-) -> tuple[StoreState, Array, Array]:
-    """Steps the used rows; also counts rows with non-finite gradients by table, and uses of stale plans."""
+) -> kernels.Step:
     stepping = inputs.stepping
-    return kernels.update(
-        store,
+    row_step = kernels.RowStep(
+        stepping.kernel,
+        stepping.hyper,
+        ROW_GRADIENTS[row_gradient],
+        ROUNDINGS[spec.rounding],
+        stepping.words,
+        stepping.num_registers,
+    )
+    return kernels.Step(
         spec.table_words(),
         inputs.seed,
         inputs.step,
         batch,
+        num_tiles,
         row_ids,
         is_live,
-        kernels.RowStep(
-            stepping.kernel,
-            stepping.hyper,
-            ROW_GRADIENTS[row_gradient],
-            ROUNDINGS[spec.rounding],
-            stepping.words,
-            stepping.num_registers,
-        ),
-        gradients,
-        num_tiles=num_tiles,
-        table_ids=table_ids,
-        num_uses=num_uses,
+        row_step,
+        table_ids,
+        num_uses,
     )
+
+
+def _step_of_lines(
+    spec: StoreSpec,
+    inputs: StepInputs,
+    received: Sequence[UInt32[Array, "_ 4"]],
+    row_ids: Sequence[RowIds],
+    is_live: Bool[Array, " num_plans"],
+    total: Array | None,
+) -> kernels.Step:
+    """Returns the step of the rows of requests, plan after plan, with a gradient each; `total` has their uses."""
+    batch, num_tiles = as_features([part.shape[0] for part in received])
+    keys = concatenated([part[:, :2] for part in received])
+    # One feature has keys of all tables, and random rounding depends on the table.
+    is_random = spec.dtype != "float32" and spec.rounding == "stochastic"
+    table_ids = concatenated([part[:, 2] for part in received]) if is_random else None
+    rows = concatenated(row_ids)
+    return _step_of(spec, inputs, (keys, *batch), num_tiles, rows, is_live, "sum", table_ids, total)
 
 
 @annotations.by_store
@@ -129,20 +148,15 @@ def update_exchanged(
 ) -> tuple[StoreState, Array, Array]:
     """Steps the rows of one store that this shard owns; counts as `update_here` does."""
     is_live = used.is_live
+    if fits_windows(exchange, spec, s, used):
+        return _update_in_windows(exchange, spec, store, s, used, inputs)
 
     def step(carry: tuple[StoreState, Array, Array], arrived: list[Arrived]) -> tuple[StoreState, Array, Array]:
         store, num_nonfinite, num_stale = carry
         sums, total = scaled_by_uses(spec, arrived, is_live, counts_uses=inputs.stepping.counts_uses)
-        received = [one.received for one in arrived]
-        batch, num_tiles = as_features([part.shape[0] for part in received])
-        keys = concatenated([part[:, :2] for part in received])
-        # One feature has keys of all tables, and random rounding depends on the table.
-        is_random = spec.dtype != "float32" and spec.rounding == "stochastic"
-        table_ids = concatenated([part[:, 2] for part in received]) if is_random else None
-        row_ids = concatenated([one.row_ids for one in arrived])
-        store, more_nonfinite, _ = _stepped(
-            spec, store, is_live, (keys, *batch), num_tiles, row_ids, table_ids, inputs, sums, "sum", total
-        )
+        received, row_ids = [one.received for one in arrived], [one.row_ids for one in arrived]
+        step_of_round = _step_of_lines(spec, inputs, received, row_ids, is_live, total)
+        store, more_nonfinite, _ = kernels.update(store, step_of_round, sums)
         more_stale = sum(jnp.where(is_live[p], 0, one.uses.sum()) for p, one in enumerate(arrived))
         return store, num_nonfinite + more_nonfinite, num_stale + more_stale
 
@@ -155,3 +169,28 @@ def update_exchanged(
         is_first = exchange.shards.index() == 0
         num_nonfinite, num_stale = jnp.where(is_first, num_nonfinite, 0), jnp.where(is_first, num_stale, 0)
     return store, num_nonfinite, num_stale
+
+
+def _update_in_windows(
+    exchange: Exchange, spec: StoreSpec, store: StoreState, s: int, used: Used, inputs: StepInputs
+) -> tuple[StoreState, Array, Array]:
+    """Does what `update_exchanged` does; sums of gradients go into windows, and from there into the step."""
+    (plan,), (gradients,), windows = used.plans, used.gradients, there(exchange.windows)
+    part, asked, row_ids = plan.features.stores[s], plan.asked_of(s), plan.found_of(s).row_ids
+    received = there(asked.received)
+    uses = jnp.where(row_ids == jnp.uint32(NO_ROW), 0, received[:, 3].astype(jnp.int32))
+    total = uses_in_all([row_ids], [uses], used.is_live) if inputs.stepping.counts_uses else None
+    dtype = gathered_dtype(exchange.wire.gradients, "float32")
+    windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
+    _, *bags = part.operands()
+    store, num_nonfinite, _ = kernels.update_window(
+        windows.number,
+        store,
+        _step_of_lines(spec, inputs, [received], [row_ids], used.is_live, total),
+        there(asked.slots),
+        bags,
+        by_bag(spec, part, gradients),
+        part.num_tiles,
+        dtype,
+    )
+    return store, num_nonfinite, jnp.where(used.is_live[0], 0, uses.sum())

@@ -69,6 +69,14 @@ inline std::optional<RowDtype> RowDtypeOf(ffi::DataType dtype) {
   }
 }
 
+/// Reads as what rows are gathered: as float32, bfloat16, or as they are stored.
+inline RowDtype ReadGathered(Call& call, ffi::DataType dtype, const StoreView& store) {
+  const std::optional<RowDtype> found = RowDtypeOf(dtype);
+  const bool is_possible = found == kRowDtypeFloat32 || found == kRowDtypeBfloat16 || found == store.row_dtype;
+  call.Require(is_possible, "rows", "got dtype ", dtype, ", wanted float32, bfloat16 or that of the store");
+  return found.value_or(kRowDtypeFloat32);
+}
+
 /// Arrays of rows, one dtype in all of them.
 class RowArrays {
  public:

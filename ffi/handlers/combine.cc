@@ -25,7 +25,11 @@ ffi::Error CombineTranspose(Call& call) {
   const BatchView batch = ReadBags(call, inverse.size(0), call.Attribute<int32_t>("num_tiles"));
   std::vector<Array> gradients;
   for (int32_t f = 0; f < batch.num_features; ++f) gradients.push_back(call.Operand("bag_gradients"));
-  const Array row_gradients = call.Result("row_gradients", ffi::F32, {-1, -1});
+  const Array row_gradients = call.Result("row_gradients");
+  call.CheckShape("row_gradients", row_gradients.dims(), {-1, -1});
+  const bool is_float32 = row_gradients.dtype() == ffi::F32;
+  call.Require(is_float32 || row_gradients.dtype() == ffi::BF16, "row_gradients", "got dtype ", row_gradients.dtype(),
+               ", wanted float32 or bfloat16");
   const int64_t num_unique = row_gradients.size(0);
   const auto dim = static_cast<int32_t>(row_gradients.size(1));
   const Array num_uses = call.Result("num_uses", ffi::S32, {num_unique});
@@ -38,7 +42,8 @@ ffi::Error CombineTranspose(Call& call) {
   }
   return call.Launch([&](Stream stream) {
     return LaunchCombineTranspose(stream, data.data(), num_unique, dim, inverse.as<int32_t>(), batch,
-                                  row_gradients.as<float>(), num_uses.as<int32_t>(), workspace);
+                                  LineTarget::Of(row_gradients.as<void>()),
+                                  is_float32 ? kRowDtypeFloat32 : kRowDtypeBfloat16, num_uses.as<int32_t>(), workspace);
   });
 }
 

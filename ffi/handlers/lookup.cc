@@ -61,8 +61,49 @@ ffi::Error LookupPlanned(Call& call) {
   });
 }
 
+/// Sends the rows of received requests to the shards that asked for them, and combines what came for a batch.
+///
+/// Rows go from the store straight into the windows of the askers, and are combined where they arrive. Counters pass
+/// through as in LookupPlanned.
+ffi::Error LookupWindow(Call& call) {
+  const auto window = call.Attribute<int32_t>("window");
+  Store store = ReadStore(call);
+  ReadTables(call, store.view);
+  const Array requests = call.Operand("requests", ffi::U32, {-1, 4});
+  const int64_t num_lines = requests.size(0);
+  const Array row_ids = call.Operand("row_ids", ffi::U32, {num_lines});
+  const auto is_find = call.Attribute<int32_t>("is_find");
+  const BatchView batch = ReadLookedUp(call);
+  const Array slots = call.Operand("slots", ffi::U32, {batch.num_keys});
+  const RowDtype dtype = call.Attribute<int32_t>("is_bfloat16") != 0  ? kRowDtypeBfloat16
+                         : call.Attribute<int32_t>("is_float32") != 0 ? kRowDtypeFloat32
+                                                                      : store.view.row_dtype;
+  const Array num_absent = call.Result("num_absent", ffi::S32, {store.view.num_tables});
+  int32_t* counts = CountsOf(call, store);
+  RowArrays arrays(call, "embeddings");
+  const EmbeddingsView embeddings = ReadEmbeddings(call, batch.num_features, arrays);
+  return call.Launch([&](Stream stream) -> LaunchError {
+    const int64_t line_bytes = int64_t{store.view.dim} * (dtype == kRowDtypeFloat32 ? 4 : 2);
+    WindowExchange exchange(window, call.device(), num_lines * line_bytes);
+    if (exchange.error() != nullptr) return exchange.error();
+    const LineTarget target = exchange.Target(num_lines / exchange.num_shards(), line_bytes);
+    LaunchError error = LaunchGather(stream, store.view, requests.as<Request>(), row_ids.as<uint32_t>(), num_lines,
+                                     is_find != 0, target, dtype, num_absent.as<int32_t>());
+    if (error == nullptr) error = exchange.Meet(stream);
+    if (error != nullptr) return error;
+    StoreView received = store.view;
+    received.rows.data[0] = exchange.received();
+    received.starts = {};
+    received.starts.num_slabs = 1;
+    received.capacity = static_cast<uint32_t>(num_lines);
+    received.row_dtype = dtype;
+    return LaunchLookupPlanned(stream, received, batch, slots.as<uint32_t>(), embeddings, counts);
+  });
+}
+
 }  // namespace
 
+JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokLookupWindow, "lookup_window", LookupWindow);
 JAXSOK_DEFINE_HANDLER(JaxsokLookup, "lookup", Lookup);
 JAXSOK_DEFINE_HANDLER(JaxsokLookupFind, "lookup_find", LookupFind);
 JAXSOK_DEFINE_HANDLER(JaxsokLookupPlanned, "lookup_planned", LookupPlanned);

@@ -46,11 +46,11 @@ ffi::Error Gather(Call& call) {
   const auto is_find = call.Attribute<int32_t>("is_find");
   const Array rows = call.Result("rows");
   call.CheckShape("rows", rows.dims(), {n, store.view.dim});
-  call.Require(RowDtypeOf(rows.dtype()) == store.view.row_dtype, "rows", "got another dtype than that of the store");
+  const RowDtype dtype = ReadGathered(call, rows.dtype(), store.view);
   const Array num_absent = call.Result("num_absent", ffi::S32, {store.view.num_tables});
   return call.Launch([&](Stream stream) {
     return LaunchGather(stream, store.view, requests.as<Request>(), row_ids.as<uint32_t>(), n, is_find != 0,
-                        rows.as<void>(), num_absent.as<int32_t>());
+                        LineTarget::Of(rows.as<void>()), dtype, num_absent.as<int32_t>());
   });
 }
 

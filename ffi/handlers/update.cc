@@ -1,57 +1,124 @@
 // Handler of the update noun: bag gradients in, rows and optimizer state stepped in place.
+#include <algorithm>
+#include <vector>
+
+#include "../kernels/combine.h"
 #include "buffers.h"
 
 namespace jaxsok {
 namespace {
 
-/// Sums the gradients of each row that the batch used and steps it once.
-ffi::Error Update(Call& call) {
-  Store store = ReadStore(call);
-  ReadTables(call, store.view);
-  BatchView batch = ReadBatch(call);
-  const Array row_ids = call.Operand("row_ids", ffi::U32, {batch.num_keys});
-  const Array is_live = call.Operand("is_live", ffi::PRED, {-1});
-  const Array step = call.Operand("step", ffi::U32, {});
-  UpdateSpec spec{call.Attribute<int32_t>("optimizer"), call.Attribute<int32_t>("row_gradient"),
-                  call.Attribute<int32_t>("rounding")};
-  const bool is_program = spec.optimizer == kOptimizerProgram;
-  const Array hyper = call.Operand("hyper", ffi::F32, {is_program ? -1 : kNumHyper});
-  const auto words = call.Attribute<ffi::Span<const int32_t>>("program");
-  const auto num_registers = call.Attribute<int32_t>("num_registers");
+/// What a step takes beside gradients; the call brings the operands in the order of `Read`.
+struct Step {
+  Store store;
+  BatchView batch{};
+  UpdateSpec spec{};
   RowProgram program;
-  if (is_program && !call.failed()) {
-    const char* error = program.Read(words.begin(), static_cast<int64_t>(words.size()), num_registers,
-                                     store.states.num_states, hyper.size(0));
-    if (error != nullptr) return ffi::Error::InvalidArgument(std::string("update: ") + error);
-    spec.program = &program;
+  Array row_ids, is_live, step, hyper;
+
+  void Read(Call& call) {
+    store = ReadStore(call);
+    ReadTables(call, store.view);
+    batch = ReadBatch(call);
+    row_ids = call.Operand("row_ids", ffi::U32, {batch.num_keys});
+    is_live = call.Operand("is_live", ffi::PRED, {-1});
+    step = call.Operand("step", ffi::U32, {});
+    spec = {call.Attribute<int32_t>("optimizer"), call.Attribute<int32_t>("row_gradient"),
+            call.Attribute<int32_t>("rounding")};
+    const bool is_program = spec.optimizer == kOptimizerProgram;
+    hyper = call.Operand("hyper", ffi::F32, {is_program ? -1 : kNumHyper});
+    const auto words = call.Attribute<ffi::Span<const int32_t>>("program");
+    const auto num_registers = call.Attribute<int32_t>("num_registers");
+    if (is_program && !call.failed()) {
+      const char* error = program.Read(words.begin(), static_cast<int64_t>(words.size()), num_registers,
+                                       store.states.num_states, hyper.size(0));
+      call.Require(error == nullptr, "program", error == nullptr ? "" : error);
+      spec.program = &program;
+    }
+    // Neither has elements where the batch tells as much.
+    const Array table_ids = call.Operand("table_ids", ffi::U32, {-1}),
+                num_uses = call.Operand("num_uses", ffi::F32, {-1});
+    if (table_ids.size(0) != 0) {
+      call.CheckShape("table_ids", table_ids.dims(), {batch.num_keys});
+      batch.tables = table_ids.as<uint32_t>();
+    }
+    if (num_uses.size(0) != 0) {
+      call.CheckShape("num_uses", num_uses.dims(), {batch.num_keys});
+      spec.num_uses = num_uses.as<float>();
+    }
   }
-  // Neither has elements where the batch tells as much.
-  const Array table_ids = call.Operand("table_ids", ffi::U32, {-1}),
-              num_uses = call.Operand("num_uses", ffi::F32, {-1});
-  if (table_ids.size(0) != 0) {
-    call.CheckShape("table_ids", table_ids.dims(), {batch.num_keys});
-    batch.tables = table_ids.as<uint32_t>();
-  }
-  if (num_uses.size(0) != 0) {
-    call.CheckShape("num_uses", num_uses.dims(), {batch.num_keys});
-    spec.num_uses = num_uses.as<float>();
-  }
-  RowArrays arrays(call, "gradients");
-  for (int32_t f = 0; f < batch.num_features; ++f) arrays.Add(call.Operand("gradients"));
-  const GradientsView gradients = {arrays.dtype(), arrays.data()};
-  const Array num_nonfinite = call.Result("num_nonfinite", ffi::S32, {store.view.num_tables});
-  const Array num_stale = call.Result("num_stale", ffi::S32, {});
-  void* workspace = call.Workspace(UpdateWorkspaceBytes(batch.num_keys, store.view.dim));
-  return call.Launch([&](Stream stream) {
+  LaunchError Launch(Stream stream, const GradientsView& gradients, const Array& num_nonfinite, const Array& num_stale,
+                     void* workspace) const {
     return LaunchUpdate(stream, store.view, store.states, spec, hyper.as<float>(), step.as<uint32_t>(),
                         is_live.as<bool>(), batch, row_ids.as<uint32_t>(), gradients, num_nonfinite.as<int32_t>(),
                         num_stale.as<int32_t>(), workspace);
+  }
+};
+
+/// Sums the gradients of each row that the batch used and steps it once.
+ffi::Error Update(Call& call) {
+  Step step;
+  step.Read(call);
+  RowArrays arrays(call, "gradients");
+  for (int32_t f = 0; f < step.batch.num_features; ++f) arrays.Add(call.Operand("gradients"));
+  const GradientsView gradients = {arrays.dtype(), arrays.data()};
+  const Array num_nonfinite = call.Result("num_nonfinite", ffi::S32, {step.store.view.num_tables});
+  const Array num_stale = call.Result("num_stale", ffi::S32, {});
+  void* workspace = call.Workspace(UpdateWorkspaceBytes(step.batch.num_keys, step.store.view.dim));
+  return call.Launch(
+      [&](Stream stream) { return step.Launch(stream, gradients, num_nonfinite, num_stale, workspace); });
+}
+
+/// Sums the gradients of a batch by line, sends the sums to the owners of the rows, and steps these.
+///
+/// Sums go straight into the windows of the owners, and are read where they arrive. The batch of the step has one
+/// feature: a key for each line that may arrive.
+ffi::Error UpdateWindow(Call& call) {
+  const auto window = call.Attribute<int32_t>("window");
+  Step step;
+  step.Read(call);
+  const Array slots = call.Operand("slots", ffi::S32, {-1});
+  const BatchView bags = ReadBags(call, slots.size(0), call.Attribute<int32_t>("num_bag_tiles"));
+  RowArrays arrays(call, "bag_gradients");
+  std::vector<const float*> bag_gradients;
+  for (int32_t f = 0; f < bags.num_features; ++f) {
+    bag_gradients.push_back(static_cast<const float*>(arrays.Add(call.Operand("bag_gradients"))));
+  }
+  call.Require(arrays.dtype() == kRowDtypeFloat32, "bag_gradients", "wanted float32");
+  const int64_t num_lines = step.batch.num_keys;
+  const int32_t dim = step.store.view.dim;
+  const Array num_nonfinite = call.Result("num_nonfinite", ffi::S32, {step.store.view.num_tables});
+  const Array num_stale = call.Result("num_stale", ffi::S32, {});
+  // Has lines where they travel as bfloat16, and are widened before the step.
+  const Array widened = call.Result("widened", ffi::F32, {-1, dim});
+  const bool is_float32 = widened.size(0) == 0;
+  if (!is_float32) call.CheckShape("widened", widened.dims(), {num_lines, dim});
+  const Array num_uses = call.Result("num_uses", ffi::S32, {num_lines});
+  const int64_t most_uses = std::max(num_lines, bags.num_keys);
+  void* workspace = call.Workspace(UpdateWorkspaceBytes(most_uses, dim));
+  return call.Launch([&](Stream stream) -> LaunchError {
+    const RowDtype dtype = is_float32 ? kRowDtypeFloat32 : kRowDtypeBfloat16;
+    const int64_t line_bytes = int64_t{dim} * (is_float32 ? 4 : 2);
+    WindowExchange exchange(window, call.device(), num_lines * line_bytes);
+    if (exchange.error() != nullptr) return exchange.error();
+    const LineTarget target = exchange.Target(num_lines / exchange.num_shards(), line_bytes);
+    LaunchError error = LaunchCombineTranspose(stream, bag_gradients.data(), num_lines, dim, slots.as<int32_t>(), bags,
+                                               target, dtype, num_uses.as<int32_t>(), workspace);
+    if (error == nullptr) error = exchange.Meet(stream);
+    const void* arrived = exchange.received();
+    if (error == nullptr && !is_float32) {
+      error = LaunchWiden(stream, exchange.received(), num_lines * dim, widened.as<float>());
+      arrived = widened.as<void>();
+    }
+    if (error != nullptr) return error;
+    return step.Launch(stream, {kRowDtypeFloat32, &arrived}, num_nonfinite, num_stale, workspace);
   });
 }
 
 }  // namespace
 
 JAXSOK_DEFINE_HANDLER(JaxsokUpdate, "update", Update);
+JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokUpdateWindow, "update_window", UpdateWindow);
 
 }  // namespace jaxsok
 

@@ -10,6 +10,7 @@
 
 #include "../core/initialize.h"
 #include "launch_cuda.cuh"
+#include "window.h"
 
 namespace jaxsok {
 
@@ -141,14 +142,24 @@ struct EmbeddingPointers {
   }
 };
 
-/// Writes one line of what a lookup gives. `line`: its number in an array of lines of `dim`.
-template <typename Row, int kVector, int kPerLane>
-__device__ __forceinline__ void WriteLine(const RowPart<kVector, kPerLane>& part, void* lines, bool is_float32,
+/// Where a line of `dim` numbers lies in an array, or in the windows of shards.
+template <typename To>
+__device__ __forceinline__ To* LineAt(void* lines, int64_t line, int dim) {
+  return static_cast<To*>(lines) + line * dim;
+}
+template <typename To>
+__device__ __forceinline__ To* LineAt(const LineTarget& lines, int64_t line, int dim) {
+  return reinterpret_cast<To*>(lines.At(line, int64_t{dim} * static_cast<int64_t>(sizeof(To))));
+}
+
+/// Writes one line of what a lookup gives. `line`: its number among lines of `dim`.
+template <typename Row, int kVector, int kPerLane, typename Lines>
+__device__ __forceinline__ void WriteLine(const RowPart<kVector, kPerLane>& part, const Lines& lines, bool is_float32,
                                           int64_t line, int lane, int lanes, int dim) {
   if (is_float32) {
-    part.StoreStreaming(static_cast<float*>(lines) + line * dim, lane, lanes, dim);
+    part.StoreStreaming(LineAt<float>(lines, line, dim), lane, lanes, dim);
   } else {
-    part.StoreStreaming(static_cast<Row*>(lines) + line * dim, lane, lanes, dim);
+    part.StoreStreaming(LineAt<Row>(lines, line, dim), lane, lanes, dim);
   }
 }
 
@@ -187,13 +198,12 @@ struct TableByLane {
 };
 
 /// Copies 32 rows, lane i holding the pointer of row i, to lines `first_line` and following of the output.
-template <typename From, typename To, int kVector, int kPerLane>
-__device__ __forceinline__ void CopyLines(const void* mine, int num_valid, int dim, int lanes, void* lines,
+template <typename From, typename To, int kVector, int kPerLane, typename Lines>
+__device__ __forceinline__ void CopyLines(const void* mine, int num_valid, int dim, int lanes, const Lines& lines,
                                           int64_t first_line) {
   constexpr int kFlight = RowsInFlight<16, kVector * kPerLane>();
   const int warp_lane = threadIdx.x % kWarp;
   const int lane = warp_lane % lanes, group = warp_lane / lanes, groups = kWarp / lanes;
-  To* out = static_cast<To*>(lines) + first_line * dim;
   for (int first = 0; first < num_valid; first += groups * kFlight) {
     RowPart<kVector, kPerLane> rows[kFlight];
 #pragma unroll
@@ -206,27 +216,28 @@ __device__ __forceinline__ void CopyLines(const void* mine, int num_valid, int d
 #pragma unroll
     for (int i = 0; i < kFlight; ++i) {
       const int64_t from = first + i * groups + group;
-      if (from < num_valid) rows[i].StoreStreaming(out + from * dim, lane, lanes, dim);
+      if (from < num_valid) rows[i].StoreStreaming(LineAt<To>(lines, first_line + from, dim), lane, lanes, dim);
     }
   }
 }
 
-/// Copies the rows of 32 positions, lane i holding position i, to lines `first_line` and following of the output.
-template <typename Row, int kVector, int kPerLane, typename TableOf>
+/// Copies the rows of 32 positions, lane i holding position i, to lines `first_line` and following of the output, as
+/// float32 or as `Narrow`.
+template <typename Row, int kVector, int kPerLane, typename Narrow = Row, typename TableOf, typename Lines>
 __device__ __forceinline__ void CopyRows(const Position& mine, int num_valid, const StoreView& store,
-                                         const TableOf& table_of, int lanes, void* lines, bool is_float32,
+                                         const TableOf& table_of, int lanes, const Lines& lines, bool is_float32,
                                          int64_t first_line) {
   const int warp_lane = threadIdx.x % kWarp;
   if (__all_sync(~0u, mine.kind == kPositionRow || warp_lane >= num_valid)) {
-    if constexpr (std::is_same_v<Row, float>) {
+    if constexpr (std::is_same_v<Narrow, float>) {
       CopyLines<float, float, kVector, kPerLane>(mine.pointer, num_valid, store.dim, lanes, lines, first_line);
     } else if (is_float32) {
       CopyLines<Row, float, kVector, kPerLane>(mine.pointer, num_valid, store.dim, lanes, lines, first_line);
-    } else if (store.dim % 8 == 0) {
+    } else if (std::is_same_v<Row, Narrow> && store.dim % 8 == 0) {
       // As they are: pairs of numbers of 16 bits are copied as if they were floats.
       CopyLines<float, float, kVector, kPerLane>(mine.pointer, num_valid, store.dim / 2, lanes, lines, first_line);
     } else {
-      CopyLines<Row, Row, kVector, kPerLane>(mine.pointer, num_valid, store.dim, lanes, lines, first_line);
+      CopyLines<Row, Narrow, kVector, kPerLane>(mine.pointer, num_valid, store.dim, lanes, lines, first_line);
     }
     return;
   }
@@ -238,7 +249,7 @@ __device__ __forceinline__ void CopyRows(const Position& mine, int num_valid, co
     if (from >= num_valid || p.kind == kPositionUnfinished) continue;
     RowPart<kVector, kPerLane> row;
     LoadPosition<Row>(p, store, table, lane, lanes, row);
-    WriteLine<Row>(row, lines, is_float32, first_line + from, lane, lanes, store.dim);
+    WriteLine<Narrow>(row, lines, is_float32, first_line + from, lane, lanes, store.dim);
   }
 }
 

@@ -18,13 +18,17 @@ LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, 
 /// Takes bag gradients back to rows: of any number of features, of any kind, whose rows stand in one array.
 ///
 /// Pre    : bag_gradients[f] is [num_bags, dim] of feature f; batch.keys is not read. inverse is as for LaunchCombine,
-///          for the positions of all features together.
+///          for the positions of all features together. `dtype`: float32, or bfloat16, to which sums are rounded.
 /// Post   : row_gradients[u] is the sum over the uses of row u, in the order of core/row_update.h, by position over all
-///          features; num_uses[u] their number. Zeros if there are none. Positions of a bag whose divisor is zero are
+///          features; num_uses[u] their number. Zeros if there are none; in windows nothing is written then.
+///          Positions of a bag whose divisor is zero are
 ///          no uses, as for LaunchUpdate.
 LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradients, int64_t num_unique, int32_t dim,
-                                   const int32_t* inverse, const BatchView& batch, float* row_gradients,
-                                   int32_t* num_uses, void* workspace);
+                                   const int32_t* inverse, const BatchView& batch, const LineTarget& row_gradients,
+                                   RowDtype dtype, int32_t* num_uses, void* workspace);
+
+/// Widens numbers of bfloat16, exactly.
+LaunchError LaunchWiden(Stream stream, const void* numbers, int64_t size, float* widened);
 
 }  // namespace jaxsok
 

@@ -92,14 +92,18 @@ LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, 
 }
 
 LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradients, int64_t num_unique, int32_t dim,
-                                   const int32_t* inverse, const BatchView& batch, float* row_gradients,
-                                   int32_t* num_uses, void* workspace) {
+                                   const int32_t* inverse, const BatchView& batch, const LineTarget& row_gradients,
+                                   RowDtype dtype, int32_t* num_uses, void* workspace) {
   if (dim > kMaxDim) return "bag_gradients: dim is above kMaxDim";
   const BagFeatures bags(stream, batch);
   if (bags.error() != nullptr) return bags.error();
   constexpr int64_t kRowsPerTask = 4096;
+  const bool is_float32 = dtype == kRowDtypeFloat32;
+  const int64_t line_bytes = int64_t{dim} * (is_float32 ? 4 : 2);
   RunRanges(stream, num_unique, kRowsPerTask, [&](int64_t begin, int64_t end) {
-    std::fill(row_gradients + begin * dim, row_gradients + end * dim, 0.0f);
+    if (!row_gradients.IsWindow()) {
+      std::memset(row_gradients.At(begin, line_bytes), 0, static_cast<size_t>((end - begin) * line_bytes));
+    }
     std::fill(num_uses + begin, num_uses + end, 0);
   });
   const ArrayPositions positions = {nullptr, inverse, num_unique, dim};
@@ -107,10 +111,24 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradie
       stream, bags, std::vector<char>(batch.num_features, 1), bag_gradients, batch.num_keys, dim, num_unique, positions,
       [](uint32_t) {},
       [&](uint32_t row, uint32_t, const float* gradient, int64_t uses) {
-        CopyRow(row_gradients + int64_t{row} * dim, gradient, dim);
+        char* line = row_gradients.At(row, line_bytes);
+        if (is_float32) {
+          CopyRow(reinterpret_cast<float*>(line), gradient, dim);
+        } else {
+          RoundRow(reinterpret_cast<BFloat16*>(line), gradient, dim);
+        }
         num_uses[row] = static_cast<int32_t>(uses);
       },
       workspace);
+  return nullptr;
+}
+
+LaunchError LaunchWiden(Stream stream, const void* numbers, int64_t size, float* widened) {
+  constexpr int64_t kNumbersPerTask = 1 << 16;
+  const auto* from = static_cast<const BFloat16*>(numbers);
+  RunRanges(stream, size, kNumbersPerTask, [&](int64_t begin, int64_t end) {
+    CopyRow(widened + begin, from + begin, static_cast<int32_t>(end - begin));
+  });
   return nullptr;
 }
 

@@ -63,16 +63,24 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
 
 /// Writes the sum of a row's gradients, and how many there were.
 struct ApplyWrite {
+  static constexpr bool kShiftsBlocks = true;
   using Row = float;
   static constexpr bool kStepsLongRowsApart = false;
   static constexpr bool kStepsRows16 = false;
   static constexpr bool kHasRowGradients = false;
   static constexpr int kNumLines = 0;
 
-  float* out;
+  LineTarget out;
+  bool is_float32;
   int32_t* num_uses;
   int32_t dim;
+  int64_t num_lines;
 
+  /// Sums come in the order of their lines: shards begin with those for different peers.
+  __device__ uint32_t Shifted(uint32_t block) const {
+    if (!out.IsWindow()) return block;
+    return static_cast<uint32_t>((block + out.first_line * gridDim.x / num_lines) % gridDim.x);
+  }
   template <int kVector, int kPerLane>
   struct Loaded {};
   __device__ static RowRounding RoundingOf(uint32_t) { return {0}; }
@@ -82,14 +90,18 @@ struct ApplyWrite {
   __device__ void Apply(uint32_t row, uint32_t, uint32_t uses, int lane, int lanes, unsigned,
                         Loaded<kVector, kPerLane>&, RowPart<kVector, kPerLane>& gradient) const {
     if (uses == 0) return;
-    gradient.Store(out + int64_t{row} * dim, lane, lanes, dim);
+    if (is_float32) {
+      gradient.Store(LineAt<float>(out, row, dim), lane, lanes, dim);
+    } else {
+      gradient.Store(LineAt<BFloat16>(out, row, dim), lane, lanes, dim);
+    }
     if (lane == 0) num_uses[row] = static_cast<int32_t>(uses);
   }
 };
 
 // No row has a use yet; positions that no bag holds have no row.
-__global__ void PrepareTransposeKernel(ApplyWrite out, int64_t num_unique, uint32_t* num_long, uint32_t* rows,
-                                       uint32_t* positions, int64_t num_keys) {
+__global__ void PrepareTransposeKernel(const __grid_constant__ ApplyWrite out, int64_t num_unique, uint32_t* num_long,
+                                       uint32_t* rows, uint32_t* positions, int64_t num_keys) {
   const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
   if (start == 0) num_long[0] = num_long[1] = 0;
   for (int64_t i = start; i < num_unique; i += stride) out.num_uses[i] = 0;
@@ -101,16 +113,43 @@ __global__ void PrepareTransposeKernel(ApplyWrite out, int64_t num_unique, uint3
 
 // Rows that no bag uses have gradient zero: as many lanes as a row has columns, at most a warp, take one row after the
 // other. Among what is sent to owners they are few, so they are sought once all the others are written.
-__global__ void __launch_bounds__(kBlock) ZeroUnusedKernel(ApplyWrite out, int64_t num_unique, int lanes) {
+__global__ void __launch_bounds__(kBlock)
+    ZeroUnusedKernel(const __grid_constant__ ApplyWrite out, int64_t num_unique, int lanes) {
   const int64_t groups = int64_t{gridDim.x} * kBlock / lanes;
   const int lane = static_cast<int>(threadIdx.x) % lanes;
   for (int64_t row = (int64_t{blockIdx.x} * kBlock + threadIdx.x) / lanes; row < num_unique; row += groups) {
     if (__ldg(out.num_uses + row) != 0) continue;
-    for (int column = lane; column < out.dim; column += lanes) out.out[row * out.dim + column] = 0.0f;
+    for (int column = lane; column < out.dim; column += lanes) {
+      if (out.is_float32) {
+        LineAt<float>(out.out, row, out.dim)[column] = 0.0f;
+      } else {
+        LineAt<BFloat16>(out.out, row, out.dim)[column] = {0};
+      }
+    }
   }
 }
 
+// A thread widens 8 numbers at a time, grid-stride; the last thread the rest.
+__global__ void __launch_bounds__(kBlock) WidenKernel(const uint16_t* numbers, int64_t size, float* widened) {
+  const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
+  for (int64_t i = start; i < size / 8; i += stride) {
+    const uint4 words = __ldg(reinterpret_cast<const uint4*>(numbers) + i);
+    float4* out = reinterpret_cast<float4*>(widened) + 2 * i;
+    out[0] = make_float4(FloatOfBits(words.x << 16), FloatOfBits(words.x & 0xffff0000u), FloatOfBits(words.y << 16),
+                         FloatOfBits(words.y & 0xffff0000u));
+    out[1] = make_float4(FloatOfBits(words.z << 16), FloatOfBits(words.z & 0xffff0000u), FloatOfBits(words.w << 16),
+                         FloatOfBits(words.w & 0xffff0000u));
+  }
+  if (start != 0) return;
+  for (int64_t i = size / 8 * 8; i < size; ++i) widened[i] = FloatOfBits(uint32_t{numbers[i]} << 16);
+}
+
 }  // namespace
+
+LaunchError LaunchWiden(Stream stream, const void* numbers, int64_t size, float* widened) {
+  WidenKernel<<<BlocksOfWave(), kBlock, 0, stream>>>(static_cast<const uint16_t*>(numbers), size, widened);
+  return LastLaunchError();
+}
 
 LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, int32_t dim, const int32_t* inverse,
                           const BatchView& batch, float* embeddings) {
@@ -127,12 +166,12 @@ LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, 
 }
 
 LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradients, int64_t num_unique, int32_t dim,
-                                   const int32_t* inverse, const BatchView& batch, float* row_gradients,
-                                   int32_t* num_uses, void* workspace) {
+                                   const int32_t* inverse, const BatchView& batch, const LineTarget& row_gradients,
+                                   RowDtype dtype, int32_t* num_uses, void* workspace) {
   FeaturePointers<const void> pointers;
   JAXSOK_RETURN_IF_LAUNCH(FillPointers(bag_gradients, batch.num_features, pointers));
   const int end_bit = BitsBelow(num_unique);
-  const ApplyWrite out{row_gradients, num_uses, dim};
+  const ApplyWrite out{row_gradients, dtype == kRowDtypeFloat32, num_uses, dim, num_unique};
   UsesWorkspace w;
   JAXSOK_RETURN_IF_LAUNCH(CutUses(workspace, batch.num_keys, dim, end_bit, &w));
   PrepareTransposeKernel<<<kMostPrepareBlocks, kBlock, 0, stream>>>(out, num_unique, w.num_long, w.rows, w.positions,
@@ -144,6 +183,7 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradie
     JAXSOK_RETURN_IF_LAUNCH(
         LaunchUses(stream, out, pointers, batch, w, dim, dim * static_cast<int32_t>(sizeof(float)), end_bit));
   }
+  if (row_gradients.IsWindow()) return nullptr;
   int lanes = 1;
   while (lanes < dim && lanes < kWarp) lanes *= 2;
   ZeroUnusedKernel<<<kMostPrepareBlocks, kBlock, 0, stream>>>(out, num_unique, lanes);

@@ -10,6 +10,7 @@
 #include "../core/row_dtype.h"
 #include "../core/row_update.h"
 #include "stream.h"
+#include "window.h"
 #include "workspace.h"
 
 namespace jaxsok {
@@ -55,15 +56,17 @@ LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint
 /// Copies the rows of requests whose row ids are known.
 ///
 /// Pre    : of the store tables, seed, rows and what says where they lie.
-/// Post   : rows[i] is the row of row_ids[i], in the store's dtype, number by number (a NaN may become
-///          another one). Where that is not below the capacity: what the key's row would hold if it were new; for find
-///          zeros instead if the table says so (kTableUnknown). Zeros for kPaddingKey and for tables
-///          that the store does not have, whatever the row id.
-///          num_absent[t] is the sum of `uses` over the requests of table t that have no row.
+///          `dtype` is float32, bfloat16 or the store's.
+/// Post   : line i of `rows` is the row of row_ids[i], number by number (a NaN may become another one), rounded to
+///          nearest if `dtype` is narrower than the store's. Where that is not below the capacity: what the key's row
+///          would hold if it were new; for find zeros instead if the table says so (kTableUnknown). Zeros for
+///          kPaddingKey and for tables that the store does not have, whatever the row id; in windows nothing is written
+///          for these. num_absent[t] is the sum of `uses` over the requests of table t that have no row.
 /// Order  : each row is written once, by one group of threads: the same bits on every run and on both back ends.
 /// Cost   : per request 20 B in; its row in and out.
 LaunchError LaunchGather(Stream stream, const StoreView& store, const Request* requests, const uint32_t* row_ids,
-                         int64_t num_requests, bool is_find, void* rows, int32_t* num_absent);
+                         int64_t num_requests, bool is_find, const LineTarget& rows, RowDtype dtype,
+                         int32_t* num_absent);
 
 /// One per-row array of any numbers, by its bytes.
 struct LinesView {

@@ -25,9 +25,19 @@ void ClearIndex(Stream stream, const IndexView& index) {
   });
 }
 
-template <typename R>
+/// Converts a row that is stored as `R`.
+template <typename R, typename To>
+void ConvertRow(To* out, const R* row, int32_t dim) {
+  if constexpr (std::is_same_v<R, To>) {
+    std::memcpy(out, row, static_cast<size_t>(dim) * sizeof(R));
+  } else {
+    for (int32_t c = 0; c < dim; ++c) out[c] = RowNumber<To>::Nearest(RowNumber<R>::Widened(row[c]));
+  }
+}
+
+template <typename R, typename To>
 void Gather(Stream stream, const StoreView& store, const Request* requests, const uint32_t* row_ids,
-            int64_t num_requests, bool is_find, R* rows, int32_t* num_absent) {
+            int64_t num_requests, bool is_find, const LineTarget& rows, int32_t* num_absent) {
   const int32_t dim = store.dim;
   std::fill_n(num_absent, store.num_tables, 0);
   constexpr int64_t kRequestsPerTask = 1024;
@@ -39,13 +49,13 @@ void Gather(Stream stream, const StoreView& store, const Request* requests, cons
         if (row_ids[fetched] < store.capacity) PrefetchRow(store.rows.At<R>(store.starts, row_ids[fetched], dim), dim);
       }
       const Request& request = requests[i];
-      R* out = rows + i * dim;
+      To* out = reinterpret_cast<To*>(rows.At(i, int64_t{dim} * static_cast<int64_t>(sizeof(To))));
       if (request.key == kPaddingKey || request.table >= static_cast<uint32_t>(store.num_tables)) {
-        ClearRow(out, dim);
+        if (!rows.IsWindow()) ClearRow(out, dim);
         continue;
       }
       if (row_ids[i] < store.capacity) {
-        std::memcpy(out, store.rows.At<R>(store.starts, row_ids[i], dim), static_cast<size_t>(dim) * sizeof(R));
+        ConvertRow(out, store.rows.At<R>(store.starts, row_ids[i], dim), dim);
         continue;
       }
       absent[request.table] += static_cast<int32_t>(request.uses);
@@ -53,7 +63,9 @@ void Gather(Stream stream, const StoreView& store, const Request* requests, cons
       if (is_find && words[kTableUnknown] != 0) {
         ClearRow(out, dim);
       } else {
-        InitializeRow(RowInitializer::Of(words, store.seed, request.key), out, dim);
+        alignas(64) R initial[kMaxDim];
+        InitializeRow(RowInitializer::Of(words, store.seed, request.key), initial, dim);
+        ConvertRow(out, initial, dim);
       }
     }
     for (int32_t t = 0; t < store.num_tables; ++t) {
@@ -110,10 +122,18 @@ LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint
 }
 
 LaunchError LaunchGather(Stream stream, const StoreView& store, const Request* requests, const uint32_t* row_ids,
-                         int64_t num_requests, bool is_find, void* rows, int32_t* num_absent) {
+                         int64_t num_requests, bool is_find, const LineTarget& rows, RowDtype dtype,
+                         int32_t* num_absent) {
   if (store.dim < 1 || store.dim > kMaxDim) return "rows: dim must be 1 to kMaxDim";
   return WithRowDtype(store.row_dtype, [&](auto number) {
-    Gather(stream, store, requests, row_ids, num_requests, is_find, static_cast<decltype(number)*>(rows), num_absent);
+    using R = decltype(number);
+    if (dtype == kRowDtypeBfloat16) {
+      Gather<R, BFloat16>(stream, store, requests, row_ids, num_requests, is_find, rows, num_absent);
+    } else if (dtype == kRowDtypeFloat32) {
+      Gather<R, float>(stream, store, requests, row_ids, num_requests, is_find, rows, num_absent);
+    } else {
+      Gather<R, R>(stream, store, requests, row_ids, num_requests, is_find, rows, num_absent);
+    }
     return LaunchError{nullptr};
   });
 }

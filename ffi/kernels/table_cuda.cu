@@ -170,7 +170,9 @@ struct GatherArguments {
   const uint32_t* row_ids;
   int64_t num_requests;
   bool is_find;
-  void* rows;
+  LineTarget rows;
+  RowDtype dtype;
+  int32_t first_block;  // that a launch begins with, so that shards begin with the lines of different peers
   int32_t* num_absent;
 };
 
@@ -182,8 +184,9 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
   __shared__ int32_t block_absent[kSharedTables];
   const bool has_few_tables = a.store.num_tables <= kSharedTables;
   if (threadIdx.x < kSharedTables) block_absent[threadIdx.x] = 0;
-  const int64_t warp_first = int64_t{blockIdx.x} * kBlock + threadIdx.x / kWarp * kWarp;
-  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  const int64_t block = (int64_t{blockIdx.x} + a.first_block) % gridDim.x;
+  const int64_t warp_first = block * kBlock + threadIdx.x / kWarp * kWarp;
+  const int64_t i = block * kBlock + threadIdx.x;
   Position mine{nullptr, kPaddingKey, kPositionPadding, 1.0f};
   uint32_t table = 0;
   int32_t uses = 0;
@@ -201,6 +204,8 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
         mine.kind = is_zeros ? kPositionZeros : kPositionInitial;
         uses = static_cast<int32_t>(request.w);
       }
+    } else if (a.rows.IsWindow()) {
+      mine.kind = kPositionUnfinished;  // nobody reads the line
     }
   }
   // The barrier also ends the zeroing of the block's counts.
@@ -208,7 +213,13 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
   if (uses != 0) atomicAdd((has_few_tables ? block_absent : a.num_absent) + table, uses);
   const int num_valid = static_cast<int>(min(int64_t{kWarp}, a.num_requests - warp_first));
   if (num_valid > 0) {
-    CopyRows<Row, kVector, kPerLane>(mine, num_valid, a.store, TableByLane{table}, lanes, a.rows, false, warp_first);
+    const TableByLane tables{table};
+    if (a.dtype == kRowDtypeBfloat16) {
+      CopyRows<Row, kVector, kPerLane, BFloat16>(mine, num_valid, a.store, tables, lanes, a.rows, false, warp_first);
+    } else {
+      CopyRows<Row, kVector, kPerLane>(mine, num_valid, a.store, tables, lanes, a.rows, a.dtype == kRowDtypeFloat32,
+                                       warp_first);
+    }
   }
   if (!has_absent || !has_few_tables) return;
   __syncthreads();
@@ -220,11 +231,13 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
 }  // namespace
 
 LaunchError LaunchGather(Stream stream, const StoreView& store, const Request* requests, const uint32_t* row_ids,
-                         int64_t num_requests, bool is_find, void* rows, int32_t* num_absent) {
+                         int64_t num_requests, bool is_find, const LineTarget& rows, RowDtype dtype,
+                         int32_t* num_absent) {
   JAXSOK_RETURN_IF_CUDA(
       cudaMemsetAsync(num_absent, 0, static_cast<size_t>(store.num_tables) * sizeof(int32_t), stream));
   if (num_requests == 0) return nullptr;
-  const GatherArguments a{store, requests, row_ids, num_requests, is_find, rows, num_absent};
+  const auto first_block = static_cast<int32_t>(rows.first_line / kBlock);
+  const GatherArguments a{store, requests, row_ids, num_requests, is_find, rows, dtype, first_block, num_absent};
   return WithRowDtype(store.row_dtype, [&](auto number) {
     return DispatchShape(store.dim, [&](auto shape) {
       GatherKernel<decltype(number), shape.kVector, shape.kPerLane>

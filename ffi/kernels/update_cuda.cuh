@@ -29,6 +29,7 @@ struct StepArguments {
   static constexpr bool kStepsLongRowsApart = false;
   /// Whether vectors have 16 bytes of such rows, and the random bits of a warp's rows are drawn side by side.
   static constexpr bool kStepsRows16 = !std::is_same_v<Row, float>;
+  static constexpr bool kShiftsBlocks = false;
   static constexpr int kNumStates = Step::kNumStates > 0 ? Step::kNumStates : 1;
 
   StoreView store;

@@ -216,6 +216,7 @@ struct ApplyProgram {
   static constexpr int kNumLines = 2;  // of gradients: rows and states lie in shared memory
   static constexpr bool kStepsLongRowsApart = true;
   static constexpr bool kStepsRows16 = false;
+  static constexpr bool kShiftsBlocks = false;
   static constexpr bool kHasRowGradients = false;
   static constexpr int kSharedBytes = 100 << 10;  // of a block: two fit a multiprocessor
 

@@ -550,7 +550,9 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVec
   if constexpr (Apply::kStepsLongRowsApart) apply.Begin();
   const int warp_in_block = threadIdx.x / kWarp, warp_lane = threadIdx.x % kWarp;
   WarpUses& uses = uses_of_warp[warp_in_block];
-  const uint32_t warp = blockIdx.x * (blockDim.x / kWarp) + warp_in_block;
+  uint32_t block = blockIdx.x;
+  if constexpr (Apply::kShiftsBlocks) block = apply.Shifted(block);
+  const uint32_t warp = block * (blockDim.x / kWarp) + warp_in_block;
   const uint32_t first = warp * kWarp;
   if (first >= num_keys) return;
   LaneUse use;

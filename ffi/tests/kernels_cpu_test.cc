@@ -898,7 +898,8 @@ void TestTranspose(uint64_t seed, int num_threads) {
   view.keys = nullptr;
   Memory workspace(UpdateWorkspaceBytes(n, dim));
   JAXSOK_CHECK_SEED(LaunchCombineTranspose(&executor, pointers.data(), num_unique, dim, inverse.data(), view,
-                                           row_gradients.data(), num_uses.data(), workspace.get()) == nullptr,
+                                           LineTarget::Of(row_gradients.data()), kRowDtypeFloat32, num_uses.data(),
+                                           workspace.get()) == nullptr,
                     seed);
   Uses uses;
   for (int f = 0; f < batch.num_features(); ++f) {
@@ -1051,7 +1052,8 @@ void TestGather(uint64_t seed, int num_threads) {
     }
     wanted.insert(wanted.end(), row.begin(), row.end());
   }
-  LaunchGather(&executor, store.view, requests.data(), row_ids.data(), n, is_find, rows.data(), num_absent.data());
+  LaunchGather(&executor, store.view, requests.data(), row_ids.data(), n, is_find, LineTarget::Of(rows.data()),
+               store.view.row_dtype, num_absent.data());
   JAXSOK_CHECK_SEED(IsSame(Decoded(dtype, rows.data(), n * dim), wanted), seed);
   JAXSOK_CHECK_SEED(IsSame(num_absent, wanted_absent), seed);
 }
@@ -1192,8 +1194,8 @@ void TestHotRow() {
   Memory workspace(UpdateWorkspaceBytes(kNumKeys, kDim));
   const float* pointers[] = {gradients.data()};
   int32_t num_uses = 0;
-  LaunchCombineTranspose(&executor, pointers, 1, kDim, inverse.data(), batch.View(), row_gradient.data(), &num_uses,
-                         workspace.get());
+  LaunchCombineTranspose(&executor, pointers, 1, kDim, inverse.data(), batch.View(),
+                         LineTarget::Of(row_gradient.data()), kRowDtypeFloat32, &num_uses, workspace.get());
   JAXSOK_CHECK(num_uses == kNumKeys);
   std::vector<Line> lines;
   for (int64_t i = 0; i < kNumKeys; ++i) lines.emplace_back(&gradients[i * kDim], &gradients[i * kDim] + kDim);

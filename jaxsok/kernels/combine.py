@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxsok.kernels.call import call, result, workspace
 from jaxsok.kernels.lookup import bag_operands
@@ -23,16 +23,21 @@ def combine(
 
 
 def combine_transpose(
-    gradients: Sequence[Float32[Array, "..."]], inverse: Inverse, bags: Bags, num_unique: int, num_tiles: int
-) -> tuple[Float32[Array, "num_unique dim"], Int32[Array, " num_unique"]]:
-    """Sums bag gradients of each feature into row gradients; also counts uses.
+    gradients: Sequence[Float32[Array, "..."]],
+    inverse: Inverse,
+    bags: Bags,
+    num_unique: int,
+    num_tiles: int,
+    dtype: str = "float32",
+) -> tuple[Float[Array, "num_unique dim"], Int32[Array, " num_unique"]]:
+    """Sums bag gradients of each feature into row gradients, float32 or bfloat16; also counts uses.
 
     See `LaunchCombineTranspose` in ffi/kernels/combine.h.
     """
     like, dim = gradients[0], gradients[0].shape[-1]
     operands = {"inverse": inverse} | bag_operands(bags) | {"gradients": gradients}
     results = {
-        "row_gradients": result(like, (num_unique, dim), "float32"),
+        "row_gradients": result(like, (num_unique, dim), dtype),
         "num_uses": result(like, (num_unique,), "int32"),
         "workspace": workspace(like, "JaxsokUpdateWorkspaceBytes", inverse.shape[0], dim),
     }

@@ -36,6 +36,9 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("jaxsok_tickets_issue", "JaxsokTicketsIssue"),
     ("jaxsok_tickets_redeem", "JaxsokTicketsRedeem"),
     ("jaxsok_update", "JaxsokUpdate"),
+    ("jaxsok_window_exchange", "JaxsokWindowExchange"),
+    ("jaxsok_lookup_window", "JaxsokLookupWindow"),
+    ("jaxsok_update_window", "JaxsokUpdateWindow"),
 )
 """FFI target and C symbol of every handler, in both back ends."""
 
@@ -71,6 +74,20 @@ def _load(back_end: str) -> ctypes.CDLL:
             f"jaxsok: the {back_end} library {path} was built with XLA FFI 0.{built}, but jaxlib {jax.lib.__version__} "
             f"has 0.{here}; older libraries run on newer jaxlibs, not the other way round. {_REMEDY[back_end]}"
         )
+    pointer = ctypes.POINTER(ctypes.c_int32)
+    for name, result, *arguments in (
+        ("JaxsokWindowOpen", ctypes.c_char_p, *[ctypes.c_int32] * 3, pointer, ctypes.c_int64),
+        ("JaxsokWindowReserve", ctypes.c_char_p, ctypes.c_int32, ctypes.c_int64),
+        ("JaxsokWindowBytes", ctypes.c_int64, ctypes.c_int32),
+        ("JaxsokWindowHalfBytes", ctypes.c_int64, ctypes.c_int32),
+        ("JaxsokWindowTake", ctypes.c_char_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_char_p),
+        ("JaxsokWindowClose", ctypes.c_int64, ctypes.c_int32),
+        ("JaxsokWindowDrain", ctypes.c_char_p, ctypes.c_int32, ctypes.c_int64),
+        ("JaxsokWindowMap", ctypes.c_char_p, ctypes.c_int32, ctypes.c_char_p),
+        ("JaxsokWindowResume", None, ctypes.c_int32),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return library
 
 
@@ -107,9 +124,14 @@ def load_cuda() -> ctypes.CDLL:
     return _load("cuda")
 
 
+def of_platform(platform: str) -> ctypes.CDLL:
+    """Returns the library of a platform's devices: "cpu" or "gpu"."""
+    return load_cpu() if platform == "cpu" else load_cuda()
+
+
 @functools.cache
 def _registered(platform: str) -> bool:
-    library = load_cpu() if platform == "cpu" else load_cuda()
+    library = of_platform(platform)
     for target, symbol in TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform=platform)
     return True

@@ -116,6 +116,48 @@ def lookup_planned(
     return out["counters"], out["counts"], out["embeddings"]
 
 
+def lookup_window(
+    window: int,
+    store: StoreArrays,
+    tables: Tables,
+    seed: UInt32[Array, "2"],
+    requests: UInt32[Array, "num_lines 4"],
+    row_ids: RowIds,
+    batch: Batch,
+    slots: Int32[Array, " num_keys"],
+    embedding_shapes: Sequence[tuple[int, ...]],
+    num_tiles: int,
+    embedding_dtype: str,
+    *,
+    is_find: bool,
+    dtype: str,
+) -> tuple[
+    UInt32[Array, " num_counters"], Int32[Array, " num_tables"], Int32[Array, "num_tables num_counts"], list[Array]
+]:
+    """Sends rows to the shards that asked for them, and combines what came, in one call of each shard.
+
+    It is `table.gather`, an exchange and `lookup_planned`, where no row is written between. Row ids are by request
+    received; `slots` has the line of each key's row among those that come back. Returns the counters, which are
+    donated and do not change, num_absent, counts and embeddings.
+    """
+    out = call_on(
+        "jaxsok_lookup_window",
+        {"counters": store.counters, "rows": store.rows},
+        {"tables": tables, "seed": seed, "requests": requests, "row_ids": row_ids}
+        | batch_operands(batch)
+        | {"slots": slots.view(np.uint32)},
+        {"num_absent": result(requests, (tables.shape[0],), "int32")}
+        | _counts_and_embeddings(batch, tables, embedding_shapes, embedding_dtype),
+        in_place=("counters",),
+        window=window,
+        is_find=is_find,
+        is_float32=dtype == "float32",
+        is_bfloat16=dtype == "bfloat16",
+        **_attributes(batch, num_tiles),
+    )
+    return out["counters"], out["num_absent"], out["counts"], out["embeddings"]
+
+
 @dataclasses.dataclass(frozen=True)
 class FrozenOperands:
     """One frozen store and the batch that reads it (`FrozenLookup` in ffi/kernels/lookup.h)."""

@@ -89,6 +89,7 @@ def gather(
     rows: Sequence[Float[Array, "_ dim"]],
     *,
     is_find: bool,
+    dtype: str,
 ) -> tuple[UInt32[Array, " num_counters"], Float[Array, "num_keys dim"], Int32[Array, " num_tables"]]:
     """Reads the rows of requests whose row ids are known; also counts absent ones. See `LaunchGather`.
 
@@ -99,7 +100,7 @@ def gather(
         {"counters": counters, "rows": rows},
         {"tables": tables, "seed": seed, "requests": requests, "row_ids": row_ids},
         {
-            "gathered": result(requests, (requests.shape[0], rows[0].shape[1]), rows[0].dtype),
+            "gathered": result(requests, (requests.shape[0], rows[0].shape[1]), dtype),
             "num_absent": result(requests, (tables.shape[0],), "int32"),
         },
         in_place=("counters",),

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 from jaxsok.kernels.call import Store, call_on_store, result, workspace
 from jaxsok.kernels.lookup import Batch, batch_operands
 from jaxsok.kernels.table import Tables
-from jaxsok.types import RowIds
+from jaxsok.types import Inverse, RowIds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,52 +28,109 @@ class RowStep:
     num_registers: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step of the rows that a batch used (`Step` in ffi/handlers/update.cc)."""
+
+    tables: Tables
+    seed: UInt32[Array, "2"]
+    step: UInt32[Array, ""]
+    batch: Batch
+    num_tiles: int
+    row_ids: RowIds
+    is_live: Bool[Array, " num_plans"]
+    row_step: RowStep
+    table_ids: UInt32[Array, " num_keys"] | None = None
+    """The table of each key, where the features do not say it."""
+    num_uses: Float32[Array, " num_keys"] | None = None
+    """The uses of each key's row on all shards, where the batch does not have them."""
+
+    def operands(self) -> dict[str, Any]:
+        """Returns the operands, in order."""
+        return (
+            {"tables": self.tables, "seed": self.seed}
+            | batch_operands(self.batch)
+            | {
+                "row_ids": self.row_ids,
+                "is_live": self.is_live,
+                "step": self.step,
+                "hyper": self.row_step.hyper,
+                "table_ids": jnp.zeros(0, jnp.uint32) if self.table_ids is None else self.table_ids,
+                "num_uses": jnp.zeros(0, jnp.float32) if self.num_uses is None else self.num_uses,
+            }
+        )
+
+    def results(self) -> dict[str, Any]:
+        """Returns the types of the first results."""
+        return {
+            "num_nonfinite": result(self.row_ids, (self.tables.shape[0],), "int32"),
+            "num_stale": result(self.row_ids, (), "int32"),
+        }
+
+    def attributes(self) -> dict[str, Any]:
+        """Returns the attributes."""
+        return {
+            "num_tiles": self.num_tiles,
+            "optimizer": self.row_step.optimizer,
+            "row_gradient": self.row_step.row_gradient,
+            "rounding": self.row_step.rounding,
+            "program": self.row_step.program,
+            "num_registers": self.row_step.num_registers,
+        }
+
+
+_STEPPED = {"reads": ("counters", "records"), "changes": ("rows", "states")}
+
+
 def update(
-    store: Store,
-    tables: Tables,
-    seed: UInt32[Array, "2"],
-    step: UInt32[Array, ""],
-    batch: Batch,
-    row_ids: RowIds,
-    is_live: Bool[Array, " num_plans"],
-    row_step: RowStep,
-    gradients: Sequence[Float[Array, "..."]],
-    *,
-    num_tiles: int,
-    table_ids: UInt32[Array, " num_keys_or_0"] | None = None,
-    num_uses: Float32[Array, " num_keys"] | None = None,
+    store: Store, step: Step, gradients: Sequence[Float[Array, "..."]]
 ) -> tuple[Store, Int32[Array, " num_tables"], Int32[Array, ""]]:
     """Steps every row that the batch used, once. See `LaunchUpdate` in ffi/kernels/update.h.
 
-    The store is donated. `table_ids` has the table of each key, and `num_uses` the uses of each key's row on all
-    shards, where the batch does not have them. Also returns num_nonfinite and num_stale.
+    The store is donated. Also returns num_nonfinite and num_stale.
     """
-    operands = {
-        "row_ids": row_ids,
-        "is_live": is_live,
-        "step": step,
-        "hyper": row_step.hyper,
-        "table_ids": jnp.zeros(0, jnp.uint32) if table_ids is None else table_ids,
-        "num_uses": jnp.zeros(0, jnp.float32) if num_uses is None else num_uses,
-        "gradients": gradients,
-    }
-    dim = store.rows[0].shape[1]
+    size = workspace(step.row_ids, "JaxsokUpdateWorkspaceBytes", step.row_ids.shape[0], store.rows[0].shape[1])
     store, out = call_on_store(
         "jaxsok_update",
         store,
-        {"tables": tables, "seed": seed} | batch_operands(batch) | operands,
-        {
-            "num_nonfinite": result(row_ids, (tables.shape[0],), "int32"),
-            "num_stale": result(row_ids, (), "int32"),
-            "workspace": workspace(row_ids, "JaxsokUpdateWorkspaceBytes", batch[0].shape[0], dim),
+        step.operands() | {"gradients": gradients},
+        step.results() | {"workspace": size},
+        **_STEPPED,
+        **step.attributes(),
+    )
+    return store, out["num_nonfinite"], out["num_stale"]
+
+
+def update_window(
+    window: int,
+    store: Store,
+    step: Step,
+    slots: Inverse,
+    bags: Sequence[Any],
+    gradients: Sequence[Float32[Array, "..."]],
+    num_bag_tiles: int,
+    dtype: str,
+) -> tuple[Store, Int32[Array, " num_tables"], Int32[Array, ""]]:
+    """Sums bag gradients by line, sends the sums to the owners of the rows and steps these, in one call of each shard.
+
+    It is `combine.combine_transpose`, an exchange and `update`. `slots` has the line of each key of the bags; the step
+    has a key for each line that arrives. Sums travel as `dtype`, float32 or bfloat16.
+    """
+    num_lines, dim = step.row_ids.shape[0], store.rows[0].shape[1]
+    most_keys = max(num_lines, slots.shape[0])
+    store, out = call_on_store(
+        "jaxsok_update_window",
+        store,
+        step.operands() | {"slots": slots, "bags": tuple(bags), "bag_gradients": gradients},
+        step.results()
+        | {
+            "widened": result(slots, (num_lines if dtype == "bfloat16" else 0, dim), "float32"),
+            "num_uses": result(slots, (num_lines,), "int32"),
+            "workspace": workspace(slots, "JaxsokUpdateWorkspaceBytes", most_keys, dim),
         },
-        reads=("counters", "records"),
-        changes=("rows", "states"),
-        num_tiles=num_tiles,
-        optimizer=row_step.optimizer,
-        row_gradient=row_step.row_gradient,
-        rounding=row_step.rounding,
-        program=row_step.program,
-        num_registers=row_step.num_registers,
+        **_STEPPED,
+        **step.attributes(),
+        window=window,
+        num_bag_tiles=num_bag_tiles,
     )
     return store, out["num_nonfinite"], out["num_stale"]

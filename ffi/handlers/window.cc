@@ -1,0 +1,28 @@
+// Handlers of the window noun: exchanges between shards through memory that their peers write.
+#include "../kernels/window.h"
+
+#include "buffers.h"
+
+namespace jaxsok {
+namespace {
+
+/// Sends equal parts of an array to the shards, and receives theirs.
+ffi::Error Exchange(Call& call) {
+  const auto window = call.Attribute<int32_t>("window");
+  const Array lines = call.Operand("lines");
+  const Array received = call.Result("received");
+  call.Require(received.num_bytes() == lines.num_bytes(), "received", "got ", received.num_bytes(), " bytes, wanted ",
+               lines.num_bytes());
+  return call.Launch([&](Stream stream) -> LaunchError {
+    WindowExchange exchange(window, call.device(), lines.num_bytes());
+    if (exchange.error() != nullptr) return exchange.error();
+    return LaunchWindowExchange(stream, exchange, lines.as<void>(), lines.num_bytes() / exchange.num_shards(),
+                                received.as<void>());
+  });
+}
+
+}  // namespace
+
+JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokWindowExchange, "window_exchange", Exchange);
+
+}  // namespace jaxsok

@@ -1,0 +1,389 @@
+// The windows of this process: who has which, and the meetings of the threads that issue work to the devices.
+#include "window.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace jaxsok {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// The shards that exchange with each other; where a mesh has other axes too, there are several groups.
+///
+/// A thread issues the work of one device. Before a device is told to wait for its peers, the threads of all of them
+/// must have issued what the device waits for. Else a thread that loads a kernel, which CUDA does at the first launch
+/// and which may wait for what runs, could keep another from issuing what the first one's device waits for.
+struct Group {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<int32_t> shards;                          // those of this process
+  std::vector<std::atomic<uint32_t>> begun, met, over;  // by shard, the last exchange; written under the mutex
+  bool is_closed = false;                               // no exchange begins after `last_allowed`
+  uint32_t last_allowed = 0;
+  std::string failure;              // empty: none; set once
+  WindowFailure* shared = nullptr;  // with the devices
+
+  explicit Group(int32_t num_shards) : begun(num_shards), met(num_shards), over(num_shards) {}
+
+  /// The last exchange that a shard of this process has begun; under the mutex.
+  uint32_t Last() const {
+    uint32_t last = shards.empty() ? 0 : begun[shards[0]].load();
+    for (int32_t s : shards) last = static_cast<int32_t>(begun[s] - last) > 0 ? begun[s].load() : last;
+    return last;
+  }
+  /// Whether all shards of this process have come to an exchange.
+  bool HaveAllReached(const std::vector<std::atomic<uint32_t>>& epochs, uint32_t epoch) const {
+    for (int32_t s : shards) {
+      if (static_cast<int32_t>(epochs[s] - epoch) < 0) return false;
+    }
+    return true;
+  }
+  /// Under the mutex. The text is kept: callers hold pointers to it.
+  LaunchError Fail(const std::string& why) {
+    if (failure.empty()) failure = why + "; the state is lost: restart from a checkpoint";
+    const_cast<volatile WindowFailure*>(shared)->is_over = 1;  // devices that wait end too
+    changed.notify_all();
+    return failure.c_str();
+  }
+  /// What devices have found, if they have; under the mutex.
+  void Look() {
+    const volatile WindowFailure& found = *shared;
+    if (found.is_over == 0 || !failure.empty()) return;
+    Fail("shard " + std::to_string(found.shard) + " waited in vain for shard " + std::to_string(found.peer) +
+         " in exchange " + std::to_string(found.epoch));
+    std::fprintf(stderr, "jaxsok: window: %s.\n", failure.c_str());
+  }
+};
+
+}  // namespace
+
+struct WindowDevice {
+  Group* group = nullptr;
+  WindowMember member;
+  std::mutex mutex;  // held during an exchange: threads that call for one device take turns
+  uint32_t epoch = 0;
+  bool has_met = false;
+  int64_t most_seconds = 0;
+  char* window = nullptr;             // the own
+  char* taken = nullptr;              // the next one, while windows grow
+  std::map<int32_t, char*> imported;  // by shard, windows of other processes
+  char* Half(int32_t shard) const { return member.windows[shard] + kWindowHeadBytes + (epoch & 1) * member.half_bytes; }
+};
+
+namespace {
+
+/// The windows of one mesh. They live until the process ends.
+struct WindowSet {
+  int32_t num_shards = 0;
+  std::vector<std::unique_ptr<Group>> groups;
+  std::map<int32_t, std::unique_ptr<WindowDevice>> devices;  // of this process, by ordinal
+  int64_t half_bytes = 0, taken_half_bytes = 0;
+  std::mutex growing;
+
+  int32_t NumberOf(const Group* group) const {
+    int32_t number = 0;
+    while (groups[number].get() != group) ++number;
+    return number;
+  }
+};
+
+struct Registry {
+  std::mutex mutex;
+  std::map<int32_t, std::unique_ptr<WindowSet>> sets;
+};
+
+Registry& TheRegistry() {
+  static Registry* registry = new Registry;  // never destroyed: threads of XLA may outlive static objects
+  return *registry;
+}
+
+WindowDevice* DeviceOf(int32_t window, int32_t device) {
+  Registry& registry = TheRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  const auto set = registry.sets.find(window);
+  if (set == registry.sets.end()) return nullptr;
+  const auto found = set->second->devices.find(device);
+  return found == set->second->devices.end() ? nullptr : found->second.get();
+}
+
+int64_t Aligned(int64_t num_bytes) { return CeilDiv(num_bytes, kWindowLine) * kWindowLine; }
+
+}  // namespace
+
+WindowExchange::WindowExchange(int32_t window, int32_t device, int64_t num_bytes) {
+  WindowDevice* found = DeviceOf(window, device);
+  if (found == nullptr) {
+    error_ =
+        "this device has no window: the program was not traced in this process; trace it here, or use wire='dense'";
+    return;
+  }
+  found->mutex.lock();
+  device_ = found;
+  Group& group = *found->group;
+  std::unique_lock<std::mutex> lock(group.mutex);
+  group.Look();
+  const auto may_begin = [&] {
+    const bool is_allowed = static_cast<int32_t>(group.last_allowed - found->epoch) > 0;
+    return !group.is_closed || is_allowed || !group.failure.empty();
+  };
+  group.changed.wait(lock, may_begin);
+  found->epoch += 1;
+  found->has_met = false;
+  group.begun[found->member.shard] = found->epoch;
+  if (!group.failure.empty()) {
+    error_ = group.failure.c_str();
+  } else if (num_bytes > found->member.half_bytes) {
+    error_ = group.Fail("the window is smaller than what a shard receives; trace the program in this process");
+  }
+}
+
+WindowExchange::~WindowExchange() {
+  if (device_ == nullptr) return;
+  Group& group = *device_->group;
+  {
+    std::lock_guard<std::mutex> lock(group.mutex);
+    if (!device_->has_met) group.Fail("a shard failed between the parts of an exchange");
+    group.over[device_->member.shard] = device_->epoch;
+    if (group.is_closed) group.changed.notify_all();
+  }
+  device_->mutex.unlock();
+}
+
+int32_t WindowExchange::num_shards() const { return device_ == nullptr ? 1 : device_->member.num_shards; }
+
+int32_t WindowExchange::shard() const { return device_ == nullptr ? 0 : device_->member.shard; }
+
+LineTarget WindowExchange::Target(int64_t lines_of_part, int64_t line_bytes) const {
+  LineTarget target{};
+  target.lines_of_part = static_cast<uint32_t>(lines_of_part);
+  const WindowMember& member = device_->member;
+  target.first_line = member.shard * lines_of_part;
+  for (int32_t s = 0; s < member.num_shards; ++s) {
+    target.parts[s] = device_->Half(s) + member.shard * lines_of_part * line_bytes;
+  }
+  return target;
+}
+
+void* WindowExchange::received() const { return device_->Half(device_->member.shard); }
+
+LaunchError WindowExchange::Meet(Stream stream) {
+  LaunchError error = MeetOnHost();
+  if (error == nullptr) error = LaunchMeeting(stream, device_->member, device_->epoch, device_->most_seconds);
+  return error;
+}
+
+LaunchError WindowExchange::MeetOnHost() {
+  Group& group = *device_->group;
+  const uint32_t epoch = device_->epoch;
+  {
+    std::lock_guard<std::mutex> lock(group.mutex);
+    group.met[device_->member.shard] = epoch;
+    group.changed.notify_all();
+  }
+  device_->has_met = true;
+  // The other threads are usually close.
+  for (const Clock::time_point begin = Clock::now(); Clock::now() - begin < std::chrono::microseconds(20);) {
+    if (group.HaveAllReached(group.met, epoch)) return nullptr;
+  }
+  std::unique_lock<std::mutex> lock(group.mutex);
+  const auto is_over = [&] { return group.HaveAllReached(group.met, epoch) || !group.failure.empty(); };
+  if (group.changed.wait_for(lock, std::chrono::seconds(device_->most_seconds), is_over)) {
+    return group.HaveAllReached(group.met, epoch) ? nullptr : group.failure.c_str();
+  }
+  std::string missing;
+  for (int32_t s : group.shards) {
+    if (static_cast<int32_t>(group.met[s] - epoch) < 0) missing += (missing.empty() ? "" : ", ") + std::to_string(s);
+  }
+  return group.Fail("shard " + std::to_string(device_->member.shard) + " waited " +
+                    std::to_string(device_->most_seconds) + " s in exchange " + std::to_string(epoch) + " for shards " +
+                    missing);
+}
+
+namespace {
+
+// A window grows in steps, between which processes wait for each other: `Take` has the next windows made, `Close` keeps
+// further exchanges from beginning, `Drain` waits until those that some shard of any process has begun are over, `Map`
+// makes the next windows known, and `Resume` gives the old ones back.
+
+LaunchError Take(WindowSet& set, int64_t half_bytes, WindowHandle* handles) {
+  set.taken_half_bytes = half_bytes;
+  for (auto& [ordinal, device] : set.devices) {
+    device->taken = TakeWindow(ordinal, kWindowHeadBytes + 2 * half_bytes);
+    LaunchError error = device->taken == nullptr ? "a device has no room for its window" : nullptr;
+    const int64_t place = int64_t{set.NumberOf(device->group)} * set.num_shards + device->member.shard;
+    if (error == nullptr && handles != nullptr) error = ExportWindow(ordinal, device->taken, &handles[place]);
+    if (error == nullptr) continue;
+    for (auto& [other, of_other] : set.devices) {
+      if (of_other->taken != nullptr) ReturnWindow(other, of_other->taken);
+      of_other->taken = nullptr;
+    }
+    return error;
+  }
+  return nullptr;
+}
+
+uint32_t Close(WindowSet& set) {
+  uint32_t last = 0;
+  for (auto& group : set.groups) {
+    std::lock_guard<std::mutex> lock(group->mutex);
+    group->is_closed = true;
+    group->last_allowed = group->Last();
+    last = static_cast<int32_t>(group->last_allowed - last) > 0 ? group->last_allowed : last;
+  }
+  return last;
+}
+
+LaunchError Drain(WindowSet& set, uint32_t last) {
+  for (auto& group : set.groups) {
+    std::unique_lock<std::mutex> lock(group->mutex);
+    group->last_allowed = last;
+    group->changed.notify_all();
+    group->changed.wait(lock, [&] { return group->HaveAllReached(group->over, last) || !group->failure.empty(); });
+    if (!group->failure.empty()) return group->failure.c_str();
+  }
+  for (auto& [ordinal, device] : set.devices) {
+    if (LaunchError error = WaitForDevice(ordinal)) return error;
+  }
+  return nullptr;
+}
+
+LaunchError Map(WindowSet& set, const WindowHandle* handles) {
+  for (auto& [ordinal, device] : set.devices) {
+    for (auto& [shard, window] : device->imported) ReleaseImported(ordinal, window);
+    device->imported.clear();
+    const int64_t first = int64_t{set.NumberOf(device->group)} * set.num_shards;
+    for (int32_t s = 0; s < set.num_shards; ++s) device->member.windows[s] = nullptr;
+    for (auto& [other, peer] : set.devices) {
+      if (peer->group == device->group) device->member.windows[peer->member.shard] = peer->taken;
+    }
+    for (int32_t s = 0; s < set.num_shards; ++s) {
+      if (device->member.windows[s] != nullptr) continue;
+      char* window = nullptr;
+      if (LaunchError error = ImportWindow(ordinal, handles[first + s], &window)) return error;
+      device->member.windows[s] = device->imported[s] = window;
+    }
+    device->member.half_bytes = set.taken_half_bytes;
+  }
+  set.half_bytes = set.taken_half_bytes;
+  return nullptr;
+}
+
+void Resume(WindowSet& set) {
+  for (auto& [ordinal, device] : set.devices) {
+    if (device->window != nullptr) ReturnWindow(ordinal, device->window);
+    device->window = device->taken;
+    device->taken = nullptr;
+  }
+  for (auto& group : set.groups) {
+    std::lock_guard<std::mutex> lock(group->mutex);
+    group->is_closed = false;
+    group->changed.notify_all();
+  }
+}
+
+WindowSet* SetOf(int32_t window) {
+  Registry& registry = TheRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  const auto found = registry.sets.find(window);
+  return found == registry.sets.end() ? nullptr : found->second.get();
+}
+
+}  // namespace
+}  // namespace jaxsok
+
+#define JAXSOK_VISIBLE extern "C" __attribute__((visibility("default")))
+
+/// Names the devices of a mesh: `ordinals` has those of each group, by shard; -1: a device of another process. Returns
+/// nullptr, or what went wrong.
+JAXSOK_VISIBLE const char* JaxsokWindowOpen(int32_t window, int32_t num_groups, int32_t num_shards,
+                                            const int32_t* ordinals, int64_t most_seconds) {
+  using namespace jaxsok;
+  if (num_shards > kMostWindowShards) return "too many shards";
+  if (SetOf(window) != nullptr) return nullptr;
+  auto set = std::make_unique<WindowSet>();
+  set->num_shards = num_shards;
+  for (int32_t g = 0; g < num_groups; ++g) {
+    set->groups.push_back(std::make_unique<Group>(num_shards));
+    Group& group = *set->groups.back();
+    group.shared = TakeFailure();
+    if (group.shared == nullptr) return "the host has no memory that devices share";
+    const int32_t* of_group = ordinals + int64_t{g} * num_shards;
+    for (int32_t s = 0; s < num_shards; ++s) {
+      if (of_group[s] < 0) continue;
+      group.shards.push_back(s);
+      auto device = std::make_unique<WindowDevice>();
+      device->group = &group;
+      device->member.shard = s;
+      device->member.num_shards = num_shards;
+      device->member.failure = group.shared;
+      device->most_seconds = most_seconds;
+      if (LaunchError error = PrepareDevice(of_group[s], of_group, num_shards)) return error;
+      set->devices[of_group[s]] = std::move(device);
+    }
+  }
+  // It tells what happened while the rest of the process may be waiting for a device that has failed.
+  std::thread([groups = &set->groups] {
+    for (;;) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      for (auto& group : *groups) {
+        std::lock_guard<std::mutex> look(group->mutex);
+        group->Look();
+      }
+    }
+  }).detach();
+  Registry& registry = TheRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  registry.sets[window] = std::move(set);
+  return nullptr;
+}
+
+/// Makes the windows of a mesh of this process large enough to receive so many bytes. Returns nullptr, or what went
+/// wrong.
+JAXSOK_VISIBLE const char* JaxsokWindowReserve(int32_t window, int64_t num_bytes) {
+  using namespace jaxsok;
+  WindowSet* set = SetOf(window);
+  if (set == nullptr) return "unknown window";
+  std::lock_guard<std::mutex> lock(set->growing);  // threads that trace take turns
+  if (Aligned(num_bytes) <= set->half_bytes) return nullptr;
+  if (LaunchError error = Take(*set, Aligned(num_bytes), nullptr)) return error;
+  LaunchError error = Drain(*set, Close(*set));
+  if (error == nullptr) error = Map(*set, nullptr);
+  Resume(*set);
+  return error;
+}
+
+// The steps of `JaxsokWindowReserve` for several processes, which wait for each other after each of them. `handles`
+// has 64 bytes for each shard of each group.
+
+JAXSOK_VISIBLE const char* JaxsokWindowTake(int32_t window, int64_t num_bytes, void* handles) {
+  using namespace jaxsok;
+  return Take(*SetOf(window), Aligned(num_bytes), static_cast<WindowHandle*>(handles));
+}
+JAXSOK_VISIBLE int64_t JaxsokWindowClose(int32_t window) { return jaxsok::Close(*jaxsok::SetOf(window)); }
+JAXSOK_VISIBLE const char* JaxsokWindowDrain(int32_t window, int64_t last) {
+  return jaxsok::Drain(*jaxsok::SetOf(window), static_cast<uint32_t>(last));
+}
+JAXSOK_VISIBLE const char* JaxsokWindowMap(int32_t window, const void* handles) {
+  return jaxsok::Map(*jaxsok::SetOf(window), static_cast<const jaxsok::WindowHandle*>(handles));
+}
+JAXSOK_VISIBLE void JaxsokWindowResume(int32_t window) { jaxsok::Resume(*jaxsok::SetOf(window)); }
+
+/// Bytes that a device receives at most in one exchange.
+JAXSOK_VISIBLE int64_t JaxsokWindowHalfBytes(int32_t window) {
+  const jaxsok::WindowSet* set = jaxsok::SetOf(window);
+  return set == nullptr ? 0 : set->half_bytes;
+}
+/// Bytes of a device's window, for all it holds.
+JAXSOK_VISIBLE int64_t JaxsokWindowBytes(int32_t window) {
+  const int64_t half_bytes = JaxsokWindowHalfBytes(window);
+  return half_bytes == 0 ? 0 : jaxsok::kWindowHeadBytes + 2 * half_bytes;
+}

@@ -1,0 +1,132 @@
+// Windows: memory of each shard that its peers write into, for the exchange inside one NVLink domain.
+//
+// An exchange has three parts. Every shard writes lines for the others straight into their windows; then all shards
+// meet; then each reads its own window. A window has two halves, used in turn: a shard writes into a half again only
+// after the meeting of the exchange in between, at which its owner has arrived, and so has read what it held. No other
+// credit is needed. One call of a handler holds a whole exchange, so that exchanges never overlap on a device.
+//
+// The host counts exchanges. Calls with windows are therefore not captured in CUDA graphs, and what they launch has
+// addresses: a larger window takes effect with the next call.
+#ifndef JAXSOK_KERNELS_WINDOW_H_
+#define JAXSOK_KERNELS_WINDOW_H_
+
+#include "../core/platform.h"
+#include "stream.h"
+
+namespace jaxsok {
+
+constexpr int32_t kMostWindowShards = 32;
+/// Bytes before the halves: a flag for each shard that may signal, and the state of the window.
+constexpr int64_t kWindowHeadBytes = 4096;
+/// Parts of an exchange begin at multiples of so many bytes.
+constexpr int64_t kWindowLine = 128;
+
+/// Where lines are written: into one array, or cut into equal parts, each into an array of its own.
+struct LineTarget {
+  char* parts[kMostWindowShards];
+  uint32_t lines_of_part;  // 0: all lines are in parts[0]
+  int64_t first_line;      // with which a shard should begin, so that not all write to one peer at a time
+
+  static LineTarget Of(void* lines) {
+    LineTarget target{};
+    target.parts[0] = static_cast<char*>(lines);
+    return target;
+  }
+  /// Whether the lines go to windows, whose readers ask for none that was not written.
+  JAXSOK_HOST_DEVICE bool IsWindow() const { return lines_of_part != 0; }
+  JAXSOK_HOST_DEVICE char* At(int64_t line, int64_t line_bytes) const {
+    if (lines_of_part == 0) return parts[0] + line * line_bytes;
+    const uint32_t part = static_cast<uint32_t>(line) / lines_of_part;
+    return parts[part] + (line - int64_t{part} * lines_of_part) * line_bytes;
+  }
+};
+
+/// Who waited in vain, for whom. In memory that the host and all devices read and write.
+struct WindowFailure {
+  uint32_t is_over;  // not zero: nobody waits any more
+  uint32_t shard, peer, epoch;
+};
+
+/// What a device knows of its window and those of its peers.
+struct WindowMember {
+  int32_t shard = 0;
+  int32_t num_shards = 0;
+  char* windows[kMostWindowShards] = {};  // of each shard, as this device addresses them
+  int64_t half_bytes = 0;
+  WindowFailure* failure = nullptr;
+};
+
+/// The head of a window, in the memory of its device.
+struct WindowHead {
+  struct alignas(64) Flag {
+    uint32_t epoch;  // of the last meeting at which a shard has arrived
+  };
+  Flag arrived[kMostWindowShards];
+};
+static_assert(sizeof(WindowHead) <= kWindowHeadBytes, "the head does not fit");
+
+struct WindowDevice;
+
+/// One exchange of one shard: between `Begin` and the end of its life it holds the device's windows.
+class WindowExchange {
+ public:
+  /// `window`: a number that JaxsokWindowOpen got; `device`: the ordinal of the device that calls; `num_bytes`: what
+  /// the shard receives.
+  WindowExchange(int32_t window, int32_t device, int64_t num_bytes);
+  ~WindowExchange();
+  WindowExchange(const WindowExchange&) = delete;
+  WindowExchange& operator=(const WindowExchange&) = delete;
+
+  /// nullptr, or why the exchange cannot take place.
+  LaunchError error() const { return error_; }
+  int32_t num_shards() const;
+  int32_t shard() const;
+  /// Where this shard writes: part p of its lines into the window of shard p, at the place of this shard.
+  LineTarget Target(int64_t lines_of_part, int64_t line_bytes) const;
+  /// What the others wrote, by shard, once all have met.
+  void* received() const;
+  /// Waits, on the stream, until all shards have written. The CPU's waits at once.
+  ///
+  /// A shard that waits too long ends all work of its device: a kernel traps, so that no later one touches a row, and
+  /// JAX raises. The state is lost.
+  LaunchError Meet(Stream stream);
+
+ private:
+  LaunchError MeetOnHost();
+
+  WindowDevice* device_ = nullptr;
+  LaunchError error_ = nullptr;
+};
+
+/// Sends equal parts of an array to the shards, and receives theirs.
+///
+/// Pre    : `lines` and `received` have num_shards times part_bytes bytes.
+/// Post   : part p of `received` is this shard's part of the lines of shard p.
+LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
+                                 void* received);
+
+// What the back ends differ in.
+
+/// Takes memory of a device, zeros, that its peers can write; nullptr where there is not so much.
+char* TakeWindow(int32_t device, int64_t num_bytes);
+void ReturnWindow(int32_t device, char* window);
+/// Names a window to other processes of the host.
+struct WindowHandle {
+  char bytes[64];
+};
+LaunchError ExportWindow(int32_t device, char* window, WindowHandle* handle);
+/// Makes the window of another process known to a device.
+LaunchError ImportWindow(int32_t device, const WindowHandle& handle, char** window);
+void ReleaseImported(int32_t device, char* window);
+/// Prepares a device for windows of its peers (-1: of another process): nullptr, or why it cannot reach them.
+LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peers);
+/// Waits until a device has nothing to do.
+LaunchError WaitForDevice(int32_t device);
+/// Takes memory that the host and all devices share, zeros; nullptr where there is none.
+WindowFailure* TakeFailure();
+/// Launches what tells the others that this shard has arrived, and waits for them; the CPU has nothing to do.
+LaunchError LaunchMeeting(Stream stream, const WindowMember& member, uint32_t epoch, int64_t most_seconds);
+
+}  // namespace jaxsok
+
+#endif  // JAXSOK_KERNELS_WINDOW_H_

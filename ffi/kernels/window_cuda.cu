@@ -1,0 +1,232 @@
+// Windows on a GPU: kernels write into the memory of peers, and a kernel of one block waits for theirs.
+#include <algorithm>
+
+#include "launch_cuda.cuh"
+#include "window.h"
+
+namespace jaxsok {
+namespace {
+
+constexpr int kFlight = 8;            // loads of 16 bytes that a thread has under way
+constexpr int kMostPushBlocks = 264;  // beyond 64 blocks of 512 threads the wire of an H200 is nearly full
+
+/// The device that is current while this lives.
+class OnDevice {
+ public:
+  explicit OnDevice(int32_t device) {
+    error_ = cudaGetDevice(&before_);
+    if (error_ == cudaSuccess) error_ = cudaSetDevice(device);
+  }
+  ~OnDevice() { cudaSetDevice(before_); }
+  cudaError_t error() const { return error_; }
+
+ private:
+  int before_ = 0;
+  cudaError_t error_;
+};
+
+__device__ __forceinline__ uint32_t LoadAcquire(const uint32_t* at) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+__device__ __forceinline__ void StoreRelease(uint32_t* at, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint64_t Nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+constexpr uint64_t kLookNanoseconds = 1'000'000;  // between looks at memory of the host, which take about 1 us
+
+// One thread for each shard: it says that this one has arrived, and waits until that one has. What earlier kernels of
+// the stream wrote is seen by whoever sees the flag: release and acquire, at the scope of the system.
+__global__ void MeetKernel(const __grid_constant__ WindowMember member, uint32_t epoch, uint64_t most_nanoseconds) {
+  const int32_t s = static_cast<int32_t>(threadIdx.x);
+  if (s >= member.num_shards) return;
+  auto* own = reinterpret_cast<WindowHead*>(member.windows[member.shard]);
+  __threadfence_system();
+  StoreRelease(&reinterpret_cast<WindowHead*>(member.windows[s])->arrived[member.shard].epoch, epoch);
+  const uint32_t* flag = &own->arrived[s].epoch;
+  const uint64_t begin = Nanoseconds();
+  uint64_t looked = begin;
+  volatile WindowFailure* failure = member.failure;
+  while (static_cast<int32_t>(LoadAcquire(flag) - epoch) < 0) {
+    const uint64_t now = Nanoseconds();
+    if (now - looked < kLookNanoseconds) continue;
+    looked = now;
+    if (now - begin >= most_nanoseconds && failure->is_over == 0) {
+      failure->shard = static_cast<uint32_t>(member.shard);
+      failure->peer = static_cast<uint32_t>(s);
+      failure->epoch = epoch;
+      __threadfence_system();
+      failure->is_over = 1;
+      __threadfence_system();
+    }
+    if (failure->is_over != 0) __trap();
+  }
+}
+
+/// Copies `num_bytes` by the threads of `block` of `blocks`, in words of 16 bytes, or of 4, or single bytes.
+template <typename Word>
+__device__ __forceinline__ void CopyPart(char* to, const char* from, int64_t num_bytes, int block, int blocks) {
+  const int64_t num_words = num_bytes / static_cast<int64_t>(sizeof(Word));
+  const int64_t stride = int64_t{blocks} * blockDim.x;
+  auto* out = reinterpret_cast<Word*>(to);
+  const auto* in = reinterpret_cast<const Word*>(from);
+  for (int64_t i = int64_t{block} * blockDim.x + threadIdx.x; i < num_words; i += kFlight * stride) {
+    Word words[kFlight];
+#pragma unroll
+    for (int k = 0; k < kFlight; ++k) {
+      if (i + k * stride < num_words) words[k] = in[i + k * stride];
+    }
+#pragma unroll
+    for (int k = 0; k < kFlight; ++k) {
+      if (i + k * stride < num_words) out[i + k * stride] = words[k];
+    }
+  }
+}
+
+/// The largest word in which parts of `num_bytes` can be copied, all of them aligned to it.
+inline int WordBytes(int64_t num_bytes, const void* array) {
+  const int64_t bits = num_bytes | static_cast<int64_t>(reinterpret_cast<uintptr_t>(array));
+  return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : 1;
+}
+
+// Each block copies its share of one part; shards begin with different peers.
+template <typename Word>
+__global__ void __launch_bounds__(512, 2) PushKernel(const __grid_constant__ LineTarget target, const char* lines,
+                                                     int64_t part_bytes, int me, int num_shards) {
+  const int part = (me + static_cast<int>(blockIdx.x)) % num_shards;
+  CopyPart<Word>(target.At(part, part_bytes), lines + part * part_bytes, part_bytes,
+                 static_cast<int>(blockIdx.x) / num_shards, static_cast<int>(gridDim.x) / num_shards);
+}
+
+template <typename Word>
+__global__ void __launch_bounds__(512, 2) TakeKernel(char* received, const char* window, int64_t num_bytes) {
+  CopyPart<Word>(received, window, num_bytes, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+}
+
+template <typename Word>
+LaunchError Exchange(Stream stream, WindowExchange& exchange, const char* lines, int64_t part_bytes, char* received) {
+  const int num_shards = exchange.num_shards();
+  const int64_t num_bytes = num_shards * part_bytes;
+  const auto blocks_for = [&](int64_t size, int most) {
+    const int64_t of_block = int64_t{512} * kFlight * static_cast<int64_t>(sizeof(Word));
+    return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(CeilDiv(size, of_block), most)));
+  };
+  const int of_part = blocks_for(part_bytes, std::max(1, kMostPushBlocks / num_shards));
+  PushKernel<Word><<<num_shards * of_part, 512, 0, stream>>>(exchange.Target(1, part_bytes), lines, part_bytes,
+                                                             exchange.shard(), num_shards);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  JAXSOK_RETURN_IF_LAUNCH(exchange.Meet(stream));
+  TakeKernel<Word><<<blocks_for(num_bytes, 2 * NumMultiprocessors()), 512, 0, stream>>>(
+      received, static_cast<const char*>(exchange.received()), num_bytes);
+  return LastLaunchError();
+}
+
+template <typename Kernel>
+LaunchError Load(Kernel* kernel) {
+  cudaFuncAttributes attributes;
+  JAXSOK_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, kernel));
+  return nullptr;
+}
+
+}  // namespace
+
+LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
+                                 void* received) {
+  const char* from = static_cast<const char*>(lines);
+  char* to = static_cast<char*>(received);
+  switch (std::min(WordBytes(part_bytes, lines), WordBytes(part_bytes, received))) {
+    case 16:
+      return Exchange<uint4>(stream, exchange, from, part_bytes, to);
+    case 4:
+      return Exchange<uint32_t>(stream, exchange, from, part_bytes, to);
+    default:
+      return Exchange<char>(stream, exchange, from, part_bytes, to);
+  }
+}
+
+char* TakeWindow(int32_t device, int64_t num_bytes) {
+  const OnDevice on(device);
+  void* window = nullptr;
+  if (on.error() != cudaSuccess || cudaMalloc(&window, static_cast<size_t>(num_bytes)) != cudaSuccess) {
+    cudaGetLastError();  // it would be reported by the next call
+    return nullptr;
+  }
+  if (cudaMemset(window, 0, kWindowHeadBytes) != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess) return nullptr;
+  return static_cast<char*>(window);
+}
+
+void ReturnWindow(int32_t device, char* window) {
+  const OnDevice on(device);
+  cudaFree(window);
+}
+
+LaunchError ExportWindow(int32_t device, char* window, WindowHandle* handle) {
+  static_assert(sizeof(cudaIpcMemHandle_t) == sizeof(WindowHandle), "a handle is one of CUDA's");
+  const OnDevice on(device);
+  JAXSOK_RETURN_IF_CUDA(cudaIpcGetMemHandle(reinterpret_cast<cudaIpcMemHandle_t*>(handle), window));
+  return nullptr;
+}
+
+LaunchError ImportWindow(int32_t device, const WindowHandle& handle, char** window) {
+  const OnDevice on(device);
+  const auto& of_cuda = reinterpret_cast<const cudaIpcMemHandle_t&>(handle);
+  JAXSOK_RETURN_IF_CUDA(
+      cudaIpcOpenMemHandle(reinterpret_cast<void**>(window), of_cuda, cudaIpcMemLazyEnablePeerAccess));
+  return nullptr;
+}
+
+void ReleaseImported(int32_t device, char* window) {
+  const OnDevice on(device);
+  cudaIpcCloseMemHandle(window);
+}
+
+LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peers) {
+  const OnDevice on(device);
+  JAXSOK_RETURN_IF_CUDA(on.error());
+  for (int32_t p = 0; p < num_peers; ++p) {
+    if (peers[p] == device || peers[p] < 0) continue;
+    int can_reach = 0;
+    JAXSOK_RETURN_IF_CUDA(cudaDeviceCanAccessPeer(&can_reach, device, peers[p]));
+    if (can_reach == 0) return "a device cannot reach the memory of another (no NVLink, or containers that hide it)";
+    const cudaError_t error = cudaDeviceEnablePeerAccess(peers[p], 0);
+    if (error == cudaErrorPeerAccessAlreadyEnabled) {
+      cudaGetLastError();  // XLA enables it too
+    } else if (error != cudaSuccess) {
+      return cudaGetErrorString(error);
+    }
+  }
+  // A kernel is loaded at its first launch, which may wait for what runs: for a device that waits for this one.
+  return Load(MeetKernel);
+}
+
+LaunchError WaitForDevice(int32_t device) {
+  const OnDevice on(device);
+  JAXSOK_RETURN_IF_CUDA(on.error());
+  JAXSOK_RETURN_IF_CUDA(cudaDeviceSynchronize());
+  return nullptr;
+}
+
+WindowFailure* TakeFailure() {
+  void* failure = nullptr;
+  const cudaError_t error = cudaHostAlloc(&failure, sizeof(WindowFailure), cudaHostAllocPortable | cudaHostAllocMapped);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return nullptr;
+  }
+  *static_cast<WindowFailure*>(failure) = {};
+  return static_cast<WindowFailure*>(failure);
+}
+
+LaunchError LaunchMeeting(Stream stream, const WindowMember& member, uint32_t epoch, int64_t most_seconds) {
+  static_assert(kMostWindowShards <= kWarp, "a thread for each shard");
+  MeetKernel<<<1, kWarp, 0, stream>>>(member, epoch, static_cast<uint64_t>(most_seconds) * 1'000'000'000);
+  return LastLaunchError();
+}
+
+}  // namespace jaxsok

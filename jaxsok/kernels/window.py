@@ -1,0 +1,84 @@
+"""Doors of the window noun: lines to other shards through memory that their peers write.
+
+Windows are memory of the library, reached by a number. `open_windows` and `reserve` act on the devices at once, while a
+program is traced; the rest are calls of a program, on every shard.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from jaxsok.kernels import library
+from jaxsok.kernels.call import call
+
+
+def open_windows(platform: str, number: int, groups: Sequence[Sequence[int]], most_seconds: int) -> None:
+    """Names the devices that exchange with each other: the ordinals of each group, by shard.
+
+    A shard that waits longer than `most_seconds` for the others fails. RuntimeError: devices cannot reach each other.
+    """
+    ordinals = np.asarray(groups, np.int32)
+    pointer = ordinals.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+    _check("open", library.of_platform(platform).JaxsokWindowOpen(number, *ordinals.shape, pointer, most_seconds))
+
+
+def reserve(platform: str, number: int, num_bytes: int) -> None:
+    """Makes windows large enough to receive so many bytes in an exchange. RuntimeError: a device has no room."""
+    error = library.of_platform(platform).JaxsokWindowReserve(number, num_bytes)
+    _check(f"reserve: num_bytes: got {num_bytes}", error)
+
+
+HANDLE_BYTES = 64
+"""Bytes that name a window to other processes (`WindowHandle` in ffi/kernels/window.h)."""
+
+
+def half_bytes(platform: str, number: int) -> int:
+    """Returns the bytes that a shard can receive in one exchange."""
+    return library.of_platform(platform).JaxsokWindowHalfBytes(number)
+
+
+class Growth:
+    """The steps by which windows of several processes grow; processes wait for each other after each of them."""
+
+    def __init__(self, platform: str, number: int):
+        self._library, self._number = library.of_platform(platform), number
+
+    def take(self, num_bytes: int, num_windows: int) -> bytes:
+        """Makes the next windows; returns their handles, zeros for those of other processes."""
+        handles = ctypes.create_string_buffer(num_windows * HANDLE_BYTES)
+        _check(f"reserve: num_bytes: got {num_bytes}", self._library.JaxsokWindowTake(self._number, num_bytes, handles))
+        return handles.raw
+
+    def close(self) -> int:
+        """Lets no further exchange begin; returns the number of the last one that a shard has begun."""
+        return self._library.JaxsokWindowClose(self._number)
+
+    def drain(self, last: int) -> None:
+        """Waits until the exchange `last` is over and the devices are idle."""
+        _check("reserve", self._library.JaxsokWindowDrain(self._number, last))
+
+    def map(self, handles: bytes) -> None:
+        """Makes the next windows of all processes known to the devices of this one."""
+        _check("reserve", self._library.JaxsokWindowMap(self._number, handles))
+
+    def resume(self) -> None:
+        """Gives the old windows back, and lets exchanges begin."""
+        self._library.JaxsokWindowResume(self._number)
+
+
+def window_bytes(platform: str, number: int) -> int:
+    """Returns the bytes that a device's window takes."""
+    return library.of_platform(platform).JaxsokWindowBytes(number)
+
+
+def _check(what: str, error: bytes | None) -> None:
+    if error is not None:
+        raise RuntimeError(f"window: {what}: {error.decode()}; pass ExchangeSpec(wire='dense') to do without windows.")
+
+
+def exchange(number: int, lines: Array) -> Array:
+    """Sends equal parts of `lines` to the shards, and receives theirs. See `LaunchWindowExchange`."""
+    return call("jaxsok_window_exchange", {"lines": lines}, {"received": jax.typeof(lines)}, window=number)["received"]

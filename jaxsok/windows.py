@@ -1,0 +1,159 @@
+"""The choice between the two wires of an exchange, and the windows of the devices of a mesh (decision 0018).
+
+The dense wire is XLA's all-to-all: it serves every platform. The window wire writes lines straight into the memory of
+peers; it serves GPUs of one host that reach each other's memory, in one process or several. Windows belong to the
+process: collections on the same devices share them, they grow when a program is traced that needs more, and they live
+until the process ends.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import socket
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from jaxsok import processes
+from jaxsok.kernels import window as kernels
+from jaxsok.shards import MeshShards, Shards
+
+MOST_SHARDS = 32  # kMostWindowShards in ffi/kernels/window.h
+MOST_SECONDS = 100
+"""How long a shard waits for the others, if all are of this process: the heartbeat time-out of `jax.distributed`."""
+MOST_SECONDS_OF_PROCESSES = 86_400
+"""The same with several processes: one may compile for long, and JAX's coordination service ends all if one dies."""
+_PROBE_BYTES = 4096
+
+_numbers: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
+"""The number of the windows of each set of devices; the library keeps the windows (decision 0018)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """The windows of the devices of a mesh."""
+
+    platform: str
+    number: int
+    num_windows: int
+    """On all devices of all processes."""
+    is_shared: bool = False
+    """Whether there are several processes."""
+
+    def reserve(self, num_bytes: int) -> None:
+        """Makes room for an exchange in which a shard receives so many bytes; called while a program is traced.
+
+        RuntimeError: a device has no room. All processes trace the same programs in the same order.
+        """
+        if not self.is_shared:
+            kernels.reserve(self.platform, self.number, num_bytes)
+        elif num_bytes > kernels.half_bytes(self.platform, self.number):
+            self._grow(num_bytes)
+
+    def _grow(self, num_bytes: int) -> None:
+        """Makes the windows of several processes larger; after each step they wait for each other."""
+        growth = kernels.Growth(self.platform, self.number)
+        with _together():
+            own = growth.take(num_bytes, self.num_windows)
+        # A handle is zeros except in the process that has the window.
+        handles = [np.frombuffer(bytes.fromhex(text), np.uint8) for text in processes.gathered(_TOPIC, own.hex())]
+        last = max(int(text) for text in processes.gathered(_TOPIC, str(growth.close())))
+        with _together():
+            growth.drain(last)
+        with _together():
+            growth.map(functools.reduce(np.bitwise_or, handles).tobytes())
+        growth.resume()
+
+    def exchange(self, lines: Array) -> Array:
+        """Sends equal parts of lines to the shards and receives theirs, as `lax.all_to_all` over the first axis."""
+        self.reserve(math.prod(lines.shape) * lines.dtype.itemsize)
+        return kernels.exchange(self.number, lines)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the window of a device takes now."""
+        return kernels.window_bytes(self.platform, self.number)
+
+
+_TOPIC = "window"
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """Surrounds what each process does for itself: if it fails in one, all raise at its end."""
+    error = None
+    try:
+        yield
+    except RuntimeError as raised:
+        error = raised
+    messages = [text for text in processes.gathered(_TOPIC, "" if error is None else str(error)) if text]
+    if messages:
+        raise error or RuntimeError(messages[0])
+
+
+def windows_of(shards: Shards, wire: str) -> Windows | None:
+    """Returns the windows of the shards' devices, or None for the dense wire, as `ExchangeSpec.wire` asks.
+
+    ValueError: windows are asked for, and cannot be had.
+    """
+    if wire == "dense" or shards.num_shards == 1:
+        return None
+    if not isinstance(shards, MeshShards):
+        raise TypeError(f"windows_of: shards: got {shards!r}, wanted those of a mesh.")
+    reason = _why_not(shards)
+    if reason is None:
+        try:
+            return _opened(shards)
+        except RuntimeError as error:
+            reason = str(error)
+    if wire == "auto":
+        return None
+    raise ValueError(f"Collection: exchange: got ExchangeSpec(wire='window'), but {reason}; pass wire='auto'.")
+
+
+def _why_not(shards: MeshShards) -> str | None:
+    devices = list(shards.mesh.devices.flat)
+    platform = devices[0].platform
+    if platform != "gpu":
+        return f"the devices are of platform {platform!r}, wanted GPUs"
+    if getattr(devices[0], "client", None) is not jax.devices(platform)[0].client:
+        return "the devices are those of a topology, which programs are only compiled for"
+    if shards.num_shards > MOST_SHARDS:
+        return f"there are {shards.num_shards} shards, at most {MOST_SHARDS} can share windows"
+    if shards.num_processes > 1 and len(set(processes.gathered(_TOPIC, socket.gethostname()))) > 1:
+        return "the processes are on several hosts"
+    return None
+
+
+def _opened(shards: MeshShards) -> Windows:
+    """Opens the windows of the groups of devices that exchange with each other, one for each place on other axes."""
+    mesh = shards.mesh
+    others = [name for name in mesh.axis_names if name not in shards.axis]
+    order = [mesh.axis_names.index(name) for name in (*others, *shards.axis)]
+    devices = np.transpose(mesh.devices, order).reshape(-1, shards.num_shards)
+    own = jax.process_index()
+    groups = tuple(
+        tuple(device.local_hardware_id if device.process_index == own else -1 for device in group) for group in devices
+    )
+    is_shared = shards.num_processes > 1
+    if not is_shared:
+        return opened(devices.flat[0].platform, groups)
+    with _together():
+        windows = opened(devices.flat[0].platform, groups, is_shared=True)
+    windows.reserve(_PROBE_BYTES)  # fails where processes cannot share memory
+    return windows
+
+
+def opened(platform: str, groups: tuple[tuple[int, ...], ...], *, is_shared: bool = False) -> Windows:
+    """Opens the windows of groups of devices, given by their ordinals; those that are open stay as they are."""
+    number = _numbers.get((platform, groups))
+    if number is None:
+        taken = set(_numbers.values())
+        number = next(n for n in itertools.count() if n not in taken)
+        kernels.open_windows(platform, number, groups, MOST_SECONDS_OF_PROCESSES if is_shared else MOST_SECONDS)
+        _numbers[platform, groups] = number
+    return Windows(platform, number, sum(len(group) for group in groups), is_shared)
