@@ -8,6 +8,7 @@ same devices share them, they grow when a program is traced that needs more, and
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -70,11 +71,19 @@ def _why_not(shards: Shards) -> str | None:
     platform = devices[0].platform
     if platform != "gpu":
         return f"the devices are of platform {platform!r}, wanted GPUs"
-    if any(device not in jax.local_devices(backend=platform) for device in devices):
+    if not _are_local(devices):
         return "not all devices belong to this process"
     if shards.num_shards > MOST_SHARDS:
         return f"there are {shards.num_shards} shards, at most {MOST_SHARDS} can share windows"
     return None
+
+
+def _are_local(devices: Sequence[jax.Device]) -> bool:
+    try:
+        local = jax.local_devices(backend=devices[0].platform)
+    except RuntimeError:  # programs are compiled for devices that are not here
+        return False
+    return all(device in local for device in devices)
 
 
 def _opened(shards: MeshShards) -> Windows:
