@@ -302,7 +302,9 @@ class Sharded:
 
         def owner_lookup(store, requests):
             row_ids = table_lib.find(store, requests[:, :2], requests[:, 2])
-            return row_ids, table_lib.gather(spec, store, self._seed, requests, row_ids, is_find=True, dtype="float32")[1]
+            return row_ids, table_lib.gather(spec, store, self._seed, requests, row_ids, is_find=True, dtype="float32")[
+                1
+            ]
 
         def update(carry, requests, row_ids, sums):
             store, count = carry
