@@ -315,7 +315,7 @@ def test_the_calls_of_a_step(wire):
 
 def test_steps_of_keys_that_are_not_admitted():
     """Owners tell the update who has a row."""
-    world = one_feature("float32", 8, "mean", admission=policies.AdmitByCount(2))
+    world = one_feature("float32", 8, "mean", unknown="initial", admission=policies.AdmitByCount(2))
     same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {})
 
 
