@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -120,13 +120,21 @@ def _why_not(shards: MeshShards) -> str | None:
     platform = devices[0].platform
     if platform != "gpu":
         return f"the devices are of platform {platform!r}, wanted GPUs"
-    if getattr(devices[0], "client", None) is not jax.devices(platform)[0].client:
-        return "the devices are those of a topology, which programs are only compiled for"
+    if not _are_here(devices):
+        return "the devices are not here: programs are only compiled for them"
     if shards.num_shards > MOST_SHARDS:
         return f"there are {shards.num_shards} shards, at most {MOST_SHARDS} can share windows"
     if shards.num_processes > 1 and len(set(processes.gathered(_TOPIC, socket.gethostname()))) > 1:
         return "the processes are on several hosts"
     return None
+
+
+def _are_here(devices: Sequence[jax.Device]) -> bool:
+    try:
+        here = jax.devices(devices[0].platform)
+    except RuntimeError:
+        return False
+    return all(device in here for device in devices)
 
 
 def _opened(shards: MeshShards) -> Windows:

@@ -201,6 +201,8 @@ def bloom_counters(line: np.ndarray, seed: np.ndarray, key: int) -> np.ndarray:
 def nearest(values: np.ndarray, dtype) -> np.ndarray:
     """Ties to even; what is finite stays finite."""
     values = np.asarray(values, F32)
+    if dtype == F32:
+        return values
     largest = F32(ml_dtypes.finfo(dtype).max)
     return np.where(np.isfinite(values), np.clip(values, -largest, largest), values).astype(dtype)
 

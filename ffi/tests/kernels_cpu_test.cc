@@ -870,6 +870,40 @@ void TestCombine(uint64_t seed, int num_threads) {
   JAXSOK_CHECK_SEED(IsSame(embeddings.Values(0), ModelCombine(batch, 0, dim, is_padding, line)), seed);
 }
 
+/// Arrays into which lines are cut, as windows are; what nobody writes stays 0x5e.
+class CutLines {
+ public:
+  CutLines(Random& random, int64_t num_lines, int64_t line_bytes) : num_lines_(num_lines), line_bytes_(line_bytes) {
+    const auto least = static_cast<uint32_t>(CeilDiv<int64_t>(num_lines, kMostWindowShards));
+    lines_of_part_ = std::max(1u, least + random.Below(static_cast<uint32_t>(num_lines) + 1));
+    parts_.resize(CeilDiv<int64_t>(num_lines, lines_of_part_));
+    for (auto& part : parts_) part.assign(lines_of_part_ * line_bytes, 0x5e);
+  }
+  LineTarget Target() {
+    LineTarget target{};
+    target.lines_of_part = lines_of_part_;
+    for (size_t p = 0; p < parts_.size(); ++p) target.parts[p] = reinterpret_cast<char*>(parts_[p].data());
+    return target;
+  }
+  /// Whether the lines are those of one array, but for those that `is_written` denies.
+  template <typename IsWritten>
+  bool HasLinesOf(const std::vector<uint8_t>& whole, const IsWritten& is_written) const {
+    const std::vector<uint8_t> untouched(line_bytes_, 0x5e);
+    for (int64_t i = 0; i < static_cast<int64_t>(parts_.size()) * lines_of_part_; ++i) {
+      const uint8_t* line = parts_[i / lines_of_part_].data() + i % lines_of_part_ * line_bytes_;
+      const bool is_there = i < num_lines_ && is_written(i);
+      const uint8_t* wanted = is_there ? whole.data() + i * line_bytes_ : untouched.data();
+      if (std::memcmp(line, wanted, static_cast<size_t>(line_bytes_)) != 0) return false;
+    }
+    return true;
+  }
+
+ private:
+  int64_t num_lines_, line_bytes_;
+  uint32_t lines_of_part_;
+  std::vector<std::vector<uint8_t>> parts_;
+};
+
 void TestTranspose(uint64_t seed, int num_threads) {
   Random random(seed);
   ThreadExecutor executor(num_threads);
@@ -892,15 +926,10 @@ void TestTranspose(uint64_t seed, int num_threads) {
     for (float& x : gradient) x = random.Below(3) != 0 ? -0.0f : random.Uniform();
     pointers.push_back(gradient.data());
   }
-  std::vector<float> row_gradients(int64_t{num_unique} * dim, 33.0f), wanted(row_gradients.size(), 0.0f);
-  std::vector<int32_t> num_uses(num_unique, 33), wanted_uses(num_unique, 0);
+  Line wanted(int64_t{num_unique} * dim, 0.0f);
+  std::vector<int32_t> wanted_uses(num_unique, 0);
   BatchView view = batch.View();
   view.keys = nullptr;
-  Memory workspace(UpdateWorkspaceBytes(n, dim));
-  JAXSOK_CHECK_SEED(LaunchCombineTranspose(&executor, pointers.data(), num_unique, dim, inverse.data(), view,
-                                           LineTarget::Of(row_gradients.data()), kRowDtypeFloat32, num_uses.data(),
-                                           workspace.get()) == nullptr,
-                    seed);
   Uses uses;
   for (int f = 0; f < batch.num_features(); ++f) {
     ModelUses(
@@ -911,8 +940,22 @@ void TestTranspose(uint64_t seed, int num_threads) {
     std::copy(sum.begin(), sum.end(), wanted.begin() + int64_t{row} * dim);
     wanted_uses[row] = static_cast<int32_t>(lines.size());
   }
-  JAXSOK_CHECK_SEED(IsSame(row_gradients, wanted), seed);
-  JAXSOK_CHECK_SEED(IsSame(num_uses, wanted_uses), seed);
+  for (const RowDtype dtype : {kRowDtypeFloat32, kRowDtypeBfloat16}) {
+    const auto sum = [&](const LineTarget& target) {
+      std::vector<int32_t> num_uses(num_unique, 33);
+      Memory workspace(UpdateWorkspaceBytes(n, dim));
+      JAXSOK_CHECK_SEED(LaunchCombineTranspose(&executor, pointers.data(), num_unique, dim, inverse.data(), view,
+                                               target, dtype, num_uses.data(), workspace.get()) == nullptr,
+                        seed);
+      JAXSOK_CHECK_SEED(IsSame(num_uses, wanted_uses), seed);
+    };
+    std::vector<uint8_t> whole(wanted.size() * BytesOf(dtype), 33);
+    sum(LineTarget::Of(whole.data()));
+    JAXSOK_CHECK_SEED(IsSame(Decoded(dtype, whole.data(), wanted.size()), ModelNearest(dtype, wanted)), seed);
+    CutLines cut(random, num_unique, dim * BytesOf(dtype));
+    sum(cut.Target());
+    JAXSOK_CHECK_SEED(cut.HasLinesOf(whole, [&](int64_t row) { return wanted_uses[row] != 0; }), seed);
+  }
 }
 
 bool IsSameRequest(const Request& a, const Request& b) {
@@ -1022,17 +1065,18 @@ void TestGather(uint64_t seed, int num_threads) {
   const int32_t num_tables = static_cast<int32_t>(1 + random.Below(5));
   const RowDtype dtype = static_cast<RowDtype>(random.Below(3));
   Store store(dim, num_tables, {3, 1 + random.Below(50), 20}, 16, 0, dim, dtype);
+  // Any numbers but infinities and NaN: the second byte of a half, and the last of a float, are below 60.
   for (auto& slab : store.rows) {
-    for (uint8_t& byte : slab) byte = static_cast<uint8_t>(random.Below(60));
+    for (size_t i = 0; i < slab.size(); ++i) slab[i] = static_cast<uint8_t>(random.Below(i % 2 == 0 ? 256 : 60));
   }
   for (int t = 0; t < num_tables; ++t) store.tables[t * kNumTableWords + kTableUnknown] = random.Below(2);
   const int64_t n = random.Below(random.Below(3) == 0 ? 5000 : 50);
   const bool is_find = random.Below(2) == 0;
   std::vector<Request> requests(n);
   std::vector<uint32_t> row_ids(n);
-  std::vector<uint8_t> rows(n * dim * BytesOf(dtype), 44);
+  std::vector<char> is_written(n, 0);
   Line wanted;
-  std::vector<int32_t> num_absent(num_tables, 44), wanted_absent(num_tables, 0);
+  std::vector<int32_t> wanted_absent(num_tables, 0);
   for (int64_t i = 0; i < n; ++i) {
     requests[i] = {RandomKey(random, 1000), random.Below(num_tables + 1), random.Below(5)};
     row_ids[i] = random.Below(store.view.capacity * 5 / 4);
@@ -1040,6 +1084,7 @@ void TestGather(uint64_t seed, int num_threads) {
     const Request& request = requests[i];
     Line row(dim, 0.0f);
     if (request.key != kPaddingKey && request.table < static_cast<uint32_t>(num_tables)) {
+      is_written[i] = 1;
       const uint32_t* words = &store.tables[request.table * kNumTableWords];
       if (row_ids[i] < store.view.capacity) {
         row = store.RowAt(row_ids[i]);
@@ -1052,10 +1097,21 @@ void TestGather(uint64_t seed, int num_threads) {
     }
     wanted.insert(wanted.end(), row.begin(), row.end());
   }
-  LaunchGather(&executor, store.view, requests.data(), row_ids.data(), n, is_find, LineTarget::Of(rows.data()),
-               store.view.row_dtype, num_absent.data());
-  JAXSOK_CHECK_SEED(IsSame(Decoded(dtype, rows.data(), n * dim), wanted), seed);
-  JAXSOK_CHECK_SEED(IsSame(num_absent, wanted_absent), seed);
+  for (const RowDtype gathered : {dtype, kRowDtypeFloat32, kRowDtypeBfloat16}) {
+    const auto gather = [&](const LineTarget& target) {
+      std::vector<int32_t> num_absent(num_tables, 44);
+      JAXSOK_CHECK_SEED(LaunchGather(&executor, store.view, requests.data(), row_ids.data(), n, is_find, target,
+                                     gathered, num_absent.data()) == nullptr,
+                        seed);
+      JAXSOK_CHECK_SEED(IsSame(num_absent, wanted_absent), seed);
+    };
+    std::vector<uint8_t> whole(wanted.size() * BytesOf(gathered), 44);
+    gather(LineTarget::Of(whole.data()));
+    JAXSOK_CHECK_SEED(IsSame(Decoded(gathered, whole.data(), wanted.size()), ModelNearest(gathered, wanted)), seed);
+    CutLines cut(random, n, dim * BytesOf(gathered));
+    gather(cut.Target());
+    JAXSOK_CHECK_SEED(cut.HasLinesOf(whole, [&](int64_t i) { return is_written[i] != 0; }), seed);
+  }
 }
 
 /// Statistics of rows by any positions, in slabs, against sums one after the other.

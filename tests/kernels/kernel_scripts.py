@@ -253,7 +253,7 @@ class Script:
             self._add("plan_requests", {**batch.operands(), "owners": owners}, statics, want)
 
     def gather(self, keys, tables, row_ids, uses=1, unknown_zeros: Sequence[int] = ()) -> None:
-        """For a lookup and for find."""
+        """For a lookup and for find; for a lookup also as numbers of other dtypes."""
         self._begin()
         store = self.store
         keys, tables = _pairs(keys, tables)
@@ -274,8 +274,11 @@ class Script:
             if is_find:
                 rows = rows.copy()
                 rows[is_absent & np.isin(tables, unknown_zeros)] = 0
-            statics = {**self._tables(lines), "is_find": is_find}
-            self._add("gather", inputs, statics, {"rows": rows, "num_absent": num_absent})
+            others = [] if is_find else [dtype for dtype in (np.dtype(F32), BF16) if dtype != store.dtype]
+            for dtype in (store.dtype, *others):
+                statics = {**self._tables(lines), "is_find": is_find, "dtype": dtype.name}
+                converted = rows if dtype == store.dtype else nearest(rows, dtype)
+                self._add("gather", inputs, statics, {"rows": converted, "num_absent": num_absent})
 
     def lookup(self, batch: Batch, step=None, clock=None) -> np.ndarray:
         """`step`: with admission; `clock`: with statistics, which are inputs of the call, any numbers."""
@@ -365,8 +368,9 @@ class Script:
         self._add("combine", {**inputs, "rows": rows}, statics, want)
 
         self.transpose(batch, inverse, num_unique)
+        self.transpose(batch, inverse, num_unique, dtype=BF16)
 
-    def transpose(self, batch: Batch, inverse: np.ndarray, num_unique: int, gradients=None) -> None:
+    def transpose(self, batch: Batch, inverse: np.ndarray, num_unique: int, gradients=None, dtype=F32) -> None:
         """combine_transpose of any features; their keys are not read."""
         self._begin()
         dim = self.store.dim
@@ -385,8 +389,9 @@ class Script:
         row_gradients[used], num_uses[used] = sums, counts
         operands = {name: array for name, array in batch.operands().items() if name != "keys"}
         inputs = {**operands, "inverse": inverse.astype(np.int32), "gradients": gradients}
-        statics = {**_features(batch), "num_unique": num_unique}
-        self._add("combine_transpose", inputs, statics, {"row_gradients": row_gradients, "num_uses": num_uses})
+        statics = {**_features(batch), "num_unique": num_unique, "dtype": np.dtype(dtype).name}
+        want = {"row_gradients": nearest(row_gradients, dtype), "num_uses": num_uses}
+        self._add("combine_transpose", inputs, statics, want)
 
     def _embeddings(self, batch: Batch) -> dict[str, Any]:
         return {"shapes": batch.shapes(self.store.dim), "embedding_dtype": self.store.embedding_dtype.name}

@@ -130,8 +130,9 @@ def _query_store(
             stored = jnp.zeros((1, numbers[0].shape[1]), jnp.float32)
             of_stored = jnp.where(is_row, jnp.uint32(0), jnp.uint32(NO_ROW))
         seed = jnp.asarray(SEED)
-        _, wide, _ = kernels.gather(counters, table_words, seed, requests, of_stored, (stored,), is_find=False)
-        wide = wide.astype(jnp.float32)
+        _, wide, _ = kernels.gather(
+            counters, table_words, seed, requests, of_stored, (stored,), is_find=False, dtype="float32"
+        )
         if numbers:
             scaled = _read(numbers[0], wanted).astype(jnp.float32) * _read(rows, wanted)
             wide = jnp.where(is_row[:, None], scaled, wide)
