@@ -13,6 +13,7 @@ import itertools
 import math
 import socket
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -129,7 +130,7 @@ def _why_not(shards: MeshShards) -> str | None:
     return None
 
 
-def _are_here(devices: Sequence[jax.Device]) -> bool:
+def _are_here(devices: Sequence[Any]) -> bool:
     try:
         here = jax.devices(devices[0].platform)
     except RuntimeError:
