@@ -44,7 +44,8 @@ struct LineTarget {
 /// Who waited in vain, for whom. In memory that the host and all devices read and write.
 struct WindowFailure {
   uint32_t is_over;  // not zero: nobody waits any more
-  uint32_t shard, peer, epoch;
+  uint32_t shard, peer;
+  uint64_t epoch;
 };
 
 /// What a device knows of its window and those of its peers.
@@ -59,7 +60,7 @@ struct WindowMember {
 /// The head of a window, in the memory of its device.
 struct WindowHead {
   struct alignas(64) Flag {
-    uint32_t epoch;  // of the last meeting at which a shard has arrived
+    uint64_t epoch;  // of the last meeting at which a shard has arrived
   };
   Flag arrived[kMostWindowShards];
 };
@@ -123,9 +124,9 @@ LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peer
 /// Waits until a device has nothing to do.
 LaunchError WaitForDevice(int32_t device);
 /// Takes memory that the host and all devices share, zeros; nullptr where there is none.
-WindowFailure* TakeFailure();
+WindowFailure* TakeFailure(int32_t device);
 /// Launches what tells the others that this shard has arrived, and waits for them; the CPU has nothing to do.
-LaunchError LaunchMeeting(Stream stream, const WindowMember& member, uint32_t epoch, int64_t most_seconds);
+LaunchError LaunchMeeting(Stream stream, const WindowMember& member, uint64_t epoch, int64_t most_seconds);
 
 }  // namespace jaxsok
 
