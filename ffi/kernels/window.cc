@@ -28,12 +28,13 @@ struct Group {
   std::condition_variable changed;
   std::vector<int32_t> shards;                          // those of this process
   std::vector<std::atomic<uint64_t>> begun, met, over;  // by shard, the last exchange; written under the mutex
+  std::vector<std::atomic<int64_t>> runs;               // by half and shard: the program that exchanges
   bool is_closed = false;                               // no exchange begins after `last_allowed`
   uint64_t last_allowed = 0;
   std::string failure;              // empty: none; set once
   WindowFailure* shared = nullptr;  // with the devices; nullptr: none of them is of this process
 
-  explicit Group(int32_t num_shards) : begun(num_shards), met(num_shards), over(num_shards) {}
+  explicit Group(int32_t num_shards) : begun(num_shards), met(num_shards), over(num_shards), runs(2 * num_shards) {}
 
   /// The last exchange that a shard of this process has begun; under the mutex.
   uint64_t Last() const {
@@ -47,6 +48,13 @@ struct Group {
       if (epochs[s] < epoch) return false;
     }
     return true;
+  }
+  /// The run for which a shard exchanges. It stays until the shard has met this one in the next exchange too.
+  std::atomic<int64_t>& RunOf(int32_t shard, uint64_t epoch) { return runs[2 * shard + (epoch & 1)]; }
+  /// Whether all shards of this process, which have met, exchange for the same run of a program.
+  bool IsOneRun(uint64_t epoch) {
+    return std::all_of(shards.begin(), shards.end(),
+                       [&](int32_t s) { return RunOf(s, epoch) == RunOf(shards[0], epoch); });
   }
   /// Under the mutex. The text is kept: callers hold pointers to it.
   LaunchError Fail(const std::string& why) {
@@ -123,7 +131,7 @@ int64_t Aligned(int64_t num_bytes) { return CeilDiv(num_bytes, kWindowLine) * kW
 
 }  // namespace
 
-WindowExchange::WindowExchange(int32_t window, int32_t device, int64_t num_bytes) {
+WindowExchange::WindowExchange(int32_t window, int32_t device, int64_t run, int64_t num_bytes) {
   WindowDevice* found = DeviceOf(window, device);
   if (found == nullptr) {
     error_ =
@@ -141,6 +149,7 @@ WindowExchange::WindowExchange(int32_t window, int32_t device, int64_t num_bytes
   group.changed.wait(lock, may_begin);
   found->epoch += 1;
   found->has_met = false;
+  group.RunOf(found->member.shard, found->epoch) = run;
   group.begun[found->member.shard] = found->epoch;
   if (!group.failure.empty()) {
     error_ = group.failure.c_str();
@@ -196,13 +205,18 @@ LaunchError WindowExchange::MeetOnHost() {
   }
   device_->has_met = true;
   // The other threads are usually close.
-  for (const Clock::time_point begin = Clock::now(); Clock::now() - begin < std::chrono::microseconds(20);) {
-    if (group.HaveAllReached(group.met, epoch)) return nullptr;
+  bool have_met = false;
+  for (const Clock::time_point begin = Clock::now();
+       !have_met && Clock::now() - begin < std::chrono::microseconds(20);) {
+    have_met = group.HaveAllReached(group.met, epoch);
   }
+  if (have_met && group.IsOneRun(epoch)) return nullptr;
   std::unique_lock<std::mutex> lock(group.mutex);
   const auto is_over = [&] { return group.HaveAllReached(group.met, epoch) || !group.failure.empty(); };
   if (group.changed.wait_for(lock, std::chrono::seconds(device_->most_seconds), is_over)) {
-    return group.HaveAllReached(group.met, epoch) ? nullptr : group.failure.c_str();
+    if (!group.HaveAllReached(group.met, epoch)) return group.failure.c_str();
+    if (group.IsOneRun(epoch)) return nullptr;
+    return group.Fail("shards exchange for different programs: threads called them at once; call them from one thread");
   }
   std::string missing;
   for (int32_t s : group.shards) {

@@ -71,9 +71,10 @@ struct WindowDevice;
 /// One exchange of one shard: between `Begin` and the end of its life it holds the device's windows.
 class WindowExchange {
  public:
-  /// `window`: a number that JaxsokWindowOpen got; `device`: the ordinal of the device that calls; `num_bytes`: what
-  /// the shard receives.
-  WindowExchange(int32_t window, int32_t device, int64_t num_bytes);
+  /// `window`: a number that JaxsokWindowOpen got; `device`: the ordinal of the device that calls; `run`: the number of
+  /// the run of a program, which differs if two threads run programs in another order on each device; `num_bytes`:
+  /// what the shard receives.
+  WindowExchange(int32_t window, int32_t device, int64_t run, int64_t num_bytes);
   ~WindowExchange();
   WindowExchange(const WindowExchange&) = delete;
   WindowExchange& operator=(const WindowExchange&) = delete;
