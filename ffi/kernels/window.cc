@@ -188,8 +188,12 @@ LineTarget WindowExchange::Target(int64_t lines_of_part, int64_t line_bytes) con
 void* WindowExchange::received() const { return device_->Half(device_->member.shard); }
 
 LaunchError WindowExchange::Meet(Stream stream) {
-  if (LaunchError error = MeetOnHost()) return error;
-  const LaunchError error = LaunchMeeting(stream, device_->member, device_->epoch, device_->most_seconds);
+  // The arrival of each shard is launched before a device waits for it.
+  LaunchError error = LaunchArrival(stream, device_->member, device_->epoch);
+  if (error != nullptr) return error;
+  error = MeetOnHost();
+  if (error != nullptr) return error;
+  error = LaunchMeeting(stream, device_->member, device_->epoch, device_->most_seconds);
   if (error == nullptr) return nullptr;
   std::lock_guard<std::mutex> lock(device_->group->mutex);
   return device_->group->Fail("shard " + std::to_string(device_->member.shard) + " cannot wait: " + error);

@@ -18,7 +18,7 @@ namespace jaxsok {
 constexpr int32_t kMostWindowShards = 32;
 /// Bytes before the halves: a flag for each shard that may signal, and the state of the window.
 constexpr int64_t kWindowHeadBytes = 4096;
-/// Parts of an exchange begin at multiples of so many bytes.
+/// The halves of a window begin at multiples of so many bytes.
 constexpr int64_t kWindowLine = 128;
 
 /// Where lines are written: into one array, or cut into equal parts, each into an array of its own.
@@ -126,7 +126,9 @@ LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peer
 LaunchError WaitForDevice(int32_t device);
 /// Takes memory that the host and all devices share, zeros; nullptr where there is none.
 WindowFailure* TakeFailure(int32_t device);
-/// Launches what tells the others that this shard has arrived, and waits for them; the CPU has nothing to do.
+/// Launches what tells the others that this shard has arrived; the CPU has nothing to do.
+LaunchError LaunchArrival(Stream stream, const WindowMember& member, uint64_t epoch);
+/// Launches what waits until the others have arrived; the CPU has nothing to do.
 LaunchError LaunchMeeting(Stream stream, const WindowMember& member, uint64_t epoch, int64_t most_seconds);
 
 }  // namespace jaxsok

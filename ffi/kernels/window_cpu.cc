@@ -46,6 +46,8 @@ LaunchError WaitForDevice(int32_t) { return nullptr; }
 
 WindowFailure* TakeFailure(int32_t) { return new WindowFailure{}; }
 
+LaunchError LaunchArrival(Stream, const WindowMember&, uint64_t) { return nullptr; }
+
 LaunchError LaunchMeeting(Stream, const WindowMember&, uint64_t, int64_t) { return nullptr; }
 
 }  // namespace jaxsok

@@ -42,15 +42,20 @@ __device__ __forceinline__ uint64_t Nanoseconds() {
 
 constexpr uint64_t kLookNanoseconds = 1'000'000;  // between looks at memory of the host, which take about 1 us
 
-// One thread for each shard: it says that this one has arrived, and waits until that one has. What earlier kernels of
-// the stream wrote is seen by whoever sees the flag: release and acquire, at the scope of the system.
+// One thread for each shard says that this one has arrived. What earlier kernels of the stream wrote is seen by whoever
+// sees the flag: release and acquire, at the scope of the system.
+__global__ void ArriveKernel(const __grid_constant__ WindowMember member, uint64_t epoch) {
+  const int32_t s = static_cast<int32_t>(threadIdx.x);
+  if (s >= member.num_shards) return;
+  __threadfence_system();
+  StoreRelease(&reinterpret_cast<WindowHead*>(member.windows[s])->arrived[member.shard].epoch, epoch);
+}
+
+// One thread for each shard waits until it has arrived.
 __global__ void MeetKernel(const __grid_constant__ WindowMember member, uint64_t epoch, uint64_t most_nanoseconds) {
   const int32_t s = static_cast<int32_t>(threadIdx.x);
   if (s >= member.num_shards) return;
-  auto* own = reinterpret_cast<WindowHead*>(member.windows[member.shard]);
-  __threadfence_system();
-  StoreRelease(&reinterpret_cast<WindowHead*>(member.windows[s])->arrived[member.shard].epoch, epoch);
-  const uint64_t* flag = &own->arrived[s].epoch;
+  const uint64_t* flag = &reinterpret_cast<const WindowHead*>(member.windows[member.shard])->arrived[s].epoch;
   const uint64_t begin = Nanoseconds();
   uint64_t looked = begin;
   volatile WindowFailure* failure = member.failure;
@@ -207,6 +212,7 @@ LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peer
       }
     }
     // A kernel is loaded at its first launch, which may wait for what runs: for a device that waits for this one.
+    JAXSOK_RETURN_IF_LAUNCH(Load(ArriveKernel));
     return Load(MeetKernel);
   });
 }
@@ -233,8 +239,13 @@ WindowFailure* TakeFailure(int32_t device) {
   return error == nullptr ? static_cast<WindowFailure*>(failure) : nullptr;
 }
 
-LaunchError LaunchMeeting(Stream stream, const WindowMember& member, uint64_t epoch, int64_t most_seconds) {
+LaunchError LaunchArrival(Stream stream, const WindowMember& member, uint64_t epoch) {
   static_assert(kMostWindowShards <= kWarp, "a thread for each shard");
+  ArriveKernel<<<1, kWarp, 0, stream>>>(member, epoch);
+  return LastLaunchError();
+}
+
+LaunchError LaunchMeeting(Stream stream, const WindowMember& member, uint64_t epoch, int64_t most_seconds) {
   MeetKernel<<<1, kWarp, 0, stream>>>(member, epoch, static_cast<uint64_t>(most_seconds) * 1'000'000'000);
   return LastLaunchError();
 }
