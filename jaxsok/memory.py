@@ -7,9 +7,9 @@ calls follow one another. The model's own activations are not counted.
 
 On a mesh of S shards a device receives S * send_capacity lines in a round. The exchange is counted as two float32 rows
 a line (sent and received, or received and decoded, whatever the dtype on the wire), one a key (rows that came back,
-sums of gradients), requests of 16 bytes sent and received, and 32 bytes a line for row ids and uses. With
-the window wire the two rows a line are the halves of a window, outside of the memory that XLA gives to arrays. Batches
-and plans are counted as `collection.pipeline` holds them: two ahead of the one in use.
+sums of gradients), requests of 16 bytes sent and received, and 32 bytes a line for row ids and uses. With the window
+wire the two rows a line are the halves of a window, outside of the memory that XLA gives to arrays. Batches and plans
+are counted as `collection.pipeline` holds them: two ahead of the one in use.
 """
 
 import dataclasses

@@ -139,7 +139,7 @@ class ExchangeSpec:
     """How rows and gradients travel between shards. Arithmetic is float32 at both ends.
 
     The dense wire is XLA's all-to-all. The window wire writes straight into the memory of other GPUs, where the GPUs of
-    one process reach each other's memory. Both give the same bits.
+    one host reach each other's memory. Both give the same bits.
 
     By default rows travel as they are stored and lose nothing, and gradients as float32. float16 and float8_e4m3fn
     carry a scale with each row, a power of two, so that rows of any size keep their mantissa: 10 and 3 bits. bfloat16

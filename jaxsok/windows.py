@@ -9,10 +9,10 @@ until the process ends.
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 import socket
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ _PROBE_BYTES = 4096
 
 _numbers: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
 """The number of the windows of each set of devices; the library keeps the windows (decision 0018)."""
+_lock = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,22 +53,32 @@ class Windows:
         """
         if not self.is_shared:
             kernels.reserve(self.platform, self.number, num_bytes)
-        elif num_bytes > kernels.half_bytes(self.platform, self.number):
-            self._grow(num_bytes)
+            return
+        with _lock:  # threads that trace take turns
+            if num_bytes > kernels.half_bytes(self.platform, self.number):
+                self._grow(num_bytes)
 
     def _grow(self, num_bytes: int) -> None:
         """Makes the windows of several processes larger; after each step they wait for each other."""
         growth = kernels.Growth(self.platform, self.number)
+        # Threads may trace in another order in each process.
+        num_bytes = max(int(text) for text in processes.gathered(_TOPIC, str(num_bytes)))
         with _together():
             own = growth.take(num_bytes, self.num_windows)
         # A handle is zeros except in the process that has the window.
         handles = [np.frombuffer(bytes.fromhex(text), np.uint8) for text in processes.gathered(_TOPIC, own.hex())]
         last = max(int(text) for text in processes.gathered(_TOPIC, str(growth.close())))
-        with _together():
-            growth.drain(last)
-        with _together():
-            growth.map(functools.reduce(np.bitwise_or, handles).tobytes())
-        growth.resume()
+        is_mapped = False
+        try:
+            with _together():
+                growth.drain(last)
+            with _together():
+                growth.map(functools.reduce(np.bitwise_or, handles).tobytes())
+            is_mapped = True
+        finally:
+            growth.settle(is_mapped=is_mapped)
+            processes.gathered(_TOPIC, "")
+            growth.resume()
 
     def exchange(self, lines: Array) -> Array:
         """Sends equal parts of lines to the shards and receives theirs, as `lax.all_to_all` over the first axis."""
@@ -89,7 +100,7 @@ def _together() -> Iterator[None]:
     error = None
     try:
         yield
-    except RuntimeError as raised:
+    except Exception as raised:
         error = raised
     messages = [text for text in processes.gathered(_TOPIC, "" if error is None else str(error)) if text]
     if messages:
@@ -121,8 +132,8 @@ def _why_not(shards: MeshShards) -> str | None:
     platform = devices[0].platform
     if platform != "gpu":
         return f"the devices are of platform {platform!r}, wanted GPUs"
-    if not _are_here(devices):
-        return "the devices are not here: programs are only compiled for them"
+    if not _is_here(devices[0]):
+        return "the devices are those of a topology, which programs are only compiled for"
     if shards.num_shards > MOST_SHARDS:
         return f"there are {shards.num_shards} shards, at most {MOST_SHARDS} can share windows"
     if shards.num_processes > 1 and len(set(processes.gathered(_TOPIC, socket.gethostname()))) > 1:
@@ -130,12 +141,12 @@ def _why_not(shards: MeshShards) -> str | None:
     return None
 
 
-def _are_here(devices: Sequence[Any]) -> bool:
+def _is_here(device: Any) -> bool:
+    """Returns whether programs run on a device; those of a topology they are only compiled for."""
     try:
-        here = jax.devices(devices[0].platform)
-    except RuntimeError:
+        return getattr(device, "client", None) is jax.devices(device.platform)[0].client
+    except RuntimeError:  # there is no device of the platform
         return False
-    return all(device in here for device in devices)
 
 
 def _opened(shards: MeshShards) -> Windows:
@@ -159,10 +170,10 @@ def _opened(shards: MeshShards) -> Windows:
 
 def opened(platform: str, groups: tuple[tuple[int, ...], ...], *, is_shared: bool = False) -> Windows:
     """Opens the windows of groups of devices, given by their ordinals; those that are open stay as they are."""
-    number = _numbers.get((platform, groups))
-    if number is None:
-        taken = set(_numbers.values())
-        number = next(n for n in itertools.count() if n not in taken)
-        kernels.open_windows(platform, number, groups, MOST_SECONDS_OF_PROCESSES if is_shared else MOST_SECONDS)
-        _numbers[platform, groups] = number
+    with _lock:
+        number = _numbers.get((platform, groups))
+        if number is None:
+            number = len(_numbers)
+            kernels.open_windows(platform, number, groups, MOST_SECONDS_OF_PROCESSES if is_shared else MOST_SECONDS)
+            _numbers[platform, groups] = number
     return Windows(platform, number, sum(len(group) for group in groups), is_shared)

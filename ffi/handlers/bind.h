@@ -1,7 +1,7 @@
 // How a handler meets its back end: one source, compiled for the CPU client and for CUDA.
 //
-// On CUDA every handler is marked as fit for CUDA graphs: it launches the same kernels each time, on the stream
-// it was given, and neither allocates nor waits. Handlers of windows are not (call.h).
+// On CUDA every handler but those of windows (call.h) is marked as fit for CUDA graphs: it launches the same kernels
+// each time, on the stream it was given, and neither allocates nor waits.
 #ifndef JAXSOK_HANDLERS_BIND_H_
 #define JAXSOK_HANDLERS_BIND_H_
 

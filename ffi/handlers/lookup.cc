@@ -84,7 +84,7 @@ ffi::Error LookupWindow(Call& call) {
   const EmbeddingsView embeddings = ReadEmbeddings(call, batch.num_features, arrays);
   return call.Launch([&](Stream stream) -> LaunchError {
     const int64_t line_bytes = int64_t{store.view.dim} * (dtype == kRowDtypeFloat32 ? 4 : 2);
-    WindowExchange exchange(window, call.device(), num_lines * line_bytes);
+    WindowExchange exchange(window, call.device(), call.run(), num_lines * line_bytes);
     if (exchange.error() != nullptr) return exchange.error();
     const LineTarget target = exchange.Target(num_lines / exchange.num_shards(), line_bytes);
     LaunchError error = LaunchGather(stream, store.view, requests.as<Request>(), row_ids.as<uint32_t>(), num_lines,

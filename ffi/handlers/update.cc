@@ -99,7 +99,7 @@ ffi::Error UpdateWindow(Call& call) {
   return call.Launch([&](Stream stream) -> LaunchError {
     const RowDtype dtype = is_float32 ? kRowDtypeFloat32 : kRowDtypeBfloat16;
     const int64_t line_bytes = int64_t{dim} * (is_float32 ? 4 : 2);
-    WindowExchange exchange(window, call.device(), num_lines * line_bytes);
+    WindowExchange exchange(window, call.device(), call.run(), num_lines * line_bytes);
     if (exchange.error() != nullptr) return exchange.error();
     const LineTarget target = exchange.Target(num_lines / exchange.num_shards(), line_bytes);
     LaunchError error = LaunchCombineTranspose(stream, bag_gradients.data(), num_lines, dim, slots.as<int32_t>(), bags,

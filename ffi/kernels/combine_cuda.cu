@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-// A thread widens 8 numbers at a time, grid-stride; the last thread the rest.
+// A thread widens 8 numbers at a time, grid-stride; the first thread the rest.
 __global__ void __launch_bounds__(kBlock) WidenKernel(const uint16_t* numbers, int64_t size, float* widened) {
   const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
   for (int64_t i = start; i < size / 8; i += stride) {

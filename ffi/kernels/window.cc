@@ -1,6 +1,7 @@
 // The windows of this process: who has which, and the meetings of the threads that issue work to the devices.
 #include "window.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -26,26 +27,34 @@ struct Group {
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<int32_t> shards;                          // those of this process
-  std::vector<std::atomic<uint32_t>> begun, met, over;  // by shard, the last exchange; written under the mutex
+  std::vector<std::atomic<uint64_t>> begun, met, over;  // by shard, the last exchange; written under the mutex
+  std::vector<std::atomic<int64_t>> runs;               // by half and shard: the program that exchanges
   bool is_closed = false;                               // no exchange begins after `last_allowed`
-  uint32_t last_allowed = 0;
+  uint64_t last_allowed = 0;
   std::string failure;              // empty: none; set once
-  WindowFailure* shared = nullptr;  // with the devices
+  WindowFailure* shared = nullptr;  // with the devices; nullptr: none of them is of this process
 
-  explicit Group(int32_t num_shards) : begun(num_shards), met(num_shards), over(num_shards) {}
+  explicit Group(int32_t num_shards) : begun(num_shards), met(num_shards), over(num_shards), runs(2 * num_shards) {}
 
   /// The last exchange that a shard of this process has begun; under the mutex.
-  uint32_t Last() const {
-    uint32_t last = shards.empty() ? 0 : begun[shards[0]].load();
-    for (int32_t s : shards) last = static_cast<int32_t>(begun[s] - last) > 0 ? begun[s].load() : last;
+  uint64_t Last() const {
+    uint64_t last = 0;
+    for (int32_t s : shards) last = std::max(last, begun[s].load());
     return last;
   }
   /// Whether all shards of this process have come to an exchange.
-  bool HaveAllReached(const std::vector<std::atomic<uint32_t>>& epochs, uint32_t epoch) const {
+  bool HaveAllReached(const std::vector<std::atomic<uint64_t>>& epochs, uint64_t epoch) const {
     for (int32_t s : shards) {
-      if (static_cast<int32_t>(epochs[s] - epoch) < 0) return false;
+      if (epochs[s] < epoch) return false;
     }
     return true;
+  }
+  /// The run for which a shard exchanges. It stays until the shard has met this one in the next exchange too.
+  std::atomic<int64_t>& RunOf(int32_t shard, uint64_t epoch) { return runs[2 * shard + (epoch & 1)]; }
+  /// Whether all shards of this process, which have met, exchange for the same run of a program.
+  bool IsOneRun(uint64_t epoch) {
+    return std::all_of(shards.begin(), shards.end(),
+                       [&](int32_t s) { return RunOf(s, epoch) == RunOf(shards[0], epoch); });
   }
   /// Under the mutex. The text is kept: callers hold pointers to it.
   LaunchError Fail(const std::string& why) {
@@ -56,6 +65,7 @@ struct Group {
   }
   /// What devices have found, if they have; under the mutex.
   void Look() {
+    if (shared == nullptr) return;
     const volatile WindowFailure& found = *shared;
     if (found.is_over == 0 || !failure.empty()) return;
     Fail("shard " + std::to_string(found.shard) + " waited in vain for shard " + std::to_string(found.peer) +
@@ -70,12 +80,14 @@ struct WindowDevice {
   Group* group = nullptr;
   WindowMember member;
   std::mutex mutex;  // held during an exchange: threads that call for one device take turns
-  uint32_t epoch = 0;
+  uint64_t epoch = 0;
   bool has_met = false;
   int64_t most_seconds = 0;
   char* window = nullptr;             // the own
-  char* taken = nullptr;              // the next one, while windows grow
   std::map<int32_t, char*> imported;  // by shard, windows of other processes
+  // While windows grow: the next ones. In the end one of the two own windows is given back.
+  char* next_window = nullptr;
+  std::map<int32_t, char*> next_imported;
   char* Half(int32_t shard) const { return member.windows[shard] + kWindowHeadBytes + (epoch & 1) * member.half_bytes; }
 };
 
@@ -86,7 +98,7 @@ struct WindowSet {
   int32_t num_shards = 0;
   std::vector<std::unique_ptr<Group>> groups;
   std::map<int32_t, std::unique_ptr<WindowDevice>> devices;  // of this process, by ordinal
-  int64_t half_bytes = 0, taken_half_bytes = 0;
+  int64_t half_bytes = 0, next_half_bytes = 0;
   std::mutex growing;
 
   int32_t NumberOf(const Group* group) const {
@@ -119,7 +131,7 @@ int64_t Aligned(int64_t num_bytes) { return CeilDiv(num_bytes, kWindowLine) * kW
 
 }  // namespace
 
-WindowExchange::WindowExchange(int32_t window, int32_t device, int64_t num_bytes) {
+WindowExchange::WindowExchange(int32_t window, int32_t device, int64_t run, int64_t num_bytes) {
   WindowDevice* found = DeviceOf(window, device);
   if (found == nullptr) {
     error_ =
@@ -132,12 +144,12 @@ WindowExchange::WindowExchange(int32_t window, int32_t device, int64_t num_bytes
   std::unique_lock<std::mutex> lock(group.mutex);
   group.Look();
   const auto may_begin = [&] {
-    const bool is_allowed = static_cast<int32_t>(group.last_allowed - found->epoch) > 0;
-    return !group.is_closed || is_allowed || !group.failure.empty();
+    return !group.is_closed || found->epoch < group.last_allowed || !group.failure.empty();
   };
   group.changed.wait(lock, may_begin);
   found->epoch += 1;
   found->has_met = false;
+  group.RunOf(found->member.shard, found->epoch) = run;
   group.begun[found->member.shard] = found->epoch;
   if (!group.failure.empty()) {
     error_ = group.failure.c_str();
@@ -176,14 +188,20 @@ LineTarget WindowExchange::Target(int64_t lines_of_part, int64_t line_bytes) con
 void* WindowExchange::received() const { return device_->Half(device_->member.shard); }
 
 LaunchError WindowExchange::Meet(Stream stream) {
-  LaunchError error = MeetOnHost();
-  if (error == nullptr) error = LaunchMeeting(stream, device_->member, device_->epoch, device_->most_seconds);
-  return error;
+  // The arrival of each shard is launched before a device waits for it.
+  LaunchError error = LaunchArrival(stream, device_->member, device_->epoch);
+  if (error != nullptr) return error;
+  error = MeetOnHost();
+  if (error != nullptr) return error;
+  error = LaunchMeeting(stream, device_->member, device_->epoch, device_->most_seconds);
+  if (error == nullptr) return nullptr;
+  std::lock_guard<std::mutex> lock(device_->group->mutex);
+  return device_->group->Fail("shard " + std::to_string(device_->member.shard) + " cannot wait: " + error);
 }
 
 LaunchError WindowExchange::MeetOnHost() {
   Group& group = *device_->group;
-  const uint32_t epoch = device_->epoch;
+  const uint64_t epoch = device_->epoch;
   {
     std::lock_guard<std::mutex> lock(group.mutex);
     group.met[device_->member.shard] = epoch;
@@ -191,17 +209,22 @@ LaunchError WindowExchange::MeetOnHost() {
   }
   device_->has_met = true;
   // The other threads are usually close.
-  for (const Clock::time_point begin = Clock::now(); Clock::now() - begin < std::chrono::microseconds(20);) {
-    if (group.HaveAllReached(group.met, epoch)) return nullptr;
+  bool have_met = false;
+  for (const Clock::time_point begin = Clock::now();
+       !have_met && Clock::now() - begin < std::chrono::microseconds(20);) {
+    have_met = group.HaveAllReached(group.met, epoch);
   }
+  if (have_met && group.IsOneRun(epoch)) return nullptr;
   std::unique_lock<std::mutex> lock(group.mutex);
   const auto is_over = [&] { return group.HaveAllReached(group.met, epoch) || !group.failure.empty(); };
   if (group.changed.wait_for(lock, std::chrono::seconds(device_->most_seconds), is_over)) {
-    return group.HaveAllReached(group.met, epoch) ? nullptr : group.failure.c_str();
+    if (!group.HaveAllReached(group.met, epoch)) return group.failure.c_str();
+    if (group.IsOneRun(epoch)) return nullptr;
+    return group.Fail("shards exchange for different programs: threads called them at once; call them from one thread");
   }
   std::string missing;
   for (int32_t s : group.shards) {
-    if (static_cast<int32_t>(group.met[s] - epoch) < 0) missing += (missing.empty() ? "" : ", ") + std::to_string(s);
+    if (group.met[s] < epoch) missing += (missing.empty() ? "" : ", ") + std::to_string(s);
   }
   return group.Fail("shard " + std::to_string(device_->member.shard) + " waited " +
                     std::to_string(device_->most_seconds) + " s in exchange " + std::to_string(epoch) + " for shards " +
@@ -212,41 +235,51 @@ namespace {
 
 // A window grows in steps, between which processes wait for each other: `Take` has the next windows made, `Close` keeps
 // further exchanges from beginning, `Drain` waits until those that some shard of any process has begun are over, `Map`
-// makes the next windows known, and `Resume` gives the old ones back.
+// maps the next windows, `Settle` chooses between the next windows and those of before, and `Resume` gives the others
+// back. CUDA allows this once no process maps them.
+
+/// Gives back the windows that were taken and are not in use.
+void DropNext(WindowSet& set) {
+  for (auto& [ordinal, device] : set.devices) {
+    if (device->next_window != nullptr) ReturnWindow(ordinal, device->next_window);
+    device->next_window = nullptr;
+  }
+}
 
 LaunchError Take(WindowSet& set, int64_t half_bytes, WindowHandle* handles) {
-  set.taken_half_bytes = half_bytes;
+  DropNext(set);  // where another process had no room
+  set.next_half_bytes = half_bytes;
   for (auto& [ordinal, device] : set.devices) {
-    device->taken = TakeWindow(ordinal, kWindowHeadBytes + 2 * half_bytes);
-    LaunchError error = device->taken == nullptr ? "a device has no room for its window" : nullptr;
+    device->next_window = TakeWindow(ordinal, kWindowHeadBytes + 2 * half_bytes);
+    LaunchError error = device->next_window == nullptr ? "a device has no room for its window" : nullptr;
     const int64_t place = int64_t{set.NumberOf(device->group)} * set.num_shards + device->member.shard;
-    if (error == nullptr && handles != nullptr) error = ExportWindow(ordinal, device->taken, &handles[place]);
+    if (error == nullptr && handles != nullptr) error = ExportWindow(ordinal, device->next_window, &handles[place]);
     if (error == nullptr) continue;
-    for (auto& [other, of_other] : set.devices) {
-      if (of_other->taken != nullptr) ReturnWindow(other, of_other->taken);
-      of_other->taken = nullptr;
-    }
+    DropNext(set);
     return error;
   }
   return nullptr;
 }
 
-uint32_t Close(WindowSet& set) {
-  uint32_t last = 0;
+uint64_t Close(WindowSet& set) {
+  uint64_t last = 0;
   for (auto& group : set.groups) {
     std::lock_guard<std::mutex> lock(group->mutex);
     group->is_closed = true;
     group->last_allowed = group->Last();
-    last = static_cast<int32_t>(group->last_allowed - last) > 0 ? group->last_allowed : last;
+    last = std::max(last, group->last_allowed);
   }
   return last;
 }
 
-LaunchError Drain(WindowSet& set, uint32_t last) {
+LaunchError Drain(WindowSet& set, uint64_t last) {
   for (auto& group : set.groups) {
-    std::unique_lock<std::mutex> lock(group->mutex);
+    std::lock_guard<std::mutex> lock(group->mutex);
     group->last_allowed = last;
     group->changed.notify_all();
+  }
+  for (auto& group : set.groups) {
+    std::unique_lock<std::mutex> lock(group->mutex);
     group->changed.wait(lock, [&] { return group->HaveAllReached(group->over, last) || !group->failure.empty(); });
     if (!group->failure.empty()) return group->failure.c_str();
   }
@@ -258,31 +291,40 @@ LaunchError Drain(WindowSet& set, uint32_t last) {
 
 LaunchError Map(WindowSet& set, const WindowHandle* handles) {
   for (auto& [ordinal, device] : set.devices) {
-    for (auto& [shard, window] : device->imported) ReleaseImported(ordinal, window);
-    device->imported.clear();
     const int64_t first = int64_t{set.NumberOf(device->group)} * set.num_shards;
-    for (int32_t s = 0; s < set.num_shards; ++s) device->member.windows[s] = nullptr;
-    for (auto& [other, peer] : set.devices) {
-      if (peer->group == device->group) device->member.windows[peer->member.shard] = peer->taken;
-    }
     for (int32_t s = 0; s < set.num_shards; ++s) {
-      if (device->member.windows[s] != nullptr) continue;
+      const std::vector<int32_t>& own = device->group->shards;
+      if (std::find(own.begin(), own.end(), s) != own.end()) continue;
       char* window = nullptr;
       if (LaunchError error = ImportWindow(ordinal, handles[first + s], &window)) return error;
-      device->member.windows[s] = device->imported[s] = window;
+      device->next_imported[s] = window;
     }
-    device->member.half_bytes = set.taken_half_bytes;
   }
-  set.half_bytes = set.taken_half_bytes;
   return nullptr;
 }
 
-void Resume(WindowSet& set) {
+void Settle(WindowSet& set, bool is_mapped) {
   for (auto& [ordinal, device] : set.devices) {
-    if (device->window != nullptr) ReturnWindow(ordinal, device->window);
-    device->window = device->taken;
-    device->taken = nullptr;
+    if (is_mapped) {
+      std::swap(device->window, device->next_window);
+      std::swap(device->imported, device->next_imported);
+    }
+    for (auto& [shard, window] : device->next_imported) ReleaseImported(ordinal, window);
+    device->next_imported.clear();
   }
+  if (!is_mapped) return;
+  set.half_bytes = set.next_half_bytes;
+  for (auto& [ordinal, device] : set.devices) {
+    device->member.half_bytes = set.half_bytes;
+    for (auto& [other, peer] : set.devices) {
+      if (peer->group == device->group) device->member.windows[peer->member.shard] = peer->window;
+    }
+    for (auto& [shard, window] : device->imported) device->member.windows[shard] = window;
+  }
+}
+
+void Resume(WindowSet& set) {
+  DropNext(set);
   for (auto& group : set.groups) {
     std::lock_guard<std::mutex> lock(group->mutex);
     group->is_closed = false;
@@ -314,11 +356,11 @@ JAXSOK_VISIBLE const char* JaxsokWindowOpen(int32_t window, int32_t num_groups, 
   for (int32_t g = 0; g < num_groups; ++g) {
     set->groups.push_back(std::make_unique<Group>(num_shards));
     Group& group = *set->groups.back();
-    group.shared = TakeFailure();
-    if (group.shared == nullptr) return "the host has no memory that devices share";
     const int32_t* of_group = ordinals + int64_t{g} * num_shards;
     for (int32_t s = 0; s < num_shards; ++s) {
       if (of_group[s] < 0) continue;
+      if (group.shared == nullptr) group.shared = TakeFailure(of_group[s]);
+      if (group.shared == nullptr) return "the host has no memory that devices share";
       group.shards.push_back(s);
       auto device = std::make_unique<WindowDevice>();
       device->group = &group;
@@ -357,6 +399,7 @@ JAXSOK_VISIBLE const char* JaxsokWindowReserve(int32_t window, int64_t num_bytes
   if (LaunchError error = Take(*set, Aligned(num_bytes), nullptr)) return error;
   LaunchError error = Drain(*set, Close(*set));
   if (error == nullptr) error = Map(*set, nullptr);
+  Settle(*set, error == nullptr);
   Resume(*set);
   return error;
 }
@@ -368,12 +411,17 @@ JAXSOK_VISIBLE const char* JaxsokWindowTake(int32_t window, int64_t num_bytes, v
   using namespace jaxsok;
   return Take(*SetOf(window), Aligned(num_bytes), static_cast<WindowHandle*>(handles));
 }
-JAXSOK_VISIBLE int64_t JaxsokWindowClose(int32_t window) { return jaxsok::Close(*jaxsok::SetOf(window)); }
+JAXSOK_VISIBLE int64_t JaxsokWindowClose(int32_t window) {
+  return static_cast<int64_t>(jaxsok::Close(*jaxsok::SetOf(window)));
+}
 JAXSOK_VISIBLE const char* JaxsokWindowDrain(int32_t window, int64_t last) {
-  return jaxsok::Drain(*jaxsok::SetOf(window), static_cast<uint32_t>(last));
+  return jaxsok::Drain(*jaxsok::SetOf(window), static_cast<uint64_t>(last));
 }
 JAXSOK_VISIBLE const char* JaxsokWindowMap(int32_t window, const void* handles) {
   return jaxsok::Map(*jaxsok::SetOf(window), static_cast<const jaxsok::WindowHandle*>(handles));
+}
+JAXSOK_VISIBLE void JaxsokWindowSettle(int32_t window, int32_t is_mapped) {
+  jaxsok::Settle(*jaxsok::SetOf(window), is_mapped != 0);
 }
 JAXSOK_VISIBLE void JaxsokWindowResume(int32_t window) { jaxsok::Resume(*jaxsok::SetOf(window)); }
 

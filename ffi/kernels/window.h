@@ -18,7 +18,7 @@ namespace jaxsok {
 constexpr int32_t kMostWindowShards = 32;
 /// Bytes before the halves: a flag for each shard that may signal, and the state of the window.
 constexpr int64_t kWindowHeadBytes = 4096;
-/// Parts of an exchange begin at multiples of so many bytes.
+/// The halves of a window begin at multiples of so many bytes.
 constexpr int64_t kWindowLine = 128;
 
 /// Where lines are written: into one array, or cut into equal parts, each into an array of its own.
@@ -44,7 +44,8 @@ struct LineTarget {
 /// Who waited in vain, for whom. In memory that the host and all devices read and write.
 struct WindowFailure {
   uint32_t is_over;  // not zero: nobody waits any more
-  uint32_t shard, peer, epoch;
+  uint32_t shard, peer;
+  uint64_t epoch;
 };
 
 /// What a device knows of its window and those of its peers.
@@ -59,7 +60,7 @@ struct WindowMember {
 /// The head of a window, in the memory of its device.
 struct WindowHead {
   struct alignas(64) Flag {
-    uint32_t epoch;  // of the last meeting at which a shard has arrived
+    uint64_t epoch;  // of the last meeting at which a shard has arrived
   };
   Flag arrived[kMostWindowShards];
 };
@@ -70,9 +71,10 @@ struct WindowDevice;
 /// One exchange of one shard: between `Begin` and the end of its life it holds the device's windows.
 class WindowExchange {
  public:
-  /// `window`: a number that JaxsokWindowOpen got; `device`: the ordinal of the device that calls; `num_bytes`: what
-  /// the shard receives.
-  WindowExchange(int32_t window, int32_t device, int64_t num_bytes);
+  /// `window`: a number that JaxsokWindowOpen got; `device`: the ordinal of the device that calls; `run`: the number of
+  /// the run of a program, which differs if two threads run programs in another order on each device; `num_bytes`:
+  /// what the shard receives.
+  WindowExchange(int32_t window, int32_t device, int64_t run, int64_t num_bytes);
   ~WindowExchange();
   WindowExchange(const WindowExchange&) = delete;
   WindowExchange& operator=(const WindowExchange&) = delete;
@@ -123,9 +125,11 @@ LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peer
 /// Waits until a device has nothing to do.
 LaunchError WaitForDevice(int32_t device);
 /// Takes memory that the host and all devices share, zeros; nullptr where there is none.
-WindowFailure* TakeFailure();
-/// Launches what tells the others that this shard has arrived, and waits for them; the CPU has nothing to do.
-LaunchError LaunchMeeting(Stream stream, const WindowMember& member, uint32_t epoch, int64_t most_seconds);
+WindowFailure* TakeFailure(int32_t device);
+/// Launches what tells the others that this shard has arrived; the CPU has nothing to do.
+LaunchError LaunchArrival(Stream stream, const WindowMember& member, uint64_t epoch);
+/// Launches what waits until the others have arrived; the CPU has nothing to do.
+LaunchError LaunchMeeting(Stream stream, const WindowMember& member, uint64_t epoch, int64_t most_seconds);
 
 }  // namespace jaxsok
 

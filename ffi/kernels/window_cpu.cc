@@ -44,8 +44,10 @@ LaunchError PrepareDevice(int32_t, const int32_t*, int32_t) { return nullptr; }
 
 LaunchError WaitForDevice(int32_t) { return nullptr; }
 
-WindowFailure* TakeFailure() { return new WindowFailure{}; }
+WindowFailure* TakeFailure(int32_t) { return new WindowFailure{}; }
 
-LaunchError LaunchMeeting(Stream, const WindowMember&, uint32_t, int64_t) { return nullptr; }
+LaunchError LaunchArrival(Stream, const WindowMember&, uint64_t) { return nullptr; }
+
+LaunchError LaunchMeeting(Stream, const WindowMember&, uint64_t, int64_t) { return nullptr; }
 
 }  // namespace jaxsok

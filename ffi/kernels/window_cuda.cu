@@ -1,5 +1,7 @@
 // Windows on a GPU: kernels write into the memory of peers, and a kernel of one block waits for theirs.
 #include <algorithm>
+#include <cstdlib>
+#include <thread>
 
 #include "launch_cuda.cuh"
 #include "window.h"
@@ -10,28 +12,27 @@ namespace {
 constexpr int kFlight = 8;            // loads of 16 bytes that a thread has under way
 constexpr int kMostPushBlocks = 264;  // beyond 64 blocks of 512 threads the wire of an H200 is nearly full
 
-/// The device that is current while this lives.
-class OnDevice {
- public:
-  explicit OnDevice(int32_t device) {
-    error_ = cudaGetDevice(&before_);
-    if (error_ == cudaSuccess) error_ = cudaSetDevice(device);
-  }
-  ~OnDevice() { cudaSetDevice(before_); }
-  cudaError_t error() const { return error_; }
+/// Calls `work` with a device made current, in a thread of its own.
+///
+/// The calling thread keeps its device and its last error. To make its device current again would make a context there,
+/// on a GPU that may belong to another process; and an error left behind would be taken for one of its next launch.
+template <typename Work>
+LaunchError OnDevice(int32_t device, const Work& work) {
+  LaunchError error = nullptr;
+  std::thread([&] {
+    const cudaError_t chosen = cudaSetDevice(device);
+    error = chosen == cudaSuccess ? work() : cudaGetErrorString(chosen);
+  }).join();
+  return error;
+}
 
- private:
-  int before_ = 0;
-  cudaError_t error_;
-};
-
-__device__ __forceinline__ uint32_t LoadAcquire(const uint32_t* at) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+__device__ __forceinline__ uint64_t LoadAcquire(const uint64_t* at) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
   return value;
 }
-__device__ __forceinline__ void StoreRelease(uint32_t* at, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+__device__ __forceinline__ void StoreRelease(uint64_t* at, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
 __device__ __forceinline__ uint64_t Nanoseconds() {
   uint64_t now;
@@ -41,19 +42,24 @@ __device__ __forceinline__ uint64_t Nanoseconds() {
 
 constexpr uint64_t kLookNanoseconds = 1'000'000;  // between looks at memory of the host, which take about 1 us
 
-// One thread for each shard: it says that this one has arrived, and waits until that one has. What earlier kernels of
-// the stream wrote is seen by whoever sees the flag: release and acquire, at the scope of the system.
-__global__ void MeetKernel(const __grid_constant__ WindowMember member, uint32_t epoch, uint64_t most_nanoseconds) {
+// One thread for each shard says that this one has arrived. What earlier kernels of the stream wrote is seen by whoever
+// sees the flag: release and acquire, at the scope of the system.
+__global__ void ArriveKernel(const __grid_constant__ WindowMember member, uint64_t epoch) {
   const int32_t s = static_cast<int32_t>(threadIdx.x);
   if (s >= member.num_shards) return;
-  auto* own = reinterpret_cast<WindowHead*>(member.windows[member.shard]);
   __threadfence_system();
   StoreRelease(&reinterpret_cast<WindowHead*>(member.windows[s])->arrived[member.shard].epoch, epoch);
-  const uint32_t* flag = &own->arrived[s].epoch;
+}
+
+// One thread for each shard waits until it has arrived.
+__global__ void MeetKernel(const __grid_constant__ WindowMember member, uint64_t epoch, uint64_t most_nanoseconds) {
+  const int32_t s = static_cast<int32_t>(threadIdx.x);
+  if (s >= member.num_shards) return;
+  const uint64_t* flag = &reinterpret_cast<const WindowHead*>(member.windows[member.shard])->arrived[s].epoch;
   const uint64_t begin = Nanoseconds();
   uint64_t looked = begin;
   volatile WindowFailure* failure = member.failure;
-  while (static_cast<int32_t>(LoadAcquire(flag) - epoch) < 0) {
+  while (LoadAcquire(flag) < epoch) {
     const uint64_t now = Nanoseconds();
     if (now - looked < kLookNanoseconds) continue;
     looked = now;
@@ -151,80 +157,95 @@ LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const 
 }
 
 char* TakeWindow(int32_t device, int64_t num_bytes) {
-  const OnDevice on(device);
   void* window = nullptr;
-  if (on.error() != cudaSuccess || cudaMalloc(&window, static_cast<size_t>(num_bytes)) != cudaSuccess) {
-    cudaGetLastError();  // it would be reported by the next call
+  const LaunchError error = OnDevice(device, [&]() -> LaunchError {
+    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&window, static_cast<size_t>(num_bytes)));
+    JAXSOK_RETURN_IF_CUDA(cudaMemset(window, 0, kWindowHeadBytes));
+    JAXSOK_RETURN_IF_CUDA(cudaStreamSynchronize(nullptr));
     return nullptr;
-  }
-  if (cudaMemset(window, 0, kWindowHeadBytes) != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess) return nullptr;
-  return static_cast<char*>(window);
+  });
+  if (error != nullptr && window != nullptr) ReturnWindow(device, static_cast<char*>(window));
+  return error == nullptr ? static_cast<char*>(window) : nullptr;
 }
 
 void ReturnWindow(int32_t device, char* window) {
-  const OnDevice on(device);
-  cudaFree(window);
+  OnDevice(device, [&]() -> LaunchError {
+    cudaFree(window);
+    return nullptr;
+  });
 }
 
 LaunchError ExportWindow(int32_t device, char* window, WindowHandle* handle) {
   static_assert(sizeof(cudaIpcMemHandle_t) == sizeof(WindowHandle), "a handle is one of CUDA's");
-  const OnDevice on(device);
-  JAXSOK_RETURN_IF_CUDA(cudaIpcGetMemHandle(reinterpret_cast<cudaIpcMemHandle_t*>(handle), window));
-  return nullptr;
+  return OnDevice(device, [&]() -> LaunchError {
+    JAXSOK_RETURN_IF_CUDA(cudaIpcGetMemHandle(reinterpret_cast<cudaIpcMemHandle_t*>(handle), window));
+    return nullptr;
+  });
 }
 
 LaunchError ImportWindow(int32_t device, const WindowHandle& handle, char** window) {
-  const OnDevice on(device);
   const auto& of_cuda = reinterpret_cast<const cudaIpcMemHandle_t&>(handle);
-  JAXSOK_RETURN_IF_CUDA(
-      cudaIpcOpenMemHandle(reinterpret_cast<void**>(window), of_cuda, cudaIpcMemLazyEnablePeerAccess));
-  return nullptr;
+  return OnDevice(device, [&]() -> LaunchError {
+    JAXSOK_RETURN_IF_CUDA(
+        cudaIpcOpenMemHandle(reinterpret_cast<void**>(window), of_cuda, cudaIpcMemLazyEnablePeerAccess));
+    return nullptr;
+  });
 }
 
 void ReleaseImported(int32_t device, char* window) {
-  const OnDevice on(device);
-  cudaIpcCloseMemHandle(window);
+  OnDevice(device, [&]() -> LaunchError {
+    cudaIpcCloseMemHandle(window);
+    return nullptr;
+  });
 }
 
 LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peers) {
-  const OnDevice on(device);
-  JAXSOK_RETURN_IF_CUDA(on.error());
-  for (int32_t p = 0; p < num_peers; ++p) {
-    if (peers[p] == device || peers[p] < 0) continue;
-    int can_reach = 0;
-    JAXSOK_RETURN_IF_CUDA(cudaDeviceCanAccessPeer(&can_reach, device, peers[p]));
-    if (can_reach == 0) return "a device cannot reach the memory of another (no NVLink, or containers that hide it)";
-    const cudaError_t error = cudaDeviceEnablePeerAccess(peers[p], 0);
-    if (error == cudaErrorPeerAccessAlreadyEnabled) {
-      cudaGetLastError();  // XLA enables it too
-    } else if (error != cudaSuccess) {
-      return cudaGetErrorString(error);
+  return OnDevice(device, [&]() -> LaunchError {
+    for (int32_t p = 0; p < num_peers; ++p) {
+      if (peers[p] == device || peers[p] < 0) continue;
+      int can_reach = 0;
+      JAXSOK_RETURN_IF_CUDA(cudaDeviceCanAccessPeer(&can_reach, device, peers[p]));
+      if (can_reach == 0) return "a device cannot reach the memory of another (no NVLink, or containers that hide it)";
+      const cudaError_t error = cudaDeviceEnablePeerAccess(peers[p], 0);
+      if (error != cudaSuccess && error != cudaErrorPeerAccessAlreadyEnabled) {  // XLA enables it too
+        return cudaGetErrorString(error);
+      }
     }
-  }
-  // A kernel is loaded at its first launch, which may wait for what runs: for a device that waits for this one.
-  return Load(MeetKernel);
+    // A kernel is loaded at its first launch, which may wait for what runs: for a device that waits for this one.
+    JAXSOK_RETURN_IF_LAUNCH(Load(ArriveKernel));
+    return Load(MeetKernel);
+  });
 }
 
 LaunchError WaitForDevice(int32_t device) {
-  const OnDevice on(device);
-  JAXSOK_RETURN_IF_CUDA(on.error());
-  JAXSOK_RETURN_IF_CUDA(cudaDeviceSynchronize());
-  return nullptr;
-}
-
-WindowFailure* TakeFailure() {
-  void* failure = nullptr;
-  const cudaError_t error = cudaHostAlloc(&failure, sizeof(WindowFailure), cudaHostAllocPortable | cudaHostAllocMapped);
-  if (error != cudaSuccess) {
-    cudaGetLastError();
+  return OnDevice(device, [&]() -> LaunchError {
+    JAXSOK_RETURN_IF_CUDA(cudaDeviceSynchronize());
     return nullptr;
-  }
-  *static_cast<WindowFailure*>(failure) = {};
-  return static_cast<WindowFailure*>(failure);
+  });
 }
 
-LaunchError LaunchMeeting(Stream stream, const WindowMember& member, uint32_t epoch, int64_t most_seconds) {
+WindowFailure* TakeFailure(int32_t device) {
+  // Memory of the host that CUDA only registers: a thread still looks at it when CUDA is gone, as the process ends.
+  constexpr size_t kPageBytes = 4096;
+  void* failure = std::aligned_alloc(kPageBytes, kPageBytes);
+  if (failure == nullptr) return nullptr;
+  *static_cast<WindowFailure*>(failure) = {};
+  const LaunchError error = OnDevice(device, [&]() -> LaunchError {
+    JAXSOK_RETURN_IF_CUDA(cudaHostRegister(failure, kPageBytes, cudaHostRegisterPortable | cudaHostRegisterMapped));
+    void* of_device = nullptr;
+    JAXSOK_RETURN_IF_CUDA(cudaHostGetDevicePointer(&of_device, failure, 0));
+    return of_device == failure ? nullptr : "devices have another address for it";
+  });
+  return error == nullptr ? static_cast<WindowFailure*>(failure) : nullptr;
+}
+
+LaunchError LaunchArrival(Stream stream, const WindowMember& member, uint64_t epoch) {
   static_assert(kMostWindowShards <= kWarp, "a thread for each shard");
+  ArriveKernel<<<1, kWarp, 0, stream>>>(member, epoch);
+  return LastLaunchError();
+}
+
+LaunchError LaunchMeeting(Stream stream, const WindowMember& member, uint64_t epoch, int64_t most_seconds) {
   MeetKernel<<<1, kWarp, 0, stream>>>(member, epoch, static_cast<uint64_t>(most_seconds) * 1'000'000'000);
   return LastLaunchError();
 }

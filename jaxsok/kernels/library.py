@@ -84,6 +84,7 @@ def _load(back_end: str) -> ctypes.CDLL:
         ("JaxsokWindowClose", ctypes.c_int64, ctypes.c_int32),
         ("JaxsokWindowDrain", ctypes.c_char_p, ctypes.c_int32, ctypes.c_int64),
         ("JaxsokWindowMap", ctypes.c_char_p, ctypes.c_int32, ctypes.c_char_p),
+        ("JaxsokWindowSettle", None, ctypes.c_int32, ctypes.c_int32),
         ("JaxsokWindowResume", None, ctypes.c_int32),
     ):
         function = getattr(library, name)

@@ -61,11 +61,15 @@ class Growth:
         _check("reserve", self._library.JaxsokWindowDrain(self._number, last))
 
     def map(self, handles: bytes) -> None:
-        """Makes the next windows of all processes known to the devices of this one."""
+        """Maps the next windows of all processes for the devices of this one."""
         _check("reserve", self._library.JaxsokWindowMap(self._number, handles))
 
+    def settle(self, *, is_mapped: bool) -> None:
+        """Goes over to the next windows, if all processes have mapped them, or keeps those of before."""
+        self._library.JaxsokWindowSettle(self._number, is_mapped)
+
     def resume(self) -> None:
-        """Gives the old windows back, and lets exchanges begin."""
+        """Gives the other windows back, which no process maps any more, and lets exchanges begin."""
         self._library.JaxsokWindowResume(self._number)
 
 
