@@ -160,9 +160,9 @@ class RecordWriter:
         for piece in pieces():
             state, spec = self.held.state, self.specs[self.s]
             store, seed = state.stores[self.s], state.seed
-            store, one = entered(spec, self.number, self.shards, self.is_reset, store, seed, self.clock, piece)
+            store, num_refused = entered(spec, self.number, self.shards, self.is_reset, store, seed, self.clock, piece)
             self.held.state = with_store(state, self.s, store)
-            refused.append(one)
+            refused.append(num_refused)
         self._refused, self._pieces, self.is_settled = refused, pieces, False
 
     def settle(self) -> None:
@@ -183,7 +183,7 @@ class RecordWriter:
             )
 
     def _has_refused(self) -> bool:
-        return any(self.shards.read(one).any() for one in self._refused)
+        return any(self.shards.read(num_refused).any() for num_refused in self._refused)
 
 
 def padded(array: np.ndarray, lines: np.ndarray, size: int) -> np.ndarray:

@@ -292,9 +292,10 @@ class HostRows(RowSource):
         newer = HostRows(tables, maps, version=self.version + 1 if version is None else version)
         with _SHARING:
             holders = list(newer._holders)
-            for s in set(range(len(stores))).difference(plan.store for plan in plans):
-                holders[s] = self._holders[s]
-                holders[s].add(newer)
+            for s, store in enumerate(stores):
+                if store.rows is self._tables.stores[s].rows:  # also where keys were erased and no row was written
+                    holders[s] = self._holders[s]
+                    holders[s].add(newer)
             newer._holders = tuple(holders)
         return newer
 

@@ -139,12 +139,13 @@ def open_all(
     op: str, model: str, folder: pathlib.Path, tables: Mapping[str, FrozenTable], key_bits: KeyBits
 ) -> dict[str, TableSource]:
     """The tables of a model in a folder: an export, a checkpoint, HPS directories by name, or one HPS directory."""
-    if _is_hps(folder) and len(tables) > 1:
+    is_one = _is_hps(folder)
+    if is_one and len(tables) > 1:
         raise ServingError(
             f'{op}: source: got the HPS directory "{folder}", which does not name its table, wanted a mapping from '
             f"tables to folders: the model has {sorted(tables)}."
         )
-    below = [name for name in tables if _is_hps(folder / name)]
+    below = [name for name in tables if not is_one and _is_hps(folder / name)]
     if below:
         return {name: open_either(op, folder / name, tables[name], key_bits) for name in below}
     found, refused = {}, None

@@ -25,7 +25,7 @@ PIECE_BYTES = 32 * 2**20  # rows cross to the device in such pieces
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What an update does to one table."""
+    """The part of an update that changes one table."""
 
     table: FrozenTable
     keys: np.ndarray  # of the rows it brings: distinct

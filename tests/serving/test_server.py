@@ -890,6 +890,25 @@ def test_one_that_fails_fails_alone():
     assert seen == [(3, True)]
 
 
+def test_a_call_that_breaks_off_is_the_last_of_no_other():
+    """An error behind `run` is that of its own requests; later ones are answered."""
+    errors_left = [OSError("not counted")]
+
+    def observe(payloads, is_split):
+        if errors_left:
+            raise errors_left.pop()
+
+    async def ask():
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            batcher = batching.Batcher(lambda payloads: payloads, {}, executor=threads, observe=observe)
+            with pytest.raises(OSError, match="not counted"):
+                await batcher.submit("first", {})
+            assert await batcher.submit("second", {}) == "second"
+            assert await batcher.close()
+
+    asyncio.run(ask())
+
+
 def test_those_who_leave_the_queue_are_not_run():
     """And their places are free again."""
     begun, go, calls = threading.Event(), threading.Event(), []

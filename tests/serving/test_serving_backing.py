@@ -180,6 +180,16 @@ def test_in_place_leaves_alone_what_older_versions_share():
     assert_has(sixth, newer | {"a": {1: 6, 2: 2, 7: 7}})
 
 
+def test_versions_share_rows_where_keys_were_only_erased():
+    """The older one has rows that the newer one lacks: an update in place copies them while it lives."""
+    values = {"a": {1: 1, 2: 2, 3: 3}, "q": {1: 6, 2: 7}}
+    first = host_rows(values, spare_rows=4)
+    second = first.updated({}, {"a": np.ones(1, np.uint64), "q": np.ones(1, np.uint64)})
+    third = second.updated({"a": records_of("a", {2: 9}), "q": records_of("q", {2: 9})}, in_place=True)
+    assert_has(first, values)
+    assert_has(third, {"a": {2: 9, 3: 3}, "q": {2: 9}})
+
+
 def test_an_update_in_place_that_fails_halfway_stays_closed(monkeypatch):
     """Its rows may be of two versions: nobody reads them. Older versions that share stores are as they were."""
     values = {"a": {1: 1, 2: 2}, "h": {1: 5}}

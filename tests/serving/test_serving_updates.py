@@ -110,6 +110,16 @@ def test_hps_directories(tmp_path, in_place):
         check(session, content)
 
 
+def test_an_hps_directory_goes_before_those_in_it(tmp_path):
+    """Of a model with one table: a folder in the directory that has the table's name is not asked."""
+    content = {"user": rows_of(range(10), 4)}
+    with open_with({"user": (write(tmp_path / "a", content["user"]), 4)}) as session:
+        content["user"] = rows_of(range(5), 4, version=1)
+        write(tmp_path / "b" / "user", rows_of(range(5), 4, version=2))
+        session.update(write(tmp_path / "b", content["user"]))
+        check(session, content)
+
+
 def test_what_does_not_change_is_shared(trained, tmp_path):
     """Copy on write: of a store without changes all arrays, of one that only loses keys its rows."""
     with served(trained) as session:

@@ -143,8 +143,9 @@ class Batcher(Generic[Payload, Result]):
         loop = asyncio.get_running_loop()
         try:
             results = await loop.run_in_executor(self._executor, self._call, [job.payload for job in jobs])
-        except BaseException as error:  # raised by the executor: it is shut down
-            results, self._closed = [error] * len(jobs), True
+        except BaseException as error:  # of the call itself, as of an executor that is shut down
+            results = [error] * len(jobs)
+            self._closed |= isinstance(error, asyncio.CancelledError)  # a cancelled worker has to end
         for job, result in zip(jobs, results, strict=True):
             if job.answer.done():  # its caller was cancelled
                 continue
