@@ -30,6 +30,7 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 constexpr int64_t kLong = 100;  // seconds that no test takes
+constexpr int64_t kRun = 7;     // of the program that all shards run
 
 /// Opens windows of devices 0, 1, .. that receive `num_bytes`; returns their number.
 int32_t Open(int num_groups, int num_shards, int64_t num_bytes, int64_t most_seconds = kLong) {
@@ -57,7 +58,7 @@ uint8_t ByteOf(int from, int to, int number, int64_t i) {
 LaunchError Exchange(Executor& executor, int32_t window, int device, const std::vector<uint8_t>& lines,
                      std::vector<uint8_t>& received, int num_shards) {
   const auto num_bytes = static_cast<int64_t>(lines.size());
-  WindowExchange exchange(window, device, num_bytes);
+  WindowExchange exchange(window, device, kRun, num_bytes);
   if (exchange.error() != nullptr) return exchange.error();
   return LaunchWindowExchange(&executor, exchange, lines.data(), num_bytes / num_shards, received.data());
 }
@@ -195,7 +196,9 @@ void TestShardThatFailsBetweenParts() {
   const Told told = Tell(4, [&](int device) -> LaunchError {
     if (device != 2) return Exchange(window, device, 4, 8);
     std::this_thread::sleep_for(milliseconds(50));
-    { const WindowExchange exchange(window, device, 32); }  // as a handler whose kernel was not launched
+    {
+      const WindowExchange exchange(window, device, kRun, 32);
+    }  // as a handler whose kernel was not launched
     return Exchange(window, device, 4, 8);
   });
   JAXSOK_CHECK(told.Says("a shard failed between the parts of an exchange") && told.seconds < 2);
@@ -205,7 +208,9 @@ void TestShardThatFailsBetweenParts() {
 /// A failure ends one group; the other goes on, with the windows that it has.
 void TestGroupsFailApart() {
   const int32_t window = Open(2, 2, 1000);
-  { const WindowExchange exchange(window, 0, 8); }
+  {
+    const WindowExchange exchange(window, 0, kRun, 8);
+  }
   for (int number = 0; number < 100; ++number) {
     JAXSOK_CHECK(Tell(2, [&](int shard) { return Exchange(window, 2 + shard, 2, 500); }).Says("no error"));
   }
@@ -255,7 +260,7 @@ void TestTargets() {
     std::vector<char*> received(kNumShards);
     OnDevices(kNumShards, [&](int device) {
       ThreadExecutor executor(1);
-      WindowExchange exchange(window, device, kNumShards * kLines * kLineBytes);
+      WindowExchange exchange(window, device, kRun, kNumShards * kLines * kLineBytes);
       targets[device] = exchange.Target(kLines, kLineBytes);
       received[device] = static_cast<char*>(exchange.received());
       JAXSOK_CHECK(exchange.shard() == device && exchange.num_shards() == kNumShards);
