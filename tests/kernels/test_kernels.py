@@ -60,7 +60,7 @@ def _find_or_insert(s, x, tables, refused=None):
 def _gather(s, x, tables, is_find):
     tables = np.array(tables, np.uint32)
     counters, rows, num_absent = table.gather(
-        s.counters, tables, x["seed"], x["requests"], x["row_ids"], s.rows, is_find=is_find
+        s.counters, tables, x["seed"], x["requests"], x["row_ids"], s.rows, is_find=is_find, dtype=s.rows[0].dtype
     )
     return {"rows": rows, "num_absent": num_absent}, dataclasses.replace(s, counters=counters)
 
@@ -155,20 +155,19 @@ def _lookup_planned(s, x, tables, features, num_tiles, shapes, embedding_dtype):
 
 def _update(s, x, tables, features, optimizer, row_gradient, rounding, num_tiles, program=(0,), num_registers=0):
     program = np.array(program, np.int32)
-    s, num_nonfinite, num_stale = update.update(
-        s,
+    step = update.Step(
         np.array(tables, np.uint32),
         x["seed"],
         x["step"],
         _batch(x, features),
+        num_tiles,
         x["row_ids"],
         x["is_live"],
         update.RowStep(optimizer, x["hyper"], row_gradient, rounding, program, num_registers),
-        x["gradients"],
-        num_tiles=num_tiles,
-        table_ids=x["table_ids"],
-        num_uses=x.get("num_uses"),
+        x["table_ids"],
+        x.get("num_uses"),
     )
+    s, num_nonfinite, num_stale = update.update(s, step, x["gradients"])
     return {"num_nonfinite": num_nonfinite, "num_stale": num_stale}, s
 
 

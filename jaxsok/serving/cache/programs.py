@@ -120,8 +120,9 @@ def _query_store(
             stored = jnp.zeros((1, rows.shape[1]), jnp.float32)
             of_stored = jnp.where(is_row, jnp.uint32(0), jnp.uint32(NO_ROW))
         seed = jnp.asarray(SEED)
-        _, wide, _ = kernels.gather(counters, table_words, seed, requests, of_stored, (stored,), is_find=False)
-        wide = wide.astype(jnp.float32)
+        _, wide, _ = kernels.gather(
+            counters, table_words, seed, requests, of_stored, (stored,), is_find=False, dtype="float32"
+        )
         if scales:
             numbers = rows.at[wanted].get(mode="fill", fill_value=0).astype(jnp.float32)
             wide = jnp.where(is_row[:, None], numbers * scales[0].at[wanted].get(mode="fill", fill_value=0), wide)
