@@ -302,9 +302,8 @@ class Sharded:
 
         def owner_lookup(store, requests):
             row_ids = table_lib.find(store, requests[:, :2], requests[:, 2])
-            return row_ids, table_lib.gather(spec, store, self._seed, requests, row_ids, is_find=True, dtype="float32")[
-                1
-            ]
+            rows = table_lib.gather(spec, store, self._seed, requests, row_ids, is_find=True, dtype="float32")[1]
+            return row_ids, rows
 
         def update(carry, requests, row_ids, sums):
             store, count = carry
@@ -322,7 +321,7 @@ class Sharded:
                 row_ids,
                 jnp.ones(1, jnp.bool_),
                 row_step,
-                table_ids=requests[:, 2] if spec.dtype != "float32" else None,
+                requests[:, 2] if spec.dtype != "float32" else None,
             )
             store, _, _ = update_kernels.update(store, step, [sums])
             return store, count + 1
