@@ -83,3 +83,21 @@ def test_an_equal_collection_compiles_nothing(operation, num_shards, tmp_path):
     with COMPILATIONS.noted() as names:
         operation(declared(), tmp_path)
     assert names == []
+
+
+def test_deltas_of_other_sizes_compile_nothing(tmp_path):
+    """Keys that a delta erases, and keys that are looked for, are padded to few sizes."""
+    collection = jaxsok.Collection(TABLES[1:], FEATURES[1:])
+    state = programs.insert(collection, collection.init(seed=1), range(40), name="item")
+    checkpoint.export_full(tmp_path / "full", collection, state)
+    num_compiled = []
+    for num_erased in (3, 7):
+        state, _ = collection.erase(state, "item", np.arange(num_erased))
+        delta = tmp_path / f"{num_erased}"
+        with COMPILATIONS.noted() as names:
+            checkpoint.export_delta(delta, collection, state, tmp_path / "full")
+            restored = checkpoint.load([tmp_path / "full", delta], collection)
+        num_compiled.append(len(names))
+        assert sorted(programs.rows_of(collection, restored, "item")) == list(range(num_erased, 40))
+    assert num_compiled[0] > 0
+    assert names == []
