@@ -35,7 +35,7 @@ from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, described, fingerprint, group_into_stores
 from jaxsok.stats import Stats
 from jaxsok.steps import Steps
-from jaxsok.store import State, StoreState, init_store
+from jaxsok.store import State, init_stores
 from jaxsok.strategy import Strategy
 
 
@@ -143,21 +143,16 @@ class Collection:
         drawn = processes.drawn(is_shared=shards.num_processes > 1, num_words=6)
         entropy = drawn[2:].tolist() if salt is None else int(salt)
         salts = np.random.SeedSequence(entropy).generate_state(len(self.stores), np.uint64)
-
-        def make_stores() -> tuple[StoreState, ...]:
-            return tuple(init_store(store, int(salt)) for store, salt in zip(self.stores, salts, strict=True))
-
-        def make_rest() -> tuple[Array, ...]:
-            words = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
-            refused = jnp.zeros(len(self.tables), jnp.uint32)
-            return jnp.zeros((), jnp.uint32), jnp.asarray(words), jnp.asarray(self.partition_owners), refused
-
-        step, seed_words, owners, refused = shards.make(make_rest, is_split=False)
+        salt_words = np.stack([salts & np.uint64(0xFFFFFFFF), salts >> np.uint64(32)], axis=1).astype(np.uint32)
+        seed_words = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
+        step, seed_words, owners, refused = shards.make(
+            _make_rest, len(self.tables), operands=(seed_words, self.partition_owners), is_split=False
+        )
         # From the seed, so that two runs have the same bits. Exports still tell lives with the same words apart.
         lineage = np.random.SeedSequence([int(seed), int(self.fingerprint, 16)]).generate_state(2)
         lives.IN_THIS_PROCESS.begin(lineage, drawn[:2])
         state = State(
-            stores=shards.make(make_stores),
+            stores=shards.make(init_stores, self.stores, operands=(salt_words,)),
             tickets=no_tickets(self.shards),
             step=step,
             seed=seed_words,
@@ -909,6 +904,12 @@ class Collection:
         num_parts = 1 if self.shards.sees_parts() else self.shards.num_shards
         for plan, of_plan in zip(plans, gradients, strict=True):
             gradients_lib.check_gradients(self.stores, plan, of_plan, num_parts, op)
+
+
+def _make_rest(num_tables: int, seed: Array, partition_owners: Array) -> tuple[Array, ...]:
+    """Makes step, seed, owners of partitions and refused keys of a new state, each its own buffer, to be donated."""
+    step, num_refused = jnp.zeros((), jnp.uint32), jnp.zeros(num_tables, jnp.uint32)
+    return step, jnp.array(seed), jnp.array(partition_owners), num_refused
 
 
 def check_scalar(what: str, value: Any) -> None:

@@ -580,7 +580,7 @@ def _enlarging(
         store = state.stores[s]
         if s in capacities:
             num_rows = spec.num_shards * capacities[s] - store.capacity
-            slabs[s] = shards.make(functools.partial(new_slab, spec, num_rows))
+            slabs[s] = shards.make(new_slab, spec, num_rows)
             store = with_slab(store, slabs[s])
         if s in capacities or is_resalted[s]:
             num_buckets = num_buckets_of(store.capacity // spec.num_shards)

@@ -318,12 +318,12 @@ def specs_of(shards: Shards, state: State) -> Any:
 
 def lineage_of(shards: Shards, words: np.ndarray) -> Array:
     """Puts a lineage where steps leave it; made by a program, since NumPy's memory is not donated."""
-    return shards.make(lambda: jnp.array(words), is_split=False)
+    return shards.make(jnp.array, operands=(words,), is_split=False)
 
 
 def no_tickets(shards: Shards) -> Array:
     """Returns the tickets of a new state: no plan is open."""
-    return shards.make(lambda: tickets.no_tickets(shards.num_shards))
+    return shards.make(tickets.no_tickets, shards.num_shards)
 
 
 def _is_deleted(array: Any) -> bool:

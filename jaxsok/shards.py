@@ -10,7 +10,7 @@ repeated. Inside `shard_map` (or `pmap`) over the axes, code works on the parts.
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -89,8 +89,14 @@ class Shards(abc.ABC):
         return self.sum(parts)
 
     @abc.abstractmethod
-    def make(self, make: Callable[[], Any], *, is_split: bool = True) -> Any:
-        """Calls a function that makes arrays, split or not, in place on their devices."""
+    def make(
+        self, function: Callable, *static: Hashable, operands: Sequence[np.ndarray] = (), is_split: bool = True
+    ) -> Any:
+        """Makes arrays, split or not, in place on their devices: runs `function(*static, *operands)` as a program.
+
+        The program is compiled once for a function and static arguments, so the function must not be a new object at
+        each call. Numbers that are drawn must be operands.
+        """
 
     @abc.abstractmethod
     def put(self, blocks: Mapping[int, np.ndarray]) -> Array:
@@ -135,8 +141,10 @@ class OneDevice(Shards):
     def max(self, parts: Any) -> Any:
         return parts
 
-    def make(self, make: Callable[[], Any], *, is_split: bool = True) -> Any:
-        return make()
+    def make(
+        self, function: Callable, *static: Hashable, operands: Sequence[np.ndarray] = (), is_split: bool = True
+    ) -> Any:
+        return jax.jit(function, static_argnums=tuple(range(len(static))))(*static, *operands)
 
     def put(self, blocks: Mapping[int, np.ndarray]) -> Array:
         return jnp.asarray(blocks[0])
@@ -221,15 +229,19 @@ class MeshShards(Shards):
 
     def read(self, array: Array) -> np.ndarray:
         if self.num_processes > 1:
-            array = jax.jit(lambda whole: self.resharded(P(), whole), out_shardings=self.same)(array)
+            array = jax.jit(MeshShards.resharded, static_argnums=(0, 1), out_shardings=self.same)(self, P(), array)
         return np.asarray(array)
 
     def replicate(self, tree: Any) -> Any:
         return jax.device_put(tree, self.same)
 
-    def make(self, make: Callable[[], Any], *, is_split: bool = True) -> Any:
-        places = jax.tree.map(lambda leaf: self.place(leaf.ndim, is_split=is_split), jax.eval_shape(make))
-        return jax.jit(make, out_shardings=places)()
+    def make(
+        self, function: Callable, *static: Hashable, operands: Sequence[np.ndarray] = (), is_split: bool = True
+    ) -> Any:
+        numbers = tuple(range(len(static)))
+        shapes = jax.jit(function, static_argnums=numbers).eval_shape(*static, *operands)
+        places = jax.tree.map(lambda leaf: self.place(leaf.ndim, is_split=is_split), shapes)
+        return jax.jit(function, static_argnums=numbers, out_shardings=places)(*static, *operands)
 
     @property
     def num_processes(self) -> int:

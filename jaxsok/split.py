@@ -6,6 +6,7 @@ over the mesh.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxsok import checks
 from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
-from jaxsok.features import Bags, Batch, Features
+from jaxsok.features import Bags, Batch, Features, StoreFeatures
 from jaxsok.shards import Shards
 from jaxsok.specs import FeatureSpec, StoreSpec
 from jaxsok.types import PADDING_KEY
@@ -239,13 +240,24 @@ def _pack_on_device(
         arrays[spec.name] = pair
         limit = None if spec.max_keys is None else -(-spec.max_keys // shards.num_shards)
         specs.append(dataclasses.replace(spec, max_keys=limit))
+    packed = _pack_parts(tuple(stores), tuple(specs), shards, arrays)
+    return Batch(Features(packed, tag, shards.num_shards), features_lib.rest_of(raw, features))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _pack_parts(
+    stores: tuple[StoreSpec, ...],
+    features: tuple[FeatureSpec, ...],
+    shards: Shards,
+    arrays: dict[str, dict[str, Any]],
+) -> tuple[StoreFeatures, ...]:
+    """Packs each shard's part of the features' keys and weights."""
 
     def pack_part(parts: dict[str, dict[str, Any]]) -> Any:
         bags = {name: Bags(pair["keys"], weights=pair.get("weights")) for name, pair in parts.items()}
-        return jax.tree.map(jnp.asarray, features_lib.pack_stores(bags, stores, specs))
+        return jax.tree.map(jnp.asarray, features_lib.pack_stores(bags, stores, features))
 
-    run = jax.jit(lambda parts: shards.run(pack_part, (parts,), (shards.spec,), shards.spec))
-    return Batch(Features(run(arrays), tag, shards.num_shards), features_lib.rest_of(raw, features))
+    return shards.run(pack_part, (arrays,), (shards.spec,), shards.spec)
 
 
 def _placed(what: str, name: str, array: Any, spec: FeatureSpec, shards: Shards) -> Any:

@@ -184,16 +184,21 @@ def capacities_of(state: State) -> tuple[int, ...]:
     return tuple(store.capacity for store in state.stores)
 
 
-def init_store(spec: StoreSpec, salt: int) -> StoreState:
-    """Makes an empty store of the declared capacity, for all shards; `salt` has 64 bits, mixed into all its hashes."""
+def init_stores(specs: tuple[StoreSpec, ...], salts: UInt32[Array, "num_stores 2"]) -> tuple[StoreState, ...]:
+    """Makes empty stores; see `init_store`."""
+    return tuple(init_store(spec, salts[s]) for s, spec in enumerate(specs))
+
+
+def init_store(spec: StoreSpec, salt: UInt32[Array, "2"]) -> StoreState:
+    """Makes an empty store of the declared capacity, for all shards; `salt`, low word first, is in all its hashes."""
     capacity, num_shards = spec.capacity, spec.num_shards
     rows, records, states, statistics = new_slab(spec, num_shards * capacity)
-    counters = np.zeros((num_shards, len(COUNTERS)), np.uint32)
-    counters[:, COUNTERS.index("salt_low")] = salt & 0xFFFFFFFF
-    counters[:, COUNTERS.index("salt_high")] = salt >> 32
+    counters = jnp.zeros((num_shards, len(COUNTERS)), jnp.uint32)
+    counters = counters.at[:, COUNTERS.index("salt_low")].set(salt[0])
+    counters = counters.at[:, COUNTERS.index("salt_high")].set(salt[1])
     return StoreState(
         index=jnp.full((num_shards * num_buckets_of(capacity), BUCKET_WORDS), np.uint32(0xFFFFFFFF)),
-        counters=jnp.asarray(counters.reshape(-1)),
+        counters=counters.reshape(-1),
         table_rows=jnp.zeros(num_shards * len(spec.tables), jnp.uint32),
         rows=(rows,),
         records=(records,),

@@ -1,6 +1,7 @@
 """What is saved beside rows, into a state: its step, words of its stores, and keys that wait for a row."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,7 +21,8 @@ from jaxsok.collection import Collection
 from jaxsok.imports import Held
 from jaxsok.operations import locate
 from jaxsok.plan import owners_of
-from jaxsok.shards import local_parts
+from jaxsok.shards import Shards, local_parts
+from jaxsok.specs import StoreSpec
 from jaxsok.store import State, StoreState, with_store
 from jaxsok.types import COUNTERS
 
@@ -141,18 +143,23 @@ def _add_admission(source: Source, collection: Collection, held: Held, names: Se
 
 def _add_waiting(source: Source, collection: Collection, held: Held, s: int, number: int) -> None:
     spec, shards = collection.stores[s], collection.shards
-
-    def forget(store: StoreState) -> StoreState:
-        return admission_lib.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)
-
-    forget_all = jax.jit(lambda store: shards.run(forget, (store,), (shards.spec,), shards.spec), donate_argnums=0)
-    held.state = with_store(held.state, s, forget_all(held.state.stores[s]))
+    held.state = with_store(held.state, s, _forget_waiting(spec, number, shards, held.state.stores[s]))
     for keys, counts in processes.in_step(source.op, _join_batches(source.waiting(spec.tables[number].name))):
         # A key seen often enough for a lower threshold waits for one more sight.
         counts = np.minimum(counts, np.uint32(there(spec.tables[number].admission).threshold - 1))
         owners = owners_of(spec, number, keys, collection.partition_owners)
         store = admission_lib.with_waiting(spec, held.state.stores[s], number, keys, counts, owners, shards)
         held.state = with_store(held.state, s, store)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def _forget_waiting(spec: StoreSpec, number: int, shards: Shards, store: StoreState) -> StoreState:
+    """Forgets the waiting keys of one table on every shard."""
+
+    def forget(store: StoreState) -> StoreState:
+        return admission_lib.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)
+
+    return shards.run(forget, (store,), (shards.spec,), shards.spec)
 
 
 def _join_batches(batches: Iterator[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

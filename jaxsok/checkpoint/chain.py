@@ -16,8 +16,10 @@ from jaxsok.checkpoint.files import key_batches
 from jaxsok.checkpoint.source import Source
 from jaxsok.collection import Collection
 from jaxsok.store import State
+from jaxsok.types import PADDING_KEY
 
 KEYS_AT_A_TIME = 1 << 18  # 2 MiB of keys: enough for a device to be busy, few enough for a host
+LEAST_KEYS = 1 << 10  # a search for so many takes less than the start of a program
 MOST_LINKS = 10_000  # a week of deltas, one a minute
 Path = str | os.PathLike[str]
 
@@ -100,7 +102,11 @@ def find_keys(
     for batch in processes.in_step(op, batches):
         for start in range(0, batch.size, KEYS_AT_A_TIME):
             keys = batch[start : start + KEYS_AT_A_TIME]
-            size = 1 << (keys.size - 1).bit_length()  # few sizes, few programs
-            padded = np.full(size, np.uint64(2**64 - 1))
-            padded[: keys.size] = keys
-            yield keys, np.asarray(collection.contains(state, table, padded))[: keys.size]
+            yield keys, np.asarray(collection.contains(state, table, pad_keys(keys)))[: keys.size]
+
+
+def pad_keys(keys: np.ndarray) -> np.ndarray:
+    """Pads at least one key to one of few sizes, so that few programs are compiled."""
+    padded = np.full(max(LEAST_KEYS, 1 << (keys.size - 1).bit_length()), np.uint64(PADDING_KEY))
+    padded[: keys.size] = keys
+    return padded

@@ -17,7 +17,7 @@ from jaxsok import grow as grow_lib
 from jaxsok import processes
 from jaxsok.checkpoint import beside_rows
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.chain import KEYS_AT_A_TIME, Path, chain_of, check_link, find_keys
+from jaxsok.checkpoint.chain import KEYS_AT_A_TIME, Path, chain_of, check_link, find_keys, pad_keys
 from jaxsok.checkpoint.files import CorruptFileError, key_batches
 from jaxsok.checkpoint.place import place_records
 from jaxsok.checkpoint.save import time_of
@@ -252,7 +252,8 @@ def apply_link(
     for name in names:
         for keys in processes.in_step(source.op, key_batches(source.files(name, manifest_lib.TOMBSTONES))):
             for start in range(0, keys.size, KEYS_AT_A_TIME):
-                held.state, _ = collection.erase(held.state, name, keys[start : start + KEYS_AT_A_TIME])
+                erased = pad_keys(keys[start : start + KEYS_AT_A_TIME])
+                held.state, _ = collection.erase(held.state, name, erased)
     for name in names:
         place(source, collection, held, name, taken[name], now)
     beside_rows.add(source, collection, held, names, is_whole=is_whole, optimizer_state=optimizer_state)

@@ -14,13 +14,14 @@ SPEC = jaxsok.StoreSpec(
     tuple(jaxsok.TableSpec(name, dim=4, optimizer=jaxsok.optim.adagrad(0.1), capacity=CAPACITY // 2) for name in "ab")
 )
 SEED = np.array([3, 0], np.uint32)
+SALT = np.array([7, 0], np.uint32)
 
 
 @pytest.fixture
 def empty() -> store.StoreState:
     """A store of eight rows with two tables."""
     jaxsok.Collection(SPEC.tables, [])  # refuses what cannot be declared
-    return store.init_store(SPEC, salt=7)
+    return store.init_store(SPEC, SALT)
 
 
 def insert(state, values, tables):
@@ -58,7 +59,7 @@ def test_keys_are_counted_once_where_xla_works_out_rows():
     initializer = jaxsok.initializers.function(lambda words, columns: columns.astype(jnp.float32), "columns")
     table_spec = jaxsok.TableSpec("a", 4, jaxsok.optim.sgd(0.1), initializer=initializer, capacity=CAPACITY)
     spec, words = jaxsok.StoreSpec((table_spec,)), keys.to_words(np.array([9, 7, 9, -1]), "test")
-    state = store.init_store(spec, salt=7)
+    state = store.init_store(spec, SALT)
     for wanted in ({"num_found": 1, "num_inserted": 2, "num_padding": 1}, {"num_found": 3, "num_padding": 1}):
         state, _, counts = table.find_or_insert(spec, state, jnp.asarray(SEED), words, np.zeros(4, np.uint32))
         assert {name: int(count) for name, count in zip(COUNTS, counts[0], strict=True) if count} == wanted

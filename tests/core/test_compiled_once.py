@@ -1,0 +1,103 @@
+"""What an equal collection did before compiles nothing: programs belong to specs and shapes, not to objects."""
+
+import contextlib
+
+import jax
+import numpy as np
+import programs
+import pytest
+
+import jaxsok
+from jaxsok import checkpoint
+
+TABLES = [
+    jaxsok.TableSpec("user", 4, jaxsok.optim.adagrad(0.1), capacity=72, admission=jaxsok.policies.AdmitByCount(3)),
+    jaxsok.TableSpec("item", 8, jaxsok.optim.adam(0.1), capacity=72, eviction=jaxsok.policies.LeastRecentlyUsed()),
+]
+FEATURES = [jaxsok.FeatureSpec("user", "user"), jaxsok.FeatureSpec("item", "item")]
+CHECKPOINTS = checkpoint.TablesCheckpointHandler()
+
+
+class Compilations:
+    """The names of the programs that JAX compiles."""
+
+    def __init__(self):
+        self.names = None
+        jax.monitoring.register_event_duration_secs_listener(self._hear)
+
+    def _hear(self, event, seconds, *, fun_name="a program", **_):
+        if self.names is not None and "backend_compile" in event:
+            self.names.append(fun_name)
+
+    @contextlib.contextmanager
+    def noted(self):
+        """A list that grows."""
+        self.names = []
+        try:
+            yield self.names
+        finally:
+            self.names = None
+
+
+COMPILATIONS = Compilations()
+
+
+def init(collection, _):
+    """Salts and lineages are drawn, and seeds differ."""
+    for seed in (1, 2):
+        collection.init(seed=seed)
+
+
+def batch(collection, _):
+    """Keys that are on the devices already."""
+    keys = jax.numpy.asarray(programs.words(np.arange(16)))
+    collection.batch({"user": keys, "item": keys})
+
+
+def grow(collection, _):
+    """More rows, a larger index, more keys that wait; and how many rows there are."""
+    state = collection.init(seed=1)
+    features = programs.batch(collection, user=np.arange(1024), item=np.arange(1024))
+    collection.num_rows(collection.grow(state, features))
+
+
+def restore(collection, folder):
+    """A state with keys that wait for a row."""
+    CHECKPOINTS.restore(folder, checkpoint.TablesRestore(collection))
+
+
+@pytest.mark.parametrize("num_shards", (None, 4))
+@pytest.mark.parametrize("operation", (init, batch, grow, restore))
+def test_an_equal_collection_compiles_nothing(operation, num_shards, tmp_path):
+    """The second time, with a collection of its own."""
+
+    def declared():
+        return programs.over(num_shards, TABLES, FEATURES) if num_shards else jaxsok.Collection(TABLES, FEATURES)
+
+    if operation is restore:
+        collection = declared()
+        features = programs.batch(collection, user=np.arange(16), item=np.arange(16))
+        _, state, _ = jax.jit(collection.lookup)(collection.init(seed=1), features)
+        CHECKPOINTS.save(tmp_path, checkpoint.TablesSave(collection, state))
+    operation(declared(), tmp_path)
+    with COMPILATIONS.noted() as names:
+        operation(declared(), tmp_path)
+    assert names == []
+
+
+def test_deltas_of_other_sizes_compile_nothing(tmp_path):
+    """Keys that a delta erases, and keys that are looked for, are padded to few sizes."""
+    collection = jaxsok.Collection(TABLES[1:], FEATURES[1:])
+    state = programs.insert(collection, collection.init(seed=1), range(40), name="item")
+    checkpoint.export_full(tmp_path / "full", collection, state)
+    num_compiled = []
+    for num_erased in (3, 7):
+        state, _ = collection.erase(state, "item", np.arange(num_erased))
+        delta = tmp_path / f"{num_erased}"
+        with COMPILATIONS.noted() as names:
+            checkpoint.export_delta(delta, collection, state, tmp_path / "full")
+            restored = checkpoint.load([tmp_path / "full", delta], collection)
+        num_compiled.append(len(names))
+        assert sorted(programs.rows_of(collection, restored, "item")) == list(range(num_erased, 40))
+    assert num_compiled[0] > 0
+    assert names == []
