@@ -195,7 +195,9 @@ void TestShardThatFailsBetweenParts() {
   const Told told = Tell(4, [&](int device) -> LaunchError {
     if (device != 2) return Exchange(window, device, 4, 8);
     std::this_thread::sleep_for(milliseconds(50));
-    { const WindowExchange exchange(window, device, 32); }  // as a handler whose kernel was not launched
+    {
+      const WindowExchange exchange(window, device, 32);
+    }  // as a handler whose kernel was not launched
     return Exchange(window, device, 4, 8);
   });
   JAXSOK_CHECK(told.Says("a shard failed between the parts of an exchange") && told.seconds < 2);
@@ -205,7 +207,9 @@ void TestShardThatFailsBetweenParts() {
 /// A failure ends one group; the other goes on, with the windows that it has.
 void TestGroupsFailApart() {
   const int32_t window = Open(2, 2, 1000);
-  { const WindowExchange exchange(window, 0, 8); }
+  {
+    const WindowExchange exchange(window, 0, 8);
+  }
   for (int number = 0; number < 100; ++number) {
     JAXSOK_CHECK(Tell(2, [&](int shard) { return Exchange(window, 2 + shard, 2, 500); }).Says("no error"));
   }
