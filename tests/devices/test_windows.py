@@ -335,34 +335,58 @@ TABLES = [
     jaxsok.TableSpec("user", 8, ADAM, capacity=4096),
     jaxsok.TableSpec("item", 8, ADAM, capacity=4096, unknown="initial"),
     jaxsok.TableSpec("word", 16, jaxsok.optim.rowwise_adagrad(0.1), capacity=4096, dtype="bfloat16"),
-    jaxsok.TableSpec("shop", 7, jaxsok.optim.sgd(0.1), capacity=4096, dtype="float16", placement=jaxsok.on(1)),
     jaxsok.TableSpec("ad", 4, ADAM, capacity=4096, placement=jaxsok.REPLICATED),
-    jaxsok.TableSpec("city", 12, ADAM, capacity=4096, admission=policies.AdmitByCount(2)),
+    jaxsok.TableSpec(
+        "city", 7, ADAM, capacity=4096, dtype="float16", placement=jaxsok.on(1), admission=policies.AdmitByCount(2)
+    ),
 ]
 FEATURES = [
     jaxsok.FeatureSpec("user", "user"),
     jaxsok.FeatureSpec("item", "item", combiner="mean"),
     jaxsok.FeatureSpec("clicked", "item", combiner="sum", weighted=True, max_keys=4096),
     jaxsok.FeatureSpec("word", "word", combiner="sqrtn"),
-    jaxsok.FeatureSpec("shop", "shop", combiner="sum"),
     jaxsok.FeatureSpec("ad", "ad"),
     jaxsok.FeatureSpec("city", "city", combiner="mean"),
 ]
 
 
+@functools.cache
+def collection_of_all_kinds(mesh, wire, exchange):
+    """Shared by tests, whose programs it has once."""
+    return collection_of(mesh, wire, TABLES, FEATURES, **dict(exchange))
+
+
+@functools.cache
+def trained(collection):
+    """A step without a model, jitted, and as a function."""
+
+    def step(state, features):
+        embeddings, state, plan = collection.lookup(state, features)
+        gradients = jax.tree.map(jnp.tanh, embeddings)
+        length = collection.gradient_norm(state, plan, gradients)
+        state, stats = collection.update(state, plan, gradients)
+        return state, (embeddings, length, stats)
+
+    return jax.jit(step), step
+
+
+@functools.cache
+def norm(collection):
+    """Jitted `collection.gradient_norm`."""
+    return jax.jit(collection.gradient_norm)
+
+
 class World:
-    """A collection of all kinds of tables, its programs compiled once, and its state."""
+    """A collection of all kinds of tables and its state."""
 
     def __init__(self, mesh, wire, *, num_samples=NUM_SAMPLES, **exchange):
         self.mesh, self.num_samples = mesh, num_samples
-        self.collection = collection_of(mesh, wire, TABLES, FEATURES, **exchange)
-        collection = self.collection
-        self.state = collection.init(seed=3, salt=0)
-        self.plan, self.find, self.norm, self.lookup, self.update = map(
-            jax.jit,
-            (collection.plan, collection.find, collection.gradient_norm, collection.lookup, collection.update),
+        collection = collection_of_all_kinds(mesh, wire, tuple(exchange.items()))
+        self.collection, self.state = collection, collection.init(seed=3, salt=0)
+        self.plan, self.find, self.lookup, self.update, self.norm = (
+            cached(collection) for cached in (programs.plan, programs.find, programs.lookup, programs.update, norm)
         )
-        self.step = jax.jit(self._step)
+        self.jitted_step, self.step = trained(collection)
 
     def batch(self, number):
         """Features of a batch: keys repeat, some are padding."""
@@ -375,22 +399,14 @@ class World:
             "item": rng.integers(0, 200, (num, 3)),
             "clicked": jaxsok.Bags(rng.integers(0, 200, total), lengths=lengths, weights=weights),
             "word": rng.integers(0, 100, (num, 5)),
-            "shop": rng.integers(0, 50, (num, 2)),
             "ad": rng.integers(0, 50, num),
             "city": rng.integers(0, 400, (num, 2)),
         }
         return self.collection.batch(raw).features
 
-    def _step(self, state, features):
-        embeddings, state, plan = self.collection.lookup(state, features)
-        gradients = jax.tree.map(jnp.tanh, embeddings)
-        length = self.collection.gradient_norm(state, plan, gradients)
-        state, stats = self.collection.update(state, plan, gradients)
-        return state, (embeddings, length, stats)
-
     def train(self, features):
         """One step in one program."""
-        self.state, results = self.step(self.state, features)
+        self.state, results = self.jitted_step(self.state, features)
         return results
 
 
@@ -404,11 +420,16 @@ def planned_steps(wire, mesh, exchange, is_planned):
     return world.state, results
 
 
-@pytest.mark.parametrize("is_planned", [True, False], ids=["planned", "rounds"])
-@pytest.mark.parametrize("exchange", WIRES, ids=str)
-def test_several_stores(exchange, is_planned):
-    """All placements, combiners, dtypes of rows; admission; planned and in rounds."""
-    same_on_both_wires(planned_steps, mesh_of_gpus(), exchange, is_planned)
+@pytest.mark.parametrize("wire", range(len(WIRES)))
+def test_several_stores(wire):
+    """All placements, combiners, dtypes of rows; admission."""
+    same_on_both_wires(planned_steps, mesh_of_gpus(), WIRES[wire], True)
+
+
+@pytest.mark.parametrize("wire", [0, 3])
+def test_several_stores_in_rounds(wire):
+    """The same without a plan: a loop on the devices, whose end all shards know."""
+    same_on_both_wires(planned_steps, mesh_of_gpus(), WIRES[wire], False)
 
 
 def random_calls(wire, mesh, seed):
@@ -439,15 +460,15 @@ def random_calls(wire, mesh, seed):
     return world.state, results
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_calls_in_any_order(seed):
     """lookup, find, gradient_norm and update, planned or not."""
     same_on_both_wires(random_calls, mesh_of_gpus(), seed)
 
 
 def micro_batches(wire, mesh):
-    """Three lookups, then one update of all of them, in one program."""
-    world = World(mesh, wire)
+    """Two lookups, then one update of both, in one program."""
+    world, results = World(mesh, wire), []
 
     @jax.jit
     def step(state, batches):
@@ -458,9 +479,8 @@ def micro_batches(wire, mesh):
             gradients.append(jax.tree.map(jnp.tanh, embeddings))
         return world.collection.update(state, plans, gradients)
 
-    results = []
     for number in range(3):
-        batches = [world.plan(world.batch(3 * number + k)) for k in range(3)]
+        batches = [world.plan(world.batch(3 * number + k)) for k in range(2)]
         world.state, stats = step(world.state, batches)
         results.append(stats)
     return world.state, results
@@ -476,7 +496,7 @@ def scanned(wire, mesh, is_planned):
     world = World(mesh, wire)
     batches = [world.plan(batch) if is_planned else batch for batch in map(world.batch, range(5))]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
-    return jax.jit(lambda state, batches: lax.scan(world._step, state, batches))(world.state, stacked)
+    return jax.jit(lambda state, batches: lax.scan(world.step, state, batches))(world.state, stacked)
 
 
 @pytest.mark.parametrize("is_planned", [True, False], ids=["planned", "rounds"])
@@ -520,7 +540,6 @@ def growing(wire, mesh):
     """Batches that become larger and then small again, whose first programs know only the small windows."""
     results, worlds = [], [World(mesh, wire, num_samples=num_samples) for num_samples in (8, 64, 512)]
     for number, k in enumerate((0, 1, 0, 2, 1, 0, 2)):
-        worlds[k].state = worlds[0].state if k == 0 else worlds[k].state
         results.append(worlds[k].train(worlds[k].plan(worlds[k].batch(number))))
     return [world.state for world in worlds], results
 
@@ -546,6 +565,6 @@ def test_with_the_latency_hiding_scheduler():
     root = pathlib.Path(jaxsok.__file__).parents[1]
     environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k"]
-    command += ["test_several_stores or test_inside_scan or test_several_lookups"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    command += ["test_inside_scan or test_several_lookups or test_an_exception"]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]

@@ -246,6 +246,11 @@ def mesh_of(num_devices=2, axes=("data",)):
     return jax.make_mesh(shape, axes, axis_types=types, devices=jax.devices()[:num_devices])
 
 
+def mesh_of_cpus():
+    """Two CPU devices, wherever there are GPUs."""
+    return jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
+
+
 def over(mesh=None, axis="data", exchange=None, tables=None, **options):
     """The collection of `item` over two devices."""
     one = item(**options)
@@ -445,6 +450,8 @@ PROVOKED = {
     "on a device that is not there": lambda: over(tables=tables_of(jaxsok.on(2))),
     "dtype of the wire": lambda: jaxsok.ExchangeSpec(rows="int8"),
     "no send_capacity": lambda: jaxsok.ExchangeSpec(send_capacity=0),
+    "unknown wire": lambda: jaxsok.ExchangeSpec(wire="nvlink"),
+    "windows on CPUs": lambda: over(mesh=mesh_of_cpus(), exchange=jaxsok.ExchangeSpec(wire="window")),
     "not an exchange": lambda: over(exchange="bfloat16"),
     "small send_capacity": lambda: over(
         tables=tables_of(jaxsok.SHARDED, ("item", "user")), exchange=jaxsok.ExchangeSpec(send_capacity=1)
