@@ -484,13 +484,14 @@ def test_repr_reads_no_array():
 
 
 def test_repr_on_a_mesh():
-    """The axes, and how often features are there; also of what `shard_map` is told of a state."""
+    """The axes, the wire, and how often features are there; also for the specs of a state that `shard_map` gets."""
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
     collection = two_stores(mesh)
     state, batch = collection.init(seed=0), collection.batch(raw_of_two_stores())
-    assert repr(collection).endswith("; mesh data=2)") and repr(state).endswith("; data=2)")
+    wire = "dense" if jax.default_backend() == "cpu" else "window"
+    assert repr(collection).endswith(f"; mesh data=2, {wire} wire)") and repr(state).endswith("; data=2)")
     assert "user: 2 keys -> [2, dim]" in repr(batch) and "for each of 2 shards" in repr(batch)
     assert "keys exchanged" in repr(collection.plan(batch.features, send_capacity=(16, 32)))
     assert repr(specs_of(collection.shards, state)).startswith("State(")
