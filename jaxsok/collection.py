@@ -105,7 +105,8 @@ class Collection:
     def __repr__(self) -> str:
         tables = [f"{table.name} ({table.dim} {table.dtype}, {table.optimizer.name})" for table in self.tables]
         features = [f"{feature.name} ({feature.table}, {feature.combiner})" for feature in self.features]
-        place = f"mesh {self.shards!s}{self._steps.strategy.wire}" if str(self.shards) else "one device"
+        place = f"mesh {self.shards!s}" if str(self.shards) else "one device"
+        place += f", {self._steps.strategy.wire} wire" if self._steps.strategy.wire else ""
         return f"Collection(tables: {listed(tables)}; features: {listed(features)}; {place})"
 
     @annotations.annotated("jaxsok.init")

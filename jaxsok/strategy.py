@@ -44,7 +44,7 @@ class Strategy(abc.ABC):
 
     @property
     def wire(self) -> str:
-        """Names the wire between shards, for `repr`; empty where nothing travels."""
+        """The name of the wire between shards; empty where nothing travels."""
         return ""
 
     @staticmethod
@@ -125,7 +125,7 @@ class Exchanged(Strategy):
 
     @property
     def wire(self) -> str:
-        return ", dense wire" if self.exchange.windows is None else ", window wire"
+        return "dense" if self.exchange.windows is None else "window"
 
     def plan(self, specs: Sequence[StoreSpec], features: Features, send_capacities: Sequence[int] | None) -> Plan:
         owners = jnp.asarray(plan_lib.default_owners(self.shards.num_shards))

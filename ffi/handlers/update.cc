@@ -8,7 +8,7 @@
 namespace jaxsok {
 namespace {
 
-/// What a step takes beside gradients; the call brings the operands in the order of `Read`.
+/// The inputs of a step but the gradients; the call brings the operands in the order of `Read`.
 struct Step {
   Store store;
   BatchView batch{};

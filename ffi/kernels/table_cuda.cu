@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
         uses = static_cast<int32_t>(request.w);
       }
     } else if (a.rows.IsWindow()) {
-      mine.kind = kPositionUnfinished;  // nobody reads the line
+      mine.kind = kPositionUnfinished;  // no reader asks for the line
     }
   }
   // The barrier also ends the zeroing of the block's counts.

@@ -16,7 +16,7 @@
 namespace jaxsok {
 
 constexpr int32_t kMostWindowShards = 32;
-/// Bytes before the halves: a flag for each shard that may signal, and the state of the window.
+/// Bytes before the halves: a flag for each shard that signals.
 constexpr int64_t kWindowHeadBytes = 4096;
 /// The halves of a window begin at multiples of so many bytes.
 constexpr int64_t kWindowLine = 128;
@@ -41,9 +41,9 @@ struct LineTarget {
   }
 };
 
-/// Who waited in vain, for whom. In memory that the host and all devices read and write.
+/// The shard that waited in vain, and its peer. In memory that the host and all devices read and write.
 struct WindowFailure {
-  uint32_t is_over;  // not zero: nobody waits any more
+  uint32_t is_over;  // not zero: no device waits any longer
   uint32_t shard, peer;
   uint64_t epoch;
 };
@@ -68,7 +68,7 @@ static_assert(sizeof(WindowHead) <= kWindowHeadBytes, "the head does not fit");
 
 struct WindowDevice;
 
-/// One exchange of one shard: between `Begin` and the end of its life it holds the device's windows.
+/// One exchange of one shard. While it lives, no other exchange of the device begins.
 class WindowExchange {
  public:
   /// `window`: a number that JaxsokWindowOpen got; `device`: the ordinal of the device that calls; `run`: the number of

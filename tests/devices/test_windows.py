@@ -38,7 +38,7 @@ ADAM = jaxsok.optim.adam(0.1)
 
 
 def on_any_platform():
-    """Windows are had on the CPU too, while it lasts."""
+    """Lets collections have windows on the CPU too, inside of the context."""
     return unittest.mock.patch.object(windows, "_why_not", lambda shards: None)
 
 
@@ -79,7 +79,7 @@ def assert_same_bits(got, want):
     assert is_compared
 
 
-def same_on_both_wires(run, *arguments):
+def assert_same_on_both_wires(run, *arguments):
     """Asserts that `run(wire, ...)` gives the same bits with windows as without; on GPUs twice with them."""
     wires = ("dense", "window") if jax.default_backend() == "cpu" else ("dense", "window", "window")
     want, *got = (jax.tree.map(np.asarray, run(wire, *arguments)) for wire in wires)
@@ -284,7 +284,7 @@ def steps_of_one_feature(wire, mesh, world, exchange, send_capacity=CAPACITY):
 def test_steps_of_one_feature(dtype, dim, combiner, wire):
     """Plan, find, lookup, gradient_norm and update, each a program: the bits of the dense wire."""
     world = one_feature(dtype, dim, combiner, unknown="initial" if dim == 16 else "zeros")
-    same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, WIRES[wire])
+    assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, WIRES[wire])
 
 
 def targets(function, *arguments):
@@ -314,19 +314,19 @@ def test_the_calls_of_a_step(wire):
 def test_steps_of_keys_that_are_not_admitted():
     """Owners tell the update who has a row."""
     world = one_feature("float32", 8, "mean", unknown="initial", admission=policies.AdmitByCount(2))
-    same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {})
+    assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {})
 
 
 def test_plans_with_too_little_room():
     """Keys that are not sent are part of the hotness of their bags."""
     world = one_feature("float32", 8, "mean")
-    same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {}, 30)
+    assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {}, 30)
 
 
 def test_a_table_on_one_shard():
     """All lines go to one owner."""
     world = one_feature("float32", 8, "sqrtn", hotness=2, placement=jaxsok.on(1))
-    same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {})
+    assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {})
 
 
 # Whole steps on GPUs -----------------------------------------------------------------------------------------------
@@ -423,13 +423,13 @@ def planned_steps(wire, mesh, exchange, is_planned):
 @pytest.mark.parametrize("wire", range(len(WIRES)))
 def test_several_stores(wire):
     """All placements, combiners, dtypes of rows; admission."""
-    same_on_both_wires(planned_steps, mesh_of_gpus(), WIRES[wire], True)
+    assert_same_on_both_wires(planned_steps, mesh_of_gpus(), WIRES[wire], True)
 
 
 @pytest.mark.parametrize("wire", [0, 3])
 def test_several_stores_in_rounds(wire):
     """The same without a plan: a loop on the devices, whose end all shards know."""
-    same_on_both_wires(planned_steps, mesh_of_gpus(), WIRES[wire], False)
+    assert_same_on_both_wires(planned_steps, mesh_of_gpus(), WIRES[wire], False)
 
 
 def random_calls(wire, mesh, seed):
@@ -463,7 +463,7 @@ def random_calls(wire, mesh, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_calls_in_any_order(seed):
     """lookup, find, gradient_norm and update, planned or not."""
-    same_on_both_wires(random_calls, mesh_of_gpus(), seed)
+    assert_same_on_both_wires(random_calls, mesh_of_gpus(), seed)
 
 
 def micro_batches(wire, mesh):
@@ -488,7 +488,7 @@ def micro_batches(wire, mesh):
 
 def test_several_lookups_before_one_update():
     """Their gradients meet at the owners."""
-    same_on_both_wires(micro_batches, mesh_of_gpus())
+    assert_same_on_both_wires(micro_batches, mesh_of_gpus())
 
 
 def scanned(wire, mesh, is_planned):
@@ -502,7 +502,7 @@ def scanned(wire, mesh, is_planned):
 @pytest.mark.parametrize("is_planned", [True, False], ids=["planned", "rounds"])
 def test_inside_scan(is_planned):
     """A call that runs many times in one program."""
-    same_on_both_wires(scanned, mesh_of_gpus(), is_planned)
+    assert_same_on_both_wires(scanned, mesh_of_gpus(), is_planned)
 
 
 @pytest.mark.parametrize("names", [("data", "model"), ("model", "data")])
@@ -511,7 +511,7 @@ def test_a_second_axis_of_one(names):
     mesh = mesh_of_gpus()
     shape = tuple(mesh.size if name == "data" else 1 for name in names)
     mesh = jax.make_mesh(shape, names, axis_types=(programs.AXIS_TYPE,) * 2, devices=list(mesh.devices.flat))
-    same_on_both_wires(planned_steps, mesh, {}, True)
+    assert_same_on_both_wires(planned_steps, mesh, {}, True)
 
 
 def interrupted(wire, mesh):
@@ -533,7 +533,7 @@ def interrupted(wire, mesh):
 
 def test_an_exception_between_two_dispatches():
     """It leaves no exchange half done."""
-    same_on_both_wires(interrupted, mesh_of_gpus())
+    assert_same_on_both_wires(interrupted, mesh_of_gpus())
 
 
 def growing(wire, mesh):
@@ -546,7 +546,7 @@ def growing(wire, mesh):
 
 def test_windows_grow():
     """While earlier programs are in use, and their work may still run."""
-    same_on_both_wires(growing, mesh_of_gpus())
+    assert_same_on_both_wires(growing, mesh_of_gpus())
     of_mesh = windows.windows_of(MeshShards(mesh_of_gpus(), ("data",)), "auto")
     before = of_mesh.num_bytes
     world = World(mesh_of_gpus(), "auto", num_samples=8)
