@@ -172,8 +172,8 @@ def test_rows_of_other_dtypes(trained, tmp_path, dtype, in_place):
 
 
 def test_new_versions_lie_where_the_first_one_lay(tmp_path):
-    """All rows anew, in as many rows and in more; not on the default device."""
-    device = jax.devices()[1]
+    """All rows anew, in as many rows and in more; not on the default device where there are several."""
+    device = jax.devices()[-1]
     folder = write(tmp_path / "first", rows_of(range(10), 4))
     config = config_of(model_of({"user": (folder, 4)}, jaxsok={"row_dtype": "int8"}))
     with open(config, device, warm_up=False) as session:
