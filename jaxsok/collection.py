@@ -32,7 +32,16 @@ from jaxsok.plan import Plan
 from jaxsok.printed import listed
 from jaxsok.records import Records
 from jaxsok.shards import Shards
-from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, described, fingerprint, group_into_stores
+from jaxsok.specs import (
+    ExchangeSpec,
+    FeatureSpec,
+    StoreSpec,
+    TableSpec,
+    bag_tables,
+    described,
+    fingerprint,
+    group_into_stores,
+)
 from jaxsok.stats import Stats
 from jaxsok.steps import Steps
 from jaxsok.store import State, init_stores
@@ -93,7 +102,7 @@ class Collection:
         self.exchange: ExchangeSpec = exchange or ExchangeSpec()
         self.tables: tuple[TableSpec, ...] = tuple(tables)
         self.features: tuple[FeatureSpec, ...] = tuple(features)
-        self.stores: tuple[StoreSpec, ...] = group_into_stores(self.tables, num_shards)
+        self.stores: tuple[StoreSpec, ...] = group_into_stores(self.tables, num_shards, bag_tables(self.features))
         declaration.check_stores(self.stores, self.features, self.exchange, num_shards)
         self.fingerprint: str = fingerprint(self.stores)
         # One shard has all partitions; an array without elements would be refused by Orbax.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxsok.shards import Shards
-from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec
+from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, bag_tables
 from jaxsok.types import MAX_CAPACITY, MAX_FEATURES
 
 
@@ -26,6 +26,14 @@ def check_specs(
         if feature.table not in known:
             raise ValueError(
                 f'Collection: feature "{feature.name}": table: got "{feature.table}", wanted one of {known}.'
+            )
+    of_bags = bag_tables(features)
+    for feature in features:
+        if feature.table in of_bags and feature.exchange != "bags":
+            others = [other.name for other in features if other.table == feature.table and other.exchange == "bags"]
+            raise ValueError(
+                f'Collection: feature "{feature.name}": exchange: got "{feature.exchange}", but features {others} of '
+                f'table "{feature.table}" have "bags"; declare the same for all features of a table.'
             )
     if exchange is not None and not isinstance(exchange, ExchangeSpec):
         raise TypeError(f"Collection: exchange: got {exchange!r}, wanted a jaxsok.ExchangeSpec.")

@@ -65,6 +65,8 @@ def most_send_capacity(spec: StoreSpec, features: StoreFeatures) -> int:
     the keys of all shards; further rounds take less memory.
     """
     num_keys = sum(layout.num_keys for layout in features.layouts)
+    if spec.sends_bags:  # lines are small beside the sums that come back
+        return max(_LEAST, len(spec.tables), num_keys)
     most = min(num_keys, max(SMALL_ENOUGH, -(-MOST_LINES * num_keys // spec.num_shards)))
     return max(_LEAST, len(spec.tables), most)
 
@@ -92,6 +94,20 @@ class Exchange:
     def route(self, spec: StoreSpec, send_capacity: int) -> "Route":
         """Returns the route of a store's lines."""
         return Route(self.shards, spec.is_replicated, send_capacity, self.windows)
+
+    def all_to_all(self, lines: Array) -> Array:
+        """Sends each shard its part of lines, equal parts by shard, over windows if there are any."""
+        if self.windows is not None:
+            return self.windows.exchange(lines)
+        return lax.all_to_all(lines, self.shards.axis, 0, 0, tiled=True)
+
+    def all_gather(self, lines: Array) -> Array:
+        """Sends every shard all lines."""
+        if self.windows is None:
+            return lax.all_gather(lines, self.shards.axis, axis=0, tiled=True)
+        num_shards = self.shards.num_shards
+        copies = jnp.broadcast_to(lines[None], (num_shards, *lines.shape))
+        return self.windows.exchange(copies.reshape(-1, *lines.shape[1:]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,28 +144,29 @@ class Route:
         return lax.all_to_all(lines, self.shards.axis, 0, 0, tiled=True)
 
     def requests_to_owners(
-        self, requests: UInt32[Array, "num_sent 4"], words: UInt32[Array, " n"]
+        self, requests: UInt32[Array, "num_sent 4"], words: UInt32[Array, "num_owners n"]
     ) -> tuple[UInt32[Array, "_ 4"], UInt32[Array, "num_shards n"]]:
-        """Sends requests as `to_owners` does, and words to all; returns what came, and the words of all shards."""
-        if self.windows is None or self.is_replicated:
-            return self.to_owners(requests), lax.all_gather(words, self.shards.axis)
+        """Sends requests as `to_owners` does, and some words to each owner; returns what came from all shards."""
+        if self.is_replicated:
+            return self.to_owners(requests), lax.all_gather(words[0], self.shards.axis)
         # In one exchange: each part ends with the words.
-        num_shards, num_lines = self.num_owners, -(-words.shape[0] // 4)
-        head = jnp.pad(words, (0, 4 * num_lines - words.shape[0])).reshape(1, num_lines, 4)
-        parts = [requests.reshape(num_shards, -1, 4), jnp.broadcast_to(head, (num_shards, num_lines, 4))]
-        came = self.windows.exchange(jnp.concatenate(parts, axis=1))
-        words_of_all = came[:, self.send_capacity :].reshape(num_shards, -1)[:, : words.shape[0]]
+        num_words = words.shape[1]
+        tail = jnp.pad(words, ((0, 0), (0, -num_words % 4))).reshape(self.num_owners, -1, 4)
+        parts = jnp.concatenate([requests.reshape(self.num_owners, -1, 4), tail], axis=1)
+        if self.windows is not None:
+            came = self.windows.exchange(parts)
+        else:
+            came = self.to_owners(parts.reshape(-1, 4)).reshape(parts.shape)
+        words_of_all = came[:, self.send_capacity :].reshape(self.num_owners, -1)[:, :num_words]
         return came[:, : self.send_capacity].reshape(-1, 4), words_of_all
 
     def rows_to_owners(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float[Array, "_ dim"]:
         """Sends rows as `to_owners` does, in another dtype on the wire; None: their own. See `gathered_dtype`."""
-        rows = rows.astype(gathered_dtype(dtype, rows.dtype.name))
-        return _decoded(self.to_owners(_encoded(rows, dtype)), dtype, rows.dtype)
+        return sent(rows, dtype, self.to_owners)
 
     def rows_to_askers(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float[Array, "_ dim"]:
         """Sends rows as `to_askers` does, in another dtype on the wire; None: their own. See `gathered_dtype`."""
-        rows = rows.astype(gathered_dtype(dtype, rows.dtype.name))
-        return _decoded(self.to_askers(_encoded(rows, dtype)), dtype, rows.dtype)
+        return sent(rows, dtype, self.to_askers)
 
 
 # The wire ------------------------------------------------------------------------------------------------------------
@@ -169,6 +186,12 @@ def gathered_dtype(dtype: str | None, own: str) -> str:
     if dtype is None:
         return own
     return dtype if dtype == "bfloat16" else "float32"
+
+
+def sent(rows: Float[Array, "_ dim"], dtype: str | None, send: Callable[[Array], Array]) -> Float[Array, "_ dim"]:
+    """Sends rows by `send` in another dtype on the wire; None: their own. See `gathered_dtype`."""
+    rows = rows.astype(gathered_dtype(dtype, rows.dtype.name))
+    return _decoded(send(_encoded(rows, dtype)), dtype, rows.dtype)
 
 
 def _encoded(rows: Float[Array, "_ dim"], dtype: str | None) -> Array:
@@ -238,12 +261,12 @@ def ask(
         capacity = exchange.wire.send_capacity or default_send_capacity(spec, features)
         load = jnp.zeros((1, 2), jnp.int32)
         return Requests(requests, inverse, starts, hashes, load, digest, send_capacity=capacity)
-    words = jnp.concatenate([digest[0], (starts[1:] - starts[:-1]).astype(jnp.uint32)])
+    words = jnp.concatenate([digest[0], (starts[1:] - starts[:-1]).astype(jnp.uint32)])[None]
     route = exchange.route(spec, send_capacity)
-    place, is_real = _places(route, starts[:-1], starts[1:], requests.shape[0])
-    received, words = route.requests_to_owners(_taken_requests(requests, place, is_real), words)
-    digest, counts = _digest_of_all(words[:, :2]), words[:, 2:].astype(jnp.int32)  # counts: [num_shards, num_owners]
-    load = jnp.stack([counts.max(), counts.sum(axis=0).max()])[None]
+    place, is_real = places(route, starts[:-1], starts[1:], requests.shape[0])
+    words = jnp.broadcast_to(words, (route.num_owners, words.shape[1]))
+    received, words = route.requests_to_owners(taken_requests(requests, place, is_real), words)
+    digest, load = digest_of_all(words[:, :2]), load_of(words[:, 2:])
     owner = (inverse[:, None] >= starts[None, 1:]).sum(axis=1, dtype=jnp.int32)
     begin = starts.at[owner].get(mode="clip")
     within = inverse - begin
@@ -253,14 +276,20 @@ def ask(
     return Requests(requests, inverse, starts, hashes, load, digest, received, slots, send_capacity)
 
 
-def _digest_of_all(digests: UInt32[Array, "num_shards 2"]) -> UInt32[Array, "1 2"]:
+def load_of(counts: UInt32[Array, "num_shards num_owners"]) -> Int32[Array, "1 2"]:
+    """Returns the most lines from one shard to one owner, and the most to one owner from all shards."""
+    counts = counts.astype(jnp.int32)
+    return jnp.stack([counts.max(), counts.sum(axis=0).max()])[None]
+
+
+def digest_of_all(digests: UInt32[Array, "num_shards 2"]) -> UInt32[Array, "1 2"]:
     """Combines the digests of all shards' keys. It matters which shard had which keys."""
     place = jnp.arange(digests.shape[0], dtype=jnp.uint32)
     low, high = plan_lib.mixed_words(digests[:, 0] ^ place, digests[:, 1])
     return jnp.stack([low.sum(dtype=jnp.uint32), high.sum(dtype=jnp.uint32)])[None]
 
 
-def _places(
+def places(
     route: Route, begins: Int32[Array, " num_owners"], ends: Int32[Array, " num_owners"], num_keys: int
 ) -> tuple[Int32[Array, " num_sent"], Bool[Array, " num_sent"]]:
     """Returns the place of each line to send among the requests; num_keys where there is none."""
@@ -269,7 +298,8 @@ def _places(
     return jnp.where(is_real, place, num_keys).reshape(-1), is_real.reshape(-1)
 
 
-def _taken_requests(requests: Array, place: Array, is_real: Array) -> UInt32[Array, "num_sent 4"]:
+def taken_requests(requests: Array, place: Array, is_real: Array) -> UInt32[Array, "num_sent 4"]:
+    """Selects the requests to send; padding where there is none."""
     return jnp.where(is_real[:, None], requests.at[place].get(mode="clip"), PADDING_REQUEST)
 
 
@@ -286,7 +316,7 @@ class Round:
 
     def requests(self, asked: Requests) -> UInt32[Array, "_ 4"]:
         """Sends the requests of this round to their owners."""
-        return self.route.to_owners(_taken_requests(asked.requests, self.place, self.is_real))
+        return self.route.to_owners(taken_requests(asked.requests, self.place, self.is_real))
 
     def take(self, lines: Array) -> Array:
         """Selects the lines of this round from those of all requests; zeros where nothing is sent."""
@@ -317,7 +347,7 @@ def over_rounds(
         bound, is_last, digests = _common_end(exchange.shards, asked, begins)
         ends = [_ends(one, begin, bound, is_last) for one, begin in zip(asked, begins, strict=True)]
         rounds = [
-            Round(route, *_places(route, begin, end, one.requests.shape[0]))
+            Round(route, *places(route, begin, end, one.requests.shape[0]))
             for route, one, begin, end in zip(routes, asked, begins, ends, strict=True)
         ]
         return body(carry, rounds), ends, is_last, digests
@@ -331,7 +361,7 @@ def over_rounds(
 
     *first, digests = run(carry, [one.starts[:-1] for one in asked])
     carry, _, _, num_rounds = lax.while_loop(is_unfinished, go_on, (*first, jnp.int32(1)))
-    return carry, num_rounds, _digest_of_all(digests)
+    return carry, num_rounds, digest_of_all(digests)
 
 
 def _common_end(

@@ -65,7 +65,7 @@ def of_all_shards(shards: Shards, squares: Squares) -> Squares:
     return largest, shards.sum(parts).sum()
 
 
-def _summed_by_row(
+def summed_by_row(
     row_ids: UInt32[Array, " num_keys"],
     batch: tuple[Array, Array, np.ndarray],
     num_tiles: int,
@@ -112,7 +112,7 @@ def row_gradients_here(spec: StoreSpec, store: StoreState, s: int, used: Used) -
         for part, grads in zip(parts, gradients, strict=True)
         for layout in part.layouts
     ]
-    return _summed_by_row(row_ids, tuple(batch), num_tiles, flat, spec.row_gradient, is_refused)
+    return summed_by_row(row_ids, tuple(batch), num_tiles, flat, spec.row_gradient, is_refused)
 
 
 @annotations.by_store
@@ -128,7 +128,7 @@ def add_exchanged(
         sums, _ = scaled_by_uses(spec, arrived, is_live)
         row_ids = [jnp.where(is_live[p], one.row_ids, jnp.uint32(NO_ROW)) for p, one in enumerate(arrived)]
         batch, num_tiles = as_features([ids.shape[0] for ids in row_ids])
-        rows = _summed_by_row(jnp.concatenate(row_ids), batch, num_tiles, sums, "sum")
+        rows = summed_by_row(jnp.concatenate(row_ids), batch, num_tiles, sums, "sum")
         return with_squares(squares, jnp.where(is_counted, rows, 0.0))
 
     return over_arrivals(exchange, "gradient_norm", spec, s, used, lambda _: store, add, squares)

@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, UInt32, UInt64
+from jaxtyping import Array, Float32, Int32, UInt32, UInt64
 
 from jaxsok.checks import there
 from jaxsok.features import Features, StoreFeatures
@@ -71,6 +71,27 @@ class Requests:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Uses:
+    """The uses of bags that came to one shard for one store, where shards exchange partial bags."""
+
+    received: UInt32[Array, "num_lines 4"]
+    """Key low, key high, table with `LEFT_OUT`, bits of the weight: `send_capacity` lines from each shard, in the order
+    of its batch; PADDING_KEY beyond."""
+    offsets: Int32[Array, " num_offsets"]
+    """By shard, where each of its bags begins among its lines, and the number of its uses."""
+    scales: Float32[Array, " num_bags"]
+    """What the sum of each bag of this shard is multiplied by; 0 where the divisor is zero."""
+    counts: Int32[Array, "num_tables 2"]
+    """Of this shard's batch, by table: padding, and uses that the send capacity kept back."""
+    load: Int32[Array, "1 2"]
+    """As in `Requests`, of uses."""
+    digest: UInt32[Array, "1 2"]
+    num_rounds: Int32[Array, "1"]
+    send_capacity: int = dataclasses.field(default=0, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Found:
     """What a lookup found for one store's keys."""
 
@@ -90,7 +111,7 @@ class Plan:
     features: Features
     distinct: tuple[Distinct, ...] | None = None
     """From `Collection.plan` on one device; None where the lookup was fused."""
-    asked: tuple[Requests | None, ...] | None = None
+    asked: tuple[Requests | Uses | None, ...] | None = None
     """On a mesh, from `Collection.plan` or `Collection.lookup`."""
     found: tuple[Found, ...] | None = None
     """From `Collection.lookup`; None before it."""
@@ -100,7 +121,15 @@ class Plan:
 
     def asked_of(self, store: int) -> Requests:
         """Returns this shard's requests for a store that has features; on a mesh."""
-        return there(there(self.asked)[store])
+        asked = there(self.asked)[store]
+        assert isinstance(asked, Requests)
+        return asked
+
+    def uses_of(self, store: int) -> Uses:
+        """Does what `asked_of` does, for a store whose shards exchange partial bags."""
+        asked = there(self.asked)[store]
+        assert isinstance(asked, Uses)
+        return asked
 
     def found_of(self, store: int) -> Found:
         """Returns what the lookup found in a store."""

@@ -307,6 +307,12 @@ class FeatureSpec:
         "int64", checks.one_of, choices=("int64", "int32"), wanted='"int64" or "int32"'
     )
     """"int32" lets a `jax.Array` of int32 keys in, which otherwise could be a narrowed int64."""
+    exchange: Literal["rows", "bags"] = checks.declare(
+        "rows", checks.one_of, choices=("rows", "bags"), wanted='"rows" or "bags"'
+    )
+    """What travels between shards: each distinct row of a shard's batch, or the sum of a bag over the rows of each
+    owner. "bags" needs a combiner, sends less where a shard's bags times the shards are fewer than its distinct keys,
+    and is the same for all features of a table. It has no effect on one device and on replicated tables."""
 
     def __post_init__(self) -> None:
         _name("FeatureSpec", self.name)
@@ -315,6 +321,8 @@ class FeatureSpec:
         checks.check_fields(self, what)
         if self.weighted and self.combiner is None:
             raise ValueError(f"{what}: weighted: got True with combiner None; weights need a combiner to act in.")
+        if self.exchange == "bags" and self.combiner is None:
+            raise ValueError(f'{what}: exchange: got "bags" with combiner None, wanted "rows": there are no bags.')
         if self.max_hotness is not None and self.combiner is not None:
             raise ValueError(
                 f"{what}: max_hotness: got {self.max_hotness} with combiner {self.combiner!r}; it is for combiner None."
@@ -327,6 +335,8 @@ class StoreSpec:
 
     tables: tuple[TableSpec, ...]
     num_shards: int = 1
+    sends_bags: bool = False
+    """Whether shards exchange partial bags, not rows; never on one shard, nor of replicated tables."""
 
     @property
     def dim(self) -> int:
@@ -495,8 +505,15 @@ def name_word(table: str) -> np.uint64:
     return np.uint64(int.from_bytes(hashlib.blake2b(table.encode(), digest_size=8).digest(), "little"))
 
 
-def group_into_stores(tables: Sequence[TableSpec], num_shards: int = 1) -> tuple[StoreSpec, ...]:
-    """Groups tables by what their stores must share, in the order of their first table.
+def bag_tables(features: Iterable[FeatureSpec]) -> frozenset[str]:
+    """Returns the names of the tables whose features exchange partial bags."""
+    return frozenset(feature.table for feature in features if feature.exchange == "bags")
+
+
+def group_into_stores(
+    tables: Sequence[TableSpec], num_shards: int = 1, of_bags: frozenset[str] = frozenset()
+) -> tuple[StoreSpec, ...]:
+    """Groups tables by what their stores must share, in the order of their first table; `of_bags`: `bag_tables`.
 
     Example:
       >>> from jaxsok import optim
@@ -508,12 +525,13 @@ def group_into_stores(tables: Sequence[TableSpec], num_shards: int = 1) -> tuple
     groups: dict[tuple, list[TableSpec]] = {}
     for table in tables:
         is_replicated = num_shards > 1 and table.placement.kind == "replicated"
+        sends_bags = num_shards > 1 and not is_replicated and table.name in of_bags
         is_wide = table.dtype == "float32"
         form = (table.dtype, table.embedding_dtype or table.dtype, None if is_wide else table.rounding)
         # A store's capacity is one budget, so its tables share one eviction policy.
-        key = (table.dim, form, table.optimizer, table.row_gradient, is_replicated, table.eviction)
+        key = (sends_bags, table.dim, form, table.optimizer, table.row_gradient, is_replicated, table.eviction)
         groups.setdefault(key, []).append(table)
-    return tuple(StoreSpec(tuple(group), num_shards) for group in groups.values())
+    return tuple(StoreSpec(tuple(group), num_shards, key[0]) for key, group in groups.items())
 
 
 def fingerprint(stores: Sequence[StoreSpec]) -> str:

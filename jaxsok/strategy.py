@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok import exchange as exchange_lib
-from jaxsok import lookup, norms, update
+from jaxsok import lookup, norms, partial_bags, update
 from jaxsok import plan as plan_lib
+from jaxsok.checks import there
 from jaxsok.exchange import Exchange
-from jaxsok.features import Features
+from jaxsok.features import Features, StoreFeatures
 from jaxsok.gradients import Used
 from jaxsok.norms import Squares
-from jaxsok.plan import Found, Plan, Requests
+from jaxsok.plan import Found, Plan, Requests, Uses
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec
 from jaxsok.store import State, StoreState
@@ -34,7 +35,7 @@ class StoreLookup(NamedTuple):
     """By feature."""
     digest: UInt32[Array, "1 2"]
     """Digest of the keys of all shards, for the ticket."""
-    asked: Requests | None = None
+    asked: Requests | Uses | None = None
 
 
 class Strategy(abc.ABC):
@@ -131,36 +132,45 @@ class Exchanged(Strategy):
         owners = jnp.asarray(plan_lib.default_owners(self.shards.num_shards))
         sizes = send_capacities or (None,) * len(specs)
         asked = [
-            exchange_lib.ask(self.exchange, spec, part, owners, size) if part.layouts else None
+            self._ask(spec, part, owners, size) if part.layouts else None
             for spec, part, size in zip(specs, features.stores, sizes, strict=True)
         ]
         return Plan(features, asked=tuple(asked))
 
-    def _asked(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> Requests:
-        if plan.asked is not None:
-            return plan.asked_of(s)
-        return exchange_lib.ask(self.exchange, spec, plan.features.stores[s], state.partition_owners)
+    def _ask(
+        self, spec: StoreSpec, features: StoreFeatures, owners: Array, send_capacity: int | None = None
+    ) -> Requests | Uses:
+        ask = partial_bags.ask if spec.sends_bags else exchange_lib.ask
+        return ask(self.exchange, spec, features, owners, send_capacity)
+
+    def _looked_up(
+        self, spec: StoreSpec, s: int, state: State, plan: Plan, owner: lookup.Owner
+    ) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"], Requests | Uses]:
+        store, features = state.stores[s], plan.features.stores[s]
+        asked = self._ask(spec, features, state.partition_owners) if plan.asked is None else there(plan.asked[s])
+        if isinstance(asked, Uses):
+            return *partial_bags.lookup(spec, store, features, asked, owner), asked
+        return *lookup.lookup_exchanged(spec, store, features, asked, owner), asked
 
     def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: UInt32[Array, ""]) -> StoreLookup:
-        asked = self._asked(spec, s, state, plan)
         owner = lookup.Owner(self.exchange, spec, state.seed, state.step, clock)
-        looked_up = lookup.lookup_exchanged(spec, state.stores[s], plan.features.stores[s], asked, owner)
-        return StoreLookup(*looked_up, asked)
+        return StoreLookup(*self._looked_up(spec, s, state, plan, owner))
 
     def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
-        features = plan.features.stores[s]
         if spec.is_replicated:  # all rows are here
-            return lookup.find_here(spec, state.stores[s], state.seed, features)
-        asked, owner = self._asked(spec, s, state, plan), lookup.Owner(self.exchange, spec, state.seed)
-        _, found, values, _ = lookup.lookup_exchanged(spec, state.stores[s], features, asked, owner)
+            return lookup.find_here(spec, state.stores[s], state.seed, plan.features.stores[s])
+        _, found, values, *_ = self._looked_up(spec, s, state, plan, lookup.Owner(self.exchange, spec, state.seed))
         return found, values
 
     def update(
         self, spec: StoreSpec, s: int, state: State, used: Used, inputs: update.StepInputs
     ) -> tuple[StoreState, Int32[Array, " num_tables"], Int32[Array, ""]]:
-        return update.update_exchanged(self.exchange, spec, state.stores[s], s, used, inputs)
+        form = partial_bags if spec.sends_bags else update
+        return form.update_exchanged(self.exchange, spec, state.stores[s], s, used, inputs)
 
     def add_squares(self, spec: StoreSpec, s: int, state: State, used: Used, squares: Squares) -> Squares:
+        if spec.sends_bags:
+            return partial_bags.add_squares(self.exchange, spec, s, used, squares)
         return norms.add_exchanged(self.exchange, spec, state.stores[s], s, used, squares)
 
     def norm(self, squares: Squares) -> Float32[Array, ""]:

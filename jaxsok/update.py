@@ -86,11 +86,11 @@ def update_here(
     ]
     if any(gradient.dtype != spec.embedding_dtype for gradient in flat):
         flat = [gradient.astype(jnp.float32) for gradient in flat]
-    step = _step_of(spec, inputs, batch, num_tiles, row_ids, used.is_live, spec.row_gradient)
+    step = step_of(spec, inputs, batch, num_tiles, row_ids, used.is_live, spec.row_gradient)
     return kernels.update(store, step, flat)
 
 
-def _step_of(
+def step_of(
     spec: StoreSpec,
     inputs: StepInputs,
     batch: kernels.Batch,
@@ -139,7 +139,7 @@ def _step_of_lines(
     is_random = spec.dtype != "float32" and spec.rounding == "stochastic"
     table_ids = concatenated([part[:, 2] for part in received]) if is_random else None
     rows = concatenated(row_ids)
-    return _step_of(spec, inputs, (keys, *batch), num_tiles, rows, is_live, "sum", table_ids, total)
+    return step_of(spec, inputs, (keys, *batch), num_tiles, rows, is_live, "sum", table_ids, total)
 
 
 @annotations.by_store

@@ -90,6 +90,20 @@ class RowArrays {
     data_.push_back(array.as<void>());
     return data_.back();
   }
+  /// Adds the arrays of features that `next()` gives: one for each, or fewer, which neighbouring features share in
+  /// equal parts.
+  template <typename Next>
+  void AddOfFeatures(int32_t num_features, size_t num_arrays, const Next& next) {
+    const auto n = static_cast<int64_t>(num_arrays), parts = n == 0 ? 0 : num_features / n;
+    call_.Require(parts * n == num_features, name_, "got ", n, " arrays, wanted one for each of ", num_features,
+                  " features, or one for several");
+    for (int64_t a = 0; a < n && !call_.failed(); ++a) {
+      const Array array = next();
+      auto* begin = static_cast<char*>(Add(array));
+      call_.Require(array.size(0) % parts == 0, name_, "got ", array.size(0), " lines, wanted ", parts, " equal parts");
+      for (int64_t p = 1; p < parts; ++p) data_.push_back(begin + p * (array.num_bytes() / parts));
+    }
+  }
   RowDtype dtype() const { return dtype_; }
   void* const* data() const { return data_.data(); }
 
@@ -306,9 +320,17 @@ inline BatchView ReadBatch(Call& call, int32_t num_tiles) {
 }
 inline BatchView ReadBatch(Call& call) { return ReadBatch(call, call.Attribute<int32_t>("num_tiles")); }
 
-/// Reads the embeddings of all features, which are results. The view points into `arrays`.
+/// Reads the table of each key; without elements where the features give it.
+inline void ReadTableIds(Call& call, BatchView& batch) {
+  const Array table_ids = call.Operand("table_ids", ffi::U32, {-1});
+  if (table_ids.size(0) == 0) return;
+  call.CheckShape("table_ids", table_ids.dims(), {batch.num_keys});
+  batch.tables = table_ids.as<uint32_t>();
+}
+
+/// Reads the embeddings of all features, which are the last results. The view points into `arrays`.
 inline EmbeddingsView ReadEmbeddings(Call& call, int32_t num_features, RowArrays& arrays) {
-  for (int32_t f = 0; f < num_features; ++f) arrays.Add(call.Result("embeddings"));
+  arrays.AddOfFeatures(num_features, call.num_results_left(), [&] { return call.Result("embeddings"); });
   return {arrays.dtype(), arrays.data()};
 }
 

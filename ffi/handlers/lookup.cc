@@ -51,8 +51,9 @@ ffi::Error LookupFind(Call& call) {
 ffi::Error LookupPlanned(Call& call) {
   Store store = ReadStore(call);
   ReadTables(call, store.view);
-  const BatchView batch = ReadLookedUp(call);
+  BatchView batch = ReadLookedUp(call);
   const Array row_ids = call.Operand("row_ids", ffi::U32, {batch.num_keys});
+  ReadTableIds(call, batch);
   int32_t* counts = CountsOf(call, store);
   RowArrays arrays(call, "embeddings");
   const EmbeddingsView embeddings = ReadEmbeddings(call, batch.num_features, arrays);

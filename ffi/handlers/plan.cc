@@ -32,14 +32,18 @@ ffi::Error Plan(Call& call) {
   return call.Launch([&](Stream stream) { return LaunchPlan(stream, batch, ScratchSalt(), plan, workspace); });
 }
 
+OwnersView ReadOwners(Call& call) {
+  const Array tables = call.Operand("tables", ffi::U32, {-1, kNumTableWords});
+  const Array partition_owners = call.Operand("partition_owners", ffi::U32, {kNumPartitions});
+  return {tables.as<uint32_t>(), static_cast<int32_t>(tables.size(0)), partition_owners.as<uint32_t>(),
+          call.Attribute<int32_t>("num_shards")};
+}
+
 /// Distinct (table, key) pairs as requests, ordered by owner.
 ffi::Error PlanRequests(Call& call) {
   const BatchView batch = ReadBatch(call);
   const int64_t n = batch.num_keys;
-  const Array tables = call.Operand("tables", ffi::U32, {-1, kNumTableWords});
-  const Array partition_owners = call.Operand("partition_owners", ffi::U32, {kNumPartitions});
-  const OwnersView owners = {tables.as<uint32_t>(), static_cast<int32_t>(tables.size(0)),
-                             partition_owners.as<uint32_t>(), call.Attribute<int32_t>("num_shards")};
+  const OwnersView owners = ReadOwners(call);
   const bool by_hash = call.Attribute<int32_t>("by_hash") != 0;
   RequestsView out;
   out.requests = call.Result("requests", ffi::U32, {n, 4}).as<Request>();
@@ -52,8 +56,23 @@ ffi::Error PlanRequests(Call& call) {
       [&](Stream stream) { return LaunchPlanRequests(stream, batch, ScratchSalt(), owners, out, workspace); });
 }
 
+/// Uses of bags, ordered by owner.
+ffi::Error PlanUses(Call& call) {
+  const BatchView batch = ReadBatch(call);
+  const OwnersView owners = ReadOwners(call);
+  UsesView out;
+  out.uses = call.Result("uses", ffi::U32, {batch.num_keys, 4}).as<BagUse>();
+  const Array offsets = call.Result("offsets", ffi::S32, {owners.num_shards, -1});
+  out.offsets = offsets.as<int32_t>();
+  out.num_bags = offsets.size(1) - 1;
+  out.scales = call.Result("scales", ffi::F32, {out.num_bags}).as<float>();
+  void* workspace = call.Workspace(PlanUsesWorkspaceBytes(batch.num_keys));
+  return call.Launch([&](Stream stream) { return LaunchPlanUses(stream, batch, owners, out, workspace); });
+}
+
 }  // namespace
 
+JAXSOK_DEFINE_HANDLER(JaxsokPlanUses, "plan_uses", PlanUses);
 JAXSOK_DEFINE_HANDLER(JaxsokPlan, "plan", Plan);
 JAXSOK_DEFINE_HANDLER(JaxsokPlanRequests, "plan_requests", PlanRequests);
 
@@ -65,4 +84,8 @@ extern "C" __attribute__((visibility("default"))) int64_t JaxsokPlanWorkspaceByt
 
 extern "C" __attribute__((visibility("default"))) int64_t JaxsokPlanRequestsWorkspaceBytes(int64_t num_keys) {
   return jaxsok::PlanRequestsWorkspaceBytes(num_keys);
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t JaxsokPlanUsesWorkspaceBytes(int64_t num_keys) {
+  return jaxsok::PlanUsesWorkspaceBytes(num_keys);
 }

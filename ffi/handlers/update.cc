@@ -35,13 +35,8 @@ struct Step {
       call.Require(error == nullptr, "program", error == nullptr ? "" : error);
       spec.program = &program;
     }
-    // Neither has elements where the batch tells as much.
-    const Array table_ids = call.Operand("table_ids", ffi::U32, {-1}),
-                num_uses = call.Operand("num_uses", ffi::F32, {-1});
-    if (table_ids.size(0) != 0) {
-      call.CheckShape("table_ids", table_ids.dims(), {batch.num_keys});
-      batch.tables = table_ids.as<uint32_t>();
-    }
+    ReadTableIds(call, batch);
+    const Array num_uses = call.Operand("num_uses", ffi::F32, {-1});  // without elements: the batch has them
     if (num_uses.size(0) != 0) {
       call.CheckShape("num_uses", num_uses.dims(), {batch.num_keys});
       spec.num_uses = num_uses.as<float>();
@@ -60,7 +55,7 @@ ffi::Error Update(Call& call) {
   Step step;
   step.Read(call);
   RowArrays arrays(call, "gradients");
-  for (int32_t f = 0; f < step.batch.num_features; ++f) arrays.Add(call.Operand("gradients"));
+  arrays.AddOfFeatures(step.batch.num_features, call.num_operands_left(), [&] { return call.Operand("gradients"); });
   const GradientsView gradients = {arrays.dtype(), arrays.data()};
   const Array num_nonfinite = call.Result("num_nonfinite", ffi::S32, {step.store.view.num_tables});
   const Array num_stale = call.Result("num_stale", ffi::S32, {});

@@ -391,7 +391,7 @@ __device__ __forceinline__ void SumBags(const Feature& f, Walk& walk, const Stor
         if constexpr (kIsQuantized<Row>) scale = __shfl_sync(~0u, source.scale, group_start + first);
         if (p.kind == kPositionPadding) continue;
         RowPart<kVector, kPerLane> row;
-        LoadPosition<Row>(p, store, f.table, lane, lanes, row);
+        LoadPosition<Row>(p, store, source.TableAt(now.first + first), lane, lanes, row);
         if constexpr (kIsQuantized<Row>) {
           if (p.kind == kPositionRow) row.Scale(scale);
         }

@@ -17,7 +17,8 @@ struct BatchView {
   int32_t num_tiles;    // of all features: see kBagsPerTile
   int64_t num_offsets;  // 0: no feature is ragged
   int32_t kinds;        // FeatureKind; lookups alone look at it
-  // [num_keys], of update alone, where features do not tell the table of a key; nullptr: they do.
+  // [num_keys]: the table of each key, where features do not give it; nullptr: they do. Updates, and bags whose row ids
+  // are given, look at it.
   const uint32_t* tables;
 };
 
@@ -64,7 +65,8 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
 
 /// Combines rows whose ids are known (a plan made apart): as LaunchLookupFind, with row_ids given.
 ///
-/// Pre    : row_ids[i] is a row below the capacity, or kNoRow.
+/// Pre    : row_ids[i] is a row below the capacity, or kNoRow. With `batch.tables` all features have bags, keys without
+///          a row give zeros where kTableUnknown says so, and `counts` are those of the features' tables.
 /// Post   : embeddings and counts (found, refused, padding).
 LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch, const uint32_t* row_ids,
                                 const EmbeddingsView& embeddings, int32_t* counts);

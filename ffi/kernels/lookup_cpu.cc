@@ -14,10 +14,11 @@ class StoreRows {
   using Number = std::conditional_t<kIsQuantized<R>, float, R>;  // of the rows that it gives
 
   /// `row_ids[i - first]` is the row id of position i; `unknown`: what a key without a row gives (kFeatureUnknown).
-  StoreRows(const StoreView& store, const FeatureView& feature, const uint64_t* keys, const uint32_t* row_ids,
+  StoreRows(const StoreView& store, const FeatureView& feature, const BatchView& batch, const uint32_t* row_ids,
             int64_t first, int32_t unknown)
       : store_(store),
-        keys_(keys),
+        keys_(batch.keys),
+        tables_(batch.tables),
         row_ids_(row_ids),
         first_(first),
         unknown_(unknown),
@@ -46,10 +47,12 @@ class StoreRows {
       }
     }
     ++num_unknown_;
-    if (unknown_ != 0) {
+    const uint32_t* words =
+        tables_ == nullptr ? table_words_ : store_.tables + int64_t{tables_[position]} * kNumTableWords;
+    if (unknown_ != 0 || (tables_ != nullptr && words[kTableUnknown] != 0)) {
       ClearRow(row_at_hand_, store_.dim);
     } else {
-      InitializeRow(RowInitializer::Of(table_words_, store_.seed, keys_[position]), row_at_hand_, store_.dim);
+      InitializeRow(RowInitializer::Of(words, store_.seed, keys_[position]), row_at_hand_, store_.dim);
     }
     return row_at_hand_;
   }
@@ -63,6 +66,7 @@ class StoreRows {
 
   const StoreView& store_;
   const uint64_t* keys_;
+  const uint32_t* tables_;  // by position; nullptr: all are of the feature's table
   const uint32_t* row_ids_;
   int64_t first_;
   int32_t unknown_;
@@ -95,11 +99,11 @@ void CountTile(const FeatureView& feature, const Tile& tile, const StoreRows<R>&
 
 /// The embeddings of one tile; `saw(rows)` is called when they are made. Parameters as those of StoreRows.
 template <typename Saw>
-void CombineRows(const StoreView& store, const FeatureView& feature, const Tile& tile, const uint64_t* keys,
+void CombineRows(const StoreView& store, const FeatureView& feature, const Tile& tile, const BatchView& batch,
                  const uint32_t* row_ids, int64_t first, int32_t unknown, const EmbeddingsView& embeddings,
                  const Saw& saw) {
   WithStoredDtypes(store.row_dtype, embeddings.dtype, [&](auto row_number, auto number) {
-    StoreRows<decltype(row_number)> rows(store, feature, keys, row_ids, first, unknown);
+    StoreRows<decltype(row_number)> rows(store, feature, batch, row_ids, first, unknown);
     CombineTile(feature, tile, store.dim, rows, static_cast<decltype(number)*>(embeddings.data[tile.feature]));
     saw(rows);
   });
@@ -135,7 +139,7 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
       TouchRange(*statistics, row_ids, nullptr, feature.BagBegin(tile.bag_begin), feature.BagBegin(tile.bag_end),
                  *clock);
     }
-    CombineRows(read, feature, tile, batch.keys, row_ids, 0, kInitialRow, embeddings, [](const auto&) {});
+    CombineRows(read, feature, tile, batch, row_ids, 0, kInitialRow, embeddings, [](const auto&) {});
   });
   return nullptr;
 }
@@ -160,7 +164,7 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
                 [](int64_t, uint32_t) {});
     }
     if (HasRowBeyond(store.capacity, row_ids.data(), last - first)) MaxAtomically(&is_damaged, uint32_t{1});
-    CombineRows(store, feature, tile, batch.keys, row_ids.data(), first, feature.unknown, embeddings,
+    CombineRows(store, feature, tile, batch, row_ids.data(), first, feature.unknown, embeddings,
                 [&](const auto& rows) { CountTile(feature, tile, rows, kCountMissing, counts); });
   });
   return is_damaged != 0 ? kIndexIsDamaged : nullptr;
@@ -198,7 +202,7 @@ LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const Bat
   CountBaglessFeatures(bags, counts);
   bags.ForEachTile(stream, [&](const Tile& tile, const FeatureView& feature) {
     constexpr int32_t kInitialRow = 0;  // a key without a row was refused: it trains on as if new
-    CombineRows(store, feature, tile, batch.keys, row_ids, 0, kInitialRow, embeddings,
+    CombineRows(store, feature, tile, batch, row_ids, 0, kInitialRow, embeddings,
                 [&](const auto& rows) { CountTile(feature, tile, rows, kCountRefused, counts); });
   });
   return nullptr;

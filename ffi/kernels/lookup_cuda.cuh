@@ -106,6 +106,16 @@ struct LookupSource {
     CopyRows<Row, kVector, kPerLane>(mine, num_valid, a.store, OneTable{static_cast<uint32_t>(f.table)}, lanes, out,
                                      is_float32, first_line);
   }
+  /// The table of a position of the feature.
+  __device__ uint32_t TableAt(int32_t at) const {
+    const bool is_given = kMode == kModePlanned && a.batch.tables != nullptr;
+    return is_given ? __ldg(a.batch.tables + f.key_start + at) : static_cast<uint32_t>(f.table);
+  }
+  __device__ bool ReadsZeros(int32_t at) const {
+    if (kMode == kModeFind) return f.unknown_zeros != 0;
+    if (a.batch.tables == nullptr) return false;
+    return __ldg(a.store.tables + TableAt(at) * kNumTableWords + kTableUnknown) != 0;
+  }
   __device__ uint32_t Now() const { return kMode == kModeTrack ? a.notes.Now() : 0; }
   /// Notes the use of a row that was found; those of new rows are noted when they are made, or by the finishing pass.
   __device__ void Note(const Position& p, const ProbeResult& found, uint32_t now) const {
@@ -136,7 +146,7 @@ struct LookupSource {
       a.row_ids[position] = kPendingRow;
       p.kind = kPositionUnfinished;
     } else {
-      p.kind = kMode == kModeFind && f.unknown_zeros ? kPositionZeros : kPositionInitial;
+      p.kind = ReadsZeros(at) ? kPositionZeros : kPositionInitial;
     }
     return p;
   }
@@ -378,6 +388,7 @@ struct FinishSource {
   using Token = uint64_t;
   __device__ static Token None() { return kPaddingKey; }
   __device__ Token Load(int32_t at) const { return __ldg(a.batch.keys + f.key_start + at); }
+  __device__ uint32_t TableAt(int32_t) const { return static_cast<uint32_t>(f.table); }
   __device__ void Ask(Token) const {}
   __device__ Position Resolve(int32_t at, Token key, bool) {
     uint32_t unnoted = kNoRow;

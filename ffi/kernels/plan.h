@@ -65,6 +65,36 @@ struct RequestsView {
 LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
                                const RequestsView& out, void* workspace);
 
+/// A use of a row in a bag, as it goes to the owner of the key.
+struct alignas(16) BagUse {
+  uint64_t key;    // kPaddingKey: none
+  uint32_t table;  // with kLeftOut where the divisor of the bag is zero: the row is looked up, and not stepped
+  float weight;    // 1 in features without weights
+};
+static_assert(sizeof(BagUse) == sizeof(Request), "uses travel as requests do");
+constexpr uint32_t kLeftOut = uint32_t{1} << 31;
+
+struct UsesView {
+  BagUse* uses;      // [num_keys]: owner by owner, then by position; then padding
+  int32_t* offsets;  // [num_shards, num_bags + 1]: where each bag begins among the uses of an owner, and their number
+  float* scales;     // [num_bags]: what the sum of a bag is multiplied by, 0 where its divisor is zero
+  int64_t num_bags;  // of all features
+};
+
+/// What ordering the uses of a batch takes: owner, bag and position of each, as they are and sorted, and CUB's sort.
+constexpr int64_t PlanUsesWorkspaceBytes(int64_t num_keys) {
+  constexpr int64_t kSortBytes = 1 << 20;
+  return kSortBytes + kControlBytes + PaddedToLine(kMaxShards + 1) * 4 + PaddedToLine(num_keys) * (5 * 4 + 2 * 8);
+}
+
+/// Orders the uses of bags by the shard that has the row.
+///
+/// Pre    : as for LaunchPlanRequests; features lie bag after bag.
+/// Order  : by owner, then by position: what an owner gets is the batch without the uses of others' rows.
+/// Cost   : 12 B of each position in, 16 out, and a radix sort by the bits of num_shards; 4 B of each bag and owner.
+LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersView& owners, const UsesView& out,
+                           void* workspace);
+
 }  // namespace jaxsok
 
 #endif  // JAXSOK_KERNELS_PLAN_H_

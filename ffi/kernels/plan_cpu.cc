@@ -288,4 +288,68 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t s
   return nullptr;
 }
 
+LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersView& owners, const UsesView& out,
+                           void* workspace) {
+  if (owners.num_shards < 1 || owners.num_shards > kMaxShards) return "num_shards: must be 1 to kMaxShards";
+  const BagFeatures bags(stream, batch);
+  if (LaunchError error = bags.ErrorWithTables(owners.num_tables)) return error;
+  const int64_t num_shards = owners.num_shards, num_tiles = static_cast<int64_t>(bags.tiles().size());
+  WorkspaceCutter cutter(workspace);
+  uint32_t* owner_of = cutter.Take<uint32_t>(batch.num_keys);  // of positions in bags; kNoOwner: padding
+  std::vector<int32_t> places(num_tiles * num_shards, 0), starts(num_shards + 1, 0);
+
+  RunTasks(stream, num_tiles, [&](int64_t t) {
+    const Tile& tile = bags.tiles()[t];
+    const FeatureView& feature = bags.features()[tile.feature];
+    const uint32_t* words = owners.tables + int64_t{feature.table} * kNumTableWords;
+    const uint64_t name = Word64(words[kTableNameLow], words[kTableNameHigh]);
+    for (int64_t i = feature.BagBegin(tile.bag_begin); i < feature.BagBegin(tile.bag_end); ++i) {
+      owner_of[i] = kNoOwner;
+      if (batch.keys[i] == kPaddingKey) continue;
+      owner_of[i] = OwnerOf(words, owners.partition_owners, static_cast<uint32_t>(num_shards),
+                            PartitionHash(batch.keys[i], name));
+      ++places[t * num_shards + owner_of[i]];
+    }
+  });
+
+  int32_t place = 0;
+  for (int64_t s = 0; s < num_shards; ++s) {
+    starts[s] = place;
+    for (int64_t t = 0; t < num_tiles; ++t) {
+      const int32_t count = places[t * num_shards + s];
+      places[t * num_shards + s] = place;
+      place += count;
+    }
+  }
+  starts[num_shards] = place;
+  for (int64_t s = 0; s < num_shards; ++s) {
+    out.offsets[s * (out.num_bags + 1) + out.num_bags] = starts[s + 1] - starts[s];
+  }
+
+  RunTasks(stream, num_tiles, [&](int64_t t) {
+    const Tile& tile = bags.tiles()[t];
+    const FeatureView& feature = bags.features()[tile.feature];
+    int32_t* next = &places[t * num_shards];
+    for (int64_t b = tile.bag_begin; b < tile.bag_end; ++b) {
+      const int64_t bag = batch.features[int64_t{tile.feature} * kNumFeatureWords + kFeatureBagStart] + b;
+      BagDivisor divisor(feature.combiner, feature.weights != nullptr);
+      const int64_t begin = feature.BagBegin(b), end = feature.BagBegin(b + 1);
+      for (int64_t i = begin; i < end; ++i) {
+        if (owner_of[i] != kNoOwner) divisor.Add(feature.WeightAt(i));
+      }
+      const bool is_divided = BagDivisor::IsNeeded(feature.combiner);
+      out.scales[bag] = is_divided ? divisor.Scale() : 1.0f;
+      const uint32_t table = feature.table | (is_divided && divisor.IsZero() ? kLeftOut : 0);
+      for (int64_t s = 0; s < num_shards; ++s) out.offsets[s * (out.num_bags + 1) + bag] = next[s] - starts[s];
+      for (int64_t i = begin; i < end; ++i) {
+        if (owner_of[i] != kNoOwner) out.uses[next[owner_of[i]]++] = {batch.keys[i], table, feature.WeightAt(i)};
+      }
+    }
+  });
+  RunRanges(stream, batch.num_keys - place, kPositionsPerChunk, [&](int64_t begin, int64_t end) {
+    std::fill(out.uses + place + begin, out.uses + place + end, BagUse{kPaddingKey, 0, 0.0f});
+  });
+  return nullptr;
+}
+
 }  // namespace jaxsok

@@ -1,5 +1,6 @@
 // Distinct keys on a GPU: the passes of index_cuda.cuh over a scratch index in the workspace. By owner: sorts of what
 // they give.
+#include <algorithm>
 #include <cub/device/device_radix_sort.cuh>
 
 #include "index_cuda.cuh"
@@ -208,6 +209,106 @@ __global__ void __launch_bounds__(kBlock)
   if (i < num_keys && inverse[i] < num_keys) inverse[i] = static_cast<int32_t>(place_of[inverse[i]]);
 }
 
+/// What ordering uses reads and writes, by position and in the order of the owners.
+struct UsesWorkspace {
+  uint32_t* owners;  // the number of shards: padding, and what lies in no bag
+  uint32_t* sorted_owners;
+  uint32_t* positions;
+  uint32_t* sorted_positions;
+  uint32_t* bags;      // by position, with kLeftOut
+  uint32_t* use_bags;  // in the order of the owners
+  uint32_t* starts;    // [num_shards + 1]
+  void* sort_storage;
+  size_t sort_bytes;
+};
+
+// One thread, one position: as long as no bag has said otherwise it is padding.
+__global__ void __launch_bounds__(kBlock) ListPaddingKernel(UsesWorkspace w, uint32_t num_shards, int64_t num_keys) {
+  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  if (i >= num_keys) return;
+  w.owners[i] = num_shards;
+  w.positions[i] = static_cast<uint32_t>(i);
+}
+
+// A block lists the owners of one tile of bags, eight lanes a bag. Each position, and each bag, is written by one
+// thread.
+__global__ void __launch_bounds__(kBlock)
+    ListOwnersKernel(BatchView batch, OwnersView owners, UsesView out, UsesWorkspace w) {
+  constexpr int kLanes = 8;
+  const Feature f = Feature::Load(
+      batch.features, FeatureAt(batch.features, batch.num_features, kFeatureTileStart, blockIdx.x, batch.num_tiles));
+  const int32_t first_bag = (static_cast<int32_t>(blockIdx.x) - f.tile_start) * kBagsPerTile;
+  const uint32_t* words = owners.tables + int64_t{f.table} * kNumTableWords;
+  const uint64_t name = Word64(__ldg(words + kTableNameLow), __ldg(words + kTableNameHigh));
+  const int lane = threadIdx.x % kLanes, group_start = static_cast<int>(threadIdx.x % kWarp) - lane;
+  const bool is_weighted = f.weights_start >= 0;
+  const bool is_divided = f.combiner == kCombinerMean || f.combiner == kCombinerSqrtn;
+  for (int step = 0; step < kLanes; ++step) {
+    const int32_t bag = first_bag + step * (kBagsPerTile / kLanes) + static_cast<int32_t>(threadIdx.x / kLanes);
+    int32_t begin = 0, end = 0;
+    if (bag < f.num_bags) f.BagRange(batch.offsets, bag, &begin, &end);
+    const int longest = __reduce_max_sync(~0u, end - begin);
+    float divisor = 0.0f;
+    for (int chunk = 0; is_divided && chunk < longest; chunk += kLanes) {
+      const int32_t at = begin + chunk + lane;
+      const bool is_use = at < end && __ldg(batch.keys + f.key_start + at) != kPaddingKey;
+      const float weight = is_use && is_weighted ? __ldg(batch.weights + f.weights_start + at) : 1.0f;
+      for (int i = 0; i < kLanes; ++i) {  // in the order of the positions
+        const float other = __shfl_sync(~0u, weight, group_start + i);
+        if (__shfl_sync(~0u, is_use ? 1 : 0, group_start + i) != 0) {
+          divisor = divisor + (f.combiner == kCombinerSqrtn ? other * other : other);
+        }
+      }
+    }
+    if (bag >= f.num_bags) continue;
+    if (f.combiner == kCombinerSqrtn) divisor = sqrtf(divisor);
+    const bool is_left_out = is_divided && divisor == 0.0f;
+    const uint32_t listed = static_cast<uint32_t>(f.bag_start + bag) | (is_left_out ? kLeftOut : 0);
+    if (lane == 0) out.scales[f.bag_start + bag] = is_left_out ? 0.0f : is_divided ? 1.0f / divisor : 1.0f;
+    for (int32_t at = begin + lane; at < end; at += kLanes) {
+      const int64_t position = int64_t{f.key_start} + at;
+      const uint64_t key = __ldg(batch.keys + position);
+      if (key == kPaddingKey) continue;
+      w.owners[position] =
+          OwnerOf(words, owners.partition_owners, static_cast<uint32_t>(owners.num_shards), PartitionHash(key, name));
+      w.bags[position] = listed;
+    }
+  }
+}
+
+// One thread, one place: its use; and one owner: where its uses begin.
+__global__ void __launch_bounds__(kBlock)
+    PlaceUsesKernel(BatchView batch, UsesView out, UsesWorkspace w, uint32_t num_shards) {
+  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  if (i <= num_shards) {
+    w.starts[i] = static_cast<uint32_t>(
+        LowerBound(w.sorted_owners, static_cast<int32_t>(batch.num_keys), static_cast<uint32_t>(i)));
+  }
+  if (i >= batch.num_keys) return;
+  uint4 use = make_uint4(~0u, ~0u, 0, 0);
+  if (w.sorted_owners[i] < num_shards) {
+    const int32_t position = static_cast<int32_t>(w.sorted_positions[i]);
+    const uint32_t bag = w.bags[position];
+    const Feature f = Feature::Load(
+        batch.features, FeatureAt(batch.features, batch.num_features, kFeatureKeyStart, position, batch.num_keys));
+    const uint64_t key = __ldg(batch.keys + position);
+    const float weight = f.weights_start < 0 ? 1.0f : __ldg(batch.weights + f.weights_start + (position - f.key_start));
+    use = make_uint4(static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32),
+                     static_cast<uint32_t>(f.table) | (bag & kLeftOut), __float_as_uint(weight));
+    w.use_bags[i] = bag & ~kLeftOut;
+  }
+  reinterpret_cast<uint4*>(out.uses)[i] = use;
+}
+
+// One thread, one bag of one owner: where it begins among the uses of the owner.
+__global__ void __launch_bounds__(kBlock) BagOffsetsKernel(UsesView out, UsesWorkspace w, int64_t num_offsets) {
+  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  if (i >= num_offsets) return;
+  const int64_t owner = i / (out.num_bags + 1), bag = i % (out.num_bags + 1);
+  const uint32_t begin = w.starts[owner], end = w.starts[owner + 1];
+  out.offsets[i] = LowerBound(w.use_bags + begin, static_cast<int32_t>(end - begin), static_cast<uint32_t>(bag));
+}
+
 }  // namespace
 
 LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, const PlanView& plan, void* workspace) {
@@ -278,6 +379,45 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t s
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   if (order == nullptr) return nullptr;
   MoveInverseKernel<<<blocks, kBlock, 0, stream>>>(out.inverse, place_of, num_keys);
+  return LastLaunchError();
+}
+
+LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersView& owners, const UsesView& out,
+                           void* workspace) {
+  if (owners.num_shards < 1 || owners.num_shards > kMaxShards) return "num_shards: must be 1 to kMaxShards";
+  const int64_t num_keys = batch.num_keys;
+  const uint32_t num_shards = static_cast<uint32_t>(owners.num_shards);
+  const int owner_bits = BitsBelow(num_shards);
+  WorkspaceCutter cutter(workspace);
+  UsesWorkspace w;
+  w.owners = cutter.Take<uint32_t>(num_keys);
+  w.sorted_owners = cutter.Take<uint32_t>(num_keys);
+  w.positions = cutter.Take<uint32_t>(num_keys);
+  w.sorted_positions = cutter.Take<uint32_t>(num_keys);
+  w.bags = cutter.Take<uint32_t>(num_keys);
+  w.use_bags = cutter.Take<uint32_t>(num_keys);
+  w.starts = cutter.Take<uint32_t>(int64_t{num_shards} + 1);
+  w.sort_storage = cutter.Rest();
+  const auto sort = [&](void* storage) {
+    return cub::DeviceRadixSort::SortPairs(storage, w.sort_bytes, w.owners, w.sorted_owners, w.positions,
+                                           w.sorted_positions, static_cast<int>(num_keys), 0, owner_bits, stream);
+  };
+  JAXSOK_RETURN_IF_CUDA(sort(nullptr));
+  if (cutter.used() + static_cast<int64_t>(w.sort_bytes) > PlanUsesWorkspaceBytes(num_keys)) {
+    return "workspace is smaller than its bound";
+  }
+  if (num_keys > 0) {
+    ListPaddingKernel<<<BlocksFor(num_keys), kBlock, 0, stream>>>(w, num_shards, num_keys);
+    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+    if (batch.num_tiles > 0) ListOwnersKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, owners, out, w);
+    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+    JAXSOK_RETURN_IF_CUDA(sort(w.sort_storage));
+  }
+  PlaceUsesKernel<<<BlocksFor(std::max<int64_t>(num_keys, num_shards + 1)), kBlock, 0, stream>>>(batch, out, w,
+                                                                                                 num_shards);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  const int64_t num_offsets = num_shards * (out.num_bags + 1);
+  BagOffsetsKernel<<<BlocksFor(num_offsets), kBlock, 0, stream>>>(out, w, num_offsets);
   return LastLaunchError();
 }
 

@@ -26,6 +26,7 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("jaxsok_evict_release", "JaxsokEvictRelease"),
     ("jaxsok_plan", "JaxsokPlan"),
     ("jaxsok_plan_requests", "JaxsokPlanRequests"),
+    ("jaxsok_plan_uses", "JaxsokPlanUses"),
     ("jaxsok_combine", "JaxsokCombine"),
     ("jaxsok_combine_transpose", "JaxsokCombineTranspose"),
     ("jaxsok_lookup", "JaxsokLookup"),
@@ -112,6 +113,7 @@ def load_cpu() -> ctypes.CDLL:
         "JaxsokReleaseWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokPlanWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokPlanRequestsWorkspaceBytes": (ctypes.c_int64,),
+        "JaxsokPlanUsesWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokUpdateWorkspaceBytes": (ctypes.c_int64, ctypes.c_int32),
     }.items():
         function = getattr(library, name)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
@@ -100,15 +101,20 @@ def lookup_planned(
     embedding_shapes: Sequence[tuple[int, ...]],
     num_tiles: int,
     embedding_dtype: str = "float32",
+    table_ids: UInt32[Array, " num_keys"] | None = None,
 ) -> tuple[UInt32[Array, " num_counters"], Int32[Array, "num_tables num_counts"], list[Array]]:
     """Combines rows whose ids are known, a store's or others. See `LaunchLookupPlanned` in ffi/kernels/lookup.h.
 
-    The counters are donated and do not change, but an op that takes them comes after this one.
+    The counters are donated and do not change, but an op that takes them comes after this one. `table_ids` has the
+    table of each key of bags, where the features do not give it. There is an embedding for each feature, or for several
+    neighbours, which share it in equal parts.
     """
     out = call_on(
         "jaxsok_lookup_planned",
         {"counters": counters, "rows": rows},
-        {"tables": tables, "seed": seed} | batch_operands(batch) | {"row_ids": row_ids},
+        {"tables": tables, "seed": seed}
+        | batch_operands(batch)
+        | {"row_ids": row_ids, "table_ids": jnp.zeros(0, jnp.uint32) if table_ids is None else table_ids},
         _counts_and_embeddings(batch, tables, embedding_shapes, embedding_dtype),
         in_place=("counters",),
         **_attributes(batch, num_tiles),

@@ -1,11 +1,15 @@
 """Doors of the plan noun: the distinct keys of a batch, by first position or by owner."""
 
 import numpy as np
-from jaxtyping import Array, Int32, UInt32
+from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok.kernels.call import call, result, workspace
 from jaxsok.kernels.lookup import Batch, batch_operands
 from jaxsok.types import REQUEST_WORDS, Inverse, Keys, TableIds
+
+
+LEFT_OUT = 1 << 31
+"""In the table of a use: the divisor of its bag is zero (`kLeftOut` in ffi/kernels/plan.h)."""
 
 
 def plan(batch: Batch, num_tiles: int) -> tuple[Keys, TableIds, Inverse, Int32[Array, " num_keys"], Int32[Array, ""]]:
@@ -50,4 +54,29 @@ def plan_requests(
     }
     attributes = {"num_tiles": num_tiles, "num_shards": num_shards, "by_hash": by_hash}
     *out, _ = call("jaxsok_plan_requests", operands, results, **attributes).values()
+    return tuple(out)
+
+
+def plan_uses(
+    batch: Batch,
+    tables: UInt32[np.ndarray, "num_tables 16"],
+    partition_owners: UInt32[Array, " num_partitions"] | UInt32[np.ndarray, " num_partitions"],
+    *,
+    num_tiles: int,
+    num_shards: int,
+    num_bags: int,
+) -> tuple[UInt32[Array, "num_keys 4"], Int32[Array, "num_shards num_bags_plus_1"], Float32[Array, " num_bags"]]:
+    """Orders the uses of bags by owner. See `LaunchPlanUses` in ffi/kernels/plan.h.
+
+    Returns uses (key low, key high, table with `LEFT_OUT`, bits of the weight), offsets and scales.
+    """
+    keys = batch[0]
+    operands = batch_operands(batch) | {"tables": tables, "partition_owners": partition_owners}
+    results = {
+        "uses": result(keys, (keys.shape[0], REQUEST_WORDS), "uint32"),
+        "offsets": result(keys, (num_shards, num_bags + 1), "int32"),
+        "scales": result(keys, (num_bags,), "float32"),
+        "workspace": workspace(keys, "JaxsokPlanUsesWorkspaceBytes", keys.shape[0]),
+    }
+    *out, _ = call("jaxsok_plan_uses", operands, results, num_tiles=num_tiles, num_shards=num_shards).values()
     return tuple(out)

@@ -1,0 +1,337 @@
+"""Partial bags between shards: owners sum the rows of a bag that they have (design D16).
+
+A shard sends every use of its bags to the owner of the row, in the order of its batch, once for each use. What an owner
+gets is a batch of its own, with a part of every bag of every shard: it looks this batch up, and updates with it, as one
+device does with its batch. Sums of bags go back, one line for each bag and owner; the gradient of a bag goes to all
+owners. The shard of the batch adds the sums in the order of the owners, and divides them (mean, sqrtn), so that an
+owner needs to know nothing of the others' rows.
+
+No use is left out where a plan has no send capacity: uses go in as many rounds as the fullest pair of shards needs,
+before anything is looked up. So all bits are the same whatever the capacity, and rows get their ids by shard and first
+occurrence.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32, Int32, UInt32
+
+from jaxsok import annotations, norms, table, update
+from jaxsok.checks import there
+from jaxsok.exchange import (
+    Exchange,
+    default_send_capacity,
+    digest_of_all,
+    load_of,
+    places,
+    sent,
+    taken_requests,
+)
+from jaxsok.features import FeatureLayout, StoreFeatures
+from jaxsok.gradients import Gradients, Used, by_bag, concatenated, joined
+from jaxsok.kernels import lookup as lookup_kernels
+from jaxsok.kernels import plan as plan_kernels
+from jaxsok.kernels import update as update_kernels
+from jaxsok.kernels.tickets import tickets_digest
+from jaxsok.lookup import Owner
+from jaxsok.plan import Found, Plan, Uses
+from jaxsok.specs import StoreSpec
+from jaxsok.store import StoreState
+from jaxsok.types import BAGS_PER_TILE, COMBINERS, COUNTS, NO_ROW, PADDING_KEY, RowIds
+
+_FOUND, _PADDING = COUNTS.index("num_found"), COUNTS.index("num_padding")
+_MISSING, _REFUSED = COUNTS.index("num_missing"), COUNTS.index("num_refused")
+_UNKNOWN_WORD = 6  # of a table's line: kTableUnknown in ffi/core/layout.h
+_DIVIDED = (COMBINERS["mean"], COMBINERS["sqrtn"])
+
+
+# Plans ---------------------------------------------------------------------------------------------------------------
+
+
+@annotations.by_store
+def ask(
+    exchange: Exchange,
+    spec: StoreSpec,
+    features: StoreFeatures,
+    owners: UInt32[Array, " num_partitions"],
+    send_capacity: int | None = None,
+) -> Uses:
+    """Sends the uses of one store's bags to the owners of their rows.
+
+    With `send_capacity` in one round, which keeps back the uses beyond it: the caller compares `load` with it. None: in
+    as many rounds as it takes, into room for all keys of each shard.
+    """
+    num_keys, num_shards = features.keys.shape[0], spec.num_shards
+    uses, offsets, scales = plan_kernels.plan_uses(
+        features.operands(),
+        spec.table_words(),
+        owners,
+        num_tiles=features.num_tiles,
+        num_shards=num_shards,
+        num_bags=_num_bags(features),
+    )
+    counts = offsets[:, -1]
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)])
+    capacity = send_capacity or exchange.wire.send_capacity or default_send_capacity(spec, features)
+    route = exchange.route(spec, capacity)
+
+    def requests_of(done: int | Array) -> Array:
+        return taken_requests(uses, *places(route, starts[:-1] + done, starts[1:], num_keys))
+
+    to_all = jnp.concatenate([tickets_digest(features.keys)[0], counts.astype(jnp.uint32)])
+    words = jnp.concatenate([jnp.broadcast_to(to_all, (num_shards, num_shards + 2)), offsets.astype(jnp.uint32)], 1)
+    received, words = route.requests_to_owners(requests_of(0), words)
+    digests, counts_of_all, offsets_here = jnp.split(words, (2, num_shards + 2), axis=1)
+    num_rounds, kept_back = jnp.int32(1), capacity
+    if send_capacity is None:
+        num_chunks = -(-num_keys // capacity)
+        room = jnp.asarray(np.array([PADDING_KEY & 0xFFFFFFFF, PADDING_KEY >> 32, 0, 0], np.uint32))
+        room = jnp.broadcast_to(room, (num_shards, num_chunks * capacity, 4))
+        room = lax.dynamic_update_slice(room, received.reshape(num_shards, capacity, 4), (0, 0, 0))
+        most = exchange.shards.max(counts.max())
+
+        @jax.named_scope("round")
+        def go_on(loop: tuple[Array, Array]) -> tuple[Array, Array]:
+            room, done = loop
+            lines = route.to_owners(requests_of(done * capacity)).reshape(num_shards, capacity, 4)
+            return lax.dynamic_update_slice(room, lines, (0, done * capacity, 0)), done + 1
+
+        room, num_rounds = lax.while_loop(lambda loop: loop[1] * capacity < most, go_on, (room, num_rounds))
+        received, kept_back, capacity = room.reshape(-1, 4), None, num_chunks * capacity
+    return Uses(
+        received,
+        offsets_here.astype(jnp.int32).reshape(-1),
+        scales,
+        _unsent(spec, features, offsets, kept_back),
+        load_of(counts_of_all),
+        digest_of_all(digests),
+        num_rounds[None],
+        send_capacity=capacity,
+    )
+
+
+def _unsent(
+    spec: StoreSpec, features: StoreFeatures, offsets: Int32[Array, "num_shards _"], capacity: int | None
+) -> Int32[Array, "num_tables 2"]:
+    """Counts by table the positions that are padding, and the uses beyond the capacity."""
+    borders = [layout.bag_start for layout in features.layouts] + [_num_bags(features)]
+    at_borders = offsets[:, np.array(borders)]
+    of_features = jnp.diff(at_borders).sum(axis=0)
+    num_keys = np.array([layout.num_keys for layout in features.layouts], np.int32)
+    kept_back = jnp.zeros_like(of_features)
+    if capacity is not None:
+        kept_back = of_features - jnp.diff(jnp.minimum(at_borders, capacity)).sum(axis=0)
+    lines = jnp.stack([num_keys - of_features, kept_back], axis=1)
+    tables = np.array([layout.table for layout in features.layouts])
+    return jnp.zeros((len(spec.tables), 2), jnp.int32).at[tables].add(lines)
+
+
+def _num_bags(features: StoreFeatures) -> int:
+    return sum(layout.num_bags for layout in features.layouts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arrived:
+    """The batch that a shard got from all shards: a feature for each, with all of its bags."""
+
+    features: StoreFeatures
+    table_ids: UInt32[Array, " num_lines"]
+    is_left_out: Array
+    """Marks uses whose bag has a divisor of zero: their rows take no step."""
+
+
+def _arrived(spec: StoreSpec, features: StoreFeatures, uses: Uses) -> _Arrived:
+    """Returns the batch of an owner; `features` are this shard's own, shaped as those of all."""
+    size, num_bags = uses.send_capacity, _num_bags(features)
+    is_weighted = any(layout.weights_start >= 0 for layout in features.layouts)
+    layouts = [
+        FeatureLayout(
+            name=str(shard),
+            table=0,
+            combiner="sum",
+            num_keys=size,
+            num_bags=num_bags,
+            hotness=0,
+            embedding_shape=(num_bags,),
+            key_start=shard * size,
+            bag_start=shard * num_bags,
+            offsets_start=shard * (num_bags + 1),
+            num_offsets=num_bags + 1,
+            weights_start=shard * size if is_weighted else -1,
+            tile_start=shard * -(-num_bags // BAGS_PER_TILE),
+        )
+        for shard in range(spec.num_shards)
+    ]
+    keys, tables, weights = uses.received[:, :2], uses.received[:, 2], uses.received[:, 3]
+    weights = lax.bitcast_convert_type(weights, jnp.float32) if is_weighted else jnp.zeros(1, jnp.float32)
+    return _Arrived(
+        StoreFeatures(keys, uses.offsets, weights, tuple(layouts)),
+        tables & jnp.uint32(plan_kernels.LEFT_OUT - 1),
+        tables >= jnp.uint32(plan_kernels.LEFT_OUT),
+    )
+
+
+# Lookups -------------------------------------------------------------------------------------------------------------
+
+
+@annotations.by_store
+def lookup(
+    spec: StoreSpec, store: StoreState, features: StoreFeatures, uses: Uses, owner: Owner
+) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
+    """Looks up one store through the exchange; also returns the digest of all shards' keys."""
+    arrived = _arrived(spec, features, uses)
+    store, row_ids, counts = _found(spec, store, arrived, owner)
+    padding, kept_back = uses.counts.T
+    counts = counts.at[:, _PADDING].set(padding).at[:, _MISSING if owner.is_find else _REFUSED].add(kept_back)
+    store, sums = _partial_bags(spec, store, arrived, row_ids, owner)
+    sums = sent(sums, owner.exchange.wire.rows, owner.exchange.all_to_all)
+    store, values = _added(spec, store, features, uses, sums, owner)
+    return store, Found(row_ids, counts, uses.num_rounds), values, uses.digest
+
+
+def _found(
+    spec: StoreSpec, store: StoreState, arrived: _Arrived, owner: Owner
+) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
+    """Finds or inserts the rows of the uses that arrived; counts them by table, padding aside."""
+    keys, table_ids = arrived.features.keys, arrived.table_ids
+    if not owner.is_find:
+        store, row_ids, counts = table.find_or_insert(spec, store, owner.seed, keys, table_ids, step=owner.step)
+        return table.touch(spec, store, row_ids, None, there(owner.clock)), row_ids, counts
+    row_ids = table.find(store, keys, table_ids)
+    is_of_table = table_ids[:, None] == jnp.arange(len(spec.tables), dtype=jnp.uint32)[None, :]
+    num_uses = (is_of_table & table.is_key(keys)[:, None]).sum(axis=0, dtype=jnp.int32)
+    num_found = (is_of_table & (row_ids != jnp.uint32(NO_ROW))[:, None]).sum(axis=0, dtype=jnp.int32)
+    counts = jnp.zeros((len(spec.tables), len(COUNTS)), jnp.int32)
+    return store, row_ids, counts.at[:, _FOUND].set(num_found).at[:, _MISSING].set(num_uses - num_found)
+
+
+def _partial_bags(
+    spec: StoreSpec, store: StoreState, arrived: _Arrived, row_ids: RowIds, owner: Owner
+) -> tuple[StoreState, Float32[Array, "num_bags_of_all dim"]]:
+    """Sums the rows of this shard in every bag of every shard, each times its weight."""
+    features, slabs = arrived.features, store.rows
+    if table.given_by_xla(spec, is_find=owner.is_find):
+        ones = jnp.ones((features.keys.shape[0], 1), jnp.uint32)
+        requests = jnp.concatenate([features.keys, arrived.table_ids[:, None], ones], axis=1)
+        store, rows, _ = table.gather(
+            spec, store, owner.seed, requests, row_ids, is_find=owner.is_find, dtype="float32"
+        )
+        slabs, row_ids = (rows,), jnp.arange(rows.shape[0], dtype=jnp.uint32)
+    words = spec.table_words() if owner.is_find else spec.refused_words()
+    if not owner.is_find:
+        words[:, _UNKNOWN_WORD] = 0
+    (num_bags,) = {layout.num_bags for layout in features.layouts}
+    counters, _, (sums,) = lookup_kernels.lookup_planned(
+        store.counters,
+        words,
+        owner.seed,
+        features.operands(),
+        row_ids,
+        slabs,
+        [(len(features.layouts) * num_bags, spec.dim)],
+        features.num_tiles,
+        "float32",
+        arrived.table_ids,
+    )
+    return dataclasses.replace(store, counters=counters), sums
+
+
+def _added(
+    spec: StoreSpec, store: StoreState, features: StoreFeatures, uses: Uses, sums: Array, owner: Owner
+) -> tuple[StoreState, list[Array]]:
+    """Adds the sums of each bag in the order of the owners, and divides them."""
+    num_bags, num_shards = _num_bags(features), spec.num_shards
+    layouts = [
+        dataclasses.replace(
+            layout,
+            combiner="sum",
+            num_keys=layout.num_bags * num_shards,
+            hotness=num_shards,
+            key_start=layout.bag_start * num_shards,
+            num_offsets=0,
+            weights_start=-1,
+        )
+        for layout in features.layouts
+    ]
+    lines = jnp.arange(num_bags, dtype=jnp.uint32)[:, None] + jnp.arange(num_shards, dtype=jnp.uint32) * num_bags
+    keys = jnp.zeros((num_bags * num_shards, 2), jnp.uint32)
+    counters, _, values = lookup_kernels.lookup_planned(
+        store.counters,
+        spec.table_words(),
+        owner.seed,
+        dataclasses.replace(features, keys=keys, layouts=tuple(layouts)).operands(),
+        lines.reshape(-1),
+        (sums,),
+        [(*layout.combined_shape, spec.dim) for layout in layouts],
+        features.num_tiles,
+    )
+    values = [
+        table.rounded(_divided(value, uses.scales, layout), spec.embedding_dtype)
+        for value, layout in zip(values, features.layouts, strict=True)
+    ]
+    return dataclasses.replace(store, counters=counters), values
+
+
+def _divided(lines: Array, scales: Float32[Array, " num_bags"], layout: FeatureLayout) -> Array:
+    """Multiplies the lines of a feature's bags by what their divisors give; zeros where a divisor is zero."""
+    if COMBINERS[layout.combiner] not in _DIVIDED:
+        return lines
+    scale = lax.slice_in_dim(scales, layout.bag_start, layout.bag_start + layout.num_bags)[:, None]
+    return jnp.where(scale == 0, 0.0, lines * scale)
+
+
+# Updates -------------------------------------------------------------------------------------------------------------
+
+
+def _to_owners(
+    exchange: Exchange, spec: StoreSpec, plan: Plan, gradients: Gradients, s: int
+) -> Float32[Array, "num_bags_of_all dim"]:
+    """Sends the gradients of all bags, divided as their embeddings were, to all shards."""
+    part, scales = plan.features.stores[s], plan.uses_of(s).scales
+    of_features = zip(by_bag(spec, part, gradients), part.layouts, strict=True)
+    lines = [_divided(one.reshape(-1, spec.dim), scales, layout) for one, layout in of_features]
+    return sent(concatenated(lines), exchange.wire.gradients, exchange.all_gather).astype(jnp.float32)
+
+
+def _batch_of(
+    spec: StoreSpec, s: int, used: Used
+) -> tuple[update_kernels.Batch, int, RowIds, UInt32[Array, " num_lines"]]:
+    """Joins what arrived for the plans of a step: batch, tiles, row ids and tables."""
+    arrived = [_arrived(spec, plan.features.stores[s], plan.uses_of(s)) for plan in used.plans]
+    batch, num_tiles = joined([one.features for one in arrived])
+    row_ids = [
+        jnp.where(one.is_left_out, jnp.uint32(NO_ROW), plan.found_of(s).row_ids)
+        for one, plan in zip(arrived, used.plans, strict=True)
+    ]
+    return batch, num_tiles, concatenated(row_ids), concatenated([one.table_ids for one in arrived])
+
+
+@annotations.by_store
+def update_exchanged(
+    exchange: Exchange, spec: StoreSpec, store: StoreState, s: int, used: Used, inputs: update.StepInputs
+) -> tuple[StoreState, Array, Array]:
+    """Steps the rows of one store that this shard owns; counts as `update_here` does."""
+    batch, num_tiles, row_ids, table_ids = _batch_of(spec, s, used)
+    gradients = [_to_owners(exchange, spec, *pair, s) for pair in zip(used.plans, used.gradients, strict=True)]
+    step = update.step_of(spec, inputs, batch, num_tiles, row_ids, used.is_live, spec.row_gradient, table_ids=table_ids)
+    return update_kernels.update(store, step, gradients)
+
+
+@annotations.by_store
+def add_squares(exchange: Exchange, spec: StoreSpec, s: int, used: Used, squares: norms.Squares) -> norms.Squares:
+    """Adds the squares of the row gradients by which `update_exchanged` would step."""
+    (_, *bags), num_tiles, row_ids, _ = _batch_of(spec, s, used)
+    ends = np.cumsum([plan.uses_of(s).received.shape[0] for plan in used.plans])[:-1]
+    alive = [
+        jnp.where(used.is_live[p], ids, jnp.uint32(NO_ROW)) for p, ids in enumerate(jnp.split(row_ids, ends.tolist()))
+    ]
+    gradients = [
+        part
+        for pair in zip(used.plans, used.gradients, strict=True)
+        for part in jnp.split(_to_owners(exchange, spec, *pair, s), spec.num_shards)
+    ]
+    rows = norms.summed_by_row(concatenated(alive), tuple(bags), num_tiles, gradients, spec.row_gradient)
+    return norms.with_squares(squares, rows)
