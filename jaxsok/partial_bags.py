@@ -294,7 +294,7 @@ def _batch_of_sums(spec: StoreSpec, features: StoreFeatures) -> tuple[StoreFeatu
         for layout in features.layouts
     ]
     keys = jnp.zeros((num_bags * num_shards, 2), jnp.uint32)
-    lines = jnp.arange(num_bags, dtype=jnp.uint32)[:, None] + jnp.arange(num_shards, dtype=jnp.uint32) * num_bags
+    lines = jnp.arange(num_bags, dtype=jnp.uint32)[:, None] + jnp.arange(num_shards, dtype=jnp.uint32)[None] * num_bags
     return dataclasses.replace(features, keys=keys, layouts=tuple(layouts)), lines.reshape(-1)
 
 

@@ -230,10 +230,10 @@ def test_groups_along_another_axis():
 # Whole steps: on any platform, where a program has one window call -------------------------------------------------
 
 
-def one_feature(dtype, dim, combiner, *, hotness=3, **table):
+def one_feature(dtype, dim, combiner, *, hotness=3, form="rows", **table):
     """A table with one feature, and a batch of it by number."""
     tables = [jaxsok.TableSpec("item", dim, ADAM, capacity=2048, dtype=dtype, **table)]
-    features = [jaxsok.FeatureSpec("item", "item", combiner=combiner, weighted=combiner == "sum")]
+    features = [jaxsok.FeatureSpec("item", "item", combiner=combiner, weighted=combiner == "sum", exchange=form)]
 
     def raw(number, num_shards):
         rng = np.random.default_rng(number)
@@ -287,15 +287,32 @@ def test_steps_of_one_feature(dtype, dim, combiner, wire):
     assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, WIRES[wire])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "dim", "combiner", "wire"),
+    [
+        ("float32", 8, "sum", 0),
+        ("float32", 7, "mean", 2),
+        ("float32", 8, "sum", 3),
+        ("bfloat16", 16, "sqrtn", 2),
+        ("float16", 5, "mean", 2),
+    ],
+)
+def test_steps_of_partial_bags(dtype, dim, combiner, wire):
+    """The same where owners sum the rows of bags."""
+    world = one_feature(dtype, dim, combiner, form="bags", unknown="initial" if dim == 16 else "zeros")
+    assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, WIRES[wire])
+
+
 def targets(function, *arguments):
     """The targets of a program that exchange through windows."""
     return re.findall(r"jaxsok_(\w*window\w*)", jax.jit(function).lower(*arguments).as_text())
 
 
+@pytest.mark.parametrize("form", ["rows", "bags"])
 @pytest.mark.parametrize("wire", range(len(WIRES)))
-def test_the_calls_of_a_step(wire):
-    """One call looks up and one updates; numbers with a scale go over the dense wire."""
-    tables, features, raw = one_feature("float32", 8, "mean")
+def test_the_calls_of_a_step(wire, form):
+    """One call looks up and one updates; numbers with a scale are converted by XLA."""
+    tables, features, raw = one_feature("float32", 8, "mean", form=form)
     mesh = mesh_of_any()
     collection = collection_of(mesh, "window", tables, features, **WIRES[wire])
     with on_any_platform():
@@ -304,11 +321,13 @@ def test_the_calls_of_a_step(wire):
         plan = functools.partial(collection.plan, send_capacity=[CAPACITY])
         asked = jax.eval_shape(plan, batch)
         embeddings, _, used = jax.eval_shape(collection.lookup, state, asked)
-        has_scale = WIRES[wire].get("rows") == "float16"
+        of_bags, has_scale = "bags_" if form == "bags" else "", WIRES[wire].get("rows") == "float16"
+        by_xla = ["window_exchange"] if form == "bags" else []
         assert targets(plan, batch) == ["window_exchange"]
-        assert targets(collection.find, state, asked) == ([] if has_scale else ["lookup_window"])
-        assert targets(collection.lookup, state, asked) == ([] if has_scale else ["lookup_window"])
-        assert targets(collection.update, state, used, embeddings) == ([] if has_scale else ["update_window"])
+        assert targets(collection.find, state, asked) == (by_xla if has_scale else [f"lookup_{of_bags}window"])
+        assert targets(collection.lookup, state, asked) == (by_xla if has_scale else [f"lookup_{of_bags}window"])
+        updates = by_xla if has_scale else [f"update_{of_bags}window"]
+        assert targets(collection.update, state, used, embeddings) == updates
 
 
 def test_steps_of_keys_that_are_not_admitted():
@@ -339,6 +358,7 @@ TABLES = [
     jaxsok.TableSpec(
         "city", 7, ADAM, capacity=4096, dtype="float16", placement=jaxsok.on(1), admission=policies.AdmitByCount(2)
     ),
+    jaxsok.TableSpec("tag", 12, ADAM, capacity=4096),
 ]
 FEATURES = [
     jaxsok.FeatureSpec("user", "user"),
@@ -347,6 +367,7 @@ FEATURES = [
     jaxsok.FeatureSpec("word", "word", combiner="sqrtn"),
     jaxsok.FeatureSpec("ad", "ad"),
     jaxsok.FeatureSpec("city", "city", combiner="mean"),
+    jaxsok.FeatureSpec("tag", "tag", combiner="mean", max_keys=4096, exchange="bags"),
 ]
 
 
@@ -401,6 +422,7 @@ class World:
             "word": rng.integers(0, 100, (num, 5)),
             "ad": rng.integers(0, 50, num),
             "city": rng.integers(0, 400, (num, 2)),
+            "tag": jaxsok.Bags(rng.integers(0, 300, total), lengths=lengths),
         }
         return self.collection.batch(raw).features
 
