@@ -16,6 +16,9 @@ in place of rows (`FeatureSpec(exchange="bags")`), where bags have several keys.
 Peer: the row-sharded table that a user of JAX writes today: one array [tables * rows, dim] split by its rows,
 `jnp.take` under `jit`, `.at[].add` of the row gradients (SGD), left to XLA's partitioner.
 
+"Call ms" is the time until the call of a step returns, the devices being idle before it: what one thread needs to
+dispatch the step to all devices of the process (pipelined: the next plan too).
+
 The parts of a step ("split") are measured apart, as programs of the same sizes, one after the other: their sum is not
 the step, in which XLA may overlap them.
 """
@@ -234,7 +237,10 @@ class Sharded:
     def planned(self, wire: str = "float32") -> None:
         """The plan alone, each step without its plan, and each as the pipeline dispatches it; then the wire's limit."""
         if wire in ("float32", BAGS + "float32"):
-            timing, _ = Step(self._plan, donates=False, is_compiled=True).measure((), self.features, self.protocol)
+            plan = Step(self._plan, donates=False, is_compiled=True)
+            timing, _ = plan.measure((), self.features, self.protocol)
+            call_ms, _ = plan.measure_calls((), self.features, self.protocol)
+            timing = dataclasses.replace(timing, call_ms=call_ms)
             sent = self._sent_bytes(self.send_capacity, wire, keys=1)
             self._add(records.PLAN, timing, program="plan", sent_bytes=sent)
         self._add_limit(wire)
@@ -469,7 +475,11 @@ class Sharded:
 
     def _timed(self, step: Step, inputs: Sequence[Any]) -> Timing:
         timing, self.filled.state = step.measure(self.filled.state, inputs, self.protocol)
-        return timing
+        return self._with_calls(step, timing, inputs)
+
+    def _with_calls(self, step: Step, timing: Timing, inputs: Sequence[Any]) -> Timing:
+        call_ms, self.filled.state = step.measure_calls(self.filled.state, inputs, self.protocol)
+        return dataclasses.replace(timing, call_ms=call_ms)
 
     def _pipelined(self, step: Step) -> tuple[Timing, dict[str, Any]]:
         pipeline = Pipeline(Packed(self.collection), itertools.cycle(self.batches), None)
@@ -481,8 +491,9 @@ class Sharded:
             return (state, outputs) if step.donates else outputs
 
         pipelined = Step(run, donates=step.donates, is_compiled=True)
-        timing, self.filled.state = pipelined.measure(self.filled.state, [None] * len(self.batches), self.protocol)
-        return timing, _choices(pipeline)
+        inputs = [None] * len(self.batches)
+        timing, self.filled.state = pipelined.measure(self.filled.state, inputs, self.protocol)
+        return self._with_calls(pipelined, timing, inputs), _choices(pipeline)
 
     def _sent_bytes(self, send_capacity: int, wire: str, *, keys: int = 0, rows: int = 0) -> int:
         """Bytes that a device sends to the others: so many times its keys, so many times a row for each, padded.

@@ -165,6 +165,7 @@ EXCHANGE_COLUMNS = (
     "program",
     "ms",
     "spread",
+    "call ms",
     "k samples/s",
     "MB sent",
     "GB/s sent",
@@ -174,8 +175,9 @@ EXCHANGE_COLUMNS = (
     "TorchRec row-wise, published, 8 GPUs",
     "TorchRec table-wise, published, 8 GPUs",
 )
-"""Of the table of meshes: sent by one device to the others; `of the wire` is that rate over the one of the bare
-all-to-all; efficiency is against two devices; TorchRec's times, with their ratio where there are as many devices."""
+"""Of the table of meshes: the time until the call of a step returns; what one device sends to the others; `of the wire`,
+that rate over the one of the bare all-to-all; efficiency against two devices; TorchRec's times, with their ratio where
+there are as many devices."""
 
 
 def exchange_rows(records: Sequence[Record], is_full_size: bool) -> list[tuple[str, ...]]:
@@ -212,6 +214,7 @@ def exchange_rows(records: Sequence[Record], is_full_size: bool) -> list[tuple[s
                 program,
                 f"{ms:.4g}",
                 record.timing.spread_text,
+                NOTHING if record.timing.call_ms is None else f"{record.timing.call_ms:.3g}",
                 f"{notes['num_samples'] / ms:.4g}" if is_step else NOTHING,
                 f"{sent * 1e-6:.4g}" if sent else NOTHING,
                 f"{record.gigabytes_per_s:.3g}" if sent else NOTHING,

@@ -96,6 +96,9 @@ class Timing:
     """Median with one step a program, where `ms` is that of the unrolled program; else None."""
     kernels: dict[str, float] | None = None
     """Milliseconds a step of each kernel on the device, if the protocol asks for them."""
+    call_ms: float | None = None
+    """Median until the call of a step returns, on an idle device: what a step costs the thread that dispatches it. None
+    where steps are not measured one by one."""
 
     @property
     def spread(self) -> float:
@@ -249,6 +252,17 @@ class Step:
             jax.block_until_ready((carry, outputs) if self.donates else outputs)
 
         return launched(steps, len(sets)), carry
+
+    def measure_calls(self, carry: Any, sets: Sequence[Any], protocol: Protocol) -> tuple[float, Any]:
+        """Measures `Timing.call_ms`; the steps have run before. Returns it, and the carry after the last step."""
+        samples = []
+        for number in range(max(len(sets), protocol.repetitions)):
+            jax.block_until_ready(carry)
+            begin = time.perf_counter()
+            carry, outputs = self._call(self._single, carry, sets[number % len(sets)])
+            samples.append((time.perf_counter() - begin) * 1e3)
+            jax.block_until_ready(outputs)
+        return statistics.median(samples), carry
 
     def _call(self, program, carry, inputs):
         if self.donates:
