@@ -87,7 +87,7 @@ class Exchange:
     """The exchange between the shards of a collection."""
 
     shards: Shards
-    wire: ExchangeSpec
+    spec: ExchangeSpec
     windows: Windows | None = None
     """None: the dense wire."""
 
@@ -258,7 +258,7 @@ def ask(
     digest = tickets_digest(features.keys)
     requests, inverse, starts, hashes = plan_lib.requests_of(spec, features, owners, by_hash=not one_round)
     if not one_round:
-        capacity = exchange.wire.send_capacity or default_send_capacity(spec, features)
+        capacity = exchange.spec.send_capacity or default_send_capacity(spec, features)
         load = jnp.zeros((1, 2), jnp.int32)
         return Requests(requests, inverse, starts, hashes, load, digest, send_capacity=capacity)
     words = jnp.concatenate([digest[0], (starts[1:] - starts[:-1]).astype(jnp.uint32)])[None]

@@ -179,7 +179,7 @@ def over_arrivals(
     plans = used.plans
     # The number of uses travels with the gradients only where the requests do not know it.
     counts_differ = any(has_unused_keys(plan.features.stores[s]) for plan in plans)
-    dtype = gathered_dtype(exchange.wire.gradients, "float32")
+    dtype = gathered_dtype(exchange.spec.gradients, "float32")
     summed = [_summed_by_key(spec, plan, grads, s, dtype) for plan, grads in zip(plans, used.gradients, strict=True)]
 
     def arrived(
@@ -188,7 +188,7 @@ def over_arrivals(
         uses = route.to_owners(uses) if counts_differ else received[:, 3].astype(jnp.int32)
         uses = jnp.where(is_real, uses, 0)
         row_ids = jnp.where(uses > 0, row_ids, jnp.uint32(NO_ROW))
-        sums = route.rows_to_owners(sums, exchange.wire.gradients).astype(jnp.float32)
+        sums = route.rows_to_owners(sums, exchange.spec.gradients).astype(jnp.float32)
         return Arrived(received, row_ids, sums, uses)
 
     if all(plan.asked_of(s).received is not None for plan in plans):
@@ -245,7 +245,7 @@ def fits_windows(exchange: Exchange, spec: StoreSpec, s: int, used: Used) -> boo
         return False
     (plan,) = used.plans
     part, asked = plan.features.stores[s], plan.asked_of(s)
-    is_scaled = spec.row_gradient != "sum" or exchange.wire.gradients in SCALED_DTYPES
+    is_scaled = spec.row_gradient != "sum" or exchange.spec.gradients in SCALED_DTYPES
     if asked.received is None or is_scaled or has_unused_keys(part):
         return False
     return asked.send_capacity >= part.keys.shape[0] or not has_divided_bags(part)

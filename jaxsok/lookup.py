@@ -84,7 +84,7 @@ def _with_owners_counts(
 def _fits_windows(spec: StoreSpec, features: StoreFeatures, owner: "Owner") -> bool:
     """Returns whether kernels alone can read, send and combine the rows."""
     is_by_xla = _reads_traced(spec, features) or table.given_by_xla(spec, is_find=owner.is_find)
-    is_scaled = owner.exchange.wire.rows in SCALED_DTYPES
+    is_scaled = owner.exchange.spec.rows in SCALED_DTYPES
     return owner.exchange.windows is not None and not (spec.is_replicated or is_by_xla or is_scaled)
 
 
@@ -93,7 +93,7 @@ def _lookup_in_windows(
 ) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
     """Does what `lookup_exchanged` does; rows go from the store into windows, and from there into embeddings."""
     received, windows = there(asked.received), there(owner.exchange.windows)
-    dtype = gathered_dtype(owner.exchange.wire.rows, spec.dtype)
+    dtype = gathered_dtype(owner.exchange.spec.rows, spec.dtype)
     store, row_ids, inserted = owner.found(store, received)
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
     counters, absent, counts, values = kernels.lookup_window(
@@ -160,7 +160,7 @@ class Owner:
 
     def answered(self, store: StoreState, route: Route, received: UInt32[Array, "_ 4"]) -> tuple[StoreState, _Answers]:
         """Finds or inserts the rows of received requests, and sends them back; row ids are by request received."""
-        spec, on_wire = self.spec, self.exchange.wire.rows
+        spec, on_wire = self.spec, self.exchange.spec.rows
         store, row_ids, inserted = self.found(store, received)
         if spec.is_replicated:
             absent = jnp.zeros(len(spec.tables), jnp.int32)
@@ -176,7 +176,7 @@ def _answered_in_rounds(
     """Sends all requests in rounds; also returns the number of rounds and the digest of all shards' keys."""
     spec, num_keys = owner.spec, asked.requests.shape[0]
     ids = jnp.full(num_keys, jnp.uint32(NO_ROW))
-    dtype = gathered_dtype(owner.exchange.wire.rows, spec.dtype)
+    dtype = gathered_dtype(owner.exchange.spec.rows, spec.dtype)
     # The update finds rows by key again, and a key that is not admitted now may have one by then, which it never used.
     tells = spec.has_admission and not owner.is_find
     keeps_ids = tells and not spec.is_replicated

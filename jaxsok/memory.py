@@ -363,7 +363,7 @@ def _sizes(
     return sizes
 
 
-def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) -> dict[str, int]:
+def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec) -> dict[str, int]:
     """Counts what a step needs on one device for one store, by purpose; zeros for a store without features."""
     if not features.layouts:
         return dict.fromkeys(STEP, 0)
@@ -385,7 +385,7 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) ->
         lookup = max(sizes.JaxsokInsertWorkspaceBytes(num_keys), sizes.JaxsokPlanWorkspaceBytes(num_keys))
         workspace = max(lookup + initial * num_keys, update)
         return parts | {"plan": 4 * num_keys + found, "exchange": 0, "workspace": workspace}
-    capacity = wire.send_capacity or default_send_capacity(spec, features)
+    capacity = exchange.send_capacity or default_send_capacity(spec, features)
     batches = 1 + PLANS_AHEAD
     parts["batch"] *= batches
     if spec.sends_bags:
@@ -399,16 +399,16 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) ->
             sizes.JaxsokInsertWorkspaceBytes(received) + initial * received,
             sizes.JaxsokUpdateWorkspaceBytes(received, spec.dim),
         )
-        exchange = 2 * sums + REQUEST_BYTES * (num_keys + 2 * spec.num_shards * capacity)
-        return parts | {"plan": batches * plan, "exchange": exchange, "workspace": workspace}
+        num_bytes = 2 * sums + REQUEST_BYTES * (num_keys + 2 * spec.num_shards * capacity)
+        return parts | {"plan": batches * plan, "exchange": num_bytes, "workspace": workspace}
     num_owners = 1 if spec.is_replicated else spec.num_shards
     sent, received = num_owners * capacity, spec.num_shards * capacity
     # requests, inverse and slots by key; starts, hashes, load, digest; requests and row ids by line received
     plan = (REQUEST_BYTES + 8) * num_keys + 4 * (num_owners + 1) + 24 + (REQUEST_BYTES + 4) * received + found
-    exchange = 4 * spec.dim * (2 * received + num_keys) + REQUEST_BYTES * (sent + received) + 32 * received
+    num_bytes = 4 * spec.dim * (2 * received + num_keys) + REQUEST_BYTES * (sent + received) + 32 * received
     workspace = max(
         sizes.JaxsokPlanRequestsWorkspaceBytes(num_keys),
         sizes.JaxsokInsertWorkspaceBytes(received) + initial * (received + num_keys),
         sizes.JaxsokUpdateWorkspaceBytes(max(num_keys, received), spec.dim),
     )
-    return parts | {"plan": batches * plan, "exchange": exchange, "workspace": workspace}
+    return parts | {"plan": batches * plan, "exchange": num_bytes, "workspace": workspace}

@@ -77,7 +77,7 @@ def ask(
     )
     counts = offsets[:, -1]
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)])
-    capacity = send_capacity or exchange.wire.send_capacity or default_send_capacity(spec, features)
+    capacity = send_capacity or exchange.spec.send_capacity or default_send_capacity(spec, features)
     route = exchange.route(spec, capacity)
 
     def requests_of(done: int | Array) -> Array:
@@ -192,8 +192,8 @@ def lookup(
     shapes = [(*layout.combined_shape, spec.dim) for layout in features.layouts]
     windows = owner.exchange.windows
     is_by_xla = table.given_by_xla(spec, is_find=owner.is_find)
-    dtype = gathered_dtype(owner.exchange.wire.rows, "float32")
-    fits_kernels = owner.exchange.wire.rows not in SCALED_DTYPES and (dtype == "float32" or spec.dtype != "float16")
+    dtype = gathered_dtype(owner.exchange.spec.rows, "float32")
+    fits_kernels = owner.exchange.spec.rows not in SCALED_DTYPES and (dtype == "float32" or spec.dtype != "float16")
     if windows is not None and not is_by_xla and fits_kernels:
         windows.reserve(jnp.dtype(dtype).itemsize * spec.dim * lines.shape[0])
         counters, values = lookup_kernels.lookup_bags_window(
@@ -213,7 +213,7 @@ def lookup(
         )
     else:
         store, sums = _partial_bags(spec, store, arrived, row_ids, owner)
-        sums = sent(sums, owner.exchange.wire.rows, owner.exchange.all_to_all)
+        sums = sent(sums, owner.exchange.spec.rows, owner.exchange.all_to_all)
         words, seed = spec.table_words(), owner.seed
         counters, _, values = lookup_kernels.lookup_planned(
             store.counters, words, seed, sums_of.operands(), lines, (sums,), shapes, features.num_tiles
@@ -321,7 +321,7 @@ def _to_owners(
 ) -> Float32[Array, "num_bags_of_all dim"]:
     """Sends the gradients of all bags to all shards."""
     lines = _divided_gradients(spec, plan, gradients, s)
-    return sent(lines, exchange.wire.gradients, exchange.all_gather).astype(jnp.float32)
+    return sent(lines, exchange.spec.gradients, exchange.all_gather).astype(jnp.float32)
 
 
 def _batch_of(
@@ -344,7 +344,7 @@ def update_exchanged(
     """Steps the rows of one store that this shard owns; counts as `update_here` does."""
     batch, num_tiles, row_ids, table_ids = _batch_of(spec, s, used)
     step = update.step_of(spec, inputs, batch, num_tiles, row_ids, used.is_live, spec.row_gradient, table_ids)
-    windows, wire = exchange.windows, exchange.wire.gradients
+    windows, wire = exchange.windows, exchange.spec.gradients
     if windows is not None and len(used.plans) == 1 and wire not in SCALED_DTYPES:
         lines = _divided_gradients(spec, used.plans[0], used.gradients[0], s).astype(gathered_dtype(wire, "float32"))
         windows.reserve(spec.num_shards * lines.size * lines.dtype.itemsize)

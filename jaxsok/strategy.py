@@ -49,11 +49,11 @@ class Strategy(abc.ABC):
         return ""
 
     @staticmethod
-    def of(shards: Shards, wire: ExchangeSpec) -> "Strategy":
+    def of(shards: Shards, spec: ExchangeSpec) -> "Strategy":
         """Returns fused calls on one shard, else the exchange."""
         if shards.num_shards == 1:
             return Fused(shards)
-        return Exchanged(shards, Exchange(shards, wire, windows_of(shards, wire.wire)))
+        return Exchanged(shards, Exchange(shards, spec, windows_of(shards, spec.wire)))
 
     @abc.abstractmethod
     def plan(self, specs: Sequence[StoreSpec], features: Features, send_capacities: Sequence[int] | None) -> Plan:

@@ -181,7 +181,7 @@ def _update_in_windows(
     received = there(asked.received)
     uses = jnp.where(row_ids == jnp.uint32(NO_ROW), 0, received[:, 3].astype(jnp.int32))
     total = uses_in_all([row_ids], [uses], used.is_live) if inputs.stepping.counts_uses else None
-    dtype = gathered_dtype(exchange.wire.gradients, "float32")
+    dtype = gathered_dtype(exchange.spec.gradients, "float32")
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
     _, *bags = part.operands()
     store, num_nonfinite, _ = kernels.update_window(

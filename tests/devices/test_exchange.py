@@ -417,7 +417,7 @@ class TwoLevelRoute(exchange.Route):
             return super().to_owners(lines)
         host, device = self.shards.axis
         sizes = self.shards.mesh.shape[host], self.shards.mesh.shape[device]
-        parts = lines.reshape(*sizes, self.send_capacity, *lines.shape[1:])
+        parts = lines.reshape(*sizes, -1, *lines.shape[1:])
         parts = jax.lax.all_to_all(parts, device, 1, 1, tiled=True)
         return jax.lax.all_to_all(parts, host, 0, 0, tiled=True).reshape(lines.shape)
 
