@@ -256,7 +256,7 @@ def _added(
         )
         for layout in features.layouts
     ]
-    lines = jnp.arange(num_bags, dtype=jnp.uint32)[:, None] + jnp.arange(num_shards, dtype=jnp.uint32) * num_bags
+    lines = jnp.arange(num_shards * num_bags, dtype=jnp.uint32).reshape(num_shards, num_bags).T
     keys = jnp.zeros((num_bags * num_shards, 2), jnp.uint32)
     counters, _, values = lookup_kernels.lookup_planned(
         store.counters,

@@ -256,12 +256,12 @@ def sharded_cases(mesh, abstract):
     collection = jaxsok.Collection(on_cpu.tables, on_cpu.features, mesh=mesh, axis="data")
     state = jax.tree.map(abstract, on_cpu.init(seed=0))
     features = jax.tree.map(abstract, compiled_cases.features_over_eight())
-    asked = planned(features, lambda leaf: abstract(leaf, PartitionSpec("data")), collection, send_capacity=(16, 16))
+    asked = planned(features, lambda leaf: abstract(leaf, PartitionSpec("data")), collection, send_capacity=(16,) * 3)
     step = programs.train_step(collection)
     return {
         "eight devices, planned": (step, (state, asked)),
         "eight devices, rounds": (step, (state, features)),
-        "eight devices, plan": (functools.partial(collection.plan, send_capacity=(16, 16)), (features,)),
+        "eight devices, plan": (functools.partial(collection.plan, send_capacity=(16,) * 3), (features,)),
     }
 
 

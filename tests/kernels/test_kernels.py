@@ -115,6 +115,11 @@ def _plan_requests(s, x, tables, features, **attributes):
     return dict(zip(names, plan.plan_requests(_batch(x, features), tables, x["owners"], **attributes), strict=True)), s
 
 
+def _plan_uses(s, x, tables, features, **attributes):
+    names, tables = ("uses", "offsets", "scales"), np.array(tables, np.uint32)
+    return dict(zip(names, plan.plan_uses(_batch(x, features), tables, x["owners"], **attributes), strict=True)), s
+
+
 def _lookup(s, x, tables, features, num_tiles, shapes, embedding_dtype, refused=None):
     tables = np.array(tables, np.uint32)
     after, out = lookup.lookup(
@@ -143,7 +148,16 @@ def _lookup_find(s, x, tables, features, num_tiles, shapes, embedding_dtype):
 def _lookup_planned(s, x, tables, features, num_tiles, shapes, embedding_dtype):
     tables = np.array(tables, np.uint32)
     counters, counts, embeddings = lookup.lookup_planned(
-        s.counters, tables, x["seed"], _batch(x, features), x["row_ids"], s.rows, shapes, num_tiles, embedding_dtype
+        s.counters,
+        tables,
+        x["seed"],
+        _batch(x, features),
+        x["row_ids"],
+        s.rows,
+        shapes,
+        num_tiles,
+        embedding_dtype,
+        x.get("table_ids"),
     )
     return {"counts": counts, "embeddings": embeddings}, dataclasses.replace(s, counters=counters)
 
@@ -189,6 +203,7 @@ OPS = {
     "jaxsok_evict_release": _evict_release,
     "jaxsok_plan": _plan,
     "jaxsok_plan_requests": _plan_requests,
+    "jaxsok_plan_uses": _plan_uses,
     "jaxsok_combine": _combine,
     "jaxsok_combine_transpose": _combine_transpose,
     "jaxsok_lookup": _lookup,
