@@ -415,6 +415,27 @@ def test_rebuild_into_too_few_buckets(back_end):
     assert small["state.counters"][kernel_model.LONGEST_PROBE] <= 2
 
 
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((60, 60, 60, 60), r"got 4 arrays, wanted one for each of 6 features, or one for several"),
+        ((120, 121), r"got 121 lines, wanted 3 equal parts"),
+        ((), r"got 0 arrays, wanted one for each of 6 features"),
+    ],
+)
+def test_arrays_that_features_cannot_share(back_end, sizes, message):
+    """Embeddings of a lookup, and gradients of an update: in equal parts for as many features each."""
+    script = kernel_scripts.CASES["small_planned_tables-dim_4"]()
+    lookup_step, update_step = script.steps
+    lookup_step.statics["shapes"] = tuple((size, 4) for size in sizes)
+    update_step.inputs["gradients"] = [np.zeros((size, 4), np.float32) for size in sizes]
+    for step, name in ((lookup_step, "embeddings"), (update_step, "gradients")):
+        script.steps = [step]
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"{name}: {message}"):
+            run(script, back_end)
+
+
 # --------------------------------------------------------------------------------------------------------------
 # The model against the oracle: two meanings written by two people agree, so neither is judged by itself alone.
 
