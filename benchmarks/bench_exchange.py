@@ -10,7 +10,8 @@ Two programs. *Planned*: the plan, which exchanges the keys, is a program of its
 `Collection.pipeline` chooses; the step has one round and no loop. It is measured without its plan ("planned"), the plan
 alone ("plan"), and both as the pipeline dispatches them, plan k + 1 and then step k ("pipelined"): the pipeline itself
 does it here, with batches that are packed already. *Single*: `lookup(state, features)`, with further rounds in a loop.
-Only "pipelined" and "single" are whole steps, and only they are compared with peers.
+Only "pipelined" and "single" are whole steps, and only they are compared with peers. "bags": the same with partial bags
+in place of rows (`FeatureSpec(exchange="bags")`), where bags have several keys.
 
 Peer: the row-sharded table that a user of JAX writes today: one array [tables * rows, dim] split by its rows,
 `jnp.take` under `jit`, `.at[].add` of the row gradients (SGD), left to XLA's partitioner.
@@ -56,7 +57,10 @@ MORE_PARTS_OF = ("M1", "M1-64")
 """The workloads that have a second wire dtype, a second front end and a model around them; the others would say the
 same again, at the price of compiling."""
 
-METHODS = ("single", "planned", "bfloat16", "split", "dlrm", "pmap")
+BAGS = "bags "
+"""Before the dtype of a wire that carries partial bags."""
+
+METHODS = ("single", "planned", "bfloat16", "split", "bags", "dlrm", "pmap")
 """The parts that a filled collection measures, in their order; "pmap" takes the state for good."""
 
 DEVICES = (1, 2, 4, 8)
@@ -112,6 +116,8 @@ def measure(
     workload = workload.on_devices(num_devices, scaling)
     if workload.name not in MORE_PARTS_OF:
         parts = [part for part in parts if part not in ("bfloat16", "dlrm", "pmap")]
+    if workload.hotness == 1:
+        parts = [part for part in parts if part != "bags"]
     if num_devices == 1:  # nothing is exchanged: one device's step is the base of the scaling
         parts = [part for part in parts if part in ("single", "dlrm", "xla")]
     mesh = mesh_of(num_devices)
@@ -200,13 +206,16 @@ class Sharded:
         self.send_capacity = 0
         self.plans: list[Any] = self.features
         if self.num_devices > 1:
-            pipeline = Pipeline(Packed(self.collection), self.batches, None)
-            for _ in pipeline:
-                pass
-            # The largest that it chose: one program serves all sets.
-            self.send_capacity = pipeline.send_capacities[0][-1]
-            self.plans = [self._plan(None, features) for features in self.features]
-            jax.block_until_ready(self.plans)
+            self._plan_all()
+
+    def _plan_all(self) -> None:
+        jax.block_until_ready(self.filled.state)
+        pipeline = Pipeline(Packed(self.collection), self.batches, None)
+        for _ in pipeline:
+            pass
+        # The largest that it chose: one program serves all sets.
+        self.send_capacity = pipeline.send_capacities[0][-1]
+        self.plans = [jax.block_until_ready(self._plan(None, features)) for features in self.features]
 
     def single(self) -> None:
         """Features in, one program: plan, exchange in rounds, and on one device none of both."""
@@ -224,7 +233,7 @@ class Sharded:
 
     def planned(self, wire: str = "float32") -> None:
         """The plan alone, each step without its plan, and each as the pipeline dispatches it; then the wire's limit."""
-        if wire == "float32":
+        if wire in ("float32", BAGS + "float32"):
             timing, _ = Step(self._plan, donates=False, is_compiled=True).measure((), self.features, self.protocol)
             sent = self._sent_bytes(self.send_capacity, wire, keys=1)
             self._add(records.PLAN, timing, program="plan", sent_bytes=sent)
@@ -249,6 +258,19 @@ class Sharded:
         finally:
             self.steps = steps
 
+    def bags(self) -> None:
+        """Planned, with partial bags in place of rows, as float32 and as bfloat16; the tables are the same."""
+        before = self.collection, self.steps, self.send_capacity, self.plans
+        try:
+            for dtype in ("float32", "bfloat16"):
+                exchange = jaxsok.ExchangeSpec(rows=dtype, gradients=dtype)
+                self.collection = fill.collection_of(self.workload, self.optimizer, self.mesh, exchange, form="bags")
+                self.steps = _steps_of(self.collection)
+                self._plan_all()
+                self.planned(BAGS + dtype)
+        finally:
+            self.collection, self.steps, self.send_capacity, self.plans = before
+
     def split(self) -> None:
         """The parts of a planned step as programs of their own, on the same sizes."""
         collection, spec, shards, capacity = self.collection, self.spec, self.collection.shards, self.send_capacity
@@ -264,12 +286,8 @@ class Sharded:
             if state is None:
                 run = jax.jit(on_shards(body, (one,) * len(sets[0])))
 
-                def step(_, args):
-                    # XLA's CPU back end (jaxlib 0.10.2) locks up when many collectives that do not depend on each
-                    # other are under way.
-                    return jax.block_until_ready(run(*args)) if jax.default_backend() == "cpu" else run(*args)
-
-                timing, _ = Step(step, donates=False, is_compiled=True).measure((), sets, self.protocol)
+                step = Step(lambda _, args: _waited_on_cpu(run(*args)), donates=False, is_compiled=True)
+                timing, _ = step.measure((), sets, self.protocol)
             else:
                 run = on_shards(body, ((one, P()), *(one,) * len(sets[0])), (one, P()))
                 step = Step(lambda carry, args: (run(carry, *args), ()), donates=True)
@@ -467,7 +485,14 @@ class Sharded:
         return timing, _choices(pipeline)
 
     def _sent_bytes(self, send_capacity: int, wire: str, *, keys: int = 0, rows: int = 0) -> int:
-        """Bytes that a device sends to the others: so many times its keys, so many times a row for each, padded."""
+        """Bytes that a device sends to the others: so many times its keys, so many times a row for each, padded.
+
+        With partial bags it sends a line for each bag in place of rows.
+        """
+        if wire.startswith(BAGS):
+            num_bags = self.workload.num_tables * self.workload.num_bags // self.num_devices
+            rows_sent = num_bags * rows * exchange_lib.wire_bytes(self.spec.dim, wire.removeprefix(BAGS))
+            return (self.num_devices - 1) * (send_capacity * keys * KEY_BYTES_SENT + rows_sent)
         line = keys * KEY_BYTES_SENT + rows * exchange_lib.wire_bytes(self.spec.dim, wire)
         return (self.num_devices - 1) * send_capacity * line
 
@@ -517,15 +542,26 @@ def _step(collection, state, features):
     return state, (embeddings, stats)
 
 
+def _waited_on_cpu(arrays: Any) -> Any:
+    """Waits for arrays on a CPU.
+
+    XLA's CPU back end (jaxlib 0.10.2) locks up when many collectives that do not depend on each other are under way.
+    """
+    return jax.block_until_ready(arrays) if jax.default_backend() == "cpu" else arrays
+
+
 def wire_limit(mesh: Mesh, sent_bytes: int, protocol: Protocol) -> Timing:
     """The time of one all-to-all in float32 in which each device sends so many bytes to the others."""
     num = mesh.size
     floats = -(-sent_bytes // (limits.FLOAT_BYTES * (num - 1)))
     make = jax.jit(lambda: limits.varied_floats((num * num, floats)), out_shardings=NamedSharding(mesh, P(AXIS)))
-    exchange = jax.shard_map(
-        lambda lines: lax.all_to_all(lines, AXIS, 0, 0, tiled=True), mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)
+    exchange = jax.jit(
+        jax.shard_map(
+            lambda lines: lax.all_to_all(lines, AXIS, 0, 0, tiled=True), mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)
+        )
     )
-    timing, _ = Step(lambda _, lines: exchange(lines), donates=False).measure((), [make()], protocol)
+    step = Step(lambda _, lines: _waited_on_cpu(exchange(lines)), donates=False, is_compiled=True)
+    timing, _ = step.measure((), [make()], protocol)
     return timing
 
 

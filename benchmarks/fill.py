@@ -8,7 +8,7 @@ sends nothing. `Filled` also has the three programs that everything here is abou
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +141,7 @@ def collection_of(
     optimizer: str,
     mesh: Mesh | None = None,
     exchange: jaxsok.ExchangeSpec | None = None,
+    form: Literal["rows", "bags"] = "rows",
     **options: Any,
 ) -> jaxsok.Collection:
     """One table and one feature for each table of the workload; all of them share one store, sharded on a mesh.
@@ -150,6 +151,7 @@ def collection_of(
       optimizer: by name.
       mesh: None: one device.
       exchange: between shards.
+      form: what the features exchange.
       **options: of every TableSpec.
     """
     made = optimizer_of(optimizer)
@@ -158,7 +160,7 @@ def collection_of(
         for number in range(workload.num_tables)
     ]
     features = [
-        jaxsok.FeatureSpec(f"feature_{number:02}", table=table.name, combiner=workload.combiner)
+        jaxsok.FeatureSpec(f"feature_{number:02}", table=table.name, combiner=workload.combiner, exchange=form)
         for number, table in enumerate(tables)
     ]
     return jaxsok.Collection(tables, features, mesh=mesh, axis=None if mesh is None else AXIS, exchange=exchange)

@@ -36,7 +36,7 @@ PARTS = (*OF_WORKLOADS, *measure.OWN_TABLES)
 EXCHANGE = "exchange"
 """The part that is about meshes; a run measures it alone."""
 
-EXCHANGE_PARTS = ("single", "planned", "bfloat16", "split", "dlrm", "pmap", "xla")
+EXCHANGE_PARTS = ("single", "planned", "bfloat16", "split", "bags", "dlrm", "pmap", "xla")
 """What `bench_exchange.py` has a measurement for; all of them by default."""
 
 EXCHANGE_WORKLOADS = ("M1", "W1", "W5")

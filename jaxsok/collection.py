@@ -870,7 +870,7 @@ class Collection:
         return memory_lib.estimated(
             self.tables,
             parts,
-            num_shards=num_shards,
+            stores=self.stores,
             capacities=None if state is None else [store.capacity // num_shards for store in state.stores],
             num_rows=num_rows,
             exchange=self.exchange,

@@ -29,7 +29,7 @@ from jaxsok.kernels import library
 from jaxsok.pipeline import PLANS_AHEAD
 from jaxsok.planner import REQUEST_BYTES, check_declared, keys_of
 from jaxsok.printed import aligned, each_device, in_units
-from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, group_into_stores
+from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, bag_tables, group_into_stores
 from jaxsok.store import num_buckets_of, row_bytes, store_bytes
 from jaxsok.tickets import NUM_LINES
 from jaxsok.types import COUNTS, ENTRIES_PER_BUCKET, MAX_CAPACITY, NUM_PARTITIONS
@@ -75,6 +75,8 @@ class MemoryEstimate:
     other: int
     """Bytes of step, seed, lineage, owners of partitions, tickets and counts of refused keys."""
     tables: tuple[TableSpec, ...]
+    groups: tuple[StoreSpec, ...]
+    """The stores of these tables, in the order of `stores`."""
     device_bytes: int | None = None
     """Bytes of one device, as asked."""
     memory_fraction: float = MEMORY_FRACTION
@@ -126,7 +128,7 @@ class MemoryEstimate:
                 "for arrays."
             )
         room = limit - self.other - self.step_bytes
-        stores = group_into_stores(self.tables, self.num_shards)
+        stores = self.groups
         declared = sum(table.capacity for table in self.tables)
 
         def scaled(tables: Sequence[TableSpec], num_rows: int) -> list[int]:
@@ -234,13 +236,13 @@ def memory_estimate(
     check_declared(op, tables, features, num_shards)
     if not tables:
         raise ValueError(f"{op}: tables: got none, wanted at least one TableSpec.")
-    stores = group_into_stores(tables, int(num_shards))
+    stores = group_into_stores(tables, int(num_shards), bag_tables(features))
     sizes = _sizes(features, num_samples, keys_per_step, num_shards)
     parts = [features_lib.shaped(store, features if sizes else (), sizes) for store in stores]
     return estimated(
         tables,
         parts,
-        num_shards=int(num_shards),
+        stores=stores,
         num_rows=num_rows,
         exchange=exchange,
         steps=steps,
@@ -253,7 +255,7 @@ def estimated(
     tables: Sequence[TableSpec],
     features: Sequence[StoreFeatures],
     *,
-    num_shards: int,
+    stores: Sequence[StoreSpec],
     capacities: Sequence[int] | None = None,
     num_rows: int | Mapping[str, int] | None = None,
     exchange: ExchangeSpec | None = None,
@@ -272,7 +274,7 @@ def estimated(
     checks.number(f"{op}: memory_fraction", memory_fraction, checks.ABOVE_ZERO, 1, "a number above 0, at most 1")
     rows = _rows_of(tables, num_rows)
     by_name = {table.name: number for table, number in zip(tables, rows, strict=True)}
-    stores = group_into_stores(tables, num_shards)
+    num_shards = stores[0].num_shards
     counted = []
     for s, (spec, part) in enumerate(zip(stores, features, strict=True)):
         reserved = steps * keys_at_most(spec, [(layout.table, layout.num_keys) for layout in part.layouts])
@@ -300,7 +302,9 @@ def estimated(
             )
         )
     other = 4 + 8 + 8 + 4 * (NUM_PARTITIONS if num_shards > 1 else 1) + 4 * len(tables) + 8 * NUM_LINES
-    return MemoryEstimate(tuple(counted), num_shards, other, tuple(tables), device_bytes, memory_fraction)
+    return MemoryEstimate(
+        tuple(counted), num_shards, other, tuple(tables), tuple(stores), device_bytes, memory_fraction
+    )
 
 
 # The state -----------------------------------------------------------------------------------------------------------
@@ -382,6 +386,21 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) ->
         workspace = max(lookup + initial * num_keys, update)
         return parts | {"plan": 4 * num_keys + found, "exchange": 0, "workspace": workspace}
     capacity = wire.send_capacity or default_send_capacity(spec, features)
+    batches = 1 + PLANS_AHEAD
+    parts["batch"] *= batches
+    if spec.sends_bags:
+        num_bags = sum(layout.num_bags for layout in features.layouts)
+        received = spec.num_shards * math.ceil(num_keys / capacity) * capacity  # without a plan: room for all
+        # uses and row ids by line received; offsets by bag of all shards, scales by bag
+        plan = (REQUEST_BYTES + 4) * received + 4 * (spec.num_shards + 1) * (num_bags + 1) + found
+        sums = 4 * spec.dim * spec.num_shards * num_bags
+        workspace = max(
+            sizes.JaxsokPlanUsesWorkspaceBytes(num_keys),
+            sizes.JaxsokInsertWorkspaceBytes(received) + initial * received,
+            sizes.JaxsokUpdateWorkspaceBytes(received, spec.dim),
+        )
+        exchange = 2 * sums + REQUEST_BYTES * (num_keys + 2 * spec.num_shards * capacity)
+        return parts | {"plan": batches * plan, "exchange": exchange, "workspace": workspace}
     num_owners = 1 if spec.is_replicated else spec.num_shards
     sent, received = num_owners * capacity, spec.num_shards * capacity
     # requests, inverse and slots by key; starts, hashes, load, digest; requests and row ids by line received
@@ -392,6 +411,4 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) ->
         sizes.JaxsokInsertWorkspaceBytes(received) + initial * (received + num_keys),
         sizes.JaxsokUpdateWorkspaceBytes(max(num_keys, received), spec.dim),
     )
-    batches = 1 + PLANS_AHEAD
-    parts["batch"] *= batches
     return parts | {"plan": batches * plan, "exchange": exchange, "workspace": workspace}

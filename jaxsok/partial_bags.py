@@ -22,9 +22,11 @@ from jaxtyping import Array, Float32, Int32, UInt32
 from jaxsok import annotations, norms, table, update
 from jaxsok.checks import there
 from jaxsok.exchange import (
+    SCALED_DTYPES,
     Exchange,
     default_send_capacity,
     digest_of_all,
+    gathered_dtype,
     load_of,
     places,
     sent,
@@ -186,9 +188,38 @@ def lookup(
     store, row_ids, counts = _found(spec, store, arrived, owner)
     padding, kept_back = uses.counts.T
     counts = counts.at[:, _PADDING].set(padding).at[:, _MISSING if owner.is_find else _REFUSED].add(kept_back)
-    store, sums = _partial_bags(spec, store, arrived, row_ids, owner)
-    sums = sent(sums, owner.exchange.wire.rows, owner.exchange.all_to_all)
-    store, values = _added(spec, store, features, uses, sums, owner)
+    sums_of, lines = _batch_of_sums(spec, features)
+    shapes = [(*layout.combined_shape, spec.dim) for layout in features.layouts]
+    windows = owner.exchange.windows
+    is_by_xla = table.given_by_xla(spec, is_find=owner.is_find)
+    if windows is not None and not is_by_xla and owner.exchange.wire.rows in (None, "float32"):
+        windows.reserve(4 * spec.dim * lines.shape[0])
+        counters, values = lookup_kernels.lookup_bags_window(
+            windows.number,
+            store,
+            _words(spec, is_find=owner.is_find),
+            owner.seed,
+            arrived.features.operands(),
+            arrived.features.num_tiles,
+            row_ids,
+            arrived.table_ids,
+            sums_of.operands(),
+            lines,
+            shapes,
+            features.num_tiles,
+        )
+    else:
+        store, sums = _partial_bags(spec, store, arrived, row_ids, owner)
+        sums = sent(sums, owner.exchange.wire.rows, owner.exchange.all_to_all)
+        words, seed = spec.table_words(), owner.seed
+        counters, _, values = lookup_kernels.lookup_planned(
+            store.counters, words, seed, sums_of.operands(), lines, (sums,), shapes, features.num_tiles
+        )
+    values = [
+        table.rounded(_divided(value, uses.scales, layout), spec.embedding_dtype)
+        for value, layout in zip(values, features.layouts, strict=True)
+    ]
+    store = dataclasses.replace(store, counters=counters)
     return store, Found(row_ids, counts, uses.num_rounds), values, uses.digest
 
 
@@ -220,13 +251,10 @@ def _partial_bags(
             spec, store, owner.seed, requests, row_ids, is_find=owner.is_find, dtype="float32"
         )
         slabs, row_ids = (rows,), jnp.arange(rows.shape[0], dtype=jnp.uint32)
-    words = spec.table_words() if owner.is_find else spec.refused_words()
-    if not owner.is_find:
-        words[:, _UNKNOWN_WORD] = 0
     (num_bags,) = {layout.num_bags for layout in features.layouts}
     counters, _, (sums,) = lookup_kernels.lookup_planned(
         store.counters,
-        words,
+        _words(spec, is_find=owner.is_find),
         owner.seed,
         features.operands(),
         row_ids,
@@ -239,10 +267,16 @@ def _partial_bags(
     return dataclasses.replace(store, counters=counters), sums
 
 
-def _added(
-    spec: StoreSpec, store: StoreState, features: StoreFeatures, uses: Uses, sums: Array, owner: Owner
-) -> tuple[StoreState, list[Array]]:
-    """Adds the sums of each bag in the order of the owners, and divides them."""
+def _words(spec: StoreSpec, *, is_find: bool) -> np.ndarray:
+    """Returns what the kernels know of the tables whose keys without a row are read."""
+    words = spec.table_words() if is_find else spec.refused_words()
+    if not is_find:
+        words[:, _UNKNOWN_WORD] = 0
+    return words
+
+
+def _batch_of_sums(spec: StoreSpec, features: StoreFeatures) -> tuple[StoreFeatures, UInt32[Array, " num_bags_of_all"]]:
+    """Makes of each bag one with a key for each owner, in their order; returns also the line of each sum that comes."""
     num_bags, num_shards = _num_bags(features), spec.num_shards
     layouts = [
         dataclasses.replace(
@@ -256,23 +290,9 @@ def _added(
         )
         for layout in features.layouts
     ]
-    lines = jnp.arange(num_shards * num_bags, dtype=jnp.uint32).reshape(num_shards, num_bags).T
     keys = jnp.zeros((num_bags * num_shards, 2), jnp.uint32)
-    counters, _, values = lookup_kernels.lookup_planned(
-        store.counters,
-        spec.table_words(),
-        owner.seed,
-        dataclasses.replace(features, keys=keys, layouts=tuple(layouts)).operands(),
-        lines.reshape(-1),
-        (sums,),
-        [(*layout.combined_shape, spec.dim) for layout in layouts],
-        features.num_tiles,
-    )
-    values = [
-        table.rounded(_divided(value, uses.scales, layout), spec.embedding_dtype)
-        for value, layout in zip(values, features.layouts, strict=True)
-    ]
-    return dataclasses.replace(store, counters=counters), values
+    lines = jnp.arange(num_shards * num_bags, dtype=jnp.uint32).reshape(num_shards, num_bags).T
+    return dataclasses.replace(features, keys=keys, layouts=tuple(layouts)), lines.reshape(-1)
 
 
 def _divided(lines: Array, scales: Float32[Array, " num_bags"], layout: FeatureLayout) -> Array:
@@ -286,14 +306,19 @@ def _divided(lines: Array, scales: Float32[Array, " num_bags"], layout: FeatureL
 # Updates -------------------------------------------------------------------------------------------------------------
 
 
+def _divided_gradients(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int) -> Float32[Array, "num_bags dim"]:
+    """Returns the gradients of all bags, divided as their embeddings were."""
+    part, scales = plan.features.stores[s], plan.uses_of(s).scales
+    of_features = zip(by_bag(spec, part, gradients), part.layouts, strict=True)
+    return concatenated([_divided(one.reshape(-1, spec.dim), scales, layout) for one, layout in of_features])
+
+
 def _to_owners(
     exchange: Exchange, spec: StoreSpec, plan: Plan, gradients: Gradients, s: int
 ) -> Float32[Array, "num_bags_of_all dim"]:
-    """Sends the gradients of all bags, divided as their embeddings were, to all shards."""
-    part, scales = plan.features.stores[s], plan.uses_of(s).scales
-    of_features = zip(by_bag(spec, part, gradients), part.layouts, strict=True)
-    lines = [_divided(one.reshape(-1, spec.dim), scales, layout) for one, layout in of_features]
-    return sent(concatenated(lines), exchange.wire.gradients, exchange.all_gather).astype(jnp.float32)
+    """Sends the gradients of all bags to all shards."""
+    lines = _divided_gradients(spec, plan, gradients, s)
+    return sent(lines, exchange.wire.gradients, exchange.all_gather).astype(jnp.float32)
 
 
 def _batch_of(
@@ -315,8 +340,13 @@ def update_exchanged(
 ) -> tuple[StoreState, Array, Array]:
     """Steps the rows of one store that this shard owns; counts as `update_here` does."""
     batch, num_tiles, row_ids, table_ids = _batch_of(spec, s, used)
+    step = update.step_of(spec, inputs, batch, num_tiles, row_ids, used.is_live, spec.row_gradient, table_ids)
+    windows, wire = exchange.windows, exchange.wire.gradients
+    if windows is not None and len(used.plans) == 1 and wire not in SCALED_DTYPES:
+        lines = _divided_gradients(spec, used.plans[0], used.gradients[0], s).astype(gathered_dtype(wire, "float32"))
+        windows.reserve(spec.num_shards * lines.size * lines.dtype.itemsize)
+        return update_kernels.update_bags_window(windows.number, store, step, lines)
     gradients = [_to_owners(exchange, spec, *pair, s) for pair in zip(used.plans, used.gradients, strict=True)]
-    step = update.step_of(spec, inputs, batch, num_tiles, row_ids, used.is_live, spec.row_gradient, table_ids=table_ids)
     return update_kernels.update(store, step, gradients)
 
 

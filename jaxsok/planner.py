@@ -12,6 +12,9 @@ The model, of one step, one device out of N and one table of R rows, of which th
 - SHARDED: every owner gets u / N of the requests of every device. A device sends, and gets, u (N - 1) / N lines.
 - on(d): the exchange is dense, so a device sends every owner as many lines as the most loaded one gets. Alone in its
   store, the table costs (N - 1) u lines. Tables that load all devices alike cost what they cost sharded, never less.
+- SHARDED with partial bags (`FeatureSpec(exchange="bags")`): every use sends a request, K (N - 1) / N of them, and B
+  bags send a sum and a gradient for each other device, B (N - 1) of both. Chosen where a sample shows that this is
+  less, and all features of the table have a combiner.
 - REPLICATED: requests and gradients of all devices are gathered, (N - 1) u lines without rows; no row travels, and
   evaluation sends nothing. Each device keeps R rows and moves the rows of N u lines.
 
@@ -24,13 +27,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxsok import checks, split
 from jaxsok import features as features_lib
 from jaxsok import sources as sources_lib
+from jaxsok.checks import there
 from jaxsok.exchange import wire_bytes
 from jaxsok.printed import aligned, each_device, in_units
 from jaxsok.specs import (
@@ -41,6 +45,7 @@ from jaxsok.specs import (
     Placement,
     StoreSpec,
     TableSpec,
+    bag_tables,
     group_into_stores,
     on,
     pinned_and_spread,
@@ -65,8 +70,11 @@ class TableProposal:
     num_bytes: int
     """Bytes of its rows, with optimizer state, records and index, once."""
     wire_bytes: Mapping[str, int]
-    """Bytes received by a device in a step: "sharded", "on" (alone on its device), "replicated"."""
+    """Bytes received by a device in a step: "sharded", "on" (alone on its device), "replicated"; with a sample also
+    "bags" (sharded, with partial bags), where the features of the table can."""
     reason: str
+    exchange: Literal["rows", "bags"] = "rows"
+    """What travels between devices, for `FeatureSpec(exchange=...)`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +90,8 @@ class Proposal:
     allocated_bytes: int
     """Bytes of the stores on each device, as `init` makes them: all shards get the size of the fullest, with room for
     the unevenness of hashing."""
+    features: tuple[FeatureSpec, ...]
+    """The features with what they exchange, for the collection."""
 
     @property
     def tables(self) -> tuple[TableSpec, ...]:
@@ -89,7 +99,8 @@ class Proposal:
         return tuple(line.table for line in self.lines)
 
     def __str__(self) -> str:
-        head = ("table", "rows", "bytes", "keys", "distinct", "sharded", "on one", "replicated", "placement", "reason")
+        kinds = ("sharded", "bags", "on", "replicated")
+        head = ("table", "rows", "bytes", "keys", "distinct", *kinds[:2], "on one", kinds[3], "placement", "reason")
         body = [
             (
                 line.table.name,
@@ -97,13 +108,13 @@ class Proposal:
                 in_units(line.num_bytes),
                 f"{line.keys:,.0f}",
                 f"{line.distinct_keys:,.0f}",
-                *(in_units(line.wire_bytes[kind]) for kind in ("sharded", "on", "replicated")),
-                str(line.table.placement),
+                *(in_units(line.wire_bytes[kind]) if kind in line.wire_bytes else "-" for kind in kinds),
+                str(line.table.placement) + (", bags" if line.exchange == "bags" else ""),
                 line.reason,
             )
             for line in self.lines
         ]
-        rows = aligned(head, body, is_text=(0, 8, 9))
+        rows = aligned(head, body, is_text=(0, 9, 10))
         each = each_device(self.num_shards)
         used = sorted({in_units(num_bytes) for num_bytes in (min(self.bytes_per_device), max(self.bytes_per_device))})
         return "\n".join(
@@ -128,13 +139,14 @@ def propose(
     replicated_bytes: int = REPLICATED_BYTES,
     overrides: Mapping[str, Placement | Literal["on"]] | None = None,
 ) -> Proposal:
-    """Chooses a placement for each table, by the bytes that it puts on the wire.
+    """Chooses a placement for each table, and what its features exchange, by the bytes that it puts on the wire.
 
     A table is replicated if that sends fewer bytes than sharding and its rows are few; else it is sharded. On training
     traffic with one dtype for rows and gradients that never happens, since all gradients go to all devices. It does
     where rows are read much more often than they move (`finds_per_step`), and where gradients are much smaller on the
     wire than rows. A table goes to one device only when asked for, since that never saves bytes. A placement other than
-    SHARDED that a TableSpec declares stands; `overrides` take precedence.
+    SHARDED that a TableSpec declares stands; `overrides` take precedence. Partial bags are proposed where features
+    declare them, and from a sample: make the collection of `proposal.tables` and `proposal.features`.
 
     Args:
       tables: their `capacity` counts as their rows.
@@ -172,17 +184,22 @@ def propose(
         traffic = _assumed(tables, features, keys_per_step, num_shards)
     forced = _forced(tables, overrides or {}, traffic, num_shards)
     model = _Model(num_shards, exchange or ExchangeSpec(), finds_per_step)
-    lines = [_proposed(model, table, *traffic[table.name], forced, replicated_bytes) for table in tables]
+    of_bags = bag_tables(features)
+    lines = [
+        _proposed(model, table, traffic[table.name], forced, replicated_bytes, asks_bags=table.name in of_bags)
+        for table in tables
+    ]
     if memory_bytes is not None:
         lines = _fitted(lines, set(forced), num_shards, memory_bytes)
     placed = [line.table for line in lines]
-    distinct = {line.table.name: line.distinct_keys for line in lines}
+    form = {line.table.name: line.exchange for line in lines}
     return Proposal(
         tuple(lines),
         int(num_shards),
-        model.of_stores(placed, distinct),
+        model.of_stores(lines),
         _bytes_per_device(placed, num_shards),
         _allocated_bytes(placed, num_shards),
+        tuple(dataclasses.replace(feature, exchange=form[feature.table]) for feature in features),
     )
 
 
@@ -198,12 +215,21 @@ def check_declared(op: str, tables: Sequence[TableSpec], features: Sequence[Feat
 # Traffic -------------------------------------------------------------------------------------------------------------
 
 
+class _Traffic(NamedTuple):
+    """What one device asks of a table in a step."""
+
+    keys: float
+    distinct: float
+    bags: float | None = None
+    """None: not known, or not all features of the table have bags."""
+
+
 def _assumed(
     tables: Sequence[TableSpec],
     features: Sequence[FeatureSpec],
     keys_per_step: int | Mapping[str, int] | None,
     num_shards: int,
-) -> dict[str, tuple[float, float]]:
+) -> dict[str, _Traffic]:
     """Computes keys and distinct keys of each table, if all of its rows are equally likely."""
     keys = dict.fromkeys((table.name for table in tables), 0.0)
     for feature, number in zip(features, keys_of("propose", features, keys_per_step, num_shards), strict=True):
@@ -214,7 +240,7 @@ def _assumed(
             )
         keys[feature.table] += number
     rows = {table.name: table.capacity for table in tables}
-    return {name: (number, -rows[name] * math.expm1(-number / rows[name])) for name, number in keys.items()}
+    return {name: _Traffic(number, -rows[name] * math.expm1(-number / rows[name])) for name, number in keys.items()}
 
 
 def keys_of(
@@ -241,14 +267,16 @@ def keys_of(
 
 def _measured(
     tables: Sequence[TableSpec], features: Sequence[FeatureSpec], sample: Mapping[str, Any], num_shards: int
-) -> dict[str, tuple[float, float]]:
-    """Counts keys and distinct keys of each table in a batch: means over the devices' parts of it."""
+) -> dict[str, _Traffic]:
+    """Counts keys, distinct keys and bags of each table in a batch: means over the devices' parts of it."""
     features_lib.require_features(sample, features)
     sample = sources_lib.converted(sample, features, "propose: sample")
     parts: dict[str, list[list[np.ndarray]]] = {table.name: [[] for _ in range(num_shards)] for table in tables}
+    bags_of = dict.fromkeys(parts, 0.0)
     for feature in features:
         what = f'propose: sample: feature "{feature.name}"'
         bags, num_bags = split.read_bags(feature, sample[feature.name], what)
+        bags_of[feature.table] += num_bags / num_shards if feature.combiner else math.inf
         bounds = [part * num_bags // num_shards for part in range(num_shards + 1)]
         cuts = [split.cut_bags(bags, first, last).keys.reshape(-1) for first, last in itertools.pairwise(bounds)]
         for part, cut in zip(parts[feature.table], cuts, strict=True):
@@ -256,9 +284,10 @@ def _measured(
     traffic = {}
     for name, of_devices in parts.items():
         joined = [np.concatenate([np.zeros(0, np.uint64), *cuts]) for cuts in of_devices]
-        traffic[name] = (
+        traffic[name] = _Traffic(
             float(np.mean([part.size for part in joined])),
             float(np.mean([np.unique(part).size for part in joined])),
+            None if math.isinf(bags_of[name]) else bags_of[name],
         )
     return traffic
 
@@ -290,10 +319,20 @@ class _Model:
         line = REQUEST_BYTES + wire_bytes(rows.dim, self.exchange.gradients)
         return round(distinct * (self.num_shards - 1) * line)
 
-    def of_stores(self, tables: Sequence[TableSpec], distinct: Mapping[str, float]) -> int:
+    def bags(self, table: TableSpec, traffic: _Traffic) -> int:
+        row = wire_bytes(table.dim, self.exchange.rows)
+        of_uses = (1 + self.finds_per_step) * REQUEST_BYTES * traffic.keys / self.num_shards
+        of_bags = (1 + self.finds_per_step) * row + wire_bytes(table.dim, self.exchange.gradients)
+        return round((self.num_shards - 1) * (of_uses + there(traffic.bags) * of_bags))
+
+    def of_stores(self, lines: Sequence[TableProposal]) -> int:
         """Bytes of all tables together, as the stores send them."""
-        total = 0
-        for store in group_into_stores(tables, self.num_shards):
+        of_bags = {line.table.name: line.wire_bytes.get("bags") for line in lines if line.exchange == "bags"}
+        total = sum(number or 0 for number in of_bags.values())
+        distinct = {line.table.name: line.distinct_keys for line in lines}
+        # Without a sample the bags are not known: such tables count as if they sent rows.
+        of_rows = [line.table for line in lines if of_bags.get(line.table.name) is None]
+        for store in group_into_stores(of_rows, self.num_shards):
             if store.is_replicated:
                 total += self.replicated(store, sum(distinct[table.name] for table in store.tables))
                 continue
@@ -306,7 +345,7 @@ class _Model:
 def _forced(
     tables: Sequence[TableSpec],
     overrides: Mapping[str, Placement | Literal["on"]],
-    traffic: Mapping[str, tuple[float, float]],
+    traffic: Mapping[str, _Traffic],
     num_shards: int,
 ) -> dict[str, tuple[Placement, str]]:
     """Collects the placements that are not the planner's to choose, with reasons."""
@@ -327,7 +366,7 @@ def _forced(
             raise ValueError(
                 f'propose: table "{name}": placement: got {placement}, wanted a device from 0 to {num_shards - 1}.'
             )
-    cost = {table.name: table.dim * traffic[table.name][1] for table in tables}
+    cost = {table.name: table.dim * traffic[table.name].distinct for table in tables}
     load = [0.0] * num_shards
     for name, (placement, _) in forced.items():
         if placement.kind == "on":
@@ -343,17 +382,20 @@ def _forced(
 def _proposed(
     model: _Model,
     table: TableSpec,
-    keys: float,
-    distinct: float,
+    traffic: _Traffic,
     forced: Mapping[str, tuple[Placement, str]],
     replicated_bytes: int,
+    *,
+    asks_bags: bool,
 ) -> TableProposal:
     num_bytes = table.capacity * row_bytes(group_into_stores([table])[0])
     bytes_by_kind = {
-        "sharded": model.sharded(table, distinct),
-        "on": model.on_one(table, distinct),
-        "replicated": model.replicated(table, distinct),
+        "sharded": model.sharded(table, traffic.distinct),
+        "on": model.on_one(table, traffic.distinct),
+        "replicated": model.replicated(table, traffic.distinct),
     }
+    if traffic.bags is not None:
+        bytes_by_kind["bags"] = model.bags(table, traffic)
     sharded, replicated = bytes_by_kind["sharded"], bytes_by_kind["replicated"]
     placement = SHARDED
     if table.name in forced:
@@ -371,8 +413,15 @@ def _proposed(
     else:
         placement = REPLICATED
         reason = f"sends {replicated / sharded:.2f} of the bytes of sharded; small"
+    exchange = "rows"
+    if model.num_shards > 1 and placement != REPLICATED:
+        of_rows = bytes_by_kind[placement.kind]
+        if asks_bags:
+            exchange, reason = "bags", f"{reason}; bags declared"
+        elif bytes_by_kind.get("bags", of_rows) < of_rows:
+            exchange, reason = "bags", f"{reason}; bags send {bytes_by_kind['bags'] / of_rows:.2f} of the bytes of rows"
     placed = dataclasses.replace(table, placement=placement)
-    return TableProposal(placed, keys, distinct, num_bytes, bytes_by_kind, reason)
+    return TableProposal(placed, traffic.keys, traffic.distinct, num_bytes, bytes_by_kind, reason, exchange)
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

@@ -101,6 +101,7 @@ def step_of(
     table_ids: Array | None = None,
     num_uses: Array | None = None,
 ) -> kernels.Step:
+    """Returns the step of the rows of a batch; `table_ids` where its features do not give the table of a key."""
     stepping = inputs.stepping
     row_step = kernels.RowStep(
         stepping.kernel,

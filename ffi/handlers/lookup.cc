@@ -1,4 +1,6 @@
 // Handlers of the lookup noun: keys -> embeddings, inserting, reading only, or with row ids already known.
+#include <vector>
+
 #include "buffers.h"
 
 namespace jaxsok {
@@ -62,6 +64,17 @@ ffi::Error LookupPlanned(Call& call) {
   });
 }
 
+/// A store whose rows are lines of a window.
+StoreView Received(const StoreView& store, void* lines, int64_t num_lines, RowDtype dtype) {
+  StoreView received = store;
+  received.rows.data[0] = lines;
+  received.starts = {};
+  received.starts.num_slabs = 1;
+  received.capacity = static_cast<uint32_t>(num_lines);
+  received.row_dtype = dtype;
+  return received;
+}
+
 /// Sends the rows of received requests to the shards that asked for them, and combines what came for a batch.
 ///
 /// Rows go from the store straight into the windows of the askers, and are combined where they arrive. Counters pass
@@ -92,18 +105,49 @@ ffi::Error LookupWindow(Call& call) {
                                      is_find != 0, target, dtype, num_absent.as<int32_t>());
     if (error == nullptr) error = exchange.Meet(stream);
     if (error != nullptr) return error;
-    StoreView received = store.view;
-    received.rows.data[0] = exchange.received();
-    received.starts = {};
-    received.starts.num_slabs = 1;
-    received.capacity = static_cast<uint32_t>(num_lines);
-    received.row_dtype = dtype;
+    const StoreView received = Received(store.view, exchange.received(), num_lines, dtype);
+    return LaunchLookupPlanned(stream, received, batch, slots.as<uint32_t>(), embeddings, counts);
+  });
+}
+
+/// Sums the rows of this shard in the bags of all shards, sends the sums to these, and adds what came for each bag.
+///
+/// Sums go straight into the windows of the shards, and are added where they arrive. Counters pass through as in
+/// LookupPlanned. The batch that is owned has a feature for each shard.
+ffi::Error LookupBagsWindow(Call& call) {
+  const auto window = call.Attribute<int32_t>("window");
+  Store store = ReadStore(call);
+  ReadTables(call, store.view);
+  BatchView owned = ReadBatch(call, call.Attribute<int32_t>("num_owned_tiles"));
+  owned.kinds = kBags;
+  const Array row_ids = call.Operand("row_ids", ffi::U32, {owned.num_keys});
+  ReadTableIds(call, owned);
+  const BatchView batch = ReadLookedUp(call);
+  const int64_t num_lines = batch.num_keys;
+  const Array slots = call.Operand("slots", ffi::U32, {num_lines});
+  int32_t* counts = CountsOf(call, store);
+  RowArrays arrays(call, "embeddings");
+  const EmbeddingsView embeddings = ReadEmbeddings(call, batch.num_features, arrays);
+  return call.Launch([&](Stream stream) -> LaunchError {
+    const int64_t line_bytes = int64_t{store.view.dim} * static_cast<int64_t>(sizeof(float));
+    WindowExchange exchange(window, call.device(), call.run(), num_lines * line_bytes);
+    if (exchange.error() != nullptr) return exchange.error();
+    if (owned.num_features != exchange.num_shards()) return "features: wanted one for each shard";
+    const LineTarget target = exchange.Target(num_lines / exchange.num_shards(), line_bytes);
+    const std::vector<void*> sums(target.parts, target.parts + exchange.num_shards());
+    owned.first_tile = owned.num_tiles / exchange.num_shards() * exchange.shard();
+    LaunchError error =
+        LaunchLookupPlanned(stream, store.view, owned, row_ids.as<uint32_t>(), {kRowDtypeFloat32, sums.data()}, counts);
+    if (error == nullptr) error = exchange.Meet(stream);
+    if (error != nullptr) return error;
+    const StoreView received = Received(store.view, exchange.received(), num_lines, kRowDtypeFloat32);
     return LaunchLookupPlanned(stream, received, batch, slots.as<uint32_t>(), embeddings, counts);
   });
 }
 
 }  // namespace
 
+JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokLookupBagsWindow, "lookup_bags_window", LookupBagsWindow);
 JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokLookupWindow, "lookup_window", LookupWindow);
 JAXSOK_DEFINE_HANDLER(JaxsokLookup, "lookup", Lookup);
 JAXSOK_DEFINE_HANDLER(JaxsokLookupFind, "lookup_find", LookupFind);

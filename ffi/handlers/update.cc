@@ -110,8 +110,48 @@ ffi::Error UpdateWindow(Call& call) {
   });
 }
 
+/// Sends the gradients of bags to all shards, which step the rows that they have in these bags.
+///
+/// Gradients go straight into the windows of the shards, and are read where they arrive. The batch of the step has a
+/// feature for each shard.
+ffi::Error UpdateBagsWindow(Call& call) {
+  const auto window = call.Attribute<int32_t>("window");
+  Step step;
+  step.Read(call);
+  const int32_t dim = step.store.view.dim, num_shards = step.batch.num_features;
+  const Array lines = call.Operand("lines");
+  call.CheckShape("lines", lines.dims(), {-1, dim});
+  const bool is_float32 = lines.dtype() == ffi::F32;
+  call.Require(is_float32 || lines.dtype() == ffi::BF16, "lines", "wanted float32 or bfloat16");
+  const int64_t num_lines = num_shards * lines.size(0);
+  const Array num_nonfinite = call.Result("num_nonfinite", ffi::S32, {step.store.view.num_tables});
+  const Array num_stale = call.Result("num_stale", ffi::S32, {});
+  // Has lines where they travel as bfloat16, and are widened before the step.
+  const Array widened = call.Result("widened", ffi::F32, {is_float32 ? 0 : num_lines, dim});
+  void* workspace = call.Workspace(UpdateWorkspaceBytes(step.batch.num_keys, dim));
+  return call.Launch([&](Stream stream) -> LaunchError {
+    WindowExchange exchange(window, call.device(), call.run(), num_shards * lines.num_bytes());
+    if (exchange.error() != nullptr) return exchange.error();
+    if (num_shards != exchange.num_shards()) return "features: wanted one for each shard";
+    LaunchError error = LaunchWindowPush(stream, exchange, lines.as<void>(), lines.num_bytes(), 0);
+    if (error == nullptr) error = exchange.Meet(stream);
+    const void* arrived = exchange.received();
+    if (error == nullptr && !is_float32) {
+      error = LaunchWiden(stream, exchange.received(), num_lines * dim, widened.as<float>());
+      arrived = widened.as<void>();
+    }
+    if (error != nullptr) return error;
+    std::vector<const void*> gradients;
+    for (int32_t s = 0; s < num_shards; ++s) {
+      gradients.push_back(static_cast<const float*>(arrived) + s * lines.size(0) * dim);
+    }
+    return step.Launch(stream, {kRowDtypeFloat32, gradients.data()}, num_nonfinite, num_stale, workspace);
+  });
+}
+
 }  // namespace
 
+JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokUpdateBagsWindow, "update_bags_window", UpdateBagsWindow);
 JAXSOK_DEFINE_HANDLER(JaxsokUpdate, "update", Update);
 JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokUpdateWindow, "update_window", UpdateWindow);
 

@@ -15,6 +15,7 @@ struct BatchView {
   int64_t num_keys;
   int32_t num_features;
   int32_t num_tiles;    // of all features: see kBagsPerTile
+  int32_t first_tile;   // with which lookups begin: where they write to other shards, not all to one at a time
   int64_t num_offsets;  // 0: no feature is ragged
   int32_t kinds;        // FeatureKind; lookups alone look at it
   // [num_keys]: the table of each key, where features do not give it; nullptr: they do. Updates, and bags whose row ids

@@ -261,12 +261,15 @@ struct BlockBags {
   int32_t first_bag, last_bag;
 
   __device__ static BlockBags Of(const BatchView& batch, TileShare share) {
-    const int tile = static_cast<int>(blockIdx.x) / share.BlocksPerTile();
+    const int of_tile = share.BlocksPerTile(), num_blocks = static_cast<int>(gridDim.x);
+    int at = static_cast<int>(blockIdx.x) + batch.first_tile * of_tile;
+    if (at >= num_blocks) at -= num_blocks;
+    const int tile = at / of_tile;
     BlockBags b;
     b.f = Feature::Load(batch.features,
                         FeatureAt(batch.features, batch.num_features, kFeatureTileStart, tile, batch.num_tiles));
-    b.block = static_cast<int>(blockIdx.x) - b.f.tile_start * share.BlocksPerTile();
-    b.blocks = max(CeilDiv(b.f.num_bags, kBagsPerTile), 1) * share.BlocksPerTile();  // without bags: one tile
+    b.block = at - b.f.tile_start * of_tile;
+    b.blocks = max(CeilDiv(b.f.num_bags, kBagsPerTile), 1) * of_tile;  // without bags: one tile
     const int32_t warp = b.block * (kBlock / kWarp) + static_cast<int>(threadIdx.x) / kWarp;
     b.first_bag = min(warp * share.granule, b.f.num_bags);
     b.last_bag = min(b.first_bag + share.granule, b.f.num_bags);

@@ -100,6 +100,11 @@ class WindowExchange {
   LaunchError error_ = nullptr;
 };
 
+/// Writes parts of an array into the windows of the shards: part p begins `stride_bytes` after the one before. 0: all
+/// shards get the same part.
+LaunchError LaunchWindowPush(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
+                             int64_t stride_bytes);
+
 /// Sends equal parts of an array to the shards, and receives theirs.
 ///
 /// Pre    : `lines` and `received` have num_shards times part_bytes bytes.

@@ -104,9 +104,9 @@ inline int WordBytes(int64_t num_bytes, const void* array) {
 // Each block copies its share of one part; shards begin with different peers.
 template <typename Word>
 __global__ void __launch_bounds__(512, 2) PushKernel(const __grid_constant__ LineTarget target, const char* lines,
-                                                     int64_t part_bytes, int me, int num_shards) {
+                                                     int64_t part_bytes, int64_t stride_bytes, int me, int num_shards) {
   const int part = (me + static_cast<int>(blockIdx.x)) % num_shards;
-  CopyPart<Word>(target.At(part, part_bytes), lines + part * part_bytes, part_bytes,
+  CopyPart<Word>(target.At(part, part_bytes), lines + part * stride_bytes, part_bytes,
                  static_cast<int>(blockIdx.x) / num_shards, static_cast<int>(gridDim.x) / num_shards);
 }
 
@@ -116,21 +116,21 @@ __global__ void __launch_bounds__(512, 2) TakeKernel(char* received, const char*
 }
 
 template <typename Word>
-LaunchError Exchange(Stream stream, WindowExchange& exchange, const char* lines, int64_t part_bytes, char* received) {
-  const int num_shards = exchange.num_shards();
-  const int64_t num_bytes = num_shards * part_bytes;
-  const auto blocks_for = [&](int64_t size, int most) {
-    const int64_t of_block = int64_t{512} * kFlight * static_cast<int64_t>(sizeof(Word));
-    return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(CeilDiv(size, of_block), most)));
-  };
-  const int of_part = blocks_for(part_bytes, std::max(1, kMostPushBlocks / num_shards));
-  PushKernel<Word><<<num_shards * of_part, 512, 0, stream>>>(exchange.Target(1, part_bytes), lines, part_bytes,
-                                                             exchange.shard(), num_shards);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  JAXSOK_RETURN_IF_LAUNCH(exchange.Meet(stream));
-  TakeKernel<Word><<<blocks_for(num_bytes, 2 * NumMultiprocessors()), 512, 0, stream>>>(
-      received, static_cast<const char*>(exchange.received()), num_bytes);
-  return LastLaunchError();
+int CopyBlocks(int64_t num_bytes, int most) {
+  const int64_t of_block = int64_t{512} * kFlight * static_cast<int64_t>(sizeof(Word));
+  return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(CeilDiv(num_bytes, of_block), most)));
+}
+
+/// Calls work(word) with a value of the largest type of `word_bytes`, in which arrays can be copied.
+template <typename Work>
+void WithWord(int word_bytes, const Work& work) {
+  if (word_bytes == 16) {
+    work(uint4{});
+  } else if (word_bytes == 4) {
+    work(uint32_t{});
+  } else {
+    work(char{});
+  }
 }
 
 template <typename Kernel>
@@ -142,18 +142,30 @@ LaunchError Load(Kernel* kernel) {
 
 }  // namespace
 
+LaunchError LaunchWindowPush(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
+                             int64_t stride_bytes) {
+  const int num_shards = exchange.num_shards();
+  WithWord(WordBytes(part_bytes, lines), [&](auto word) {
+    using Word = decltype(word);
+    const int of_part = CopyBlocks<Word>(part_bytes, std::max(1, kMostPushBlocks / num_shards));
+    PushKernel<Word><<<num_shards * of_part, 512, 0, stream>>>(exchange.Target(1, part_bytes),
+                                                               static_cast<const char*>(lines), part_bytes,
+                                                               stride_bytes, exchange.shard(), num_shards);
+  });
+  return LastLaunchError();
+}
+
 LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
                                  void* received) {
-  const char* from = static_cast<const char*>(lines);
-  char* to = static_cast<char*>(received);
-  switch (std::min(WordBytes(part_bytes, lines), WordBytes(part_bytes, received))) {
-    case 16:
-      return Exchange<uint4>(stream, exchange, from, part_bytes, to);
-    case 4:
-      return Exchange<uint32_t>(stream, exchange, from, part_bytes, to);
-    default:
-      return Exchange<char>(stream, exchange, from, part_bytes, to);
-  }
+  JAXSOK_RETURN_IF_LAUNCH(LaunchWindowPush(stream, exchange, lines, part_bytes, part_bytes));
+  JAXSOK_RETURN_IF_LAUNCH(exchange.Meet(stream));
+  const int64_t num_bytes = exchange.num_shards() * part_bytes;
+  WithWord(WordBytes(part_bytes, received), [&](auto word) {
+    using Word = decltype(word);
+    TakeKernel<Word><<<CopyBlocks<Word>(num_bytes, 2 * NumMultiprocessors()), 512, 0, stream>>>(
+        static_cast<char*>(received), static_cast<const char*>(exchange.received()), num_bytes);
+  });
+  return LastLaunchError();
 }
 
 char* TakeWindow(int32_t device, int64_t num_bytes) {

@@ -40,6 +40,8 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("jaxsok_window_exchange", "JaxsokWindowExchange"),
     ("jaxsok_lookup_window", "JaxsokLookupWindow"),
     ("jaxsok_update_window", "JaxsokUpdateWindow"),
+    ("jaxsok_lookup_bags_window", "JaxsokLookupBagsWindow"),
+    ("jaxsok_update_bags_window", "JaxsokUpdateBagsWindow"),
 )
 """FFI target and C symbol of every handler, in both back ends."""
 

@@ -164,6 +164,47 @@ def lookup_window(
     return out["counters"], out["num_absent"], out["counts"], out["embeddings"]
 
 
+def lookup_bags_window(
+    window: int,
+    store: StoreArrays,
+    tables: Tables,
+    seed: UInt32[Array, "2"],
+    owned: Batch,
+    num_owned_tiles: int,
+    row_ids: RowIds,
+    table_ids: UInt32[Array, " num_owned_keys"],
+    batch: Batch,
+    slots: UInt32[Array, " num_lines"],
+    embedding_shapes: Sequence[tuple[int, ...]],
+    num_tiles: int,
+) -> tuple[UInt32[Array, " num_counters"], list[Array]]:
+    """Sums a shard's rows in the bags of all shards, sends the sums, and adds what came, in one call of each shard.
+
+    It is `lookup_planned` of the batch that is owned, an exchange and `lookup_planned` of the sums, where no sum is
+    written between. The owned batch has a feature for each shard; `slots` has the lines of each bag among the sums that
+    come. Returns the counters, which are donated and do not change, and float32 embeddings.
+    """
+    out = call_on(
+        "jaxsok_lookup_bags_window",
+        {"counters": store.counters, "rows": store.rows},
+        {
+            "tables": tables,
+            "seed": seed,
+            "owned": owned,
+            "row_ids": row_ids,
+            "table_ids": table_ids,
+        }
+        | batch_operands(batch)
+        | {"slots": slots},
+        _counts_and_embeddings(batch, tables, embedding_shapes, "float32"),
+        in_place=("counters",),
+        window=window,
+        num_owned_tiles=num_owned_tiles,
+        **_attributes(batch, num_tiles),
+    )
+    return out["counters"], out["embeddings"]
+
+
 @dataclasses.dataclass(frozen=True)
 class FrozenOperands:
     """One frozen store and the batch that reads it (`FrozenLookup` in ffi/kernels/lookup.h)."""

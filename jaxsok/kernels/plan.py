@@ -7,7 +7,6 @@ from jaxsok.kernels.call import call, result, workspace
 from jaxsok.kernels.lookup import Batch, batch_operands
 from jaxsok.types import REQUEST_WORDS, Inverse, Keys, TableIds
 
-
 LEFT_OUT = 1 << 31
 """In the table of a use: the divisor of its bag is zero (`kLeftOut` in ffi/kernels/plan.h)."""
 

@@ -134,3 +134,25 @@ def update_window(
         num_bag_tiles=num_bag_tiles,
     )
     return store, out["num_nonfinite"], out["num_stale"]
+
+
+def update_bags_window(
+    window: int, store: Store, step: Step, lines: Float[Array, "num_bags dim"]
+) -> tuple[Store, Int32[Array, " num_tables"], Int32[Array, ""]]:
+    """Sends the gradients of bags to all shards, and steps the rows that were used in these, in one call of each shard.
+
+    It is an exchange and `update`, whose batch has a feature for each shard. Lines are float32 or bfloat16.
+    """
+    num_shards, dim = step.batch[3].shape[0], lines.shape[1]
+    num_widened = num_shards * lines.shape[0] if lines.dtype == jnp.bfloat16 else 0
+    size = workspace(step.row_ids, "JaxsokUpdateWorkspaceBytes", step.row_ids.shape[0], dim)
+    store, out = call_on_store(
+        "jaxsok_update_bags_window",
+        store,
+        step.operands() | {"lines": lines},
+        step.results() | {"widened": result(lines, (num_widened, dim), "float32"), "workspace": size},
+        **_STEPPED,
+        **step.attributes(),
+        window=window,
+    )
+    return store, out["num_nonfinite"], out["num_stale"]

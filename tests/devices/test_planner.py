@@ -254,6 +254,52 @@ def test_unknown_tables_are_refused():
         propose(specs(item=100)[0], [FeatureSpec("item", table="itme")], num_shards=2, keys_per_step=1)
 
 
+# Rows or partial bags ------------------------------------------------------------------------------------------------
+
+
+def of_bags(num_shards=4, hotness=20, **options):
+    """A table whose keys never repeat, in bags of one size, 8 on each device."""
+    rng = np.random.default_rng(3)
+    sample = {"item": rng.permutation(8 * num_shards * hotness).reshape(-1, hotness)}
+    tables, features = specs(item=10_000)
+    return propose(tables, features, num_shards=num_shards, sample=sample, **options)
+
+
+def test_bags_are_proposed_where_they_send_less():
+    """20 keys a bag, no key twice, on 4 devices: a device receives 3/4 of 160 rows, or 3 sums for each of 8 bags."""
+    proposal = of_bags()
+    (line,) = proposal.lines
+    assert line.wire_bytes["sharded"] == 3 / 4 * 160 * (16 + 2 * 4 * 8)
+    assert line.wire_bytes["bags"] == 3 / 4 * 160 * 16 + 3 * 8 * (2 * 4 * 8)
+    assert (line.exchange, proposal.wire_bytes) == ("bags", line.wire_bytes["bags"])
+    assert [feature.exchange for feature in proposal.features] == ["bags"]
+    assert "SHARDED, bags" in str(proposal) and "bags send 0.36 of the bytes of rows" in line.reason
+
+
+def test_bags_are_not_proposed_where_they_send_more():
+    proposal = of_bags(hotness=3)
+    assert proposal.lines[0].wire_bytes["bags"] > proposal.lines[0].wire_bytes["sharded"]
+    assert [feature.exchange for feature in proposal.features] == ["rows"]
+    assert of_bags(num_shards=1).lines[0].exchange == "rows"
+
+
+def test_bags_need_a_combiner_in_every_feature_of_the_table():
+    tables, (item,) = specs(item=10_000)
+    sample = {"item": np.arange(640).reshape(32, 20), "last": np.arange(32)}
+    (line,) = propose(tables, [item, FeatureSpec("last", "item", combiner=None)], num_shards=4, sample=sample).lines
+    assert "bags" not in line.wire_bytes and line.exchange == "rows"
+
+
+def test_declared_bags_stand():
+    tables, _ = specs(item=100)
+    features = [FeatureSpec("item", "item", exchange="bags")]
+    proposal = propose(tables, features, num_shards=4, keys_per_step=10)
+    assert proposal.features == tuple(features) and proposal.lines[0].exchange == "bags"
+    assert proposal.wire_bytes == propose(tables, specs(item=1)[1], num_shards=4, keys_per_step=10).wire_bytes
+    replicated = propose(tables, features, num_shards=4, keys_per_step=10, overrides={"item": REPLICATED})
+    assert replicated.lines[0].exchange == "rows"
+
+
 # What it prints, and what is made of it ------------------------------------------------------------------------------
 
 
@@ -261,7 +307,8 @@ def test_it_prints_what_it_chose_and_why():
     text = str(mixed()[0])
     head, *lines, last = text.splitlines()
     assert head.split() == [
-        *("table", "rows", "bytes", "keys", "distinct", "sharded", "on", "one", "replicated", "placement", "reason")
+        *("table", "rows", "bytes", "keys", "distinct", "sharded", "bags", "on", "one", "replicated", "placement"),
+        "reason",
     ]
     for line, placement in zip(lines, ("SHARDED", "on(1)", "REPLICATED", "SHARDED"), strict=True):
         assert placement in line

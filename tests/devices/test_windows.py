@@ -63,12 +63,12 @@ def collection_of(mesh, wire, tables, features, **exchange):
 
 
 def assert_same_bits(got, want):
-    """Every leaf but the index, where the place of an entry is not promised."""
+    """Every leaf but the index and sightings, where the place of an entry is not promised."""
     is_compared = []
 
     def compare(path, got, want):
         name = jax.tree_util.keystr(path)
-        if "index" in name:
+        if "index" in name or "sightings" in name:
             return
         got, want = np.asarray(got), np.asarray(want)
         assert got.dtype == want.dtype and got.shape == want.shape, name
@@ -153,7 +153,7 @@ def test_more_bytes_than_a_device_has():
     shards = MeshShards(mesh_of_gpus(), ("data",))
     of_mesh = windows.windows_of(shards, "window")
     before = of_mesh.num_bytes
-    with pytest.raises(RuntimeError, match=r"reserve: num_bytes: got \d+: a device has no room .* wire='dense'"):
+    with pytest.raises(RuntimeError, match=r"reserve: num_bytes: got \d+: a device has no room for its window; .*'dense'"):
         of_mesh.reserve(1 << 45)
     assert of_mesh.num_bytes == before
 
