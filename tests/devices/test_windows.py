@@ -153,7 +153,9 @@ def test_more_bytes_than_a_device_has():
     shards = MeshShards(mesh_of_gpus(), ("data",))
     of_mesh = windows.windows_of(shards, "window")
     before = of_mesh.num_bytes
-    with pytest.raises(RuntimeError, match=r"reserve: num_bytes: got \d+: a device has no room for its window; .*'dense'"):
+    with pytest.raises(
+        RuntimeError, match=r"reserve: num_bytes: got \d+: a device has no room for its window; .*'dense'"
+    ):
         of_mesh.reserve(1 << 45)
     assert of_mesh.num_bytes == before
 
@@ -230,10 +232,10 @@ def test_groups_along_another_axis():
 # Whole steps: on any platform, where a program has one window call -------------------------------------------------
 
 
-def one_feature(dtype, dim, combiner, *, hotness=3, **table):
+def one_feature(dtype, dim, combiner, *, hotness=3, form="rows", **table):
     """A table with one feature, and a batch of it by number."""
     tables = [jaxsok.TableSpec("item", dim, ADAM, capacity=2048, dtype=dtype, **table)]
-    features = [jaxsok.FeatureSpec("item", "item", combiner=combiner, weighted=combiner == "sum")]
+    features = [jaxsok.FeatureSpec("item", "item", combiner=combiner, weighted=combiner == "sum", exchange=form)]
 
     def raw(number, num_shards):
         rng = np.random.default_rng(number)
@@ -309,6 +311,50 @@ def test_the_calls_of_a_step(wire):
         assert targets(collection.find, state, asked) == ([] if has_scale else ["lookup_window"])
         assert targets(collection.lookup, state, asked) == ([] if has_scale else ["lookup_window"])
         assert targets(collection.update, state, used, embeddings) == ([] if has_scale else ["update_window"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "combiner", "wire"),
+    [
+        ("float32", 8, "sum", 0),
+        ("float32", 7, "mean", 2),
+        ("float32", 8, "sum", 3),
+        ("bfloat16", 16, "mean", 0),
+        ("float16", 5, "sqrtn", 1),
+    ],
+)
+def test_steps_of_partial_bags(dtype, dim, combiner, wire):
+    """As `test_steps_of_one_feature`, where owners sum the rows of bags."""
+    world = one_feature(dtype, dim, combiner, form="bags", unknown="initial" if dim == 16 else "zeros")
+    assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, WIRES[wire])
+
+
+def test_partial_bags_with_too_little_room():
+    """Uses that are not sent, keys that are not admitted, and a table on one shard."""
+    options = {"form": "bags", "placement": jaxsok.on(1), "admission": policies.AdmitByCount(2)}
+    world = one_feature("float32", 8, "mean", **options)
+    assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {}, 30)
+
+
+@pytest.mark.parametrize("wire", range(len(WIRES)))
+def test_the_calls_of_a_step_of_partial_bags(wire):
+    """One call looks up and one updates, if what travels needs no other dtype than the call has."""
+    tables, features, raw = one_feature("float32", 8, "mean", form="bags")
+    mesh = mesh_of_any()
+    collection = collection_of(mesh, "window", tables, features, **WIRES[wire])
+    with on_any_platform():
+        state = jax.eval_shape(lambda: collection.init(seed=3, salt=0))
+        batch = collection.batch(raw(0, mesh.size)).features
+        plan = functools.partial(collection.plan, send_capacity=[CAPACITY])
+        asked = jax.eval_shape(plan, batch)
+        embeddings, _, used = jax.eval_shape(collection.lookup, state, asked)
+        rows, gradients = WIRES[wire].get("rows"), WIRES[wire].get("gradients")
+        lookup = "lookup_bags_window" if rows in (None, "float32") else "window_exchange"
+        assert targets(plan, batch) == ["window_exchange"]
+        assert targets(collection.find, state, asked) == [lookup]
+        assert targets(collection.lookup, state, asked) == [lookup]
+        update = "window_exchange" if gradients == "float8_e4m3fn" else "update_bags_window"
+        assert targets(collection.update, state, used, embeddings) == [update]
 
 
 def test_steps_of_keys_that_are_not_admitted():

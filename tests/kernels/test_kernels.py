@@ -219,6 +219,8 @@ JUDGED_ELSEWHERE = {
     "jaxsok_window_exchange",  # all shards call it: devices/test_windows.py
     "jaxsok_lookup_window",
     "jaxsok_update_window",
+    "jaxsok_lookup_bags_window",
+    "jaxsok_update_bags_window",
 }
 _BY_NAME = {op.__name__[1:]: op for op in OPS.values()}
 
