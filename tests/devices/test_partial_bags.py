@@ -548,6 +548,24 @@ def test_forms_side_by_side(forms):
     assert_alike((one, other), states)
 
 
+@pytest.mark.parametrize("embedding_dtype", ["float16", "float32"])
+def test_float16_rows_that_xla_computes(embedding_dtype):
+    """Rows are read as float32, for sums that travel so; keys without a row read their own initial row, or zeros."""
+    initializer = jaxsok.initializers.function(of_word, "of_word")
+    options = {"dtype": "float16", "embedding_dtype": embedding_dtype, "initializer": initializer}
+    tables = tuple(dataclasses.replace(table, optimizer=SGD, **options) for table in LIGHT_TABLES)
+    results = []
+    for num_shards in (2, None):
+        one = light(num_shards, tables=tables)
+        found = [programs.find(one)(one.init(seed=1), one.batch(light_batch(0)).features)[0]]
+        found.append(programs.lookup(one)(one.init(seed=1), one.batch(light_batch(0)).features)[0])
+        results.append(found)
+    for got, want in zip(*results, strict=True):
+        for name in want:
+            assert got[name].dtype == want[name].dtype == embedding_dtype
+            np.testing.assert_allclose(*(np.asarray(one[name], np.float32) for one in (got, want)), rtol=2.0**-10)
+
+
 def living(exchange, num_shards=2):
     """Tables that grow, evict and keep statistics."""
     options = {"capacity": 8, "max_capacity": 24, "eviction": policies.LeastRecentlyUsed(), "statistics": True}
