@@ -192,8 +192,10 @@ def lookup(
     shapes = [(*layout.combined_shape, spec.dim) for layout in features.layouts]
     windows = owner.exchange.windows
     is_by_xla = table.given_by_xla(spec, is_find=owner.is_find)
-    if windows is not None and not is_by_xla and owner.exchange.wire.rows in (None, "float32"):
-        windows.reserve(4 * spec.dim * lines.shape[0])
+    dtype = gathered_dtype(owner.exchange.wire.rows, "float32")
+    fits_kernels = owner.exchange.wire.rows not in SCALED_DTYPES and (dtype == "float32" or spec.dtype != "float16")
+    if windows is not None and not is_by_xla and fits_kernels:
+        windows.reserve(jnp.dtype(dtype).itemsize * spec.dim * lines.shape[0])
         counters, values = lookup_kernels.lookup_bags_window(
             windows.number,
             store,
@@ -207,6 +209,7 @@ def lookup(
             lines,
             shapes,
             features.num_tiles,
+            dtype,
         )
     else:
         store, sums = _partial_bags(spec, store, arrived, row_ids, owner)
@@ -291,7 +294,7 @@ def _batch_of_sums(spec: StoreSpec, features: StoreFeatures) -> tuple[StoreFeatu
         for layout in features.layouts
     ]
     keys = jnp.zeros((num_bags * num_shards, 2), jnp.uint32)
-    lines = jnp.arange(num_shards * num_bags, dtype=jnp.uint32).reshape(num_shards, num_bags).T
+    lines = jnp.arange(num_bags, dtype=jnp.uint32)[:, None] + jnp.arange(num_shards, dtype=jnp.uint32)[None] * num_bags
     return dataclasses.replace(features, keys=keys, layouts=tuple(layouts)), lines.reshape(-1)
 
 
@@ -353,7 +356,7 @@ def update_exchanged(
 @annotations.by_store
 def add_squares(exchange: Exchange, spec: StoreSpec, s: int, used: Used, squares: norms.Squares) -> norms.Squares:
     """Adds the squares of the row gradients by which `update_exchanged` would step."""
-    (_, *bags), num_tiles, row_ids, _ = _batch_of(spec, s, used)
+    (_, offsets, weights, words), num_tiles, row_ids, _ = _batch_of(spec, s, used)
     ends = np.cumsum([plan.uses_of(s).received.shape[0] for plan in used.plans])[:-1]
     alive = [
         jnp.where(used.is_live[p], ids, jnp.uint32(NO_ROW)) for p, ids in enumerate(jnp.split(row_ids, ends.tolist()))
@@ -363,5 +366,5 @@ def add_squares(exchange: Exchange, spec: StoreSpec, s: int, used: Used, squares
         for pair in zip(used.plans, used.gradients, strict=True)
         for part in jnp.split(_to_owners(exchange, spec, *pair, s), spec.num_shards)
     ]
-    rows = norms.summed_by_row(concatenated(alive), tuple(bags), num_tiles, gradients, spec.row_gradient)
+    rows = norms.summed_by_row(concatenated(alive), (offsets, weights, words), num_tiles, gradients, spec.row_gradient)
     return norms.with_squares(squares, rows)

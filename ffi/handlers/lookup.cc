@@ -128,8 +128,9 @@ ffi::Error LookupBagsWindow(Call& call) {
   int32_t* counts = CountsOf(call, store);
   RowArrays arrays(call, "embeddings");
   const EmbeddingsView embeddings = ReadEmbeddings(call, batch.num_features, arrays);
+  const RowDtype dtype = call.Attribute<int32_t>("is_bfloat16") != 0 ? kRowDtypeBfloat16 : kRowDtypeFloat32;
   return call.Launch([&](Stream stream) -> LaunchError {
-    const int64_t line_bytes = int64_t{store.view.dim} * static_cast<int64_t>(sizeof(float));
+    const int64_t line_bytes = int64_t{store.view.dim} * (dtype == kRowDtypeFloat32 ? 4 : 2);
     WindowExchange exchange(window, call.device(), call.run(), num_lines * line_bytes);
     if (exchange.error() != nullptr) return exchange.error();
     if (owned.num_features != exchange.num_shards()) return "features: wanted one for each shard";
@@ -137,10 +138,10 @@ ffi::Error LookupBagsWindow(Call& call) {
     const std::vector<void*> sums(target.parts, target.parts + exchange.num_shards());
     owned.first_tile = owned.num_tiles / exchange.num_shards() * exchange.shard();
     LaunchError error =
-        LaunchLookupPlanned(stream, store.view, owned, row_ids.as<uint32_t>(), {kRowDtypeFloat32, sums.data()}, counts);
+        LaunchLookupPlanned(stream, store.view, owned, row_ids.as<uint32_t>(), {dtype, sums.data()}, counts);
     if (error == nullptr) error = exchange.Meet(stream);
     if (error != nullptr) return error;
-    const StoreView received = Received(store.view, exchange.received(), num_lines, kRowDtypeFloat32);
+    const StoreView received = Received(store.view, exchange.received(), num_lines, dtype);
     return LaunchLookupPlanned(stream, received, batch, slots.as<uint32_t>(), embeddings, counts);
   });
 }

@@ -135,8 +135,10 @@ struct EmbeddingPointers {
   FeaturePointers<void> pointers;
   bool is_float32;
 
-  LaunchError Fill(const EmbeddingsView& embeddings, int32_t num_features, RowDtype rows) {
-    if (!HasRowDtypes(rows, embeddings.dtype)) return "embeddings: neither float32 nor of the rows' dtype";
+  /// `narrows`: whether bags of float32 rows may be written as bfloat16.
+  LaunchError Fill(const EmbeddingsView& embeddings, int32_t num_features, RowDtype rows, bool narrows = false) {
+    const bool is_narrow = narrows && rows == kRowDtypeFloat32 && embeddings.dtype == kRowDtypeBfloat16;
+    if (!is_narrow && !HasRowDtypes(rows, embeddings.dtype)) return kWrongEmbeddings;
     is_float32 = embeddings.dtype == kRowDtypeFloat32;
     return FillPointers(embeddings.data, num_features, pointers);
   }

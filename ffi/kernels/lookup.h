@@ -29,6 +29,8 @@ struct EmbeddingsView {
   void* const* data;
 };
 
+constexpr LaunchError kWrongEmbeddings = "embeddings: neither float32 nor of the rows' dtype";
+
 /// The same of gradients with respect to embeddings.
 struct GradientsView {
   RowDtype dtype;
@@ -67,7 +69,8 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
 /// Combines rows whose ids are known (a plan made apart): as LaunchLookupFind, with row_ids given.
 ///
 /// Pre    : row_ids[i] is a row below the capacity, or kNoRow. With `batch.tables` all features have bags, keys without
-///          a row give zeros where kTableUnknown says so, and `counts` are those of the features' tables.
+///          a row give zeros where kTableUnknown says so, and `counts` are those of the features' tables. Embeddings of
+///          bags alone may be bfloat16 where rows are float32.
 /// Post   : embeddings and counts (found, refused, padding).
 LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch, const uint32_t* row_ids,
                                 const EmbeddingsView& embeddings, int32_t* counts);

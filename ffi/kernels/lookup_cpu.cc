@@ -77,11 +77,12 @@ class StoreRows {
   alignas(64) Number row_at_hand_[kMaxDim];  // of a key without a row, or of a quantized one
 };
 
-LaunchError CheckBatch(const BagFeatures& bags, const StoreView& store, const EmbeddingsView& embeddings) {
+LaunchError CheckBatch(const BagFeatures& bags, const StoreView& store, const EmbeddingsView& embeddings,
+                       bool narrows = false) {
   if (LaunchError error = bags.ErrorWithTables(store.num_tables)) return error;
   if (store.dim < 1 || store.dim > kMaxDim) return "rows: dim must be 1 to kMaxDim";
-  if (!HasRowDtypes(store.row_dtype, embeddings.dtype)) return "embeddings: neither float32 nor of the rows' dtype";
-  return nullptr;
+  const bool is_narrow = narrows && store.row_dtype == kRowDtypeFloat32 && embeddings.dtype == kRowDtypeBfloat16;
+  return is_narrow || HasRowDtypes(store.row_dtype, embeddings.dtype) ? nullptr : kWrongEmbeddings;
 }
 
 /// Counts what CombineTile saw, and as padding the positions that no bag of the feature holds.
@@ -102,11 +103,16 @@ template <typename Saw>
 void CombineRows(const StoreView& store, const FeatureView& feature, const Tile& tile, const BatchView& batch,
                  const uint32_t* row_ids, int64_t first, int32_t unknown, const EmbeddingsView& embeddings,
                  const Saw& saw) {
-  WithStoredDtypes(store.row_dtype, embeddings.dtype, [&](auto row_number, auto number) {
+  const auto combine = [&](auto row_number, auto number) {
     StoreRows<decltype(row_number)> rows(store, feature, batch, row_ids, first, unknown);
     CombineTile(feature, tile, store.dim, rows, static_cast<decltype(number)*>(embeddings.data[tile.feature]));
     saw(rows);
-  });
+  };
+  if (HasRowDtypes(store.row_dtype, embeddings.dtype)) {
+    WithStoredDtypes(store.row_dtype, embeddings.dtype, combine);
+  } else {
+    combine(float{}, BFloat16{});
+  }
 }
 
 /// Features without bags have no tile to count their positions.
@@ -197,7 +203,7 @@ LaunchError LaunchLookupFrozen(Stream stream, const FrozenLookup* lookups, int32
 LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch, const uint32_t* row_ids,
                                 const EmbeddingsView& embeddings, int32_t* counts) {
   const BagFeatures bags(stream, batch);
-  if (LaunchError error = CheckBatch(bags, store, embeddings)) return error;
+  if (LaunchError error = CheckBatch(bags, store, embeddings, (batch.kinds & kSingleKeys) == 0)) return error;
   ClearCounts(counts, store.num_tables);
   CountBaglessFeatures(bags, counts);
   bags.ForEachTile(stream, [&](const Tile& tile, const FeatureView& feature) {

@@ -84,7 +84,8 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
 LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch, const uint32_t* row_ids,
                                 const EmbeddingsView& embeddings, int32_t* counts) {
   EmbeddingPointers pointers;
-  JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features, store.row_dtype));
+  const bool has_bags_alone = (batch.kinds & kSingleKeys) == 0;
+  JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features, store.row_dtype, has_bags_alone));
   LookupArguments a{store, batch, row_ids, nullptr, counts, {}};
   JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, nullptr, nullptr, nullptr, 0));
   if (batch.num_tiles == 0) return nullptr;

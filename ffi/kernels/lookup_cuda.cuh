@@ -53,7 +53,8 @@ template <int kLookupMode, typename RowType>
 struct LookupSource {
   static constexpr int kMode = kLookupMode;
   using Row = RowType;
-  using Sum = Row;  // what sums of rows are written as, where that is not float32
+  // What sums of rows are written as, where that is not float32.
+  using Sum = std::conditional_t<kMode == kModePlanned && std::is_same_v<Row, float>, BFloat16, Row>;
 
   const LookupArguments& a;
   const Feature& f;

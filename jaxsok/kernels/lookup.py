@@ -177,12 +177,14 @@ def lookup_bags_window(
     slots: UInt32[Array, " num_lines"],
     embedding_shapes: Sequence[tuple[int, ...]],
     num_tiles: int,
+    dtype: str,
 ) -> tuple[UInt32[Array, " num_counters"], list[Array]]:
     """Sums a shard's rows in the bags of all shards, sends the sums, and adds what came, in one call of each shard.
 
     It is `lookup_planned` of the batch that is owned, an exchange and `lookup_planned` of the sums, where no sum is
     written between. The owned batch has a feature for each shard; `slots` has the lines of each bag among the sums that
-    come. Returns the counters, which are donated and do not change, and float32 embeddings.
+    come as `dtype`, float32 or bfloat16. Returns the counters, which are donated and do not change, and float32
+    embeddings.
     """
     out = call_on(
         "jaxsok_lookup_bags_window",
@@ -200,6 +202,7 @@ def lookup_bags_window(
         in_place=("counters",),
         window=window,
         num_owned_tiles=num_owned_tiles,
+        is_bfloat16=dtype == "bfloat16",
         **_attributes(batch, num_tiles),
     )
     return out["counters"], out["embeddings"]

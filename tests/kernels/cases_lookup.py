@@ -6,6 +6,7 @@ import numpy as np
 from kernel_model import (
     ADAGRAD,
     ADAM,
+    BF16,
     BY_BLOOM,
     BY_COUNT,
     BY_PROBABILITY,
@@ -731,6 +732,12 @@ def planned_tables_rows16(dtype: str, dim: int) -> Script:
     """Rows of 16 bits, and sums of float32, as they travel."""
     script = Script(slabs=(5, 7, 200), num_tables=4, dim=dim, dtype=HALVES[dtype], embedding_dtype=F32)
     return look_up_bags_of_tables(script, 90)
+
+
+@cases(1, 4, 7, 64)
+def planned_tables_narrow(dim: int) -> Script:
+    """Rows of float32, and sums of bfloat16, as they travel where the wire is narrow."""
+    return look_up_bags_of_tables(Script(slabs=(5, 7, 200), num_tables=4, dim=dim, embedding_dtype=BF16), 90)
 
 
 @cases(*range(4))
