@@ -257,8 +257,8 @@ def _is_one_of(table_ids: TableIds | np.ndarray, numbers: Sequence[int]) -> Bool
 
 def rounded(values: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
     """Converts to another dtype as the kernels round: to nearest, and finite numbers stay finite."""
-    if values.dtype == jnp.dtype(dtype):
-        return values
+    if dtype == "float32" or values.dtype == jnp.dtype(dtype):
+        return values.astype(dtype)
     largest = jnp.finfo(dtype).max.astype(values.dtype)
     return jnp.where(jnp.isfinite(values), jnp.clip(values, -largest, largest), values).astype(dtype)
 

@@ -149,17 +149,19 @@ SHARDED_BYTES = SHARD_CAPACITY * 16
 
 @functools.cache
 def declared_over_eight():
-    """A store that is spread, with tables of two placements, and a replicated one, with and without divided uses."""
+    """Stores that are spread, of two placements or of partial bags, and a replicated one; with and without divisors."""
     adagrad, adam = jaxsok.optim.adagrad(0.1), jaxsok.optim.adam(0.1)
     tables = [
         jaxsok.TableSpec("user", 16, adagrad, capacity=NUM_SHARDS * SHARD_CAPACITY, row_gradient="mean"),
         jaxsok.TableSpec("item", 16, adagrad, capacity=64, row_gradient="mean", placement=jaxsok.on(3)),
         jaxsok.TableSpec("ad", 4, adam, capacity=SHARD_CAPACITY, placement=jaxsok.REPLICATED),
+        jaxsok.TableSpec("tag", 8, adagrad, capacity=NUM_SHARDS * SHARD_CAPACITY),
     ]
     features = [
         jaxsok.FeatureSpec("user", "user"),
         jaxsok.FeatureSpec("item", "item", combiner="mean", max_keys=MAX_KEYS),
         jaxsok.FeatureSpec("ad", "ad"),
+        jaxsok.FeatureSpec("tag", "tag", combiner="mean", exchange="bags"),
     ]
     return programs.over(NUM_SHARDS, tables, features)
 
@@ -172,6 +174,7 @@ def features_over_eight(seed=0):
         user=rng.integers(0, 2**40, NUM_BAGS),
         item=jaxsok.Bags(rng.integers(0, 20, NUM_BAGS), lengths=np.ones(NUM_BAGS, int)),
         ad=rng.integers(-1, 99, (NUM_BAGS, 2)),
+        tag=rng.integers(-1, 99, (NUM_BAGS, 3)),
     )
 
 

@@ -7,6 +7,7 @@ The words of layout.h are written down again, so that a word moved by mistake is
 
 import dataclasses
 import functools
+import itertools
 import zlib
 from collections.abc import Sequence
 
@@ -375,6 +376,11 @@ class Batch:
         """Of all keys but padding, also of those that lie in no bag."""
         places = np.arange(1, len(self.keys) + 1, dtype=np.uint64) * GOLDEN
         return words(mix(self.keys + places)[self.keys != U64(PADDING_KEY)].sum(dtype=np.uint64, keepdims=True))
+
+
+def without_tables(batch: Batch) -> Batch:
+    """The features as they are declared where the tables of their keys are given apart."""
+    return Batch(*(dataclasses.replace(f, table=0) for f in batch.features))
 
 
 def joined(*batches: Batch) -> Batch:
@@ -851,8 +857,13 @@ class Store:
 
     # Batches ------------------------------------------------------------------------------------------------
 
-    def row_values(self, batch: Batch, row_ids: np.ndarray, *, may_be_zeros: bool = False) -> np.ndarray:
-        """The row of each position: the store's, else the one it would get, else zeros."""
+    def row_values(
+        self, batch: Batch, row_ids: np.ndarray, *, may_be_zeros: bool = False, lines: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The row of each position: the store's, else the one it would get, else zeros.
+
+        `lines`: words of tables, whose tables say of themselves what gives zeros.
+        """
         values = np.zeros((len(batch.keys), self.dim), F32)
         known = row_ids < self.capacity
         values[known] = self.rows[row_ids[known]].astype(F32)
@@ -860,8 +871,11 @@ class Store:
         if may_be_zeros:
             zeros = [np.full(f.num_keys, f.unknown_zeros) for f in batch.features]
             unknown &= ~np.concatenate([*zeros, np.zeros(0, bool)])
+        if lines is not None:
+            unknown &= lines[batch.tables, 6] == 0
+        else:
+            lines = self.tables if may_be_zeros else self.refused
         keys, tables = batch.keys[unknown], batch.tables[unknown]
-        lines = self.tables if may_be_zeros else self.refused
         values[unknown] = self.initial_rows(keys, tables, lines).astype(F32)
         return values
 
@@ -896,10 +910,11 @@ class Store:
         values = self.row_values(batch, row_ids, may_be_zeros=True)
         return self.embeddings(batch, values), self._counts(batch, row_ids, MISSING)
 
-    def lookup_planned(self, batch: Batch, row_ids: np.ndarray):
-        """Embeddings, counts."""
-        values = self.row_values(batch, row_ids)
-        return self.embeddings(batch, values), self._counts(batch, row_ids, REFUSED)
+    def lookup_planned(self, batch: Batch, row_ids: np.ndarray, lines: np.ndarray | None = None):
+        """Embeddings, counts. `lines`: words of tables, where the features do not give the table of each key."""
+        values = self.row_values(batch, row_ids, lines=lines)
+        counted = batch if lines is None else without_tables(batch)
+        return self.embeddings(batch, values), self._counts(counted, row_ids, REFUSED)
 
     def _counts(self, batch: Batch, row_ids: np.ndarray, absent: int) -> np.ndarray:
         counts = np.zeros((self.num_tables, 6), np.int32)
@@ -1002,4 +1017,44 @@ def plan_requests(
         "inverse": place[distinct["inverse"]],
         "starts": np.r_[0, np.cumsum(np.bincount(owners, minlength=num_shards))].astype(np.int32),
         "hashes": sorted_hashes,
+    }
+
+
+LEFT_OUT = 1 << 31
+
+
+def plan_uses(batch: Batch, lines: np.ndarray, partition_owners: np.ndarray, num_shards: int) -> dict[str, np.ndarray]:
+    """Every use of a bag, owner by owner, in the order of positions: loops over the bags, one list for each owner."""
+    uses: list[list[tuple[int, ...]]] = [[] for _ in range(num_shards)]
+    begins: list[list[int]] = [[] for _ in range(num_shards)]
+    scales = []
+    for feature in batch.features:
+        line = lines[feature.table]
+        hashes = partition_hashes(feature.keys, np.broadcast_to(line, (feature.num_keys, 16)))
+        of_partitions = partition_owners[(hashes >> U64(52)).astype(np.int64)]
+        owners = np.minimum(of_partitions if line[5] == NO_OWNER else line[5], num_shards - 1)
+        owners = np.broadcast_to(owners, feature.num_keys).tolist()
+        weights = np.ones(feature.num_keys, F32) if feature.weights is None else feature.weights
+        bits, keys = weights.view(np.uint32).tolist(), feature.keys.tolist()
+        bounds = feature.bounds().tolist()
+        for first, last in itertools.pairwise(bounds):
+            present = [i for i in range(first, last) if keys[i] != PADDING_KEY]
+            divisor = F32(0)
+            for i in present:
+                divisor = divisor + (weights[i] * weights[i] if feature.combiner == SQRTN else weights[i])
+            is_divided = feature.combiner in (MEAN, SQRTN)
+            is_left_out = is_divided and divisor == 0
+            root = np.sqrt(divisor) if feature.combiner == SQRTN else divisor
+            scales.append(F32(0) if is_left_out else F32(1) / root if is_divided else F32(1))
+            for owner in range(num_shards):
+                begins[owner].append(len(uses[owner]))
+            for i in present:
+                word = feature.table | (LEFT_OUT if is_left_out else 0)
+                uses[owners[i]].append((keys[i] & 0xFFFFFFFF, keys[i] >> 32, word, bits[i]))
+    padding = [(int(EMPTY), int(EMPTY), 0, 0)] * (len(batch.keys) - sum(map(len, uses)))
+    ordered = [use for of_owner in uses for use in of_owner]
+    return {
+        "uses": np.array(ordered + padding, np.uint32).reshape(-1, 4),
+        "offsets": np.array([[*begin, len(own)] for begin, own in zip(begins, uses, strict=True)], np.int32),
+        "scales": np.array(scales, F32),
     }

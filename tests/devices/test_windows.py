@@ -153,7 +153,9 @@ def test_more_bytes_than_a_device_has():
     shards = MeshShards(mesh_of_gpus(), ("data",))
     of_mesh = windows.windows_of(shards, "window")
     before = of_mesh.num_bytes
-    with pytest.raises(RuntimeError, match=r"reserve: num_bytes: got \d+: a device has no room for its window; .*'dense'"):
+    with pytest.raises(
+        RuntimeError, match=r"reserve: num_bytes: got \d+: a device has no room for its window; .*'dense'"
+    ):
         of_mesh.reserve(1 << 45)
     assert of_mesh.num_bytes == before
 
@@ -301,6 +303,13 @@ def test_steps_of_partial_bags(dtype, dim, combiner, wire):
     """The same where owners sum the rows of bags."""
     world = one_feature(dtype, dim, combiner, form="bags", unknown="initial" if dim == 16 else "zeros")
     assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, WIRES[wire])
+
+
+def test_partial_bags_with_too_little_room():
+    """Uses that are not sent, keys that are not admitted, and a table on one shard."""
+    options = {"form": "bags", "placement": jaxsok.on(1), "admission": policies.AdmitByCount(2)}
+    world = one_feature("float32", 8, "mean", **options)
+    assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {}, 30)
 
 
 def targets(function, *arguments):

@@ -6,6 +6,7 @@ import numpy as np
 from kernel_model import (
     ADAGRAD,
     ADAM,
+    BF16,
     BY_BLOOM,
     BY_COUNT,
     BY_PROBABILITY,
@@ -678,6 +679,84 @@ def admission_small() -> Script:
     row_ids = script.lookup(batch, step=2)
     script.lookup_planned(batch, row_ids)
     script.gather(batch.keys, batch.tables, row_ids)
+    return script
+
+
+# Bags of several tables: lookup_planned and update as partial bags call them ---------------------------------
+
+
+def bags_of_tables(script: Script, num_keys: int, num_bags: int = 40) -> tuple[Batch, np.ndarray]:
+    """A batch of six features of as many bags, whose keys are of any table; and a row id or none for each key."""
+    rng, store = script.rng, script.store
+    script.fill(range(60), np.arange(60) % store.num_tables)
+    features = []
+    for combiner, weighted in itertools.product((SUM, MEAN, SQRTN), (True, False)):
+        offsets = np.r_[0, np.sort(rng.integers(0, num_keys + 1, num_bags - 1)), num_keys]
+        if combiner == MEAN:  # positions behind the last bag, as in what arrives from a shard
+            offsets = np.minimum(offsets, num_keys - num_keys // 3)
+        keys = script.mixed(num_keys, range(60))
+        features.append(ragged(keys, 0, combiner, offsets, script.weights(num_keys) if weighted else None))
+    batch = Batch(*features)
+    batch.tables = rng.integers(0, store.num_tables, len(batch.keys))
+    row_ids = rng.integers(0, 60, len(batch.keys)).astype(np.uint32)
+    row_ids[rng.random(len(row_ids)) < 0.2] = NO_ROW
+    return batch, np.where(batch.keys == U64(PADDING_KEY), np.uint32(NO_ROW), row_ids)
+
+
+def look_up_bags_of_tables(script: Script, num_keys: int) -> Script:
+    """With an array for each feature, for two of them, for all; tables give zeros for keys without a row, or not."""
+    batch, row_ids = bags_of_tables(script, num_keys)
+    script.lookup_planned(batch, row_ids, unknown_zeros=())
+    script.lookup_planned(batch, row_ids, unknown_zeros=(0, 2), num_sharing=6)
+    script.lookup_planned(batch, row_ids, unknown_zeros=range(script.store.num_tables), num_sharing=2)
+    script.lookup_planned(Batch(*batch.features), row_ids, num_sharing=3)
+    return script
+
+
+@cases(*(size for size in SIZES if size not in (0, 5000)))
+def planned_tables(num_keys: int) -> Script:
+    """Keys of several tables in one bag; those without a row read the initial row of their own table, or zeros."""
+    which = SIZES.index(num_keys) % 3
+    script = Script(seed=num_keys, slabs=SLABS[which], num_tables=(3, 5, 70)[which], dim=(4, 8, 3)[which])
+    return look_up_bags_of_tables(script, num_keys)
+
+
+@cases(*DIMS)
+def planned_tables_dims(dim: int) -> Script:
+    """Rows of every shape."""
+    return look_up_bags_of_tables(Script(slabs=(5, 7, 200), num_tables=4, dim=dim), 90)
+
+
+@cases(*itertools.product(HALVES, (4, 7, 64)))
+def planned_tables_rows16(dtype: str, dim: int) -> Script:
+    """Rows of 16 bits, and sums of float32, as they travel."""
+    script = Script(slabs=(5, 7, 200), num_tables=4, dim=dim, dtype=HALVES[dtype], embedding_dtype=F32)
+    return look_up_bags_of_tables(script, 90)
+
+
+@cases(1, 4, 7, 64)
+def planned_tables_narrow(dim: int) -> Script:
+    """Rows of float32, and sums of bfloat16, as they travel where the wire is narrow."""
+    return look_up_bags_of_tables(Script(slabs=(5, 7, 200), num_tables=4, dim=dim, embedding_dtype=BF16), 90)
+
+
+@cases(*range(4))
+def shared_gradients(optimizer: int) -> Script:
+    """A step by gradients in one array for several features, and in one for each: the bits are those of the model."""
+    script = Script(slabs=(5, 7, 200), num_tables=4, dim=(4, 7)[optimizer % 2], optimizer=optimizer)
+    batch, row_ids = bags_of_tables(script, 90)
+    for num_sharing, row_gradient in ((6, 0), (2, 1), (1, 2)):
+        script.update(batch, row_ids, row_gradient=row_gradient, tables_apart=True, num_sharing=num_sharing)
+    return script
+
+
+@cases(4, 7)
+def small_planned_tables(dim: int) -> Script:
+    """All of it once: several tables in a bag, arrays that features share."""
+    script = Script(slabs=(5, 60), num_tables=3, dim=dim)
+    batch, row_ids = bags_of_tables(script, 33)
+    script.lookup_planned(batch, row_ids, unknown_zeros=(1,), num_sharing=6)
+    script.update(batch, row_ids, tables_apart=True, num_sharing=6)
     return script
 
 

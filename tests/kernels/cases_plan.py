@@ -1,10 +1,12 @@
-"""Cases of plans: the requests of a batch by owner. See kernel_scripts.py."""
+"""Cases of plans: the requests of a batch, and the uses of its bags, by owner. See kernel_scripts.py."""
 
 import numpy as np
 from kernel_model import (
+    F32,
     MEAN,
     NUM_PARTITIONS,
     PADDING_KEY,
+    SQRTN,
     SUM,
     Batch,
     as_keys,
@@ -152,6 +154,169 @@ def requests_70_tables() -> Script:
     script = Script(num_tables=70)
     keys = script.rng.integers(0, 12, (70, 30))
     script.plan_requests(Batch(*(single(keys[t], t) for t in range(70))), 8, on={t: t % 8 for t in range(0, 70, 3)})
+    return script
+
+
+# Uses: plan_uses -------------------------------------------------------------------------------------------------
+
+
+def batch_of_bags(script: Script, keys: np.ndarray) -> Batch:
+    """The same keys in three tables and all combiners: bags of one size, ragged ones, with weights and loose ends."""
+    n = len(keys)
+    inner = np.sort(script.rng.integers(n // 5, n - n // 6 + 1, n // 4))
+    offsets = np.r_[n // 5, inner, n - n // 6, n - n // 6]
+    fives = keys[::-1][: n // 5 * 5]
+    return Batch(
+        fixed(fives, 1, MEAN, 5),
+        ragged(np.roll(keys, 7), 2, SUM, offsets, script.weights(n)),
+        ragged(keys, 0, SQRTN, offsets, script.weights(n)),
+        fixed(fives, 2, SQRTN, 5),
+        ragged(keys, 1, MEAN, offsets, script.weights(n)),
+    )
+
+
+@cases(*SIZES)
+def uses_sizes(num_keys: int) -> Script:
+    """Around the sizes of warps and blocks, for several numbers of shards."""
+    number = SIZES.index(num_keys)
+    script = Script(num_tables=3, seed=num_keys)
+    batch = batch_of_bags(script, script.mixed(num_keys, range(20)))
+    for num_shards in (NUM_SHARDS[number % 5], NUM_SHARDS[(number + 2) % 5]):
+        script.plan_uses(batch, num_shards)
+    return script
+
+
+@cases(*NUM_SHARDS, 5, 1000)
+def uses_shards(num_shards: int) -> Script:
+    """Every number of shards, with keys of all partitions; most of the last have no use."""
+    script = Script(num_tables=3, seed=num_shards)
+    script.plan_uses(batch_of_bags(script, script.mixed(700, range(200))), num_shards)
+    return script
+
+
+@cases(255, 256, 257, 511, 513)
+def uses_of_many_bags(num_bags: int) -> Script:
+    """Around the bags of a tile; bags of one key, and of none or some."""
+    script = Script(num_tables=2, seed=num_bags)
+    lengths = script.rng.integers(0, 4, num_bags)
+    keys = script.mixed(int(lengths.sum()), range(90))
+    singles = fixed(script.mixed(num_bags, range(90)), 1, MEAN, 1, script.weights(num_bags))
+    script.plan_uses(Batch(singles, ragged(keys, 0, SQRTN, np.cumsum(np.r_[0, lengths]))), 3)
+    return script
+
+
+@cases(1, 7, 8, 9, 31, 33, 255, 257, 3000)
+def uses_of_one_bag(hotness: int) -> Script:
+    """Around the lanes that add a bag's weights, in their order; a bag beside it that is empty."""
+    script = Script(num_tables=1, seed=hotness)
+    keys, weights = script.mixed(hotness, range(9)), script.weights(hotness)
+    bags = [ragged(keys, 0, combiner, [0, 0, hotness, hotness], weights) for combiner in (SUM, MEAN, SQRTN)]
+    script.plan_uses(Batch(*bags), 3)
+    return script
+
+
+@case()
+def uses_large() -> Script:
+    """More blocks than a block has threads; more positions than any chunk of the CPU."""
+    script = Script(num_tables=2)
+    keys = (2.0 ** script.rng.uniform(0, 24, 100_000)).astype(np.uint64)
+    batch = Batch(fixed(keys[:70_000], 0, SUM, 1), fixed(keys[70_000:], 1, MEAN, 10))
+    script.plan_uses(batch, 8, on={1: 3})
+    return script
+
+
+@cases(*KINDS)
+def uses_kinds(kind: str) -> Script:
+    """Keys that a careless plan confuses."""
+    script = Script(slabs=(5, 7, 2500), num_tables=3)
+    _, keys = KINDS[kind](script, 300)
+    script.plan_uses(batch_of_bags(script, as_keys(keys)), 8)
+    return script
+
+
+@case()
+def uses_one_key() -> Script:
+    """One key 5,000 times, and a use for each; each table has another owner for it, or the same."""
+    script = Script(num_tables=3)
+    script.plan_uses(batch_of_bags(script, np.full(5000, 2**63, np.uint64)), 64)
+    return script
+
+
+@case()
+def uses_placed() -> Script:
+    """All keys of one shard, whichever; tables that lie on one shard; owners in any order, and beyond the last."""
+    script = Script(num_tables=3)
+    batch = batch_of_bags(script, script.mixed(300, range(200)))
+    for owner in (0, 7):
+        script.plan_uses(batch, 8, owners=owner)
+    script.plan_uses(batch, 8, on={0: 5, 1: 5, 2: 5})
+    script.plan_uses(batch, 3, on={1: 0})
+    script.plan_uses(batch, 8, owners=script.rng.integers(0, 8, NUM_PARTITIONS), on={0: 7, 2: 0})
+    script.plan_uses(batch, 3, owners=script.rng.integers(0, 2**32, NUM_PARTITIONS), on={1: 2**32 - 2})
+    script.plan_uses(batch, 1, owners=7, on={1: 3})
+    return script
+
+
+@case()
+def uses_divisors() -> Script:
+    """Divisors of zero: no keys, only padding, weights of zero, weights that cancel; of mean alone, or of sqrtn too.
+
+    Uses of these bags are marked, and the others are divided by what is left, negative sums included.
+    """
+    script = Script(num_tables=2)
+    bags = [
+        ([], []),
+        ([PADDING_KEY, PADDING_KEY], [1, 2]),
+        ([5, 6, 7], [0, -0.0, 0]),
+        ([5, 6], [1.5, -1.5]),
+        ([5, PADDING_KEY, 6], [1.5, -1.5, 0]),
+        ([5, 6], [-1.5, 0.25]),
+        ([8, 9], [1e-30, 1e-30]),  # a sum of squares that is zero in float32
+        ([5, 6, 7], [np.inf, 2, 1]),
+        ([9, 9], [3e38, 3e38]),
+        ([], []),
+    ]
+    keys = as_keys([key for of_bag, _ in bags for key in of_bag])
+    weights = np.array([weight for _, of_bag in bags for weight in of_bag], F32)
+    offsets = np.cumsum([0, *(len(of_bag) for of_bag, _ in bags)])
+    features = [ragged(keys, c % 2, c, offsets, w) for c in (SUM, MEAN, SQRTN) for w in (weights, None)]
+    script.plan_uses(Batch(*features), 3)
+    return script
+
+
+@case()
+def uses_padding() -> Script:
+    """Padding, and keys in no bag: no use; bags without any key at both ends."""
+    script = Script(num_tables=3)
+    batch = Batch(
+        fixed(np.full(300, PADDING_KEY, np.uint64), 0, MEAN, 3),
+        ragged(range(64), 1, SUM, [64]),
+        ragged(range(64), 2, MEAN, [9, 9, 9]),
+        ragged(range(64), 2, SUM, [0, 0, 0, 64, 64, 64], script.weights(64)),
+    )
+    for num_shards in (1, 3):
+        script.plan_uses(batch, num_shards)
+    script.plan_uses(batch_with_loose_ends(lambda num, *_: script.rng.integers(0, 40, num)), 8)
+    return script
+
+
+@case()
+def uses_70_tables() -> Script:
+    """Each with keys of the same numbers, and some on one shard."""
+    script = Script(num_tables=70)
+    keys, combiners = script.rng.integers(0, 12, (70, 30)), (SUM, MEAN, SQRTN)
+    batch = Batch(*(fixed(keys[t], t, combiners[t % 3], 1 + t % 3) for t in range(70)))
+    script.plan_uses(batch, 8, on={t: t % 8 for t in range(0, 70, 3)})
+    return script
+
+
+@cases(0, 300)
+def small_uses(num_keys: int) -> Script:
+    """Several shards, and one; a table that lies on one of them."""
+    script = Script(num_tables=3)
+    batch = batch_of_bags(script, script.mixed(num_keys, range(50)))
+    for num_shards in (1, 3):
+        script.plan_uses(batch, num_shards, on={2: 0})
     return script
 
 

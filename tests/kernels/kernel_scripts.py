@@ -37,10 +37,12 @@ from kernel_model import (
     placed,
     plan,
     plan_requests,
+    plan_uses,
     ragged,
     single,
     sum_uses,
     use_factors,
+    without_tables,
     words,
 )
 from strategies import CORNER_KEYS
@@ -243,14 +245,20 @@ class Script:
     def plan_requests(self, batch: Batch, num_shards: int, owners=None, on: dict[int, int] | None = None) -> None:
         """In both orders. `owners`: of the partitions, else equal ranges; `on`: of tables that lie on one shard."""
         self._begin()
-        lines = placed(self.store.tables, on)
-        if owners is None:
-            owners = np.arange(NUM_PARTITIONS) * num_shards // NUM_PARTITIONS
-        owners = np.broadcast_to(np.asarray(owners, np.uint32), NUM_PARTITIONS)
+        lines, owners = placed(self.store.tables, on), _owners(num_shards, owners)
         for by_hash in (False, True):
             statics = {**self._tables(lines), **_features(batch), "num_shards": num_shards, "by_hash": by_hash}
             want = plan_requests(batch, lines, owners, num_shards, by_hash)
             self._add("plan_requests", {**batch.operands(), "owners": owners}, statics, want)
+
+    def plan_uses(self, batch: Batch, num_shards: int, owners=None, on: dict[int, int] | None = None) -> None:
+        """Parameters as those of `plan_requests`."""
+        self._begin()
+        lines, owners = placed(self.store.tables, on), _owners(num_shards, owners)
+        statics = {**self._tables(lines), **_features(batch), "num_shards": num_shards}
+        statics |= {"num_bags": sum(f.num_bags for f in batch.features)}
+        want = plan_uses(batch, lines, owners, num_shards)
+        self._add("plan_uses", {**batch.operands(), "owners": owners}, statics, want)
 
     def gather(self, keys, tables, row_ids, uses=1, unknown_zeros: Sequence[int] = ()) -> None:
         """For a lookup and for find; for a lookup also as numbers of other dtypes."""
@@ -304,11 +312,25 @@ class Script:
         statics = {**self._tables(), **_features(batch), **self._embeddings(batch)}
         self._add("lookup_find", inputs, statics, {"counts": counts, "embeddings": embeddings})
 
-    def lookup_planned(self, batch: Batch, row_ids: np.ndarray) -> None:
+    def lookup_planned(
+        self, batch: Batch, row_ids: np.ndarray, *, unknown_zeros: Sequence[int] | None = None, num_sharing=1
+    ) -> None:
+        """`unknown_zeros`: the table of each key stands beside it, and these give zeros for keys without a row.
+
+        `num_sharing`: so many neighbouring features share one array, in equal parts.
+        """
         self._begin()
-        embeddings, counts = self.store.lookup_planned(batch, row_ids)
-        inputs = {**batch.operands(), "seed": self.store.seed, "row_ids": row_ids}
-        statics = {**self._tables(self.store.refused), **_features(batch), **self._embeddings(batch)}
+        store = self.store
+        lines = None if unknown_zeros is None else placed(store.refused, None, unknown_zeros)
+        embeddings, counts = store.lookup_planned(batch, row_ids, lines)
+        inputs = {**batch.operands(), "seed": store.seed, "row_ids": row_ids}
+        told = batch
+        if lines is not None:
+            inputs["table_ids"] = batch.tables.astype(np.uint32)
+            told = without_tables(batch)
+        embeddings = _shared(embeddings, num_sharing)
+        statics = {**self._tables(store.refused if lines is None else lines), **_features(told)}
+        statics |= {**self._embeddings(batch), "shapes": tuple(one.shape for one in embeddings)}
         self._add("lookup_planned", inputs, statics, {"counts": counts, "embeddings": embeddings})
 
     def update(
@@ -323,8 +345,12 @@ class Script:
         rounding=STOCHASTIC,
         num_steps=5,
         tables_apart=False,
+        num_sharing=1,
     ) -> None:
-        """`tables_apart`: the table of each key stands beside it, and the features do not tell it."""
+        """`tables_apart`: the table of each key stands beside it, and the features do not tell it.
+
+        `num_sharing`: as for lookup_planned, of the gradients.
+        """
         self._begin()
         store = self.store
         if gradients is None:
@@ -335,12 +361,13 @@ class Script:
         hyper = hyper_of(store.optimizer, learning_rate)
         before = (store.rows.copy(), [state.copy() for state in store.states])
         nonfinite, stale = store.update(batch, row_ids, gradients, is_live, hyper, row_gradient, rounding, num_steps)
-        inputs = {**batch.operands(), "row_ids": row_ids, "gradients": gradients, "hyper": hyper}
+        inputs = {**batch.operands(), "row_ids": row_ids, "hyper": hyper}
+        inputs["gradients"] = _shared(gradients, num_sharing)
         inputs |= {"seed": store.seed, "step": np.array(num_steps, np.uint32), "table_ids": np.zeros(0, np.uint32)}
         told = batch
         if tables_apart:
             inputs["table_ids"] = batch.tables.astype(np.uint32)
-            told = Batch(*(dataclasses.replace(f, table=0) for f in batch.features))
+            told = without_tables(batch)
         statics = {
             **self._tables(),
             **_features(told),
@@ -437,6 +464,22 @@ class Script:
 def _pairs(keys, tables) -> tuple[np.ndarray, np.ndarray]:
     keys = as_keys(keys)
     return keys, np.broadcast_to(np.asarray(tables, np.int64), keys.shape)
+
+
+def _owners(num_shards: int, owners=None) -> np.ndarray:
+    """The owner of each partition."""
+    if owners is None:
+        owners = np.arange(NUM_PARTITIONS) * num_shards // NUM_PARTITIONS
+    return np.broadcast_to(np.asarray(owners, np.uint32), NUM_PARTITIONS)
+
+
+def _shared(arrays: list[np.ndarray], num_sharing: int) -> list[np.ndarray]:
+    """Arrays of features, so many neighbours' as one."""
+    if num_sharing == 1:
+        return arrays
+    groups = [arrays[first : first + num_sharing] for first in range(0, len(arrays), num_sharing)]
+    assert all(len({len(part) for part in group}) == 1 and len(group) == num_sharing for group in groups)
+    return [np.concatenate(group) for group in groups]
 
 
 def _features(batch: Batch) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from jaxsok.serving import frozen, fused, row_map
 CAPTURABLE = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
 # The host counts the exchanges of windows, and what these calls launch has the addresses of today's windows: a graph
 # that is replayed would use the half of an earlier exchange, or memory that was given back.
-OF_WINDOWS = {"jaxsok_window_exchange", "jaxsok_lookup_window", "jaxsok_update_window"}
+OF_WINDOWS = {name for name, _ in library.TARGETS if "window" in name}
 MARKS = {name: 0 if name in OF_WINDOWS else CAPTURABLE for name, _ in library.TARGETS}
 
 
@@ -256,12 +256,12 @@ def sharded_cases(mesh, abstract):
     collection = jaxsok.Collection(on_cpu.tables, on_cpu.features, mesh=mesh, axis="data")
     state = jax.tree.map(abstract, on_cpu.init(seed=0))
     features = jax.tree.map(abstract, compiled_cases.features_over_eight())
-    asked = planned(features, lambda leaf: abstract(leaf, PartitionSpec("data")), collection, send_capacity=(16, 16))
+    asked = planned(features, lambda leaf: abstract(leaf, PartitionSpec("data")), collection, send_capacity=(16,) * 3)
     step = programs.train_step(collection)
     return {
         "eight devices, planned": (step, (state, asked)),
         "eight devices, rounds": (step, (state, features)),
-        "eight devices, plan": (functools.partial(collection.plan, send_capacity=(16, 16)), (features,)),
+        "eight devices, plan": (functools.partial(collection.plan, send_capacity=(16,) * 3), (features,)),
     }
 
 

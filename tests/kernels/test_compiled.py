@@ -221,7 +221,7 @@ def sharded_case(name):
 
     def asked(seed):
         features = features_over_eight(seed)
-        return features if path == "rounds" else collection.plan(features, send_capacity=(16, 16))
+        return features if path == "rounds" else collection.plan(features, send_capacity=(16,) * 3)
 
     if kind == "scan":
         return scan_of_steps(collection), (stacked_on_devices(asked(0), asked(1)),)
@@ -366,7 +366,7 @@ def compile_for_eight_h200s():
 
     state = on_cpu.init(seed=0)
     features = jax.tree.map(abstract, features_over_eight())
-    plan = jax.eval_shape(functools.partial(collection.plan, send_capacity=(16, 16)), features)
+    plan = jax.eval_shape(functools.partial(collection.plan, send_capacity=(16,) * 3), features)
     plan = jax.tree.map(lambda leaf: abstract(leaf, PartitionSpec("data")), plan)
     step = jax.jit(programs.train_step(collection), donate_argnums=0)
     results = {}

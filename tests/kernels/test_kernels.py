@@ -115,6 +115,11 @@ def _plan_requests(s, x, tables, features, **attributes):
     return dict(zip(names, plan.plan_requests(_batch(x, features), tables, x["owners"], **attributes), strict=True)), s
 
 
+def _plan_uses(s, x, tables, features, **attributes):
+    names, tables = ("uses", "offsets", "scales"), np.array(tables, np.uint32)
+    return dict(zip(names, plan.plan_uses(_batch(x, features), tables, x["owners"], **attributes), strict=True)), s
+
+
 def _lookup(s, x, tables, features, num_tiles, shapes, embedding_dtype, refused=None):
     tables = np.array(tables, np.uint32)
     after, out = lookup.lookup(
@@ -143,7 +148,16 @@ def _lookup_find(s, x, tables, features, num_tiles, shapes, embedding_dtype):
 def _lookup_planned(s, x, tables, features, num_tiles, shapes, embedding_dtype):
     tables = np.array(tables, np.uint32)
     counters, counts, embeddings = lookup.lookup_planned(
-        s.counters, tables, x["seed"], _batch(x, features), x["row_ids"], s.rows, shapes, num_tiles, embedding_dtype
+        s.counters,
+        tables,
+        x["seed"],
+        _batch(x, features),
+        x["row_ids"],
+        s.rows,
+        shapes,
+        num_tiles,
+        embedding_dtype,
+        x.get("table_ids"),
     )
     return {"counts": counts, "embeddings": embeddings}, dataclasses.replace(s, counters=counters)
 
@@ -189,6 +203,7 @@ OPS = {
     "jaxsok_evict_release": _evict_release,
     "jaxsok_plan": _plan,
     "jaxsok_plan_requests": _plan_requests,
+    "jaxsok_plan_uses": _plan_uses,
     "jaxsok_combine": _combine,
     "jaxsok_combine_transpose": _combine_transpose,
     "jaxsok_lookup": _lookup,
@@ -204,6 +219,8 @@ JUDGED_ELSEWHERE = {
     "jaxsok_window_exchange",  # all shards call it: devices/test_windows.py
     "jaxsok_lookup_window",
     "jaxsok_update_window",
+    "jaxsok_lookup_bags_window",
+    "jaxsok_update_bags_window",
 }
 _BY_NAME = {op.__name__[1:]: op for op in OPS.values()}
 
@@ -398,6 +415,27 @@ def test_rebuild_into_too_few_buckets(back_end):
     np.testing.assert_array_equal(found["row_ids"][is_found], before["row_ids"][is_found])
     assert small["state.counters"][kernel_model.NUM_UNPLACED] == 33 - 8
     assert small["state.counters"][kernel_model.LONGEST_PROBE] <= 2
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((60, 60, 60, 60), r"got 4 arrays, wanted one for each of 6 features, or one for several"),
+        ((120, 121), r"got 121 lines, wanted 3 equal parts"),
+        ((), r"got 0 arrays, wanted one for each of 6 features"),
+    ],
+)
+def test_arrays_that_features_cannot_share(back_end, sizes, message):
+    """Embeddings of a lookup, and gradients of an update: in equal parts for as many features each."""
+    script = kernel_scripts.CASES["small_planned_tables-dim_4"]()
+    lookup_step, update_step = script.steps
+    lookup_step.statics["shapes"] = tuple((size, 4) for size in sizes)
+    update_step.inputs["gradients"] = [np.zeros((size, 4), np.float32) for size in sizes]
+    for step, name in ((lookup_step, "embeddings"), (update_step, "gradients")):
+        script.steps = [step]
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"{name}: {message}"):
+            run(script, back_end)
 
 
 # --------------------------------------------------------------------------------------------------------------

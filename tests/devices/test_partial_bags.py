@@ -1,0 +1,640 @@
+"""Partial bags: features whose bags are summed by the owners of the rows give what one device gives, on every path."""
+
+import dataclasses
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import orbax.checkpoint as ocp
+import programs
+import pytest
+import strategies
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxsok
+from jaxsok import checkpoint, policies
+from jaxsok.checkpoint import TablesRestore, TablesSave
+from jaxsok.plan import Uses
+
+SEED = 5
+NUM_SAMPLES = 12  # divisible by every mesh that is used
+MESHES = (2, 3, 4)
+MAX_KEYS = 48
+SMALL = 3  # a send capacity that makes many rounds
+
+# --------------------------------------------------------------------------------------------------------------
+# As one device
+
+
+def of_word(words, columns):
+    """Rows that XLA computes: by the low word of the key."""
+    return (words[0] % jnp.uint32(7)).astype(jnp.float32) * 0.25 + columns.astype(jnp.float32)
+
+
+ADAGRAD, SGD = jaxsok.optim.adagrad(0.1), jaxsok.optim.sgd(0.1)
+LIFTED = jaxsok.optim.lift(optax.sgd(0.1, momentum=0.9))
+TABLES = (
+    jaxsok.TableSpec("one", 4, ADAGRAD, capacity=128, statistics=True),
+    jaxsok.TableSpec("user", 4, ADAGRAD, capacity=128, initializer=jaxsok.initializers.uniform(0.5, 1.0)),
+    jaxsok.TableSpec("item", 4, SGD, capacity=128, placement=jaxsok.on(1), unknown="zeros"),
+    jaxsok.TableSpec("ad", 4, SGD, capacity=128),
+    jaxsok.TableSpec(
+        "half",
+        8,
+        jaxsok.optim.adam(0.05),
+        capacity=128,
+        dtype="bfloat16",
+        rounding="nearest",
+        row_gradient="mean",
+        initializer=jaxsok.initializers.function(of_word, "of_word"),
+    ),
+    jaxsok.TableSpec(
+        "lifted", 3, LIFTED, capacity=128, row_gradient="sqrt", admission=policies.AdmitByCount(2, unadmitted=0.25)
+    ),
+)
+# Feature -> table, combiner, positions of a bag in a rectangle (0: ragged), weights to draw from.
+POSITIVE, SIGNED = (0.0, 0.25, 1.0, 2.0), (-1.0, 0.0, 0.5, 1.0)
+FEATURES = {
+    "one": ("one", "sum", 0, SIGNED),
+    "user_mean": ("user", "mean", 0, None),
+    "user_sum": ("user", "sum", 3, None),
+    "item_mean": ("item", "mean", 0, SIGNED),
+    "ad_sqrtn": ("ad", "sqrtn", 2, SIGNED),
+    "half": ("half", "mean", 0, POSITIVE),
+    "lifted": ("lifted", "sqrtn", 3, None),
+    "lifted_one": ("lifted", "sum", 1, None),
+}
+OF_FEATURE = {name: next(t for t in TABLES if t.name == table) for name, (table, *_) in FEATURES.items()}
+# Samples of "user_sum" share bags, those of one shard whatever the mesh; shards add other numbers of empty ones.
+NUM_SHARED, INVERSE = 8, np.array([0, 0, 1, 2, 3, 3, 4, 4, 5, 6, 7, 6])
+
+
+def features_of(exchange):
+    """The features of FEATURES, with one form."""
+    return [
+        jaxsok.FeatureSpec(
+            name,
+            table,
+            combiner=combiner,
+            weighted=weights is not None,
+            max_keys=None if hotness else MAX_KEYS,
+            exchange=exchange,
+        )
+        for name, (table, combiner, hotness, weights) in FEATURES.items()
+    ]
+
+
+@functools.cache
+def collection(num_shards, exchange="bags", **options):
+    """Over so many devices; None: one device, no mesh."""
+    if num_shards is None:
+        return jaxsok.Collection(TABLES, features_of(exchange))
+    return programs.over(num_shards, TABLES, features_of(exchange), **options)
+
+
+@functools.cache
+def step_of(one):
+    """Jitted: lookup, norm and update by given gradients; gives state, embeddings, norm and statistics."""
+
+    def step(state, asked, gradients):
+        embeddings, state, plan = one.lookup(state, asked)
+        norm = one.gradient_norm(state, plan, gradients)
+        state, stats = one.update(state, plan, gradients)
+        return state, embeddings, norm, stats
+
+    return jax.jit(step, compiler_options=programs.quickly())
+
+
+@st.composite
+def raw_batches(draw):
+    """A raw batch, whose every part fits any mesh: bags of any length that fit a twelfth of the keys each."""
+    raw = {}
+    for name, (_, _, hotness, values) in FEATURES.items():
+        num_bags = NUM_SHARED if name == "user_sum" else NUM_SAMPLES
+        if hotness:
+            bags = draw(strategies.padded_bags(strategies.CORNER_KEYS, num_bags, hotness))
+        else:
+            parts = [draw(strategies.ragged_bags(strategies.CORNER_KEYS, 1, 4)) for _ in range(num_bags)]
+            bags = [bag for part in parts for bag in part]
+        if values is not None:
+            bags = draw(strategies.weights_for(bags, values))
+        raw[name] = as_bags(bags, hotness, values is not None)
+    return with_inverse(raw)
+
+
+def as_bags(bags, hotness, weighted):
+    """The oracle's bags as `jaxsok.Bags`: a rectangle, or ragged (hotness 0)."""
+    pairs = [oracle.keys_and_weights(bag) for bag in bags]
+    shape = (-1, hotness) if hotness else (-1,)
+    keys = programs.as_array([key for of_bag, _ in pairs for key in of_bag]).reshape(shape)
+    weights = np.array([w for _, of_bag in pairs for w in of_bag], np.float32).reshape(shape) if weighted else None
+    return jaxsok.Bags(keys, weights=weights, lengths=None if hotness else np.array([len(bag) for bag in bags]))
+
+
+def with_inverse(raw):
+    """Of the bags of "user_sum" the first, which the samples share."""
+    return {**raw, "user_sum": jaxsok.Bags(raw["user_sum"].keys[:NUM_SHARED], inverse=INVERSE)}
+
+
+@st.composite
+def trainings(draw, num_steps=2):
+    """Batches, and gradients of one sign."""
+    steps = []
+    for _ in range(num_steps):
+        raw = draw(raw_batches())
+        gradients = {name: draw(strategies.gradients((NUM_SAMPLES, spec.dim))) for name, spec in OF_FEATURE.items()}
+        steps.append((raw, gradients))
+    return steps
+
+
+def fixed_training(num_steps=3, seed=0):
+    """The same without Hypothesis."""
+    rng = np.random.default_rng(seed)
+    pool = programs.as_array([*strategies.CORNER_KEYS, *rng.integers(0, 2**63, 30).tolist()])
+    steps = []
+    for _ in range(num_steps):
+        raw = {}
+        for name, (_, _, hotness, values) in FEATURES.items():
+            lengths = rng.integers(0, 5, NUM_SAMPLES)
+            size = (NUM_SAMPLES, hotness) if hotness else (lengths.sum(),)
+            keys = rng.choice(pool, size)
+            weights = None if values is None else rng.choice(values, size).astype(np.float32)
+            more = {} if hotness else {"lengths": lengths}
+            raw[name] = jaxsok.Bags(keys, weights=weights, **more)
+        gradients = {
+            name: rng.choice([0.25, 0.5, 1.0], (NUM_SAMPLES, s.dim)).astype(np.float32)
+            for name, s in OF_FEATURE.items()
+        }
+        steps.append((with_inverse(raw), gradients))
+    return steps
+
+
+def train(one, training, path="lookup", state=None):
+    """The state, and what came out of each step; path: "lookup", "plan" with enough capacity, or "pipeline"."""
+    state = one.init(seed=SEED, salt=3) if state is None else state
+    if path == "pipeline":
+        asked = [plan for _, plan in one.pipeline([raw for raw, _ in training])]
+    else:
+        asked = [one.batch(raw).features for raw, _ in training]
+    results = []
+    for features, (_, gradients) in zip(asked, training, strict=True):
+        if path == "plan":
+            features = programs_plan(one)(features)
+        state, *out = step_of(one)(state, features, gradients)
+        results.append(jax.device_get(out))
+    return state, results
+
+
+@functools.cache
+def programs_plan(one):
+    """Jitted `plan` with as much send capacity as a shard has keys."""
+    return jax.jit(lambda features: one.plan(features, send_capacity=[96] * len(one.stores)))
+
+
+# Sums of at most 100 numbers of size 2 in another order; bfloat16: a number may fall to the other side of a rounding.
+TOLERANCE = {"float32": {"rtol": 1e-5, "atol": 2e-5}, "bfloat16": {"rtol": 2.0**-6, "atol": 2.0**-6}}
+
+
+def assert_trained_alike(one, got, other, want):
+    """Embeddings, norms and statistics of each step, and what is stored by key."""
+    for (embeddings, norm, stats), (wanted, wanted_norm, wanted_stats) in zip(got[1], want[1], strict=True):
+        counts, wanted_counts = stats.to_dict(), wanted_stats.to_dict()
+        assert counts["user"].pop("num_padding") >= wanted_counts["user"].pop("num_padding")
+        assert counts == wanted_counts
+        np.testing.assert_allclose(norm, wanted_norm, rtol=1e-5)
+        for name, spec in OF_FEATURE.items():
+            a, b = (np.asarray(values[name], np.float32) for values in (embeddings, wanted))
+            np.testing.assert_allclose(a, b, **TOLERANCE[spec.dtype], err_msg=name)
+    for spec in TABLES:
+        a, b = programs.by_key(one, got[0], spec.name), programs.by_key(other, want[0], spec.name)
+        assert a.keys() == b.keys()
+        np.testing.assert_array_equal(a["keys"], b["keys"])
+        for column, values in b.items():
+            found, wanted = a[column].astype(np.float64), values.astype(np.float64)
+            if spec.name == "one":  # one feature, no divisor: the gradients are summed in the order of the batch
+                np.testing.assert_array_equal(found, wanted, err_msg=column)
+            else:
+                np.testing.assert_allclose(found, wanted, **TOLERANCE[spec.dtype], err_msg=f"{spec.name}: {column}")
+
+
+def assert_same_bits(got, want):
+    """States but for the places in the index, embeddings and counts; norms add as many squares as there is room."""
+    programs.assert_same_state(got[0], want[0], index=False)
+    for (embeddings, norm, stats), (wanted, wanted_norm, wanted_stats) in zip(got[1], want[1], strict=True):
+        assert stats.to_dict() == wanted_stats.to_dict()
+        np.testing.assert_allclose(norm, wanted_norm, rtol=1e-6)
+        for name in wanted:
+            np.testing.assert_array_equal(programs.bits(embeddings[name]), programs.bits(wanted[name]), err_msg=name)
+
+
+@pytest.mark.parametrize("num_shards", MESHES)
+@hypothesis.settings(max_examples=max(4, hypothesis.settings.default.max_examples // 6))
+@given(training=trainings())
+def test_as_one_device(num_shards, training):
+    """Embeddings, norms, statistics and tables by key, whatever the batch."""
+    one, other = collection(num_shards), collection(None)
+    assert_trained_alike(one, train(one, training), other, train(other, training))
+
+
+def test_all_paths_give_the_same_bits():
+    """Rounds of any capacity, plans made ahead, the pipeline, and a second run, whose norms are the same as well."""
+    one, training = collection(4), fixed_training()
+    first = train(one, training)
+    assert_trained_alike(one, first, collection(None), train(collection(None), training))
+    again, planned, ahead = train(one, training), train(one, training, "plan"), train(one, training, "pipeline")
+    in_rounds = train(collection(4, send_capacity=SMALL), training)
+    for other in (again, planned, ahead, in_rounds):
+        assert_same_bits(other, first)
+    assert [norm for _, norm, _ in again[1]] == [norm for _, norm, _ in first[1]]
+    for *_, stats in (*planned[1], *ahead[1]):
+        assert np.asarray(stats.num_rounds).tolist() == [1] * len(one.stores)
+    assert max(np.asarray(stats.num_rounds).max() for *_, stats in in_rounds[1]) > 3
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What does not fit
+
+NUM_SHARDS, POSITIONS = 4, 12  # of each shard: 3 bags, of up to 4 keys
+FULL_TABLES = [
+    jaxsok.TableSpec("user", 4, SGD, capacity=16, unknown="zeros"),
+    jaxsok.TableSpec("item", 4, SGD, capacity=8, placement=jaxsok.on(2)),
+]
+
+
+@functools.cache
+def full(**exchange):
+    """Two tables of one store with room for six keys a shard."""
+    features = [jaxsok.FeatureSpec(name, name, combiner="mean", exchange="bags") for name in ("user", "item")]
+    return programs.over(NUM_SHARDS, FULL_TABLES, features, **exchange)
+
+
+def owner_of(table, key):
+    """The owner of a key, said again."""
+    return 2 if table == "item" else int(programs.owner_of([key], table, NUM_SHARDS)[0])
+
+
+def arrivals(raw):
+    """By owner the uses (shard, table, key), in the order of shards and, within one, of features and positions."""
+    uses = [
+        (shard, table, int(key))
+        for shard, lines in enumerate(np.split(np.arange(NUM_SAMPLES), NUM_SHARDS))
+        for table in ("user", "item")
+        for key in raw[table][lines].reshape(-1)
+        if key != oracle.PADDING_KEY
+    ]
+    return [[use for use in uses if owner_of(*use[1:]) == owner] for owner in range(NUM_SHARDS)]
+
+
+def crowded(seed, num_keys=60):
+    """Bags of four keys with padding between, too many for the tables."""
+    rng = np.random.default_rng(seed)
+    keys = [rng.integers(0, num_keys, (NUM_SAMPLES, 4)).astype(np.uint64) for _ in FULL_TABLES]
+    return {
+        table.name: np.where(rng.random(k.shape) < 0.2, np.uint64(oracle.PADDING_KEY), k)
+        for table, k in zip(FULL_TABLES, keys, strict=True)
+    }
+
+
+def means_of(raw, row_of):
+    """Embeddings from a function of (table, key), which gives a row, or None for a use that never arrived."""
+    wanted = {}
+    for table, keys in raw.items():
+        wanted[table] = np.zeros((len(keys), 4))
+        for sample, bag in enumerate(keys):
+            bag = [int(key) for key in bag if key != oracle.PADDING_KEY]
+            rows = [row_of(sample, table, key) for key in bag]
+            wanted[table][sample] = sum(rows, np.zeros(4)) / max(len(bag), 1)
+    return wanted
+
+
+def initial_of(raw):
+    """(table, key) -> initial row."""
+    keys = {table: sorted({int(key) for key in bags.reshape(-1)}) for table, bags in raw.items()}
+    return {
+        (table, key): row
+        for table, of_table in keys.items()
+        for key, row in zip(of_table, programs.initial_rows(table, 4, of_table), strict=True)
+    }
+
+
+@pytest.mark.parametrize("path", ["rounds", "few rounds", "plan"])
+def test_a_full_table_refuses_by_shard_and_first_occurrence(path):
+    """Who gets a row and which, whatever the exchange; a refused key reads its initial row, and counts in its bag."""
+    one = full(send_capacity=SMALL) if path == "rounds" else full()
+    raw = crowded(0)
+    asked = one.batch(raw).features
+    asked = one.plan(asked, send_capacity=[24]) if path == "plan" else asked
+    embeddings, state, plan = programs.lookup(one)(one.init(seed=0), asked)
+    capacity = state.stores[0].capacity // NUM_SHARDS
+    wanted, num_refused = {}, 0
+    for uses in arrivals(raw):
+        distinct = list(dict.fromkeys(use[1:] for use in uses))
+        wanted |= {pair: row_id for row_id, pair in enumerate(distinct[:capacity])}
+        num_refused += sum(use[1:] in distinct[capacity:] for use in uses)
+    assert num_refused > 5
+    got = {
+        (table, int(key)): int(row_id) % capacity
+        for table in raw
+        for key, row_id in zip(*(one.export_table(state, table)[name] for name in ("keys", "row_ids")), strict=True)
+    }
+    assert got == wanted
+    initial = initial_of(raw)
+    for name, values in means_of(raw, lambda _, *pair: initial[pair]).items():
+        np.testing.assert_allclose(embeddings[name], values, rtol=1e-5, atol=1e-6)
+    gradients = jax.tree.map(jnp.ones_like, embeddings)
+    norm = one.gradient_norm(state, plan, gradients)
+    state, stats = programs.update(one)(state, plan, gradients)
+    assert sum(programs.counts(stats, table)["num_refused"] for table in raw) == num_refused
+    most_sent = max(sum(use[0] == shard for use in uses) for uses in arrivals(raw) for shard in range(NUM_SHARDS))
+    assert np.asarray(stats.num_rounds).item() == (-(-most_sent // SMALL) if path == "rounds" else 1)
+    moved = [initial[pair] - programs.rows_of(one, state, pair[0])[pair[1]] for pair in wanted]
+    np.testing.assert_allclose(np.linalg.norm(moved), 0.1 * norm, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_find", [False, True])
+def test_a_send_capacity_that_is_too_small(is_find):
+    """Uses beyond it add nothing to their bags, which are divided by all of them; counted; the plan says the load."""
+    one, raw, capacity, state = full(), crowded(1, num_keys=9), 4, full().init(seed=0)
+    whole = one.plan(one.batch(raw).features)
+    if is_find:
+        _, state, _ = programs.lookup(one)(state, whole)
+    plan = one.plan(one.batch(raw).features, send_capacity=[capacity])
+    sent = {}  # (shard, owner) -> uses; the first ones are sent
+    for owner, uses in enumerate(arrivals(raw)):
+        for use in uses:
+            sent.setdefault((use[0], owner), []).append(use[1:])
+    counts = np.array([[len(sent.get((s, o), [])) for o in range(NUM_SHARDS)] for s in range(NUM_SHARDS)])
+    for some in (plan, whole):
+        assert isinstance(some.asked[0], Uses)
+        assert np.asarray(some.asked[0].load).tolist() == [[counts.max(), counts.sum(axis=0).max()]] * NUM_SHARDS
+    num_lost = np.maximum(counts - capacity, 0).sum()
+    assert num_lost > 5
+    initial, left = initial_of(raw), {pair: list(uses[:capacity]) for pair, uses in sent.items()}
+
+    def row_of(sample, *pair):
+        arrived = left[sample // 3, owner_of(*pair)]
+        if arrived and arrived[0] == pair:
+            return initial[arrived.pop(0)]
+        return np.zeros(4)
+
+    # Uses leave in the order of the features, and so are they added here: bag after bag, position after position.
+    wanted = {}
+    for table in raw:
+        wanted |= means_of({table: raw[table]}, row_of)
+    if is_find:
+        embeddings, stats = programs.find(one)(state, plan)
+    else:
+        embeddings, state, plan = programs.lookup(one)(state, plan)
+        state, stats = programs.update(one)(state, plan, embeddings)
+    for name, values in wanted.items():
+        np.testing.assert_allclose(embeddings[name], values, rtol=1e-5, atol=1e-6)
+    found = [programs.counts(stats, table) for table in raw]
+    assert sum(count["num_missing" if is_find else "num_refused"] for count in found) == num_lost
+    assert sum(sum(count.values()) for count in found) == 2 * NUM_SAMPLES * 4
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Several plans, loops, evaluation
+
+LIGHT_TABLES = [
+    jaxsok.TableSpec("user", 4, ADAGRAD, capacity=64, initializer=jaxsok.initializers.uniform(0.5, 1.0)),
+    jaxsok.TableSpec("item", 4, ADAGRAD, capacity=64, unknown="zeros"),
+]
+
+
+@functools.cache
+def light(num_shards, forms=("bags", "bags"), tables=tuple(LIGHT_TABLES), **exchange):
+    """A table of ragged means and one of sums of pairs, with these forms; None: one device."""
+    features = [
+        jaxsok.FeatureSpec("user", "user", combiner="mean", weighted=True, max_keys=MAX_KEYS, exchange=forms[0]),
+        jaxsok.FeatureSpec("item", "item", exchange=forms[1]),
+    ]
+    if num_shards is None:
+        return jaxsok.Collection(tables, features)
+    return programs.over(num_shards, tables, features, **exchange)
+
+
+def light_batch(seed, num_keys=20):
+    """Some bags are empty, some divisors zero."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 5, NUM_SAMPLES)
+    weights = rng.choice([0.0, 0.5, 1.0, 2.0], lengths.sum()).astype(np.float32)
+    return {
+        "user": jaxsok.Bags(rng.integers(0, num_keys, lengths.sum()), lengths=lengths, weights=weights),
+        "item": rng.integers(-1, num_keys, (NUM_SAMPLES, 2)),
+    }
+
+
+def ones(one, factor=1.0):
+    """Gradients of all features."""
+    return {spec.name: np.full((NUM_SAMPLES, 4), factor, np.float32) for spec in one.features}
+
+
+def assert_alike(collections, states, rtol=1e-5):
+    """By key, rows and optimizer state."""
+    programs.assert_close_tables(collections, states, rtol=rtol, atol=rtol)
+
+
+def test_several_plans_in_one_update():
+    """Lookups one after the other, rounds and a plan made ahead, then one step of both; a third plan is stale."""
+    outcomes = []
+    for one in (light(2), light(None)):
+        batches = [one.batch(light_batch(seed)).features for seed in range(3)]
+        _, state, stale = programs.lookup(one)(one.init(seed=1), batches[2])
+        state, num_erased = one.erase(state, "user", np.arange(3))
+        _, state, first = programs.lookup(one)(state, batches[0])
+        ahead = one.plan(batches[1]) if one.shards.num_shards == 1 else one.plan(batches[1], send_capacity=[48])
+        _, state, second = programs.lookup(one)(state, ahead)
+        plans, gradients = [first, stale, second], [ones(one), ones(one, 5.0), ones(one, 2.0)]
+        gradients[0]["item"][3] = np.inf  # its rows are left alone, and counted
+        norm = one.gradient_norm(state, plans, gradients)
+        state, stats = one.update(state, plans, gradients)
+        again, misused = one.update(state, first, ones(one))
+        outcomes.append((one, state, norm, stats, misused))
+        assert int(num_erased) > 0 and int(stats.num_stale) > 10 and int(misused.num_misused_plans) == 1
+        for table in ("user", "item"):
+            np.testing.assert_array_equal(*(one.export_table(s, table)["rows"] for s in (again, state)))
+    (one, state, norm, stats, _), (other, wanted, wanted_norm, wanted_stats, _) = outcomes
+    assert stats.to_dict() == wanted_stats.to_dict() and int(stats.num_stale) == int(wanted_stats.num_stale)
+    np.testing.assert_allclose(norm, wanted_norm, rtol=1e-5)
+    assert_alike((one, other), (state, wanted))
+
+
+def test_a_scan_of_steps():
+    """The same bits as the steps one by one, with the rounds inside the loop."""
+    one = light(2, send_capacity=SMALL)
+    batches = [one.batch(light_batch(seed)).features for seed in range(3)]
+    gradients = ones(one)
+
+    def step(state, features):
+        embeddings, state, plan = one.lookup(state, features)
+        state, stats = one.update(state, plan, gradients)
+        return state, (embeddings, stats.words)
+
+    scanned = jax.jit(lambda state, features: jax.lax.scan(step, state, features), compiler_options=programs.quickly())
+    state, (embeddings, _) = scanned(one.init(seed=2, salt=0), jax.tree.map(lambda *leaves: np.stack(leaves), *batches))
+    wanted = one.init(seed=2, salt=0)
+    for number, features in enumerate(batches):
+        wanted, values, _ = programs.fed_step(one)(wanted, features, gradients)
+        for name in values:
+            np.testing.assert_array_equal(embeddings[name][number], values[name])
+    programs.assert_same_state(state, wanted, index=False)
+
+
+def test_find_changes_nothing():
+    """It reads what was learned, and of absent keys the initial row or zeros; with a plan and without."""
+    raw, unseen = light_batch(0), light_batch(1, num_keys=60)
+    results = []
+    for one in (light(2), light(None)):
+        state, _, _ = programs.fed_step(one)(one.init(seed=1), one.batch(raw).features, ones(one))
+        before = jax.tree.map(np.asarray, state)
+        features = one.batch(unseen).features
+        results.append(programs.find(one)(state, features))
+        programs.assert_same_state(before, state)
+        if one.shards.num_shards > 1:
+            for asked in (one.plan(features), one.plan(features, send_capacity=[48])):
+                found, stats = programs.find(one)(state, asked)
+                assert stats.to_dict() == results[0][1].to_dict()
+                for name in found:
+                    np.testing.assert_array_equal(found[name], results[0][0][name])
+    (got, stats), (want, wanted_stats) = results
+    assert stats.to_dict() == wanted_stats.to_dict() and programs.counts(stats)["num_missing"] > 3
+    for name in want:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The wire, other forms beside it, growth, checkpoints
+
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3fn": 2.0**-4}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_dtypes_of_the_wire(dtype):
+    """One rounding of each partial sum, and of each gradient: relative to the largest number of the line."""
+    one, other = light(2, rows=dtype, gradients=dtype), light(None)
+    raw = light_batch(0)
+    rng = np.random.default_rng(0)
+    gradients = {name: rng.uniform(0.5, 1.0, (NUM_SAMPLES, 4)).astype(np.float32) for name in ("user", "item")}
+    (state, got, _), (wanted, want, _) = (
+        programs.fed_step(c)(c.init(seed=1), c.batch(raw).features, gradients) for c in (one, other)
+    )
+    for name in ("user", "item"):
+        error = np.abs(np.asarray(got[name]) - np.asarray(want[name]))
+        # Weights are positive, and so are the rows of "user"; those of "item" are below 1, and bags have two.
+        bound = ROUNDING[dtype] * (np.abs(want["user"]).max() if name == "user" else 2.0) + 1e-6
+        assert error.max() <= bound and (dtype == "float16" or error.max() > 1e-5), name
+        a, b = programs.by_key(one, state, name), programs.by_key(other, wanted, name)
+        (squares,) = set(a) - {"keys", "rows"}
+        np.testing.assert_allclose(a[squares], b[squares], rtol=2.1 * ROUNDING[dtype] * 2)
+        # The first step is at most the rate, 0.1, and a gradient at least half of the largest one of its line.
+        np.testing.assert_allclose(a["rows"], b["rows"], rtol=0, atol=0.1 * 2 * ROUNDING[dtype] + 1e-6)
+
+
+@pytest.mark.parametrize("forms", [("bags", "rows"), ("rows", "bags")])
+def test_forms_side_by_side(forms):
+    """Tables of different forms do not share a store; both give what one device gives."""
+    one, other = light(2, forms), light(None)
+    assert [store.sends_bags for store in one.stores] == [form == "bags" for form in forms]
+    states = [one.init(seed=1), other.init(seed=1)]
+    for seed in range(2):
+        for i, c in enumerate((one, other)):
+            states[i], *_ = programs.fed_step(c)(states[i], c.batch(light_batch(seed)).features, ones(c))
+    assert_alike((one, other), states)
+
+
+@pytest.mark.parametrize("embedding_dtype", ["float16", "float32"])
+def test_float16_rows_that_xla_computes(embedding_dtype):
+    """Rows are read as float32, for sums that travel so; keys without a row read their own initial row, or zeros."""
+    initializer = jaxsok.initializers.function(of_word, "of_word")
+    options = {"dtype": "float16", "embedding_dtype": embedding_dtype, "initializer": initializer}
+    tables = tuple(dataclasses.replace(table, optimizer=SGD, **options) for table in LIGHT_TABLES)
+    results = []
+    for num_shards in (2, None):
+        one = light(num_shards, tables=tables)
+        found = [programs.find(one)(one.init(seed=1), one.batch(light_batch(0)).features)[0]]
+        found.append(programs.lookup(one)(one.init(seed=1), one.batch(light_batch(0)).features)[0])
+        results.append(found)
+    for got, want in zip(*results, strict=True):
+        for name in want:
+            assert got[name].dtype == want[name].dtype == embedding_dtype
+            np.testing.assert_allclose(*(np.asarray(one[name], np.float32) for one in (got, want)), rtol=2.0**-10)
+
+
+def living(exchange, num_shards=2):
+    """Tables that grow, evict and keep statistics."""
+    options = {"capacity": 8, "max_capacity": 24, "eviction": policies.LeastRecentlyUsed(), "statistics": True}
+    tables = tuple(dataclasses.replace(table, **options) for table in LIGHT_TABLES)
+    return light(num_shards, (exchange, exchange), tables)
+
+
+def train_living(one, num_steps=3):
+    """New keys in every step; grown, and evicted, between them."""
+    state = one.init(seed=1)
+    for step in range(num_steps):
+        raw = light_batch(step, num_keys=15)
+        raw["user"] = dataclasses.replace(raw["user"], keys=raw["user"].keys + 10 * step)
+        raw["item"] = np.where(raw["item"] < 0, -1, raw["item"] + 10 * step)
+        batch = one.batch(raw)
+        state = one.grow(state, batch)
+        state, _, stats = programs.fed_step(one)(state, batch.features, ones(one))
+        stats.check()
+        if step == 1:
+            state, _ = one.evict(state, "user", num_rows=10)
+    return state, stats
+
+
+def test_growth_and_eviction():
+    """Rows, optimizer state and statistics by key are those of the other form."""
+    (state, stats), (wanted, wanted_stats) = (train_living(living(form)) for form in ("bags", "rows"))
+    assert state.stores[0].capacity > 16 and programs.total(stats, "num_evicted") > 0
+    assert_alike((living("bags"), living("rows")), (state, wanted))
+    assert stats.to_dict() == wanted_stats.to_dict()
+
+
+def test_a_checkpoint_knows_no_form(tmp_path):
+    """Saved with bags on four shards; loaded with rows on two, and on one device, where training goes on alike."""
+    one = light(4)
+    state, _, _ = programs.fed_step(one)(one.init(seed=1), one.batch(light_batch(0)).features, ones(one))
+    ocp.Checkpointer(checkpoint.TablesCheckpointHandler()).save(tmp_path / "saved", args=TablesSave(one, state))
+    state, _, _ = programs.fed_step(one)(state, one.batch(light_batch(1)).features, ones(one))
+    for other in (light(2, ("rows", "rows")), light(None)):
+        again = checkpoint.TablesCheckpointHandler().restore(tmp_path / "saved", args=TablesRestore(other))
+        again, _, _ = programs.fed_step(other)(again, other.batch(light_batch(1)).features, ones(other))
+        assert_alike((other, one), (again, state))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Declarations
+
+
+@pytest.mark.parametrize("num_shards", [None, 1, 2])
+def test_without_effect_where_no_rows_travel(num_shards):
+    """One device, a mesh of one, and replicated tables: the same bits, and the same stores."""
+    tables = tuple(dataclasses.replace(table, placement=jaxsok.REPLICATED) for table in LIGHT_TABLES)
+    tables = tables if num_shards == 2 else tuple(LIGHT_TABLES)
+    results = []
+    for form in ("bags", "rows"):
+        one = light(num_shards, (form, form), tables)
+        assert not any(store.sends_bags for store in one.stores)
+        results.append(programs.fed_step(one)(one.init(seed=1, salt=0), one.batch(light_batch(0)).features, ones(one)))
+    programs.assert_same_state(results[0][0], results[1][0], index=False)
+    for name, values in results[0][1].items():
+        np.testing.assert_array_equal(values, results[1][1][name])
+
+
+def test_declarations_that_are_refused():
+    """No combiner; two forms of one table; any other word."""
+    with pytest.raises(ValueError, match=r'FeatureSpec.*"user".*exchange: got "bags" with combiner None'):
+        jaxsok.FeatureSpec("user", "user", combiner=None, exchange="bags")
+    with pytest.raises(ValueError, match=r'exchange: got .partial., wanted "rows" or "bags"'):
+        jaxsok.FeatureSpec("user", "user", exchange="partial")
+    features = [jaxsok.FeatureSpec("user", "user", exchange="bags"), jaxsok.FeatureSpec("friends", "user")]
+    for order in (features, features[::-1]):
+        with pytest.raises(ValueError, match=r'feature "friends": exchange: got "rows".*\[.user.\] of table "user"'):
+            jaxsok.Collection(LIGHT_TABLES[:1], order)
