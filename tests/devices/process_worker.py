@@ -36,7 +36,7 @@ TABLES = (
 )
 FEATURES = (
     jaxsok.FeatureSpec("user", "user"),
-    jaxsok.FeatureSpec("item", "item", combiner="mean", max_keys=3 * NUM_SAMPLES),
+    jaxsok.FeatureSpec("item", "item", combiner="mean", max_keys=3 * NUM_SAMPLES, exchange="bags"),
     jaxsok.FeatureSpec("ad", "ad"),
 )
 
