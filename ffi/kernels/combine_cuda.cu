@@ -100,10 +100,10 @@ struct ApplyWrite {
 };
 
 // No row has a use yet; positions that no bag holds have no row.
-__global__ void PrepareTransposeKernel(const __grid_constant__ ApplyWrite out, int64_t num_unique, uint32_t* num_long,
+__global__ void PrepareTransposeKernel(const __grid_constant__ ApplyWrite out, int64_t num_unique, LongCounts* num_long,
                                        uint32_t* rows, uint32_t* positions, int64_t num_keys) {
   const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
-  if (start == 0) num_long[0] = num_long[1] = 0;
+  if (start == 0) *num_long = {};
   for (int64_t i = start; i < num_unique; i += stride) out.num_uses[i] = 0;
   for (int64_t i = start; i < num_keys; i += stride) {
     rows[i] = kNoRow;
