@@ -31,7 +31,6 @@ struct ArraySource {
   using Token = uint32_t;
   __device__ static Token None() { return kNoRow; }
   __device__ Token Load(int32_t at) const { return positions.Row(at); }
-  __device__ void Ask(Token) const {}
   __device__ Position Resolve(int32_t at, Token row, bool) const {
     Position p{nullptr, kPaddingKey, kPositionPadding, 1.0f};
     if (row == kNoRow) return p;
@@ -52,11 +51,10 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
   const int32_t first = warp * share.granule, last = min(first + share.granule, f.num_bags);
   if (first >= last) return;
   ArraySource source{positions, rows, f.weights_start >= 0 ? batch.weights + f.weights_start : nullptr, store.dim};
-  BagWalk walk(f, batch.offsets, first, last, lanes);
+  const GroupBags bags = GroupBags::Of(f, batch.offsets, first, last, share.granule, lanes);
   __shared__ WindowRows window_rows[kBlock / kWarp];
-  SumBags<float, kVector, kPerLane>(f, walk, store, lanes, source, window_rows[threadIdx.x / kWarp],
+  SumBags<float, kVector, kPerLane>(f, bags, store, lanes, source, window_rows[threadIdx.x / kWarp],
                                     [&](int32_t bag, const BagResult& result, RowPart<kVector, kPerLane>& sum) {
-                                      if (bag < 0) return;
                                       WriteBag<float>(f, result, sum, lanes, store.dim, out, true, bag);
                                     });
 }
@@ -157,8 +155,8 @@ LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, 
   StoreView store{};
   store.dim = dim;
   const ArrayPositions positions{inverse, num_unique};
-  const TileShare share = TileShare::Of(batch.num_tiles);
-  return DispatchShape(dim, [&](auto shape) {
+  return DispatchShape(dim, LaneShape::OfBags(dim), [&](auto shape) {
+    const TileShare share = TileShare::OfBags(batch.num_tiles, batch.num_keys, shape.lanes);
     CombineKernel<shape.kVector, shape.kPerLane><<<batch.num_tiles * share.BlocksPerTile(), kBlock, 0, stream>>>(
         store, batch, positions, rows, embeddings, share, shape.lanes);
     return LastLaunchError();
