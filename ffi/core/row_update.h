@@ -44,6 +44,9 @@ struct LaneShape {
     return shape;
   }
 
+  /// That of bags on a GPU: a lane holds few numbers, so that many warps wait for rows at once.
+  JAXSOK_HOST_DEVICE static LaneShape OfBags(int dim) { return Dealt(dim, 1, kSinglesPerLane); }
+
   /// That of row programs, whose instructions cost less the more columns each takes.
   JAXSOK_HOST_DEVICE static LaneShape OfProgram(int dim) {
     return Dealt(dim, 2 * kVectorsPerLane, 2 * kSinglesPerLane);

@@ -40,6 +40,16 @@ __device__ __forceinline__ void ForVectors(int lane, int lanes, int dim, const V
   }
 }
 
+/// The vector of a row that a lane reads as its k-th. Beyond the end it is the last one: what the lane then holds there
+/// is without meaning, but it is something, so that no register is kept for what was there before.
+template <int kVector>
+__device__ __forceinline__ uint32_t VectorToRead(int k, int lane, int lanes, int dim) {
+  return static_cast<uint32_t>(min(lane + k * lanes, dim / kVector - 1));
+}
+
+template <typename Row, int kVector, int kPerLane>
+struct PackedPart;
+
 /// `kPerLane` vectors of one row in one lane.
 template <int kVector, int kPerLane>
 struct RowPart {
@@ -47,14 +57,16 @@ struct RowPart {
 
   template <typename Row>
   __device__ void Load(const Row* row, int lane, int lanes, int dim) {
-    ForVectors<kVector, kPerLane>(lane, lanes, dim,
-                                  [&](int k, int column) { part[k] = Columns<kVector>::Load(row + column); });
+    PackedPart<Row, kVector, kPerLane> packed;
+    packed.Load(row, lane, lanes, dim);
+    *this = packed.Widened();
   }
   /// For rows that this kernel also writes.
   template <typename Row>
   __device__ void LoadPlain(const Row* row, int lane, int lanes, int dim) {
-    ForVectors<kVector, kPerLane>(lane, lanes, dim,
-                                  [&](int k, int column) { part[k] = Columns<kVector>::LoadPlain(row + column); });
+    PackedPart<Row, kVector, kPerLane> packed;
+    packed.LoadPlain(row, lane, lanes, dim);
+    *this = packed.Widened();
   }
   /// What a new row holds: rounded as one.
   template <typename Row>
@@ -113,14 +125,17 @@ struct PackedPart {
   Type part[kPerLane];
 
   __device__ void Load(const Row* row, int lane, int lanes, int dim) {
-    ForVectors<kVector, kPerLane>(lane, lanes, dim, [&](int k, int column) {
-      part[k] = LoadReadOnly(reinterpret_cast<const Type*>(row + column));
-    });
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      part[k] = LoadReadOnly(reinterpret_cast<const Type*>(row) + VectorToRead<kVector>(k, lane, lanes, dim));
+    }
   }
   /// For rows that this kernel also writes.
   __device__ void LoadPlain(const Row* row, int lane, int lanes, int dim) {
-    ForVectors<kVector, kPerLane>(lane, lanes, dim,
-                                  [&](int k, int column) { part[k] = *reinterpret_cast<const Type*>(row + column); });
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      part[k] = reinterpret_cast<const Type*>(row)[VectorToRead<kVector>(k, lane, lanes, dim)];
+    }
   }
   __device__ RowPart<kVector, kPerLane> Widened() const {
     RowPart<kVector, kPerLane> wide;
@@ -255,56 +270,49 @@ __device__ __forceinline__ void CopyRows(const Position& mine, int num_valid, co
   }
 }
 
-/// Blocks of kBlock threads that should fit a multiprocessor while bags are summed: rows in flight want registers.
+/// Blocks of kBlock threads that should fit a multiprocessor while bags are summed: many, so that some warps add rows
+/// while others wait for keys, index lines and rows.
 template <int kFloats>
 constexpr int BagBlocksPerMultiprocessor() {
-  return kFloats <= 32 ? 2 : 1;
+  return kFloats <= 4 ? 4 : kFloats <= 8 ? 3 : kFloats <= 32 ? 2 : 1;
 }
 
-/// One group's part of one bag: a position for each of its lanes.
-struct Window {
-  int32_t first;  // position among the feature's keys
-  int32_t count;  // at most 0: none
-  int32_t bag;    // of the feature; beyond its last one: none
-  bool is_last;   // the bags at hand end here; the same in all lanes of the warp
-};
+/// The lowest `count` bits, of at most 32.
+__device__ __forceinline__ unsigned LowBits(int count) { return count >= kWarp ? ~0u : (1u << count) - 1; }
 
-/// Deals neighbouring bags of one feature to the groups of a warp, window by window. The warp calls together.
-class BagWalk {
- public:
-  __device__ BagWalk(const Feature& f, const int32_t* offsets, int32_t first_bag, int32_t last_bag, int lanes)
-      : f_(f), offsets_(offsets), next_(first_bag), last_(last_bag), lanes_(lanes) {}
+/// Neighbouring bags that one group of lanes sums, at most one for each of its lanes.
+///
+/// Their positions are neighbours too: a bag begins where the one before it ends.
+struct GroupBags {
+  int32_t first_bag;  // of the feature
+  int32_t num_bags;
+  int32_t begin, end;  // positions among the feature's keys
+  int32_t own_end;     // where the bag ends whose number in the group is that of the calling lane
 
-  __device__ bool Next(Window& w) {
-    if (at_ >= longest_) {
-      if (next_ >= last_) return false;
-      bag_ = next_ + static_cast<int32_t>(threadIdx.x % kWarp) / lanes_;
-      next_ += kWarp / lanes_;
-      begin_ = end_ = 0;
-      if (bag_ < last_) f_.BagRange(offsets_, bag_, &begin_, &end_);
-      // An empty bag has a window too: its embedding is written.
-      longest_ = max(static_cast<int32_t>(__reduce_max_sync(~0u, end_ - begin_)), 1);
-      at_ = 0;
-    }
-    w.first = begin_ + at_;
-    w.count = min(end_ - w.first, lanes_);
-    w.bag = bag_ < last_ ? bag_ : -1;
-    at_ += lanes_;
-    w.is_last = at_ >= longest_;
-    return true;
+  /// The share of the calling lane's group in bags [first_bag, last_bag) of a warp, at most kWarp.
+  __device__ static GroupBags Of(const Feature& f, const int32_t* offsets, int32_t first_bag, int32_t last_bag,
+                                 int granule, int lanes) {
+    const int32_t of_group = max(granule * lanes / kWarp, 1);
+    const int warp_lane = threadIdx.x % kWarp, lane = warp_lane & (lanes - 1);
+    GroupBags g;
+    g.first_bag = first_bag + GroupOf(warp_lane, lanes) * of_group;
+    g.num_bags = min(max(last_bag - g.first_bag, 0), of_group);
+    int32_t begin = 0;
+    g.own_end = 0;
+    if (lane < g.num_bags) f.BagRange(offsets, g.first_bag + lane, &begin, &g.own_end);
+    g.begin = __shfl_sync(~0u, begin, warp_lane - lane);
+    g.end = __shfl_sync(~0u, g.own_end, warp_lane - lane + max(g.num_bags - 1, 0));
+    g.own_end = min(g.own_end, g.end);
+    return g;
   }
-
- private:
-  const Feature& f_;
-  const int32_t* offsets_;
-  int32_t next_, last_, lanes_;
-  int32_t bag_ = 0, begin_ = 0, end_ = 0, at_ = 0, longest_ = 0;
 };
 
-/// Where the rows of a warp's window lie, and their weights. In shared memory: registers are what the sums need.
-struct WindowRows {
-  const void* rows[kWarp];  // nullptr: padding
+/// What a warp knows of the positions of its window. In shared memory: registers are what the sums need.
+struct alignas(16) WindowRows {
+  const void* rows[kWarp];  // of a position that has none: its kind
+  uint64_t keys[kWarp];     // where some position has neither a row nor padding
   float weights[kWarp];
+  int32_t ends[kWarp];  // of bags
 };
 
 /// What a group of lanes knows of its bag when all its rows are added.
@@ -314,100 +322,133 @@ struct BagResult {
   float factor;  // of mean and sqrtn
 };
 
-/// Sums the bags of a walk, one for each group of lanes at a time, and hands each to write(bag, result, sum).
+/// Sums the bags of each group of lanes, and hands each to write(bag, result, sum), which the lanes of a group call
+/// together. Returns which bags of the calling lane's group are unfinished, as bits.
 ///
-/// A source says what a position contributes, in three steps, so that memory is asked long before it is needed: while
-/// the rows of one window are added, the index lines of the next are on their way (Ask) and the keys of the one after
-/// it (Load).
+/// A group takes its positions in windows of as many as it has lanes, wherever bags end: each lane finds the row of one
+/// position, then all of them add the rows of the window. A source says what a position contributes: Resolve, for which
+/// Load has asked for the key one window before. The warp calls both together.
 ///
 /// Quantized rows: a source holds the `scale` of the position that it resolved last.
 ///
 /// Order of the sum: by position, from the first row. It begins at -0, which added to any number gives that number.
-template <typename Row, int kVector, int kPerLane, typename Walk, typename Source, typename Write>
-__device__ __forceinline__ void SumBags(const Feature& f, Walk& walk, const StoreView& store, int lanes, Source& source,
-                                        WindowRows& window_rows, const Write& write) {
-  constexpr int kFlight = RowsInFlight<32, kVector * kPerLane>();
+template <typename Row, int kVector, int kPerLane, typename Source, typename Write>
+__device__ __forceinline__ uint32_t SumBags(const Feature& f, const GroupBags& bags, const StoreView& store, int lanes,
+                                            Source& source, WindowRows& window, const Write& write) {
+  constexpr int kFloats = kVector * kPerLane;
+  constexpr int kFlight = RowsInFlight<16, (kFloats > 4 ? kFloats : 4)>();
   using Token = typename Source::Token;
+  using Part = RowPart<kVector, kPerLane>;
   const int warp_lane = threadIdx.x % kWarp;
-  const int lane = warp_lane % lanes, group_start = warp_lane - lane;
+  const int lane = warp_lane & (lanes - 1), group_start = warp_lane - lane;
   const unsigned group_mask = GroupMask(lanes, group_start);
   const bool weighted = f.weights_start >= 0;
-  const auto load = [&](const Window& w) { return lane < w.count ? source.Load(w.first + lane) : Source::None(); };
+  const auto load = [&](int32_t at) { return lane < bags.end - at ? source.Load(at + lane) : Source::None(); };
+  const auto scale_of = [&](int i) {
+    float scale = 1.0f;
+    // Not by shared memory: rows are asked for before anybody waits for a scale.
+    if constexpr (kIsQuantized<Row>) scale = __shfl_sync(group_mask, source.scale, group_start + i);
+    return scale;
+  };
 
-  Window now{}, next{}, later{};
-  bool has_now = walk.Next(now), has_next = has_now && walk.Next(next);
-  if (!has_now) return;
-  Token now_token = load(now);
-  if (!has_next) next.count = 0;
-  Token next_token = load(next);
-  source.Ask(now_token);
+  window.ends[warp_lane] = bags.own_end;
+  __syncwarp();
+  int bag = 0;  // among those of the group
+  const auto end_of_bag = [&] { return bag < bags.num_bags ? window.ends[group_start + bag] : INT32_MAX; };
+  int32_t bag_end = end_of_bag();
+  uint32_t unfinished_bags = 0;
 
-  RowPart<kVector, kPerLane> sum;
+  Part sum;
   sum.Fill(-0.0f);
-  bool unfinished = false;
   int hotness = 0;
   float weights = 0.0f;
-  while (has_now) {
-    const bool has_later = has_next && walk.Next(later);
-    if (!has_later) later.count = 0;
-    const Token later_token = load(later);
-    Position mine = source.Resolve(now.first + lane, now_token, lane < now.count);
-    source.Ask(next_token);
-    unfinished = unfinished || mine.kind == kPositionUnfinished;
-
-    if (__all_sync(~0u, mine.kind <= kPositionRow)) {  // rows and padding alone
-      hotness += __popc(__ballot_sync(~0u, mine.kind == kPositionRow) & group_mask);
-      window_rows.rows[warp_lane] = mine.pointer;
-      if (weighted) window_rows.weights[warp_lane] = mine.weight;
-      __syncwarp();
-      for (int first = 0; first < now.count; first += kFlight) {
-        RowPart<kVector, kPerLane> rows[kFlight];
-        const Row* from[kFlight];
-#pragma unroll
-        for (int i = 0; i < kFlight; ++i) {
-          from[i] =
-              first + i < now.count ? static_cast<const Row*>(window_rows.rows[group_start + first + i]) : nullptr;
-          if (from[i] != nullptr) rows[i].Load(from[i], lane, lanes, store.dim);
-        }
-#pragma unroll
-        for (int i = 0; i < kFlight; ++i) {
-          if (from[i] == nullptr) continue;
-          if constexpr (kIsQuantized<Row>) {
-            // Not by shared memory: rows are asked for before anybody waits for a scale.
-            rows[i].Scale(__shfl_sync(group_mask, source.scale, group_start + first + i));
-          }
-          if (weighted) {
-            const float weight = window_rows.weights[group_start + first + i];
-            rows[i].Scale(weight);
-            weights = weights + (f.combiner == kCombinerSqrtn ? weight * weight : weight);
-          }
-          sum.Add(rows[i]);
-        }
-      }
-      __syncwarp();
-    } else {
-      const int longest = __reduce_max_sync(~0u, now.count);
-      for (int first = 0; first < longest; ++first) {
-        const Position p = Shuffle(mine, group_start + first);
-        float scale = 1.0f;
-        if constexpr (kIsQuantized<Row>) scale = __shfl_sync(~0u, source.scale, group_start + first);
-        if (p.kind == kPositionPadding) continue;
-        RowPart<kVector, kPerLane> row;
-        LoadPosition<Row>(p, store, source.TableAt(now.first + first), lane, lanes, row);
-        if constexpr (kIsQuantized<Row>) {
-          if (p.kind == kPositionRow) row.Scale(scale);
-        }
-        if (weighted) {
-          row.Scale(p.weight);
-          weights = weights + (f.combiner == kCombinerSqrtn ? p.weight * p.weight : p.weight);
-        }
-        ++hotness;
-        sum.Add(row);
-      }
+  const auto add = [&](int i, Part& row) {
+    if (weighted) {
+      const float weight = window.weights[group_start + i];
+      row.Scale(weight);
+      weights = weights + (f.combiner == kCombinerSqrtn ? weight * weight : weight);
     }
-    if (now.is_last) {
+    sum.Add(row);
+  };
+  int32_t at = bags.begin;
+  // Empty bags have a window too: their embeddings are written.
+  int32_t to_come = max(static_cast<int32_t>(__reduce_max_sync(~0u, bags.end - bags.begin)), 1);
+  Token next_token = load(at);
+#pragma unroll 1
+  for (; to_come > 0; to_come -= lanes, at += lanes) {
+    const Token token = next_token;
+    next_token = load(at + lanes);
+    const int count = max(min(bags.end - at, lanes), 0);
+    unsigned used;  // bits of the group's positions that are not padding
+    bool are_rows;  // or padding, in all groups
+    {
+      const Position mine = source.Resolve(at + lane, token, lane < count);
+      are_rows = __all_sync(~0u, mine.kind <= kPositionRow);
+      used = (__ballot_sync(~0u, mine.kind != kPositionPadding) & group_mask) >> group_start;
+      window.rows[warp_lane] =
+          mine.kind == kPositionRow ? mine.pointer : reinterpret_cast<const void*>(int64_t{mine.kind});
+      if (!are_rows) window.keys[warp_lane] = mine.key;
+      if (weighted) window.weights[warp_lane] = mine.weight;
+    }
+    __syncwarp();
+    const void* const* pointers = window.rows + group_start;
+    const bool is_plain = are_rows && !weighted && used == LowBits(count);
+    int first = 0;
+#pragma unroll 1
+    while (true) {
+      const int stop = max(min(bag_end - at, count), first);  // of the bag at hand
+      hotness += __popc(used & LowBits(stop) & ~LowBits(first));
+      if (is_plain) {
+#pragma unroll 1
+        for (; first + kFlight <= stop; first += kFlight) {
+          Part rows[kFlight];
+#pragma unroll
+          for (int i = 0; i < kFlight; ++i) {
+            rows[i].Load(static_cast<const Row*>(pointers[first + i]), lane, lanes, store.dim);
+          }
+#pragma unroll
+          for (int i = 0; i < kFlight; ++i) {
+            if constexpr (kIsQuantized<Row>) rows[i].Scale(scale_of(first + i));
+            sum.Add(rows[i]);
+          }
+        }
+      }
+      if (are_rows) {
+#pragma unroll 1
+        for (; first < stop; first += kFlight) {
+          const unsigned bits = used >> first & LowBits(min(stop - first, kFlight));
+          Part rows[kFlight];
+#pragma unroll
+          for (int i = 0; i < kFlight; ++i) {
+            rows[i].Fill(0.0f);  // else the compiler keeps its registers through all loops
+            if ((bits >> i & 1) == 0) continue;
+            rows[i].Load(static_cast<const Row*>(pointers[first + i]), lane, lanes, store.dim);
+          }
+#pragma unroll
+          for (int i = 0; i < kFlight; ++i) {
+            if ((bits >> i & 1) == 0) continue;
+            if constexpr (kIsQuantized<Row>) rows[i].Scale(scale_of(first + i));
+            add(first + i, rows[i]);
+          }
+        }
+      }
+#pragma unroll 1
+      for (; first < stop; ++first) {
+        const int64_t kind = reinterpret_cast<int64_t>(pointers[first]);
+        const float scale = scale_of(first);
+        if (kind == kPositionPadding) continue;
+        if (kind == kPositionUnfinished) unfinished_bags |= 1u << bag;
+        const Position p{pointers[first], window.keys[group_start + first],
+                         kind <= kPositionUnfinished ? static_cast<int>(kind) : kPositionRow, 1.0f};
+        Part row;
+        LoadPosition<Row>(p, store, source.TableAt(at + first), lane, lanes, row);
+        if (kIsQuantized<Row> && p.kind == kPositionRow) row.Scale(scale);
+        add(first, row);
+      }
+      first = stop;
+      if (bag_end - at > count) break;
       BagResult result;
-      result.unfinished = (__ballot_sync(~0u, unfinished) & group_mask) != 0;
+      result.unfinished = (unfinished_bags >> bag & 1) != 0;
       result.factor = 1.0f;
       result.zeros = hotness == 0;
       if (f.combiner == kCombinerMean || f.combiner == kCombinerSqrtn) {
@@ -416,19 +457,16 @@ __device__ __forceinline__ void SumBags(const Feature& f, Walk& walk, const Stor
         result.zeros = divisor == 0.0f;
         result.factor = 1.0f / divisor;
       }
-      write(now.bag, result, sum);
+      write(bags.first_bag + bag, result, sum);
       sum.Fill(-0.0f);
-      unfinished = false;
       hotness = 0;
       weights = 0.0f;
+      ++bag;
+      bag_end = end_of_bag();
     }
-    now = next;
-    next = later;
-    has_now = has_next;
-    has_next = has_later;
-    now_token = next_token;
-    next_token = later_token;
+    __syncwarp();
   }
+  return unfinished_bags;
 }
 
 /// Writes a bag's embedding, if it is known.

@@ -32,7 +32,6 @@ struct ArraySource {
   __device__ static Token None() { return kNoRow; }
   __device__ Token Load(int32_t at) const { return positions.Row(at); }
   __device__ uint32_t TableAt(int32_t) const { return 0; }  // not asked for: all have rows
-  __device__ void Ask(Token) const {}
   __device__ Position Resolve(int32_t at, Token row, bool) const {
     Position p{nullptr, kPaddingKey, kPositionPadding, 1.0f};
     if (row == kNoRow) return p;
@@ -53,11 +52,10 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
   const int32_t first = warp * share.granule, last = min(first + share.granule, f.num_bags);
   if (first >= last) return;
   ArraySource source{positions, rows, f.weights_start >= 0 ? batch.weights + f.weights_start : nullptr, store.dim};
-  BagWalk walk(f, batch.offsets, first, last, lanes);
+  const GroupBags bags = GroupBags::Of(f, batch.offsets, first, last, share.granule, lanes);
   __shared__ WindowRows window_rows[kBlock / kWarp];
-  SumBags<float, kVector, kPerLane>(f, walk, store, lanes, source, window_rows[threadIdx.x / kWarp],
+  SumBags<float, kVector, kPerLane>(f, bags, store, lanes, source, window_rows[threadIdx.x / kWarp],
                                     [&](int32_t bag, const BagResult& result, RowPart<kVector, kPerLane>& sum) {
-                                      if (bag < 0) return;
                                       WriteBag<float>(f, result, sum, lanes, store.dim, out, true, bag);
                                     });
 }
@@ -101,10 +99,10 @@ struct ApplyWrite {
 };
 
 // No row has a use yet; positions that no bag holds have no row.
-__global__ void PrepareTransposeKernel(const __grid_constant__ ApplyWrite out, int64_t num_unique, uint32_t* num_long,
+__global__ void PrepareTransposeKernel(const __grid_constant__ ApplyWrite out, int64_t num_unique, LongCounts* num_long,
                                        uint32_t* rows, uint32_t* positions, int64_t num_keys) {
   const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
-  if (start == 0) num_long[0] = num_long[1] = 0;
+  if (start == 0) *num_long = {};
   for (int64_t i = start; i < num_unique; i += stride) out.num_uses[i] = 0;
   for (int64_t i = start; i < num_keys; i += stride) {
     rows[i] = kNoRow;
@@ -158,8 +156,8 @@ LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, 
   StoreView store{};
   store.dim = dim;
   const ArrayPositions positions{inverse, num_unique};
-  const TileShare share = TileShare::Of(batch.num_tiles);
-  return DispatchShape(dim, [&](auto shape) {
+  return DispatchShape(dim, LaneShape::OfBags(dim), [&](auto shape) {
+    const TileShare share = TileShare::OfBags(batch.num_tiles, batch.num_keys, shape.lanes);
     CombineKernel<shape.kVector, shape.kPerLane><<<batch.num_tiles * share.BlocksPerTile(), kBlock, 0, stream>>>(
         store, batch, positions, rows, embeddings, share, shape.lanes);
     return LastLaunchError();

@@ -91,6 +91,18 @@ struct TileShare {
     }
     return share;
   }
+  /// Of bags of several keys: no more for a warp than have keys enough to be worth its start, and one for each of its
+  /// groups of `lanes`. The fewer, the fewer tables the GPU works on at a time, whose hot rows its caches then hold.
+  static TileShare OfBags(int num_tiles, int64_t num_keys, int lanes) {
+    constexpr int kFewBags = 4, kKeysWanted = 128;  // of a warp
+    const int most = Of(num_tiles).granule;
+    TileShare share{std::max(kFewBags, kWarp / lanes)};
+    while (share.granule < most && num_keys * share.granule < int64_t{num_tiles} * kBagsPerTile * kKeysWanted) {
+      share.granule *= 2;
+    }
+    share.granule = std::min(share.granule, most);
+    return share;
+  }
   __host__ __device__ int BlocksPerTile() const { return kBagsPerTile / (kBlock / kWarp * granule); }
 };
 static_assert(kBagsPerTile == kBlock, "with a granule of kWarp a block takes a tile");

@@ -19,32 +19,6 @@ struct LaneCounts {
   uint64_t digest = 0;  // of the keys (DigestOf), where the mode inserts
 };
 
-/// One index line for each lane of a warp, copied to shared memory while the lanes do something else.
-struct AsyncLines {
-  uint4 entries[kEntriesPerBucket][kWarp];
-
-  __device__ void CopyFrom(const IndexView& index, uint32_t bucket) {
-    const char* from = reinterpret_cast<const char*>(index.buckets + bucket);
-#pragma unroll
-    for (int e = 0; e < kEntriesPerBucket; ++e) {
-      // Through L1, unlike CUDA's own copy of 16 bytes: warps that ask for one hot key do not all go to one slice of
-      // L2.
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(
-                       static_cast<uint32_t>(__cvta_generic_to_shared(&entries[e][threadIdx.x % kWarp]))),
-                   "l"(from + e * sizeof(uint4))
-                   : "memory");
-    }
-  }
-  /// Until the calling thread's copies have arrived.
-  __device__ static void Wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-  __device__ bool EndsHere(uint32_t bucket, uint64_t key, uint32_t table, ProbeResult* at) const {
-    uint4 line[kEntriesPerBucket];
-#pragma unroll
-    for (int e = 0; e < kEntriesPerBucket; ++e) line[e] = entries[e][threadIdx.x % kWarp];
-    return EndsInBucket(line, bucket, key, table, at);
-  }
-};
-
 /// What the positions of one feature contribute (SumBags), and what became of them.
 ///
 /// Keys that are not there stay absent in this pass. Where the mode inserts they are pending: claimed and numbered by
@@ -58,9 +32,7 @@ struct LookupSource {
 
   const LookupArguments& a;
   const Feature& f;
-  uint64_t salt;
-  AsyncLines* lines;  // of the warp
-  uint32_t bucket;    // whose line was asked for last
+  const uint64_t& salt;
   LaneCounts counts;
   UseCache* uses;  // of the block; kModeTrack
 
@@ -74,28 +46,14 @@ struct LookupSource {
     const int64_t position = int64_t{f.key_start} + at;
     return {__ldg(a.batch.keys + position), kMode == kModePlanned ? __ldg(a.given_row_ids + position) : kNoRow};
   }
-  /// Has a token's index line copied to shared memory; nobody waits for it here.
-  __device__ void Ask(const Token& token) {
-    if (kMode == kModePlanned) return;
-    if (token.key == kPaddingKey) return;
-    bucket = HomeBucket(HashOf(token.key, f.table, salt), a.store.index.num_buckets);
-    lines->CopyFrom(a.store.index, bucket);
-  }
-  /// Where a token's walk ends, from the line on that was asked for.
-  __device__ ProbeResult WalkOn(const Token& token) const {
-    ProbeResult found{token.row_id, kNoEntry, 1};
-    if (kMode != kModePlanned) {
-      AsyncLines::Wait();
-      if (token.key != kPaddingKey && !lines->EndsHere(bucket, token.key, f.table, &found)) {
-        found = ProbeFrom<false>(a.store.index, token.key, f.table, NextBucket(bucket, a.store.index.num_buckets), 1,
-                                 kMaxProbes);
-      }
-    }
-    return found;
+  /// Where a token's walk ends.
+  __device__ ProbeResult Walk(const Token& token) const {
+    if (kMode == kModePlanned || token.key == kPaddingKey) return {token.row_id, kNoEntry, 1};
+    return ProbeBuckets<false>(a.store.index, token.key, f.table, salt, kMaxProbes);
   }
   __device__ Position Resolve(int32_t at, const Token& token, bool valid) {
     const uint32_t now = Now();
-    const ProbeResult found = WalkOn(token);
+    const ProbeResult found = Walk(token);
     const Position p = valid ? Take(at, token.key, found) : Position{nullptr, kPaddingKey, kPositionPadding, 1.0f};
     Note(p, found, now);
     return p;
@@ -139,7 +97,7 @@ struct LookupSource {
       p.kind = kPositionRow;
       p.pointer = a.store.rows.At<Row>(a.store.starts, found.row_id, a.store.dim);
       ++counts.found;
-      counts.longest_probe = max(counts.longest_probe, found.num_probes);
+      if (Inserts(kMode)) counts.longest_probe = max(counts.longest_probe, found.num_probes);
       return p;
     }
     ++counts.absent;
@@ -291,7 +249,8 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
   if (f.combiner != kCombinerNone) return;
   __shared__ UseCacheOf<kMode> uses;
   __shared__ BlockDigest<kMode> digest;
-  Source source{a, f, kMode == kModePlanned ? 0 : SaltOf(a.store.counters), nullptr, 0, {}, uses.Begin()};
+  const uint64_t salt = kMode == kModePlanned ? 0 : SaltOf(a.store.counters);
+  Source source{a, f, salt, {}, uses.Begin()};
   const uint32_t now = source.Now();
   const int32_t bag = b.first_bag + static_cast<int32_t>(threadIdx.x % kWarp);
   if (b.first_bag >= b.last_bag) {
@@ -301,10 +260,7 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
     ProbeResult found{kNoRow, kNoEntry, 1};
     if (bag < b.last_bag) {
       const auto token = source.Load(bag);
-      found.row_id = token.row_id;
-      if (kMode != kModePlanned && token.key != kPaddingKey) {
-        found = ProbeBuckets<false>(a.store.index, token.key, f.table, source.salt, kMaxProbes);
-      }
+      found = source.Walk(token);
       mine = source.Take(bag, token.key, found);
     }
     // All positions are bags. Here, so that no register holds it while rows are copied.
@@ -328,58 +284,38 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
     LookupBagsKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ EmbeddingPointers embeddings,
                      TileShare share, int lanes) {
   constexpr int kMode = Source::kMode;
-  __shared__ AsyncLines lines[kMode == kModePlanned ? 1 : kBlock / kWarp];
   __shared__ WindowRows window_rows[kBlock / kWarp];
   __shared__ UseCacheOf<kMode> uses;
   __shared__ BlockDigest<kMode> digest;
   __shared__ Feature f;
+  __shared__ uint64_t salt;
   const BlockBags b = BlockBags::Of(a.batch, share);
-  if (threadIdx.x == 0) f = b.f;
+  if (threadIdx.x == 0) {
+    f = b.f;
+    salt = kMode == kModePlanned ? 0 : SaltOf(a.store.counters);
+  }
   __syncthreads();
   if (f.combiner == kCombinerNone) return;
-  AsyncLines* own_lines = lines + (kMode == kModePlanned ? 0 : threadIdx.x / kWarp);
-  Source source{a, f, kMode == kModePlanned ? 0 : SaltOf(a.store.counters), own_lines, 0, {}, uses.Begin()};
-  void* out = embeddings.pointers.data[f.number];
-  const bool is_float32 = kIsQuantized<typename Source::Row> || embeddings.is_float32;
-  BagWalk walk(f, a.batch.offsets, b.first_bag, b.last_bag, lanes);
-  SumBags<typename Source::Row, kVector, kPerLane>(
-      f, walk, a.store, lanes, source, window_rows[threadIdx.x / kWarp],
+  Source source{a, f, salt, {}, uses.Begin()};
+  const GroupBags bags = GroupBags::Of(f, a.batch.offsets, b.first_bag, b.last_bag, share.granule, lanes);
+  const uint32_t unfinished = SumBags<typename Source::Row, kVector, kPerLane>(
+      f, bags, a.store, lanes, source, window_rows[threadIdx.x / kWarp],
       [&](int32_t bag, const BagResult& result, RowPart<kVector, kPerLane>& sum) {
-        if (bag >= 0) {
-          WriteBag<typename Source::Sum>(f, result, sum, lanes, a.store.dim, out, is_float32, bag);
-        }
-        if (Inserts(kMode)) {
-          LeaveBag(a.insert, result.unfinished && static_cast<int>(threadIdx.x) % lanes == 0,
-                   static_cast<uint32_t>(f.bag_start + bag), a.batch.num_keys);
-        }
+        const bool is_float32 = kIsQuantized<typename Source::Row> || embeddings.is_float32;
+        WriteBag<typename Source::Sum>(f, result, sum, lanes, a.store.dim, embeddings.pointers.data[f.number],
+                                       is_float32, bag);
       });
+  if (Inserts(kMode)) {
+    const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+    LeaveBag(a.insert, (unfinished >> lane & 1) != 0, static_cast<uint32_t>(f.bag_start + bags.first_bag + lane),
+             a.batch.num_keys);
+  }
   uses.End(a, source.Now());
   CountLoosePositions<kMode>(a, f, b.block, b.blocks, source.counts);
   digest.Put(source.counts.digest);
   FlushCounts<kMode>(a, f, source.counts);
   digest.AddTo(a.digest);
 }
-
-/// One bag for each group of lanes, each perhaps of another feature (SumBags).
-class ListedBags {
- public:
-  __device__ ListedBags(int32_t begin, int32_t end, int32_t bag, int lanes)
-      : begin_(begin), end_(end), bag_(bag), lanes_(lanes), longest_(__reduce_max_sync(~0u, end - begin)) {}
-
-  __device__ bool Next(Window& w) {
-    if (at_ >= longest_) return false;
-    w.first = begin_ + at_;
-    w.count = min(end_ - w.first, lanes_);
-    w.bag = bag_;
-    at_ += lanes_;
-    w.is_last = at_ >= longest_;
-    return true;
-  }
-
- private:
-  int32_t begin_, end_, bag_, lanes_, longest_;
-  int32_t at_ = 0;
-};
 
 /// What positions contribute once it is known what became of their keys (SumBags).
 template <typename Row>
@@ -393,7 +329,6 @@ struct FinishSource {
   __device__ static Token None() { return kPaddingKey; }
   __device__ Token Load(int32_t at) const { return __ldg(a.batch.keys + f.key_start + at); }
   __device__ uint32_t TableAt(int32_t) const { return static_cast<uint32_t>(f.table); }
-  __device__ void Ask(Token) const {}
   __device__ Position Resolve(int32_t at, Token key, bool) {
     uint32_t unnoted = kNoRow;
     const Position p = Take(at, key, &unnoted);
@@ -447,11 +382,10 @@ __global__ void __launch_bounds__(kBlock)
     const int32_t bag = global_bag - f.bag_start;
     int32_t begin = 0, end = 0;
     if (valid) f.BagRange(a.batch.offsets, bag, &begin, &end);
-    ListedBags walk(begin, end, valid ? bag : -1, lanes);
+    const GroupBags bags{bag, valid ? 1 : 0, begin, end, end};
     FinishSource<Row> source{a, f, control, counts};
-    SumBags<Row, kVector, kPerLane>(f, walk, a.store, lanes, source, window_rows[threadIdx.x / kWarp],
+    SumBags<Row, kVector, kPerLane>(f, bags, a.store, lanes, source, window_rows[threadIdx.x / kWarp],
                                     [&](int32_t at, const BagResult& result, RowPart<kVector, kPerLane>& sum) {
-                                      if (at < 0) return;
                                       WriteBag<Row>(f, result, sum, lanes, a.store.dim,
                                                     embeddings.pointers.data[f.number], embeddings.is_float32, at);
                                     });
@@ -462,17 +396,20 @@ __global__ void __launch_bounds__(kBlock)
 /// Launches the kernels of the features that the batch has, for rows of a source.
 template <typename Source>
 LaunchError LaunchSource(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings) {
-  const TileShare share = TileShare::Of(a.batch.num_tiles);
-  const int blocks = a.batch.num_tiles * share.BlocksPerTile();
-  return DispatchShape(a.store.dim, [&](auto shape) {
-    if (a.batch.kinds & kSingleKeys) {
+  const int num_tiles = a.batch.num_tiles;
+  if (a.batch.kinds & kSingleKeys) {
+    const TileShare share = TileShare::Of(num_tiles);
+    JAXSOK_RETURN_IF_LAUNCH(DispatchShape(a.store.dim, [&](auto shape) {
       LookupRowsKernel<Source, shape.kVector, shape.kPerLane>
-          <<<blocks, kBlock, 0, stream>>>(a, embeddings, share, shape.lanes);
-    }
-    if (a.batch.kinds & kBags) {
-      LookupBagsKernel<Source, shape.kVector, shape.kPerLane>
-          <<<blocks, kBlock, 0, stream>>>(a, embeddings, share, shape.lanes);
-    }
+          <<<num_tiles * share.BlocksPerTile(), kBlock, 0, stream>>>(a, embeddings, share, shape.lanes);
+      return LastLaunchError();
+    }));
+  }
+  if ((a.batch.kinds & kBags) == 0) return nullptr;
+  return DispatchShape(a.store.dim, LaneShape::OfBags(a.store.dim), [&](auto shape) {
+    const TileShare share = TileShare::OfBags(num_tiles, a.batch.num_keys, shape.lanes);
+    LookupBagsKernel<Source, shape.kVector, shape.kPerLane>
+        <<<num_tiles * share.BlocksPerTile(), kBlock, 0, stream>>>(a, embeddings, share, shape.lanes);
     return LastLaunchError();
   });
 }
@@ -484,7 +421,7 @@ LaunchError LookupOf<Row, kMode>::Main(Stream stream, const LookupArguments& a, 
 
 template <typename Row>
 LaunchError FinishOf<Row>::Finish(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings) {
-  return DispatchShape(a.store.dim, [&](auto shape) {
+  return DispatchShape(a.store.dim, LaneShape::OfBags(a.store.dim), [&](auto shape) {
     FinishKernel<Row, shape.kVector, shape.kPerLane><<<BlocksOfWave(), kBlock, 0, stream>>>(a, embeddings, shape.lanes);
     return LastLaunchError();
   });

@@ -113,7 +113,7 @@ struct QuantizedSource : LookupSource<kModeFind, RowType> {
     return Base::Take(at, key, found);
   }
   __device__ Position Resolve(int32_t at, const Token& token, bool valid) {
-    const ProbeResult found = this->WalkOn(token);
+    const ProbeResult found = this->Walk(token);
     return valid ? Take(at, token.key, found) : Position{nullptr, kPaddingKey, kPositionPadding, 1.0f};
   }
   template <int kVector, int kPerLane>

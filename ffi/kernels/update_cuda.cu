@@ -25,12 +25,12 @@ struct PlannedPositions {
   }
 };
 
-__global__ void PrepareUpdateKernel(int32_t* num_nonfinite, int num_tables, int32_t* num_stale, uint32_t* num_long,
+__global__ void PrepareUpdateKernel(int32_t* num_nonfinite, int num_tables, int32_t* num_stale, LongCounts* num_long,
                                     uint32_t* rows, uint32_t* positions, int64_t num_rows) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   for (int64_t t = i; t < num_tables; t += int64_t{gridDim.x} * blockDim.x) num_nonfinite[t] = 0;
   if (i == 0) *num_stale = 0;
-  if (i == 0) num_long[0] = num_long[1] = 0;
+  if (i == 0) *num_long = {};
   for (int64_t p = i; p < num_rows; p += int64_t{gridDim.x} * blockDim.x) {
     rows[p] = kNoRow;
     positions[p] = 0;

@@ -10,6 +10,9 @@
 //   1,703,936  27     0.1083   0.0983             0.1068
 //   5,242,880  25     0.2249   0.1981             0.2343
 //   1,048,576  23     0.0654   0.0690             0.0770
+//
+// These with CUB's own blocks of 128 threads for the histogram. Those of 1,024 take less by 0.006 ms of 1.7 M pairs,
+// and by 0.011 of 5.2 M.
 #include <cub/device/device_radix_sort.cuh>
 
 #include "launch_cuda.cuh"
@@ -37,7 +40,7 @@ struct WideDigits {
   struct MaxPolicy : cub::ChainedPolicy<700, MaxPolicy, MaxPolicy> {
     static constexpr bool ONESWEEP = true;
     static constexpr int ONESWEEP_RADIX_BITS = kDigitBits;
-    using HistogramPolicy = cub::AgentRadixSortHistogramPolicy<128, 16, 1, uint32_t, kDigitBits>;
+    using HistogramPolicy = cub::AgentRadixSortHistogramPolicy<1024, 8, 1, uint32_t, kDigitBits>;
     using ExclusiveSumPolicy = cub::AgentRadixSortExclusiveSumPolicy<256, kDigitBits>;
     using OnesweepPolicy =
         cub::AgentRadixSortOnesweepPolicy<kThreads, kItemsPerThread, uint32_t, 1,

@@ -35,21 +35,34 @@ struct LongRow {
   uint32_t num_uses;
 };
 
+/// Chunks up to which a group of lanes adds a row's partial sums.
+constexpr uint32_t kFewChunks = 8;
 /// Chunks from which on a row's partial sums are spread over blocks, one for each of the kChunkLanes lanes.
 constexpr uint32_t kManyChunks = 512;
 
+/// How many rows have more than one chunk.
+struct LongCounts {
+  uint32_t few;   // at most kFewChunks
+  uint32_t many;  // more
+  uint32_t hot;   // of them, more than kManyChunks
+};
+
 struct UsesWorkspace {
-  uint32_t* num_long;     // [2]: of long_rows, of hot_rows
+  LongCounts* num_long;
   uint32_t* rows;         // [num_keys]
   uint32_t* positions;    // [num_keys]
   uint32_t* sorted_rows;  // [num_keys]
   uint32_t* sorted_positions;
   UseFactor* factors;  // [num_keys], by position
-  LongRow* long_rows;  // [num_keys / 32 + 1]: rows with more than 32 uses
-  LongRow* hot_rows;   // [num_chunks / kManyChunks + 1]: those of them with more than kManyChunks chunks
-  float* partials;     // [2 * (num_keys / 32 + 1), dim]
+  LongRow* long_rows;  // [num_chunks]: rows with few chunks from the begin on, those with more from the end
+  LongRow* hot_rows;   // [num_chunks / kManyChunks + 1]
+  uint32_t num_chunks;
+  float* partials;  // [2 * (num_keys / 32 + 1), dim]
   void* sort_storage;
   size_t sort_bytes;
+
+  __device__ LongRow& FewChunks(uint32_t i) const { return long_rows[i]; }
+  __device__ LongRow& MoreChunks(uint32_t i) const { return long_rows[num_chunks - 1 - i]; }
 
   PairsToSort Pairs(int64_t num_keys) const { return {rows, positions, sorted_rows, sorted_positions, num_keys}; }
 };
@@ -57,13 +70,14 @@ struct UsesWorkspace {
 inline LaunchError CutUses(void* workspace, int64_t num_keys, int32_t dim, int end_bit, UsesWorkspace* w) {
   const int64_t num_chunks = CeilDiv<int64_t>(num_keys, kUsesPerChunk);
   WorkspaceCutter cutter(workspace);
-  w->num_long = cutter.Take<uint32_t>(2);
+  w->num_long = cutter.Take<LongCounts>(1);
   w->rows = cutter.Take<uint32_t>(num_keys);
   w->positions = cutter.Take<uint32_t>(num_keys);
   w->sorted_rows = cutter.Take<uint32_t>(num_keys);
   w->sorted_positions = cutter.Take<uint32_t>(num_keys);
   w->factors = cutter.Take<UseFactor>(num_keys);
   w->long_rows = cutter.Take<LongRow>(num_chunks);
+  w->num_chunks = static_cast<uint32_t>(num_chunks);
   w->hot_rows = cutter.Take<LongRow>(num_chunks / kManyChunks + 1);
   w->partials = cutter.Take<float>(2 * num_chunks * dim);
   w->sort_storage = cutter.Rest();
@@ -162,7 +176,7 @@ __global__ void __launch_bounds__(kBlock) ListUsesKernel(BatchView batch, Positi
       for (int32_t at = begin + lane; at < end; at += kLanes) {
         const int64_t position = int64_t{f.key_start} + at;
         const float weight = weighted ? __ldg(batch.weights + f.weights_start + at) : 1.0f;
-        list(position, positions.IsPadding(position) ? kNoRow : positions.Row(position), left_out);
+        list(position, positions.Row(position), left_out);
         w.factors[position] = {static_cast<uint32_t>(f.bag_start + bag), divided && weighted ? weight * scale
                                                                          : divided           ? scale
                                                                                              : weight};
@@ -236,6 +250,7 @@ struct WarpUses {
       PackedPart<Gradient, kVector, kPerLane> parts[kFlight];
 #pragma unroll
       for (int i = 0; i < kFlight; ++i) {
+        parts[i] = {};  // else the compiler keeps its registers through all loops
         if (u + i < count) parts[i].Load(static_cast<const Gradient*>(gradients[first + u + i]), lane, lanes, dim);
       }
 #pragma unroll
@@ -397,6 +412,7 @@ struct ShortChunks : ChunkSums<Apply, kVector, kPerLane> {
       for (int i = 0; i < kFlight; ++i) {
         const int turn = first_turn + i * groups + group;
         sums[i].Fill(0.0f);
+        loaded[i] = {};  // as in AddAs
         if (turn >= num_shorts) continue;
         // The row is asked for before the first gradient is waited for.
         const int start = uses.short_starts[turn];
@@ -510,8 +526,12 @@ struct LongChunks : ChunkSums<Apply, kVector, kPerLane> {
           total.Store(w.partials + (2 * int64_t{warp} + (rank == 0 ? 1 : 0)) * dim, lane, lanes, dim);
           if (ends_row && lane == 0) {
             const LongRow long_row = {first + start - rank, rank + count};
-            w.long_rows[atomicAdd(w.num_long, 1u)] = long_row;
-            if (long_row.num_uses > kManyChunks * kUsesPerChunk) w.hot_rows[atomicAdd(w.num_long + 1, 1u)] = long_row;
+            if (long_row.num_uses <= kFewChunks * kUsesPerChunk) {
+              w.FewChunks(atomicAdd(&w.num_long->few, 1u)) = long_row;
+            } else {
+              w.MoreChunks(atomicAdd(&w.num_long->many, 1u)) = long_row;
+            }
+            if (long_row.num_uses > kManyChunks * kUsesPerChunk) w.hot_rows[atomicAdd(&w.num_long->hot, 1u)] = long_row;
           }
         }
       }
@@ -610,7 +630,7 @@ template <int kTileFloats>
 __global__ void __launch_bounds__(kBlock) SumHotKernel(UsesWorkspace w, int dim) {
   constexpr int kColumnsPerThread = kMaxDim / kBlock;
   __shared__ float tiles[2][kTileFloats];
-  const uint32_t num_pairs = w.num_long[1] * kChunkLanes;
+  const uint32_t num_pairs = w.num_long->hot * kChunkLanes;
   const uint32_t tile_lines = kTileFloats / dim;
   for (uint32_t pair = blockIdx.x; pair < num_pairs; pair += gridDim.x) {
     const PartialsOfRow partials = PartialsOfRow::Of(w, w.hot_rows[pair / kChunkLanes], dim);
@@ -659,16 +679,14 @@ __global__ void __launch_bounds__(kBlock) SumHotKernel(UsesWorkspace w, int dim)
 template <typename Apply, int kVector, int kPerLane>
 __global__ void __launch_bounds__(1024, 1)
     SumLongKernel(const __grid_constant__ Apply apply, UseView view, UsesWorkspace w, int lanes) {
-  constexpr uint32_t kFewChunks = 8;
   __shared__ float tree[kChunkLanes][kWarp * kVector];
   const int lane = threadIdx.x % lanes, chunk_lane = threadIdx.x / lanes;
-  const uint32_t num_long = *w.num_long;
+  const LongCounts num_long = *w.num_long;
   const unsigned group_mask = GroupMask(lanes, static_cast<int>(threadIdx.x % kWarp) - lane);
   const uint32_t num_groups = gridDim.x * (blockDim.x / lanes);
-  for (uint32_t item = blockIdx.x * (blockDim.x / lanes) + chunk_lane; item < num_long; item += num_groups) {
-    const LongRow long_row = w.long_rows[item];
+  for (uint32_t item = blockIdx.x * (blockDim.x / lanes) + chunk_lane; item < num_long.few; item += num_groups) {
+    const LongRow long_row = w.FewChunks(item);
     const PartialsOfRow partials = PartialsOfRow::Of(w, long_row, view.dim);
-    if (partials.num_chunks > kFewChunks) continue;
     [[maybe_unused]] const uint32_t row = w.sorted_rows[long_row.begin];
     typename Apply::template Loaded<kVector, kPerLane> loaded;
     if constexpr (!Apply::kStepsLongRowsApart)
@@ -699,10 +717,9 @@ __global__ void __launch_bounds__(1024, 1)
       apply.Apply(row, w.sorted_positions[long_row.begin], long_row.num_uses, lane, lanes, group_mask, loaded, sum);
     }
   }
-  for (uint32_t item = blockIdx.x; item < num_long; item += gridDim.x) {
-    const LongRow long_row = w.long_rows[item];
+  for (uint32_t item = blockIdx.x; item < num_long.many; item += gridDim.x) {
+    const LongRow long_row = w.MoreChunks(item);
     const PartialsOfRow partials = PartialsOfRow::Of(w, long_row, view.dim);
-    if (partials.num_chunks <= kFewChunks) continue;
     const uint32_t num_left = partials.NumLeft();
     constexpr int kFlight = RowsInFlight<32, kVector * kPerLane>();
     RowPart<kVector, kPerLane> sum;
@@ -711,6 +728,7 @@ __global__ void __launch_bounds__(1024, 1)
       RowPart<kVector, kPerLane> parts[kFlight];
 #pragma unroll
       for (int i = 0; i < kFlight; ++i) {
+        parts[i].Fill(0.0f);  // as in AddAs
         if (c + i * kChunkLanes < num_left) partials.Load(c + i * kChunkLanes, lane, lanes, parts[i]);
       }
 #pragma unroll
@@ -771,9 +789,10 @@ __global__ void __launch_bounds__(kBlock)
   if constexpr (Apply::kStepsLongRowsApart) apply.Begin();
   const int lane = threadIdx.x % lanes;
   const unsigned mask = GroupMask(lanes, static_cast<int>(threadIdx.x % kWarp) - lane);
-  const uint32_t num_long = *w.num_long, groups = blockDim.x / lanes;
-  for (uint32_t item = blockIdx.x * groups + threadIdx.x / lanes; item < num_long; item += gridDim.x * groups) {
-    const LongRow long_row = w.long_rows[item];
+  const LongCounts num_long = *w.num_long;
+  const uint32_t groups = blockDim.x / lanes, num_items = num_long.few + num_long.many;
+  for (uint32_t item = blockIdx.x * groups + threadIdx.x / lanes; item < num_items; item += gridDim.x * groups) {
+    const LongRow long_row = item < num_long.few ? w.FewChunks(item) : w.MoreChunks(item - num_long.few);
     const uint32_t row = w.sorted_rows[long_row.begin];
     typename Apply::template Loaded<kVector, kPerLane> loaded;
     apply.Load(row, apply.RoundingOf(w.sorted_positions[long_row.begin]), lane, lanes, loaded);
