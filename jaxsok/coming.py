@@ -161,6 +161,7 @@ def _new_keys_of_all(
     layouts = single_key_layouts(*zip(*runs, strict=True))
     features = StoreFeatures(keys, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.float32), layouts)
     between = exchange.Exchange(shards, ExchangeSpec())
+    spec = dataclasses.replace(spec, sends_bags=False)  # distinct keys alone travel here
     asked = exchange.ask(between, spec, features, owners)
 
     def one_round(carry: tuple[Array, Array], rounds: list[exchange.Round]) -> tuple[Array, Array]:

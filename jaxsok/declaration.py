@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxsok.shards import Shards
-from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, bag_tables
+from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, check_forms
 from jaxsok.types import MAX_CAPACITY, MAX_FEATURES
 
 
@@ -27,14 +27,7 @@ def check_specs(
             raise ValueError(
                 f'Collection: feature "{feature.name}": table: got "{feature.table}", wanted one of {known}.'
             )
-    of_bags = bag_tables(features)
-    for feature in features:
-        if feature.table in of_bags and feature.exchange != "bags":
-            others = [other.name for other in features if other.table == feature.table and other.exchange == "bags"]
-            raise ValueError(
-                f'Collection: feature "{feature.name}": exchange: got "{feature.exchange}", but features {others} of '
-                f'table "{feature.table}" have "bags"; declare the same for all features of a table.'
-            )
+    check_forms("Collection", features)
     if exchange is not None and not isinstance(exchange, ExchangeSpec):
         raise TypeError(f"Collection: exchange: got {exchange!r}, wanted a jaxsok.ExchangeSpec.")
     for table in tables if shards.is_mesh else ():
@@ -62,6 +55,11 @@ def check_stores(
             raise ValueError(
                 f"Collection: features: got {num_features} over the store of tables {names}, wanted at most "
                 f"{MAX_FEATURES}; use two collections."
+            )
+        if store.sends_bags and num_shards > MAX_FEATURES:
+            raise ValueError(
+                f'Collection: features: got exchange="bags" of tables {names} on {num_shards} shards, wanted "rows" on '
+                f"more than {MAX_FEATURES}."
             )
         if store.capacity > MAX_CAPACITY:
             raise ValueError(

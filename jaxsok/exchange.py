@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-from jaxsok import annotations
+from jaxsok import annotations, table
 from jaxsok import plan as plan_lib
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels.tickets import tickets_digest
@@ -65,7 +65,7 @@ def most_send_capacity(spec: StoreSpec, features: StoreFeatures) -> int:
     the keys of all shards; further rounds take less memory.
     """
     num_keys = sum(layout.num_keys for layout in features.layouts)
-    if spec.sends_bags:  # lines are small beside the sums that come back
+    if spec.sends_bags:  # a lookup without a plan has room for all of them as well
         return max(_LEAST, len(spec.tables), num_keys)
     most = min(num_keys, max(SMALL_ENOUGH, -(-MOST_LINES * num_keys // spec.num_shards)))
     return max(_LEAST, len(spec.tables), most)
@@ -131,7 +131,7 @@ class Route:
 
     @jax.named_scope("to_owners")
     def to_owners(self, lines: Array) -> Array:
-        """Sends lines `[num_sent, ...]`, sorted by owner; each owner gets `[num_shards * send_capacity, ...]`."""
+        """Sends lines, equal parts by owner; each owner gets a part from each shard, `[num_shards * part, ...]`."""
         if self.is_replicated:
             return lax.all_gather(lines, self.shards.axis, axis=0, tiled=True)
         return lax.all_to_all(lines, self.shards.axis, 0, 0, tiled=True)
@@ -190,7 +190,7 @@ def gathered_dtype(dtype: str | None, own: str) -> str:
 
 def sent(rows: Float[Array, "_ dim"], dtype: str | None, send: Callable[[Array], Array]) -> Float[Array, "_ dim"]:
     """Sends rows by `send` in another dtype on the wire; None: their own. See `gathered_dtype`."""
-    rows = rows.astype(gathered_dtype(dtype, rows.dtype.name))
+    rows = table.rounded(rows, gathered_dtype(dtype, rows.dtype.name))
     return _decoded(send(_encoded(rows, dtype)), dtype, rows.dtype)
 
 
@@ -279,7 +279,7 @@ def ask(
 def load_of(counts: UInt32[Array, "num_shards num_owners"]) -> Int32[Array, "1 2"]:
     """Returns the most lines from one shard to one owner, and the most to one owner from all shards."""
     counts = counts.astype(jnp.int32)
-    return jnp.stack([counts.max(), counts.sum(axis=0).max()])[None]
+    return jnp.stack([counts.max(), counts.sum(axis=0, dtype=jnp.int32).max()])[None]
 
 
 def digest_of_all(digests: UInt32[Array, "num_shards 2"]) -> UInt32[Array, "1 2"]:

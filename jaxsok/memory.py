@@ -75,8 +75,7 @@ class MemoryEstimate:
     other: int
     """Bytes of step, seed, lineage, owners of partitions, tickets and counts of refused keys."""
     tables: tuple[TableSpec, ...]
-    groups: tuple[StoreSpec, ...]
-    """The stores of these tables, in the order of `stores`."""
+    _specs: tuple[StoreSpec, ...]
     device_bytes: int | None = None
     """Bytes of one device, as asked."""
     memory_fraction: float = MEMORY_FRACTION
@@ -128,7 +127,7 @@ class MemoryEstimate:
                 "for arrays."
             )
         room = limit - self.other - self.step_bytes
-        stores = self.groups
+        stores = self._specs
         declared = sum(table.capacity for table in self.tables)
 
         def scaled(tables: Sequence[TableSpec], num_rows: int) -> list[int]:
@@ -392,7 +391,9 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec
         num_bags = sum(layout.num_bags for layout in features.layouts)
         received = spec.num_shards * math.ceil(num_keys / capacity) * capacity  # without a plan: room for all
         # uses and row ids by line received; offsets by bag of all shards, scales by bag
-        plan = (REQUEST_BYTES + 4) * received + 4 * (spec.num_shards + 1) * (num_bags + 1) + found
+        of_bags = 4 * (spec.num_shards + 1) * (num_bags + 1) + found
+        of_line = REQUEST_BYTES + 4
+        plan = max(of_line * received + of_bags, batches * (of_line * spec.num_shards * capacity + of_bags))
         sums = 4 * spec.dim * spec.num_shards * num_bags
         workspace = max(
             sizes.JaxsokPlanUsesWorkspaceBytes(num_keys),
@@ -400,7 +401,7 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec
             sizes.JaxsokUpdateWorkspaceBytes(received, spec.dim),
         )
         num_bytes = 2 * sums + REQUEST_BYTES * (num_keys + 2 * spec.num_shards * capacity)
-        return parts | {"plan": batches * plan, "exchange": num_bytes, "workspace": workspace}
+        return parts | {"plan": plan, "exchange": num_bytes, "workspace": workspace}
     num_owners = 1 if spec.is_replicated else spec.num_shards
     sent, received = num_owners * capacity, spec.num_shards * capacity
     # requests, inverse and slots by key; starts, hashes, load, digest; requests and row ids by line received

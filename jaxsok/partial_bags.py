@@ -22,6 +22,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 from jaxsok import annotations, norms, table, update
 from jaxsok.checks import there
 from jaxsok.exchange import (
+    PADDING_REQUEST,
     SCALED_DTYPES,
     Exchange,
     default_send_capacity,
@@ -42,7 +43,7 @@ from jaxsok.lookup import Owner
 from jaxsok.plan import Found, Plan, Uses
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import BAGS_PER_TILE, COMBINERS, COUNTS, NO_ROW, PADDING_KEY, RowIds
+from jaxsok.types import BAGS_PER_TILE, COMBINERS, COUNTS, MAX_FEATURES, NO_ROW, RowIds
 
 _FOUND, _PADDING = COUNTS.index("num_found"), COUNTS.index("num_padding")
 _MISSING, _REFUSED = COUNTS.index("num_missing"), COUNTS.index("num_refused")
@@ -76,7 +77,7 @@ def ask(
         num_bags=_num_bags(features),
     )
     counts = offsets[:, -1]
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)])
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     capacity = send_capacity or exchange.spec.send_capacity or default_send_capacity(spec, features)
     route = exchange.route(spec, capacity)
 
@@ -87,27 +88,26 @@ def ask(
     words = jnp.concatenate([jnp.broadcast_to(to_all, (num_shards, num_shards + 2)), offsets.astype(jnp.uint32)], 1)
     received, words = route.requests_to_owners(requests_of(0), words)
     digests, counts_of_all, offsets_here = jnp.split(words, (2, num_shards + 2), axis=1)
-    num_rounds, kept_back = jnp.int32(1), capacity
+    num_rounds, room = jnp.int32(1), capacity
     if send_capacity is None:
         num_chunks = -(-num_keys // capacity)
-        room = jnp.asarray(np.array([PADDING_KEY & 0xFFFFFFFF, PADDING_KEY >> 32, 0, 0], np.uint32))
-        room = jnp.broadcast_to(room, (num_shards, num_chunks * capacity, 4))
-        room = lax.dynamic_update_slice(room, received.reshape(num_shards, capacity, 4), (0, 0, 0))
+        lines = jnp.broadcast_to(PADDING_REQUEST, (num_shards, num_chunks * capacity, 4))
+        lines = lines.at[:, :capacity].set(received.reshape(num_shards, capacity, 4))
         most = exchange.shards.max(counts.max())
 
         @jax.named_scope("round")
         def go_on(loop: tuple[Array, Array]) -> tuple[Array, Array]:
-            room, done = loop
-            lines = route.to_owners(requests_of(done * capacity)).reshape(num_shards, capacity, 4)
-            return lax.dynamic_update_slice(room, lines, (0, done * capacity, 0)), done + 1
+            lines, done = loop
+            more = route.to_owners(requests_of(done * capacity)).reshape(num_shards, capacity, 4)
+            return lax.dynamic_update_slice_in_dim(lines, more, done * capacity, axis=1), done + 1
 
-        room, num_rounds = lax.while_loop(lambda loop: loop[1] * capacity < most, go_on, (room, num_rounds))
-        received, kept_back, capacity = room.reshape(-1, 4), None, num_chunks * capacity
+        lines, num_rounds = lax.while_loop(lambda loop: loop[1] * capacity < most, go_on, (lines, num_rounds))
+        received, room, capacity = lines.reshape(-1, 4), None, num_chunks * capacity
     return Uses(
         received,
         offsets_here.astype(jnp.int32).reshape(-1),
         scales,
-        _unsent(spec, features, offsets, kept_back),
+        _count_unsent(spec, features, offsets, room),
         load_of(counts_of_all),
         digest_of_all(digests),
         num_rounds[None],
@@ -115,17 +115,17 @@ def ask(
     )
 
 
-def _unsent(
-    spec: StoreSpec, features: StoreFeatures, offsets: Int32[Array, "num_shards _"], capacity: int | None
+def _count_unsent(
+    spec: StoreSpec, features: StoreFeatures, offsets: Int32[Array, "num_shards _"], room: int | None
 ) -> Int32[Array, "num_tables 2"]:
-    """Counts by table the positions that are padding, and the uses beyond the capacity."""
+    """Counts by table the positions that are padding, and the uses for which an owner has no room."""
     borders = [layout.bag_start for layout in features.layouts] + [_num_bags(features)]
     at_borders = offsets[:, np.array(borders)]
-    of_features = jnp.diff(at_borders).sum(axis=0)
+    of_features = jnp.diff(at_borders).sum(axis=0, dtype=jnp.int32)
     num_keys = np.array([layout.num_keys for layout in features.layouts], np.int32)
     kept_back = jnp.zeros_like(of_features)
-    if capacity is not None:
-        kept_back = of_features - jnp.diff(jnp.minimum(at_borders, capacity)).sum(axis=0)
+    if room is not None:
+        kept_back = of_features - jnp.diff(jnp.minimum(at_borders, room)).sum(axis=0, dtype=jnp.int32)
     lines = jnp.stack([num_keys - of_features, kept_back], axis=1)
     tables = np.array([layout.table for layout in features.layouts])
     return jnp.zeros((len(spec.tables), 2), jnp.int32).at[tables].add(lines)
@@ -136,7 +136,7 @@ def _num_bags(features: StoreFeatures) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Arrived:
+class _Received:
     """The batch that a shard got from all shards: a feature for each, with all of its bags."""
 
     features: StoreFeatures
@@ -145,7 +145,7 @@ class _Arrived:
     """Marks uses whose bag has a divisor of zero: their rows take no step."""
 
 
-def _arrived(spec: StoreSpec, features: StoreFeatures, uses: Uses) -> _Arrived:
+def _received_batch(spec: StoreSpec, features: StoreFeatures, uses: Uses) -> _Received:
     """Returns the batch of an owner; `features` are this shard's own, shaped as those of all."""
     size, num_bags = uses.send_capacity, _num_bags(features)
     is_weighted = any(layout.weights_start >= 0 for layout in features.layouts)
@@ -169,7 +169,7 @@ def _arrived(spec: StoreSpec, features: StoreFeatures, uses: Uses) -> _Arrived:
     ]
     keys, tables, weights = uses.received[:, :2], uses.received[:, 2], uses.received[:, 3]
     weights = lax.bitcast_convert_type(weights, jnp.float32) if is_weighted else jnp.zeros(1, jnp.float32)
-    return _Arrived(
+    return _Received(
         StoreFeatures(keys, uses.offsets, weights, tuple(layouts)),
         tables & jnp.uint32(plan_kernels.LEFT_OUT - 1),
         tables >= jnp.uint32(plan_kernels.LEFT_OUT),
@@ -184,8 +184,8 @@ def lookup(
     spec: StoreSpec, store: StoreState, features: StoreFeatures, uses: Uses, owner: Owner
 ) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
     """Looks up one store through the exchange; also returns the digest of all shards' keys."""
-    arrived = _arrived(spec, features, uses)
-    store, row_ids, counts = _found(spec, store, arrived, owner)
+    received = _received_batch(spec, features, uses)
+    store, row_ids, counts = _find_rows(spec, store, received, owner)
     padding, kept_back = uses.counts.T
     counts = counts.at[:, _PADDING].set(padding).at[:, _MISSING if owner.is_find else _REFUSED].add(kept_back)
     sums_of, lines = _batch_of_sums(spec, features)
@@ -201,10 +201,10 @@ def lookup(
             store,
             _words(spec, is_find=owner.is_find),
             owner.seed,
-            arrived.features.operands(),
-            arrived.features.num_tiles,
+            received.features.operands(),
+            received.features.num_tiles,
             row_ids,
-            arrived.table_ids,
+            received.table_ids,
             sums_of.operands(),
             lines,
             shapes,
@@ -212,25 +212,25 @@ def lookup(
             dtype,
         )
     else:
-        store, sums = _partial_bags(spec, store, arrived, row_ids, owner)
+        store, sums = _partial_bags(spec, store, received, row_ids, owner)
         sums = sent(sums, owner.exchange.spec.rows, owner.exchange.all_to_all)
         words, seed = spec.table_words(), owner.seed
         counters, _, values = lookup_kernels.lookup_planned(
             store.counters, words, seed, sums_of.operands(), lines, (sums,), shapes, features.num_tiles
         )
     values = [
-        table.rounded(_divided(value, uses.scales, layout), spec.embedding_dtype)
+        table.rounded(_scaled(value, uses.scales, layout), spec.embedding_dtype)
         for value, layout in zip(values, features.layouts, strict=True)
     ]
     store = dataclasses.replace(store, counters=counters)
     return store, Found(row_ids, counts, uses.num_rounds), values, uses.digest
 
 
-def _found(
-    spec: StoreSpec, store: StoreState, arrived: _Arrived, owner: Owner
+def _find_rows(
+    spec: StoreSpec, store: StoreState, received: _Received, owner: Owner
 ) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
     """Finds or inserts the rows of the uses that arrived; counts them by table, padding aside."""
-    keys, table_ids = arrived.features.keys, arrived.table_ids
+    keys, table_ids = received.features.keys, received.table_ids
     if not owner.is_find:
         store, row_ids, counts = table.find_or_insert(spec, store, owner.seed, keys, table_ids, step=owner.step)
         return table.touch(spec, store, row_ids, None, there(owner.clock)), row_ids, counts
@@ -243,13 +243,13 @@ def _found(
 
 
 def _partial_bags(
-    spec: StoreSpec, store: StoreState, arrived: _Arrived, row_ids: RowIds, owner: Owner
+    spec: StoreSpec, store: StoreState, received: _Received, row_ids: RowIds, owner: Owner
 ) -> tuple[StoreState, Float32[Array, "num_bags_of_all dim"]]:
     """Sums the rows of this shard in every bag of every shard, each times its weight."""
-    features, slabs = arrived.features, store.rows
+    features, slabs = received.features, store.rows
     if table.given_by_xla(spec, is_find=owner.is_find):
         ones = jnp.ones((features.keys.shape[0], 1), jnp.uint32)
-        requests = jnp.concatenate([features.keys, arrived.table_ids[:, None], ones], axis=1)
+        requests = jnp.concatenate([features.keys, received.table_ids[:, None], ones], axis=1)
         store, rows, _ = table.gather(
             spec, store, owner.seed, requests, row_ids, is_find=owner.is_find, dtype="float32"
         )
@@ -265,7 +265,7 @@ def _partial_bags(
         [(len(features.layouts) * num_bags, spec.dim)],
         features.num_tiles,
         "float32",
-        arrived.table_ids,
+        received.table_ids,
     )
     return dataclasses.replace(store, counters=counters), sums
 
@@ -298,43 +298,53 @@ def _batch_of_sums(spec: StoreSpec, features: StoreFeatures) -> tuple[StoreFeatu
     return dataclasses.replace(features, keys=keys, layouts=tuple(layouts)), lines.reshape(-1)
 
 
-def _divided(lines: Array, scales: Float32[Array, " num_bags"], layout: FeatureLayout) -> Array:
-    """Multiplies the lines of a feature's bags by what their divisors give; zeros where a divisor is zero."""
+def _scaled(lines: Array, scales: Float32[Array, " num_bags"], layout: FeatureLayout) -> Array:
+    """Multiplies the lines of a feature's bags by their scales; zeros where the divisor is zero."""
     if COMBINERS[layout.combiner] not in _DIVIDED:
         return lines
     scale = lax.slice_in_dim(scales, layout.bag_start, layout.bag_start + layout.num_bags)[:, None]
-    return jnp.where(scale == 0, 0.0, lines * scale)
+    has_divisor = lax.bitcast_convert_type(scale, jnp.uint32) != jnp.uint32(plan_kernels.ZERO_DIVISOR)
+    return jnp.where(has_divisor, lines * scale, 0.0)
 
 
 # Updates -------------------------------------------------------------------------------------------------------------
 
 
-def _divided_gradients(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int) -> Float32[Array, "num_bags dim"]:
+def _scaled_gradients(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int) -> Float32[Array, "num_bags dim"]:
     """Returns the gradients of all bags, divided as their embeddings were."""
     part, scales = plan.features.stores[s], plan.uses_of(s).scales
     of_features = zip(by_bag(spec, part, gradients), part.layouts, strict=True)
-    return concatenated([_divided(one.reshape(-1, spec.dim), scales, layout) for one, layout in of_features])
+    return concatenated([_scaled(one.reshape(-1, spec.dim), scales, layout) for one, layout in of_features])
 
 
 def _to_owners(
     exchange: Exchange, spec: StoreSpec, plan: Plan, gradients: Gradients, s: int
 ) -> Float32[Array, "num_bags_of_all dim"]:
     """Sends the gradients of all bags to all shards."""
-    lines = _divided_gradients(spec, plan, gradients, s)
+    lines = _scaled_gradients(spec, plan, gradients, s)
     return sent(lines, exchange.spec.gradients, exchange.all_gather).astype(jnp.float32)
+
+
+def _check_num_features(op: str, spec: StoreSpec, used: Used) -> None:
+    if len(used.plans) * spec.num_shards > MAX_FEATURES:
+        raise ValueError(
+            f"{op}: plans: got {len(used.plans)} for tables {[one.name for one in spec.tables]} of partial bags on "
+            f"{spec.num_shards} shards, wanted at most {MAX_FEATURES // spec.num_shards}; update more often, or "
+            'declare FeatureSpec(exchange="rows").'
+        )
 
 
 def _batch_of(
     spec: StoreSpec, s: int, used: Used
 ) -> tuple[update_kernels.Batch, int, RowIds, UInt32[Array, " num_lines"]]:
     """Joins what arrived for the plans of a step: batch, tiles, row ids and tables."""
-    arrived = [_arrived(spec, plan.features.stores[s], plan.uses_of(s)) for plan in used.plans]
-    batch, num_tiles = joined([one.features for one in arrived])
+    received = [_received_batch(spec, plan.features.stores[s], plan.uses_of(s)) for plan in used.plans]
+    batch, num_tiles = joined([part.features for part in received])
     row_ids = [
-        jnp.where(one.is_left_out, jnp.uint32(NO_ROW), plan.found_of(s).row_ids)
-        for one, plan in zip(arrived, used.plans, strict=True)
+        jnp.where(part.is_left_out, jnp.uint32(NO_ROW), plan.found_of(s).row_ids)
+        for part, plan in zip(received, used.plans, strict=True)
     ]
-    return batch, num_tiles, concatenated(row_ids), concatenated([one.table_ids for one in arrived])
+    return batch, num_tiles, concatenated(row_ids), concatenated([part.table_ids for part in received])
 
 
 @annotations.by_store
@@ -342,11 +352,13 @@ def update_exchanged(
     exchange: Exchange, spec: StoreSpec, store: StoreState, s: int, used: Used, inputs: update.StepInputs
 ) -> tuple[StoreState, Array, Array]:
     """Steps the rows of one store that this shard owns; counts as `update_here` does."""
+    _check_num_features("update", spec, used)
     batch, num_tiles, row_ids, table_ids = _batch_of(spec, s, used)
     step = update.step_of(spec, inputs, batch, num_tiles, row_ids, used.is_live, spec.row_gradient, table_ids)
     windows, wire = exchange.windows, exchange.spec.gradients
     if windows is not None and len(used.plans) == 1 and wire not in SCALED_DTYPES:
-        lines = _divided_gradients(spec, used.plans[0], used.gradients[0], s).astype(gathered_dtype(wire, "float32"))
+        lines = _scaled_gradients(spec, used.plans[0], used.gradients[0], s)
+        lines = table.rounded(lines, gathered_dtype(wire, "float32"))
         windows.reserve(spec.num_shards * lines.size * lines.dtype.itemsize)
         return update_kernels.update_bags_window(windows.number, store, step, lines)
     gradients = [_to_owners(exchange, spec, *pair, s) for pair in zip(used.plans, used.gradients, strict=True)]
@@ -356,6 +368,7 @@ def update_exchanged(
 @annotations.by_store
 def add_squares(exchange: Exchange, spec: StoreSpec, s: int, used: Used, squares: norms.Squares) -> norms.Squares:
     """Adds the squares of the row gradients by which `update_exchanged` would step."""
+    _check_num_features("gradient_norm", spec, used)
     (_, offsets, weights, words), num_tiles, row_ids, _ = _batch_of(spec, s, used)
     ends = np.cumsum([plan.uses_of(s).received.shape[0] for plan in used.plans])[:-1]
     alive = [

@@ -109,7 +109,8 @@ class Pipeline:
                 continue
             # All parts are equal.
             most_sent, most_received = np.asarray(asked.load.addressable_shards[0].data)[0].tolist()
-            self._collection.growth.saw_batch(s, most_received)
+            if not self._collection.stores[s].sends_bags:  # uses repeat keys; `batch` has counted them
+                self._collection.growth.saw_batch(s, most_received)
             is_first = is_first or self._next[s] is None
             most = most_send_capacity(self._collection.stores[s], batch.features.stores[s])
             is_too_skewed = is_too_skewed or most_sent > most

@@ -46,6 +46,7 @@ from jaxsok.specs import (
     StoreSpec,
     TableSpec,
     bag_tables,
+    check_forms,
     group_into_stores,
     on,
     pinned_and_spread,
@@ -176,6 +177,7 @@ def propose(
       [(SHARDED, 992), (REPLICATED, 7)]
     """
     check_declared("propose", tables, features, num_shards)
+    check_forms("propose", features)
     if sample is not None and keys_per_step is not None:
         raise ValueError("propose: sample: got one beside keys_per_step, wanted one of the two.")
     if sample is not None:
@@ -184,13 +186,11 @@ def propose(
         traffic = _assumed(tables, features, keys_per_step, num_shards)
     forced = _forced(tables, overrides or {}, traffic, num_shards)
     model = _Model(num_shards, exchange or ExchangeSpec(), finds_per_step)
-    of_bags = bag_tables(features)
-    lines = [
-        _proposed(model, table, traffic[table.name], forced, replicated_bytes, asks_bags=table.name in of_bags)
-        for table in tables
-    ]
+    lines = [_proposed(model, table, traffic[table.name], forced, replicated_bytes) for table in tables]
     if memory_bytes is not None:
         lines = _fitted(lines, set(forced), num_shards, memory_bytes)
+    of_bags = bag_tables(features)
+    lines = [_with_form(line, is_declared=line.table.name in of_bags) for line in lines]
     placed = [line.table for line in lines]
     form = {line.table.name: line.exchange for line in lines}
     return Proposal(
@@ -319,15 +319,20 @@ class _Model:
         line = REQUEST_BYTES + wire_bytes(rows.dim, self.exchange.gradients)
         return round(distinct * (self.num_shards - 1) * line)
 
-    def bags(self, table: TableSpec, traffic: _Traffic) -> int:
+    def bags(self, table: TableSpec, traffic: _Traffic, *, is_on_one: bool) -> int:
         row = wire_bytes(table.dim, self.exchange.rows)
-        of_uses = (1 + self.finds_per_step) * REQUEST_BYTES * traffic.keys / self.num_shards
+        uses = traffic.keys if is_on_one else traffic.keys / self.num_shards  # of the most loaded owner
+        of_uses = (1 + self.finds_per_step) * REQUEST_BYTES * uses
         of_bags = (1 + self.finds_per_step) * row + wire_bytes(table.dim, self.exchange.gradients)
         return round((self.num_shards - 1) * (of_uses + there(traffic.bags) * of_bags))
 
     def of_stores(self, lines: Sequence[TableProposal]) -> int:
         """Bytes of all tables together, as the stores send them."""
-        of_bags = {line.table.name: line.wire_bytes.get("bags") for line in lines if line.exchange == "bags"}
+        of_bags = {
+            line.table.name: line.wire_bytes.get("bags")
+            for line in lines
+            if line.exchange == "bags" and line.table.placement != REPLICATED
+        }
         total = sum(number or 0 for number in of_bags.values())
         distinct = {line.table.name: line.distinct_keys for line in lines}
         # Without a sample the bags are not known: such tables count as if they sent rows.
@@ -385,8 +390,6 @@ def _proposed(
     traffic: _Traffic,
     forced: Mapping[str, tuple[Placement, str]],
     replicated_bytes: int,
-    *,
-    asks_bags: bool,
 ) -> TableProposal:
     num_bytes = table.capacity * row_bytes(group_into_stores([table])[0])
     bytes_by_kind = {
@@ -394,8 +397,6 @@ def _proposed(
         "on": model.on_one(table, traffic.distinct),
         "replicated": model.replicated(table, traffic.distinct),
     }
-    if traffic.bags is not None:
-        bytes_by_kind["bags"] = model.bags(table, traffic)
     sharded, replicated = bytes_by_kind["sharded"], bytes_by_kind["replicated"]
     placement = SHARDED
     if table.name in forced:
@@ -413,15 +414,22 @@ def _proposed(
     else:
         placement = REPLICATED
         reason = f"sends {replicated / sharded:.2f} of the bytes of sharded; small"
-    exchange = "rows"
-    if model.num_shards > 1 and placement != REPLICATED:
-        of_rows = bytes_by_kind[placement.kind]
-        if asks_bags:
-            exchange, reason = "bags", f"{reason}; bags declared"
-        elif bytes_by_kind.get("bags", of_rows) < of_rows:
-            exchange, reason = "bags", f"{reason}; bags send {bytes_by_kind['bags'] / of_rows:.2f} of the bytes of rows"
+    if traffic.bags is not None:
+        bytes_by_kind["bags"] = model.bags(table, traffic, is_on_one=placement.kind == "on")
     placed = dataclasses.replace(table, placement=placement)
-    return TableProposal(placed, traffic.keys, traffic.distinct, num_bytes, bytes_by_kind, reason, exchange)
+    return TableProposal(placed, traffic.keys, traffic.distinct, num_bytes, bytes_by_kind, reason)
+
+
+def _with_form(line: TableProposal, *, is_declared: bool) -> TableProposal:
+    """Chooses what the features of a placed table exchange; what they declare stands."""
+    if is_declared:
+        return dataclasses.replace(line, exchange="bags", reason=f"{line.reason}; bags declared")
+    of_rows = line.wire_bytes[line.table.placement.kind]
+    of_bags = line.wire_bytes.get("bags", of_rows)
+    if line.table.placement == REPLICATED or of_bags >= of_rows:
+        return line
+    reason = f"{line.reason}; bags send {of_bags / of_rows:.2f} of the bytes of rows"
+    return dataclasses.replace(line, exchange="bags", reason=reason)
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

@@ -311,8 +311,9 @@ class FeatureSpec:
         "rows", checks.one_of, choices=("rows", "bags"), wanted='"rows" or "bags"'
     )
     """What travels between shards: each distinct row of a shard's batch, or the sum of a bag over the rows of each
-    owner. "bags" needs a combiner, sends less where a shard's bags times the shards are fewer than its distinct keys,
-    and is the same for all features of a table. It has no effect on one device and on replicated tables."""
+    owner. "bags" needs a combiner, and is the same for all features of a table. It sends less where the bags of a shard
+    times the shards are fewer than its distinct keys, and rows are long beside the 16 bytes of a use; `propose` counts.
+    It has no effect on one device and on replicated tables."""
 
     def __post_init__(self) -> None:
         _name("FeatureSpec", self.name)
@@ -508,6 +509,19 @@ def name_word(table: str) -> np.uint64:
 def bag_tables(features: Iterable[FeatureSpec]) -> frozenset[str]:
     """Returns the names of the tables whose features exchange partial bags."""
     return frozenset(feature.table for feature in features if feature.exchange == "bags")
+
+
+def check_forms(op: str, features: Iterable[FeatureSpec]) -> None:
+    """Refuses features of one table of which only some exchange partial bags."""
+    features = tuple(features)
+    of_bags = bag_tables(features)
+    for feature in features:
+        if feature.table in of_bags and feature.exchange != "bags":
+            others = [other.name for other in features if other.table == feature.table and other.exchange == "bags"]
+            raise ValueError(
+                f'{op}: feature "{feature.name}": exchange: got "{feature.exchange}", but features {others} of '
+                f'table "{feature.table}" have "bags"; declare the same for all features of a table.'
+            )
 
 
 def group_into_stores(

@@ -148,6 +148,13 @@ class Exchanged(Strategy):
     ) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"], Requests | Uses]:
         store, features = state.stores[s], plan.features.stores[s]
         asked = self._ask(spec, features, state.partition_owners) if plan.asked is None else there(plan.asked[s])
+        if isinstance(asked, Uses) != spec.sends_bags:
+            form, other = ("bags", "rows") if spec.sends_bags else ("rows", "bags")
+            names = [layout.name for layout in features.layouts]
+            raise ValueError(
+                f'lookup: plan: got one in which features {names} exchange "{other}", wanted "{form}", as this '
+                "collection declares; plan with the collection that looks up."
+            )
         if isinstance(asked, Uses):
             return *partial_bags.lookup(spec, store, features, asked, owner), asked
         return *lookup.lookup_exchanged(spec, store, features, asked, owner), asked

@@ -1045,7 +1045,16 @@ def plan_uses(batch: Batch, lines: np.ndarray, partition_owners: np.ndarray, num
             is_divided = feature.combiner in (MEAN, SQRTN)
             is_left_out = is_divided and divisor == 0
             root = np.sqrt(divisor) if feature.combiner == SQRTN else divisor
-            scales.append(F32(0) if is_left_out else F32(1) / root if is_divided else F32(1))
+            # -0 says that the divisor is zero, and nothing else does.
+            scales.append(
+                F32(-0.0)
+                if is_left_out
+                else abs(F32(1) / root)
+                if is_divided and not F32(1) / root
+                else F32(1) / root
+                if is_divided
+                else F32(1)
+            )
             for owner in range(num_shards):
                 begins[owner].append(len(uses[owner]))
             for i in present:

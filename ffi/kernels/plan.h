@@ -77,9 +77,13 @@ constexpr uint32_t kLeftOut = uint32_t{1} << 31;
 struct UsesView {
   BagUse* uses;      // [num_keys]: owner by owner, then by position; then padding
   int32_t* offsets;  // [num_shards, num_bags + 1]: where each bag begins among the uses of an owner, and their number
-  float* scales;     // [num_bags]: what the sum of a bag is multiplied by, 0 where its divisor is zero
+  float* scales;     // [num_bags]: what the sum of a bag is multiplied by; -0 where its divisor is zero, and only there
   int64_t num_bags;  // of all features
 };
+
+JAXSOK_HOST_DEVICE float ScaleOfBag(bool is_divided, bool is_left_out, float scale) {
+  return !is_divided ? 1.0f : is_left_out ? -0.0f : scale == 0.0f ? 0.0f : scale;
+}
 
 /// What ordering the uses of a batch takes: owner, bag and position of each, as they are and sorted, and CUB's sort.
 constexpr int64_t PlanUsesWorkspaceBytes(int64_t num_keys) {

@@ -338,8 +338,9 @@ LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersVi
         if (owner_of[i] != kNoOwner) divisor.Add(feature.WeightAt(i));
       }
       const bool is_divided = BagDivisor::IsNeeded(feature.combiner);
-      out.scales[bag] = is_divided ? divisor.Scale() : 1.0f;
-      const uint32_t table = feature.table | (is_divided && divisor.IsZero() ? kLeftOut : 0);
+      const bool is_left_out = is_divided && divisor.IsZero();
+      out.scales[bag] = ScaleOfBag(is_divided, is_left_out, divisor.Scale());
+      const uint32_t table = feature.table | (is_left_out ? kLeftOut : 0);
       for (int64_t s = 0; s < num_shards; ++s) out.offsets[s * (out.num_bags + 1) + bag] = next[s] - starts[s];
       for (int64_t i = begin; i < end; ++i) {
         if (owner_of[i] != kNoOwner) out.uses[next[owner_of[i]]++] = {batch.keys[i], table, feature.WeightAt(i)};

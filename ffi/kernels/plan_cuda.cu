@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kBlock)
     if (f.combiner == kCombinerSqrtn) divisor = sqrtf(divisor);
     const bool is_left_out = is_divided && divisor == 0.0f;
     const uint32_t listed = static_cast<uint32_t>(f.bag_start + bag) | (is_left_out ? kLeftOut : 0);
-    if (lane == 0) out.scales[f.bag_start + bag] = is_left_out ? 0.0f : is_divided ? 1.0f / divisor : 1.0f;
+    if (lane == 0) out.scales[f.bag_start + bag] = ScaleOfBag(is_divided, is_left_out, 1.0f / divisor);
     for (int32_t at = begin + lane; at < end; at += kLanes) {
       const int64_t position = int64_t{f.key_start} + at;
       const uint64_t key = __ldg(batch.keys + position);
@@ -409,10 +409,10 @@ LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersVi
   if (num_keys > 0) {
     ListPaddingKernel<<<BlocksFor(num_keys), kBlock, 0, stream>>>(w, num_shards, num_keys);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-    if (batch.num_tiles > 0) ListOwnersKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, owners, out, w);
-    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-    JAXSOK_RETURN_IF_CUDA(sort(w.sort_storage));
   }
+  if (batch.num_tiles > 0) ListOwnersKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, owners, out, w);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  if (num_keys > 0) JAXSOK_RETURN_IF_CUDA(sort(w.sort_storage));
   PlaceUsesKernel<<<BlocksFor(std::max<int64_t>(num_keys, num_shards + 1)), kBlock, 0, stream>>>(batch, out, w,
                                                                                                  num_shards);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());

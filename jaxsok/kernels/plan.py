@@ -10,6 +10,9 @@ from jaxsok.types import REQUEST_WORDS, Inverse, Keys, TableIds
 LEFT_OUT = 1 << 31
 """In the table of a use: the divisor of its bag is zero (`kLeftOut` in ffi/kernels/plan.h)."""
 
+ZERO_DIVISOR = 1 << 31
+"""The bits of the scale of a bag whose divisor is zero, -0, which no other bag has."""
+
 
 def plan(batch: Batch, num_tiles: int) -> tuple[Keys, TableIds, Inverse, Int32[Array, " num_keys"], Int32[Array, ""]]:
     """Makes (table, key) pairs distinct, by first position. See `LaunchPlan` in ffi/kernels/plan.h.

@@ -610,7 +610,72 @@ def test_a_checkpoint_knows_no_form(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------
+# Numbers at their limits
+
+
+def one_bag(form, num_shards, value, weights=None, combiner="sum", hotness=2, **options):
+    """The embedding of a bag whose rows have this value, on shards or one device."""
+    table = jaxsok.TableSpec("item", 1, SGD, capacity=16, initializer=jaxsok.initializers.constant(value))
+    feature = jaxsok.FeatureSpec("item", "item", combiner=combiner, weighted=weights is not None, exchange=form)
+    if num_shards is None:
+        one = jaxsok.Collection([table], [feature])
+    else:
+        one = programs.over(num_shards, [table], [feature], **options)
+    keys, lengths = np.arange(2 * hotness), np.array([hotness, hotness])
+    weights = None if weights is None else np.array([*weights, *weights], np.float32)
+    raw = {"item": jaxsok.Bags(keys, lengths=lengths, weights=weights)}
+    return np.asarray(programs.lookup(one)(one.init(seed=0), one.batch(raw).features)[0]["item"])[0, 0]
+
+
+def test_finite_sums_stay_finite_on_a_narrow_wire():
+    """float32's largest numbers round to bfloat16's infinity; they become its largest number, as rows do."""
+    got = one_bag("bags", 2, 3.4e38, hotness=1, rows="bfloat16")
+    assert np.isfinite(got) and got == pytest.approx(3.4e38, rel=2**-7)
+
+
+@pytest.mark.parametrize(("weights", "want"), [((1.0, -1.0), 0.0), ((3e38, 3e38), np.nan)])
+def test_divisors_of_zero_and_infinity(weights, want):
+    """Zeros where the divisor is zero; a sum of weights that overflows is not taken for one."""
+    for form, num_shards in (("rows", None), ("bags", 2)):
+        np.testing.assert_equal(one_bag(form, num_shards, 2.0, weights, "mean"), np.float32(want))
+
+
+def test_with_x64_on():
+    """Planned or not, in several rounds: the same numbers, and nothing of 64 bits."""
+    for planned in (False, True):
+        results = []
+        for is_on in (False, True):
+            with jax.enable_x64(is_on):
+                one = light(2, send_capacity=8)
+                state, features = one.init(seed=1, salt=0), one.batch(light_batch(0)).features
+                asked = one.plan(features, send_capacity=[64] * len(one.stores)) if planned else features
+                embeddings, state, plan = one.lookup(state, asked)
+                state, stats = one.update(state, plan, embeddings)
+                assert all(leaf.dtype.itemsize <= 4 for leaf in jax.tree.leaves((state, plan, stats)))
+                results.append([np.asarray(embeddings[name]) for name in sorted(embeddings)])
+        np.testing.assert_array_equal(*results)
+
+
+# --------------------------------------------------------------------------------------------------------------
 # Declarations
+
+
+def test_a_plan_of_the_other_form():
+    """The collection that looks up must have made it."""
+    for forms in (("bags", "bags"), ("rows", "rows")):
+        one, other = light(2, forms), light(2, ("rows" if forms[0] == "bags" else "bags",) * 2)
+        plan = other.plan(other.batch(light_batch(0)).features)
+        with pytest.raises(ValueError, match=f'exchange ".*", wanted "{forms[0]}"'):
+            one.lookup(one.init(seed=1), plan)
+
+
+def test_more_plans_than_kernels_take():
+    """Each brings a feature for each shard."""
+    one = light(2)
+    state, features = one.init(seed=1), one.batch(light_batch(0)).features
+    embeddings, state, plan = jax.eval_shape(one.lookup, state, features)
+    with pytest.raises(ValueError, match=r"update: plans: got 513 for tables .* wanted at most 512"):
+        jax.eval_shape(one.update, state, [plan] * 513, [embeddings] * 513)
 
 
 @pytest.mark.parametrize("num_shards", [None, 1, 2])

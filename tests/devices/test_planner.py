@@ -297,7 +297,25 @@ def test_declared_bags_stand():
     assert proposal.features == tuple(features) and proposal.lines[0].exchange == "bags"
     assert proposal.wire_bytes == propose(tables, specs(item=1)[1], num_shards=4, keys_per_step=10).wire_bytes
     replicated = propose(tables, features, num_shards=4, keys_per_step=10, overrides={"item": REPLICATED})
-    assert replicated.lines[0].exchange == "rows"
+    assert replicated.lines[0].exchange == "bags"  # it has no effect there
+    assert replicated.wire_bytes == replicated.lines[0].wire_bytes["replicated"]
+
+
+def test_bags_of_a_table_on_one_device():
+    """All uses go to one owner, and the exchange is dense."""
+    line = of_bags(overrides={"item": on(1)}).lines[0]
+    assert line.wire_bytes["bags"] == 3 * 160 * 16 + 3 * 8 * (2 * 4 * 8)
+    assert (line.exchange, line.table.placement) == ("bags", on(1))
+
+
+def test_tables_that_do_not_fit_as_replicas_may_send_bags():
+    rng = np.random.default_rng(3)
+    sample = {"item": rng.permutation(8 * 4 * 20).reshape(-1, 20)}
+    tables, features = specs(item=10_000)
+    options = {"num_shards": 4, "sample": sample, "finds_per_step": MANY_FINDS}
+    assert propose(tables, features, **options).lines[0].table.placement == REPLICATED
+    fitted = propose(tables, features, memory_bytes=600_000, **options).lines[0]
+    assert (fitted.table.placement, fitted.exchange) == (SHARDED, "bags")
 
 
 # What it prints, and what is made of it ------------------------------------------------------------------------------
