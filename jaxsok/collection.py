@@ -1,6 +1,5 @@
 """What a user declares and calls: tables, features, a mesh. A collection holds no arrays; the state does."""
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,10 +19,10 @@ from jaxsok import grow as grow_lib
 from jaxsok import imports as imports_lib
 from jaxsok import memory as memory_lib
 from jaxsok import norms as norms_lib
+from jaxsok import pack as pack_lib
 from jaxsok import pipeline as pipeline_lib
 from jaxsok import plan as plan_lib
 from jaxsok import sources as sources_lib
-from jaxsok import split as split_lib
 from jaxsok.features import Batch, Features
 from jaxsok.kernels import library
 from jaxsok.lookup import Embeddings
@@ -100,6 +99,7 @@ class Collection:
         self.partition_owners: np.ndarray = plan_lib.default_owners(num_shards)[: None if num_shards > 1 else 1]
         self.growth = grow_lib.GrowthTracker.of(self.stores, self.tables, self.shards)
         of_tables = [(table.name, operations.locate("Collection", self, table.name)[0]) for table in self.tables]
+        self._packer = pack_lib.Packer(self.stores, self.features, self.fingerprint, self.shards)
         self._steps = Steps(self.stores, tuple(of_tables), Strategy.of(self.shards, self.exchange))
 
     def __repr__(self) -> str:
@@ -191,18 +191,10 @@ class Collection:
         Example:
           `batch = collection.batch({"user": user_ids, "history": Bags(ids, lengths=lengths), "label": clicks})`
         """
-        mask: Any = None
         raw = sources_lib.converted(raw, self.features)
         features_lib.require_features(raw, self.features)
         features_lib.require_samples(raw, self.features)
-        if pad_to is not None:
-            raw, mask = split_lib.pad(raw, self.features, pad_to)
-        if not self.shards.sees_parts():
-            batch = split_lib.pack_sharded(raw, self.stores, self.features, self.fingerprint, self.shards, mask)
-        else:
-            batch = features_lib.pack(raw, self.stores, self.features, self.fingerprint)
-            features = dataclasses.replace(batch.features, num_parts=self.shards.num_shards)
-            batch = dataclasses.replace(batch, features=features, mask=None if mask is None else jnp.asarray(mask))
+        batch = self._packer.pack(raw, pad_to)
         self._note_keys([batch.features])
         return batch
 

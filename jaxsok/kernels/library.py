@@ -104,7 +104,10 @@ def _ffi_api_minor() -> int:
 
 @functools.cache
 def load_cpu() -> ctypes.CDLL:
-    """Loads the CPU library, which has the sizes of workspaces for both back ends; ImportError gives the remedy."""
+    """Loads the CPU library; ImportError gives the remedy.
+
+    For both back ends it has the sizes of workspaces, and packs batches on the host.
+    """
     library = _load("cpu")
     for name, argument_types in {
         "JaxsokInsertWorkspaceBytes": (ctypes.c_int64,),
@@ -113,6 +116,8 @@ def load_cpu() -> ctypes.CDLL:
         "JaxsokPlanWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokPlanRequestsWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokUpdateWorkspaceBytes": (ctypes.c_int64, ctypes.c_int32),
+        "JaxsokPackBags": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),
+        "JaxsokPackKeys": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),
     }.items():
         function = getattr(library, name)
         function.restype, function.argtypes = ctypes.c_int64, argument_types
