@@ -136,10 +136,11 @@ class Packer:
         if pad_to is not None:
             pad_to = checks.integer("batch: pad_to", pad_to, 1, wanted="a number of samples, at least 1")
         is_split = not self._shards.sees_parts()
-        batch = self._pack_by_threads(raw, pad_to, is_split)
-        return self._pack_by_numpy(raw, pad_to, is_split) if batch is None else batch
+        batch = self.pack_by_threads(raw, pad_to, is_split)
+        return self.pack_by_numpy(raw, pad_to, is_split) if batch is None else batch
 
-    def _pack_by_numpy(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> Batch:
+    def pack_by_numpy(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> Batch:
+        """Packs a batch feature by feature, or raises; `is_split`: for all shards of this process."""
         mask: Any = None
         if pad_to is not None:
             raw, mask = split_lib.pad(raw, self._features, pad_to)
@@ -149,7 +150,7 @@ class Packer:
         features = dataclasses.replace(batch.features, num_parts=self._shards.num_shards)
         return dataclasses.replace(batch, features=features, mask=None if mask is None else jnp.asarray(mask))
 
-    def _pack_by_threads(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> Batch | None:
+    def pack_by_threads(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> Batch | None:
         """Packs a batch; returns None where NumPy has to, which then packs it or raises."""
         if not self._features or not kernel.is_available() or _is_tracing():
             return None
