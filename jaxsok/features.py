@@ -339,12 +339,14 @@ def require_samples(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> 
 
 
 def _is_global(value: Any) -> bool:
-    keys = bags_of(value).keys
+    keys = value.keys if isinstance(value, Bags) else value
     return isinstance(keys, jax.Array) and not isinstance(keys, jax.core.Tracer) and not keys.is_fully_addressable
 
 
 def _num_samples(value: Any) -> int | None:
     """Returns the samples of a feature by its shapes; None if they do not say, which `_read` refuses."""
+    if type(value) is np.ndarray:
+        return value.shape[0] if value.ndim else None
     bags = bags_of(value)
     for given, more in ((bags.inverse, 0), (bags.lengths, 0), (bags.offsets, 1), (bags.keys, 0)):
         if given is not None and hasattr(given, "shape"):

@@ -434,7 +434,7 @@ def _key_items(
                 weight_place + part * part_bytes,
                 0 if source.scratch is None else _address(source.scratch[part]),
                 num_bags,
-                source.spec.max_hotness if source.is_square else 0,
+                (source.is_square and source.spec.max_hotness) or 0,
             )
         )
     return items

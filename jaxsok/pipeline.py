@@ -1,9 +1,12 @@
 """Prefetches batches with their plans, and chooses send capacities.
 
-When batch k is handed out, the plans of the next two are running on the devices. When the caller, having dispatched
-step k, asks for batch k + 1, the host reads the counts of its plan, which ran before step k - 1, so it does not wait.
-With only one plan ahead they would be the last thing before step k, and the host would trail the devices (H200, two
-processes: 1.6 ms a step in place of 1.2; docs/performance.md).
+On one device a batch is handed out when the next one is packed and on its way: the copy of batch k + 1 runs during step
+k, and the host packs batch k + 2 meanwhile. Plans are left to the lookup.
+
+On a mesh, when batch k is handed out, the plans of the next two are running on the devices. When the caller, having
+dispatched step k, asks for batch k + 1, the host reads the counts of its plan, which ran before step k - 1, so it does
+not wait. With only one plan ahead they would be the last thing before step k, and the host would trail the devices
+(H200, two processes: 1.6 ms a step in place of 1.2; docs/performance.md).
 """
 
 import concurrent.futures
@@ -22,7 +25,8 @@ from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
 
 HEADROOM = 1.03  # a new capacity over its load: similar batches differ by a few per cent
-PLANS_AHEAD = 2  # batches whose plans are under way when one is handed out
+PACKED_AHEAD = 1  # on one device, batches that are packed when one is handed out
+PLANS_AHEAD = 2  # on a mesh, batches whose plans are under way when one is handed out
 SPARE = 1.5  # a capacity in use is kept for loads down to this part of it: fewer programs
 
 
@@ -61,23 +65,21 @@ class Pipeline:
         return [sorted(sizes) for sizes in self._in_use]
 
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
-        if self._collection.shards.num_shards == 1:
-            for raw in self._batches:
-                batch = self._collection.batch(raw, pad_to=self._pad_to)
-                yield batch, Plan(batch.features)
-            return
-        under_way = deque(self._planned())
+        is_planned = self._collection.shards.num_shards > 1
+        num_ahead = PLANS_AHEAD if is_planned else PACKED_AHEAD
+        under_way = deque(self._begin_next(is_planned))
         while under_way:
             batch, plan = under_way.popleft()
-            plan = self._checked(batch, plan)  # of the first batch before the second is planned by what it chose
-            while len(under_way) < PLANS_AHEAD and (following := self._planned()):
+            if is_planned:  # the first batch before the second is planned by what it chose
+                plan = self._checked(batch, plan)
+            while len(under_way) < num_ahead and (following := self._begin_next(is_planned)):
                 under_way.extend(following)
             yield batch, plan
         if self._failed is not None:
             self._failed.result()  # raises
 
-    def _planned(self) -> list[tuple[Batch, Plan]]:
-        """Returns the next batch with its plan dispatched, at the capacities that served last; nothing at the end."""
+    def _begin_next(self, is_planned: bool) -> list[tuple[Batch, Plan]]:
+        """Returns the next batch, its plan dispatched at the capacities that served last; nothing at the end."""
         if self._failed is not None:
             return []
         try:
@@ -89,6 +91,8 @@ class Pipeline:
             self._failed = concurrent.futures.Future()
             self._failed.set_exception(error)
             return []
+        if not is_planned:
+            return [(batch, Plan(batch.features))]
         sizes = [
             default_send_capacity(spec, part) if size is None else size
             for spec, part, size in zip(self._collection.stores, batch.features.stores, self._next, strict=True)

@@ -6,6 +6,7 @@ keeps these arrays alive and answers for addresses, strides and sizes.
 
 import array
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -57,7 +58,5 @@ def pack_keys(items: Sequence[Iterable[int]], num_threads: int) -> bool:
 
 
 def _call(function: Callable[..., int], items: Sequence[Iterable[int]], num_threads: int) -> bool:
-    words = array.array("q")
-    for item in items:
-        words.extend(item)
+    words = array.array("q", itertools.chain.from_iterable(items))
     return function(words.buffer_info()[0], len(items), num_threads) == 0

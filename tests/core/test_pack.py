@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import threading
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -326,6 +327,61 @@ def test_all_of_a_long_feature_is_checked(bad):
         keys[bad] = 5
     got, want = both(collection, {"0 ragged": BAGS(keys, lengths=[2, 0])}, None)
     assert (got is None) == isinstance(want, ValueError) == (bad is not None)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Sources that have the layout already
+
+
+def flat(bags):
+    return list(itertools.chain.from_iterable(bags))
+
+
+def jagged(rng):
+    """One array of keys for both features, as TorchRec has it; the bags as lists."""
+    lengths = rng.integers(0, 5, (2, 5000))
+    keys = rng.integers(0, 2**40, lengths.sum())
+    ends = np.cumsum([0, *lengths.reshape(-1)])
+    bags = [keys[begin:end].tolist() for begin, end in itertools.pairwise(ends)]
+    raw = jaxsok.from_kjt(keys, lengths.reshape(-1), ["0 ragged", "1 ragged"])
+    return ("ragged", "ragged"), raw, [flat(bags[:5000]), flat(bags[5000:])]
+
+
+def arrow(rng):
+    """Columns of lists, a part of larger ones, one with offsets of 64 bits."""
+    pa = pytest.importorskip("pyarrow")
+    lists = [rng.integers(0, 2**31, rng.integers(0, 5)).tolist() for _ in range(5010)]
+    column, large = pa.array(lists, pa.list_(pa.int64()))[5:-5], pa.array(lists, pa.large_list(pa.int32()))[10:]
+    return ("ragged", "ragged"), {"0 ragged": column, "1 ragged": large}, [flat(lists[5:-5]), flat(lists[10:])]
+
+
+def records(rng):
+    """Criteo's binary files: a label, 13 numbers and 26 keys a row, int32."""
+    rows = rng.integers(0, 2**31 - 1, (20_000, 40)).astype(np.int32)
+    return (
+        ("single", "rectangle"),
+        {"0 single": rows[:, 14], "1 rectangle": rows[:, 15:40]},
+        [
+            rows[:, 14].tolist(),
+            rows[:, 15:40].reshape(-1).tolist(),
+        ],
+    )
+
+
+@pytest.mark.parametrize("make", [jagged, arrow, records], ids=lambda make: make.__name__)
+def test_sources_are_read_in_place(make):
+    """Their keys are packed without a copy on the way; what is packed is what lists say."""
+    kinds, raw, keys = make(np.random.default_rng(0))
+    collection = declared(kinds, None)
+    collection.batch(raw)  # JAX's own first time
+    tracemalloc.start()
+    features = collection.batch(raw).features
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    for spec, want in zip(collection.features, keys, strict=True):
+        got = keys_of(features.keys(spec.name))
+        assert got[: len(want)] == want and set(got[len(want) :]) <= {PADDING}
+    assert peak < 8 * len(keys[0])  # NumPy's memory is traced; that which is lent is not
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import programs
 import pytest
 
 import jaxsok
-from jaxsok.pipeline import PLANS_AHEAD
+from jaxsok.pipeline import PACKED_AHEAD, PLANS_AHEAD
 
 NUM_SHARDS, NUM_SAMPLES = 4, 128
 TABLES = [
@@ -107,8 +107,11 @@ def test_a_batch_more_skewed_than_the_one_before_is_planned_again():
     assert len(pipeline.send_capacities[0]) == 2
 
 
-def test_the_next_plans_are_under_way_before_the_step():
-    """When batch k is handed out, those that follow have been drawn and planned, so many as shall be ahead."""
+@pytest.mark.parametrize(
+    ("num_shards", "num_ahead"), [(NUM_SHARDS, PLANS_AHEAD), (1, PACKED_AHEAD), (None, PACKED_AHEAD)]
+)
+def test_the_next_batches_are_under_way_before_the_step(num_shards, num_ahead):
+    """When batch k is handed out, those that follow have been drawn and packed, so many as shall be ahead."""
     drawn = []
 
     def raws():
@@ -116,10 +119,10 @@ def test_the_next_plans_are_under_way_before_the_step():
             drawn.append(step)
             yield even(step)
 
-    pipeline = collection().pipeline(raws())
+    pipeline = collection(num_shards).pipeline(raws())
     assert drawn == []
-    assert PLANS_AHEAD >= 1
-    assert [len(drawn) for _ in pipeline] == [min(step + 1 + PLANS_AHEAD, 5) for step in range(5)]
+    assert num_ahead >= 1
+    assert [len(drawn) for _ in pipeline] == [min(step + 1 + num_ahead, 5) for step in range(5)]
 
 
 def test_an_empty_log():
