@@ -66,8 +66,9 @@ class _Source:
     """Keys of a part, with padding."""
 
     @property
-    def is_square(self) -> bool:
-        return self.bags is not None and self.spec.max_hotness is not None
+    def square(self) -> int:
+        """Places of each bag where ragged keys become a rectangle; else 0."""
+        return 0 if self.bags is None else self.spec.max_hotness or 0
 
     @property
     def has_offsets(self) -> bool:
@@ -77,7 +78,7 @@ class _Source:
     def is_narrow(self) -> bool:
         """Whether 32 bits of each key say all: of unsigned ones padding is known by offsets alone."""
         if self.key_type == _UNSIGNED:
-            return not self.is_square and (self.has_offsets or self.num_bags == self.num_samples)
+            return not self.square and (self.has_offsets or self.num_bags == self.num_samples)
         return self.key_type in _NARROW
 
 
@@ -125,7 +126,7 @@ class Packer:
         self._of_store = [[i for i, spec in enumerate(features) if spec.table in tables] for tables in names]
         self._layouts: dict[Any, tuple[FeatureLayout, ...]] = {}
         self._buffers: HostBuffers | None = None
-        place = {"out_shardings": shards.place(2)} if shards.is_mesh else {}
+        place = {"out_shardings": shards.place(2)} if isinstance(shards, MeshShards) else {}
         self._widen = jax.jit(_widen, static_argnums=(0, 1), **place)
 
     def pack(self, raw: Mapping[str, Any], pad_to: int | None) -> Batch:
@@ -180,7 +181,7 @@ class Packer:
         self, stores: Sequence[Sequence[_Source]], numbers: Sequence[int], is_split: bool
     ) -> tuple[StoreFeatures, ...] | None:
         """Packs the features of each store, for the shards of these numbers; None: refused."""
-        buffers, num_parts = self._host_buffers(), len(numbers)
+        buffers, num_parts = self.host_buffers(), len(numbers)
         offsets = self._pack_offsets(stores, buffers, num_parts)
         if offsets is None:
             return None
@@ -254,7 +255,7 @@ class Packer:
                     continue
                 num_offsets = source.num_bags // num_parts + 1
                 source.ends = ends[row]
-                if source.is_square:
+                if source.square:
                     source.scratch = np.empty((num_parts, num_offsets), np.int32)
                     items.append(_bag_item(source, num_parts, _address(source.scratch), num_offsets, end_place))
                 else:
@@ -274,8 +275,8 @@ class Packer:
             source.size = num_keys = of_part * source.width
         else:
             num_keys = int(np.diff(source.ends).max())
-            if source.is_square:
-                source.size = of_part * (source.spec.max_hotness or 0)
+            if source.square:
+                source.size = of_part * source.square
             elif limit is None and is_split and self._shards.num_processes > 1:
                 return False
             else:
@@ -303,7 +304,8 @@ class Packer:
     def _device(self) -> Any:
         return self._shards.mesh.local_devices[0] if isinstance(self._shards, MeshShards) else jax.local_devices()[0]
 
-    def _host_buffers(self) -> HostBuffers:
+    def host_buffers(self) -> HostBuffers:
+        """Returns the memory that batches are packed into."""
         if self._buffers is None or self._buffers.process_id != os.getpid():
             device = self._device()
             self._buffers = HostBuffers(device.client if device.platform == "gpu" else None)
@@ -367,8 +369,8 @@ def _part(source: _Source, num_bags: int) -> features_lib.Part:
     weights = None if source.weights is None else jax.ShapeDtypeStruct((size,), jnp.float32)
     if source.has_offsets:
         shape, hotness = (num_bags,) if spec.combiner else (size,), 0
-    elif source.is_square:
-        shape, hotness = (num_bags, spec.max_hotness), 1
+    elif source.square:
+        shape, hotness = (num_bags, source.square), 1
     else:
         shape = (num_bags,) if spec.combiner or source.keys.ndim == 1 else (num_bags, source.width)
         hotness = source.width
@@ -434,7 +436,7 @@ def _key_items(
                 weight_place + part * part_bytes,
                 0 if source.scratch is None else _address(source.scratch[part]),
                 num_bags,
-                (source.is_square and source.spec.max_hotness) or 0,
+                source.square,
             )
         )
     return items

@@ -22,8 +22,8 @@ namespace jaxsok {
 namespace {
 
 constexpr uint64_t kPadding = ~uint64_t{0};
-constexpr int64_t kKeysOfTask = 32 << 10;  // 256 KiB of keys: long beside the start of a task, short beside a batch
-constexpr int64_t kBagsOfCall = 32 << 10;  // fewer bags than this are not worth waking a thread
+constexpr int64_t kKeysOfTask = 32 << 10;    // 256 KiB of keys: long beside the start of a task, short beside a batch
+constexpr int64_t kWorkOfThread = 64 << 10;  // numbers that are worth waking a thread for: some 20 us
 
 // Threads -----------------------------------------------------------------------------------------------------
 
@@ -312,11 +312,13 @@ struct Task {
   int64_t last;
 };
 
-/// Runs tasks that say whether they refuse their item; returns the number of a refused item, from 1, or 0.
+/// Runs tasks over so many numbers in all; each returns 0, or the number of the item that it refuses. Returns the
+/// largest.
 template <typename Run>
-int64_t RunAll(Stream stream, int64_t num_tasks, const Run& run) {
+int64_t RunAll(int32_t num_threads, int64_t num_numbers, int64_t num_tasks, const Run& run) {
+  ThreadsOfCall threads(static_cast<int>(std::min<int64_t>(num_threads, 1 + num_numbers / kWorkOfThread)));
   int64_t refused = 0;
-  RunTasks(stream, num_tasks, [&](int64_t i) { MaxAtomically(&refused, run(i)); });
+  RunTasks(&threads, num_tasks, [&](int64_t i) { MaxAtomically(&refused, run(i)); });
   return refused;
 }
 
@@ -329,8 +331,7 @@ JAXSOK_VISIBLE int64_t JaxsokPackBags(const jaxsok::PackBags* items, int64_t num
   using namespace jaxsok;
   int64_t num_bags = 0;
   for (int64_t i = 0; i < num_items; ++i) num_bags += items[i].num_bags;
-  ThreadsOfCall threads(num_bags < kBagsOfCall ? 1 : num_threads);
-  return RunAll(&threads, num_items, [&](int64_t i) {
+  return RunAll(num_threads, num_bags, num_items, [&](int64_t i) {
     const bool is_read =
         WithInteger(items[i].type, [&](auto number) { return WriteOffsets<decltype(number)>(items[i]); });
     return is_read ? 0 : i + 1;
@@ -340,7 +341,9 @@ JAXSOK_VISIBLE int64_t JaxsokPackBags(const jaxsok::PackBags* items, int64_t num
 JAXSOK_VISIBLE int64_t JaxsokPackKeys(const jaxsok::PackKeys* items, int64_t num_items, int32_t num_threads) {
   using namespace jaxsok;
   std::vector<Task> tasks;
+  int64_t num_keys = 0;
   for (int64_t i = 0; i < num_items; ++i) {
+    num_keys += items[i].size;
     const int64_t size = items[i].square > 0 ? items[i].num_bags : items[i].size;
     const int64_t step = items[i].square > 0 ? std::max<int64_t>(1, kKeysOfTask / items[i].square) : kKeysOfTask;
     int64_t first = 0;
@@ -349,8 +352,7 @@ JAXSOK_VISIBLE int64_t JaxsokPackKeys(const jaxsok::PackKeys* items, int64_t num
       first += step;
     } while (first < size);
   }
-  ThreadsOfCall threads(num_threads);
-  return RunAll(&threads, static_cast<int64_t>(tasks.size()), [&](int64_t t) {
+  return RunAll(num_threads, num_keys, static_cast<int64_t>(tasks.size()), [&](int64_t t) {
     const Task& task = tasks[t];
     return DoTask(items[task.item], task.first, task.last, task.first == 0) ? 0 : task.item + 1;
   });
