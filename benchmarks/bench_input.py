@@ -106,7 +106,7 @@ class _Input:
 def _measure_host(given: _Input, id_sets: Sequence[np.ndarray], threads: Sequence[int]) -> None:
     """Packing by threads and by NumPy, copies of as many bytes, and the way to the device."""
     collection = given.collection()
-    packer = collection._packer
+    packer = collection.packer
     for dtype in ("int64", "int32") if given.workload.hotness == 1 else ("int64",):
         raws = itertools.cycle([given.raw(collection, ids, dtype) for ids in id_sets])
         is_narrow = dtype == "int32" and jax.default_backend() == "gpu"

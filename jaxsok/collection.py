@@ -22,7 +22,6 @@ from jaxsok import norms as norms_lib
 from jaxsok import pack as pack_lib
 from jaxsok import pipeline as pipeline_lib
 from jaxsok import plan as plan_lib
-from jaxsok import sources as sources_lib
 from jaxsok.features import Batch, Features
 from jaxsok.kernels import library
 from jaxsok.lookup import Embeddings
@@ -99,7 +98,7 @@ class Collection:
         self.partition_owners: np.ndarray = plan_lib.default_owners(num_shards)[: None if num_shards > 1 else 1]
         self.growth = grow_lib.GrowthTracker.of(self.stores, self.tables, self.shards)
         of_tables = [(table.name, operations.locate("Collection", self, table.name)[0]) for table in self.tables]
-        self._packer = pack_lib.Packer(self.stores, self.features, self.fingerprint, self.shards)
+        self.packer = pack_lib.Packer(self.stores, self.features, self.fingerprint, self.shards)
         self._steps = Steps(self.stores, tuple(of_tables), Strategy.of(self.shards, self.exchange))
 
     def __repr__(self) -> str:
@@ -166,7 +165,6 @@ class Collection:
         self.growth.forget()
         return state
 
-    @annotations.annotated("jaxsok.batch")
     def batch(self, raw: Mapping[str, Any], *, pad_to: int | None = None) -> Batch:
         """Packs a raw batch: features into few arrays of static size, everything else untouched.
 
@@ -194,11 +192,8 @@ class Collection:
         Example:
           `batch = collection.batch({"user": user_ids, "history": Bags(ids, lengths=lengths), "label": clicks})`
         """
-        raw = sources_lib.converted(raw, self.features)
-        features_lib.require_features(raw, self.features)
-        features_lib.require_samples(raw, self.features)
-        batch = self._packer.pack(raw, pad_to)
-        self._note_keys([batch.features])
+        batch = self.packer.finish(self.packer.begin(raw, pad_to))
+        self.growth.saw_features([batch.features])
         return batch
 
     @annotations.annotated("jaxsok.plan")
@@ -268,7 +263,7 @@ class Collection:
         plan = features if isinstance(features, Plan) else Plan(features)
         check_features("lookup", self, plan.features)
         now = clock_of("lookup", clock)
-        self._note_keys([plan.features])
+        self.growth.saw_features([plan.features])
         state, plan, now = guards.whole("lookup", state=state, features=plan, clock=now)
         return self._steps.call("lookup", state, plan, now)
 
@@ -316,7 +311,7 @@ class Collection:
         plans, grads = self._plans_and_gradients("update", plan, gradients)
         if learning_rate is not None:
             check_scalar("update: learning_rate", learning_rate)
-        self._note_keys([one.features for one in plans])
+        self.growth.saw_features([one.features for one in plans])
         state, plans, grads = guards.whole("update", state=state, plan=plans, gradients=grads)
         self._check_gradients("update", plans, grads)
         return self._steps.call("update", state, plans, [dict(of_plan) for of_plan in grads], learning_rate)
@@ -864,12 +859,6 @@ class Collection:
             device_bytes=device_bytes,
             memory_fraction=memory_fraction,
         )
-
-    def _note_keys(self, features: Sequence[Features]) -> None:
-        for s, spec in enumerate(self.stores):
-            layouts = [layout for part in features for layout in part.stores[s].layouts]
-            keys = grow_lib.keys_at_most(spec, [(layout.table, layout.num_keys) for layout in layouts])
-            self.growth.saw_batch(s, keys)
 
     def _check_send_capacity(self, send_capacity: Sequence[int]) -> None:
         what = "plan: send_capacity"

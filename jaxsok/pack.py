@@ -9,9 +9,10 @@ refuses, to raise the error. Both ways give the same batch.
 
 import ctypes
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32, UInt32
 
-from jaxsok import checks
+from jaxsok import checks, sources
 from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
 from jaxsok import split as split_lib
+from jaxsok.annotations import annotated
 from jaxsok.features import Batch, FeatureLayout, Features, StoreFeatures
 from jaxsok.host_buffers import ALIGNMENT, HostBuffers
 from jaxsok.kernels import pack as kernel
@@ -107,6 +109,19 @@ class _Memory:
         return [np.frombuffer(self._lent, dtype, count, place).reshape(shape or -1) for place in places]
 
 
+_Unsigned = tuple[tuple[int, int, int], ...]
+"""Features of a store whose keys have no sign: where their keys begin, how many there are, which offset ends them."""
+
+
+class Packing(NamedTuple):
+    """A batch that is packed and on its way to the devices."""
+
+    batch: Batch
+    """Keys `[num_keys]` are low words."""
+    unsigned: tuple[_Unsigned | None, ...]
+    """What widening the keys of each store needs to know; None: they are wide."""
+
+
 class Packer:
     """Packs the raw batches of one collection; keeps their host memory, and the layouts that it has seen."""
 
@@ -126,19 +141,42 @@ class Packer:
         self._of_store = [[i for i, spec in enumerate(features) if spec.table in tables] for tables in names]
         self._layouts: dict[Any, tuple[FeatureLayout, ...]] = {}
         self._buffers: HostBuffers | None = None
-        place = {"out_shardings": shards.place(2)} if isinstance(shards, MeshShards) else {}
-        self._widen = jax.jit(_widen, static_argnums=(0, 1), **place)
+        widen = functools.partial(_widen, shards)
+        self._widen = jax.jit(widen, static_argnums=0)
+        if isinstance(shards, MeshShards):
+            self._widen = jax.jit(widen, static_argnums=0, out_shardings=shards.place(2))
 
-    def pack(self, raw: Mapping[str, Any], pad_to: int | None) -> Batch:
-        """Packs a raw batch that has every feature, all of one number of samples.
+    @annotated("jaxsok.batch")
+    def begin(self, raw: Mapping[str, Any], pad_to: int | None) -> "Packing":
+        """Packs a raw batch and begins its copy to the devices; `finish` makes a batch of it.
 
-        TypeError, ValueError: as of `features.pack` and `split.pack_sharded`.
+        TypeError, ValueError: names the feature, the argument, what was got and wanted.
         """
+        raw = sources.converted(raw, self._features)
+        features_lib.require_features(raw, self._features)
+        features_lib.require_samples(raw, self._features)
         if pad_to is not None:
             pad_to = checks.integer("batch: pad_to", pad_to, 1, wanted="a number of samples, at least 1")
         is_split = not self._shards.sees_parts()
-        batch = self.pack_by_threads(raw, pad_to, is_split)
-        return self.pack_by_numpy(raw, pad_to, is_split) if batch is None else batch
+        packing = self.pack_by_threads(raw, pad_to, is_split)
+        return Packing(self.pack_by_numpy(raw, pad_to, is_split), ()) if packing is None else packing
+
+    def finish(self, packing: "Packing") -> Batch:
+        """Widens keys that travel as 32 bits, on the devices.
+
+        This is a program like others and waits for the copy, and programs run in the order of their dispatch. A
+        pipeline dispatches the step before this batch's first, so that the copy runs during that step.
+        """
+        features = packing.batch.features
+        if all(unsigned is None for unsigned in packing.unsigned):
+            return packing.batch
+        stores = [
+            store
+            if unsigned is None
+            else dataclasses.replace(store, keys=self._widen(unsigned, store.keys, store.offsets))
+            for store, unsigned in zip(features.stores, packing.unsigned, strict=True)
+        ]
+        return dataclasses.replace(packing.batch, features=dataclasses.replace(features, stores=tuple(stores)))
 
     def pack_by_numpy(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> Batch:
         """Packs a batch feature by feature, or raises; `is_split`: for all shards of this process."""
@@ -151,23 +189,24 @@ class Packer:
         features = dataclasses.replace(batch.features, num_parts=self._shards.num_shards)
         return dataclasses.replace(batch, features=features, mask=None if mask is None else jnp.asarray(mask))
 
-    def pack_by_threads(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> Batch | None:
+    def pack_by_threads(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> "Packing | None":
         """Packs a batch; returns None where NumPy has to, which then packs it or raises."""
         if not self._features or not kernel.is_available() or _is_tracing():
             return None
-        sources = []
+        described = []
         for spec in self._features:
             source = _describe(spec, raw[spec.name], pad_to)
             if source is None:
                 return None
-            sources.append(source)
-        num_samples, num_bags = sources[0].num_samples, sources[0].num_bags
+            described.append(source)
+        num_samples, num_bags = described[0].num_samples, described[0].num_bags
         numbers = self._shards.local() if is_split else [0]
         if num_bags == 0 or num_bags % len(numbers):
             return None
-        stores = self._pack_stores([[sources[i] for i in members] for members in self._of_store], numbers, is_split)
-        if stores is None:
+        found = self._pack_stores([[described[i] for i in members] for members in self._of_store], numbers, is_split)
+        if found is None:
             return None
+        stores, unsigned = found
         rest, mask = features_lib.rest_of(raw, self._features), None
         if pad_to is not None:
             rest, mask = split_lib.pad_rest(rest, num_samples, pad_to)
@@ -175,11 +214,11 @@ class Packer:
             rest, mask = split_lib.split_rest(rest, mask, num_bags, self._shards)
         elif mask is not None:
             mask = jnp.asarray(mask)
-        return Batch(Features(stores, self._tag, self._shards.num_shards), rest, mask)
+        return Packing(Batch(Features(stores, self._tag, self._shards.num_shards), rest, mask), unsigned)
 
     def _pack_stores(
         self, stores: Sequence[Sequence[_Source]], numbers: Sequence[int], is_split: bool
-    ) -> tuple[StoreFeatures, ...] | None:
+    ) -> tuple[tuple[StoreFeatures, ...], tuple["_Unsigned | None", ...]] | None:
         """Packs the features of each store, for the shards of these numbers; None: refused."""
         buffers, num_parts = self.host_buffers(), len(numbers)
         offsets = self._pack_offsets(stores, buffers, num_parts)
@@ -220,19 +259,18 @@ class Packer:
             arrays = [self._shards.put(dict(zip(numbers, parts, strict=True))) for parts in leaves]
         else:
             arrays = jax.device_put([parts[0] for parts in leaves])
-        packed = []
+        packed, unsigned = [], []
         for s, store in enumerate(stores):
             layouts = self._layouts_of(s, store, num_parts)
             keys, starts, weights = arrays[3 * s : 3 * s + 3]
-            if keys.ndim == 1:
-                unsigned = [
-                    (layout.key_start, layout.num_keys, layout.offsets_start + layout.num_offsets - 1)
-                    for source, layout in zip(store, layouts, strict=True)
-                    if source.key_type == _UNSIGNED
-                ]
-                keys = self._widen(self._shards if is_split else None, tuple(unsigned), keys, starts)
             packed.append(StoreFeatures(keys, starts, weights, layouts))
-        return tuple(packed)
+            of_store = [
+                (layout.key_start, layout.num_keys, layout.offsets_start + layout.num_offsets - 1)
+                for source, layout in zip(store, layouts, strict=True)
+                if source.key_type == _UNSIGNED
+            ]
+            unsigned.append(tuple(of_store) if keys.ndim == 1 else None)
+        return tuple(packed), tuple(unsigned)
 
     def _pack_offsets(
         self, stores: Sequence[Sequence[_Source]], buffers: HostBuffers, num_parts: int
@@ -446,16 +484,12 @@ def _key_items(
 
 
 def _widen(
-    shards: Shards | None,
-    unsigned: tuple[tuple[int, int, int], ...],
+    shards: Shards,
+    unsigned: _Unsigned,
     low: UInt32[Array, " num_keys"],
     offsets: Int32[Array, " num_offsets"],
 ) -> UInt32[Array, "num_keys 2"]:
-    """Widens the low words of keys by sign, on the device.
-
-    `unsigned` has the features whose keys have none: where their keys begin, how many there are, and which of the
-    offsets ends them, if they are ragged; behind it is padding.
-    """
+    """Widens the low words of keys: by sign, or with zeros, where padding is what lies behind the last bag."""
 
     def widen_part(low: Array, offsets: Array) -> Array:
         high = jnp.where(lax.bitcast_convert_type(low, jnp.int32) < 0, _PADDING_WORD, jnp.uint32(0))
@@ -464,6 +498,4 @@ def _widen(
             high = lax.dynamic_update_slice(high, jnp.where(is_padding, _PADDING_WORD, jnp.uint32(0)), (start,))
         return jnp.stack([low, high], axis=-1)
 
-    if shards is None:
-        return widen_part(low, offsets)
     return shards.run(widen_part, (low, offsets), (shards.spec, shards.spec), shards.spec)

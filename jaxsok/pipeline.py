@@ -1,12 +1,14 @@
 """Prefetches batches with their plans, and chooses send capacities.
 
-On one device a batch is handed out when the next one is packed and on its way: the copy of batch k + 1 runs during step
-k, and the host packs batch k + 2 meanwhile. Plans are left to the lookup.
+When batch k is handed out, the next one is packed and its copy to the devices has begun. On a GPU such a copy waits for
+the programs that were dispatched before it, and later ones run beside it: the copy of batch k + 1 runs during step k.
+Therefore nothing that reads a batch is dispatched before the step that follows its packing.
 
-On a mesh, when batch k is handed out, the plans of the next two are running on the devices. When the caller, having
-dispatched step k, asks for batch k + 1, the host reads the counts of its plan, which ran before step k - 1, so it does
-not wait. With only one plan ahead they would be the last thing before step k, and the host would trail the devices
-(H200, two processes: 1.6 ms a step in place of 1.2; docs/performance.md).
+On a mesh, when batch k is handed out, the plans of the next two are running on the devices, and batch k + 3 is on its
+way. When the caller, having dispatched step k, asks for batch k + 1, the host reads the counts of its plan, which ran
+before step k - 1, so it does not wait. With only one plan ahead they would be the last thing before step k, and the
+host would trail the devices (H200, two processes: 1.6 ms a step in place of 1.2; docs/performance.md). On one device
+plans are left to the lookup.
 """
 
 import concurrent.futures
@@ -20,12 +22,13 @@ from jaxsok.annotations import annotated
 from jaxsok.exchange import default_send_capacity, most_send_capacity, rounded_capacity
 from jaxsok.features import Batch, Features
 from jaxsok.grow import GrowthTracker
+from jaxsok.pack import Packer, Packing
 from jaxsok.plan import Plan
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
 
 HEADROOM = 1.03  # a new capacity over its load: similar batches differ by a few per cent
-PACKED_AHEAD = 1  # on one device, batches that are packed when one is handed out
+PACKED_AHEAD = 1  # batches that are packed, beyond those with plans, when one is handed out
 PLANS_AHEAD = 2  # on a mesh, batches whose plans are under way when one is handed out
 SPARE = 1.5  # a capacity in use is kept for loads down to this part of it: fewer programs
 
@@ -36,10 +39,7 @@ class Planner(Protocol):
     stores: tuple[StoreSpec, ...]
     shards: Shards
     growth: GrowthTracker
-
-    def batch(self, raw: Mapping[str, Any], *, pad_to: int | None = None) -> Batch:
-        """Packs a raw batch."""
-        ...
+    packer: Packer
 
     def plan(self, features: Features, *, send_capacity: Any = None) -> Plan:
         """Makes keys distinct and sends them to their owners."""
@@ -55,6 +55,7 @@ class Pipeline:
         self._pad_to = pad_to
         self._in_use: list[set[int]] = [set() for _ in collection.stores]
         self._next: list[int | None] = [None] * len(collection.stores)
+        self._packed: deque[Packing] = deque()
         self._failed: concurrent.futures.Future[None] | None = None
         self.num_replanned = 0
         """Batches that had more keys for one owner than their capacity, and were planned again."""
@@ -66,31 +67,37 @@ class Pipeline:
 
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
         is_planned = self._collection.shards.num_shards > 1
-        num_ahead = PLANS_AHEAD if is_planned else PACKED_AHEAD
-        under_way = deque(self._begin_next(is_planned))
+        under_way = deque(self._dispatch_next(is_planned))
         while under_way:
             batch, plan = under_way.popleft()
             if is_planned:  # the first batch before the second is planned by what it chose
                 plan = self._checked(batch, plan)
-            while len(under_way) < num_ahead and (following := self._begin_next(is_planned)):
+            while len(under_way) < PLANS_AHEAD * is_planned and (following := self._dispatch_next(is_planned)):
                 under_way.extend(following)
+            self._pack(PACKED_AHEAD)
             yield batch, plan
+            under_way.extend([] if under_way else self._dispatch_next(is_planned))
         if self._failed is not None:
             self._failed.result()  # raises
 
-    def _begin_next(self, is_planned: bool) -> list[tuple[Batch, Plan]]:
+    def _pack(self, num_batches: int) -> None:
+        """Packs batches until there are so many on their way, or no more to read."""
+        while len(self._packed) < num_batches and self._failed is None:
+            try:
+                self._packed.append(self._collection.packer.begin(next(self._batches), self._pad_to))
+            except StopIteration:
+                return
+            except Exception as error:  # raised in its turn: the batches before it are handed out first
+                self._failed = concurrent.futures.Future()
+                self._failed.set_exception(error)
+
+    def _dispatch_next(self, is_planned: bool) -> list[tuple[Batch, Plan]]:
         """Returns the next batch, its plan dispatched at the capacities that served last; nothing at the end."""
-        if self._failed is not None:
+        self._pack(1)
+        if not self._packed:
             return []
-        try:
-            raw = next(self._batches)
-            batch = self._collection.batch(raw, pad_to=self._pad_to)
-        except StopIteration:
-            return []
-        except Exception as error:  # raised in its turn: the batches before it are handed out first
-            self._failed = concurrent.futures.Future()
-            self._failed.set_exception(error)
-            return []
+        batch = self._collection.packer.finish(self._packed.popleft())
+        self._collection.growth.saw_features([batch.features])
         if not is_planned:
             return [(batch, Plan(batch.features))]
         sizes = [

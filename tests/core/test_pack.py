@@ -157,13 +157,14 @@ def same(got, want):
 
 def both(collection, raw, pad_to, is_narrow=None):
     """What the two ways make of a raw batch: a batch or None, and a batch or an error."""
-    packer, is_split = collection._packer, not collection.shards.sees_parts()
+    packer, is_split = collection.packer, not collection.shards.sees_parts()
     packer.is_narrow, packer.num_threads = is_narrow, 3
     try:
         want = packer.pack_by_numpy(raw, pad_to, is_split)
     except (TypeError, ValueError) as error:
         want = error
-    return packer.pack_by_threads(raw, pad_to, is_split), want
+    packing = packer.pack_by_threads(raw, pad_to, is_split)
+    return packing and packer.finish(packing), want
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ def test_a_packed_batch_holds_what_lists_say(num_shards, drawn, is_narrow, pad_t
     """Keys, offsets and weights of every part by the lists that were drawn: no code is shared."""
     kinds, raw, all_bags = drawn
     collection = declared(kinds, num_shards)
-    collection._packer.is_narrow = is_narrow
+    collection.packer.is_narrow = is_narrow
     features = collection.batch(raw, pad_to=pad_to).features
     num_parts = num_shards or 1
     for spec in collection.features:
@@ -401,7 +402,7 @@ def test_without_the_library_numpy_packs(monkeypatch):
     kernel._functions.cache_clear()
     try:
         assert not kernel.is_available()
-        assert collection._packer.pack_by_threads(raw, None, False) is None
+        assert collection.packer.pack_by_threads(raw, None, False) is None
         same(collection.batch(raw).features, want.features)
     finally:
         monkeypatch.undo()
@@ -493,7 +494,7 @@ def test_a_stream_of_batches_allocates_once():
 def test_many_python_threads_pack_at_once():
     """Calls share the library's threads; each gets its own batch."""
     collection = declared(("ragged", "single"), None)
-    collection._packer.num_threads = 4
+    collection.packer.num_threads = 4
     failures = []
 
     def work(number):
@@ -521,7 +522,7 @@ def test_many_python_threads_pack_at_once():
 def test_a_forked_process_packs_with_threads_of_its_own():
     """None of the parent's threads are there; nothing waits for them."""
     collection = declared(("single",), None)
-    collection._packer.num_threads = 4
+    collection.packer.num_threads = 4
     collection.batch({"0 single": np.arange(300_000)})  # the parent has threads now
     keys = np.arange(300_000)
     packed = np.empty(300_000, np.int64)

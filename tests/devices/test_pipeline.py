@@ -108,7 +108,7 @@ def test_a_batch_more_skewed_than_the_one_before_is_planned_again():
 
 
 @pytest.mark.parametrize(
-    ("num_shards", "num_ahead"), [(NUM_SHARDS, PLANS_AHEAD), (1, PACKED_AHEAD), (None, PACKED_AHEAD)]
+    ("num_shards", "num_ahead"), [(NUM_SHARDS, PLANS_AHEAD + PACKED_AHEAD), (1, PACKED_AHEAD), (None, PACKED_AHEAD)]
 )
 def test_the_next_batches_are_under_way_before_the_step(num_shards, num_ahead):
     """When batch k is handed out, those that follow have been drawn and packed, so many as shall be ahead."""
