@@ -1,5 +1,6 @@
 """Packing by threads: the batch that NumPy makes, and that plain lists say; its refusals; memory that is used again."""
 
+import dataclasses
 import functools
 import gc
 import itertools
@@ -532,3 +533,41 @@ def test_a_forked_process_packs_with_threads_of_its_own():
         is_right = kernel.pack_keys([item], 4) and (packed == keys).all()
         os._exit(0 if is_right else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+# --------------------------------------------------------------------------------------------------------------
+# GPUs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_memory_is_pinned_and_given_back(num_shards):
+    """JAX copies from it without staging, keeps it until the copy has ended, and no longer."""
+    collection = declared(("single", "single"), num_shards)
+    batches = []
+    for i in range(24):
+        keys = np.arange(400_000) + i
+        batches.append(collection.batch({"0 single": keys, "1 single": keys * 2}).features)
+    buffers = collection.packer.host_buffers()
+    assert buffers.is_pinned
+    for i, packed in enumerate(batches):
+        keys = np.asarray(packed.keys("1 single")).copy().view(np.uint64)[:, 0]
+        np.testing.assert_array_equal(keys, (np.arange(400_000) + i) * 2)
+    del batches, packed
+    for _ in range(3):
+        jax.block_until_ready(collection.batch({"0 single": KEYS, "1 single": KEYS}).features)
+        gc.collect()
+    assert 1 <= buffers.num_free <= 8  # four of each size
+
+
+@pytest.mark.gpu
+def test_32_bits_travel():
+    """Half the bytes go over the link; the batch has words all the same."""
+    collection = declared(("single", "ragged"), None)
+    raw = {"0 single": np.array([-2, -1, 5, 2**31 - 1], np.int32), "1 ragged": BAGS(KEYS, lengths=[3, 3, 2, 0])}
+    raw["1 ragged"] = dataclasses.replace(raw["1 ragged"], keys=KEYS.astype(np.uint32))
+    packing = collection.packer.begin(raw, None)
+    assert [store.keys.ndim for store in packing.batch.features.stores if store.layouts] == [1]
+    got = collection.packer.finish(packing).features
+    assert keys_of(got.keys("0 single")) == [2**64 - 2, PADDING, 5, 2**31 - 1]
+    assert keys_of(got.keys("1 ragged")) == KEYS.tolist()
