@@ -80,7 +80,7 @@ class HostBuffers:
             self._client = None
             warnings.warn(
                 f"batch: the memory that batches are packed into cannot be pinned ({error}): copies to the device take "
-                "several times as long. Raise the limit of locked memory (ulimit -l).",
+                "several times as long. If that is the limit of locked memory, raise it (ulimit -l).",
                 RuntimeWarning,
                 stacklevel=2,
             )
