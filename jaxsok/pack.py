@@ -110,7 +110,8 @@ class _Memory:
 
 
 _Unsigned = tuple[tuple[int, int, int], ...]
-"""Features of a store whose keys have no sign: where their keys begin, how many there are, which offset ends them."""
+"""Features of a store whose keys have no sign: where their keys begin, how many there are, and which offset ends them.
+That is never the first one; 0: they are not ragged."""
 
 
 class Packing(NamedTuple):
@@ -265,7 +266,11 @@ class Packer:
             keys, starts, weights = arrays[3 * s : 3 * s + 3]
             packed.append(StoreFeatures(keys, starts, weights, layouts))
             of_store = [
-                (layout.key_start, layout.num_keys, layout.offsets_start + layout.num_offsets - 1)
+                (
+                    layout.key_start,
+                    layout.num_keys,
+                    layout.num_offsets and layout.offsets_start + layout.num_offsets - 1,
+                )
                 for source, layout in zip(store, layouts, strict=True)
                 if source.key_type == _UNSIGNED
             ]
@@ -494,7 +499,7 @@ def _widen(
     def widen_part(low: Array, offsets: Array) -> Array:
         high = jnp.where(lax.bitcast_convert_type(low, jnp.int32) < 0, _PADDING_WORD, jnp.uint32(0))
         for start, size, last in unsigned:
-            is_padding = jnp.arange(size, dtype=jnp.int32) >= (offsets[last] if last >= 0 else size)
+            is_padding = jnp.arange(size, dtype=jnp.int32) >= (offsets[last] if last else size)
             high = lax.dynamic_update_slice(high, jnp.where(is_padding, _PADDING_WORD, jnp.uint32(0)), (start,))
         return jnp.stack([low, high], axis=-1)
 

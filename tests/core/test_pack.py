@@ -223,6 +223,30 @@ def test_a_packed_batch_holds_what_lists_say(num_shards, drawn, is_narrow, pad_t
             assert weights_of(features, spec.name) == weights
 
 
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_keys_without_sign_behind_ragged_ones(num_shards):
+    """Of uint32 all numbers are keys; padding is where offsets say so, of each feature and part its own."""
+    collection = declared(("ragged_bounded", "rectangle", "ragged_bounded", "single"), num_shards)
+    collection.packer.is_narrow = True
+    top = np.array([2**32 - 1, 0, 2**31, 5, 2**32 - 1, 1, 2, 3], np.uint32)
+    raw = {
+        "0 ragged_bounded": BAGS(top[:6], lengths=[1, 2, 0, 3]),
+        "1 rectangle": top.reshape(4, 2),
+        "2 ragged_bounded": BAGS(top, offsets=[0, 0, 4, 8, 8]),
+        "3 single": np.array([-1, 7, -2, 9], np.int16),
+    }
+    features = collection.batch(raw).features
+    ends = {"0 ragged_bounded": [1, 2, 0, 3], "2 ragged_bounded": [0, 4, 4, 0]}
+    for name, lengths in ends.items():
+        lengths = lengths if num_shards else [sum(lengths)]
+        keys, packed, size = iter(top.tolist()), [], MAX_KEYS // len(lengths)
+        for length in lengths:
+            packed += [next(keys) for _ in range(length)] + [PADDING] * (size - length)
+        assert keys_of(features.keys(name)) == packed
+    assert keys_of(features.keys("1 rectangle")) == top.tolist()
+    assert keys_of(features.keys("3 single")) == [PADDING, 7, 2**64 - 2, 9]
+
+
 def keys_of(words):
     words = np.asarray(words).astype(np.uint64)
     return (words[:, 0] | words[:, 1] << np.uint64(32)).tolist()
