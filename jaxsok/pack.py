@@ -242,7 +242,7 @@ class Packer:
         for store, (begin, begin_weights, _, _, itemsize) in zip(stores, places, strict=True):
             key_place, weight_place = memory.address + begin, memory.address + begin_weights
             for source in store:
-                items += _key_items(source, key_place, weight_place, itemsize, num_parts, memory.part_bytes)
+                items.append(_key_item(source, key_place, weight_place, itemsize, num_parts, memory.part_bytes))
                 key_place += itemsize * source.size
                 weight_place += 4 * source.size if source.weights is not None else 0
         if not kernel.pack_keys(items, self.num_threads):
@@ -446,43 +446,33 @@ def _bag_item(source: _Source, num_parts: int, offsets: int, offsets_step: int, 
     )
 
 
-def _key_items(
+def _key_item(
     source: _Source, key_place: int, weight_place: int, itemsize: int, num_parts: int, part_bytes: int
-) -> list[tuple[int, ...]]:
-    """Returns the fields of `PackKeys` (ffi/kernels/pack.h) for each part of a feature."""
-    keys, weights, width, num_bags = source.keys, source.weights, max(1, source.width), source.num_bags // num_parts
+) -> tuple[int, ...]:
+    """Returns the fields of `PackKeys` (ffi/kernels/pack.h)."""
+    keys, weights = source.keys, source.weights
     of_weights = (0, 0, 0, 0)
     if weights is not None:
         of_weights = (_address(weights), weights.strides[0], weights.strides[-1], _TYPES[weights.dtype])
-    items = []
-    for part in range(num_parts):
-        if source.ends is None:
-            begin = min(part * source.size, keys.size)
-            end, num_checked = min(begin + source.size, keys.size), 0
-        else:
-            begin, end = int(source.ends[part]), int(source.ends[part + 1])
-            num_checked = keys.size - end if part == num_parts - 1 else 0
-        items.append(
-            (
-                _address(keys),
-                keys.strides[0],
-                keys.strides[-1],
-                source.key_type,
-                width,
-                begin,
-                end,
-                num_checked,
-                source.size,
-                key_place + part * part_bytes,
-                itemsize == 4,
-                *of_weights,
-                weight_place + part * part_bytes,
-                0 if source.scratch is None else _address(source.scratch[part]),
-                num_bags,
-                source.square,
-            )
-        )
-    return items
+    return (
+        _address(keys),
+        keys.strides[0],
+        keys.strides[-1],
+        source.key_type,
+        max(1, source.width),
+        keys.size,
+        0 if source.ends is None else _address(source.ends),
+        num_parts,
+        part_bytes,
+        source.size,
+        key_place,
+        itemsize == 4,
+        *of_weights,
+        weight_place,
+        0 if source.scratch is None else _address(source.scratch),
+        source.num_bags // num_parts,
+        source.square,
+    )
 
 
 # Keys of 32 bits ------------------------------------------------------------------------------------------------------

@@ -31,31 +31,31 @@ struct PackBags {
   int64_t* ends;         // out: [num_parts + 1], where each part begins among the keys, and where the last one ends
 };
 
-/// Keys of one feature for one part, with their weights.
+/// Keys of one feature, with their weights.
 ///
-/// Line i holds keys i * width to (i + 1) * width - 1 of the feature. Of these the keys from `begin` to `end` are
-/// written, then padding, `size` numbers in all. With `square` the keys of each bag take `square` places, the rest of
-/// which is padding.
+/// Line i holds keys i * width to (i + 1) * width - 1 of the feature. Each part gets `size` numbers: its keys, then
+/// padding. With `square` the keys of each bag take `square` places, the rest of which is padding.
 struct PackKeys {
   const char* keys;
   int64_t line_stride;  // bytes from one line to the next
   int64_t key_stride;   // bytes from one key of a line to the next
   PackType type;        // an integer
   int64_t width;
-  int64_t begin;
-  int64_t end;
-  int64_t num_checked;  // keys behind `end` that must be PADDING_KEY
+  int64_t num_keys;     // all behind the last part must be PADDING_KEY
+  const int64_t* ends;  // [num_parts + 1], of PackBags; null: each part has `size` keys, the last ones perhaps fewer
+  int64_t num_parts;
+  int64_t part_bytes;  // from one part's numbers to the next, of keys and of weights
   int64_t size;
-  char* packed;  // out: uint64_t [size]; or with is_narrow uint32_t [size], the low words
+  char* packed;  // out: the first part's uint64_t [size]; or with is_narrow uint32_t [size], the low words
   int64_t is_narrow;
   const char* weights;  // like keys; null: none
   int64_t weight_line_stride;
   int64_t weight_stride;
   PackType weight_type;    // kF32 or kF64
-  float* packed_weights;   // out: [size]
-  const int32_t* offsets;  // of the part's bags [num_bags + 1], from 0; used with square
-  int64_t num_bags;
-  int64_t square;  // 0: none
+  char* packed_weights;    // out: the first part's float [size]
+  const int32_t* offsets;  // used with square: [num_bags + 1] of each part, each from 0
+  int64_t num_bags;        // of a part
+  int64_t square;          // 0: none
 };
 
 }  // namespace jaxsok

@@ -226,6 +226,33 @@ void CopyNumbers(Lines from, int64_t begin, int64_t end, To* to, const Write& wr
   }
 }
 
+/// What one part gets of a feature.
+struct Part {
+  const PackKeys* item;
+  int64_t number;  // of the item
+  int64_t begin;   // among the keys of the feature
+  int64_t end;
+  int64_t num_checked;  // keys behind `end` that must be padding
+  char* packed;
+  float* weights;
+  const int32_t* offsets;
+};
+
+Part PartOf(const PackKeys& item, int64_t number, int64_t part) {
+  Part made = {&item, number, 0, 0, 0, item.packed + part * item.part_bytes, nullptr, nullptr};
+  if (item.ends != nullptr) {
+    made.begin = item.ends[part];
+    made.end = item.ends[part + 1];
+    if (part == item.num_parts - 1) made.num_checked = item.num_keys - made.end;
+  } else {
+    made.begin = std::min(part * item.size, item.num_keys);
+    made.end = std::min(made.begin + item.size, item.num_keys);
+  }
+  if (item.weights != nullptr) made.weights = reinterpret_cast<float*>(item.packed_weights + part * item.part_bytes);
+  if (item.square > 0) made.offsets = item.offsets + part * (item.num_bags + 1);
+  return made;
+}
+
 template <typename From, typename To>
 void CopyKeys(const PackKeys& item, int64_t begin, int64_t end, To* to) {
   CopyNumbers<From>({item.keys, item.line_stride, item.key_stride, item.width}, begin, end, to, [](From key) {
@@ -250,67 +277,67 @@ bool CopyWeightsOf(const PackKeys& item, int64_t begin, int64_t end, float* to) 
                                             : CopyWeights<float>(item, begin, end, to);
 }
 
-/// Writes places `first` to `last` of an item.
+/// Writes places `first` to `last` of a part.
 template <typename From, typename To>
-bool WritePlaces(const PackKeys& item, int64_t first, int64_t last) {
-  To* to = reinterpret_cast<To*>(item.packed);
-  const int64_t num_keys = item.end - item.begin;
-  const int64_t middle = std::clamp(num_keys, first, last);
-  CopyKeys<From>(item, item.begin + first, item.begin + middle, to + first);
+bool WritePlaces(const Part& part, int64_t first, int64_t last) {
+  const PackKeys& item = *part.item;
+  To* to = reinterpret_cast<To*>(part.packed);
+  const int64_t middle = std::clamp(part.end - part.begin, first, last);
+  CopyKeys<From>(item, part.begin + first, part.begin + middle, to + first);
   std::fill(to + middle, to + last, static_cast<To>(kPadding));
-  if (item.weights == nullptr) return true;
-  std::fill(item.packed_weights + middle, item.packed_weights + last, 0.0f);
-  return CopyWeightsOf(item, item.begin + first, item.begin + middle, item.packed_weights + first);
+  if (part.weights == nullptr) return true;
+  std::fill(part.weights + middle, part.weights + last, 0.0f);
+  return CopyWeightsOf(item, part.begin + first, part.begin + middle, part.weights + first);
 }
 
-/// Writes bags `first` to `last` of an item, each `square` places wide.
+/// Writes bags `first` to `last` of a part, each `square` places wide.
 template <typename From, typename To>
-bool WriteSquare(const PackKeys& item, int64_t first, int64_t last) {
-  To* to = reinterpret_cast<To*>(item.packed) + first * item.square;
-  for (int64_t bag = first; bag < last; ++bag, to += item.square) {
-    const int64_t begin = item.begin + item.offsets[bag], end = item.begin + item.offsets[bag + 1];
-    if (end - begin > item.square) return false;
-    CopyKeys<From>(item, begin, end, to);
-    std::fill(to + (end - begin), to + item.square, static_cast<To>(kPadding));
+bool WriteSquare(const Part& part, int64_t first, int64_t last) {
+  const int64_t square = part.item->square;
+  To* to = reinterpret_cast<To*>(part.packed) + first * square;
+  for (int64_t bag = first; bag < last; ++bag, to += square) {
+    const int64_t begin = part.begin + part.offsets[bag], end = part.begin + part.offsets[bag + 1];
+    if (end - begin > square) return false;
+    CopyKeys<From>(*part.item, begin, end, to);
+    std::fill(to + (end - begin), to + square, static_cast<To>(kPadding));
   }
   return true;
 }
 
 /// Whether the keys behind the last bag are padding.
 template <typename From>
-bool EndsWithPadding(const PackKeys& item) {
+bool EndsWithPadding(const Part& part) {
+  constexpr int64_t kMost = 256;
   uint64_t all = kPadding;
-  for (int64_t begin = item.end; begin < item.end + item.num_checked; begin += kKeysOfTask) {
-    uint64_t keys[256];
-    const int64_t last = std::min(begin + kKeysOfTask, item.end + item.num_checked);
-    for (int64_t i = begin; i < last; i += 256) {
-      const int64_t num = std::min<int64_t>(256, last - i);
-      CopyKeys<From>(item, i, i + num, keys);
-      for (int64_t j = 0; j < num; ++j) all &= keys[j];
-    }
+  for (int64_t i = part.end, last = part.end + part.num_checked; i < last; i += kMost) {
+    uint64_t keys[kMost];
+    const int64_t num = std::min(kMost, last - i);
+    CopyKeys<From>(*part.item, i, i + num, keys);
+    for (int64_t j = 0; j < num; ++j) all &= keys[j];
   }
   return all == kPadding;
 }
 
-/// Does one task of an item: a range of bags or of places, the first also the check behind the last bag.
-bool DoTask(const PackKeys& item, int64_t first, int64_t last, bool is_first) {
-  return WithInteger(item.type, [&](auto key) {
-    using From = decltype(key);
-    if (is_first && !EndsWithPadding<From>(item)) return false;
-    if (item.square > 0) {
-      return item.is_narrow ? WriteSquare<From, uint32_t>(item, first, last)
-                            : WriteSquare<From, uint64_t>(item, first, last);
-    }
-    return item.is_narrow ? WritePlaces<From, uint32_t>(item, first, last)
-                          : WritePlaces<From, uint64_t>(item, first, last);
-  });
-}
-
+/// A range of the places of a part, or of its bags where these become a rectangle.
 struct Task {
-  int64_t item;
+  int64_t part;
   int64_t first;
   int64_t last;
 };
+
+bool DoTask(const Part& part, int64_t first, int64_t last) {
+  const PackKeys& item = *part.item;
+  return WithInteger(item.type, [&](auto key) {
+    using From = decltype(key);
+    if (first == 0 && !EndsWithPadding<From>(part)) return false;
+    if (item.square > 0) {
+      return item.is_narrow ? WriteSquare<From, uint32_t>(part, first, last)
+                            : WriteSquare<From, uint64_t>(part, first, last);
+    }
+    return item.is_narrow ? WritePlaces<From, uint32_t>(part, first, last)
+                          : WritePlaces<From, uint64_t>(part, first, last);
+  });
+}
 
 /// Runs tasks over so many numbers in all; each returns 0, or the number of the item that it refuses. Returns the
 /// largest.
@@ -340,20 +367,25 @@ JAXSOK_VISIBLE int64_t JaxsokPackBags(const jaxsok::PackBags* items, int64_t num
 
 JAXSOK_VISIBLE int64_t JaxsokPackKeys(const jaxsok::PackKeys* items, int64_t num_items, int32_t num_threads) {
   using namespace jaxsok;
+  std::vector<Part> parts;
   std::vector<Task> tasks;
   int64_t num_keys = 0;
   for (int64_t i = 0; i < num_items; ++i) {
-    num_keys += items[i].size;
-    const int64_t size = items[i].square > 0 ? items[i].num_bags : items[i].size;
-    const int64_t step = items[i].square > 0 ? std::max<int64_t>(1, kKeysOfTask / items[i].square) : kKeysOfTask;
-    int64_t first = 0;
-    do {
-      tasks.push_back({i, first, std::min(first + step, size)});
-      first += step;
-    } while (first < size);
+    const PackKeys& item = items[i];
+    const int64_t size = item.square > 0 ? item.num_bags : item.size;
+    const int64_t step = item.square > 0 ? std::max<int64_t>(1, kKeysOfTask / item.square) : kKeysOfTask;
+    num_keys += item.size * item.num_parts;
+    for (int64_t part = 0; part < item.num_parts; ++part) {
+      parts.push_back(PartOf(item, i + 1, part));
+      int64_t first = 0;
+      do {
+        tasks.push_back({static_cast<int64_t>(parts.size()) - 1, first, std::min(first + step, size)});
+        first += step;
+      } while (first < size);
+    }
   }
   return RunAll(num_threads, num_keys, static_cast<int64_t>(tasks.size()), [&](int64_t t) {
-    const Task& task = tasks[t];
-    return DoTask(items[task.item], task.first, task.last, task.first == 0) ? 0 : task.item + 1;
+    const Part& part = parts[tasks[t].part];
+    return DoTask(part, tasks[t].first, tasks[t].last) ? 0 : part.number;
   });
 }

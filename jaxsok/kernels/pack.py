@@ -51,7 +51,7 @@ def pack_keys(items: Sequence[Iterable[int]], num_threads: int) -> bool:
     """Writes keys and weights of features; returns False where the data are refused.
 
     Args:
-      items: for each feature and part the fields of `PackKeys`.
+      items: for each feature the fields of `PackKeys`.
       num_threads: at most so many threads work, the caller's among them.
     """
     return _call(_functions()[1], items, num_threads)

@@ -551,7 +551,8 @@ def test_a_forked_process_packs_with_threads_of_its_own():
     collection.batch({"0 single": np.arange(300_000)})  # the parent has threads now
     keys = np.arange(300_000)
     packed = np.empty(300_000, np.int64)
-    item = (keys.ctypes.data, 8, 8, kernel.TYPES[keys.dtype], 1, 0, 300_000, 0, 300_000, packed.ctypes.data, *[0] * 9)
+    of_keys = (keys.ctypes.data, 8, 8, kernel.TYPES[keys.dtype], 1, 300_000)
+    item = (*of_keys, 0, 1, 0, 300_000, packed.ctypes.data, *[0] * 9)
     child = os.fork()
     if child == 0:
         is_right = kernel.pack_keys([item], 4) and (packed == keys).all()
