@@ -10,6 +10,7 @@ refuses, to raise the error. Both ways give the same batch.
 import ctypes
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -62,6 +63,8 @@ class _Source:
     weights: np.ndarray | None
     ends: np.ndarray | None = None
     """Where each part begins among ragged keys, and where the last one ends."""
+    longest: int = 0
+    """Ragged keys of the longest part."""
     scratch: np.ndarray | None = None
     """Offsets of ragged keys that become a rectangle; no device gets them."""
     size: int = 0
@@ -138,6 +141,7 @@ class Packer:
         self._features = tuple(features)
         self._tag = tag
         self._shards = shards
+        self._num_shards, self._num_processes = shards.num_shards, shards.num_processes  # a mesh counts its devices
         names = [{table.name for table in store.tables} for store in stores]
         self._of_store = [[i for i, spec in enumerate(features) if spec.table in tables] for tables in names]
         self._layouts: dict[Any, tuple[FeatureLayout, ...]] = {}
@@ -215,7 +219,7 @@ class Packer:
             rest, mask = split_lib.split_rest(rest, mask, num_bags, self._shards)
         elif mask is not None:
             mask = jnp.asarray(mask)
-        return Packing(Batch(Features(stores, self._tag, self._shards.num_shards), rest, mask), unsigned)
+        return Packing(Batch(Features(stores, self._tag, self._num_shards), rest, mask), unsigned)
 
     def _pack_stores(
         self, stores: Sequence[Sequence[_Source]], numbers: Sequence[int], is_split: bool
@@ -307,20 +311,22 @@ class Packer:
                 row, end_place = row + 1, end_place + ends.strides[0]
         if not kernel.pack_bags(items, self.num_threads):
             return None
+        for source, of_source in zip(ragged, ends.tolist(), strict=True):
+            source.longest = max(last - first for first, last in itertools.pairwise(of_source))
         return [memory.views(begin, np.int32, count) if count else [] for begin, count in places]
 
     def _set_size(self, source: _Source, num_parts: int, is_split: bool) -> bool:
         """Sets the size of a part's keys; returns False where there are too many keys, or no size can be agreed on."""
         limit, of_part = source.spec.max_keys, source.num_bags // num_parts
         if is_split and limit is not None:
-            limit = -(-limit // self._shards.num_shards)
+            limit = -(-limit // self._num_shards)
         if source.ends is None:
             source.size = num_keys = of_part * source.width
         else:
-            num_keys = int(np.diff(source.ends).max())
+            num_keys = source.longest
             if source.square:
                 source.size = of_part * source.square
-            elif limit is None and is_split and self._shards.num_processes > 1:
+            elif limit is None and is_split and self._num_processes > 1:
                 return False
             else:
                 source.size = limit or features_lib.buffer_size(num_keys)
