@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import functools
 import itertools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -106,10 +107,38 @@ class _Memory:
         self._lent = buffers.take(max(1, self.part_bytes * self._num_parts))
         self.address = ctypes.addressof(self._lent)
 
-    def views(self, begin: int, dtype: Any, count: int, *shape: int) -> list[np.ndarray]:
-        """Returns each part's array of `count` numbers."""
-        places = range(begin, begin + self._num_parts * self.part_bytes, self.part_bytes)
-        return [np.frombuffer(self._lent, dtype, count, place).reshape(shape or -1) for place in places]
+    def views(self, begin: int, dtype: Any, *shape: int) -> list[np.ndarray]:
+        """Returns each part's array of this shape; nothing for one without elements."""
+        count = math.prod(shape)
+        places = range(begin, begin + self._num_parts * self.part_bytes, self.part_bytes) if count else ()
+        return [np.frombuffer(self._lent, dtype, count, place).reshape(shape) for place in places]
+
+
+class _Place(NamedTuple):
+    """Where keys and weights of a store begin in each part, and how many there are."""
+
+    keys: int
+    weights: int
+    num_keys: int
+    num_weights: int
+    itemsize: int
+    """Bytes of a key: 8, or 4 where low words travel."""
+
+    @classmethod
+    def reserve(cls, memory: _Memory, store: Sequence[_Source], may_narrow: bool) -> "_Place":
+        num_keys = sum(source.size for source in store)
+        num_weights = sum(source.size for source in store if source.weights is not None)
+        itemsize = 4 if store and may_narrow and all(source.is_narrow for source in store) else 8
+        return cls(
+            memory.reserve(itemsize * num_keys), memory.reserve(4 * num_weights), num_keys, num_weights, itemsize
+        )
+
+    def key_views(self, memory: _Memory) -> list[np.ndarray]:
+        shape = (self.num_keys,) if self.itemsize == 4 else (self.num_keys, 2)
+        return memory.views(self.keys, np.uint32, *shape)
+
+    def weight_views(self, memory: _Memory) -> list[np.ndarray]:
+        return memory.views(self.weights, np.float32, self.num_weights)
 
 
 _Unsigned = tuple[tuple[int, int, int], ...]
@@ -206,7 +235,7 @@ class Packer:
             described.append(source)
         num_samples, num_bags = described[0].num_samples, described[0].num_bags
         numbers = self._shards.local() if is_split else [0]
-        if num_bags == 0 or num_bags % len(numbers):
+        if num_bags == 0 or num_bags % len(numbers) or any(source.num_bags != num_bags for source in described):
             return None
         found = self._pack_stores([[described[i] for i in members] for members in self._of_store], numbers, is_split)
         if found is None:
@@ -235,31 +264,24 @@ class Packer:
             for source in store:
                 if not self._set_size(source, num_parts, is_split):
                     return None
-            num_keys = sum(source.size for source in store)
-            num_weights = sum(source.size for source in store if source.weights is not None)
-            if num_keys >= 2**31:
-                return None
-            itemsize = 4 if may_narrow and all(source.is_narrow for source in store) else 8
-            begin, begin_weights = memory.reserve(itemsize * num_keys), memory.reserve(4 * num_weights)
-            places.append((begin, begin_weights, num_keys, num_weights, itemsize))
+            places.append(_Place.reserve(memory, store, may_narrow))
+        if any(place.num_keys >= 2**31 for place in places):
+            return None
         memory.take(buffers)
-        for store, (begin, begin_weights, _, _, itemsize) in zip(stores, places, strict=True):
-            key_place, weight_place = memory.address + begin, memory.address + begin_weights
+        for store, place in zip(stores, places, strict=True):
+            keys_at, weights_at = memory.address + place.keys, memory.address + place.weights
             for source in store:
-                items.append(_key_item(source, key_place, weight_place, itemsize, num_parts, memory.part_bytes))
-                key_place += itemsize * source.size
-                weight_place += 4 * source.size if source.weights is not None else 0
+                items.append(_key_item(source, keys_at, weights_at, place.itemsize, num_parts, memory.part_bytes))
+                keys_at += place.itemsize * source.size
+                weights_at += 4 * source.size if source.weights is not None else 0
         if not kernel.pack_keys(items, self.num_threads):
             return None
 
         leaves = []
-        for (begin, begin_weights, num_keys, num_weights, itemsize), of_store in zip(places, offsets, strict=True):
-            shape = (num_keys,) if itemsize == 4 else (num_keys, 2)
-            keys = memory.views(begin, np.uint32, num_keys * itemsize // 4, *shape) if num_keys else None
-            weights = memory.views(begin_weights, np.float32, num_weights) if num_weights else None
-            leaves.append(keys or [keys_lib.padding_words((1,))] * num_parts)
+        for place, of_store in zip(places, offsets, strict=True):
+            leaves.append(place.key_views(memory) or [keys_lib.padding_words((1,))] * num_parts)
             leaves.append(of_store or [np.zeros(1, np.int32)] * num_parts)
-            leaves.append(weights or [np.zeros(1, np.float32)] * num_parts)
+            leaves.append(place.weight_views(memory) or [np.zeros(1, np.float32)] * num_parts)
         if is_split:
             arrays = [self._shards.put(dict(zip(numbers, parts, strict=True))) for parts in leaves]
         else:
@@ -267,18 +289,8 @@ class Packer:
         packed, unsigned = [], []
         for s, store in enumerate(stores):
             layouts = self._layouts_of(s, store, num_parts)
-            keys, starts, weights = arrays[3 * s : 3 * s + 3]
-            packed.append(StoreFeatures(keys, starts, weights, layouts))
-            of_store = [
-                (
-                    layout.key_start,
-                    layout.num_keys,
-                    layout.num_offsets and layout.offsets_start + layout.num_offsets - 1,
-                )
-                for source, layout in zip(store, layouts, strict=True)
-                if source.key_type == _UNSIGNED
-            ]
-            unsigned.append(tuple(of_store) if keys.ndim == 1 else None)
+            packed.append(StoreFeatures(*arrays[3 * s : 3 * s + 3], layouts))
+            unsigned.append(_unsigned_of(store, layouts) if places[s].itemsize == 4 else None)
         return tuple(packed), tuple(unsigned)
 
     def _pack_offsets(
@@ -313,7 +325,7 @@ class Packer:
             return None
         for source, of_source in zip(ragged, ends.tolist(), strict=True):
             source.longest = max(last - first for first, last in itertools.pairwise(of_source))
-        return [memory.views(begin, np.int32, count) if count else [] for begin, count in places]
+        return [memory.views(begin, np.int32, count) for begin, count in places]
 
     def _set_size(self, source: _Source, num_parts: int, is_split: bool) -> bool:
         """Sets the size of a part's keys; returns False where there are too many keys, or no size can be agreed on."""
@@ -482,6 +494,14 @@ def _key_item(
 
 
 # Keys of 32 bits ------------------------------------------------------------------------------------------------------
+
+
+def _unsigned_of(store: Sequence[_Source], layouts: Sequence[FeatureLayout]) -> _Unsigned:
+    return tuple(
+        (layout.key_start, layout.num_keys, layout.num_offsets and layout.offsets_start + layout.num_offsets - 1)
+        for source, layout in zip(store, layouts, strict=True)
+        if source.key_type == _UNSIGNED
+    )
 
 
 def _widen(
