@@ -13,6 +13,7 @@ Last result: none yet.
 
 import concurrent.futures
 import dataclasses
+import gc
 import itertools
 import os
 import time
@@ -48,6 +49,7 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_
             id_sets = workloads.draw_batches(workload, "uniform", protocol.num_key_sets, seed)
             _measure_host(_Input(workload, recorder, protocol), id_sets, threads)
             _measure_steps(_Input(workload, recorder, protocol), id_sets)
+        gc.collect()
 
 
 @dataclasses.dataclass

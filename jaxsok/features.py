@@ -345,7 +345,7 @@ def _is_global(value: Any) -> bool:
 
 def _num_samples(value: Any) -> int | None:
     """Returns the samples of a feature by its shapes; None if they do not say, which `_read` refuses."""
-    if type(value) is np.ndarray:
+    if isinstance(value, np.ndarray):
         return value.shape[0] if value.ndim else None
     bags = bags_of(value)
     for given, more in ((bags.inverse, 0), (bags.lengths, 0), (bags.offsets, 1), (bags.keys, 0)):

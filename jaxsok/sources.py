@@ -124,11 +124,11 @@ def _converted(spec: FeatureSpec, value: Any, what: str) -> Any:
             f"{what}: keys: got an empty list, wanted a key for each sample; samples without keys are "
             "jaxsok.Bags([], lengths=[0, 0, ...])."
         )
-    if type(value) is np.ndarray:  # most are, and every batch comes through here
+    if isinstance(value, np.ndarray):  # most are, and every batch comes through here
         return value
     bags = bags_of(value)
     others = {name: getattr(bags, name) for name in ("lengths", "offsets", "weights", "inverse")}
-    if all(one is None or type(one) is np.ndarray for one in (bags.keys, *others.values())):
+    if all(one is None or isinstance(one, np.ndarray) for one in (bags.keys, *others.values())):
         return value
     if _is_coo(bags.keys):
         given = [name for name in ("lengths", "offsets", "weights") if others[name] is not None]
