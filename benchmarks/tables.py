@@ -474,7 +474,7 @@ def cpu_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 INPUT_COLUMNS = ("workload", "what", "who", "keys", "threads", "ms", "spread", "M keys/s", "GB/s", "of limit")
-"""Of the way in: packing beside a copy of as many bytes by as many threads; a fed step beside one packed before."""
+"""Of `input`: packing has a copy of as many bytes by as many threads as its limit, a fed step one packed before."""
 
 
 def input_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:

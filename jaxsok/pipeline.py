@@ -2,8 +2,8 @@
 
 When batch k is handed out, the next one is packed and its copy to the devices has begun, and a thread packs the one
 after that, while the caller dispatches step k. On a GPU a copy waits for the programs that were dispatched before it,
-and later ones run beside it: the copy of batch k + 1 runs during step k. Therefore nothing that reads a batch is
-dispatched before the step that follows its packing. Raw batches are read by the caller's thread.
+and runs at the same time as later ones: the copy of batch k + 1 runs during step k. Therefore nothing that reads a
+batch is dispatched before the step that follows its packing. Raw batches are read by the caller's thread.
 
 On a mesh, when batch k is handed out, the plans of the next two are running on the devices, and batches k + 3 and k + 4
 are on their way. When the caller, having dispatched step k, asks for batch k + 1, the host reads the counts of its
@@ -31,7 +31,7 @@ from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
 
 HEADROOM = 1.03  # a new capacity over its load: similar batches differ by a few per cent
-PACKED_AHEAD = 2  # batches, beyond those with plans, of which one is packed and one being packed when one is handed out
+PACKED_AHEAD = 2  # batches that are packed or being packed, in addition to those with plans, when one is handed out
 PLANS_AHEAD = 2  # on a mesh, batches whose plans are under way when one is handed out
 SPARE = 1.5  # a capacity in use is kept for loads down to this part of it: fewer programs
 

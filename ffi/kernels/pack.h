@@ -34,7 +34,7 @@ struct PackBags {
 /// Keys of one feature, with their weights.
 ///
 /// Line i holds keys i * width to (i + 1) * width - 1 of the feature. Each part gets `size` numbers: its keys, then
-/// padding. With `square` the keys of each bag take `square` places, the rest of which is padding.
+/// padding. With `square` the keys of each bag take `square` places; the rest of these is padding.
 struct PackKeys {
   const char* keys;
   int64_t line_stride;  // bytes from one line to the next

@@ -22,7 +22,8 @@ namespace jaxsok {
 namespace {
 
 constexpr uint64_t kPadding = ~uint64_t{0};
-constexpr int64_t kKeysOfTask = 32 << 10;    // 256 KiB of keys: long beside the start of a task, short beside a batch
+constexpr int64_t kKeysOfTask =
+    32 << 10;  // 256 KiB of keys: long compared with the start of a task, short with a batch
 constexpr int64_t kWorkOfThread = 64 << 10;  // numbers that are worth waking a thread for: some 20 us
 
 // Threads -----------------------------------------------------------------------------------------------------

@@ -303,7 +303,7 @@ BAD = {
 @pytest.mark.parametrize("num_shards", [None, 4])
 @pytest.mark.parametrize("name", BAD)
 def test_refusals_are_those_of_numpy(name, num_shards):
-    """What NumPy refuses is refused with the same words; what it takes is taken, beside good features."""
+    """What NumPy refuses is refused with the same words, what it takes is taken; the other features are good."""
     kind, value = BAD[name]
     collection = declared(("ragged_weighted", kind, "single"), num_shards)
     num_samples = 6 if "divide" in name else 0 if name == "no samples" else 4
@@ -615,7 +615,7 @@ def test_memory_is_pinned_and_given_back(num_shards):
 
 @pytest.mark.gpu
 def test_32_bits_travel():
-    """Half the bytes go over the link; the batch has words all the same."""
+    """Half the bytes go over the link; the batch still has words."""
     collection = declared(("single", "ragged"), None)
     raw = {"0 single": np.array([-2, -1, 5, 2**31 - 1], np.int32), "1 ragged": BAGS(KEYS, lengths=[3, 3, 2, 0])}
     raw["1 ragged"] = dataclasses.replace(raw["1 ragged"], keys=KEYS.astype(np.uint32))

@@ -127,7 +127,7 @@ def test_the_next_batches_are_under_way_before_the_step(num_shards, num_ahead):
 
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
 def test_a_reader_may_use_its_arrays_again(num_shards):
-    """A raw batch has been read when the next one is asked for; packing goes on beside the caller."""
+    """A raw batch has been read when the next one is asked for; packing goes on in another thread."""
     keys = np.empty(40_000, np.int64)
 
     def raws():

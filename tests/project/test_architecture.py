@@ -17,8 +17,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-# Ops that have kernels. An exchange is XLA's collective, or goes through windows, which have kernels and no op; batches are
-# packed by functions of the CPU library, outside of programs.
+# Ops that have kernels. An exchange is XLA's collective, or goes through windows, which have kernels and no op. Packing
+# is a function of the CPU library, called outside of programs.
 NOUNS = ("table", "plan", "combine", "update", "lookup", "evict", "tickets")
 FILES_OF_A_NOUN = (
     "ffi/kernels/{}.h",
