@@ -165,10 +165,15 @@ class Packed:
         """Shares everything with the collection."""
         self.stores, self.shards, self.growth = collection.stores, collection.shards, collection.growth
         self.plan = collection.plan
+        self.packer = self
 
-    def batch(self, raw: Any, *, pad_to: int | None = None) -> Batch:
+    def begin(self, raw: Batch, pad_to: int | None) -> Batch:
         """The batch itself."""
         return raw
+
+    def finish(self, packing: Batch) -> Batch:
+        """The batch itself."""
+        return packing
 
 
 class Sharded:

@@ -16,6 +16,7 @@ from . import (
     bench_cpu,
     bench_dims,
     bench_evict,
+    bench_input,
     bench_insert,
     bench_life,
     bench_lookup,
@@ -49,7 +50,7 @@ ON_FILLED = {
 
 WITHOUT_TABLES = {"plan": bench_plan, "combine": bench_combine}
 
-OWN_TABLES = ("insert", "scale", "dims", "evict", "life", "serving", "cpu")
+OWN_TABLES = ("insert", "scale", "dims", "evict", "life", "serving", "input", "cpu")
 """The parts with tables of their own, in the order in which they are measured."""
 
 
@@ -84,6 +85,7 @@ def one_device(options: argparse.Namespace, protocol: Protocol, recorder: Record
         "evict": lambda: bench_evict.measure(recorder, copy_gb_s, scale, is_quick),
         "life": lambda: bench_life.measure(recorder, brief, seed, scale, is_quick),
         "serving": lambda: bench_serving.measure(recorder, brief, seed, copy_gb_s, scale, is_quick),
+        "input": lambda: bench_input.measure(recorder, brief, seed, scale, is_quick),
         "cpu": lambda: bench_cpu.measure(recorder, protocol, seed, scale, is_quick),
     }
     for part in OWN_TABLES:

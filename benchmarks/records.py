@@ -56,6 +56,9 @@ EXPORT = "export to the host"
 SERVED = "frozen lookup, latency"
 SERVED_KERNELS = "frozen lookup, kernels"
 SERVED_FLOOR = "bytes and one launch"
+PACK = "pack a batch"
+HOST_COPY = "copy on the host"
+LINK = "copy to the device"
 
 # The parts of a step on a mesh, and what is measured around it.
 DISTINCT = "distinct keys"

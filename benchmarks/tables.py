@@ -476,6 +476,29 @@ def cpu_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     ]
 
 
+INPUT_COLUMNS = ("workload", "what", "who", "keys", "threads", "ms", "spread", "M keys/s", "GB/s", "of limit")
+"""Of `input`: packing has a copy of as many bytes by as many threads as its limit, a fed step one packed before."""
+
+
+def input_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Packing, copies on the host and to the device, and steps, by workload."""
+    return [
+        (
+            record.workload,
+            _what(record),
+            record.by or record.subject,
+            record.variant,
+            f"{record.notes['num_threads'] or NOTHING}",
+            f"{record.timing.ms:.4g}",
+            record.timing.spread_text,
+            f"{record.num_keys / record.timing.ms * 1e-3:.4g}",
+            record.rate_text,
+            _of_limit(record),
+        )
+        for record in records
+    ]
+
+
 SERVING_COLUMNS = (
     "workload",
     "samples",
@@ -536,6 +559,7 @@ PARTS: dict[str, tuple[str, Sequence[str], Callable[[Sequence[Record]], list[tup
     "evict": ("Eviction of the least recently used tenth (rowwise Adagrad):", EVICT_COLUMNS, evict_rows),
     "life": ("Statistics, admission and export (W1, rowwise Adagrad):", LIFE_COLUMNS, life_rows),
     "serving": ("Frozen tables, looked up in three ways:", SERVING_COLUMNS, serving_rows),
+    "input": ("From a reader's arrays to the device:", INPUT_COLUMNS, input_rows),
     "cpu": ("A static table on this CPU (SGD):", CPU_COLUMNS, cpu_rows),
 }
 """The parts that have a table of their own: its title, columns, and what makes it of the part's records."""

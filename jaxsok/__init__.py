@@ -13,7 +13,7 @@ from jaxsok.memory import MemoryEstimate, StoreMemory, memory_estimate
 from jaxsok.plan import Plan
 from jaxsok.planner import Proposal, TableProposal, propose
 from jaxsok.records import Records
-from jaxsok.sources import Coo
+from jaxsok.sources import Coo, from_kjt
 from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, Placement, StoreSpec, TableSpec, on
 from jaxsok.stats import Stats
 from jaxsok.store import State, StoreState
@@ -51,6 +51,7 @@ __all__ = [
     "TableFullError",
     "TableProposal",
     "TableSpec",
+    "from_kjt",
     "initializers",
     "memory_estimate",
     "on",

@@ -7,7 +7,6 @@ it holds no array and never waits for the device. A wrong prediction costs a com
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import logging
 import threading
@@ -22,24 +21,9 @@ import numpy as np
 from jaxsok import checks
 from jaxsok.annotations import annotated
 from jaxsok.grow import LOOK_EVERY, GrowthTracker, free_bytes, next_capacity
+from jaxsok.settings import current_settings, in_settings
 from jaxsok.specs import StoreSpec
 from jaxsok.store import State, StoreState, capacities_of, num_buckets_of, with_slab
-
-# JAX's settings that change a program and that a context can hold for one thread alone. A thread begins with the
-# global ones, so the compiling one is given those of the caller; and a program serves only the settings it was made in.
-_SETTINGS = (
-    jax.default_device,
-    jax.default_matmul_precision,
-    jax.default_prng_impl,
-    jax.enable_x64,
-    jax.numpy_dtype_promotion,
-    jax.numpy_rank_promotion,
-    jax.threefry_partitionable,
-    jax.enable_custom_prng,
-    jax.softmax_custom_jvp,
-    jax.allow_f16_reductions,
-    jax.debug_key_reuse,
-)
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +70,7 @@ class Ahead:
 
     def __call__(self, *args, **kwargs):
         """Calls the step's program for these arguments, compiled on the spot if there is none."""
-        settings = _settings()
+        settings = current_settings()
         # Inside a trace there is no program to call; a compiled one cannot run operation by operation.
         is_debugging = jax.config.jax_disable_jit or jax.debug_nans.value or jax.debug_infs.value
         if settings is None or is_debugging:
@@ -234,7 +218,7 @@ class Ahead:
 
     def _compile_ahead(self, program: _Program, args: tuple, kwargs: dict, settings: tuple) -> None:
         try:
-            with _in_settings(settings):
+            with in_settings(settings):
                 self._compile(program, args, kwargs)
         except BaseException as error:  # what a thread raises is not seen: the next call warns of it
             if not program.compiled.done():  # a call may be waiting
@@ -250,30 +234,6 @@ class Ahead:
                 RuntimeWarning,
                 stacklevel=3,
             )
-
-
-# Settings -------------------------------------------------------------------------------------------------------------
-
-
-def _settings() -> tuple | None:
-    try:
-        mesh = jax.sharding.get_mesh()
-    except ValueError:  # JAX's way to say that a trace is under way
-        return None
-    return (mesh, *(setting.value for setting in _SETTINGS))
-
-
-@contextlib.contextmanager
-def _in_settings(settings: tuple) -> Iterator[None]:
-    """Gives this thread the settings of another; equal settings stay, so that JAX's caches are shared."""
-    mesh, *values = settings
-    with contextlib.ExitStack() as stack:
-        for setting, value in zip(_SETTINGS, values, strict=True):
-            if setting.value != value:
-                stack.enter_context(setting(value))
-        if jax.sharding.get_mesh() != mesh:
-            stack.enter_context(jax.set_mesh(mesh))
-        yield
 
 
 # Shapes ---------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """What a user declares and calls: tables, features, a mesh. A collection holds no arrays; the state does."""
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,10 +19,9 @@ from jaxsok import grow as grow_lib
 from jaxsok import imports as imports_lib
 from jaxsok import memory as memory_lib
 from jaxsok import norms as norms_lib
+from jaxsok import pack as pack_lib
 from jaxsok import pipeline as pipeline_lib
 from jaxsok import plan as plan_lib
-from jaxsok import sources as sources_lib
-from jaxsok import split as split_lib
 from jaxsok.features import Batch, Features
 from jaxsok.kernels import library
 from jaxsok.lookup import Embeddings
@@ -109,6 +107,7 @@ class Collection:
         self.partition_owners: np.ndarray = plan_lib.default_owners(num_shards)[: None if num_shards > 1 else 1]
         self.growth = grow_lib.GrowthTracker.of(self.stores, self.tables, self.shards)
         of_tables = [(table.name, operations.locate("Collection", self, table.name)[0]) for table in self.tables]
+        self.packer: pack_lib.Packer = pack_lib.Packer(self.stores, self.features, self.fingerprint, self.shards)
         self._steps = Steps(self.stores, tuple(of_tables), Strategy.of(self.shards, self.exchange))
 
     def __repr__(self) -> str:
@@ -175,7 +174,6 @@ class Collection:
         self.growth.forget()
         return state
 
-    @annotations.annotated("jaxsok.batch")
     def batch(self, raw: Mapping[str, Any], *, pad_to: int | None = None) -> Batch:
         """Packs a raw batch: features into few arrays of static size, everything else untouched.
 
@@ -195,24 +193,16 @@ class Collection:
           TypeError, ValueError: names the feature, the argument, what was got and wanted.
 
         Cost:
-          Host work for NumPy input: one copy of the keys and one transfer per store.
+          NumPy input is read once, by several threads, and written to where the devices copy from; one transfer per
+          store, which the call does not wait for. On GPUs this memory is pinned, and keys of 32 bits travel as such.
+          It is kept for the next batches: per batch in use twice the batch at most. Features with `inverse` take
+          several passes of one thread.
 
         Example:
           `batch = collection.batch({"user": user_ids, "history": Bags(ids, lengths=lengths), "label": clicks})`
         """
-        mask: Any = None
-        raw = sources_lib.converted(raw, self.features)
-        features_lib.require_features(raw, self.features)
-        features_lib.require_samples(raw, self.features)
-        if pad_to is not None:
-            raw, mask = split_lib.pad(raw, self.features, pad_to)
-        if not self.shards.sees_parts():
-            batch = split_lib.pack_sharded(raw, self.stores, self.features, self.fingerprint, self.shards, mask)
-        else:
-            batch = features_lib.pack(raw, self.stores, self.features, self.fingerprint)
-            features = dataclasses.replace(batch.features, num_parts=self.shards.num_shards)
-            batch = dataclasses.replace(batch, features=features, mask=None if mask is None else jnp.asarray(mask))
-        self._note_keys([batch.features])
+        batch = self.packer.finish(self.packer.begin(raw, pad_to))
+        self.growth.saw_features([batch.features])
         return batch
 
     @annotations.annotated("jaxsok.plan")
@@ -239,12 +229,12 @@ class Collection:
         return self._steps.call("plan", features, send_capacity)
 
     def pipeline(self, batches: Iterable[Mapping[str, Any]], *, pad_to: int | None = None) -> "pipeline_lib.Pipeline":
-        """Iterates over (batch, plan) of raw batches, made two batches ahead, while earlier steps run.
+        """Iterates over (batch, plan) of raw batches, made while earlier steps run.
 
-        On a mesh the keys are exchanged with the plan, and its counts choose the send capacity: the step has no loop,
-        the host never waits for a step, and results are those of `lookup(state, batch.features)`. Few capacities are
-        used, each a program of the step. On one device plans are left to the lookup, which is faster. `pad_to` is that
-        of `batch`.
+        On a mesh, two batches ahead, the keys are exchanged with the plan, and its counts choose the send capacity: the
+        step has no loop, the host never waits for a step, and results are those of `lookup(state, batch.features)`. Few
+        capacities are used, each a program of the step. On one device plans are left to the lookup, which is faster. A
+        thread packs two batches further ahead. `pad_to` is that of `batch`.
 
         Example:
           >>> for batch, plan in collection.pipeline({"clicked": np.arange(i, i + 4)} for i in range(3)):
@@ -282,7 +272,7 @@ class Collection:
         plan = features if isinstance(features, Plan) else Plan(features)
         check_features("lookup", self, plan.features)
         now = clock_of("lookup", clock)
-        self._note_keys([plan.features])
+        self.growth.saw_features([plan.features])
         state, plan, now = guards.whole("lookup", state=state, features=plan, clock=now)
         return self._steps.call("lookup", state, plan, now)
 
@@ -330,7 +320,7 @@ class Collection:
         plans, grads = self._plans_and_gradients("update", plan, gradients)
         if learning_rate is not None:
             check_scalar("update: learning_rate", learning_rate)
-        self._note_keys([one.features for one in plans])
+        self.growth.saw_features([one.features for one in plans])
         state, plans, grads = guards.whole("update", state=state, plan=plans, gradients=grads)
         self._check_gradients("update", plans, grads)
         return self._steps.call("update", state, plans, [dict(of_plan) for of_plan in grads], learning_rate)
@@ -878,12 +868,6 @@ class Collection:
             device_bytes=device_bytes,
             memory_fraction=memory_fraction,
         )
-
-    def _note_keys(self, features: Sequence[Features]) -> None:
-        for s, spec in enumerate(self.stores):
-            layouts = [layout for part in features for layout in part.stores[s].layouts]
-            keys = grow_lib.keys_at_most(spec, [(layout.table, layout.num_keys) for layout in layouts])
-            self.growth.saw_batch(s, keys)
 
     def _check_send_capacity(self, send_capacity: Sequence[int]) -> None:
         what = "plan: send_capacity"

@@ -277,7 +277,7 @@ class Batch:
 
 
 @dataclasses.dataclass
-class _Part:
+class Part:
     """One feature, read and checked, before it is packed."""
 
     spec: FeatureSpec
@@ -339,12 +339,14 @@ def require_samples(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> 
 
 
 def _is_global(value: Any) -> bool:
-    keys = bags_of(value).keys
+    keys = value.keys if isinstance(value, Bags) else value
     return isinstance(keys, jax.Array) and not isinstance(keys, jax.core.Tracer) and not keys.is_fully_addressable
 
 
 def _num_samples(value: Any) -> int | None:
     """Returns the samples of a feature by its shapes; None if they do not say, which `_read` refuses."""
+    if isinstance(value, np.ndarray):
+        return value.shape[0] if value.ndim else None
     bags = bags_of(value)
     for given, more in ((bags.inverse, 0), (bags.lengths, 0), (bags.offsets, 1), (bags.keys, 0)):
         if given is not None and hasattr(given, "shape"):
@@ -392,8 +394,8 @@ def shaped(store: StoreSpec, features: Sequence[FeatureSpec], sizes: Mapping[str
         if spec.combiner is None:
             num_bags = num_keys
         hotness = 0 if spec.combiner and is_ragged else 1
-        parts.append(_Part(spec, words, offsets, weights, num_bags, hotness, (num_bags,)))
-    layouts = _layouts(store, parts)
+        parts.append(Part(spec, words, offsets, weights, num_bags, hotness, (num_bags,)))
+    layouts = layouts_of(store, parts)
     num_offsets = sum(layout.num_offsets for layout in layouts)
     num_weights = sum(layout.num_keys for layout in layouts if layout.weights_start >= 0)
     return StoreFeatures(
@@ -413,7 +415,7 @@ def part_shape(features: StoreFeatures, num_parts: int) -> StoreFeatures:
     )
 
 
-def _pack_store(store: StoreSpec, parts: Sequence[_Part]) -> StoreFeatures:
+def _pack_store(store: StoreSpec, parts: Sequence[Part]) -> StoreFeatures:
     nothing = np.zeros(1, np.int32)
     inverses = [part.inverse for part in parts if part.inverse is not None]
     inverse = _join(inverses, nothing) if inverses else None
@@ -423,12 +425,13 @@ def _pack_store(store: StoreSpec, parts: Sequence[_Part]) -> StoreFeatures:
         _join([part.words for part in parts], keys_lib.padding_words((1,))),
         _join([part.offsets for part in parts if part.offsets is not None], nothing),
         _join([part.weights for part in parts if part.weights is not None], np.zeros(1, np.float32)),
-        _layouts(store, parts),
+        layouts_of(store, parts),
         inverse,
     )
 
 
-def _layouts(store: StoreSpec, parts: Sequence[_Part]) -> tuple[FeatureLayout, ...]:
+def layouts_of(store: StoreSpec, parts: Sequence[Part]) -> tuple[FeatureLayout, ...]:
+    """Lays out the features of a store, one after the other; of their arrays only the shapes are read."""
     layouts: list[FeatureLayout] = []
     key_start = bag_start = offsets_start = weights_start = tile_start = inverse_start = 0
     for part in parts:
@@ -474,7 +477,7 @@ def _join(arrays: Sequence[Any], empty: np.ndarray) -> Any:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _read(spec: FeatureSpec, value: Any) -> _Part:
+def _read(spec: FeatureSpec, value: Any) -> Part:
     what = f'batch: feature "{spec.name}"'
     bags = bags_of(value)
     part = _read_bags(spec, bags, what)
@@ -490,7 +493,7 @@ def _read(spec: FeatureSpec, value: Any) -> _Part:
     return dataclasses.replace(_with_more_bags(part, inverse.shape[0]), inverse=inverse)
 
 
-def _with_more_bags(part: _Part, num_samples: int) -> _Part:
+def _with_more_bags(part: Part, num_samples: int) -> Part:
     """Adds empty bags until their number is the next power of two, or the number of samples.
 
     Without them each number of bags would be a program. Bags of one size stay within `max_keys`.
@@ -532,7 +535,7 @@ def read_inverse(bags: Bags, num_bags: int, what: str) -> Any:
     return given.astype(np.int32)
 
 
-def _read_bags(spec: FeatureSpec, bags: Bags, what: str) -> _Part:
+def _read_bags(spec: FeatureSpec, bags: Bags, what: str) -> Part:
     words = keys_lib.words_of(bags.keys, spec.key_dtype, what)
     weights = _read_weights(spec, bags, words.shape[:-1], what)
     if bags.lengths is not None or bags.offsets is not None:
@@ -557,7 +560,7 @@ def _read_bags(spec: FeatureSpec, bags: Bags, what: str) -> _Part:
     _limit(spec, words.shape[0], what)
     if spec.combiner is None:
         num_bags, hotness = words.shape[0], 1
-    return _Part(spec, words, None, weights, num_bags, hotness, shape)
+    return Part(spec, words, None, weights, num_bags, hotness, shape)
 
 
 def _limit(spec: FeatureSpec, num_keys: int, what: str) -> None:
@@ -614,7 +617,7 @@ def read_offsets(bags: Bags, words: Any, what: str) -> Any:
     return rising(jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(given.astype(jnp.int32))]), words.shape[0])
 
 
-def _read_ragged(spec: FeatureSpec, bags: Bags, words: Any, weights: Any, what: str) -> _Part:
+def _read_ragged(spec: FeatureSpec, bags: Bags, words: Any, weights: Any, what: str) -> Part:
     offsets = read_offsets(bags, words, what)
     if isinstance(offsets, jax.Array) or isinstance(words, jax.Array):
         place = jnp.arange(words.shape[0], dtype=jnp.int32)
@@ -627,11 +630,16 @@ def _read_ragged(spec: FeatureSpec, bags: Bags, words: Any, weights: Any, what: 
     _limit(spec, words.shape[0], what)
     if spec.max_hotness is not None:
         return _to_rectangle(spec, words, offsets, num_bags, what)
-    size = spec.max_keys or max(1, 1 << (words.shape[0] - 1).bit_length() if words.shape[0] else 1)
+    size = spec.max_keys or buffer_size(words.shape[0])
     words, weights = _pad(words, weights, size)
     if spec.combiner is None:
-        return _Part(spec, words, offsets, None, size, 1, (size,))
-    return _Part(spec, words, offsets, weights, num_bags, 0, (num_bags,))
+        return Part(spec, words, offsets, None, size, 1, (size,))
+    return Part(spec, words, offsets, weights, num_bags, 0, (num_bags,))
+
+
+def buffer_size(num_keys: int) -> int:
+    """Returns the size of a buffer of ragged keys without `max_keys`: powers of two, so that programs are few."""
+    return 1 << (num_keys - 1).bit_length() if num_keys else 1
 
 
 def rising(offsets: Array, num_keys: int) -> Int32[Array, " num_bags_plus_1"]:
@@ -680,7 +688,7 @@ def _pad(words: Any, weights: Any, size: int) -> tuple[Any, Any]:
     return words, weights
 
 
-def _to_rectangle(spec: FeatureSpec, words: Any, offsets: Any, num_bags: int, what: str) -> _Part:
+def _to_rectangle(spec: FeatureSpec, words: Any, offsets: Any, num_bags: int, what: str) -> Part:
     width = spec.max_hotness
     if isinstance(offsets, np.ndarray):
         lengths = np.diff(offsets)
@@ -698,4 +706,4 @@ def _to_rectangle(spec: FeatureSpec, words: Any, offsets: Any, num_bags: int, wh
         inside = place < offsets[1:, None]
         padded = jnp.concatenate([words, keys_lib.padding_words((1,))])
         square = padded[jnp.where(inside, place, words.shape[0])]
-    return _Part(spec, square.reshape(-1, 2), None, None, num_bags * width, 1, (num_bags, width))
+    return Part(spec, square.reshape(-1, 2), None, None, num_bags * width, 1, (num_bags, width))

@@ -41,6 +41,7 @@ from jaxsok import coming as coming_lib
 from jaxsok import evict as evict_lib
 from jaxsok.checks import there
 from jaxsok.coming import Coming
+from jaxsok.features import Features
 from jaxsok.shards import ONE_DEVICE, Shards
 from jaxsok.specs import StoreSpec, TableSpec, pinned_and_spread
 from jaxsok.store import State, StoreState, capacities_of, new_slab, num_buckets_of, row_bytes, with_slab
@@ -130,6 +131,12 @@ class GrowthTracker:
     def saw_batch(self, store: int, num_keys: int) -> None:
         """Notes how many keys one step asks of a store."""
         self.keys_per_step[store] = max(self.keys_per_step[store], num_keys)
+
+    def saw_features(self, features: Sequence[Features]) -> None:
+        """Notes how many keys one step may insert that looks all of these up."""
+        for s, spec in enumerate(self.specs):
+            layouts = [layout for part in features for layout in part.stores[s].layouts]
+            self.saw_batch(s, keys_at_most(spec, [(layout.table, layout.num_keys) for layout in layouts]))
 
     def saw_assign(self, store: int, num_keys: int) -> None:
         """Notes how many rows one call sets, in a step."""

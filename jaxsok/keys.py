@@ -44,7 +44,7 @@ def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array,
     TypeError: floats, or an int32 array that may be a narrowed int64; errors name `what`.
     """
     if not isinstance(keys, jax.Array):
-        keys = _as_array(keys, what)
+        keys = as_array(keys, what)
         if keys.ndim == 0:
             raise ValueError(f"{what}: keys: got a scalar, wanted an array of at least one axis.")
         return to_words(keys, what)
@@ -74,7 +74,7 @@ def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array,
     )
 
 
-def _as_array(keys: Any, what: str) -> np.ndarray:
+def as_array(keys: Any, what: str) -> np.ndarray:
     """Converts anything to NumPy; an empty list, which has no type, becomes integers."""
     try:
         array = np.asarray(keys)

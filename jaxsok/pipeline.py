@@ -1,12 +1,19 @@
 """Prefetches batches with their plans, and chooses send capacities.
 
-When batch k is handed out, the plans of the next two are running on the devices. When the caller, having dispatched
-step k, asks for batch k + 1, the host reads the counts of its plan, which ran before step k - 1, so it does not wait.
-With only one plan ahead they would be the last thing before step k, and the host would trail the devices (H200, two
-processes: 1.6 ms a step in place of 1.2; docs/performance.md).
+When batch k is handed out, the next one is packed and its copy to the devices has begun, and a thread packs the one
+after that, while the caller dispatches step k. On a GPU a copy waits for the programs that were dispatched before it,
+and runs at the same time as later ones: the copy of batch k + 1 runs during step k. Therefore nothing that reads a
+batch is dispatched before the step that follows its packing. Raw batches are read by the caller's thread.
+
+On a mesh, when batch k is handed out, the plans of the next two are running on the devices, and batches k + 3 and k + 4
+are on their way. When the caller, having dispatched step k, asks for batch k + 1, the host reads the counts of its
+plan, which ran before step k - 1, so it does not wait. With only one plan ahead they would be the last thing before
+step k, and the host would trail the devices (H200, two processes: 1.6 ms a step in place of 1.2; docs/performance.md).
+On one device plans are left to the lookup.
 """
 
 import concurrent.futures
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -17,12 +24,15 @@ from jaxsok.annotations import annotated
 from jaxsok.exchange import default_send_capacity, most_send_capacity, rounded_capacity
 from jaxsok.features import Batch, Features
 from jaxsok.grow import GrowthTracker
+from jaxsok.pack import Packer, Packing
 from jaxsok.plan import Plan
+from jaxsok.settings import current_settings, in_settings
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
 
 HEADROOM = 1.03  # a new capacity over its load: similar batches differ by a few per cent
-PLANS_AHEAD = 2  # batches whose plans are under way when one is handed out
+PACKED_AHEAD = 2  # batches that are packed or being packed, in addition to those with plans, when one is handed out
+PLANS_AHEAD = 2  # on a mesh, batches whose plans are under way when one is handed out
 SPARE = 1.5  # a capacity in use is kept for loads down to this part of it: fewer programs
 
 
@@ -32,10 +42,7 @@ class Planner(Protocol):
     stores: tuple[StoreSpec, ...]
     shards: Shards
     growth: GrowthTracker
-
-    def batch(self, raw: Mapping[str, Any], *, pad_to: int | None = None) -> Batch:
-        """Packs a raw batch."""
-        ...
+    packer: Packer
 
     def plan(self, features: Features, *, send_capacity: Any = None) -> Plan:
         """Makes keys distinct and sends them to their owners."""
@@ -51,7 +58,9 @@ class Pipeline:
         self._pad_to = pad_to
         self._in_use: list[set[int]] = [set() for _ in collection.stores]
         self._next: list[int | None] = [None] * len(collection.stores)
-        self._failed: concurrent.futures.Future[None] | None = None
+        self._packed: deque[concurrent.futures.Future[Packing]] = deque()
+        self._failed: BaseException | None = None  # raised in its turn: the batches before it are handed out first
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.pipeline")
         self.num_replanned = 0
         """Batches that had more keys for one owner than their capacity, and were planned again."""
 
@@ -61,34 +70,54 @@ class Pipeline:
         return [sorted(sizes) for sizes in self._in_use]
 
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
-        if self._collection.shards.num_shards == 1:
-            for raw in self._batches:
-                batch = self._collection.batch(raw, pad_to=self._pad_to)
-                yield batch, Plan(batch.features)
-            return
-        under_way = deque(self._planned())
+        is_planned = self._collection.shards.num_shards > 1
+        under_way = deque(self._dispatch_next(is_planned))
         while under_way:
             batch, plan = under_way.popleft()
-            plan = self._checked(batch, plan)  # of the first batch before the second is planned by what it chose
-            while len(under_way) < PLANS_AHEAD and (following := self._planned()):
+            if is_planned:  # the first batch before the second is planned by what it chose
+                plan = self._checked(batch, plan)
+            while len(under_way) < PLANS_AHEAD * is_planned and (following := self._dispatch_next(is_planned)):
                 under_way.extend(following)
+            self._pack(PACKED_AHEAD)
             yield batch, plan
+            under_way.extend([] if under_way else self._dispatch_next(is_planned))
         if self._failed is not None:
-            self._failed.result()  # raises
+            raise self._failed
 
-    def _planned(self) -> list[tuple[Batch, Plan]]:
-        """Returns the next batch with its plan dispatched, at the capacities that served last; nothing at the end."""
-        if self._failed is not None:
+    def _pack(self, num_batches: int) -> None:
+        """Has batches packed until there are so many on their way, or no more to read; waits for the first."""
+        while len(self._packed) < num_batches and self._failed is None:
+            if self._packed:  # a reader may fill the arrays of the last batch again
+                self._packed[-1].exception()
+            try:
+                raw = next(self._batches)
+            except StopIteration:
+                break
+            except Exception as error:
+                self._failed = error
+                break
+            self._packed.append(self._thread.submit(self._pack_in, current_settings(), raw))
+        if self._packed:
+            self._packed[0].exception()
+
+    def _pack_in(self, settings: tuple | None, raw: Mapping[str, Any]) -> Packing:
+        with contextlib.nullcontext() if settings is None else in_settings(settings):
+            return self._collection.packer.begin(raw, self._pad_to)
+
+    def _dispatch_next(self, is_planned: bool) -> list[tuple[Batch, Plan]]:
+        """Returns the next batch, its plan dispatched at the capacities that served last; nothing at the end."""
+        self._pack(1)
+        if not self._packed:
             return []
-        try:
-            raw = next(self._batches)
-            batch = self._collection.batch(raw, pad_to=self._pad_to)
-        except StopIteration:
+        packing = self._packed.popleft()
+        if error := packing.exception():
+            self._failed = error
+            self._packed.clear()
             return []
-        except Exception as error:  # raised in its turn: the batches before it are handed out first
-            self._failed = concurrent.futures.Future()
-            self._failed.set_exception(error)
-            return []
+        batch = self._collection.packer.finish(packing.result())
+        self._collection.growth.saw_features([batch.features])
+        if not is_planned:
+            return [(batch, Plan(batch.features))]
         sizes = [
             default_send_capacity(spec, part) if size is None else size
             for spec, part, size in zip(self._collection.stores, batch.features.stores, self._next, strict=True)

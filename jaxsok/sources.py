@@ -1,4 +1,4 @@
-"""Features as other libraries hold them, read as `Bags`: coordinates, Arrow columns, sparse matrices.
+"""Features as other libraries hold them, read as `Bags`: coordinates, jagged tensors, Arrow columns, sparse matrices.
 
 Arrow, and libraries that implement its C interface (Polars), are read without a copy, unless a column has nulls or
 several chunks. The result is NumPy; only a sparse matrix inside a program stays on the device. A library is imported
@@ -7,6 +7,7 @@ only when one of its objects is passed.
 
 import dataclasses
 import importlib.util
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 
 from jaxsok import checks
 from jaxsok import keys as keys_lib
+from jaxsok.checks import there
 from jaxsok.features import Bags, bags_of
 from jaxsok.specs import FeatureSpec
 from jaxsok.types import PADDING_KEY
@@ -47,6 +49,59 @@ class Coo:
     """`(num_bags, num_columns)`, or `(num_bags,)` where there are no columns."""
 
 
+def from_kjt(
+    values: Any, lengths: Any, features: Sequence[str | FeatureSpec], *, weights: Any = None
+) -> dict[str, Bags]:
+    """Reads one array of keys for all features, as TorchRec's KeyedJaggedTensor holds them, as entries of a raw batch.
+
+    The keys of the first feature come first, bag after bag, then those of the second. No key is copied: each feature
+    gets its part of `values`. Keys behind the last bag are left to the last feature, where `batch` takes padding alone.
+
+    Args:
+      values: integers `[num_keys]`, NumPy or what becomes NumPy (a torch tensor on the host).
+      lengths: integers `[num_features * num_samples]`, or `[num_features, num_samples]`: keys of each bag.
+      features: the features or their names, in the order of `lengths`.
+      weights: one float per key, `[num_keys]`.
+
+    Raises:
+      TypeError, ValueError: lengths that are no integers, do not fit the features, or ask for more keys than there are.
+        What `batch` checks, it checks later.
+
+    Cost:
+      One pass over the lengths, none over the keys.
+
+    Example:
+      >>> bags = from_kjt(np.array([7, 9, 8]), np.array([1, 0, 1, 1]), ["user", "item"])
+      >>> bags["user"].keys.tolist(), bags["item"].keys.tolist(), bags["item"].lengths.tolist()
+      ([7], [9, 8], [1, 1])
+    """
+    names = [feature if isinstance(feature, str) else feature.name for feature in features]
+    values, lengths = np.asarray(values), np.asarray(lengths)
+    weights = None if weights is None else np.asarray(weights)
+    if not np.issubdtype(lengths.dtype, np.integer):
+        raise TypeError(f"from_kjt: lengths: got {lengths.dtype}{list(lengths.shape)}, wanted integers.")
+    is_table = lengths.ndim == 2 and lengths.shape[0] == len(names)
+    if not names or not (is_table or (lengths.ndim == 1 and lengths.shape[0] % len(names) == 0)):
+        raise ValueError(
+            f"from_kjt: lengths: got shape {list(lengths.shape)} for {len(names)} features, wanted "
+            "[num_features * num_samples]: as many bags of each feature."
+        )
+    if values.ndim != 1 or (weights is not None and weights.shape != values.shape):
+        name, got = ("values", values) if values.ndim != 1 else ("weights", there(weights))
+        raise ValueError(f"from_kjt: {name}: got shape {list(got.shape)}, wanted [num_keys].")
+    lengths = lengths.reshape(len(names), -1)
+    bounds = np.cumsum([0, *lengths.sum(axis=1, dtype=np.int64).tolist()]).tolist()
+    if bounds[-1] > values.shape[0]:
+        raise ValueError(
+            f"from_kjt: lengths: got a sum of {bounds[-1]} for {values.shape[0]} values, wanted at most that."
+        )
+    parts = [slice(*part) for part in itertools.pairwise([*bounds[:-1], None])]
+    return {
+        name: Bags(values[part], lengths=of_feature, weights=None if weights is None else weights[part])
+        for name, part, of_feature in zip(names, parts, lengths, strict=True)
+    }
+
+
 def converted(raw: Mapping[str, Any], features: Sequence[FeatureSpec], op: str = "batch") -> Mapping[str, Any]:
     """Converts the features of a raw batch to arrays or `Bags` of arrays; other entries stay as they are.
 
@@ -69,8 +124,12 @@ def _converted(spec: FeatureSpec, value: Any, what: str) -> Any:
             f"{what}: keys: got an empty list, wanted a key for each sample; samples without keys are "
             "jaxsok.Bags([], lengths=[0, 0, ...])."
         )
+    if isinstance(value, np.ndarray):  # most are, and every batch comes through here
+        return value
     bags = bags_of(value)
     others = {name: getattr(bags, name) for name in ("lengths", "offsets", "weights", "inverse")}
+    if all(one is None or isinstance(one, np.ndarray) for one in (bags.keys, *others.values())):
+        return value
     if _is_coo(bags.keys):
         given = [name for name in ("lengths", "offsets", "weights") if others[name] is not None]
         if given:
@@ -307,7 +366,7 @@ def _of_arrow(column: Any, what: str, name: str) -> tuple[np.ndarray, np.ndarray
         lengths = pc.list_value_length(column)
         if lengths.null_count:
             lengths = lengths.fill_null(0)
-        return _numbers(column.flatten(), what, name), lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+        return _numbers(column.flatten(), what, name), lengths.to_numpy(zero_copy_only=False)
     return _numbers(column, what, name), None
 
 

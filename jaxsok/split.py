@@ -53,11 +53,18 @@ def pack_sharded(
     ]
     leaves, trees = zip(*(jax.tree.flatten(part) for part in packed), strict=True)
     joined = [shards.put(dict(zip(numbers, same, strict=True))) for same in zip(*leaves, strict=True)]
-    rest = features_lib.rest_of(raw, features)
+    rest, split_mask = split_rest(features_lib.rest_of(raw, features), mask, num_samples, shards)
+    return Batch(Features(jax.tree.unflatten(trees[0], joined), tag, shards.num_shards), rest, split_mask)
+
+
+def split_rest(
+    rest: dict[str, Any], mask: np.ndarray | None, num_samples: int | None, shards: Shards
+) -> tuple[dict[str, Any], Any]:
+    """Splits a batch's other entries and its mask as the samples are; None: there are no features."""
+    numbers = shards.local()
     if num_samples is not None:
         rest = {name: _split_rest(value, num_samples, numbers, shards) for name, value in rest.items()}
-    split_mask = None if mask is None else shards.put(dict(zip(numbers, np.split(mask, len(numbers)), strict=True)))
-    return Batch(Features(jax.tree.unflatten(trees[0], joined), tag, shards.num_shards), rest, split_mask)
+    return rest, None if mask is None else _split_rest(mask, mask.shape[0], numbers, shards)
 
 
 def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) -> tuple[dict[str, Any], np.ndarray]:
@@ -87,8 +94,14 @@ def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) ->
             bags = dataclasses.replace(bags, inverse=np.append(bags.inverse, np.full(num_added, num_bags, np.int32)))
         # With an inverse always one empty bag more: shapes must not depend on how many samples were added.
         padded[spec.name] = _with_empty(bags, num_added if bags.inverse is None else 1)
-    num_samples = next(iter(counts.values()), pad_to)
-    for name, value in features_lib.rest_of(raw, features).items():
+    rest, mask = pad_rest(features_lib.rest_of(raw, features), next(iter(counts.values()), pad_to), pad_to)
+    return padded | rest, mask
+
+
+def pad_rest(rest: Mapping[str, Any], num_samples: int, pad_to: int) -> tuple[dict[str, Any], np.ndarray]:
+    """Adds zeros to the entries that have a line for each sample; also returns which samples are real."""
+    padded = dict(rest)
+    for name, value in rest.items():
         if hasattr(value, "shape") and value.shape[:1] == (num_samples,):
             value = np.asarray(value)
             padded[name] = np.concatenate([value, np.zeros((pad_to - num_samples, *value.shape[1:]), value.dtype)])
@@ -198,7 +211,7 @@ def _cut(spec: FeatureSpec, value: Any, num_parts: int, shards: Shards) -> tuple
                 f"{what}: max_keys: got None in {shards.num_processes} processes, wanted a number: all of them must "
                 "give their keys one size; declare FeatureSpec(max_keys=...)."
             )
-        size = max(1, 1 << (longest - 1).bit_length() if longest else 1)
+        size = features_lib.buffer_size(longest)
     return parts, num_samples, size
 
 

@@ -107,7 +107,10 @@ def _ffi_api_minor() -> int:
 
 @functools.cache
 def load_cpu() -> ctypes.CDLL:
-    """Loads the CPU library, which has the sizes of workspaces for both back ends; ImportError gives the remedy."""
+    """Loads the CPU library; ImportError gives the remedy.
+
+    For both back ends it has the sizes of workspaces, and packs batches on the host.
+    """
     library = _load("cpu")
     for name, argument_types in {
         "JaxsokInsertWorkspaceBytes": (ctypes.c_int64,),
@@ -117,6 +120,8 @@ def load_cpu() -> ctypes.CDLL:
         "JaxsokPlanRequestsWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokPlanUsesWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokUpdateWorkspaceBytes": (ctypes.c_int64, ctypes.c_int32),
+        "JaxsokPackBags": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),
+        "JaxsokPackKeys": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),
     }.items():
         function = getattr(library, name)
         function.restype, function.argtypes = ctypes.c_int64, argument_types

@@ -230,7 +230,7 @@ def test_a_failure_before_tracing_holds_no_call_up(monkeypatch):
     def fail(*_):
         raise RuntimeError("not today")
 
-    for place, name in ((ahead_lib, "_in_settings"), (threading.Thread, "start")):
+    for place, name in ((ahead_lib, "in_settings"), (threading.Thread, "start")):
         collection = programs.one_table(capacity=16)
         step = ahead(collection)
         with monkeypatch.context() as patched:

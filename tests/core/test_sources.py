@@ -424,6 +424,7 @@ def test_columns_in_bags():
         assert_same_step(declared(weighted=True), value, plain)
 
 
+KEYS_OF_KJT = np.arange(4)
 LISTS = pa.array([[1, 2], [3]])
 BAD_COLUMNS = {
     "floats": (TypeError, "keys: got an Arrow column of double, wanted integers", pa.array([1.5])),
@@ -489,6 +490,59 @@ def test_other_columns_say_that_they_need_pyarrow(monkeypatch, values):
     with pytest.raises(ImportError, match=r'feature "user": keys: got Series.*pip install pyarrow') as caught:
         programs.batch(programs.one_table(), user=values)
     assert "integers without nulls" in str(caught.value)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# One array for all features
+
+
+def test_jagged_keys_of_all_features():
+    """Feature by feature, bag by bag, with weights, as TorchRec's KeyedJaggedTensor has them; nothing is copied."""
+    values, weights = np.array([7, 9, 8, 7, 5]), np.array([1.0, 2.0, 3.0, 4.0, 5.0], np.float32)
+    for lengths in (np.array([2, 0, 1, 2]), np.array([[2, 0], [1, 2]], np.int32)):
+        got = jaxsok.from_kjt(values, lengths, ["a", jaxsok.FeatureSpec("b", "item")], weights=weights)
+        assert list(got) == ["a", "b"]
+        assert [bags.keys.tolist() for bags in got.values()] == [[7, 9], [8, 7, 5]]
+        assert [bags.lengths.tolist() for bags in got.values()] == [[2, 0], [1, 2]]
+        assert [bags.weights.tolist() for bags in got.values()] == [[1.0, 2.0], [3.0, 4.0, 5.0]]
+        assert all(
+            np.shares_memory(bags.keys, values) and np.shares_memory(bags.weights, weights) for bags in got.values()
+        )
+
+
+def test_jagged_keys_of_torch():
+    """Tensors on the host are read in place."""
+    torch = pytest.importorskip("torch")
+    got = jaxsok.from_kjt(torch.tensor([7, 9, 8]), torch.tensor([1, 0, 1, 1]), ["a", "b"])
+    assert [bags.keys.tolist() for bags in got.values()] == [[7], [9, 8]]
+
+
+def test_jagged_keys_behind_the_last_bag_are_padding():
+    """A buffer may be longer than its bags; anything else behind them is refused with the name of the last feature."""
+    collection = declared()
+    padded = jaxsok.from_kjt(np.array([7, 9, -1, -1]), np.array([1, 1]), ["item"])
+    assert programs.batch(collection, **padded).keys("item").shape[0] >= 2
+    with pytest.raises(ValueError, match='feature "item": lengths: got an end at 2 of 3 keys'):
+        programs.batch(collection, **jaxsok.from_kjt(np.array([7, 9, 8]), np.array([1, 1]), ["item"]))
+    with pytest.raises(ValueError, match='feature "item": lengths: got -1'):
+        programs.batch(collection, **jaxsok.from_kjt(np.array([7, 9, 8]), np.array([-1, 1]), ["item"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "arguments", "weights"),
+    [
+        (TypeError, "lengths: got float64", (KEYS_OF_KJT, np.ones(4), ["a", "b"]), None),
+        (ValueError, r"lengths: got shape \[3\] for 2 features", (KEYS_OF_KJT, [1, 1, 1], ["a", "b"]), None),
+        (ValueError, r"lengths: got shape \[3, 2\] for 2 features", (KEYS_OF_KJT, [[1, 0]] * 3, ["a", "b"]), None),
+        (ValueError, "lengths: got a sum of 5 for 4 values", (KEYS_OF_KJT, [1, 4], ["a", "b"]), None),
+        (ValueError, r"values: got shape \[2, 2\]", (KEYS_OF_KJT.reshape(2, 2), [2, 2], ["a", "b"]), None),
+        (ValueError, r"weights: got shape \[3\]", (KEYS_OF_KJT, [2, 2], ["a", "b"]), np.ones(3, np.float32)),
+        (ValueError, r"lengths: got shape \[0\] for 0 features", (KEYS_OF_KJT, np.zeros(0, int), []), None),
+    ],
+)
+def test_bad_jagged_keys(kind, message, arguments, weights):
+    with pytest.raises(kind, match=f"from_kjt: {message}"):
+        jaxsok.from_kjt(*arguments, weights=weights)
 
 
 # --------------------------------------------------------------------------------------------------------------

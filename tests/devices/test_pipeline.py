@@ -10,7 +10,7 @@ import programs
 import pytest
 
 import jaxsok
-from jaxsok.pipeline import PLANS_AHEAD
+from jaxsok.pipeline import PACKED_AHEAD, PLANS_AHEAD
 
 NUM_SHARDS, NUM_SAMPLES = 4, 128
 TABLES = [
@@ -107,8 +107,11 @@ def test_a_batch_more_skewed_than_the_one_before_is_planned_again():
     assert len(pipeline.send_capacities[0]) == 2
 
 
-def test_the_next_plans_are_under_way_before_the_step():
-    """When batch k is handed out, those that follow have been drawn and planned, so many as shall be ahead."""
+@pytest.mark.parametrize(
+    ("num_shards", "num_ahead"), [(NUM_SHARDS, PLANS_AHEAD + PACKED_AHEAD), (1, PACKED_AHEAD), (None, PACKED_AHEAD)]
+)
+def test_the_next_batches_are_under_way_before_the_step(num_shards, num_ahead):
+    """When batch k is handed out, those that follow have been drawn and packed, so many as shall be ahead."""
     drawn = []
 
     def raws():
@@ -116,10 +119,36 @@ def test_the_next_plans_are_under_way_before_the_step():
             drawn.append(step)
             yield even(step)
 
-    pipeline = collection().pipeline(raws())
+    pipeline = collection(num_shards).pipeline(raws())
     assert drawn == []
-    assert PLANS_AHEAD >= 1
-    assert [len(drawn) for _ in pipeline] == [min(step + 1 + PLANS_AHEAD, 5) for step in range(5)]
+    assert num_ahead >= 1
+    assert [len(drawn) for _ in pipeline] == [min(step + 1 + num_ahead, 5) for step in range(5)]
+
+
+@pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
+def test_a_reader_may_use_its_arrays_again(num_shards):
+    """A raw batch has been read when the next one is asked for; packing goes on in another thread."""
+    keys = np.empty(40_000, np.int64)
+
+    def raws():
+        for i in range(12):
+            keys[:] = i
+            yield {"user": keys}
+
+    table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)
+    features = [jaxsok.FeatureSpec("user", "user")]
+    one = jaxsok.Collection([table], features) if num_shards is None else programs.over(num_shards, [table], features)
+    sums = [np.asarray(batch.features.keys("user"))[:, 0].tolist() for batch, _ in one.pipeline(raws())]
+    assert [set(values) for values in sums] == [{i} for i in range(12)]
+
+
+def test_the_settings_of_the_caller_hold_where_batches_are_packed():
+    """Another thread packs, as the caller would: labels are of 64 bits where x64 is on."""
+    raws = [{**even(step), "label": np.full(NUM_SAMPLES, step, np.float64)} for step in range(3)]
+    with jax.enable_x64(True):
+        dtypes = [batch["label"].dtype for batch, _ in collection(1).pipeline(raws)]
+    assert dtypes == [np.float64] * 3
+    assert [batch["label"].dtype for batch, _ in collection(1).pipeline(raws)] == [np.float32] * 3
 
 
 def test_an_empty_log():

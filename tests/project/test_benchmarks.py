@@ -484,6 +484,9 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
         ("S1", records.SERVED_FLOOR, "limit"),
         ("DLRM", records.SERVED, "jaxsok"),
         ("DLRM", records.SERVED, "xla"),
+        ("W1", records.PACK, "jaxsok"),
+        ("W5", records.PACK, "plain"),
+        ("W5", records.HOST_COPY, "limit"),
     } <= measured
     assert all(record.timing.ms > 0 for record in found)
     by_part = {part: [record for record in found if record.part == part] for part in tables.PARTS}

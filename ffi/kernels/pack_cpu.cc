@@ -1,0 +1,392 @@
+// Packing of a batch on the host. See pack.h.
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include "pack.h"
+#include "parallel_cpu.h"
+
+namespace jaxsok {
+namespace {
+
+constexpr uint64_t kPadding = ~uint64_t{0};
+constexpr int64_t kKeysOfTask =
+    32 << 10;  // 256 KiB of keys: long compared with the start of a task, short with a batch
+constexpr int64_t kWorkOfThread = 64 << 10;  // numbers that are worth waking a thread for: some 20 us
+
+// Threads -----------------------------------------------------------------------------------------------------
+
+/// Threads that wait for work, shared by all calls of the process.
+///
+/// The caller of ParallelFor works too and never waits for a task that no thread has begun, so a call ends even where
+/// no thread could be started. Threads are never joined: they end with the process. A forked process has none of its
+/// parent's threads, so it gets a pool of its own.
+class Threads {
+ public:
+  static Threads& Get() {
+    static std::atomic<Threads*> current{nullptr};
+    Threads* threads = current.load();
+    while (threads == nullptr || threads->process_ != getpid()) {
+      auto* made = new Threads;
+      if (current.compare_exchange_strong(threads, made)) return *made;
+      delete made;
+    }
+    return *threads;
+  }
+
+  void ParallelFor(int64_t num_tasks, int num_threads, const std::function<void(int64_t)>& task) {
+    auto job = std::make_shared<Job>(task, num_tasks);
+    const int64_t num_helpers = std::min<int64_t>(num_threads, num_tasks) - 1;
+    if (num_helpers > 0) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      while (num_threads_ < num_helpers && Start()) {
+      }
+      for (int64_t i = 0; i < num_helpers; ++i) waiting_.push_back(job);
+    }
+    for (int64_t i = 0; i < num_helpers; ++i) came_.notify_one();
+    job->Work();
+    job->Wait();
+  }
+
+ private:
+  struct Job {
+    Job(const std::function<void(int64_t)>& task, int64_t num_tasks) : task(task), num_tasks(num_tasks) {}
+
+    void Work() {
+      int64_t done = 0;
+      for (int64_t i; (i = next.fetch_add(1)) < num_tasks; ++done) task(i);
+      if (done == 0 || num_done.fetch_add(done) + done < num_tasks) return;
+      std::lock_guard<std::mutex> lock(mutex);
+      ended.notify_all();
+    }
+
+    void Wait() {
+      std::unique_lock<std::mutex> lock(mutex);
+      ended.wait(lock, [this] { return num_done.load() == num_tasks; });
+    }
+
+    const std::function<void(int64_t)>& task;  // alive until Wait returns; no thread takes a task after that
+    const int64_t num_tasks;
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> num_done{0};
+    std::mutex mutex;
+    std::condition_variable ended;
+  };
+
+  bool Start() {
+    try {
+      std::thread([this] { Serve(); }).detach();
+    } catch (const std::system_error&) {
+      return false;  // no more threads: the caller does their share
+    }
+    ++num_threads_;
+    return true;
+  }
+
+  void Serve() {
+    for (;;) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      came_.wait(lock, [this] { return !waiting_.empty(); });
+      std::shared_ptr<Job> job = std::move(waiting_.front());
+      waiting_.pop_front();
+      lock.unlock();
+      job->Work();
+    }
+  }
+
+  const pid_t process_ = getpid();
+  std::mutex mutex_;
+  std::condition_variable came_;
+  std::deque<std::shared_ptr<Job>> waiting_;
+  int num_threads_ = 0;
+};
+
+class ThreadsOfCall final : public Executor {
+ public:
+  explicit ThreadsOfCall(int num_threads) : num_threads_(num_threads) {}
+  int num_threads() const override { return num_threads_; }
+  void ParallelFor(int64_t num_tasks, const std::function<void(int64_t)>& task) override {
+    if (num_threads_ > 1 && num_tasks > 1) return Threads::Get().ParallelFor(num_tasks, num_threads_, task);
+    for (int64_t i = 0; i < num_tasks; ++i) task(i);
+  }
+
+ private:
+  const int num_threads_;
+};
+
+// Numbers -----------------------------------------------------------------------------------------------------
+
+template <typename T>
+T Load(const char* place) {
+  T value;
+  std::memcpy(&value, place, sizeof(T));  // columns of a file need not be aligned
+  return value;
+}
+
+/// Calls function(T{}) for the integer type T.
+template <typename Function>
+bool WithInteger(PackType type, const Function& function) {
+  switch (type) {
+    case PackType::kI8:
+      return function(int8_t{});
+    case PackType::kI16:
+      return function(int16_t{});
+    case PackType::kI32:
+      return function(int32_t{});
+    case PackType::kI64:
+      return function(int64_t{});
+    case PackType::kU8:
+      return function(uint8_t{});
+    case PackType::kU16:
+      return function(uint16_t{});
+    case PackType::kU32:
+      return function(uint32_t{});
+    case PackType::kU64:
+      return function(uint64_t{});
+    default:
+      return false;
+  }
+}
+
+// Bags --------------------------------------------------------------------------------------------------------
+
+template <typename T>
+bool WriteOffsets(const PackBags& bags) {
+  const char* given = bags.given;
+  const auto num_keys = static_cast<uint64_t>(bags.num_keys);
+  if (bags.is_offsets) {
+    if (Load<T>(given) != 0) return false;
+    given += bags.stride;
+  }
+  uint64_t end = 0;
+  int64_t rest = bags.num_bags;
+  for (int64_t part = 0; part < bags.num_parts; ++part) {
+    const uint64_t begin = end;
+    bags.ends[part] = static_cast<int64_t>(begin);
+    int32_t* offsets = bags.offsets + part * bags.offsets_step;
+    const int64_t num_bags = std::min(rest, bags.bags_of_part);
+    rest -= num_bags;
+    offsets[0] = 0;
+    for (int64_t i = 0; i < num_bags; ++i, given += bags.stride) {
+      // Negative numbers become huge ones, which no feature has keys for.
+      const auto value = static_cast<uint64_t>(Load<T>(given));
+      if (bags.is_offsets) {
+        if (value < end || value > num_keys) return false;
+        end = value;
+      } else {
+        if (value > num_keys - end) return false;
+        end += value;
+      }
+      offsets[i + 1] = static_cast<int32_t>(end - begin);
+    }
+    for (int64_t i = num_bags; i < bags.bags_of_part; ++i) offsets[i + 1] = static_cast<int32_t>(end - begin);
+  }
+  bags.ends[bags.num_parts] = static_cast<int64_t>(end);
+  return true;
+}
+
+// Keys and weights --------------------------------------------------------------------------------------------
+
+/// Where the numbers of a feature lie: `width` in a line, lines and the numbers of a line each at a stride.
+struct Lines {
+  const char* data;
+  int64_t line_stride;
+  int64_t stride;
+  int64_t width;
+};
+
+/// Writes write(number) of the numbers from `begin` to `end`.
+template <typename From, typename To, typename Write>
+void CopyNumbers(Lines from, int64_t begin, int64_t end, To* to, const Write& write) {
+  constexpr int64_t kSize = sizeof(From);
+  if (from.width == 1) from.stride = from.line_stride;
+  if (from.width == 1 || from.line_stride == from.width * from.stride) from.width = INT64_MAX;  // all are one line
+  while (begin < end) {
+    const int64_t line = begin / from.width, column = begin % from.width;
+    const int64_t num = std::min(end - begin, from.width - column);
+    const char* place = from.data + line * from.line_stride + column * from.stride;
+    if (from.stride == kSize) {  // the compiler makes vectors of this loop
+      for (int64_t i = 0; i < num; ++i) to[i] = write(Load<From>(place + i * kSize));
+    } else {
+      for (int64_t i = 0; i < num; ++i) to[i] = write(Load<From>(place + i * from.stride));
+    }
+    to += num;
+    begin += num;
+  }
+}
+
+/// What one part gets of a feature.
+struct Part {
+  const PackKeys* item;
+  int64_t number;  // of the item
+  int64_t begin;   // among the keys of the feature
+  int64_t end;
+  int64_t num_checked;  // keys behind `end` that must be padding
+  char* packed;
+  float* weights;
+  const int32_t* offsets;
+};
+
+Part PartOf(const PackKeys& item, int64_t number, int64_t part) {
+  Part made = {&item, number, 0, 0, 0, item.packed + part * item.part_bytes, nullptr, nullptr};
+  if (item.ends != nullptr) {
+    made.begin = item.ends[part];
+    made.end = item.ends[part + 1];
+    if (part == item.num_parts - 1) made.num_checked = item.num_keys - made.end;
+  } else {
+    made.begin = std::min(part * item.size, item.num_keys);
+    made.end = std::min(made.begin + item.size, item.num_keys);
+  }
+  if (item.weights != nullptr) made.weights = reinterpret_cast<float*>(item.packed_weights + part * item.part_bytes);
+  if (item.square > 0) made.offsets = item.offsets + part * (item.num_bags + 1);
+  return made;
+}
+
+template <typename From, typename To>
+void CopyKeys(const PackKeys& item, int64_t begin, int64_t end, To* to) {
+  CopyNumbers<From>({item.keys, item.line_stride, item.key_stride, item.width}, begin, end, to, [](From key) {
+    // Widened by sign, if it has one.
+    return static_cast<To>(static_cast<std::conditional_t<std::is_signed_v<From>, int64_t, uint64_t>>(key));
+  });
+}
+
+template <typename From>
+bool CopyWeights(const PackKeys& item, int64_t begin, int64_t end, float* to) {
+  bool is_finite = true;
+  CopyNumbers<From>({item.weights, item.weight_line_stride, item.weight_stride, item.width}, begin, end, to,
+                    [&is_finite](From weight) {
+                      is_finite &= std::abs(weight) <= std::numeric_limits<From>::max();
+                      return static_cast<float>(weight);
+                    });
+  return is_finite;
+}
+
+bool CopyWeightsOf(const PackKeys& item, int64_t begin, int64_t end, float* to) {
+  return item.weight_type == PackType::kF64 ? CopyWeights<double>(item, begin, end, to)
+                                            : CopyWeights<float>(item, begin, end, to);
+}
+
+/// Writes places `first` to `last` of a part.
+template <typename From, typename To>
+bool WritePlaces(const Part& part, int64_t first, int64_t last) {
+  const PackKeys& item = *part.item;
+  To* to = reinterpret_cast<To*>(part.packed);
+  const int64_t middle = std::clamp(part.end - part.begin, first, last);
+  CopyKeys<From>(item, part.begin + first, part.begin + middle, to + first);
+  std::fill(to + middle, to + last, static_cast<To>(kPadding));
+  if (part.weights == nullptr) return true;
+  std::fill(part.weights + middle, part.weights + last, 0.0f);
+  return CopyWeightsOf(item, part.begin + first, part.begin + middle, part.weights + first);
+}
+
+/// Writes bags `first` to `last` of a part, each `square` places wide.
+template <typename From, typename To>
+bool WriteSquare(const Part& part, int64_t first, int64_t last) {
+  const int64_t square = part.item->square;
+  To* to = reinterpret_cast<To*>(part.packed) + first * square;
+  for (int64_t bag = first; bag < last; ++bag, to += square) {
+    const int64_t begin = part.begin + part.offsets[bag], end = part.begin + part.offsets[bag + 1];
+    if (end - begin > square) return false;
+    CopyKeys<From>(*part.item, begin, end, to);
+    std::fill(to + (end - begin), to + square, static_cast<To>(kPadding));
+  }
+  return true;
+}
+
+/// Whether the keys behind the last bag are padding.
+template <typename From>
+bool EndsWithPadding(const Part& part) {
+  constexpr int64_t kMost = 256;
+  uint64_t all = kPadding;
+  for (int64_t i = part.end, last = part.end + part.num_checked; i < last; i += kMost) {
+    uint64_t keys[kMost];
+    const int64_t num = std::min(kMost, last - i);
+    CopyKeys<From>(*part.item, i, i + num, keys);
+    for (int64_t j = 0; j < num; ++j) all &= keys[j];
+  }
+  return all == kPadding;
+}
+
+/// A range of the places of a part, or of its bags where these become a rectangle.
+struct Task {
+  int64_t part;
+  int64_t first;
+  int64_t last;
+};
+
+bool DoTask(const Part& part, int64_t first, int64_t last) {
+  const PackKeys& item = *part.item;
+  return WithInteger(item.type, [&](auto key) {
+    using From = decltype(key);
+    if (first == 0 && !EndsWithPadding<From>(part)) return false;
+    if (item.square > 0) {
+      return item.is_narrow ? WriteSquare<From, uint32_t>(part, first, last)
+                            : WriteSquare<From, uint64_t>(part, first, last);
+    }
+    return item.is_narrow ? WritePlaces<From, uint32_t>(part, first, last)
+                          : WritePlaces<From, uint64_t>(part, first, last);
+  });
+}
+
+/// Runs tasks over so many numbers in all; each returns 0, or the number of the item that it refuses. Returns the
+/// largest.
+template <typename Run>
+int64_t RunAll(int32_t num_threads, int64_t num_numbers, int64_t num_tasks, const Run& run) {
+  ThreadsOfCall threads(static_cast<int>(std::min<int64_t>(num_threads, 1 + num_numbers / kWorkOfThread)));
+  int64_t refused = 0;
+  RunTasks(&threads, num_tasks, [&](int64_t i) { MaxAtomically(&refused, run(i)); });
+  return refused;
+}
+
+}  // namespace
+}  // namespace jaxsok
+
+#define JAXSOK_VISIBLE extern "C" __attribute__((visibility("default")))
+
+JAXSOK_VISIBLE int64_t JaxsokPackBags(const jaxsok::PackBags* items, int64_t num_items, int32_t num_threads) {
+  using namespace jaxsok;
+  int64_t num_bags = 0;
+  for (int64_t i = 0; i < num_items; ++i) num_bags += items[i].num_bags;
+  return RunAll(num_threads, num_bags, num_items, [&](int64_t i) {
+    const bool is_read =
+        WithInteger(items[i].type, [&](auto number) { return WriteOffsets<decltype(number)>(items[i]); });
+    return is_read ? 0 : i + 1;
+  });
+}
+
+JAXSOK_VISIBLE int64_t JaxsokPackKeys(const jaxsok::PackKeys* items, int64_t num_items, int32_t num_threads) {
+  using namespace jaxsok;
+  std::vector<Part> parts;
+  std::vector<Task> tasks;
+  int64_t num_keys = 0;
+  for (int64_t i = 0; i < num_items; ++i) {
+    const PackKeys& item = items[i];
+    const int64_t size = item.square > 0 ? item.num_bags : item.size;
+    const int64_t step = item.square > 0 ? std::max<int64_t>(1, kKeysOfTask / item.square) : kKeysOfTask;
+    num_keys += item.size * item.num_parts;
+    for (int64_t part = 0; part < item.num_parts; ++part) {
+      parts.push_back(PartOf(item, i + 1, part));
+      int64_t first = 0;
+      do {
+        tasks.push_back({static_cast<int64_t>(parts.size()) - 1, first, std::min(first + step, size)});
+        first += step;
+      } while (first < size);
+    }
+  }
+  return RunAll(num_threads, num_keys, static_cast<int64_t>(tasks.size()), [&](int64_t t) {
+    const Part& part = parts[tasks[t].part];
+    return DoTask(part, tasks[t].first, tasks[t].last) ? 0 : part.number;
+  });
+}

@@ -1,0 +1,109 @@
+"""Host memory that batches are packed into, and that is used again once JAX has read it.
+
+`HostBuffers.take` lends memory as a ctypes array. NumPy views of it keep it alive, and JAX keeps a NumPy array alive
+for as long as it reads it: until the copy to a GPU has ended, and on a CPU, where a jax.Array may be a view of it, as
+long as that array lives. The memory is free for the next batch when nothing refers to what was lent, and not before.
+
+For GPUs the memory is pinned through JAX's own client, so that JAX copies straight from it. Otherwise JAX first copies
+to pinned memory of its own, with one thread.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import os
+import warnings
+import weakref
+from collections import deque
+from typing import Any
+
+LEAST_BYTES = 64 << 10
+ALIGNMENT = 64
+"""Bytes at whose multiples arrays should begin: JAX's CPU client reads arrays in place that lie so."""
+
+_MOST_FREE = 4
+"""Free blocks of one size that are kept: a batch in use, two on their way, one being packed."""
+
+
+class HostBuffers:
+    """Blocks of memory in sizes of powers of two, each lent to one batch at a time. Any thread may call it."""
+
+    def __init__(self, client: Any = None):
+        """With JAX's client of a GPU (`device.client`) the memory is pinned."""
+        self.process_id = os.getpid()
+        """A forked process needs buffers of its own."""
+        self._client = client
+        # Only operations of a deque, which are atomic: memory comes back whenever, and in whichever thread, Python
+        # collects an array, so a lock might be held by the thread that waits for it.
+        self._free: dict[int, deque[_Block]] = {}
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether new memory is pinned."""
+        return self._client is not None
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that wait for a batch."""
+        return sum(len(blocks) for blocks in self._free.values())
+
+    def take(self, num_bytes: int) -> ctypes.Array:
+        """Lends `num_bytes` of memory, whose contents are undefined, until nothing refers to the result.
+
+        Example:
+          >>> import numpy as np
+          >>> buffers = HostBuffers()
+          >>> keys = np.frombuffer(buffers.take(80), np.int64)
+          >>> buffers.num_free
+          0
+          >>> del keys
+          >>> buffers.num_free
+          1
+        """
+        size = max(LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
+        free = self._free.setdefault(size, deque())
+        try:
+            block = free.pop()
+        except IndexError:
+            block = self._make(size)
+        lent = (ctypes.c_char * num_bytes).from_address(block.address)
+        weakref.finalize(lent, _give_back, free, block).atexit = False
+        return lent
+
+    def _make(self, size: int) -> "_Block":
+        block = _Block(size)
+        if self._client is None:
+            return block
+        try:
+            block.pin(self._client)
+        except Exception as error:  # of JAX's client, which says only in its text what happened
+            self._client = None
+            warnings.warn(
+                f"batch: the memory that batches are packed into cannot be pinned ({error}): copies to the device take "
+                "several times as long. If that is the limit of locked memory, raise it (ulimit -l).",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return block
+
+
+def _give_back(free: "deque[_Block]", block: "_Block") -> None:
+    if len(free) < _MOST_FREE:
+        free.append(block)
+
+
+class _Block:
+    """Memory of its own pages."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError, AttributeError):  # a kernel without them
+            self._pages.madvise(mmap.MADV_HUGEPAGE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+
+    def pin(self, client: Any) -> None:
+        self._pages.madvise(mmap.MADV_DONTFORK)  # a copy on write would part these pages from those the GPU reads
+        client.dma_map(self.address, self._size)
+        # Before the pages go. At the end of the process the driver frees both, whatever the order.
+        weakref.finalize(self, client.dma_unmap, self.address).atexit = False
