@@ -176,8 +176,8 @@ EXCHANGE_COLUMNS = (
     "TorchRec table-wise, published, 8 GPUs",
 )
 """Of the table of meshes: the time until the call of a step returns; what one device sends to the others; `of the
-wire`, that rate over the one of the bare all-to-all; efficiency against two devices; TorchRec's times, with their ratio where
-there are as many devices."""
+wire`, that rate over the one of the bare all-to-all; efficiency against two devices; TorchRec's times, with their ratio
+where there are as many devices."""
 
 
 def exchange_rows(records: Sequence[Record], is_full_size: bool) -> list[tuple[str, ...]]:
