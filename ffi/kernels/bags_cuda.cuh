@@ -61,6 +61,12 @@ struct RowPart {
     packed.Load(row, lane, lanes, dim);
     *this = packed.Widened();
   }
+  /// The same where a row is copied: nothing is read beyond its end.
+  template <typename Row>
+  __device__ void LoadToCopy(const Row* row, int lane, int lanes, int dim) {
+    ForVectors<kVector, kPerLane>(lane, lanes, dim,
+                                  [&](int k, int column) { part[k] = Columns<kVector>::Load(row + column); });
+  }
   /// For rows that this kernel also writes.
   template <typename Row>
   __device__ void LoadPlain(const Row* row, int lane, int lanes, int dim) {
@@ -228,7 +234,7 @@ __device__ __forceinline__ void CopyLines(const void* mine, int num_valid, int d
       const int from = first + i * groups + group;
       const auto row = reinterpret_cast<const From*>(
           __shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), from & (kWarp - 1)));
-      if (from < num_valid) rows[i].Load(row, lane, lanes, dim);
+      if (from < num_valid) rows[i].LoadToCopy(row, lane, lanes, dim);
     }
 #pragma unroll
     for (int i = 0; i < kFlight; ++i) {

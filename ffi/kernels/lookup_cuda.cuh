@@ -97,7 +97,7 @@ struct LookupSource {
       p.kind = kPositionRow;
       p.pointer = a.store.rows.At<Row>(a.store.starts, found.row_id, a.store.dim);
       ++counts.found;
-      if (Inserts(kMode)) counts.longest_probe = max(counts.longest_probe, found.num_probes);
+      counts.longest_probe = max(counts.longest_probe, found.num_probes);
       return p;
     }
     ++counts.absent;
@@ -219,10 +219,9 @@ struct BlockBags {
   int block, blocks;  // of those that share the feature
   int32_t first_bag, last_bag;
 
-  __device__ static BlockBags Of(const BatchView& batch, TileShare share) {
-    const int of_tile = share.BlocksPerTile(), num_blocks = static_cast<int>(gridDim.x);
-    int at = static_cast<int>(blockIdx.x) + batch.first_tile * of_tile;
-    if (at >= num_blocks) at -= num_blocks;
+  /// `at`: the block's number.
+  __device__ static BlockBags Of(const BatchView& batch, TileShare share, int at) {
+    const int of_tile = share.BlocksPerTile();
     const int tile = at / of_tile;
     BlockBags b;
     b.f = Feature::Load(batch.features,
@@ -244,7 +243,7 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
     LookupRowsKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ EmbeddingPointers embeddings,
                      TileShare share, int lanes) {
   constexpr int kMode = Source::kMode;
-  const BlockBags b = BlockBags::Of(a.batch, share);
+  const BlockBags b = BlockBags::Of(a.batch, share, static_cast<int>(blockIdx.x));
   const Feature& f = b.f;
   if (f.combiner != kCombinerNone) return;
   __shared__ UseCacheOf<kMode> uses;
@@ -260,7 +259,10 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
     ProbeResult found{kNoRow, kNoEntry, 1};
     if (bag < b.last_bag) {
       const auto token = source.Load(bag);
-      found = source.Walk(token);
+      found.row_id = token.row_id;
+      if (kMode != kModePlanned && token.key != kPaddingKey) {
+        found = ProbeBuckets<false>(a.store.index, token.key, f.table, salt, kMaxProbes);
+      }
       mine = source.Take(bag, token.key, found);
     }
     // All positions are bags. Here, so that no register holds it while rows are copied.
@@ -289,7 +291,10 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
   __shared__ BlockDigest<kMode> digest;
   __shared__ Feature f;
   __shared__ uint64_t salt;
-  const BlockBags b = BlockBags::Of(a.batch, share);
+  const int num_blocks = static_cast<int>(gridDim.x), first_block = a.batch.first_tile * share.BlocksPerTile();
+  int at = static_cast<int>(blockIdx.x) + first_block;
+  if (at >= num_blocks) at -= num_blocks;
+  const BlockBags b = BlockBags::Of(a.batch, share, at);
   if (threadIdx.x == 0) {
     f = b.f;
     salt = kMode == kModePlanned ? 0 : SaltOf(a.store.counters);
