@@ -247,7 +247,7 @@ class Sharded:
             call_ms, _ = plan.measure_calls((), self.features, self.protocol)
             timing = dataclasses.replace(timing, call_ms=call_ms)
             sent = self._sent_bytes(self.send_capacity, wire, keys=1)
-            self._add(records.PLAN, timing, program="plan", sent_bytes=sent)
+            self._add(records.PLAN, timing, program="plan", wire=wire, sent_bytes=sent)
         self._add_limit(wire)
         for what, step in self.steps.items():
             rows = 2 if what == records.STEP else 1
