@@ -1,10 +1,9 @@
-"""Partial bags between shards: owners sum the rows of a bag that they have (design D16).
+"""Partial bags between shards: owners sum the rows of a bag that they have (decision 0019).
 
-A shard sends every use of its bags to the owner of the row, in the order of its batch, once for each use. What an owner
-gets is a batch of its own, with a part of every bag of every shard: it looks this batch up, and updates with it, as one
-device does with its batch. Sums of bags go back, one line for each bag and owner; the gradient of a bag goes to all
-owners. The shard of the batch adds the sums in the order of the owners, and divides them (mean, sqrtn), so that an
-owner needs to know nothing of the others' rows.
+A shard sends every use of its bags to the owner of the row, in the order of its batch. What an owner gets is a batch of
+its own, with a part of every bag of every shard: it looks this batch up, and updates with it, as one device does with
+its batch. Sums of bags go back, one line for each bag and owner; the gradient of a bag goes to all owners. The shard of
+the batch adds the sums in the order of the owners and divides them (mean, sqrtn), since only it has all keys of the bag.
 
 No use is left out where a plan has no send capacity: uses go in as many rounds as the fullest pair of shards needs,
 before anything is looked up. So all bits are the same whatever the capacity, and rows get their ids by shard and first
@@ -163,7 +162,7 @@ def _received_batch(spec: StoreSpec, features: StoreFeatures, uses: Uses) -> _Re
             offsets_start=shard * (num_bags + 1),
             num_offsets=num_bags + 1,
             weights_start=shard * size if is_weighted else -1,
-            tile_start=shard * -(-num_bags // BAGS_PER_TILE),
+            tile_start=shard * max(1, -(-num_bags // BAGS_PER_TILE)),
         )
         for shard in range(spec.num_shards)
     ]
