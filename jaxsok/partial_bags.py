@@ -3,7 +3,7 @@
 A shard sends every use of its bags to the owner of the row, in the order of its batch. What an owner gets is a batch of
 its own, with a part of every bag of every shard: it looks this batch up, and updates with it, as one device does with
 its batch. Sums of bags go back, one line for each bag and owner; the gradient of a bag goes to all owners. The shard of
-the batch adds the sums in the order of the owners and divides them (mean, sqrtn), since only it has all keys of the bag.
+the batch adds the sums in the order of the owners and divides them (mean, sqrtn): only it has all keys of the bag.
 
 No use is left out where a plan has no send capacity: uses go in as many rounds as the fullest pair of shards needs,
 before anything is looked up. So all bits are the same whatever the capacity, and rows get their ids by shard and first
