@@ -55,7 +55,7 @@ class _Source:
     key_type: int
     num_samples: int
     num_bags: int
-    """Those of the samples, and those that `pad_to` adds."""
+    """Bags of the samples, with those that `pad_to` adds."""
     width: int
     """Keys of each bag; 0: ragged."""
     bags: np.ndarray | None
@@ -152,7 +152,7 @@ class Packing(NamedTuple):
     batch: Batch
     """Keys `[num_keys]` are low words."""
     unsigned: tuple[_Unsigned | None, ...]
-    """What widening the keys of each store needs to know; None: they are wide."""
+    """The features whose keys are widened with zeros, by store; None: the keys of the store are wide."""
 
 
 class Packer:

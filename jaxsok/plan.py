@@ -80,9 +80,9 @@ class Uses:
     offsets: Int32[Array, " num_offsets"]
     """By shard, where each of its bags begins among its lines, and the number of its uses."""
     scales: Float32[Array, " num_bags"]
-    """What the sum of each bag of this shard is multiplied by; 0 where the divisor is zero."""
+    """The factor on the sum of each bag of this shard; `ZERO_DIVISOR` (-0) where the divisor is zero."""
     counts: Int32[Array, "num_tables 2"]
-    """Of this shard's batch, by table: padding, and uses that the send capacity kept back."""
+    """Padding of this shard's batch by table, and uses that the send capacity kept back."""
     load: Int32[Array, "1 2"]
     """As in `Requests`, of uses."""
     digest: UInt32[Array, "1 2"]

@@ -75,7 +75,7 @@ class TableProposal:
     "bags" (sharded, with partial bags), where the features of the table can."""
     reason: str
     exchange: Literal["rows", "bags"] = "rows"
-    """What travels between devices, for `FeatureSpec(exchange=...)`."""
+    """The value for `FeatureSpec(exchange=...)`: rows or partial bags travel between devices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +216,7 @@ def check_declared(op: str, tables: Sequence[TableSpec], features: Sequence[Feat
 
 
 class _Traffic(NamedTuple):
-    """What one device asks of a table in a step."""
+    """The keys that one device asks of a table in a step, on average."""
 
     keys: float
     distinct: float
