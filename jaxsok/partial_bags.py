@@ -198,7 +198,7 @@ def lookup(
         counters, values = lookup_kernels.lookup_bags_window(
             windows.number,
             store,
-            _words(spec, is_find=owner.is_find),
+            _words_to_read(spec, is_find=owner.is_find),
             owner.seed,
             received.features.operands(),
             received.features.num_tiles,
@@ -256,7 +256,7 @@ def _partial_bags(
     (num_bags,) = {layout.num_bags for layout in features.layouts}
     counters, _, (sums,) = lookup_kernels.lookup_planned(
         store.counters,
-        _words(spec, is_find=owner.is_find),
+        _words_to_read(spec, is_find=owner.is_find),
         owner.seed,
         features.operands(),
         row_ids,
@@ -269,7 +269,7 @@ def _partial_bags(
     return dataclasses.replace(store, counters=counters), sums
 
 
-def _words(spec: StoreSpec, *, is_find: bool) -> np.ndarray:
+def _words_to_read(spec: StoreSpec, *, is_find: bool) -> np.ndarray:
     """Returns what the kernels know of the tables whose keys without a row are read."""
     words = spec.table_words() if is_find else spec.refused_words()
     if not is_find:
@@ -313,7 +313,7 @@ def _scaled_gradients(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int)
     """Returns the gradients of all bags, divided as their embeddings were."""
     part, scales = plan.features.stores[s], plan.uses_of(s).scales
     of_features = zip(by_bag(spec, part, gradients), part.layouts, strict=True)
-    return concatenated([_scaled(one.reshape(-1, spec.dim), scales, layout) for one, layout in of_features])
+    return concatenated([_scaled(grads.reshape(-1, spec.dim), scales, layout) for grads, layout in of_features])
 
 
 def _to_owners(
@@ -326,14 +326,15 @@ def _to_owners(
 
 def _check_num_features(op: str, spec: StoreSpec, used: Used) -> None:
     if len(used.plans) * spec.num_shards > MAX_FEATURES:
+        names = [declared.name for declared in spec.tables]
         raise ValueError(
-            f"{op}: plans: got {len(used.plans)} for tables {[one.name for one in spec.tables]} of partial bags on "
+            f"{op}: plans: got {len(used.plans)} for tables {names} of partial bags on "
             f"{spec.num_shards} shards, wanted at most {MAX_FEATURES // spec.num_shards}; update more often, or "
             'declare FeatureSpec(exchange="rows").'
         )
 
 
-def _batch_of(
+def _join_received(
     spec: StoreSpec, s: int, used: Used
 ) -> tuple[update_kernels.Batch, int, RowIds, UInt32[Array, " num_lines"]]:
     """Joins what arrived for the plans of a step: batch, tiles, row ids and tables."""
@@ -352,7 +353,7 @@ def update_exchanged(
 ) -> tuple[StoreState, Array, Array]:
     """Steps the rows of one store that this shard owns; counts as `update_here` does."""
     _check_num_features("update", spec, used)
-    batch, num_tiles, row_ids, table_ids = _batch_of(spec, s, used)
+    batch, num_tiles, row_ids, table_ids = _join_received(spec, s, used)
     step = update.step_of(spec, inputs, batch, num_tiles, row_ids, used.is_live, spec.row_gradient, table_ids)
     windows, wire = exchange.windows, exchange.spec.gradients
     if windows is not None and len(used.plans) == 1 and wire not in SCALED_DTYPES:
@@ -368,7 +369,7 @@ def update_exchanged(
 def add_squares(exchange: Exchange, spec: StoreSpec, s: int, used: Used, squares: norms.Squares) -> norms.Squares:
     """Adds the squares of the row gradients by which `update_exchanged` would step."""
     _check_num_features("gradient_norm", spec, used)
-    (_, offsets, weights, words), num_tiles, row_ids, _ = _batch_of(spec, s, used)
+    (_, offsets, weights, words), num_tiles, row_ids, _ = _join_received(spec, s, used)
     ends = np.cumsum([plan.uses_of(s).received.shape[0] for plan in used.plans])[:-1]
     alive = [
         jnp.where(used.is_live[p], ids, jnp.uint32(NO_ROW)) for p, ids in enumerate(jnp.split(row_ids, ends.tolist()))

@@ -100,12 +100,11 @@ ffi::Error UpdateWindow(Call& call) {
     LaunchError error = LaunchCombineTranspose(stream, bag_gradients.data(), num_lines, dim, slots.as<int32_t>(), bags,
                                                target, dtype, num_uses.as<int32_t>(), workspace);
     if (error == nullptr) error = exchange.Meet(stream);
-    const void* arrived = exchange.received();
     if (error == nullptr && !is_float32) {
-      error = LaunchWiden(stream, exchange.received(), num_lines * dim, widened.as<float>());
-      arrived = widened.as<void>();
+      error = LaunchWiden(stream, exchange.received(), widened.num_elements(), widened.as<float>());
     }
     if (error != nullptr) return error;
+    const void* arrived = is_float32 ? exchange.received() : widened.as<void>();
     return step.Launch(stream, {kRowDtypeFloat32, &arrived}, num_nonfinite, num_stale, workspace);
   });
 }
@@ -135,12 +134,11 @@ ffi::Error UpdateBagsWindow(Call& call) {
     if (num_shards != exchange.num_shards()) return "features: wanted one for each shard";
     LaunchError error = LaunchWindowPush(stream, exchange, lines.as<void>(), lines.num_bytes(), 0);
     if (error == nullptr) error = exchange.Meet(stream);
-    const void* arrived = exchange.received();
     if (error == nullptr && !is_float32) {
-      error = LaunchWiden(stream, exchange.received(), num_lines * dim, widened.as<float>());
-      arrived = widened.as<void>();
+      error = LaunchWiden(stream, exchange.received(), widened.num_elements(), widened.as<float>());
     }
     if (error != nullptr) return error;
+    const void* arrived = is_float32 ? exchange.received() : widened.as<void>();
     std::vector<const void*> gradients;
     for (int32_t s = 0; s < num_shards; ++s) {
       gradients.push_back(static_cast<const float*>(arrived) + s * lines.size(0) * dim);
