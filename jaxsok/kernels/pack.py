@@ -4,10 +4,8 @@ They run on threads of the library without the interpreter's lock, on the arrays
 keeps these arrays alive and answers for addresses, strides and sizes.
 """
 
-import array
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,6 +18,50 @@ TYPES: dict[np.dtype, int] = {
     )
 }
 """Codes of the dtypes that are read (PackType in pack.h), all in the machine's byte order."""
+
+
+def _item(*names: str) -> np.dtype:
+    return np.dtype([(name, np.int64) for name in names])
+
+
+BAGS = _item(
+    "given",
+    "stride",
+    "type",
+    "is_offsets",
+    "num_bags",
+    "num_keys",
+    "num_parts",
+    "bags_of_part",
+    "offsets",
+    "offsets_step",
+    "ends",
+)
+"""The bags of a ragged feature (PackBags in pack.h)."""
+
+KEYS = _item(
+    "keys",
+    "line_stride",
+    "key_stride",
+    "type",
+    "width",
+    "num_keys",
+    "ends",
+    "num_parts",
+    "part_bytes",
+    "size",
+    "packed",
+    "is_narrow",
+    "weights",
+    "weight_line_stride",
+    "weight_stride",
+    "weight_type",
+    "packed_weights",
+    "offsets",
+    "num_bags",
+    "square",
+)
+"""The keys of a feature, with weights (PackKeys in pack.h)."""
 
 
 @functools.cache
@@ -37,26 +79,26 @@ def is_available() -> bool:
     return True
 
 
-def pack_bags(items: Sequence[Iterable[int]], num_threads: int) -> bool:
+def addresses(arrays: Sequence[np.ndarray]) -> list[int]:
+    """Returns where the elements of arrays begin."""
+    return [array.__array_interface__["data"][0] for array in arrays]
+
+
+def pack_bags(items: np.ndarray, num_threads: int) -> bool:
     """Writes offsets and ends of ragged features; returns False where the data are refused.
 
     Args:
-      items: for each feature the fields of `PackBags`.
+      items: `BAGS` of the features.
       num_threads: at most so many threads work, the caller's among them.
     """
-    return _call(_functions()[0], items, num_threads)
+    return _functions()[0](items.ctypes.data, len(items), num_threads) == 0
 
 
-def pack_keys(items: Sequence[Iterable[int]], num_threads: int) -> bool:
+def pack_keys(items: np.ndarray, num_threads: int) -> bool:
     """Writes keys and weights of features; returns False where the data are refused.
 
     Args:
-      items: for each feature the fields of `PackKeys`.
+      items: `KEYS` of the features.
       num_threads: at most so many threads work, the caller's among them.
     """
-    return _call(_functions()[1], items, num_threads)
-
-
-def _call(function: Callable[..., int], items: Sequence[Iterable[int]], num_threads: int) -> bool:
-    words = array.array("q", itertools.chain.from_iterable(items))
-    return function(words.buffer_info()[0], len(items), num_threads) == 0
+    return _functions()[1](items.ctypes.data, len(items), num_threads) == 0

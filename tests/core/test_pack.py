@@ -583,7 +583,7 @@ def test_a_forked_process_packs_with_threads_of_its_own():
     item = (*of_keys, 0, 1, 0, 300_000, packed.ctypes.data, *[0] * 9)
     child = os.fork()
     if child == 0:
-        is_right = kernel.pack_keys([item], 4) and (packed == keys).all()
+        is_right = kernel.pack_keys(np.array([item], kernel.KEYS), 4) and (packed == keys).all()
         os._exit(0 if is_right else 1)
     assert os.waitpid(child, 0)[1] == 0
 
