@@ -452,7 +452,7 @@ class Packer:
             if max(num_keys) >= 2**31:
                 return None
             offsets = buffers.take(recipe.num_bytes)
-            begin, bags = ctypes.addressof(offsets), recipe.bags.copy()
+            begin, bags = ctypes.addressof(offsets), _copy(recipe.bags)
             bags["given"] = addresses[num_features : num_features + num_ragged]
             bags["num_keys"] = num_keys
             bags["offsets"] += begin
@@ -469,7 +469,7 @@ class Packer:
         if sized is None:
             return None
         memory, places = sized.memory, sized.places
-        lent, keys = buffers.take(memory.num_bytes), sized.keys.copy()
+        lent, keys = buffers.take(memory.num_bytes), _copy(sized.keys)
         place = ctypes.addressof(lent)
         keys["keys"] = addresses[:num_features]
         keys["packed"] += place
@@ -505,6 +505,11 @@ class Packer:
             device = self._device()
             self._buffers = HostBuffers(device.client if device.platform == "gpu" else None)
         return self._buffers
+
+
+def _copy(items: np.ndarray) -> np.ndarray:
+    """Copies items, which NumPy would do field by field."""
+    return np.frombuffer(bytearray(items), items.dtype)
 
 
 def _keep(kept: dict[Any, Any], key: Any, value: Any) -> Any:

@@ -160,6 +160,18 @@ bool WithInteger(PackType type, const Function& function) {
   }
 }
 
+/// The beginning of NumPy's PyArrayInterface.
+struct ArrayInterface {
+  int two;
+  int num_axes;
+  char kind;
+  int item_bytes;
+  int flags;
+  intptr_t* shape;
+  intptr_t* strides;
+  void* data;
+};
+
 // Bags --------------------------------------------------------------------------------------------------------
 
 template <typename T>
@@ -354,6 +366,13 @@ int64_t RunAll(int32_t num_threads, int64_t num_numbers, int64_t num_tasks, cons
 }  // namespace jaxsok
 
 #define JAXSOK_VISIBLE extern "C" __attribute__((visibility("default")))
+
+JAXSOK_VISIBLE int64_t JaxsokPackAddresses(int64_t* pointers, int64_t num_arrays) {
+  for (int64_t i = 0; i < num_arrays; ++i) {
+    pointers[i] = reinterpret_cast<int64_t>(reinterpret_cast<const jaxsok::ArrayInterface*>(pointers[i])->data);
+  }
+  return 0;
+}
 
 JAXSOK_VISIBLE int64_t JaxsokPackBags(const jaxsok::PackBags* items, int64_t num_items, int32_t num_threads) {
   using namespace jaxsok;
