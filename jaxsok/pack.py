@@ -17,7 +17,7 @@ import functools
 import math
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -319,10 +319,7 @@ class Packer:
         if given is None:
             return None
         key = self._key(given, pad_to, is_split)
-        if key in self._recipes:
-            recipe = self._recipes[key]
-        else:
-            recipe = _keep(self._recipes, key, self._make_recipe(given, pad_to, is_split))
+        recipe = _kept(self._recipes, key, lambda: self._make_recipe(given, pad_to, is_split))
         return None if recipe is None else self._follow(recipe, given, raw, pad_to)
 
     def _read(self, raw: Mapping[str, Any]) -> _Given | None:
@@ -420,7 +417,7 @@ class Packer:
             parts = [_part(source, size, of_part) for source, size in zip(store, of_store, strict=True)]
             made = features_lib.layouts_of(spec, parts)
             # One object for equal ones: JAX compares them for each batch.
-            layouts.append(self._layouts.get(made) or _keep(self._layouts, made, made))
+            layouts.append(_kept(self._layouts, made, lambda made=made: made))
             unsigned.append(_unsigned_of(store, layouts[-1]) if place.itemsize == 4 else None)
         return _Sized(memory, places, items, layouts, tuple(unsigned))
 
@@ -443,43 +440,33 @@ class Packer:
         self, recipe: _Recipe, given: _Given
     ) -> tuple[tuple[StoreFeatures, ...], tuple["_Unsigned | None", ...]] | None:
         """Packs the features of each store, for the shards of the recipe; None: refused."""
-        buffers, num_parts, num_ragged = self.host_buffers(), len(recipe.numbers), len(given.bags)
+        num_parts, num_features, num_ragged = len(recipe.numbers), len(given.keys), len(given.bags)
         addresses = kernel.addresses([*given.keys, *given.bags, *given.weights])
-        num_features = len(given.keys)
-        offsets, sizes, begin = None, (), 0
         num_keys = [array.size for array, kind in zip(given.keys, given.kinds, strict=True) if kind]
+        offsets, sizes = None, ()
         if num_ragged:
             if max(num_keys) >= 2**31:
                 return None
-            offsets = buffers.take(recipe.num_bytes)
-            begin, bags = ctypes.addressof(offsets), _copy(recipe.bags)
-            bags["given"] = addresses[num_features : num_features + num_ragged]
-            bags["num_keys"] = num_keys
-            bags["offsets"] += begin
-            bags["ends"] += begin
-            if not kernel.pack_bags(bags, self.num_threads):
+            offsets = self.host_buffers().take(recipe.num_bytes)
+            sizes = self._pack_bags(recipe, addresses[num_features:][:num_ragged], num_keys, offsets)
+            if sizes is None:
                 return None
-            ends = np.frombuffer(offsets, np.int64, num_ragged * (num_parts + 1), recipe.ends)
-            longest = np.diff(ends.reshape(num_ragged, -1)).max(axis=1)
-            if (longest > recipe.limits).any():
-                return None
-            sizes = tuple(features_lib.buffer_size(int(longest[i])) for i in recipe.free)
-        key = recipe, sizes
-        sized = self._sized[key] if key in self._sized else _keep(self._sized, key, self._size(recipe, sizes))
+        sized = _kept(self._sized, (recipe, sizes), lambda: self._size(recipe, sizes))
         if sized is None:
             return None
         memory, places = sized.memory, sized.places
-        lent, keys = buffers.take(memory.num_bytes), _copy(sized.keys)
+        lent, keys = self.host_buffers().take(memory.num_bytes), _copy(sized.keys)
         place = ctypes.addressof(lent)
         keys["keys"] = addresses[:num_features]
         keys["packed"] += place
-        if num_ragged:
-            keys["num_keys"][recipe.ragged] = num_keys
-            keys["ends"][recipe.ragged] += begin
-            keys["offsets"] += begin
         if given.weights:
             keys["weights"][recipe.weighted] = addresses[num_features + num_ragged :]
             keys["packed_weights"] += place
+        if offsets is not None:
+            place = ctypes.addressof(offsets)
+            keys["num_keys"][recipe.ragged] = num_keys
+            keys["ends"][recipe.ragged] += place
+            keys["offsets"] += place
         if not kernel.pack_keys(keys, self.num_threads):
             return None
 
@@ -495,6 +482,24 @@ class Packer:
             arrays = jax.device_put([parts[0] for parts in leaves])
         packed = [StoreFeatures(*arrays[3 * s : 3 * s + 3], layouts) for s, layouts in enumerate(sized.layouts)]
         return tuple(packed), sized.unsigned
+
+    def _pack_bags(
+        self, recipe: _Recipe, addresses: np.ndarray, num_keys: Sequence[int], lent: ctypes.Array
+    ) -> tuple[int, ...] | None:
+        """Writes the offsets of ragged features; returns the sizes that follow from the batch, None: refused."""
+        place, bags = ctypes.addressof(lent), _copy(recipe.bags)
+        bags["given"] = addresses
+        bags["num_keys"] = num_keys
+        bags["offsets"] += place
+        bags["ends"] += place
+        if not kernel.pack_bags(bags, self.num_threads):
+            return None
+        shape = len(bags), len(recipe.numbers) + 1
+        ends = np.frombuffer(lent, np.int64, math.prod(shape), recipe.ends).reshape(shape)
+        longest = (ends[:, 1:] - ends[:, :-1]).max(axis=1)
+        if (longest > recipe.limits).any():
+            return None
+        return tuple(features_lib.buffer_size(int(longest[i])) for i in recipe.free)
 
     def _device(self) -> Any:
         return self._shards.mesh.local_devices[0] if isinstance(self._shards, MeshShards) else jax.local_devices()[0]
@@ -512,8 +517,12 @@ def _copy(items: np.ndarray) -> np.ndarray:
     return np.frombuffer(bytearray(items), items.dtype)
 
 
-def _keep(kept: dict[Any, Any], key: Any, value: Any) -> Any:
-    """Keeps and returns a value; readers that need more room than there is are rare, and only lose time."""
+def _kept(kept: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """Returns what is kept, or makes it; readers that need more room than there is are rare, and only lose time."""
+    try:
+        return kept[key]
+    except KeyError:  # another thread may empty it between a test and this
+        value = make()
     if len(kept) >= _MOST_KEPT:
         kept.clear()
     kept[key] = value

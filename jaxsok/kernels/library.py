@@ -120,7 +120,6 @@ def load_cpu() -> ctypes.CDLL:
         "JaxsokPlanRequestsWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokPlanUsesWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokUpdateWorkspaceBytes": (ctypes.c_int64, ctypes.c_int32),
-        "JaxsokPackAddresses": (ctypes.c_void_p, ctypes.c_int64),
         "JaxsokPackBags": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),
         "JaxsokPackKeys": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),
     }.items():

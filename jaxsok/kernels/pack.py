@@ -23,49 +23,18 @@ TYPES: dict[np.dtype, int] = {
 """Codes of the dtypes that are read (PackType in pack.h), all in the machine's byte order."""
 
 
-def _item(*names: str) -> np.dtype:
-    return np.dtype([(name, np.int64) for name in names])
+def _item(names: str) -> np.dtype:
+    return np.dtype([(name, np.int64) for name in names.split()])
 
 
-BAGS = _item(
-    "given",
-    "stride",
-    "type",
-    "is_offsets",
-    "num_bags",
-    "num_keys",
-    "num_parts",
-    "bags_of_part",
-    "offsets",
-    "offsets_step",
-    "ends",
-)
+BAGS = _item("given stride type is_offsets num_bags num_keys num_parts bags_of_part offsets offsets_step ends")
 """The bags of a ragged feature (PackBags in pack.h)."""
 
 KEYS = _item(
-    "keys",
-    "line_stride",
-    "key_stride",
-    "type",
-    "width",
-    "num_keys",
-    "ends",
-    "num_parts",
-    "part_bytes",
-    "size",
-    "packed",
-    "is_narrow",
-    "weights",
-    "weight_line_stride",
-    "weight_stride",
-    "weight_type",
-    "packed_weights",
-    "offsets",
-    "num_bags",
-    "square",
+    "keys line_stride key_stride type width num_keys ends num_parts part_bytes size packed is_narrow "
+    "weights weight_line_stride weight_stride weight_type packed_weights offsets num_bags square"
 )
 """The keys of a feature, with weights (PackKeys in pack.h)."""
-
 
 _struct_of = operator.attrgetter("__array_struct__")
 _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
@@ -76,7 +45,9 @@ _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 @functools.cache
 def _functions() -> tuple[Callable[..., int], ...]:
     loaded = library.load_cpu()
-    return loaded.JaxsokPackBags, loaded.JaxsokPackKeys, loaded.JaxsokPackAddresses
+    # With the interpreter's lock: another thread that got it in so short a call might keep it for milliseconds.
+    read = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+    return loaded.JaxsokPackBags, loaded.JaxsokPackKeys, read(("JaxsokPackAddresses", loaded))
 
 
 def is_available() -> bool:
