@@ -330,7 +330,7 @@ class Packer:
         given = _Given([], [], [], [])
         for store in self._of_store:
             for spec in store:
-                if not _add(given, spec, raw.get(spec.name)):
+                if spec.name not in raw or not _add(given, spec, raw[spec.name]):
                     return None
         return given
 

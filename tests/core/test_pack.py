@@ -9,6 +9,7 @@ import os
 import tempfile
 import threading
 import tracemalloc
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -411,11 +412,9 @@ def test_what_a_batch_holds_may_change_its_type(num_shards):
     if num_shards is None:
         columns += [jnp.asarray(programs.words(rows[:, 1])), rows[:, 1]]
         values += [ragged, ragged]
-    first = None
+    first = collection.batch({"0 single": columns[0], "1 ragged": values[0]}).features
     for column, value in zip(columns, values, strict=True):
-        got = collection.batch({"0 single": column, "1 ragged": value}).features
-        first = got if first is None else first
-        same(got, first)
+        same(collection.batch({"0 single": column, "1 ragged": value}).features, first)
     assert keys_of(first.keys("0 single")) == rows[:, 1].tolist()
 
 
@@ -486,6 +485,16 @@ def test_a_bad_batch_after_good_ones(name, num_shards):
             same(collection.batch(bad).features, want.features)
 
 
+def test_lengths_are_no_offsets():
+    """Arrays of one shape, which say different things."""
+    collection = declared(("ragged",), None)
+    for _ in range(2):
+        got = collection.batch({"0 ragged": BAGS(KEYS, lengths=np.array([0, 0, 0, 8]))}).features
+        assert np.asarray(got.offsets("0 ragged")).tolist() == [0, 0, 0, 0, 8]
+        got = collection.batch({"0 ragged": BAGS(KEYS, offsets=np.array([0, 0, 0, 8]))}).features
+        assert np.asarray(got.offsets("0 ragged")).tolist() == [0, 0, 0, 8]
+
+
 def test_columns_beside_known_features_are_checked():
     """Entries that are no features, names and `pad_to` are looked at for each batch."""
     collection = declared(("single", "ragged"), None)
@@ -502,6 +511,7 @@ def test_columns_beside_known_features_are_checked():
             collection.batch({**good, "0 single": KEYS[:5]}, pad_to=6)
         with pytest.raises(ValueError, match="got 4 samples, wanted at most pad_to = 3"):
             collection.batch(good, pad_to=3)
+        pad_to: Any
         for pad_to in (True, 0, 6.0, [6]):
             with pytest.raises((TypeError, ValueError), match="pad_to"):
                 collection.batch(good, pad_to=pad_to)
