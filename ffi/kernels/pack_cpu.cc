@@ -18,6 +18,10 @@
 #include "pack.h"
 #include "parallel_cpu.h"
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 namespace jaxsok {
 namespace {
 
@@ -160,6 +164,18 @@ bool WithInteger(PackType type, const Function& function) {
   }
 }
 
+/// The beginning of NumPy's PyArrayInterface.
+struct ArrayInterface {
+  int two;
+  int num_axes;
+  char kind;
+  int item_bytes;
+  int flags;
+  intptr_t* shape;
+  intptr_t* strides;
+  void* data;
+};
+
 // Bags --------------------------------------------------------------------------------------------------------
 
 template <typename T>
@@ -278,13 +294,41 @@ bool CopyWeightsOf(const PackKeys& item, int64_t begin, int64_t end, float* to) 
                                             : CopyWeights<float>(item, begin, end, to);
 }
 
+/// Copies numbers past the caches: the host does not read them again, and what it does next, mostly in Python, is slow
+/// when they have taken the place of its own data.
+template <typename To>
+void Stream(const To* from, int64_t num, To* to) {
+#if defined(__x86_64__)
+  for (; num > 0 && reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) != 0; --num) *to++ = *from++;
+  for (constexpr int64_t kStep = sizeof(__m128i) / sizeof(To); num >= kStep; num -= kStep, from += kStep, to += kStep) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+#endif
+  std::copy_n(from, num, to);
+}
+
+/// CopyKeys past the caches.
+template <typename From, typename To>
+void StreamKeys(const PackKeys& item, int64_t begin, int64_t end, To* to) {
+  constexpr int64_t kMost = 512;
+  alignas(64) To keys[kMost];
+  for (; begin < end; begin += kMost, to += kMost) {
+    const int64_t num = std::min(kMost, end - begin);
+    CopyKeys<From>(item, begin, begin + num, keys);
+    Stream(keys, num, to);
+  }
+#if defined(__x86_64__)
+  _mm_sfence();  // before another thread hears that the task is done
+#endif
+}
+
 /// Writes places `first` to `last` of a part.
 template <typename From, typename To>
 bool WritePlaces(const Part& part, int64_t first, int64_t last) {
   const PackKeys& item = *part.item;
   To* to = reinterpret_cast<To*>(part.packed);
   const int64_t middle = std::clamp(part.end - part.begin, first, last);
-  CopyKeys<From>(item, part.begin + first, part.begin + middle, to + first);
+  StreamKeys<From>(item, part.begin + first, part.begin + middle, to + first);
   std::fill(to + middle, to + last, static_cast<To>(kPadding));
   if (part.weights == nullptr) return true;
   std::fill(part.weights + middle, part.weights + last, 0.0f);
@@ -354,6 +398,13 @@ int64_t RunAll(int32_t num_threads, int64_t num_numbers, int64_t num_tasks, cons
 }  // namespace jaxsok
 
 #define JAXSOK_VISIBLE extern "C" __attribute__((visibility("default")))
+
+JAXSOK_VISIBLE int64_t JaxsokPackAddresses(int64_t* pointers, int64_t num_arrays) {
+  for (int64_t i = 0; i < num_arrays; ++i) {
+    pointers[i] = reinterpret_cast<int64_t>(reinterpret_cast<const jaxsok::ArrayInterface*>(pointers[i])->data);
+  }
+  return 0;
+}
 
 JAXSOK_VISIBLE int64_t JaxsokPackBags(const jaxsok::PackBags* items, int64_t num_items, int32_t num_threads) {
   using namespace jaxsok;
