@@ -163,7 +163,7 @@ def _new_keys_of_all(
     """Applies `_new_keys` to the keys of all shards that this one owns."""
     # One feature for each table, with one key a sample.
     layouts = single_key_layouts(*zip(*runs, strict=True))
-    features = StoreFeatures(keys, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.float32), layouts)
+    features = StoreFeatures(keys, None, None, layouts)
     between = exchange.Exchange(shards, ExchangeSpec())
     spec = dataclasses.replace(spec, sends_bags=False)  # distinct keys alone travel here
     asked = exchange.ask(between, spec, features, owners)

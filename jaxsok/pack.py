@@ -27,6 +27,7 @@ from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
 from jaxsok import split as split_lib
 from jaxsok.annotations import annotated
+from jaxsok.checks import there
 from jaxsok.features import Batch, FeatureLayout, Features, StoreFeatures
 from jaxsok.host_buffers import ALIGNMENT, HostBuffers
 from jaxsok.kernels import pack as kernel
@@ -277,19 +278,22 @@ class Packer:
         if not kernel.pack_keys(items, self.num_threads):
             return None
 
-        leaves = []
-        for place, of_store in zip(places, offsets, strict=True):
-            leaves.append(place.key_views(memory) or [keys_lib.padding_words((1,))] * num_parts)
-            leaves.append(of_store or [np.zeros(1, np.int32)] * num_parts)
-            leaves.append(place.weight_views(memory) or [np.zeros(1, np.float32)] * num_parts)
+        leaves = []  # by store: keys, offsets and weights, each by part; None where there are none
+        for store, place, of_store in zip(stores, places, offsets, strict=True):
+            no_weights = [np.zeros(1, np.float32)] * num_parts if any(s.weights is not None for s in store) else None
+            keys = place.key_views(memory) or [keys_lib.padding_words((1,))] * num_parts
+            leaves.append((keys, of_store or None, place.weight_views(memory) or no_weights))
         if is_split:
-            arrays = [self._shards.put(dict(zip(numbers, parts, strict=True))) for parts in leaves]
+            arrays = [
+                [parts and self._shards.put(dict(zip(numbers, parts, strict=True))) for parts in of_store]
+                for of_store in leaves
+            ]
         else:
-            arrays = jax.device_put([parts[0] for parts in leaves])
+            arrays = jax.device_put([[parts and parts[0] for parts in of_store] for of_store in leaves])
         packed, unsigned = [], []
         for s, store in enumerate(stores):
             layouts = self._layouts_of(s, store, num_parts)
-            packed.append(StoreFeatures(*arrays[3 * s : 3 * s + 3], layouts))
+            packed.append(StoreFeatures(*arrays[s], layouts))
             unsigned.append(_unsigned_of(store, layouts) if places[s].itemsize == 4 else None)
         return tuple(packed), tuple(unsigned)
 
@@ -508,14 +512,14 @@ def _widen(
     shards: Shards,
     unsigned: _Unsigned,
     low: UInt32[Array, " num_keys"],
-    offsets: Int32[Array, " num_offsets"],
+    offsets: Int32[Array, " num_offsets"] | None,
 ) -> UInt32[Array, "num_keys 2"]:
     """Widens the low words of keys: by sign, or with zeros, where padding is what lies behind the last bag."""
 
-    def widen_part(low: Array, offsets: Array) -> Array:
+    def widen_part(low: Array, offsets: Array | None) -> Array:
         high = jnp.where(lax.bitcast_convert_type(low, jnp.int32) < 0, _PADDING_WORD, jnp.uint32(0))
         for start, size, last in unsigned:
-            is_padding = jnp.arange(size, dtype=jnp.int32) >= (offsets[last] if last else size)
+            is_padding = jnp.arange(size, dtype=jnp.int32) >= (there(offsets)[last] if last else size)
             high = lax.dynamic_update_slice(high, jnp.where(is_padding, _PADDING_WORD, jnp.uint32(0)), (start,))
         return jnp.stack([low, high], axis=-1)
 

@@ -153,7 +153,7 @@ def _received_batch(spec: StoreSpec, features: StoreFeatures, uses: Uses) -> _Re
         for shard in range(spec.num_shards)
     ]
     keys, tables, weights = uses.received[:, :2], uses.received[:, 2], uses.received[:, 3]
-    weights = lax.bitcast_convert_type(weights, jnp.float32) if is_weighted else jnp.zeros(1, jnp.float32)
+    weights = lax.bitcast_convert_type(weights, jnp.float32) if is_weighted else None
     return _Received(
         StoreFeatures(keys, uses.offsets, weights, tuple(layouts)),
         tables & jnp.uint32(plan_kernels.LEFT_OUT - 1),
