@@ -212,8 +212,8 @@ class Collection:
         On a mesh, with `send_capacity` (for each store the keys for one destination), it also sends the keys to their
         owners, in one round: the lookup and the update then have no loop, and the host waits for nothing. Keys beyond
         the capacity are not sent, read their initial rows (in partial bags: zeros) and are counted as refused: compare
-        it with `plan.asked[s].load[0, 0]` first, or let `collection.pipeline` do so. Without it the exchange goes in as
-        many rounds as it takes.
+        it with `plan.asked[s].load[0, 0]` first, or let `collection.pipeline` do so. Without it the lookup and the
+        update go in as many rounds as it takes.
 
         Cost:
           One pass over the keys and a scratch index of 32 bytes a key; on a mesh also a sort by owner.
@@ -248,7 +248,7 @@ class Collection:
 
     @annotations.annotated("jaxsok.lookup")
     def lookup(self, state: State, features: Features | Plan, *, clock: Any = None) -> tuple[Embeddings, State, Plan]:
-        """Looks up a batch; unseen keys get rows, in order of first occurrence.
+        """Looks up a batch; unseen keys get rows, in order of first occurrence, on a mesh shard after shard.
 
         Returns embeddings by feature, the state, and the plan that `update` takes. The state is donated. `features` may
         be a plan made of them.

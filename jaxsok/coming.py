@@ -148,6 +148,10 @@ def _is_let_in(spec: StoreSpec, store: StoreState, distinct: UInt32[Array, "_ 4"
     return seen + distinct[:, 2] >= floors[numbers]
 
 
+_Counted = tuple[Int32[Array, ""], Bool[Array, " capacity"]]
+"""New keys, and the rows that are asked for."""
+
+
 def _new_keys_of_all(
     shards: Shards,
     spec: StoreSpec,
@@ -155,22 +159,25 @@ def _new_keys_of_all(
     keys: Keys,
     runs: Sequence[tuple[int, int]],
     owners: UInt32[Array, f"{NUM_PARTITIONS}"],
-) -> tuple[Int32[Array, ""], Bool[Array, " capacity"]]:
+) -> _Counted:
     """Applies `_new_keys` to the keys of all shards that this one owns."""
     # One feature for each table, with one key a sample.
     layouts = single_key_layouts(*zip(*runs, strict=True))
-    features = StoreFeatures(keys, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.float32), layouts)
+    features = StoreFeatures(keys, None, None, layouts)
     between = exchange.Exchange(shards, ExchangeSpec())
     spec = dataclasses.replace(spec, sends_bags=False)  # distinct keys alone travel here
     asked = exchange.ask(between, spec, features, owners)
 
-    def one_round(carry: tuple[Array, Array], rounds: list[exchange.Round]) -> tuple[Array, Array]:
-        (part,) = rounds
-        received = part.requests(asked)
+    def add(counted: _Counted, received: UInt32[Array, "_ 4"]) -> _Counted:
         num_new, is_used = _new_keys(spec, store, received[:, :2], received[:, 2], received[:, 3])
+        return counted[0] + num_new, counted[1] | is_used
+
+    def rounds(counted: _Counted) -> _Counted:
+        order = exchange.HashOrder.of(spec, features, asked.send_capacity)
         # A key is in one round on all shards: none is counted twice.
-        return carry[0] + num_new, carry[1] | is_used
+        return exchange.over_rounds(
+            between, spec, [order], lambda counted, parts: add(counted, parts[0].requests(order.lines)), counted
+        )
 
     first = (jnp.zeros((), jnp.int32), jnp.zeros(store.capacity, bool))
-    carry, *_ = exchange.over_rounds(between, spec, [asked], one_round, first)
-    return carry
+    return exchange.in_one_round_or_more([asked], lambda asked: add(first, asked[0].received), rounds)

@@ -3,10 +3,13 @@
 Every shard sends each owner `send_capacity` lines, padded: a dense all-to-all of static shape. In a replicated store
 every shard is an owner: lines are all-gathered, and each shard reads the rows from its own copy.
 
-Where a plan knows that the capacity suffices there is one round and no loop. Otherwise the keys go in rounds by slices
-of their hash. All shards agree on the end of a slice: the least hash that would be one too many for any of them. So
-every round fits, every key is in one round on all shards, all gradients of a row meet in one round, and its optimizer
-steps once. The first round lies outside the loop.
+The requests of a shard lie owner by owner, each owner's by first occurrence, and a round sends the next ones to each.
+Normally one round has room for all. Otherwise all requests arrive, in rounds, before any is looked up, so that new rows
+get their ids by source shard and first occurrence whatever the capacity.
+
+Gradients that have no room in one round go by slices of the hash of their key. All shards agree on the end of a slice:
+the least hash that would be one too many for any of them. So every round fits, every key is in one round on all shards,
+all gradients of a row meet in one round, and its optimizer steps once.
 """
 
 import dataclasses
@@ -24,7 +27,8 @@ from jaxsok import annotations, table
 from jaxsok import plan as plan_lib
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels.tickets import tickets_digest
-from jaxsok.plan import Requests
+from jaxsok.optimizers.program import vary_alike
+from jaxsok.plan import RequestList, Requests
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec
 from jaxsok.types import COMBINERS, PADDING_KEY
@@ -249,31 +253,23 @@ def ask(
     owners: UInt32[Array, " num_partitions"],
     send_capacity: int | None = None,
 ) -> Requests:
-    """Collects what a shard asks of the others for one store.
+    """Exchanges the keys of one store, as many as one round has room for.
 
-    With `send_capacity` the keys are exchanged at once, in one round: the caller compares `load` with it. None: they go
-    in rounds later.
+    With `send_capacity` the others are left out: the caller compares `load` with it. None: lookup and update go in
+    several rounds where they have to.
     """
-    one_round = send_capacity is not None
-    digest = tickets_digest(features.keys)
-    requests, inverse, starts, hashes = plan_lib.requests_of(spec, features, owners, by_hash=not one_round)
-    if not one_round:
-        capacity = exchange.spec.send_capacity or default_send_capacity(spec, features)
-        load = jnp.zeros((1, 2), jnp.int32)
-        return Requests(requests, inverse, starts, hashes, load, digest, send_capacity=capacity)
-    words = jnp.concatenate([digest[0], (starts[1:] - starts[:-1]).astype(jnp.uint32)])[None]
-    route = exchange.route(spec, send_capacity)
-    place, is_real = places(route, starts[:-1], starts[1:], requests.shape[0])
+    capacity = send_capacity or exchange.spec.send_capacity or default_send_capacity(spec, features)
+    lines, inverse, starts, _ = plan_lib.requests_of(spec, features, owners, by_hash=False)
+    words = jnp.concatenate([tickets_digest(features.keys)[0], (starts[1:] - starts[:-1]).astype(jnp.uint32)])[None]
+    route = exchange.route(spec, capacity)
     words = jnp.broadcast_to(words, (route.num_owners, words.shape[1]))
-    received, words = route.requests_to_owners(taken_requests(requests, place, is_real), words)
-    digest, load = digest_of_all(words[:, :2]), load_of(words[:, 2:])
+    received, words = route.requests_to_owners(requests_of_round(route, lines, starts, 0), words)
     owner = (inverse[:, None] >= starts[None, 1:]).sum(axis=1, dtype=jnp.int32)
-    begin = starts.at[owner].get(mode="clip")
-    within = inverse - begin
-    is_sent = (inverse < starts[-1]) & (within < send_capacity)
-    slots = jnp.where(is_sent, owner * send_capacity + within, -1)
-    hashes = jnp.zeros((1, 2), jnp.uint32)  # not empty, see `StoreFeatures`
-    return Requests(requests, inverse, starts, hashes, load, digest, received, slots, send_capacity)
+    within = inverse - starts.at[owner].get(mode="clip")
+    is_sent = (inverse < starts[-1]) & (within < capacity)
+    slots = jnp.where(is_sent, owner * capacity + within, -1)
+    listed = RequestList(lines, inverse, starts) if send_capacity is None else None
+    return Requests(received, slots, load_of(words[:, 2:]), digest_of_all(words[:, :2]), listed, capacity)
 
 
 def load_of(counts: UInt32[Array, "num_shards num_owners"]) -> Int32[Array, "1 2"]:
@@ -303,7 +299,102 @@ def taken_requests(requests: Array, place: Array, is_real: Array) -> UInt32[Arra
     return jnp.where(is_real[:, None], requests.at[place].get(mode="clip"), PADDING_REQUEST)
 
 
+def places_of_round(
+    route: Route, starts: Int32[Array, " num_owners_plus_1"], number: int | Array, num_keys: int
+) -> tuple[Int32[Array, " num_sent"], Bool[Array, " num_sent"]]:
+    """Does what `places` does for a round that sends each owner its next requests."""
+    return places(route, starts[:-1] + number * route.send_capacity, starts[1:], num_keys)
+
+
+def requests_of_round(
+    route: Route, lines: UInt32[Array, "num_keys 4"], starts: Int32[Array, " num_owners_plus_1"], number: int | Array
+) -> UInt32[Array, "num_sent 4"]:
+    """Selects the requests of one round."""
+    return taken_requests(lines, *places_of_round(route, starts, number, lines.shape[0]))
+
+
 # Rounds --------------------------------------------------------------------------------------------------------------
+
+
+def num_rounds_of(most: Int32[Array, ""], send_capacity: int) -> Int32[Array, ""]:
+    """Returns the rounds in which each owner gets its next `send_capacity` requests, of at most so many; at least 1."""
+    return jnp.maximum(1, -(-most // send_capacity))
+
+
+def all_received(
+    route: Route,
+    received: UInt32[Array, "num_lines 4"],
+    lines: UInt32[Array, "num_keys 4"],
+    starts: Int32[Array, " num_owners_plus_1"],
+    num_rounds: Int32[Array, ""],
+) -> UInt32[Array, "num_shards num_keys_in_rounds 4"]:
+    """Sends all requests after those of the first round, which were `received`, to room for all keys of each shard.
+
+    Each shard's requests lie in their order, padding after them.
+    """
+    num_shards, capacity = route.shards.num_shards, route.send_capacity
+    size = -(-lines.shape[0] // capacity) * capacity
+    room = jnp.broadcast_to(PADDING_REQUEST, (num_shards, size, 4))
+    room = room.at[:, :capacity].set(received.reshape(num_shards, capacity, 4))
+
+    @jax.named_scope("round")
+    def receive(number: Array, room: Array) -> Array:
+        more = route.to_owners(requests_of_round(route, lines, starts, number))
+        return lax.dynamic_update_slice_in_dim(room, more.reshape(num_shards, capacity, 4), number * capacity, axis=1)
+
+    return lax.fori_loop(1, num_rounds, receive, vary_as(room, received))
+
+
+def in_one_round_or_more(
+    asked: Sequence[Requests],
+    one_round: Callable[[Sequence[Requests]], Any],
+    rounds: Callable[[Any], Any],
+) -> Any:
+    """Returns `one_round(asked)` if one round has room for the requests of all plans, else what `rounds` returns.
+
+    Then `one_round` gets requests that are all padding, and `rounds` its result, of the same type. It is the body of a
+    loop that runs once at most: XLA would copy the tables for branches. Plans without a list of requests need no loop.
+    """
+    if all(one.listed is None for one in asked):
+        return one_round(asked)
+    fits = functools.reduce(jnp.logical_and, [one.load[0, 0] <= one.send_capacity for one in asked])
+    result = one_round(
+        [dataclasses.replace(one, received=jnp.where(fits, one.received, PADDING_REQUEST)) for one in asked]
+    )
+    _, result = lax.while_loop(
+        lambda loop: ~loop[0],
+        lambda loop: vary_as((jnp.bool_(True), rounds(loop[1])), fits),
+        vary_as((fits, result)),
+    )
+    return result
+
+
+def vary_as(tree: Any, *others: Any) -> Any:
+    """Makes the leaves of a tree vary over the same axes of the mesh, those of other leaves too.
+
+    The carry of a loop has one type, whatever of it is a constant at first.
+    """
+    leaves, structure = jax.tree.flatten((tree, others))
+    return jax.tree.unflatten(structure, vary_alike(leaves))[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class HashOrder:
+    """The requests of one plan for one store, owner by owner, each owner's by the hash that deals them to rounds."""
+
+    lines: UInt32[Array, "num_keys 4"]
+    inverse: Int32[Array, " num_positions"]
+    """As in `RequestList`."""
+    starts: Int32[Array, " num_owners_plus_1"]
+    hashes: UInt32[Array, "num_keys 2"]
+    """By place, (low, high); rising within an owner."""
+    send_capacity: int
+
+    @classmethod
+    def of(cls, spec: StoreSpec, features: StoreFeatures, send_capacity: int) -> "HashOrder":
+        """Makes the keys of a batch distinct again, in this order."""
+        owners = jnp.asarray(plan_lib.default_owners(spec.num_shards))
+        return cls(*plan_lib.requests_of(spec, features, owners, by_hash=True), send_capacity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,65 +405,54 @@ class Round:
     place: Int32[Array, " num_sent"]
     is_real: Bool[Array, " num_sent"]
 
-    def requests(self, asked: Requests) -> UInt32[Array, "_ 4"]:
+    def requests(self, lines: UInt32[Array, "num_keys 4"]) -> UInt32[Array, "_ 4"]:
         """Sends the requests of this round to their owners."""
-        return self.route.to_owners(taken_requests(asked.requests, self.place, self.is_real))
+        return self.route.to_owners(taken_requests(lines, self.place, self.is_real))
 
     def take(self, lines: Array) -> Array:
         """Selects the lines of this round from those of all requests; zeros where nothing is sent."""
         return lines.at[self.place].get(mode="fill", fill_value=0)
 
-    def put(self, lines: Array, of_round: Array) -> Array:
-        """Sets the lines of this round among those of all requests."""
-        return lines.at[self.place].set(of_round, mode="drop")
-
 
 def over_rounds(
     exchange: Exchange,
     spec: StoreSpec,
-    asked: Sequence[Requests],
+    ordered: Sequence[HashOrder],
     body: Callable[[Any, list[Round]], Any],
     carry: Any,
-) -> tuple[Any, Int32[Array, ""], UInt32[Array, "1 2"]]:
+) -> Any:
     """Calls `body(carry, rounds)` once for each round, with the plans' parts of it, until every request was sent.
 
-    `asked` has the requests of each plan, ordered by hash; their rounds have common ends. `body` runs on every shard
-    and returns the next carry. Returns the last carry, the number of rounds, and the digest of the first plan's keys on
-    all shards.
+    Rounds of all plans have common ends. `body` runs on every shard and returns the next carry. Returns the last carry.
     """
-    routes = [exchange.route(spec, requests.send_capacity) for requests in asked]
+    routes = [exchange.route(spec, one.send_capacity) for one in ordered]
 
     @jax.named_scope("round")
-    def run(carry: Any, begins: list[Array]) -> tuple[Any, list[Array], Array, Array]:
-        bound, is_last, digests = _common_end(exchange.shards, asked, begins)
-        ends = [_ends(one, begin, bound, is_last) for one, begin in zip(asked, begins, strict=True)]
-        rounds = [
-            Round(route, *places(route, begin, end, one.requests.shape[0]))
-            for route, one, begin, end in zip(routes, asked, begins, ends, strict=True)
-        ]
-        return body(carry, rounds), ends, is_last, digests
-
-    def is_unfinished(loop: tuple) -> Bool[Array, ""]:
-        return ~loop[2]
-
     def go_on(loop: tuple) -> tuple:
-        carry, begins, _, num_rounds = loop
-        return *run(carry, begins)[:3], num_rounds + 1
+        carry, begins, _ = loop
+        bound, is_last = _common_end(exchange.shards, ordered, begins)
+        ends = [_ends(one, begin, bound, is_last) for one, begin in zip(ordered, begins, strict=True)]
+        rounds = [
+            Round(route, *places(route, begin, end, one.lines.shape[0]))
+            for route, one, begin, end in zip(routes, ordered, begins, ends, strict=True)
+        ]
+        return body(carry, rounds), ends, is_last
 
-    *first, digests = run(carry, [one.starts[:-1] for one in asked])
-    carry, _, _, num_rounds = lax.while_loop(is_unfinished, go_on, (*first, jnp.int32(1)))
-    return carry, num_rounds, digest_of_all(digests)
+    begins = [one.starts[:-1] for one in ordered]
+    first = vary_as((carry, begins), [one.lines for one in ordered])
+    carry, *_ = lax.while_loop(lambda loop: ~loop[2], go_on, (*first, jnp.bool_(False)))
+    return carry
 
 
 def _common_end(
-    shards: Shards, asked: Sequence[Requests], begins: Sequence[Array]
-) -> tuple[UInt32[Array, "2"], Bool[Array, ""], UInt32[Array, "num_shards 2"]]:
+    shards: Shards, ordered: Sequence[HashOrder], begins: Sequence[Array]
+) -> tuple[UInt32[Array, "2"], Bool[Array, ""]]:
     """Finds where a round ends on all shards, with one all-reduce.
 
-    Returns the hash (high, low) that ends the round, whether the rest fits, and the digests of the first plan's keys.
+    Returns the hash (high, low) that ends the round, and whether the rest fits.
     """
     highs, lows, is_over = [], [], []
-    for one, begin in zip(asked, begins, strict=True):
+    for one, begin in zip(ordered, begins, strict=True):
         at = begin + one.send_capacity  # the first request of each owner that the round has no room for
         over = at < one.starts[1:]
         hashes = one.hashes.at[at].get(mode="fill", fill_value=0)
@@ -383,21 +463,21 @@ def _common_end(
     least = high.min()
     words = jnp.stack([least, jnp.where(high == least, low, _ALL_ONES).min(), over.any().astype(jnp.uint32)])
     # Each shard writes its own line, so that the sum is a gather whose result is known to be the same everywhere.
-    lines = jnp.zeros((shards.num_shards, 5), jnp.uint32)
-    lines = lax.psum(lines.at[shards.index()].set(jnp.concatenate([words, asked[0].digest[0]])), shards.axis)
+    lines = jnp.zeros((shards.num_shards, 3), jnp.uint32)
+    lines = lax.psum(lines.at[shards.index()].set(words), shards.axis)
     least = lines[:, 0].min()
     bound = jnp.stack([least, jnp.where(lines[:, 0] == least, lines[:, 1], _ALL_ONES).min()])
-    return bound, ~lines[:, 2].any(), lines[:, 3:]
+    return bound, ~lines[:, 2].any()
 
 
 def _ends(
-    asked: Requests, begins: Array, bound: UInt32[Array, "2"], is_last: Bool[Array, ""]
+    ordered: HashOrder, begins: Array, bound: UInt32[Array, "2"], is_last: Bool[Array, ""]
 ) -> Int32[Array, " num_owners"]:
     """Returns for each owner the end of the requests whose hash is below the bound; in the last round of all."""
-    high, low = asked.hashes[:, 1], asked.hashes[:, 0]
+    high, low = ordered.hashes[:, 1], ordered.hashes[:, 0]
     is_below = (high < bound[0]) | ((high == bound[0]) & (low < bound[1])) | is_last
-    place = jnp.arange(asked.hashes.shape[0], dtype=jnp.int32)[None, :]
-    is_next = (place >= begins[:, None]) & (place < asked.starts[1:, None]) & is_below[None, :]
+    place = jnp.arange(ordered.hashes.shape[0], dtype=jnp.int32)[None, :]
+    is_next = (place >= begins[:, None]) & (place < ordered.starts[1:, None]) & is_below[None, :]
     return begins + is_next.sum(axis=1, dtype=jnp.int32)
 
 

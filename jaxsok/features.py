@@ -116,14 +116,15 @@ class StoreFeatures:
     """The features of a batch that read one store.
 
     No array is empty, since XLA's compiler for several GPUs (jaxlib 0.11.2) crashes on arguments without elements:
-    where there is nothing to hold there is one line that is not read.
+    without keys there is one line that is not read. Every array costs the host time, at each batch and each step, so
+    there is none where there is nothing to hold.
     """
 
     keys: UInt32[Array, "num_keys 2"]
-    offsets: Int32[Array, " num_offsets"]
-    """Concatenated over the ragged features."""
-    weights: Float32[Array, " num_weights"]
-    """Concatenated over the weighted features."""
+    offsets: Int32[Array, " num_offsets"] | None
+    """Concatenated over the ragged features; None if there are none."""
+    weights: Float32[Array, " num_weights"] | None
+    """Concatenated over the weighted features; None if there are none."""
     layouts: tuple[FeatureLayout, ...] = dataclasses.field(metadata={"static": True})
     inverse: Int32[Array, " num_inverse"] | None = None
     """Concatenated over the features whose samples share bags; None if there are none."""
@@ -148,8 +149,8 @@ class StoreFeatures:
         is_ragged = any(layout.num_offsets for layout in self.layouts)
         is_weighted = any(layout.weights_start >= 0 for layout in self.layouts)
         # Kernels see from the size whether any feature is ragged.
-        offsets = self.offsets if is_ragged else jnp.zeros(0, jnp.int32)
-        weights = self.weights if is_weighted else jnp.zeros(0, jnp.float32)
+        offsets = there(self.offsets) if is_ragged else jnp.zeros(0, jnp.int32)
+        weights = there(self.weights) if is_weighted else jnp.zeros(0, jnp.float32)
         return self.keys, offsets, weights, words
 
 
@@ -206,7 +207,7 @@ class Features:
         """
         store, layout = self._find(name)
         if layout.num_offsets:
-            return self._parts(store.offsets, layout.offsets_start, layout.num_offsets).reshape(-1)
+            return self._parts(there(store.offsets), layout.offsets_start, layout.num_offsets).reshape(-1)
         num_bags = layout.combined_shape[0]
         hotness = layout.num_keys // max(1, num_bags)
         return jnp.tile(jnp.arange(num_bags + 1, dtype=jnp.int32) * hotness, self._num_parts)
@@ -219,7 +220,7 @@ class Features:
         """
         store, layout = self._find(name)
         if layout.inverse_start >= 0:
-            return self._parts(store.inverse, layout.inverse_start, layout.embedding_shape[0]).reshape(-1)
+            return self._parts(there(store.inverse), layout.inverse_start, layout.embedding_shape[0]).reshape(-1)
         return jnp.tile(jnp.arange(layout.embedding_shape[0], dtype=jnp.int32), self._num_parts)
 
     def mask(self, name: str) -> Bool[Array, "..."]:
@@ -406,11 +407,11 @@ def shaped(store: StoreSpec, features: Sequence[FeatureSpec], sizes: Mapping[str
         parts.append(Part(spec, words, offsets, weights, num_bags, hotness, (num_bags,)))
     layouts = layouts_of(store, parts)
     num_offsets = sum(layout.num_offsets for layout in layouts)
-    num_weights = sum(layout.num_keys for layout in layouts if layout.weights_start >= 0)
+    weighted = [layout.num_keys for layout in layouts if layout.weights_start >= 0]
     return StoreFeatures(
         jax.ShapeDtypeStruct((sum(layout.num_keys for layout in layouts) or 1, 2), jnp.uint32),
-        jax.ShapeDtypeStruct((num_offsets or 1,), jnp.int32),
-        jax.ShapeDtypeStruct((num_weights or 1,), jnp.float32),
+        jax.ShapeDtypeStruct((num_offsets,), jnp.int32) if num_offsets else None,
+        jax.ShapeDtypeStruct((sum(weighted) or 1,), jnp.float32) if weighted else None,
         layouts,
     )
 
@@ -425,17 +426,13 @@ def part_shape(features: StoreFeatures, num_parts: int) -> StoreFeatures:
 
 
 def _pack_store(store: StoreSpec, parts: Sequence[Part]) -> StoreFeatures:
-    nothing = np.zeros(1, np.int32)
-    inverses = [part.inverse for part in parts if part.inverse is not None]
-    inverse = _join(inverses, nothing) if inverses else None
-    if inverse is not None and not inverse.shape[0]:
-        inverse = nothing
+    words = [part.words for part in parts]
     return StoreFeatures(
-        _join([part.words for part in parts], keys_lib.padding_words((1,))),
-        _join([part.offsets for part in parts if part.offsets is not None], nothing),
-        _join([part.weights for part in parts if part.weights is not None], np.zeros(1, np.float32)),
+        _join(words) if words else keys_lib.padding_words((1,)),
+        _join_some([part.offsets for part in parts], np.int32),
+        _join_some([part.weights for part in parts], np.float32),
         layouts_of(store, parts),
-        inverse,
+        _join_some([part.inverse for part in parts], np.int32),
     )
 
 
@@ -477,10 +474,17 @@ def layouts_of(store: StoreSpec, parts: Sequence[Part]) -> tuple[FeatureLayout, 
     return tuple(layouts)
 
 
-def _join(arrays: Sequence[Any], empty: np.ndarray) -> Any:
+def _join_some(arrays: Sequence[Any], dtype: Any) -> Any:
+    """Joins the arrays that are there; None if there are none. Without elements it has one that is not read."""
+    some = [array for array in arrays if array is not None]
+    if not some:
+        return None
+    joined = _join(some)
+    return joined if joined.shape[0] else np.zeros(1, dtype)
+
+
+def _join(arrays: Sequence[Any]) -> Any:
     """Joins arrays; NumPy parts are joined on the host, so that one transfer carries them."""
-    if not arrays:
-        return empty
     if any(isinstance(array, jax.Array) for array in arrays):
         return jnp.concatenate([jnp.asarray(array) for array in arrays])
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -19,11 +19,13 @@ from jaxsok.exchange import (
     PADDING_REQUEST,
     SCALED_DTYPES,
     Exchange,
+    HashOrder,
     Round,
     Route,
     gathered_dtype,
     has_divided_bags,
     has_unused_keys,
+    in_one_round_or_more,
     over_rounds,
     uses_of_rows,
 )
@@ -33,7 +35,7 @@ from jaxsok.kernels.lookup import Batch
 from jaxsok.plan import Plan, Requests
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import NO_ROW, NUM_FEATURE_WORDS, RowIds
+from jaxsok.types import NO_ROW, NUM_FEATURE_WORDS, Inverse, RowIds
 
 Gradients = Mapping[str, Float[Array, "..."]]
 """By feature, in the shape and, except for the rounding, the dtype of its embedding."""
@@ -172,45 +174,75 @@ def over_arrivals(
 ) -> Any:
     """Brings the gradients of one store to the owners of the rows: `body(carry, arrived)` for each round.
 
-    All gradients of a row come in one round. If the keys were sent ahead, there is one round and no loop. `body` gets
-    what arrived for each plan and returns the next carry; `store_of` finds the store in a carry; `op` is for messages.
-    Returns the last carry.
+    All gradients of a row come in one round, and normally there is only one. `body` gets what arrived for each plan and
+    returns the next carry; where nothing arrived it changes nothing. `store_of` finds the store in a carry; `op` is for
+    messages. Returns the last carry.
     """
     plans = used.plans
+    asked = [plan.asked_of(s) for plan in plans]
+    if len({one.listed is None for one in asked}) > 1:
+        raise ValueError(
+            f"{op}: plan: got plans with and without a send capacity in one update, wanted all of one kind: all from "
+            "collection.pipeline or plan(send_capacity=...), or none."
+        )
     # The number of uses travels with the gradients only where the requests do not know it.
     counts_differ = any(has_unused_keys(plan.features.stores[s]) for plan in plans)
     dtype = gathered_dtype(exchange.spec.gradients, "float32")
-    summed = [_summed_by_key(spec, plan, grads, s, dtype) for plan, grads in zip(plans, used.gradients, strict=True)]
 
     def arrived(
-        route: Route, received: Array, row_ids: RowIds, is_real: Bool[Array, " n"], sums: Array, uses: Array
+        route: Route, received: Array, row_ids: RowIds, is_real: bool | Bool[Array, " n"], sums: Array, uses: Array
     ) -> Arrived:
-        uses = route.to_owners(uses) if counts_differ else received[:, 3].astype(jnp.int32)
-        uses = jnp.where(is_real, uses, 0)
+        uses_of_key = received[:, 3].astype(jnp.int32)  # 0 in padding
+        uses = jnp.where(is_real & (uses_of_key > 0), route.to_owners(uses) if counts_differ else uses_of_key, 0)
         row_ids = jnp.where(uses > 0, row_ids, jnp.uint32(NO_ROW))
         sums = route.rows_to_owners(sums, exchange.spec.gradients).astype(jnp.float32)
         return Arrived(received, row_ids, sums, uses)
 
-    if all(plan.asked_of(s).received is not None for plan in plans):
+    def one_round(asked: Sequence[Requests]) -> Any:
         of_plans = []
-        for plan, of_plan in zip(plans, summed, strict=True):
-            requests, row_ids = plan.asked_of(s), plan.found_of(s).row_ids
+        for plan, grads, requests in zip(plans, used.gradients, asked, strict=True):
+            route, row_ids = exchange.route(spec, requests.send_capacity), plan.found_of(s).row_ids
+            of_plan = _summed_by_line(spec, plan, grads, s, dtype, route.num_sent)
+            of_plans.append(arrived(route, requests.received, row_ids, row_ids != jnp.uint32(NO_ROW), *of_plan))
+        return body(carry, of_plans)
+
+    def rounds(carry: Any) -> Any:
+        ordered, summed = [], []
+        for plan, grads, requests in zip(plans, used.gradients, asked, strict=True):
+            part = plan.features.stores[s]
+            order = HashOrder.of(spec, part, requests.send_capacity)
+            summed.append(_summed(spec, part, grads, order.inverse, order.lines.shape[0], dtype))
             route = exchange.route(spec, requests.send_capacity)
-            of_plans.append(arrived(route, there(requests.received), row_ids, row_ids != jnp.uint32(NO_ROW), *of_plan))
-        return body(carry, of_plans)
-    asked = [_in_rounds(spec, plan, s, op) for plan in plans]
+            ordered.append(dataclasses.replace(order, lines=_lines_with_row(route, plan, s, order)))
 
-    def one_round(carry: Any, rounds: list[Round]) -> Any:
-        of_plans = []
-        for requests, part, (sums, uses) in zip(asked, rounds, summed, strict=True):
-            received = part.requests(requests)
-            row_ids = table.find(store_of(carry), received[:, :2], received[:, 2])
-            # A key whose row went since the lookup is a use of a stale plan, and counted.
-            is_real = table.is_key(received[:, :2])
-            of_plans.append(arrived(part.route, received, row_ids, is_real, part.take(sums), part.take(uses)))
-        return body(carry, of_plans)
+        def one_of_several(carry: Any, parts: list[Round]) -> Any:
+            of_plans = []
+            for order, part, (sums, uses) in zip(ordered, parts, summed, strict=True):
+                received = part.requests(order.lines)
+                row_ids = table.find(store_of(carry), received[:, :2], received[:, 2])
+                # A key whose row went since the lookup is a use of a stale plan, and counted.
+                of_plans.append(arrived(part.route, received, row_ids, True, part.take(sums), part.take(uses)))
+            return body(carry, of_plans)
 
-    return over_rounds(exchange, spec, asked, one_round, carry)[0]
+        return over_rounds(exchange, spec, ordered, one_of_several, carry)
+
+    return in_one_round_or_more(asked, one_round, rounds)
+
+
+def _lines_with_row(route: Route, plan: Plan, s: int, order: HashOrder) -> Array:
+    """Returns the requests in the order of their hashes, padding in place of those whose key got no row.
+
+    A key that got none in the lookup may have one by the time of the update, which it never used.
+    """
+    asked, found = plan.asked_of(s), plan.found_of(s)
+    # The lookup may have had one round where the update, with another plan, has several; else all row ids are NO_ROW.
+    row_ids = (
+        route.to_askers(found.row_ids).at[asked.slots].get(mode="fill", fill_value=NO_ROW, wrap_negative_indices=False)
+    )
+    has_row = there(found.has_row).at[there(asked.listed).inverse].get(mode="fill", fill_value=False)
+    of_line = jnp.zeros(order.lines.shape[0], bool)
+    of_line = of_line.at[order.inverse].set(has_row | (row_ids != jnp.uint32(NO_ROW)), mode="drop")
+    return jnp.where(of_line[:, None], order.lines, PADDING_REQUEST)
 
 
 def scaled_by_uses(
@@ -246,23 +278,9 @@ def fits_windows(exchange: Exchange, spec: StoreSpec, s: int, used: Used) -> boo
     (plan,) = used.plans
     part, asked = plan.features.stores[s], plan.asked_of(s)
     is_scaled = spec.row_gradient != "sum" or exchange.spec.gradients in SCALED_DTYPES
-    if asked.received is None or is_scaled or has_unused_keys(part):
+    if asked.listed is not None or is_scaled or has_unused_keys(part):
         return False
     return asked.send_capacity >= part.keys.shape[0] or not has_divided_bags(part)
-
-
-def _in_rounds(spec: StoreSpec, plan: Plan, s: int, op: str) -> Requests:
-    """Returns the requests of a plan that goes in rounds, without keys that admission kept out; refuses other plans."""
-    asked = plan.asked_of(s)
-    if asked.received is not None:
-        raise ValueError(
-            f"{op}: plan: got plans with and without a send capacity in one update, wanted all of one kind: all from "
-            "collection.pipeline or plan(send_capacity=...), or none."
-        )
-    if not spec.has_admission:
-        return asked
-    has_row = plan.found_of(s).row_ids != jnp.uint32(NO_ROW)
-    return dataclasses.replace(asked, requests=jnp.where(has_row[:, None], asked.requests, PADDING_REQUEST))
 
 
 def by_bag(spec: StoreSpec, part: StoreFeatures, gradients: Gradients) -> list[Float32[Array, "..."]]:
@@ -270,20 +288,25 @@ def by_bag(spec: StoreSpec, part: StoreFeatures, gradients: Gradients) -> list[F
     return [bag_gradient(gradients, part, layout, spec).astype(jnp.float32) for layout in part.layouts]
 
 
-def _summed_by_key(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int, dtype: str) -> tuple[Array, Array]:
-    """Sums the gradients of each key over its uses in the batch, and counts them: by request, or by line to send."""
+def _summed_by_line(
+    spec: StoreSpec, plan: Plan, gradients: Gradients, s: int, dtype: str, num_lines: int
+) -> tuple[Array, Array]:
+    """Sums the gradients of each key over its uses in the batch, and counts them: by line to send in the one round."""
     part, asked = plan.features.stores[s], plan.asked_of(s)
-    flat = by_bag(spec, part, gradients)
-    keys, offsets, weights, words = part.operands()
-    bags = offsets, weights, words
-    if asked.received is None:
-        num_lines = asked.requests.shape[0]
-        return combine_kernels.combine_transpose(flat, asked.inverse, bags, num_lines, part.num_tiles, dtype)
-    num_lines, slots = (asked.starts.shape[0] - 1) * asked.send_capacity, there(asked.slots)
-    if asked.send_capacity >= keys.shape[0] or not has_divided_bags(part):
-        return combine_kernels.combine_transpose(flat, slots, bags, num_lines, part.num_tiles, dtype)
+    is_all_sent = asked.listed is not None or asked.send_capacity >= part.keys.shape[0]
+    if is_all_sent or not has_divided_bags(part):
+        return _summed(spec, part, gradients, asked.slots, num_lines, dtype)
     # Keys that were not sent are part of the hotness of their bags, as they were for the lookup: they get a line more.
-    is_unsent = table.is_key(keys) & (slots < 0)
-    lines = jnp.where(is_unsent, num_lines, slots)
-    sums, uses = combine_kernels.combine_transpose(flat, lines, bags, num_lines + 1, part.num_tiles, dtype)
+    is_unsent = table.is_key(part.keys) & (asked.slots < 0)
+    lines = jnp.where(is_unsent, num_lines, asked.slots)
+    sums, uses = _summed(spec, part, gradients, lines, num_lines + 1, dtype)
     return sums[:num_lines], uses[:num_lines]
+
+
+def _summed(
+    spec: StoreSpec, part: StoreFeatures, gradients: Gradients, lines: Inverse, num_lines: int, dtype: str
+) -> tuple[Array, Array]:
+    """Sums the gradients of the keys of each line, and counts them."""
+    _, offsets, weights, words = part.operands()
+    flat, bags = by_bag(spec, part, gradients), (offsets, weights, words)
+    return combine_kernels.combine_transpose(flat, lines, bags, num_lines, part.num_tiles, dtype)

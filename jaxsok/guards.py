@@ -2,7 +2,8 @@
 
 A kernel call has no derivative and no batch axis, and JAX would say so in terms of FFI. An op passes its arguments
 through `whole`: an identity whose rules for `jax.grad` and `jax.vmap` raise. JAX asks a rule only if an argument is
-differentiated or mapped over, however deep below `jit`, `scan` or `shard_map`; compiled programs are the same.
+differentiated or mapped over, however deep below `jit`, `scan` or `shard_map`; compiled programs are the same. Each
+array passes alone, so that a program does not take those that it does not read.
 """
 
 from typing import Any
@@ -18,23 +19,21 @@ def whole(op: str, **arguments: Any) -> tuple[Any, ...]:
 
 
 def _guarded(op: str, name: str, tree: Any) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-
     @jax.custom_batching.custom_vmap
-    def unmapped(*leaves: Any) -> tuple[Any, ...]:
-        return leaves
+    def unmapped(leaf: Any) -> Any:
+        return leaf
 
     @unmapped.def_vmap
-    def refuse_map(axis_size: int, in_batched: Any, *leaves: Any) -> Any:
-        del in_batched, leaves
+    def refuse_map(axis_size: int, in_batched: Any, leaf: Any) -> Any:
+        del in_batched, leaf
         raise TypeError(
             f"{op}: {name}: got arrays that jax.vmap maps over ({axis_size} of them), wanted one call for all: a table "
             "has no batch axis. Put the keys of all into one batch, a line or a bag for each; or loop with lax.scan."
         )
 
     @jax.custom_jvp
-    def constant(*leaves: Any) -> tuple[Any, ...]:
-        return unmapped(*leaves)
+    def constant(leaf: Any) -> Any:
+        return unmapped(leaf)
 
     @constant.defjvp
     def refuse_derivative(primals: Any, tangents: Any) -> Any:
@@ -44,4 +43,4 @@ def _guarded(op: str, name: str, tree: Any) -> Any:
             "Differentiate the loss by the embeddings that lookup gave, and pass the result to update."
         )
 
-    return jax.tree.unflatten(structure, constant(*leaves)) if leaves else tree
+    return jax.tree.map(constant, tree)

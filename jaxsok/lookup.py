@@ -10,20 +10,32 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, UInt32
+from jax import lax
+from jaxtyping import Array, Bool, Int32, UInt32
 
 from jaxsok import admission, annotations, table
 from jaxsok.checks import there
-from jaxsok.exchange import SCALED_DTYPES, Exchange, Round, Route, gathered_dtype, over_rounds
+from jaxsok.exchange import (
+    SCALED_DTYPES,
+    Exchange,
+    Route,
+    all_received,
+    gathered_dtype,
+    in_one_round_or_more,
+    num_rounds_of,
+    places_of_round,
+    vary_as,
+)
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels.tickets import tickets_digest
 from jaxsok.plan import Distinct, Found, Requests
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import COUNTS, NO_ROW, RowIds
+from jaxsok.types import COUNTS, NO_ROW, Inverse, RowIds
 
 Embeddings = dict[str, Array]
 """By feature, in its table's `embedding_dtype`: `[num_bags, dim]` with a combiner, else a row for each key."""
@@ -41,16 +53,96 @@ def lookup_exchanged(
     spec: StoreSpec, store: StoreState, features: StoreFeatures, asked: Requests, owner: "Owner"
 ) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
     """Looks up one store through the exchange; also returns the digest of all shards' keys."""
-    is_find = owner.is_find
-    if asked.received is not None and _fits_windows(spec, features, owner):
+    if asked.listed is None and _fits_windows(spec, features, owner):
         return _lookup_in_windows(spec, store, features, asked, owner)
-    if asked.received is not None:
-        store, answers = owner.answered(store, owner.exchange.route(spec, asked.send_capacity), asked.received)
-        lines, num_rounds, digest = there(asked.slots), 1, asked.digest
-    else:
-        store, answers, num_rounds, digest = _answered_in_rounds(owner, store, asked)
-        lines = asked.inverse
-    back, row_ids, inserted, absent = answers
+
+    def one_round(asked: Sequence[Requests]) -> _LookedUp:
+        return _lookup_in_one_round(spec, store, features, asked[0], owner)
+
+    def rounds(before: _LookedUp) -> _LookedUp:
+        return _lookup_in_rounds(spec, before.store, features, asked, owner)
+
+    looked_up = in_one_round_or_more([asked], one_round, rounds)
+    num_rounds = 1 if asked.listed is None else num_rounds_of(asked.load[0, 0], asked.send_capacity)
+    found = Found(looked_up.row_ids, looked_up.counts, _rounds(num_rounds), looked_up.has_row)
+    return looked_up.store, found, looked_up.values, asked.digest
+
+
+class _LookedUp(NamedTuple):
+    """A lookup in one store, the same shapes after one round as after several."""
+
+    store: StoreState
+    values: list[Array]
+    counts: Int32[Array, "num_tables num_counts"]
+    row_ids: RowIds
+    has_row: Bool[Array, " num_keys"] | None
+
+
+def _lookup_in_one_round(
+    spec: StoreSpec, store: StoreState, features: StoreFeatures, asked: Requests, owner: "Owner"
+) -> _LookedUp:
+    """Looks up a store whose requests have been exchanged."""
+    route = owner.exchange.route(spec, asked.send_capacity)
+    store, row_ids, inserted = owner.found(store, asked.received)
+    store, back, absent = owner.answered(store, route, asked.received, row_ids)
+    may_lack_rows = asked.listed is None  # else every key was sent, or the result does not count
+    store, counts, values = _combine_answers(
+        spec, store, features, owner, back, asked.slots, inserted, absent, may_lack_rows=may_lack_rows
+    )
+    has_row = None if asked.listed is None else jnp.zeros(asked.listed.lines.shape[0], bool)
+    return _LookedUp(store, values, counts, row_ids, has_row)
+
+
+def _lookup_in_rounds(
+    spec: StoreSpec, store: StoreState, features: StoreFeatures, asked: Requests, owner: "Owner"
+) -> _LookedUp:
+    """Looks up a store whose requests need several rounds: all of them arrive before one is looked up.
+
+    So new rows get their ids by source shard and first occurrence, as in one round. Rows go back in rounds.
+    """
+    route, listed, capacity = owner.exchange.route(spec, asked.send_capacity), there(asked.listed), asked.send_capacity
+    num_rounds, num_keys = num_rounds_of(asked.load[0, 0], capacity), listed.lines.shape[0]
+    room = all_received(route, asked.received, listed.lines, listed.starts, num_rounds)
+    store, row_ids, inserted = owner.found(store, room.reshape(-1, 4))
+    row_ids = row_ids.reshape(room.shape[:2])
+    dtype = gathered_dtype(owner.exchange.spec.rows, spec.dtype)
+    ids = jnp.full(num_keys, jnp.uint32(NO_ROW))
+    rows = ids if spec.is_replicated else jnp.zeros((num_keys, spec.dim), dtype)
+    none = jnp.zeros(len(spec.tables), jnp.int32)
+
+    @jax.named_scope("round")
+    def answer(number: Array, carry: tuple) -> tuple:
+        store, rows, ids, absent = carry
+        received = lax.dynamic_slice_in_dim(room, number * capacity, capacity, axis=1).reshape(-1, 4)
+        of_round = lax.dynamic_slice_in_dim(row_ids, number * capacity, capacity, axis=1).reshape(-1)
+        store, back, absent_now = owner.answered(store, route, received, of_round)
+        place, _ = places_of_round(route, listed.starts, number, num_keys)
+        ids = ids.at[place].set(route.to_askers(of_round), mode="drop")
+        rows = ids if spec.is_replicated else rows.at[place].set(back, mode="drop")
+        return store, rows, ids, absent + absent_now
+
+    first = vary_as((store, rows, ids, none), asked.received)
+    store, rows, ids, absent = lax.fori_loop(0, num_rounds, answer, first)
+    store, counts, values = _combine_answers(
+        spec, store, features, owner, rows, listed.inverse, inserted, absent, may_lack_rows=False
+    )
+    nothing_received = jnp.full(asked.received.shape[0], jnp.uint32(NO_ROW))
+    return _LookedUp(store, values, counts, nothing_received, ids != jnp.uint32(NO_ROW))
+
+
+def _combine_answers(
+    spec: StoreSpec,
+    store: StoreState,
+    features: StoreFeatures,
+    owner: "Owner",
+    back: Array,
+    lines: Inverse,
+    inserted: Int32[Array, "num_tables 2"],
+    absent: Int32[Array, " num_tables"],
+    *,
+    may_lack_rows: bool,
+) -> tuple[StoreState, Int32[Array, "num_tables num_counts"], list[Array]]:
+    """Combines the rows that came back into embeddings; `lines` has for each key the place of its row among them."""
     is_line = (lines >= 0) & (lines < back.shape[0])
     if spec.is_replicated:
         of_key = jnp.where(is_line, back.at[lines].get(mode="clip"), jnp.uint32(NO_ROW))
@@ -59,13 +151,17 @@ def lookup_exchanged(
     else:
         of_key = jnp.where(is_line, lines.astype(jnp.uint32), jnp.uint32(NO_ROW))
         slabs = (back,)
-    # A sharded store was asked for every key, unless a send capacity was too small.
-    may_lack_rows = spec.is_replicated or asked.received is not None
     store, counts, values = _combined(
-        spec, store, owner.seed, features, of_key, slabs, is_find=is_find, may_lack_rows=may_lack_rows
+        spec,
+        store,
+        owner.seed,
+        features,
+        of_key,
+        slabs,
+        is_find=owner.is_find,
+        may_lack_rows=may_lack_rows or spec.is_replicated,
     )
-    counts = _with_owners_counts(counts, inserted, absent, is_find=is_find)
-    return store, Found(row_ids, counts, _rounds(num_rounds)), values, digest
+    return store, _with_owners_counts(counts, inserted, absent, is_find=owner.is_find), values
 
 
 def _with_owners_counts(
@@ -92,7 +188,7 @@ def _lookup_in_windows(
     spec: StoreSpec, store: StoreState, features: StoreFeatures, asked: Requests, owner: "Owner"
 ) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
     """Does what `lookup_exchanged` does; rows go from the store into windows, and from there into embeddings."""
-    received, windows = there(asked.received), there(owner.exchange.windows)
+    received, windows = asked.received, there(owner.exchange.windows)
     dtype = gathered_dtype(owner.exchange.spec.rows, spec.dtype)
     store, row_ids, inserted = owner.found(store, received)
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
@@ -104,7 +200,7 @@ def _lookup_in_windows(
         received,
         row_ids,
         features.operands(),
-        there(asked.slots),
+        asked.slots,
         _shapes(features, spec),
         features.num_tiles,
         spec.embedding_dtype if dtype == spec.dtype else "float32",
@@ -115,18 +211,6 @@ def _lookup_in_windows(
     values = [table.rounded(value, spec.embedding_dtype) for value in values]
     counts = _with_owners_counts(counts, inserted, absent, is_find=owner.is_find)
     return store, Found(row_ids, counts, _rounds(1)), values, asked.digest
-
-
-class _Answers(NamedTuple):
-    """What owners answer, and what they counted."""
-
-    back: Array
-    """By request sent: the row, or its id in a replicated store."""
-    row_ids: RowIds
-    inserted: Int32[Array, "num_tables 2"]
-    """New keys, and uses of keys that were not admitted."""
-    absent: Int32[Array, " num_tables"]
-    """Uses without a row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,50 +242,16 @@ class Owner:
         store = table.touch(spec, store, row_ids, uses, there(self.clock))
         return store, row_ids, counts[:, (_INSERTED, _UNADMITTED)]
 
-    def answered(self, store: StoreState, route: Route, received: UInt32[Array, "_ 4"]) -> tuple[StoreState, _Answers]:
-        """Finds or inserts the rows of received requests, and sends them back; row ids are by request received."""
+    def answered(
+        self, store: StoreState, route: Route, received: UInt32[Array, "_ 4"], row_ids: RowIds
+    ) -> tuple[StoreState, Array, Int32[Array, " num_tables"]]:
+        """Sends the rows of received requests back, in a replicated store their ids; also counts uses without a row."""
         spec, on_wire = self.spec, self.exchange.spec.rows
-        store, row_ids, inserted = self.found(store, received)
         if spec.is_replicated:
-            absent = jnp.zeros(len(spec.tables), jnp.int32)
-            return store, _Answers(route.to_askers(row_ids), row_ids, inserted, absent)
+            return store, route.to_askers(row_ids), jnp.zeros(len(spec.tables), jnp.int32)
         dtype = gathered_dtype(on_wire, spec.dtype)
         store, rows, absent = table.gather(spec, store, self.seed, received, row_ids, is_find=self.is_find, dtype=dtype)
-        return store, _Answers(route.rows_to_askers(rows, on_wire), row_ids, inserted, absent)
-
-
-def _answered_in_rounds(
-    owner: Owner, store: StoreState, asked: Requests
-) -> tuple[StoreState, _Answers, Int32[Array, ""], UInt32[Array, "1 2"]]:
-    """Sends all requests in rounds; also returns the number of rounds and the digest of all shards' keys."""
-    spec, num_keys = owner.spec, asked.requests.shape[0]
-    ids = jnp.full(num_keys, jnp.uint32(NO_ROW))
-    dtype = gathered_dtype(owner.exchange.spec.rows, spec.dtype)
-    # The update finds rows by key again, and a key that is not admitted now may have one by then, which it never used.
-    tells = spec.has_admission and not owner.is_find
-    keeps_ids = tells and not spec.is_replicated
-    first = _Answers(
-        back=ids if spec.is_replicated else jnp.zeros((num_keys, spec.dim), dtype),
-        row_ids=ids if keeps_ids else _no_row_ids(),
-        inserted=jnp.zeros((len(spec.tables), 2), jnp.int32),
-        absent=jnp.zeros(len(spec.tables), jnp.int32),
-    )
-
-    def one_round(carry: tuple[StoreState, _Answers], rounds: list[Round]) -> tuple[StoreState, _Answers]:
-        store, before = carry
-        (part,) = rounds
-        store, now = owner.answered(store, part.route, part.requests(asked))
-        row_ids = before.row_ids
-        if keeps_ids:
-            row_ids = part.put(row_ids, part.route.to_askers(now.row_ids))
-        back = part.put(before.back, now.back)
-        return store, _Answers(back, row_ids, before.inserted + now.inserted, before.absent + now.absent)
-
-    carry = store, first
-    (store, answers), num_rounds, digest = over_rounds(owner.exchange, spec, [asked], one_round, carry)
-    if tells and spec.is_replicated:
-        answers = answers._replace(row_ids=answers.back)
-    return store, answers, num_rounds, digest
+        return store, route.rows_to_askers(rows, on_wire), absent
 
 
 # On one device -------------------------------------------------------------------------------------------------------

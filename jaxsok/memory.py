@@ -404,12 +404,17 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec
         return parts | {"plan": plan, "exchange": num_bytes, "workspace": workspace}
     num_owners = 1 if spec.is_replicated else spec.num_shards
     sent, received = num_owners * capacity, spec.num_shards * capacity
-    # requests, inverse and slots by key; starts, hashes, load, digest; requests and row ids by line received
-    plan = (REQUEST_BYTES + 8) * num_keys + 4 * (num_owners + 1) + 24 + (REQUEST_BYTES + 4) * received + found
+    of_line = REQUEST_BYTES + 4
+    # slots by key; load, digest; requests and row ids by line received
+    planned = 4 * num_keys + 16 + of_line * received + found
+    # Without a plan the requests are listed: lines, inverse and has_row by key; starts. All of them have room.
+    listed = (of_line + 1) * num_keys + 4 * (num_owners + 1)
+    room = spec.num_shards * math.ceil(num_keys / capacity) * capacity
     num_bytes = 4 * spec.dim * (2 * received + num_keys) + REQUEST_BYTES * (sent + received) + 32 * received
     workspace = max(
         sizes.JaxsokPlanRequestsWorkspaceBytes(num_keys),
-        sizes.JaxsokInsertWorkspaceBytes(received) + initial * (received + num_keys),
+        sizes.JaxsokInsertWorkspaceBytes(room) + initial * (room + num_keys),
         sizes.JaxsokUpdateWorkspaceBytes(max(num_keys, received), spec.dim),
     )
-    return parts | {"plan": batches * plan, "exchange": num_bytes, "workspace": workspace}
+    plan = max(batches * planned, planned + listed)
+    return parts | {"plan": plan, "exchange": num_bytes + of_line * room, "workspace": workspace}

@@ -31,6 +31,7 @@ from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
 from jaxsok import split as split_lib
 from jaxsok.annotations import annotated
+from jaxsok.checks import there
 from jaxsok.features import Bags, Batch, FeatureLayout, Features, StoreFeatures
 from jaxsok.host_buffers import ALIGNMENT, HostBuffers
 from jaxsok.kernels import pack as kernel
@@ -470,17 +471,21 @@ class Packer:
         if not kernel.pack_keys(keys, self.num_threads):
             return None
 
-        leaves = []
-        for place, (begin, count) in zip(places, recipe.offsets, strict=True):
-            of_store = recipe.memory.views(offsets, begin, np.int32, count)
-            leaves.append(place.key_views(memory, lent) or [keys_lib.padding_words((1,))] * num_parts)
-            leaves.append(of_store or [np.zeros(1, np.int32)] * num_parts)
-            leaves.append(place.weight_views(memory, lent) or [np.zeros(1, np.float32)] * num_parts)
+        leaves = []  # by store: keys, offsets and weights, each by part; None where there are none
+        for store, place, (begin, count) in zip(recipe.stores, places, recipe.offsets, strict=True):
+            keys_by_part = place.key_views(memory, lent) or [keys_lib.padding_words((1,))] * num_parts
+            is_weighted = any(source.spec.weighted for source in store)
+            no_weights = [np.zeros(1, np.float32)] * num_parts if is_weighted else None
+            weights = place.weight_views(memory, lent) or no_weights
+            leaves.append((keys_by_part, recipe.memory.views(offsets, begin, np.int32, count) or None, weights))
         if recipe.is_split:
-            arrays = [self._shards.put(dict(zip(recipe.numbers, parts, strict=True))) for parts in leaves]
+            arrays = [
+                [parts and self._shards.put(dict(zip(recipe.numbers, parts, strict=True))) for parts in of_store]
+                for of_store in leaves
+            ]
         else:
-            arrays = jax.device_put([parts[0] for parts in leaves])
-        packed = [StoreFeatures(*arrays[3 * s : 3 * s + 3], layouts) for s, layouts in enumerate(sized.layouts)]
+            arrays = jax.device_put([[parts and parts[0] for parts in of_store] for of_store in leaves])
+        packed = [StoreFeatures(*arrays[s], layouts) for s, layouts in enumerate(sized.layouts)]
         return tuple(packed), sized.unsigned
 
     def _pack_bags(
@@ -726,14 +731,14 @@ def _widen(
     shards: Shards,
     unsigned: _Unsigned,
     low: UInt32[Array, " num_keys"],
-    offsets: Int32[Array, " num_offsets"],
+    offsets: Int32[Array, " num_offsets"] | None,
 ) -> UInt32[Array, "num_keys 2"]:
     """Widens the low words of keys: by sign, or with zeros, where padding is what lies behind the last bag."""
 
-    def widen_part(low: Array, offsets: Array) -> Array:
+    def widen_part(low: Array, offsets: Array | None) -> Array:
         high = jnp.where(lax.bitcast_convert_type(low, jnp.int32) < 0, _PADDING_WORD, jnp.uint32(0))
         for start, size, last in unsigned:
-            is_padding = jnp.arange(size, dtype=jnp.int32) >= (offsets[last] if last else size)
+            is_padding = jnp.arange(size, dtype=jnp.int32) >= (there(offsets)[last] if last else size)
             high = lax.dynamic_update_slice(high, jnp.where(is_padding, _PADDING_WORD, jnp.uint32(0)), (start,))
         return jnp.stack([low, high], axis=-1)
 

@@ -12,7 +12,6 @@ occurrence.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -21,16 +20,16 @@ from jaxtyping import Array, Float32, Int32, UInt32
 from jaxsok import annotations, norms, table, update
 from jaxsok.checks import there
 from jaxsok.exchange import (
-    PADDING_REQUEST,
     SCALED_DTYPES,
     Exchange,
+    all_received,
     default_send_capacity,
     digest_of_all,
     gathered_dtype,
     load_of,
-    places,
+    num_rounds_of,
+    requests_of_round,
     sent,
-    taken_requests,
 )
 from jaxsok.features import FeatureLayout, StoreFeatures
 from jaxsok.gradients import Gradients, Used, by_bag, concatenated, joined
@@ -66,7 +65,7 @@ def ask(
     With `send_capacity` in one round, which keeps back the uses beyond it: the caller compares `load` with it. None: in
     as many rounds as it takes, into room for all keys of each shard.
     """
-    num_keys, num_shards = features.keys.shape[0], spec.num_shards
+    num_shards = spec.num_shards
     uses, offsets, scales = plan_kernels.plan_uses(
         features.operands(),
         spec.table_words(),
@@ -80,34 +79,21 @@ def ask(
     capacity = send_capacity or exchange.spec.send_capacity or default_send_capacity(spec, features)
     route = exchange.route(spec, capacity)
 
-    def requests_of(done: int | Array) -> Array:
-        return taken_requests(uses, *places(route, starts[:-1] + done, starts[1:], num_keys))
-
     to_all = jnp.concatenate([tickets_digest(features.keys)[0], counts.astype(jnp.uint32)])
     words = jnp.concatenate([jnp.broadcast_to(to_all, (num_shards, num_shards + 2)), offsets.astype(jnp.uint32)], 1)
-    received, words = route.requests_to_owners(requests_of(0), words)
+    received, words = route.requests_to_owners(requests_of_round(route, uses, starts, 0), words)
     digests, counts_of_all, offsets_here = jnp.split(words, (2, num_shards + 2), axis=1)
-    num_rounds, room = jnp.int32(1), capacity
+    load, num_rounds, room = load_of(counts_of_all), jnp.int32(1), capacity
     if send_capacity is None:
-        num_chunks = -(-num_keys // capacity)
-        lines = jnp.broadcast_to(PADDING_REQUEST, (num_shards, num_chunks * capacity, 4))
-        lines = lines.at[:, :capacity].set(received.reshape(num_shards, capacity, 4))
-        most = exchange.shards.max(counts.max())
-
-        @jax.named_scope("round")
-        def go_on(loop: tuple[Array, Array]) -> tuple[Array, Array]:
-            lines, done = loop
-            more = route.to_owners(requests_of(done * capacity)).reshape(num_shards, capacity, 4)
-            return lax.dynamic_update_slice_in_dim(lines, more, done * capacity, axis=1), done + 1
-
-        lines, num_rounds = lax.while_loop(lambda loop: loop[1] * capacity < most, go_on, (lines, num_rounds))
-        received, room, capacity = lines.reshape(-1, 4), None, num_chunks * capacity
+        num_rounds = num_rounds_of(load[0, 0], capacity)
+        lines = all_received(route, received, uses, starts, num_rounds)
+        received, room, capacity = lines.reshape(-1, 4), None, lines.shape[1]
     return Uses(
         received,
         offsets_here.astype(jnp.int32).reshape(-1),
         scales,
         _count_unsent(spec, features, offsets, room),
-        load_of(counts_of_all),
+        load,
         digest_of_all(digests),
         num_rounds[None],
         send_capacity=capacity,
@@ -167,7 +153,7 @@ def _received_batch(spec: StoreSpec, features: StoreFeatures, uses: Uses) -> _Re
         for shard in range(spec.num_shards)
     ]
     keys, tables, weights = uses.received[:, :2], uses.received[:, 2], uses.received[:, 3]
-    weights = lax.bitcast_convert_type(weights, jnp.float32) if is_weighted else jnp.zeros(1, jnp.float32)
+    weights = lax.bitcast_convert_type(weights, jnp.float32) if is_weighted else None
     return _Received(
         StoreFeatures(keys, uses.offsets, weights, tuple(layouts)),
         tables & jnp.uint32(plan_kernels.LEFT_OUT - 1),

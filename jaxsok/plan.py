@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32, UInt32, UInt64
+from jaxtyping import Array, Bool, Float32, Int32, UInt32, UInt64
 
 from jaxsok.checks import there
 from jaxsok.features import Features, StoreFeatures
@@ -45,28 +45,35 @@ class Distinct:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Requests:
-    """What one shard asks of the others for one store: its distinct (table, key) pairs, owner by owner."""
+class RequestList:
+    """The distinct (table, key) pairs of one shard's batch, owner by owner, each owner's by first occurrence."""
 
-    requests: UInt32[Array, "num_keys 4"]
+    lines: UInt32[Array, "num_keys 4"]
     """Key low, key high, table, uses; PADDING_KEY beyond the last one."""
     inverse: Inverse
-    """For each key of the batch its place in `requests`; num_keys for padding."""
+    """For each key of the batch its place in `lines`; num_keys for padding."""
     starts: Int32[Array, " num_owners_plus_1"]
     """Where the requests of each owner begin, and where the last ones end."""
-    hashes: UInt32[Array, "_ 2"]
-    """By place, the hash that decides a request's round: (low, high). Rising within an owner; one line if there is only
-    one round."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """What the shards ask of each other for one store, as far as one round of the exchange has room for it."""
+
+    received: UInt32[Array, "num_lines 4"]
+    """The requests to this shard, lines as in `RequestList`: the first `send_capacity` from each shard."""
+    slots: Inverse
+    """For each key of the batch the line of its row among those that come back; -1 for none."""
     load: Int32[Array, "1 2"]
     """Most requests from one shard to one owner, and most to one owner from all shards; the same on all shards."""
     digest: UInt32[Array, "1 2"]
-    """Digest of the keys, for the lookup's ticket: of all shards with `received`, else of this one."""
-    received: UInt32[Array, "_ 4"] | None = None
-    """The others' requests to this shard, `send_capacity` from each, if the keys were exchanged ahead."""
-    slots: Inverse | None = None
-    """With `received`: for each key of the batch the line of its row among those that come back; -1 for none."""
+    """Digest of the keys of all shards, for the lookup's ticket."""
+    listed: RequestList | None = None
+    """All requests of this shard, which go in several rounds where one has no room; None: what has no room is left
+    out."""
     send_capacity: int = dataclasses.field(default=0, metadata={"static": True})
-    """Requests for one owner in one round: the only round with `received`, else each round."""
+    """Requests for one owner in one round."""
 
 
 @jax.tree_util.register_dataclass
@@ -96,11 +103,12 @@ class Found:
     """What a lookup found for one store's keys."""
 
     row_ids: RowIds
-    """By key of the batch; on a mesh by request received. After several rounds: by request sent if the store has
-    admission, else one NO_ROW."""
+    """By key of the batch; on a mesh by request received, NO_ROW after several rounds."""
     counts: Int32[Array, "num_tables num_counts"]
     num_rounds: Int32[Array, "1"]
     """Passes of the exchange; 0 on one device."""
+    has_row: Bool[Array, " num_keys"] | None = None
+    """After several rounds, by request listed; None where there is no list."""
 
 
 @jax.tree_util.register_dataclass
@@ -137,7 +145,7 @@ class Plan:
 
     def __repr__(self) -> str:
         """Names its features and progress; reads no array, so it waits for nothing."""
-        is_exchanged = any(one is not None and one.received is not None for one in self.asked or ())
+        is_exchanged = any(one is not None for one in self.asked or ())
         steps = ["looked up" if self.is_looked_up else "not looked up"] + ["keys exchanged"] * is_exchanged
         return f"Plan({', '.join(steps)}; {self.features!r})"
 
@@ -256,10 +264,11 @@ def _times(low: Word, high: Word, factor: int) -> tuple[Word, Word]:
 def requests_of(
     spec: StoreSpec, features: StoreFeatures, owners: UInt32[Array, " num_partitions"], *, by_hash: bool
 ) -> tuple[UInt32[Array, "num_keys 4"], Inverse, Int32[Array, " num_owners_plus_1"], UInt32[Array, "_ 2"]]:
-    """Makes one store's keys distinct and orders them by owner: the first four fields of `Requests`.
+    """Makes one store's keys distinct and orders them by owner: the fields of a `RequestList`, and hashes.
 
-    Requests of one owner are ordered by the hash that decides their round (`by_hash`), else by first occurrence. Costs
-    what `distinct_keys` costs, and a radix sort of the distinct keys by owner (and by 64 bits of hash).
+    Requests of one owner are ordered by the hash that deals them to the rounds of an update (`by_hash`; the hashes are
+    returned by place), else by first occurrence. Costs what `distinct_keys` costs, and a radix sort of the distinct
+    keys by owner (and by 64 bits of hash).
     """
     num_owners = 1 if spec.is_replicated else spec.num_shards
     return kernels.plan_requests(

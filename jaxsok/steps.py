@@ -188,7 +188,9 @@ class Steps:
         if self.shards.sees_parts():
             return getattr(self, name)(*args)
         if name == "plan":
-            return _plan_everywhere(self, *args)
+            features, send_capacities = args
+            # The features do not pass through the program: its results would be copies.
+            return dataclasses.replace(_plan_everywhere(self, features, send_capacities), features=features)
         return _everywhere(self, name, *args)
 
 
@@ -214,5 +216,13 @@ def _everywhere(steps: Steps, name: str, state: State, *args: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _plan_everywhere(steps: Steps, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
+    """Returns a plan without its features."""
     split = steps.shards.spec
-    return steps.shards.run(lambda part: steps.plan(part, send_capacities), (features,), (split,), split)
+
+    def plan_part(part: Features) -> Plan:
+        return dataclasses.replace(steps.plan(part, send_capacities), features=_NO_FEATURES)
+
+    return steps.shards.run(plan_part, (features,), (split,), split)
+
+
+_NO_FEATURES = Features((), "")

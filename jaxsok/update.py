@@ -178,7 +178,7 @@ def _update_in_windows(
     """Does what `update_exchanged` does; sums of gradients go into windows, and from there into the step."""
     (plan,), (gradients,), windows = used.plans, used.gradients, there(exchange.windows)
     part, asked, row_ids = plan.features.stores[s], plan.asked_of(s), plan.found_of(s).row_ids
-    received = there(asked.received)
+    received = asked.received
     uses = jnp.where(row_ids == jnp.uint32(NO_ROW), 0, received[:, 3].astype(jnp.int32))
     total = uses_in_all([row_ids], [uses], used.is_live) if inputs.stepping.counts_uses else None
     dtype = gathered_dtype(exchange.spec.gradients, "float32")
@@ -188,7 +188,7 @@ def _update_in_windows(
         windows.number,
         store,
         _step_of_lines(spec, inputs, [received], [row_ids], used.is_live, total),
-        there(asked.slots),
+        asked.slots,
         bags,
         by_bag(spec, part, gradients),
         part.num_tiles,

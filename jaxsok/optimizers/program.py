@@ -395,7 +395,7 @@ class _Compiler:
                     one = jnp.broadcast_to(jnp.asarray(one, aval.dtype).reshape(()), aval.shape)
                 operands.append(one)
             params = equation.primitive.get_bind_params(equation.params)
-            out = equation.primitive.bind(*_varying_alike(operands), **params)
+            out = equation.primitive.bind(*vary_alike(operands), **params)
             return list(out) if equation.primitive.multiple_results else [out]
 
         results = [var.aval for var in equation.outvars]
@@ -492,7 +492,7 @@ class _Compiler:
         return [step for step in fused if step[1] not in joined]
 
 
-def _varying_alike(operands: Sequence[Any]) -> list[Any]:
+def vary_alike(operands: Sequence[Any]) -> list[Any]:
     """Makes operands vary over the same axes, as a primitive inside shard_map requires."""
     varying = [jax.typeof(one).manual_axis_type.varying for one in operands]
     everything = frozenset().union(*varying)

@@ -229,10 +229,11 @@ def parts_of(array):
 @given(raw=batches())
 def test_requests(raw):
     """Each distinct key once, owner by owner, in the order of first occurrence, with its uses; each key knows where."""
-    asked = planned(True)(collection().batch(raw).features).asked
+    asked = planned(False)(collection().batch(raw).features).asked
     for store, one in enumerate(asked):
+        one = one.listed
         for shard, (lines, inverse, starts) in enumerate(
-            zip(parts_of(one.requests), parts_of(one.inverse), parts_of(one.starts), strict=True)
+            zip(parts_of(one.lines), parts_of(one.inverse), parts_of(one.starts), strict=True)
         ):
             segments, uses = by_owner(raw, shard, store, by_hash=False)
             flat = [pair for segment in segments for pair in segment]
@@ -244,11 +245,15 @@ def test_requests(raw):
             assert inverse.tolist() == wanted
 
 
+@pytest.mark.parametrize("is_listed", [False, True])
 @given(raw=batches())
-def test_load_slots_and_what_owners_receive(raw):
+def test_load_slots_and_what_owners_receive(raw, is_listed):
     """The plan's counts tell whether the capacity was enough; what fits is sent, and comes back on its slot."""
-    asked = planned(True)(collection().batch(raw).features).asked
-    for store, (one, capacity) in enumerate(zip(asked, SEND_CAPACITIES, strict=True)):
+    asked = planned(not is_listed)(collection().batch(raw).features).asked
+    for store, one in enumerate(asked):
+        capacity = one.send_capacity
+        assert (one.listed is not None) == is_listed
+        assert is_listed or capacity == SEND_CAPACITIES[store]
         segments = [by_owner(raw, shard, store, by_hash=False) for shard in range(NUM_SHARDS)]
         counts = np.array([[len(part) for part in parts] for parts, _ in segments])
         for load in parts_of(one.load):
@@ -267,17 +272,32 @@ def test_load_slots_and_what_owners_receive(raw):
                 assert (block[len(wanted) :, :2] == 0xFFFFFFFF).all()
 
 
+@functools.cache
+def ordered_by_hash():
+    """Jitted: by store the requests of a shard in the order in which their gradients go to rounds."""
+    one = collection()
+
+    def order(features):
+        ordered = [exchange.HashOrder.of(*pair, 1) for pair in zip(one.stores, features.stores, strict=True)]
+        return [(order.lines, order.inverse, order.starts, order.hashes) for order in ordered]
+
+    split = one.shards.spec
+    return jax.jit(lambda features: one.shards.run(order, (features,), (split,), split))
+
+
 @given(raw=batches())
-def test_requests_in_rounds(raw):
-    """Without a capacity requests of an owner rise by the hash that deals them to rounds, and nothing is sent yet."""
-    asked = planned(False)(collection().batch(raw).features).asked
-    for store, one in enumerate(asked):
-        assert one.received is None and one.slots is None
-        assert (np.asarray(one.load) == 0).all()
-        for shard, (lines, hashes) in enumerate(zip(parts_of(one.requests), parts_of(one.hashes), strict=True)):
+def test_the_order_of_hashes(raw):
+    """Each distinct key once, owner by owner; requests of an owner rise by the hash that deals gradients to rounds."""
+    for store, arrays in enumerate(ordered_by_hash()(collection().batch(raw).features)):
+        for shard, (lines, inverse, starts, hashes) in enumerate(zip(*map(parts_of, arrays), strict=True)):
             segments, uses = by_owner(raw, shard, store, by_hash=True)
             flat = [pair for segment in segments for pair in segment]
+            assert starts.tolist() == np.cumsum([0, *map(len, segments)]).tolist()
             assert lines[: len(flat)].tolist() == [words_of(pair, uses[pair]) for pair in flat]
+            places = [
+                POSITIONS[store] if pair is None else flat.index(pair) for pair in positions_of(raw, shard, store)
+            ]
+            assert inverse.tolist() == places
             got = hashes[: len(flat)].astype(np.uint64)
             wanted = [int(programs.round_hash([key], table)[0]) for _, table, key in flat]
             assert (got[:, 1] << np.uint64(32) | got[:, 0]).tolist() == wanted

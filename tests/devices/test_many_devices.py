@@ -17,6 +17,7 @@ import strategies
 from jax.sharding import AxisType
 
 import jaxsok
+from jaxsok import exchange
 
 NUM_SAMPLES = 16
 MESHES = (1, 2, 4, 8)
@@ -481,8 +482,27 @@ def test_skew_in_rounds(name):
     collection = skew_collection(NUM_SHARDS)
     state, results = skewed(collection, SKEWS[name])
     assert_like_one_device(collection, state, results, SKEWS[name])
-    wanted = [rounds_of(requests_by_shard(SKEWS[name](step), NUM_SHARDS), SEND_CAPACITY) for step in range(3)]
-    assert [int(stats.num_rounds[0]) for *_, stats in results] == wanted
+    for step, (*_, stats) in enumerate(results):
+        raw = SKEWS[name](step)
+        requests = requests_by_shard(raw, NUM_SHARDS)
+        most = max(map(len, requests.values()))
+        assert int(stats.num_rounds[0]) == max(1, -(-most // SEND_CAPACITY))
+        features = collection.batch({**raw, "label": LABEL}).features
+        num_rounds = np.asarray(rounds_by_hash(collection)(features)).tolist()
+        assert num_rounds == [rounds_of(requests, SEND_CAPACITY)] * NUM_SHARDS
+
+
+@functools.cache
+def rounds_by_hash(collection):
+    """Jitted: the rounds in which gradients go to owners where one has no room for them, counted by every shard."""
+    (spec,), shards = collection.stores, collection.shards
+
+    def count(features):
+        order = exchange.HashOrder.of(spec, features.stores[0], SEND_CAPACITY)
+        between = exchange.Exchange(shards, collection.exchange)
+        return exchange.over_rounds(between, spec, [order], lambda number, _: number + 1, jnp.zeros(1, jnp.int32))
+
+    return jax.jit(lambda features: shards.run(count, (features,), (shards.spec,), shards.spec))
 
 
 def test_skew_forces_rounds():
@@ -591,6 +611,129 @@ def test_law_5_refused_keys_are_counted_not_lost(path):
 
 
 # --------------------------------------------------------------------------------------------------------------
+# Row ids
+
+ID_CAPACITY, NUM_ID_SAMPLES, ID_SEND_CAPACITY = 12, 48, 3  # rows of a shard; samples of all four shards
+ID_PATHS = {
+    "lookup": {},
+    "plan": {"plan": None},
+    "plan that sends": {"plan": (24,) * 2},
+    "rounds": {"send_capacity": ID_SEND_CAPACITY},
+    "plan, rounds": {"send_capacity": ID_SEND_CAPACITY, "plan": None},
+}
+
+
+@functools.cache
+def small_tables(send_capacity=None):
+    """Two tables of one store, spread and on shard 2, and a replicated one; too small for the keys below."""
+    options = {"capacity": 4 * ID_CAPACITY, "max_capacity": 4 * ID_CAPACITY}
+    on_a_shard = {"capacity": ID_CAPACITY, "max_capacity": ID_CAPACITY}
+    sgd = jaxsok.optim.sgd(1.0)
+    tables = [
+        jaxsok.TableSpec("user", 4, sgd, **options),
+        jaxsok.TableSpec("item", 4, sgd, placement=jaxsok.on(2), **on_a_shard),
+        jaxsok.TableSpec("ad", 4, sgd, placement=jaxsok.REPLICATED, **on_a_shard),
+    ]
+    features = [
+        jaxsok.FeatureSpec("user", "user", combiner="mean"),
+        jaxsok.FeatureSpec("item", "item", combiner=None),
+        jaxsok.FeatureSpec("ad", "ad", combiner=None),
+    ]
+    return programs.over(4, tables, features, **({} if send_capacity is None else {"send_capacity": send_capacity}))
+
+
+def crowd(seed):
+    """Keys of which there are too many for the rows; padding between them."""
+    rng = np.random.default_rng(seed)
+    raw = {
+        "user": rng.integers(0, 400, (NUM_ID_SAMPLES, 2)),
+        "item": rng.integers(0, 40, NUM_ID_SAMPLES),
+        "ad": rng.integers(0, 40, NUM_ID_SAMPLES),
+    }
+    return {name: np.where(rng.random(keys.shape) < 0.1, -1, keys) for name, keys in raw.items()}
+
+
+def arrivals_of(raw, store):
+    """By owner the distinct (table, key), by source shard and first occurrence in its part; features follow each other.
+
+    An owner of a replicated store is any of its shards.
+    """
+    by_owner = [[] for _ in range(4)]
+    for shard in range(4):
+        for table in ("user", "item") if store == 0 else ("ad",):
+            for key in np.split(raw[table], 4)[shard].reshape(-1).tolist():
+                if key >= 0:
+                    owner = int(programs.owner_of([key], table, 4)[0]) if table == "user" else 2
+                    by_owner[owner].append((table, key))
+    return [list(dict.fromkeys(pairs)) for pairs in by_owner]
+
+
+class Ids:
+    """The row ids of one store: by owner what has a row, and which ids are free again."""
+
+    def __init__(self, capacity):
+        self.capacity, self.rows, self.num_used, self.free = capacity, [{} for _ in range(4)], [0] * 4, [[]] * 4
+
+    def insert(self, by_owner):
+        """New pairs take ids that are free again, the least first, and then fresh ones, as long as there are some."""
+        for owner, pairs in enumerate(by_owner):
+            for pair in pairs:
+                if pair in self.rows[owner]:
+                    continue
+                if self.free[owner]:
+                    self.rows[owner][pair] = self.free[owner].pop(0)
+                elif self.num_used[owner] < self.capacity:
+                    self.rows[owner][pair] = self.num_used[owner]
+                    self.num_used[owner] += 1
+
+    def erase(self, pairs):
+        """Rows leave, and their ids are free."""
+        for owner, rows in enumerate(self.rows):
+            self.free[owner] = sorted([*self.free[owner], *(rows.pop(pair) for pair in pairs if pair in rows)])
+
+    def of(self, table):
+        """Key to row id in its shard."""
+        return {key: row_id for rows in self.rows for (name, key), row_id in rows.items() if name == table}
+
+
+@pytest.mark.parametrize("path", ID_PATHS)
+def test_row_ids_follow_source_shard_and_first_occurrence(path):
+    """Whichever way keys go to their owners: which keys are refused where a table is full, and which ids rows get."""
+    options = ID_PATHS[path]
+    one = small_tables(options.get("send_capacity"))
+    state, most_rounds = one.init(seed=0), 0
+    model = [Ids(store.capacity // 4) for store in state.stores]
+    for step in range(3):
+        raw = crowd(step)
+        asked = one.batch(raw).features
+        if "plan" in options:
+            asked = one.plan(asked, send_capacity=options["plan"])
+        embeddings, state, plan = programs.lookup(one)(state, asked)
+        num_refused = 0
+        for s, ids in enumerate(model):
+            by_owner = arrivals_of(raw, s)
+            ids.insert(by_owner)
+            num_refused += sum(
+                pair not in rows for pairs, rows in zip(by_owner, ids.rows, strict=True) for pair in pairs
+            )
+        assert num_refused > 0 or step == 0
+        for table, ids, store in zip(("user", "item", "ad"), (model[0], model[0], model[1]), (0, 0, 1), strict=True):
+            exported = one.export_table(state, table)
+            capacity = state.stores[store].capacity // 4
+            got = dict(zip(exported["keys"].tolist(), (exported["row_ids"] % capacity).tolist(), strict=True))
+            assert got == ids.of(table), (step, table)
+        gradients = jax.tree.map(jnp.ones_like, embeddings)
+        state, stats = programs.update(one)(state, plan, gradients)
+        most_rounds = max(most_rounds, np.asarray(stats.num_rounds).max())
+        for table, ids in zip(("user", "item", "ad"), (model[0], model[0], model[1]), strict=True):
+            gone = [key for key in list(ids.of(table)) if key % 3 == step]
+            state, num_erased = one.erase(state, table, np.array(gone, np.int64))
+            assert int(num_erased) == len(gone) > 0
+            ids.erase([(table, key) for key in gone])
+    assert (most_rounds > 1) == ("rounds" in path)
+
+
+# --------------------------------------------------------------------------------------------------------------
 # Growth, erase, several plans
 
 
@@ -694,24 +837,32 @@ def test_erased_keys_come_back_as_new():
         assert collection.num_rows(state) == {"user": 16, "ad": 32}
 
 
-@pytest.mark.parametrize("path", ["rounds", "planned"])
+@pytest.mark.parametrize("path", ["lookups", "planned", "one in rounds"])
 def test_several_plans_in_one_update(path):
-    """Two micro-batches, one step: rows that both used step once, as on one device."""
+    """Two micro-batches, one step: rows that both used step once, as on one device, though one may need more rounds."""
     tables = [
         jaxsok.TableSpec("user", 4, ADAM, capacity=128, row_gradient="mean"),
         jaxsok.TableSpec("ad", 3, ADAM, capacity=128, placement=jaxsok.REPLICATED),
     ]
     features = [jaxsok.FeatureSpec("user", "user"), jaxsok.FeatureSpec("ad", "ad", combiner="mean")]
-    collections = jaxsok.Collection(tables, features), programs.over(4, tables, features)
+    exchange_of = {"send_capacity": 1} if path == "one in rounds" else {}
+    collections = jaxsok.Collection(tables, features), programs.over(4, tables, features, **exchange_of)
+    raws = [two_stores_raw(0), two_stores_raw(1)]
+    if path == "one in rounds":
+        raws[1]["user"][np.arange(16) % 4 != 0] = -1  # one key a shard
+        raws[1]["ad"][np.arange(32).reshape(16, 2) % 8 != 0] = -1
     states, counts = [], []
     for collection in collections:
         state, plans = collection.init(seed=0), []
-        for step in range(2):
-            asked = programs.batch(collection, **two_stores_raw(step))
+        for raw in raws:
+            asked = programs.batch(collection, **raw)
             if path == "planned" and collection.shards.is_mesh:
                 asked = collection.plan(asked, send_capacity=(16, 32))
             _, state, plan = programs.lookup(collection)(state, asked)
             plans.append(plan)
+        if collection.shards.is_mesh:
+            is_several = [[int(found.num_rounds[0]) > 1 for found in plan.found] for plan in plans]
+            assert is_several == [[path == "one in rounds"] * 2, [False] * 2]
         gradients = [jax.tree.map(lambda g, k=k: g * k, TWO_STORES_GRADIENTS) for k in (np.float32(1), np.float32(3))]
         state, stats = programs.update(collection)(state, plans, gradients)
         states.append(state)

@@ -70,8 +70,8 @@ def test_a_sample_is_counted_as_the_exchange_counts():
     sample = {"user": rng.zipf(1.3, 1024) % 10_000, "item": rng.integers(0, 50, (1024, 3))}
     proposal = propose(tables, features, num_shards=8, sample=sample)
     collection = programs.over(8, proposal.tables, features)
-    plan = collection.plan(collection.batch(sample).features, send_capacity=(1024,))
-    num_requests = np.asarray(plan.asked[0].starts).reshape(8, -1)[:, -1]
+    plan = collection.plan(collection.batch(sample).features)
+    num_requests = np.asarray(plan.asked[0].listed.starts).reshape(8, -1)[:, -1]
     assert sum(line.distinct_keys for line in proposal.lines) == num_requests.mean()
 
 
@@ -102,10 +102,10 @@ def test_bytes_are_those_of_the_arrays_that_travel():
     sample = {"item": np.arange(8 * 512)}
     proposal = propose(tables, features, num_shards=8, sample=sample)
     collection = programs.over(8, proposal.tables, features)
-    plan = collection.plan(collection.batch(sample).features, send_capacity=(512,))
-    (counts,) = (np.asarray(asked.starts).reshape(8, 9) for asked in plan.asked)
+    plan = collection.plan(collection.batch(sample).features)
+    (counts,) = (np.asarray(asked.listed.starts).reshape(8, 9) for asked in plan.asked)
     to_others = np.diff(counts, axis=1) * (1 - np.eye(8, dtype=np.int64))
-    request_bytes = plan.asked[0].requests.dtype.itemsize * plan.asked[0].requests.shape[1]
+    request_bytes = plan.asked[0].received.dtype.itemsize * plan.asked[0].received.shape[1]
     # Hashing shares keys out unevenly: of 3584 that should leave a device's part, give or take a root or two.
     assert to_others.sum() / 8 * (request_bytes + 32 + 32) == pytest.approx(proposal.wire_bytes, rel=0.03)
 
