@@ -14,8 +14,8 @@
     query    admits a key at its second use; rows that were not used for some time leave at each checkpoint
     country  is small and on all devices; NumPy computes its rows in float64
 
-Keys are skewed: that of rank r is drawn with a probability of about 1 / r. New keys keep coming at rank 1, and older ones
-fall behind. Each run is a process of its own, or one for each device, and ends with an export, which is compared.
+Keys are skewed: that of rank r is drawn with a probability of about 1 / r. New keys keep coming at rank 1, and older
+ones fall behind. Each run is a process of its own, or one for each device, and ends with an export, which is compared.
 """
 
 import argparse
@@ -66,7 +66,9 @@ class Raws:
         sizes = {"user": num, "page": MOST_KEYS * num, "item": num, "query": num}
         self.ranks = {name: self.drawn_ranks(rng, size, options.window) for name, size in sizes.items()}
         self.country = self.drawn_ranks(rng, num, NUM_COUNTRIES)
-        self.seen = {name: np.zeros(options.window + options.new * options.steps + 1, bool) for name in ("user", "page")}
+        self.seen = {
+            name: np.zeros(options.window + options.new * options.steps + 1, bool) for name in ("user", "page")
+        }
         self.rows = np.full((NUM_COUNTRIES, 4), 0.5)  # of "country", step by step
         self.is_row = np.zeros(NUM_COUNTRIES, bool)
 
@@ -238,7 +240,9 @@ def work(options):
         waiting.clear()
         num_rows = collection.num_rows(state)
         for name, seen in raws.seen.items():
-            require(num_rows[name] == seen.sum(), f'"{name}" has {num_rows[name]} rows of {seen.sum()} keys at {number}')
+            require(
+                num_rows[name] == seen.sum(), f'"{name}" has {num_rows[name]} rows of {seen.sum()} keys at {number}'
+            )
         rows, is_there = collection.rows_of(state, "country", np.arange(NUM_COUNTRIES))
         require((np.asarray(is_there) == raws.is_row).all(), f'"country" has other rows than NumPy at {number}')
         np.testing.assert_allclose(
@@ -372,7 +376,7 @@ def run(options, name, devices, processes=1, folder=None, **changes):
         end(started)
     found = [json.loads((folder / f"{number}.json").read_text()) for number in range(processes)]
     result = found[0] | {"tables": tables_of(folder / "final")}
-    result["memory"] = {when: sum((one["memory"][when] for one in found), []) for when in found[0]["memory"]}
+    result["memory"] = {when: [device for one in found for device in one["memory"][when]] for when in ("early", "end")}
     result["digest"] = digest_of(result["tables"])
     print(f"{name}: {devices} devices, {processes} processes, {result.pop('place')}, from step {result['first']}")
     for key in ("rows", "growths", "waits", "evictions", "checkpoints", "send_capacities"):
