@@ -36,15 +36,24 @@ import tempfile
 import time
 import unittest.mock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pyarrow.ipc
+from jax.sharding import AxisType
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+import jaxsok
+from jaxsok import checkpoint, optim, policies, windows
+from jaxsok import grow as grow_lib
+
+TABLES = ("user", "page", "item", "query", "country")
 NUM_RAWS = 32  # batches that are drawn; a step takes one of them, with its keys moved on
 MOST_KEYS = 4  # of a bag
 NUM_COUNTRIES = 64
 RATE = 0.5  # learning rate of "country"
 KEY_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that keys are spread over 64 bits and stay distinct
 FULL_EVERY = 4  # of so many checkpoints one is full, the others are deltas
+SPARE_BYTES = 2**20  # what the arrays beside the state may grow by; in the end the pipeline holds none
 TIMED_STEPS = 10  # the time of a step is the median of means over so many steps
 # Another number of devices adds gradients in another order: float32 rounds, over all steps.
 OTHER_ORDER = {"rtol": 1e-3, "atol": 1e-4}
@@ -66,9 +75,8 @@ class Raws:
         sizes = {"user": num, "page": MOST_KEYS * num, "item": num, "query": num}
         self.ranks = {name: self.drawn_ranks(rng, size, options.window) for name, size in sizes.items()}
         self.country = self.drawn_ranks(rng, num, NUM_COUNTRIES)
-        self.seen = {
-            name: np.zeros(options.window + options.new * options.steps + 1, bool) for name in ("user", "page")
-        }
+        num_ids = options.window + options.new * options.steps
+        self.seen = {name: np.zeros(num_ids, bool) for name in ("user", "page")}
         self.rows = np.full((NUM_COUNTRIES, 4), 0.5)  # of "country", step by step
         self.is_row = np.zeros(NUM_COUNTRIES, bool)
 
@@ -87,8 +95,6 @@ class Raws:
 
     def part(self, step, process, num_processes):
         """What a process feeds in a step."""
-        import jaxsok
-
         i, num = step % NUM_RAWS, self.options.samples
         mine = slice(num * process // num_processes, num * (process + 1) // num_processes)
         offsets = np.concatenate([[0], np.cumsum(self.lengths[i])])
@@ -113,11 +119,9 @@ class Raws:
     def country_sums(self):
         """Of each batch and country the number of uses, and the sum of targets."""
         scale = np.arange(1, 5) / 4
-        return [
-            (np.bincount(keys, minlength=NUM_COUNTRIES)[:, None],
-             np.bincount(keys, label.astype(np.float64), NUM_COUNTRIES)[:, None] * scale)
-            for keys, label in zip(self.country, self.label, strict=True)
-        ]  # fmt: skip
+        pairs = [(keys, label.astype(np.float64)) for keys, label in zip(self.country, self.label, strict=True)]
+        sums = [[np.bincount(keys, weights, NUM_COUNTRIES) for weights in (None, label)] for keys, label in pairs]
+        return [(uses[:, None], labels[:, None] * scale) for uses, labels in sums]
 
     def keys_seen(self, name):
         """All keys that came."""
@@ -129,40 +133,24 @@ class Raws:
 
 def make_collection(options, devices):
     """The five tables over a mesh of devices."""
-    import jax
-    from jax.sharding import AxisType
-
-    import jaxsok
-    from jaxsok import policies
-
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-    optim, every = jaxsok.optim, {"statistics": True}  # which deltas need
+    spec = functools.partial(jaxsok.TableSpec, statistics=True)  # which deltas need
+    bound = {"capacity": options.window, "max_capacity": options.window, "eviction": policies.LeastRecentlyUsed()}
+    small = {"placement": jaxsok.REPLICATED, "initializer": jaxsok.initializers.constant(0.5)}
     tables = [
-        jaxsok.TableSpec("user", 32, optim.adagrad(0.05), capacity=options.capacity, **every),
-        jaxsok.TableSpec("page", 16, optim.adagrad(0.05), capacity=2 * options.capacity, **every),
-        jaxsok.TableSpec(
-            "item", 8, optim.adam(0.01), capacity=options.window, max_capacity=options.window,
-            eviction=policies.LeastRecentlyUsed(), **every,
-        ),
-        jaxsok.TableSpec(
-            "query", 8, optim.sgd(0.1), capacity=options.window, admission=policies.AdmitByCount(2), **every
-        ),
-        jaxsok.TableSpec(
-            "country", 4, optim.sgd(RATE), capacity=NUM_COUNTRIES, placement=jaxsok.REPLICATED,
-            initializer=jaxsok.initializers.constant(0.5), **every,
-        ),
-    ]  # fmt: skip
-    features = [jaxsok.FeatureSpec(table.name, table.name) for table in tables if table.name != "page"]
-    features.append(
-        jaxsok.FeatureSpec("page", "page", combiner="mean", max_keys=MOST_KEYS * options.samples, exchange="bags")
-    )
+        spec("user", 32, optim.adagrad(0.05), capacity=options.capacity),
+        spec("page", 16, optim.adagrad(0.05), capacity=2 * options.capacity),
+        spec("item", 8, optim.adam(0.01), **bound),
+        spec("query", 8, optim.sgd(0.1), capacity=options.window, admission=policies.AdmitByCount(2)),
+        spec("country", 4, optim.sgd(RATE), capacity=NUM_COUNTRIES, **small),
+    ]
+    bags = {"combiner": "mean", "max_keys": MOST_KEYS * options.samples, "exchange": "bags"}
+    features = [jaxsok.FeatureSpec(name, name, **(bags if name == "page" else {})) for name in TABLES]
     return jaxsok.Collection(tables, features, mesh=mesh, axis="data")
 
 
 def make_step(collection):
     """A jitted step: each embedding learns the sample's label, times a number for each column."""
-    import jax
-    import jax.numpy as jnp
 
     def loss_of(embeddings, label):
         losses = []
@@ -182,33 +170,27 @@ def make_step(collection):
     return step
 
 
-def bytes_in_use(collection):
-    """Bytes of each device of this process: in use now, at most so far, and of its window."""
-    import jax
-
-    from jaxsok import windows
-
+def bytes_in_use(collection, state):
+    """Bytes of each device of this process: in use, at most so far, of its window, and of arrays beside the state."""
     window = windows.windows_of(collection.shards, "auto")
-    window_bytes = 0 if window is None else window.num_bytes
-    live = {}
-    for array in jax.live_arrays():
-        for shard in array.addressable_shards:
-            live[shard.device] = live.get(shard.device, 0) + shard.data.nbytes
-    found = []
-    for device in [one for one in collection.shards.mesh.devices.flat if one.process_index == jax.process_index()]:
-        told = device.memory_stats() or {}  # the CPU has none: arrays between two steps stand for them
-        in_use = told.get("bytes_in_use", live[device])
-        found.append([in_use, told.get("peak_bytes_in_use", in_use), window_bytes])
+    live, found = {}, []
+    for sign, arrays in ((1, jax.live_arrays()), (-1, jax.tree.leaves(state))):
+        for shard in (shard for array in arrays for shard in array.addressable_shards):
+            all_, rest = live.get(shard.device, (0, 0))
+            live[shard.device] = all_ + max(sign, 0) * shard.data.nbytes, rest + sign * shard.data.nbytes
+    for device in collection.shards.mesh.devices.flat:
+        if device.process_index == jax.process_index():
+            told = device.memory_stats() or {}  # the CPU has none: arrays between two steps stand for them
+            in_use = told.get("bytes_in_use", live[device][0])
+            most = told.get("peak_bytes_in_use", in_use)
+            found.append([in_use, most, 0 if window is None else window.num_bytes, live[device][1]])
     return found
 
 
 def work(options):
     """The run of one process; leaves what it found in a file."""
-    import jax
-
     process, num_processes = options.process, options.processes
-    num_local = options.devices // num_processes
-    jax.config.update("jax_num_cpu_devices", num_local)
+    jax.config.update("jax_num_cpu_devices", options.devices // num_processes)
     if num_processes > 1:
         jax.distributed.initialize(
             f"localhost:{options.port}",
@@ -218,9 +200,6 @@ def work(options):
             heartbeat_timeout_seconds=options.heartbeat_s,
             shutdown_timeout_seconds=options.heartbeat_s,
         )
-    from jaxsok import checkpoint, policies
-    from jaxsok import grow as grow_lib
-
     folder = pathlib.Path(options.folder)
     collection, raws = make_collection(options, jax.devices()[: options.devices]), Raws(options)
     step, saved = make_step(collection), last_checkpoint(folder)
@@ -229,7 +208,7 @@ def work(options):
     for number in range(first):
         raws.note(number)
     kill_step = {"step": options.steps * 11 // 20, "growth": options.steps // 3}.get(options.kill)
-    counted = dict.fromkeys(("full", "delta", "expired"), 0)
+    counted, num_expired = {"full": 0, "delta": 0}, 0
     memory, waiting, times, began = {}, [], [], time.perf_counter()
 
     def check(number):
@@ -240,21 +219,19 @@ def work(options):
         waiting.clear()
         num_rows = collection.num_rows(state)
         for name, seen in raws.seen.items():
-            require(
-                num_rows[name] == seen.sum(), f'"{name}" has {num_rows[name]} rows of {seen.sum()} keys at {number}'
-            )
+            is_whole, num = num_rows[name] == seen.sum(), num_rows[name]
+            require(is_whole, f'"{name}" has {num} rows of {seen.sum()} keys at step {number}')
         rows, is_there = collection.rows_of(state, "country", np.arange(NUM_COUNTRIES))
         require((np.asarray(is_there) == raws.is_row).all(), f'"country" has other rows than NumPy at {number}')
-        np.testing.assert_allclose(
-            np.asarray(rows)[raws.is_row], raws.rows[raws.is_row], err_msg=f"country at step {number}", **ORACLE
-        )
+        got, want = np.asarray(rows)[raws.is_row], raws.rows[raws.is_row]
+        np.testing.assert_allclose(got, want, err_msg=f"country at step {number}", **ORACLE)
         return num_rows
 
     parts = (raws.part(number, process, num_processes) for number in range(first, options.steps))
     pipeline = collection.pipeline(parts)
     for number, (batch, plan) in enumerate(pipeline, first):
         dies = is_victim and kill_step is not None and number >= kill_step
-        with die_in_growth(grow_lib) if dies and options.kill == "growth" else contextlib.nullcontext():
+        with die_in_growth() if dies and options.kill == "growth" else contextlib.nullcontext():
             state = collection.grow(state, batch)
         state, loss, stats = step(state, plan, batch["label"])
         if dies and options.kill == "step":  # the devices are at work on it
@@ -265,10 +242,10 @@ def work(options):
         done = number + 1
         if done == max(first + 1, options.steps // 10):
             jax.block_until_ready(state)
-            memory["early"] = bytes_in_use(collection)
+            memory["early"] = bytes_in_use(collection, state)
         if done % options.every == 0 or done == options.steps:
             state, gone = collection.evict(state, "query", policies.TimeToLive(options.every))
-            counted["expired"] += int(np.asarray(gone.num_evicted).sum())
+            num_expired += gone.to_dict()["query"]
             num_rows = check(done)
             path = folder / f"step_{done:08}"
             if (done // options.every - 1) % FULL_EVERY and saved is not None:
@@ -282,29 +259,30 @@ def work(options):
     for name in raws.seen:
         is_there = np.asarray(collection.contains(state, name, raws.keys_seen(name)))
         require(is_there.all(), f'"{name}" lost {np.count_nonzero(~is_there)} of {is_there.size} keys')
-    memory["end"] = bytes_in_use(collection)
+    memory["end"] = bytes_in_use(collection, state)
+    for early, late in zip(memory["early"], memory["end"], strict=True):
+        require(late[3] <= early[3] + SPARE_BYTES, f"{late[3]} bytes of arrays beside the state, early on {early[3]}")
     checkpoint.export_full(folder / "final", collection, state)
-    stats = stats.to_dict()
+    stats, growth = stats.to_dict(), collection.growth
     found = {
         "first": first,
         "steps_per_s": (options.steps - first) / seconds,
         "step_ms": step_ms(times),
         "rows": num_rows,
-        "growths": collection.growth.num_grown,
-        "waits": collection.growth.num_waits,
-        "evictions": {"times": collection.growth.num_evictions, "item": stats["item"]["num_evicted"],
-                      "query": counted["expired"]},
-        "checkpoints": {kind: counted[kind] for kind in ("full", "delta")},
+        "growths": growth.num_grown,
+        "waits": growth.num_waits,
+        "evictions": {"times": growth.num_evictions, "item": stats["item"]["num_evicted"], "query": num_expired},
+        "checkpoints": counted,
         "send_capacities": pipeline.send_capacities,
         "memory": memory,
         "place": repr(collection).rsplit("; ", 1)[1].rstrip(")"),
-    }  # fmt: skip
+    }
     (folder / f"{process}.json").write_text(json.dumps(found))
     if num_processes > 1:
         jax.distributed.shutdown()
 
 
-def die_in_growth(grow_lib):
+def die_in_growth():
     """Kills the process as soon as a larger store is put together."""
     return unittest.mock.patch.object(
         grow_lib, "with_slab", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -339,12 +317,11 @@ def start(options, folder, devices, processes, **changes):
         port = free.getsockname()[1]
     told = {**vars(options), "folder": str(folder), "devices": devices, "processes": processes, "port": port}
     told |= {"kill": None, **changes}
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     started = []
     for number in range(processes):
         with (folder / f"{number}.err").open("ab") as errors:
             command = [sys.executable, __file__, "--work", json.dumps({**told, "process": number})]
-            started.append(subprocess.Popen(command, env=environment, stdout=errors, stderr=errors))
+            started.append(subprocess.Popen(command, stdout=errors, stderr=errors))
     return started
 
 
@@ -382,9 +359,9 @@ def run(options, name, devices, processes=1, folder=None, **changes):
     for key in ("rows", "growths", "waits", "evictions", "checkpoints", "send_capacities"):
         print(f"  {key}: {result[key]}")
     print(f"  {result['steps_per_s']:.1f} steps/s in all, {result['step_ms']:.2f} ms a step between checkpoints")
-    for when, devices_ in result["memory"].items():
-        units = [" / ".join(f"{number / 2**20:.1f}" for number in one) for one in devices_]
-        print(f"  MiB in use / peak / window by device, {when}: {', '.join(units)}")
+    for when, numbers in result["memory"].items():
+        units = [" / ".join(f"{number / 2**20:.1f}" for number in one) for one in numbers]
+        print(f"  MiB in use / peak / window / arrays beside the state, by device, {when}: {', '.join(units)}")
     print(f"  digest: {result['digest']}", flush=True)
     return result
 
@@ -418,10 +395,8 @@ def run_killed(options, kind):
 
 def tables_of(path):
     """All rows of an export by table, sorted by key: columns by name."""
-    import pyarrow.ipc
-
     tables = {}
-    for name, number in ((one, n) for n, one in enumerate(("user", "page", "item", "query", "country"))):
+    for number, name in enumerate(TABLES):
         columns = {}
         for file in sorted(path.glob(f"table_{number:04}.process_?????.arrow")):
             table = pyarrow.ipc.open_file(file).read_all()
@@ -479,6 +454,7 @@ def main():
         return work(argparse.Namespace(**json.loads(options.work)))
     options.every = options.every or max(1, options.steps // 10)
     hot, options.hot, kinds = options.hot, 0.0, options.kill
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("endurance: terminated"))  # ends the processes
     options.folder = tempfile.mkdtemp(prefix="endurance_")
     try:
         plain = run(options, "plain", options.devices)
@@ -494,7 +470,7 @@ def main():
             compare(f"resumed after {kind}", resumed["tables"], plain["tables"])
         if hot:
             skewed = run(options, f"hot key {hot}", options.devices, hot=hot)
-            peaks = [[sum(one[1:]) for one in result["memory"]["end"]] for result in (skewed, plain)]
+            peaks = [[one[1] + one[2] for one in result["memory"]["end"]] for result in (skewed, plain)]
             ratios = {"time": skewed["step_ms"] / plain["step_ms"]}
             ratios["memory"] = max(one / other for one, other in zip(*peaks, strict=True))
             print(f"hot key: time of a step and peak memory of a device as ratios: {ratios}")
