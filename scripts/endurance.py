@@ -173,18 +173,22 @@ def make_step(collection):
 def bytes_in_use(collection, state):
     """Bytes of each device of this process: in use, at most so far, of its window, and of arrays beside the state."""
     window = windows.windows_of(collection.shards, "auto")
-    live, found = {}, []
-    for sign, arrays in ((1, jax.live_arrays()), (-1, jax.tree.leaves(state))):
-        for shard in (shard for array in arrays for shard in array.addressable_shards):
-            all_, rest = live.get(shard.device, (0, 0))
-            live[shard.device] = all_ + max(sign, 0) * shard.data.nbytes, rest + sign * shard.data.nbytes
+    found = []
     for device in collection.shards.mesh.devices.flat:
         if device.process_index == jax.process_index():
             told = device.memory_stats() or {}  # the CPU has none: arrays between two steps stand for them
-            in_use = told.get("bytes_in_use", live[device][0])
+            live, of_state = (buffers_of(arrays, device) for arrays in (jax.live_arrays(), jax.tree.leaves(state)))
+            in_use = told.get("bytes_in_use", sum(live.values()))
             most = told.get("peak_bytes_in_use", in_use)
-            found.append([in_use, most, 0 if window is None else window.num_bytes, live[device][1]])
+            rest = sum(live.values()) - sum(of_state.values())
+            found.append([in_use, most, 0 if window is None else window.num_bytes, rest])
     return found
+
+
+def buffers_of(arrays, device):
+    """Bytes by address of the buffers of arrays on a device; an array and its parts share buffers."""
+    parts = (shard.data for array in arrays for shard in array.addressable_shards if shard.device == device)
+    return {part.unsafe_buffer_pointer(): part.nbytes for part in parts}
 
 
 def work(options):
