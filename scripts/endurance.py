@@ -259,6 +259,7 @@ def work(options):
                 checkpoint.export_full(path, collection, state)
                 counted["full"] += 1
             saved = path
+            print(f"step {done}: {num_rows}", flush=True)
     seconds = time.perf_counter() - began
     for name in raws.seen:
         is_there = np.asarray(collection.contains(state, name, raws.keys_seen(name)))
@@ -324,7 +325,7 @@ def start(options, folder, devices, processes, **changes):
     started = []
     for number in range(processes):
         with (folder / f"{number}.err").open("ab") as errors:
-            command = [sys.executable, __file__, "--work", json.dumps({**told, "process": number})]
+            command = [sys.executable, os.path.abspath(__file__), "--work", json.dumps({**told, "process": number})]
             started.append(subprocess.Popen(command, stdout=errors, stderr=errors))
     return started
 
