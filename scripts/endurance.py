@@ -53,7 +53,7 @@ NUM_COUNTRIES = 64
 RATE = 0.5  # learning rate of "country"
 KEY_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that keys are spread over 64 bits and stay distinct
 FULL_EVERY = 4  # of so many checkpoints one is full, the others are deltas
-SPARE_BYTES = 2**20  # what the arrays beside the state may grow by; in the end the pipeline holds none
+SPARE_BYTES = 2**22  # what the arrays beside the state may grow by; in the end the pipeline holds none
 TIMED_STEPS = 10  # the time of a step is the median of means over so many steps
 # Another number of devices adds gradients in another order: float32 rounds, over all steps.
 OTHER_ORDER = {"rtol": 1e-3, "atol": 1e-4}
@@ -337,9 +337,9 @@ def end(started):
         process.wait()
 
 
-def errors_of(folder, number):
+def output_of(folder, number, most=3000):
     """The end of what a process wrote."""
-    return (folder / f"{number}.err").read_text(errors="replace")[-5000:].strip()
+    return (folder / f"{number}.err").read_text(errors="replace")[-most:].strip()
 
 
 def run(options, name, devices, processes=1, folder=None, **changes):
@@ -353,7 +353,7 @@ def run(options, name, devices, processes=1, folder=None, **changes):
                 code = process.wait(timeout=options.timeout_s)
             except subprocess.TimeoutExpired:
                 code = f"none within {options.timeout_s} s"
-            require(code == 0, f"{name}: process {number}: exit code {code}\n{errors_of(folder, number)}")
+            require(code == 0, f"{name}: process {number}: exit code {code}\n{output_of(folder, number)}")
     finally:
         end(started)
     found = [json.loads((folder / f"{number}.json").read_text()) for number in range(processes)]
@@ -379,7 +379,7 @@ def run_killed(options, kind):
     *others, victim = started
     try:
         code = victim.wait(timeout=options.timeout_s)
-        require(code == -signal.SIGKILL, f"{kind}: nothing was killed\n{errors_of(folder, len(others))}")
+        require(code == -signal.SIGKILL, f"{kind}: nothing was killed\n{output_of(folder, len(others))}")
         began = time.monotonic()
         for number, process in enumerate(others):
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -389,9 +389,9 @@ def run_killed(options, kind):
     finally:
         end(started)
     for number, process in enumerate(others):
-        told = errors_of(folder, number)
+        told = output_of(folder, number, 10**6)
         lines = [line for line in told.splitlines() if MESSAGE.search(line)]
-        require(lines, f"{kind}: process {number} does not say that another died: {told!r}")
+        require(lines, f"{kind}: process {number} does not say that another died: {told[-3000:]!r}")
         print(f"killed in {kind}: process {number} ended with {process.returncode}: {lines[0][:300]}")
     print(f"killed in {kind}: all ended after {seconds:.1f} s, heartbeat time-out {options.heartbeat_s} s")
     require(last_checkpoint(folder) is not None, f"{kind}: there is no checkpoint")
