@@ -41,7 +41,7 @@ class Batches(grain.MapDataset):
       process_count: in how many parts each batch is read; None: as many as there are JAX processes.
 
     Raises:
-      ValueError: sizes that cannot be shared evenly, or fewer samples than one batch.
+      ValueError: numbers out of their range, sizes that cannot be shared evenly, or fewer samples than one batch.
 
     Cost:
       Reading a batch calls `source.take` once for each stream of this process. A shuffled window holds 8 bytes for each
@@ -83,8 +83,12 @@ class Batches(grain.MapDataset):
         count = jax.process_count() if process_count is None else process_count
         index = jax.process_index() if process_index is None else process_index
         streams = (1 if seed is None else count) if num_streams is None else num_streams
-        for name, value in (("batch_size", batch_size), ("shuffle_batches", shuffle_batches), ("num_streams", streams)):
-            checks.integer(f"Batches: {name}", value, 1, wanted="a number, at least 1")
+        counts = {"batch_size": batch_size, "shuffle_batches": shuffle_batches, "num_streams": streams}
+        for name, value in (counts | {"process_count": count}).items():
+            checks.integer(f"Batches: {name}", value, 1)
+        checks.integer("Batches: process_index", index, 0, count - 1)
+        if seed is not None:
+            checks.integer("Batches: seed", seed, 0)
         # A process reads whole streams, or a part of one.
         if batch_size % streams or batch_size % count or (streams % count and count % streams):
             raise ValueError(
@@ -107,11 +111,11 @@ class Batches(grain.MapDataset):
         # This process's part of each batch: from these streams, these of each stream's samples.
         self._parts = _parts_of(index, count, streams, self._of_stream)
         self._window = shuffle_batches * self._of_stream
-        if seed is not None:
-            self._starts = np.append(self._first, source.ends[(source.ends > self._first) & (source.ends < last)])
-            self._sizes = np.diff(np.append(self._starts, last))
-            most = int(np.ceil(self._window / max(1.0, self._sizes.mean()))) + 1
-            source.keep(2 * most * len({stream for stream, _ in self._parts}))
+        self._starts = np.append(self._first, source.ends[(source.ends > self._first) & (source.ends < last)])
+        self._sizes = np.diff(np.append(self._starts, last))
+        at_once = self._of_stream if seed is None else self._window
+        most = int(np.ceil(at_once / self._sizes.mean())) + 1
+        source.keep(2 * most * len(self._parts))
 
     def __len__(self) -> int:
         return self._length
@@ -119,7 +123,7 @@ class Batches(grain.MapDataset):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
-        epoch, number = divmod(index, self._length)
+        epoch, number = divmod(index if index >= 0 else range(self._length)[index], self._length)
         found = [self._source.take(self._positions(epoch, number, stream, part)) for stream, part in self._parts]
         return found[0] if len(found) == 1 else joined(found)
 
