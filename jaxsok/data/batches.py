@@ -16,6 +16,9 @@ from absl import flags
 from jaxsok import checks
 from jaxsok.data.samples import Source, joined
 
+NUM_AHEAD = 4
+"""Batches that are read ahead, if not stated otherwise."""
+
 
 class Batches(grain.MapDataset):
     """Batches of a source by number, each for the part of this process: a `grain.MapDataset`.
@@ -113,7 +116,7 @@ class Batches(grain.MapDataset):
         self._window = shuffle_batches * self._of_stream
         self._starts = np.append(self._first, source.ends[(source.ends > self._first) & (source.ends < last)])
         self._sizes = np.diff(np.append(self._starts, last))
-        at_once = self._of_stream if seed is None else self._window
+        at_once = self._of_stream * max(NUM_AHEAD, shuffle_batches if seed is not None else 0)
         most = int(np.ceil(at_once / self._sizes.mean())) + 1
         source.keep(2 * most * len(self._parts))
 
@@ -151,7 +154,7 @@ class Batches(grain.MapDataset):
 
 
 def iterate(
-    dataset: grain.MapDataset, *, num_threads: int = 4, num_workers: int = 0, num_ahead: int = 4
+    dataset: grain.MapDataset, *, num_threads: int = 4, num_workers: int = 0, num_ahead: int = NUM_AHEAD
 ) -> grain.DatasetIterator:
     """Reads a dataset of batches ahead of its user; the result's state can be saved and set.
 
