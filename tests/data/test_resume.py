@@ -124,6 +124,7 @@ def test_training_goes_on_at_the_next_batch(uninterrupted, path, tmp_path, stop)
     _assert_same_tables(second, whole)
 
 
+@pytest.mark.slow
 def test_training_goes_on_with_worker_processes(path, tmp_path):
     """Their state is one for each worker."""
     whole = Run(path, None)
