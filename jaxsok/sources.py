@@ -382,7 +382,7 @@ def _numbers(column: Any, what: str, name: str) -> np.ndarray:
         column = column.cast(pa.int64() if is_key else pa.float32())
     if column.null_count:
         if not is_key:
-            raise ValueError(f"{what}: weights: got {column.null_count} nulls, wanted a number for every key.")
+            raise ValueError(f"{what}: {name}: got {column.null_count} nulls, wanted a number in every place.")
         # Widened first: a narrow type has no padding. int64 -1 and uint64 2**64 - 1 are the same key.
         column = column.cast(pa.uint64() if kind == pa.uint64() else pa.int64())
         column = column.fill_null(_nothing(np.dtype(np.uint64 if kind == pa.uint64() else np.int64)).item())

@@ -16,6 +16,9 @@ from absl import flags
 from jaxsok import checks
 from jaxsok.data.samples import Source, joined
 
+NUM_AHEAD = 4
+"""Batches that are read ahead, if not stated otherwise."""
+
 
 class Batches(grain.MapDataset):
     """Batches of a source by number, each for the part of this process: a `grain.MapDataset`.
@@ -41,7 +44,7 @@ class Batches(grain.MapDataset):
       process_count: in how many parts each batch is read; None: as many as there are JAX processes.
 
     Raises:
-      ValueError: sizes that cannot be shared evenly, or fewer samples than one batch.
+      ValueError: numbers out of their range, sizes that cannot be shared evenly, or fewer samples than one batch.
 
     Cost:
       Reading a batch calls `source.take` once for each stream of this process. A shuffled window holds 8 bytes for each
@@ -83,8 +86,12 @@ class Batches(grain.MapDataset):
         count = jax.process_count() if process_count is None else process_count
         index = jax.process_index() if process_index is None else process_index
         streams = (1 if seed is None else count) if num_streams is None else num_streams
-        for name, value in (("batch_size", batch_size), ("shuffle_batches", shuffle_batches), ("num_streams", streams)):
-            checks.integer(f"Batches: {name}", value, 1, wanted="a number, at least 1")
+        counts = {"batch_size": batch_size, "shuffle_batches": shuffle_batches, "num_streams": streams}
+        for name, value in (counts | {"process_count": count}).items():
+            checks.integer(f"Batches: {name}", value, 1)
+        checks.integer("Batches: process_index", index, 0, count - 1)
+        if seed is not None:
+            checks.integer("Batches: seed", seed, 0)
         # A process reads whole streams, or a part of one.
         if batch_size % streams or batch_size % count or (streams % count and count % streams):
             raise ValueError(
@@ -107,11 +114,11 @@ class Batches(grain.MapDataset):
         # This process's part of each batch: from these streams, these of each stream's samples.
         self._parts = _parts_of(index, count, streams, self._of_stream)
         self._window = shuffle_batches * self._of_stream
-        if seed is not None:
-            self._starts = np.append(self._first, source.ends[(source.ends > self._first) & (source.ends < last)])
-            self._sizes = np.diff(np.append(self._starts, last))
-            most = int(np.ceil(self._window / max(1.0, self._sizes.mean()))) + 1
-            source.keep(2 * most * len({stream for stream, _ in self._parts}))
+        self._starts = np.append(self._first, source.ends[(source.ends > self._first) & (source.ends < last)])
+        self._sizes = np.diff(np.append(self._starts, last))
+        at_once = self._of_stream * max(NUM_AHEAD, shuffle_batches if seed is not None else 0)
+        most = int(np.ceil(at_once / self._sizes.mean())) + 1
+        source.keep(2 * most * len(self._parts))
 
     def __len__(self) -> int:
         return self._length
@@ -119,7 +126,7 @@ class Batches(grain.MapDataset):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
-        epoch, number = divmod(index, self._length)
+        epoch, number = divmod(index if index >= 0 else range(self._length)[index], self._length)
         found = [self._source.take(self._positions(epoch, number, stream, part)) for stream, part in self._parts]
         return found[0] if len(found) == 1 else joined(found)
 
@@ -134,9 +141,8 @@ class Batches(grain.MapDataset):
             offset = self._first + stream * self._stream_samples
             return slice(offset + min(begin + part.start, last), offset + min(begin + part.stop, last))
         window, place = divmod(begin, self._window)
-        mixed = _mixed(
-            self._seed, epoch, stream, window, min(self._window, self._stream_samples - window * self._window)
-        )
+        size = min(self._window, self._stream_samples - window * self._window)
+        mixed = _mixed(self._seed, epoch, window, size, tuple(stream for stream, _ in self._parts))[stream]
         places = stream * self._stream_samples + window * self._window + mixed[place : place + last - begin]
         # Blocks in the order of this epoch, and the place of each sample among them.
         order = _block_order(self._seed, epoch, len(self._sizes))
@@ -147,7 +153,7 @@ class Batches(grain.MapDataset):
 
 
 def iterate(
-    dataset: grain.MapDataset, *, num_threads: int = 4, num_workers: int = 0, num_ahead: int = 4
+    dataset: grain.MapDataset, *, num_threads: int = 4, num_workers: int = 0, num_ahead: int = NUM_AHEAD
 ) -> grain.DatasetIterator:
     """Reads a dataset of batches ahead of its user; the result's state can be saved and set.
 
@@ -192,5 +198,6 @@ def _block_order(seed: int, epoch: int, num_blocks: int) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=8)
-def _mixed(seed: int, epoch: int, stream: int, window: int, size: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch, stream, window]).permutation(size)
+def _mixed(seed: int, epoch: int, window: int, size: int, streams: tuple[int, ...]) -> dict[int, np.ndarray]:
+    """Returns the order of a window's samples in each stream of a process, which its next batches need too."""
+    return {stream: np.random.default_rng([seed, epoch, stream, window]).permutation(size) for stream in streams}

@@ -9,6 +9,7 @@ keys `C1` … `C26`.
 """
 
 import collections
+import contextlib
 import os
 import pathlib
 import re
@@ -22,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.csv
 
+from jaxsok import checks
 from jaxsok.data.samples import ArraySource, BlockSource, Columns, JoinedSource
 from jaxsok.types import PADDING_KEY
 
@@ -131,30 +133,30 @@ def binary_source(path: str | os.PathLike) -> JoinedSource:
     path = pathlib.Path(path)
     if path.is_file():
         return JoinedSource([_RowsOf40(path)])
-    days = sorted(path.glob("*_dense.npy"), key=_number_in)
+    days = [_Day(dense) for dense in sorted(path.glob("*_dense.npy"), key=_numbers_in)]
     if not days:
         raise FileNotFoundError(f"binary_source: {path}: got no *_dense.npy there, wanted at least one day.")
-    return JoinedSource([_Day(dense) for dense in days])
+    if len({"label" in day.columns for day in days}) > 1:
+        raise ValueError(f"binary_source: {path}: some of the days have labels, some have none.")
+    return JoinedSource(days)
 
 
 class _Day(ArraySource):
     """The arrays of one day."""
 
     def __init__(self, dense: pathlib.Path):
-        stem = dense.name.removesuffix("_dense.npy")
-        columns = {"integers": np.load(dense, mmap_mode="r")}
-        if (labels := dense.with_name(f"{stem}_labels.npy")).exists():
+        stem = os.fspath(dense).removesuffix("_dense.npy")
+        labels, bags = pathlib.Path(f"{stem}_labels.npy"), pathlib.Path(f"{stem}_sparse_multi_hot.npz")
+        columns = {"integers": _mapped_rows(dense, NUM_INTEGERS)}
+        if labels.exists():
             columns["label"] = np.load(labels, mmap_mode="r").reshape(-1)
-        bags = dense.with_name(f"{stem}_sparse_multi_hot.npz")
         if bags.exists():
-            columns |= {CATEGORY_NAMES[int(name)]: array for name, array in _mapped_npz(bags).items()}
+            columns |= _mapped_bags(bags)
         else:
-            columns["sparse"] = np.load(dense.with_name(f"{stem}_sparse.npy"), mmap_mode="r")
-            if columns["sparse"].shape[1:] != (NUM_CATEGORIES,):
-                raise ValueError(
-                    f"binary_source: {dense.parent / stem}_sparse.npy: got shape {list(columns['sparse'].shape)}, "
-                    f"wanted [num_samples, {NUM_CATEGORIES}]."
-                )
+            columns["sparse"] = _mapped_rows(pathlib.Path(f"{stem}_sparse.npy"), NUM_CATEGORIES)
+        counts = {name: len(column) for name, column in columns.items()}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"binary_source: {stem}: got {counts} samples, wanted as many in each file.")
         super().__init__(columns)
 
     def take(self, positions: slice | np.ndarray) -> Columns:
@@ -191,13 +193,19 @@ def _columns_of(categories: np.ndarray) -> Columns:
     return {name: categories[:, i] for i, name in enumerate(CATEGORY_NAMES)}
 
 
-def _number_in(path: pathlib.Path) -> tuple[int, str]:
-    found = re.search(r"\d+", path.name)
-    return (int(found.group()) if found else -1, path.name)
+def _numbers_in(path: pathlib.Path) -> tuple[list[int], str]:
+    return [int(number) for number in re.findall(r"\d+", path.name)], path.name
 
 
-def _mapped_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
-    """Maps the arrays of an uncompressed .npz, which `np.load` would copy to memory."""
+def _mapped_rows(path: pathlib.Path, width: int) -> np.ndarray:
+    array = np.load(path, mmap_mode="r")
+    if array.shape[1:] != (width,):
+        raise ValueError(f"binary_source: {path}: got shape {list(array.shape)}, wanted [num_samples, {width}].")
+    return array
+
+
+def _mapped_bags(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """Maps the keys of each category from an uncompressed .npz, which `np.load` would copy to memory."""
     arrays = {}
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         for member in archive.infolist():
@@ -214,7 +222,10 @@ def _mapped_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
             arrays[member.filename.removesuffix(".npy")] = np.memmap(
                 path, dtype, "r", file.tell(), shape, "F" if is_fortran else "C"
             )
-    return arrays
+    wanted = {str(i): name for i, name in enumerate(CATEGORY_NAMES)}
+    if set(arrays) != set(wanted):
+        raise ValueError(f'binary_source: {path}: got arrays {list(arrays)}, wanted "0" to "{NUM_CATEGORIES - 1}".')
+    return {wanted[name]: array for name, array in arrays.items()}
 
 
 def convert(
@@ -228,7 +239,7 @@ def convert(
 
     Args:
       paths: the files, in order. All of them have labels, or none has.
-      folder: where to; the three files appear when they are complete.
+      folder: where to; the three files appear when they are complete, in place of those of their names.
       max_rows: the most rows to convert; None: all.
       num_threads: threads that parse.
 
@@ -237,15 +248,20 @@ def convert(
 
     Raises:
       LogFormatError: a row is not in the format, or a file ends in the middle of its gzip stream; nothing is written.
+      ValueError: `max_rows` or `num_threads` out of range.
 
     Cost:
       About 3.5 µs of processor time a row of plain text, 5 µs with gzip; 264 bytes of disk.
     """
+    checks.integer("convert: num_threads", num_threads, 1)
+    if max_rows is not None:
+        checks.integer("convert: max_rows", max_rows, 0)
     folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    is_new = not folder.exists()
     writers: dict[str, _NpyWriter] = {}
     num_rows = 0
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         for columns in _parsed_blocks(_paths_of(paths), num_threads):
             left = len(columns["integers"]) if max_rows is None else max_rows - num_rows
             sparse = np.stack([columns[name] for name in CATEGORY_NAMES], axis=1)
@@ -259,11 +275,16 @@ def convert(
             num_rows += len(sparse[:left])
             if num_rows == max_rows:
                 break
-        for writer in writers.values():
+        if writers and "labels" not in writers:  # of a log that was converted before
+            (folder / "day_0_labels.npy").unlink(missing_ok=True)
+        for writer in reversed(writers.values()):  # `binary_source` looks for the first one
             writer.finish(num_rows)
     finally:
         for writer in writers.values():
             writer.close()
+        if is_new:
+            with contextlib.suppress(OSError):  # it has files
+                folder.rmdir()
     return num_rows
 
 
@@ -311,8 +332,9 @@ def _count_rows(text: bytes) -> int:
 
 
 def _require_labels_alike(blocks: Sequence[Any]) -> None:
-    if len({block.has_label for block in blocks}) > 1:
-        raise LogFormatError(f"criteo: {blocks[0].path}: some of the files have labels, some have none.")
+    for block in blocks:
+        if block.has_label != blocks[0].has_label:
+            raise LogFormatError(f"criteo: {block.path}: some of the files have labels, some have none.")
 
 
 class _Block(NamedTuple):

@@ -6,18 +6,20 @@ sample, and `Bags` with offsets. `batches.py` decides which samples make a batch
 
 import abc
 import concurrent.futures
+import dataclasses
 import glob
 import itertools
+import mmap
 import os
 import pathlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxsok import sources
+from jaxsok import checks, sources
 from jaxsok.features import Bags
 
 Columns = dict[str, Any]
@@ -66,7 +68,7 @@ class _Source(abc.ABC):
         position = range(len(self))[position]  # raises IndexError
         return self.take(slice(position, position + 1))
 
-    def keep(self, num_blocks: int) -> None:
+    def keep(self, num_blocks: int) -> None:  # noqa: B027
         """Does nothing: blocks are cheap to read."""
 
     @abc.abstractmethod
@@ -76,10 +78,11 @@ class _Source(abc.ABC):
 class ArraySource(_Source):
     """Columns that are NumPy arrays, in memory or mapped from files (`np.load(..., mmap_mode="r")`).
 
-    A slice of samples is read without a copy.
+    A slice of samples is read without a copy. Other processes map the files of mapped arrays themselves.
 
     Raises:
-      ValueError: columns of different lengths, or `Bags` without offsets.
+      ValueError: columns of different lengths, or `Bags` with neither lengths nor offsets, or with fewer keys than
+        these say.
 
     Example:
       >>> source = ArraySource({"user": np.array([7, 9, 8]), "label": np.array([0.0, 1.0, 1.0])})
@@ -88,6 +91,7 @@ class ArraySource(_Source):
     """
 
     def __init__(self, columns: Mapping[str, Any], *, block_samples: int = BLOCK_SAMPLES):
+        checks.integer("ArraySource: block_samples", block_samples, 1)
         self.columns = {name: _with_offsets(name, column) for name, column in columns.items()}
         counts = {name: _num_samples(column) for name, column in self.columns.items()}
         if len(set(counts.values())) != 1:
@@ -97,17 +101,25 @@ class ArraySource(_Source):
 
     def take(self, positions: slice | np.ndarray) -> Columns:
         """Reads samples: a slice without a copy."""
-        return {name: _picked(column, positions) for name, column in self.columns.items()}
+        return _picked_all(self.columns, positions)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"columns": {name: _each(_to_mapped, column) for name, column in self.columns.items()}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.columns = {name: _each(_from_mapped, column) for name, column in self.columns.items()}
 
 
 class JoinedSource(_Source):
     """Sources with the same columns, one after the other."""
 
     def __init__(self, parts: Sequence[Source]):
+        if not parts:
+            raise ValueError("JoinedSource: parts: got none, wanted at least one source.")
         self._parts = list(parts)
         self._starts = np.cumsum([0, *map(len, self._parts)])
-        ends = [part.ends + start for part, start in zip(self._parts, self._starts, strict=False)]
-        self.ends = np.concatenate(ends) if ends else np.zeros(0, np.int64)
+        self.ends = np.concatenate([part.ends + start for part, start in zip(parts, self._starts[:-1], strict=True)])
 
     def take(self, positions: slice | np.ndarray) -> Columns:
         """Reads samples from the sources that hold them."""
@@ -165,7 +177,8 @@ class BlockSource(_Source):
             mine.set_result(self.load(block))
         except BaseException as error:
             with self._lock:  # the next reader tries again
-                self._kept.pop(block, None)
+                if self._kept.get(block) is mine:
+                    del self._kept[block]
             mine.set_exception(error)
         return mine.result()
 
@@ -183,7 +196,8 @@ class ArrowSource(BlockSource):
 
     Raises:
       FileNotFoundError: no file there. ImportError: pyarrow is missing. KeyError: a column that is not there.
-      TypeError: when a block is read, a column that holds neither numbers nor lists of numbers.
+      TypeError: when a block is read, a column that holds neither numbers nor lists of numbers. ValueError: floats
+        with nulls, also found when a block is read; IPC files with different columns.
 
     Cost:
       Making it reads the metadata of every file. Each block is decoded once as long as batches near each other ask for
@@ -195,15 +209,15 @@ class ArrowSource(BlockSource):
 
         self._columns = None if columns is None else list(columns)
         if isinstance(data, pa.Table):
-            self._pieces: list[Any] = [batch for batch in data.to_batches() if batch.num_rows]
-            names, sizes = data.column_names, [batch.num_rows for batch in self._pieces]
+            schema, pieces = data.schema, [(batch, batch.num_rows) for batch in data.to_batches()]
         else:
-            names, pieces = _pieces_of(data)
-            self._pieces, sizes = [piece for piece, _ in pieces], [size for _, size in pieces]
-        missing = [name for name in self._columns or () if name not in names]
+            schema, pieces = _pieces_of(data)
+        missing = [name for name in self._columns or () if name not in schema.names]
         if missing:
-            raise KeyError(f"ArrowSource: columns: got {missing}, wanted some of {names}.")
-        super().__init__(sizes)
+            raise KeyError(f"ArrowSource: columns: got {missing}, wanted some of {schema.names}.")
+        pieces = [(piece, size) for piece, size in pieces if size] or [(pa.RecordBatch.from_pylist([], schema), 0)]
+        self._pieces: list[Any] = [piece for piece, _ in pieces]
+        super().__init__([size for _, size in pieces])
 
     def load(self, block: int) -> Columns:
         """Reads and decodes a block."""
@@ -228,8 +242,8 @@ class _Fragment:
         self.fragment, self.schema = fragment, schema
 
 
-def _pieces_of(data: Any) -> tuple[list[str], list[tuple[Any, int]]]:
-    """Returns the columns of files or a dataset, and their blocks with numbers of samples."""
+def _pieces_of(data: Any) -> tuple[Any, list[tuple[Any, int]]]:
+    """Returns the schema of files or a dataset, and their blocks with numbers of samples."""
     import pyarrow as pa
     import pyarrow.dataset
 
@@ -245,20 +259,26 @@ def _pieces_of(data: Any) -> tuple[list[str], list[tuple[Any, int]]]:
                 pieces.append((_Fragment(group, data.schema), group.row_groups[0].num_rows))
         else:
             pieces.append((_Fragment(fragment, data.schema), fragment.count_rows()))
-    return data.schema.names, [(piece, size) for piece, size in pieces if size]
+    return data.schema, pieces
 
 
-def _ipc_pieces(paths: Sequence[str]) -> tuple[list[str], list[tuple[Any, int]]]:
+def _ipc_pieces(paths: Sequence[str]) -> tuple[Any, list[tuple[Any, int]]]:
     import pyarrow as pa
 
-    names, pieces = [], []
+    schema, pieces = None, []
+    first_field = pa.ipc.IpcReadOptions(included_fields=[0])  # of compressed files the others are not decoded
     for path in paths:
         with pa.memory_map(path) as file:
-            reader = pa.ipc.open_file(file)
-            names = reader.schema.names
+            of_file = pa.ipc.open_file(file).schema
+            reader = pa.ipc.open_file(file, options=first_field)
             sizes = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
-        pieces += [((path, number), size) for number, size in enumerate(sizes) if size]
-    return names, pieces
+        if schema is not None and of_file.names != schema.names:
+            raise ValueError(
+                f"ArrowSource: {path}: got columns {of_file.names}, wanted {schema.names} as in {paths[0]}."
+            )
+        schema = schema or of_file
+        pieces += [((path, number), size) for number, size in enumerate(sizes)]
+    return schema, pieces
 
 
 def _paths_of(data: Any) -> list[str]:
@@ -266,9 +286,11 @@ def _paths_of(data: Any) -> list[str]:
     paths: list[str] = []
     for path in map(os.fspath, given):
         found = sorted(glob.glob(path)) if glob.has_magic(path) and not pathlib.Path(path).exists() else [path]
+        if not found:
+            raise FileNotFoundError(f"ArrowSource: data: got {path!r}, where there is no file.")
         paths += found
     if not paths:
-        raise FileNotFoundError(f"ArrowSource: data: got {given}, where there is no file.")
+        raise FileNotFoundError("ArrowSource: data: got no path, wanted at least one.")
     return paths
 
 
@@ -277,13 +299,14 @@ def _column_of_arrow(name: str, column: Any) -> Any:
 
     if isinstance(column, pa.ChunkedArray):
         column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-        column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.uint8())
     kind = column.type
     while hasattr(kind, "value_type"):
         kind = kind.value_type
-    role = "weights" if pa.types.is_floating(kind) else "keys"
+    role = "floats" if pa.types.is_floating(kind) else "keys"
     numbers, lengths = sources.of_arrow(column, f'ArrowSource: column "{name}"', role)
     return numbers if lengths is None else Bags(numbers, offsets=_offsets_of(lengths))
 
@@ -302,9 +325,48 @@ def _with_offsets(name: str, column: Any) -> Any:
         return column if hasattr(column, "shape") else np.asarray(column)
     if column.inverse is not None or (column.lengths is None and column.offsets is None):
         raise ValueError(f'ArraySource: column "{name}": got {column}, wanted Bags with lengths or offsets alone.')
-    if column.offsets is not None:
-        return column
-    return Bags(column.keys, offsets=_offsets_of(np.asarray(column.lengths)), weights=column.weights)
+    bags = _each(lambda array: array if hasattr(array, "shape") else np.asarray(array), column)
+    offsets = _offsets_of(bags.lengths) if bags.offsets is None else bags.offsets
+    if offsets[-1] > len(bags.keys):
+        raise ValueError(f'ArraySource: column "{name}": got {len(bags.keys)} keys, wanted {offsets[-1]} for its bags.')
+    return Bags(bags.keys, offsets=offsets, weights=bags.weights)
+
+
+def _each(change: Callable[[Any], Any], column: Any) -> Any:
+    """Changes an array, or each array of bags."""
+    if not isinstance(column, Bags):
+        return change(column)
+    arrays = {field.name: getattr(column, field.name) for field in dataclasses.fields(column)}
+    return Bags(**{name: None if array is None else change(array) for name, array in arrays.items()})
+
+
+class _Mapped(NamedTuple):
+    """Where an array is mapped from."""
+
+    path: str
+    dtype: np.dtype
+    offset: int
+    shape: tuple[int, ...]
+    order: Any
+
+
+def _to_mapped(array: Any) -> Any:
+    """Returns where a mapped array is in its file; any other array as it is."""
+    if not isinstance(array, np.memmap) or array._mmap is None or not array.filename or array.mode not in ("r", "r+"):
+        return array
+    if not (array.flags.c_contiguous or array.flags.f_contiguous):
+        return array
+    # A view has the offset of the array it was made from; the mapping begins with a page.
+    begin = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+    offset = begin + array.ctypes.data - np.frombuffer(array._mmap, np.uint8).ctypes.data
+    order = "C" if array.flags.c_contiguous else "F"
+    return _Mapped(os.fspath(array.filename), array.dtype, offset, array.shape, order)
+
+
+def _from_mapped(array: Any) -> Any:
+    if not isinstance(array, _Mapped):
+        return array
+    return np.memmap(array.path, array.dtype, "r", array.offset, array.shape, array.order)
 
 
 def _num_samples(column: Any) -> int:
@@ -335,27 +397,31 @@ def _read_parts(
     ends: np.ndarray, positions: slice | np.ndarray, read: Callable[[int, slice | np.ndarray], Columns]
 ) -> Columns:
     """Reads samples from the parts that hold them, which end at `ends`, and joins the columns."""
-    parts = []
+    if not len(ends):
+        return {}
+    pieces: list[tuple[int, slice | np.ndarray]] = []
     if isinstance(positions, slice):
-        number, start = int(np.searchsorted(ends, positions.start, "right")), positions.start
-        if start >= positions.stop:
-            return read(min(number, len(ends) - 1), slice(0, 0))
-        while start < positions.stop:
+        first, last = np.searchsorted(ends, positions.start, "right"), np.searchsorted(ends, positions.stop, "left")
+        for number in range(int(first), min(int(last) + 1, len(ends))):
             begin = int(ends[number - 1]) if number else 0
-            stop = min(positions.stop, int(ends[number]))
-            parts.append(read(number, slice(start - begin, stop - begin)))
-            number, start = number + 1, stop
-    else:
+            start, stop = max(positions.start, begin), min(positions.stop, int(ends[number]))
+            if start < stop:
+                pieces.append((number, slice(start - begin, stop - begin)))
+    elif len(positions):
         of_part = np.searchsorted(ends, positions, "right")
         bounds = [0, *(np.flatnonzero(np.diff(of_part)) + 1).tolist(), len(positions)]
         for first, last in itertools.pairwise(bounds):
             number = int(of_part[first])
-            parts.append(read(number, positions[first:last] - (int(ends[number - 1]) if number else 0)))
+            pieces.append((number, positions[first:last] - (int(ends[number - 1]) if number else 0)))
+    parts = [read(number, of_part) for number, of_part in pieces or [(0, slice(0, 0))]]
     return parts[0] if len(parts) == 1 else joined(parts)
 
 
 def joined(parts: Sequence[Columns]) -> Columns:
     """Joins the columns of parts, one after the other."""
+    names = [list(part) for part in parts]
+    if any(set(of_part) != set(names[0]) for of_part in names):
+        raise ValueError(f"take: got parts of a source with columns {names}, wanted the same columns in all of them.")
     return {name: _joined_column([part[name] for part in parts]) for name in parts[0]}
 
 
