@@ -277,9 +277,8 @@ class Versions:
             )
         return plans, True
 
-    def _capacity(self, s: int, is_roomy: bool, num_needed: int, num_new: int) -> int:
+    def _capacity(self, s: int, is_roomy: bool, num_needed: int) -> int:
         """Chooses the rows of a store: as many as it has, so that programs stay, unless those are too few."""
-        del num_new
         row_map = self.maps[s]
         if num_needed <= row_map.capacity or not is_roomy:
             return max(num_needed, row_map.capacity)

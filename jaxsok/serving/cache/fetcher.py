@@ -19,10 +19,11 @@ Lines = tuple[np.ndarray, ...]  # rows as a cache stores them: float32, or numbe
 
 
 def fetch(source: RowSource, name: str, keys: np.ndarray) -> tuple[Lines, np.ndarray]:
-    """Fetches rows of a table as a cache stores them, and which are there."""
+    """Fetches the rows of those keys that a table has, as a cache stores them, and which keys these are."""
     table = source.tables[name]
     if table.is_quantized:
         numbers, scales, is_found = source.fetch_quantized(name, keys)
+        is_found = np.asarray(is_found, bool)
         shapes, wanted = (numbers.shape, scales.shape), ((len(keys), table.dim), (len(keys),))
         dtypes = numbers.dtype, scales.dtype
         if shapes != wanted or dtypes != (jnp.dtype(table.dtype), np.float32) or is_found.shape != wanted[1]:
@@ -30,15 +31,16 @@ def fetch(source: RowSource, name: str, keys: np.ndarray) -> tuple[Lines, np.nda
                 f'DeviceCache: table "{name}": got {dtypes} of {shapes} of {type(source).__name__}.'
                 f"fetch_quantized, wanted {table.dtype} and float32 of {wanted}."
             )
-        return (numbers, scales), np.asarray(is_found, bool)
+        return (numbers[is_found], scales[is_found]), is_found
     rows, is_found = source.fetch(name, keys)
+    is_found = np.asarray(is_found, bool)
     wanted = (len(keys), table.dim)
     if rows.shape != wanted or rows.dtype != np.float32 or is_found.shape != wanted[:1]:
         raise RuntimeError(
             f'DeviceCache: table "{name}": got {rows.dtype}{list(rows.shape)} and found{list(is_found.shape)} of '
             f"{type(source).__name__}.fetch, wanted float32{list(wanted)} and bool[{wanted[0]}]."
         )
-    return round_rows(table, rows), np.asarray(is_found, bool)
+    return round_rows(table, rows[is_found]), is_found
 
 
 def round_rows(table: FrozenTable, rows: np.ndarray) -> Lines:

@@ -25,7 +25,6 @@ from jaxsok.types import NO_ROW
 _LAST_TICK = 2**32 - 2
 _MAX_SALTS = 8  # below one lookup in 10^9 needs a second one
 _NO_KEYS = np.zeros(0, np.uint64)
-_WAIT_S = 120.0  # for the swap that follows an update in place
 
 Rows = Mapping[str, tuple[np.ndarray, Any]]  # distinct keys by table, and their `Lines`, or None
 
@@ -69,7 +68,6 @@ class DeviceStores:
         self.layout: programs.Layout = tuple(words.tobytes() for words in spec.words)
         self._salt = np.frombuffer(secrets.token_bytes(8), np.uint32)  # of a query's scratch index; any value works
         self.lock = threading.Lock()
-        self._swapped = threading.Condition(self.lock)
         # Written under `lock` alone. All rows in `arrays` are of `source`; no key of `_leaving` is inserted. Store s
         # has `_most_rows[s]` rows in use at most, so below its capacity none must leave. Closed: no arrays.
         self.arrays = tuple(
@@ -194,18 +192,8 @@ class DeviceStores:
             self.require_open()
             counts = self._drop_all() if batches is None else self._rewrite(batches)
             self.source, self._epoch = source, self._epoch + 1
-            self._swapped.notify_all()
         self._count(counts, "refreshed", "removed")
         self._counter.add(swaps=1)
-
-    def wait_for_swap(self, epoch: int) -> None:
-        """Waits until the source of an epoch is replaced, or the stores are closed."""
-        with self.lock:
-            if not self._swapped.wait_for(lambda: self._epoch != epoch or not self.arrays, _WAIT_S):
-                raise ServingError(
-                    f"lookup: source: got one that was updated in place, and no swap for {_WAIT_S} s, wanted "
-                    "DeviceCache.swap to its newer version."
-                )
 
     def copies(self, get: Callable[[programs.CacheStore], Array], *, is_required: bool = False) -> list[Array]:
         """Copies an array of each store, which a later program may donate. Closed stores give none, or are refused."""
@@ -220,7 +208,6 @@ class DeviceStores:
         """Gives the device memory back."""
         with self.lock:
             self.arrays = ()
-            self._swapped.notify_all()
 
     def require_open(self) -> None:
         """Refuses calls after `close`."""
