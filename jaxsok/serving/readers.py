@@ -4,6 +4,7 @@ A `RowReader` answers lookups and predictions that `Served` has checked, from on
 versions of the tables and the programs that are compiled for them.
 """
 
+import abc
 import dataclasses
 import functools
 import logging
@@ -11,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jaxtyping
@@ -75,29 +76,70 @@ class Found:
     """Keys by table, and of them hits, missing, padding. A cache counts hits and missing itself: 0 here."""
 
 
-class RowReader(Protocol):
+class RowReader(abc.ABC):
     """Answers what `Served` has checked. All methods may be called from many threads at the same time."""
 
-    versions: Versions
-    ready: Ready[Program]
+    def __init__(self, config: ModelConfig, versions: Versions, *, warm_up: bool) -> None:
+        self.config, self.versions, self.is_warmed_up = config, versions, warm_up
+        self.ready: Ready[Program] = Ready(self._compile)
+        self.levels = levels_of(config.max_batch_size)
+        self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
+        self.names = tuple(versions.current.tables.tables)
 
     @property
+    @abc.abstractmethod
     def num_bytes(self) -> int: ...  # device memory
+    @abc.abstractmethod
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found: ...  # of uint64 keys by table
+    @abc.abstractmethod
     def predict(self, read: ReadInputs) -> Found: ...
-    # The inputs whose keys count for the limits of each table.
+    @abc.abstractmethod  # the inputs whose keys count for the limits of each table
     def inputs_of(self, served: artifact.ServedModel) -> Mapping[str, Sequence[str]]: ...
-    # What the programs of a version are compiled for, as a value; and those that are compiled before requests come.
+    @abc.abstractmethod  # what the programs of a version are compiled for, as a value
     def place_of(self, version: Version) -> Any: ...
+    @abc.abstractmethod  # those that are compiled before requests come
     def first_programs(self, served: artifact.ServedModel | None) -> list[Program]: ...
-    # Reads a new version from here on; see `Versions.update`.
-    def publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None: ...
-    def refresh(self) -> None: ...  # reads cached rows anew
-    # Adds what the reader counts itself to the statistics of `Session.stats`.
-    def add_stats(self, stats: dict[str, Any]) -> None: ...
-    def stop(self) -> None: ...  # begins nothing more beside requests
-    # Stops, and waits for what runs until a time of `time.monotonic`; whether all has ended.
-    def close(self, until: float | None = None) -> bool: ...
+    @abc.abstractmethod
+    def _compile(self, place: Any, program: Program) -> None: ...
+
+    # What an update calls, in this order; see `Versions.update`.
+
+    def prepare(self, old: Version, new: Version) -> None:
+        """Compiles for a new version the programs that requests have used; raises if it cannot be served."""
+        place, old_place = self.place_of(new), self.place_of(old)
+        if place == old_place:
+            return
+        self.ready.keep([old_place, place])
+        wanted = [*(self.first_programs(new.served) if self.is_warmed_up else []), *self.ready.used()]
+        for _ in range(2):  # requests go on meanwhile, and use more: what comes later still, they wait for
+            for program in wanted:
+                if not isinstance(program, Prediction) or program.fits(new.served):
+                    self.ready.make(place, program)
+            wanted = self.ready.used()
+
+    def publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:  # noqa: B027
+        """Reads a whole new version from here on; by itself a reader takes the latest under `Versions.reading`.
+
+        `maps` are of its stores, `changed` has the keys of each table that changed or went.
+        """
+
+    def settle(self, now: Version) -> None:
+        """Forgets the programs of versions other than the served one; also called after a failure."""
+        self.ready.keep([self.place_of(now)])
+
+    def refresh(self) -> None:  # noqa: B027
+        """Reads cached rows anew; without a cache there is no tier below."""
+
+    def add_stats(self, stats: dict[str, Any]) -> None:  # noqa: B027
+        """Adds what the reader counts itself to the statistics of `Session.stats`; each answer has its own counts."""
+
+    def stop(self) -> None:
+        """Begins nothing more beside requests."""
+        self.ready.beside.stop()
+
+    def close(self, until: float | None = None) -> bool:
+        """Stops, waits for what runs until a time of `time.monotonic`, and returns whether all has ended."""
+        return self.ready.beside.close(_rest_s(until))
 
 
 def levels_of(max_batch_size: int) -> tuple[int, ...]:
@@ -106,16 +148,12 @@ def levels_of(max_batch_size: int) -> tuple[int, ...]:
     return (*(LEAST_SAMPLES << step for step in range(num_doubled)), max_batch_size)
 
 
-class DeviceReader:
+class DeviceReader(RowReader):
     """Reads rows that all lie on one device, or on the host."""
 
     def __init__(self, config: ModelConfig, versions: Versions, *, warm_up: bool) -> None:
-        self.config, self.versions = config, versions
-        self.ready: Ready[Program] = Ready(self._compile)
-        self.levels = levels_of(config.max_batch_size)
-        self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
+        super().__init__(config, versions, warm_up=warm_up)
         self._dims = {table.name: table.dim for table in config.tables}
-        self.names = tuple(self.versions.current.tables.tables)
         self._sets_lock = threading.Lock()
         # Sets of tables with programs of their own, MOST_SETS at most: read and changed under `_sets_lock`.
         self._sets = {self.names}
@@ -199,7 +237,7 @@ class DeviceReader:
                     counts.copy_to_host_async()
                     break
             self.ready.make(place, request.program)  # not while an update may wait for it, and others for the update
-        values, num_keys = request.cut(out), request.num_keys()
+        values, num_keys = request.cut(out), {table: keys.size for table, keys in request.keys().items()}
         by_name = dict(zip(num_keys, np.asarray(counts).tolist(), strict=True))
         return Found(values, version.number, _counted(num_keys, by_name))
 
@@ -243,32 +281,14 @@ class DeviceReader:
                 words = keys_lib.padding_words((sum(size for _, size in program),))
                 jax.block_until_ready(look_up_words(version.tables, words, program))
 
-    def publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
-        del new, maps, changed  # lookups take the latest version
 
-    def refresh(self) -> None:
-        pass  # there is no tier below
-
-    def add_stats(self, stats: dict[str, Any]) -> None:
-        del stats  # each answer has its counts
-
-    def stop(self) -> None:
-        self.ready.beside.stop()
-
-    def close(self, until: float | None = None) -> bool:
-        return self.ready.beside.close(_rest_s(until))
-
-
-class CacheReader:
+class CacheReader(RowReader):
     """Reads rows through a cache on the device; all of them lie in host memory."""
 
     def __init__(self, config: ModelConfig, versions: Versions, device: Any, *, warm_up: bool) -> None:
         """Fills the cache, and begins to refresh it, as the configuration says."""
-        self.config, self.versions = config, versions
-        self.levels = levels_of(config.max_batch_size)
-        self.ready: Ready[Program] = Ready(self._compile)
+        super().__init__(config, versions, warm_up=warm_up)
         first = versions.current
-        self.names = tuple(first.tables.tables)
         self._rows = backing.HostRows(first.tables, versions.maps, version=first.number)
         # The dense models of the last versions, for predictions that run. Replaced whole, by updates alone.
         self._history = {first.number: first.served}
@@ -351,13 +371,13 @@ class CacheReader:
         served.compile(self.cache.tables_like(num_keys), leaves)
 
     def _warm_up(self, version: Version) -> None:
-        per_sample = {table.name: table.max_keys_per_sample for table in self.config.tables}
         sets = [self.names] if self.config.is_fused else [(name,) for name in self.names]
         self.cache.warm_up(
-            [{name: level * per_sample[name] for name in names} for names in sets for level in self.levels]
+            [{name: level * self.per_sample[name] for name in names} for names in sets for level in self.levels]
         )
         for level in self.levels:
-            self.cache.lookup({name: np.full(level * per_sample[name], np.uint64(PADDING_KEY)) for name in self.names})
+            padding = {name: np.full(level * n, np.uint64(PADDING_KEY)) for name, n in self.per_sample.items()}
+            self.cache.lookup(padding)
             self._num_warm_ups += 1
         for program in self.first_programs(version.served):
             self.ready.make(self.place_of(version), program)
@@ -395,14 +415,14 @@ class CacheReader:
 
     def stop(self) -> None:
         self._is_closed.set()
-        self.ready.beside.stop()
+        super().stop()
         self.cache.stop_compiling()
 
     def close(self, until: float | None = None) -> bool:
         self.stop()
         if self._clock.is_alive():
             self._clock.join(_rest_s(until))
-        has_ended = self.ready.beside.close(_rest_s(until)) and not self._clock.is_alive()
+        has_ended = super().close(until) and not self._clock.is_alive()
         return self.cache.close(_rest_s(until)) and has_ended
 
 

@@ -15,7 +15,7 @@ from jaxsok.serving import artifact, row_map, sources
 from jaxsok.serving.config import ModelConfig, TableConfig
 from jaxsok.serving.errors import RequestError, RequestTooLargeError, ServingError, UnknownModelError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, frozen_bytes
-from jaxsok.serving.predictions import Prediction, PredictRequest, keys_in, load_dense_model
+from jaxsok.serving.predictions import PredictRequest, keys_in, load_dense_model
 from jaxsok.serving.readers import CacheReader, DeviceReader, Found, RowReader, require_room_for_cache
 from jaxsok.serving.updates import InPlace, Source, Version, Versions
 from jaxsok.types import PADDING_KEY
@@ -68,7 +68,7 @@ class Served:
         *,
         warm_up: bool,
     ) -> None:
-        self.config, self.device, self.key_bits, self.is_warmed_up = config, device, key_bits, warm_up
+        self.config, self.device, self.key_bits = config, device, key_bits
         given = [_open_table(config, table, key_bits) for table in config.tables]
         dense_model = None
         if config.dense_file:
@@ -207,25 +207,10 @@ class Served:
             in_place=in_place,
             served=served,
             dense_file=None if dense_file is None else str(dense_file),
-            prepare=self._prepare,
-            publish=reader.publish,
-            settle=lambda now: reader.ready.keep([reader.place_of(now)]),
+            reader=reader,
         )
         self.counts.add("updates", {})
         return version.number
-
-    def _prepare(self, old: Version, new: Version) -> None:
-        """Compiles for a new version the programs that requests have used, before it is served."""
-        ready, place, old_place = self.reader.ready, self.reader.place_of(new), self.reader.place_of(old)
-        if place == old_place:
-            return
-        ready.keep([old_place, place])
-        wanted = [*(self.reader.first_programs(new.served) if self.is_warmed_up else []), *ready.used()]
-        for _ in range(2):  # requests go on meanwhile, and use more: what comes later still, they wait for
-            for program in wanted:
-                if not isinstance(program, Prediction) or program.fits(new.served):
-                    ready.make(place, program)
-            wanted = ready.used()
 
     # Reports ---------------------------------------------------------------------------------------------------------
 

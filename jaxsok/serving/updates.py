@@ -13,7 +13,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -63,7 +63,12 @@ class Version:
         return Form(self.tables)
 
 
-Publish = Callable[[Version, tuple[RowMap, ...], Mapping[str, np.ndarray]], None]
+class Reader(Protocol):
+    """What an update asks of those who read the versions; readers.py says what they do."""
+
+    def prepare(self, old: Version, new: Version) -> None: ...
+    def publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None: ...
+    def settle(self, now: Version) -> None: ...
 
 
 class Versions:
@@ -138,16 +143,11 @@ class Versions:
         in_place: InPlace,
         served: Any,
         dense_file: str | None,
-        prepare: Callable[[Version, Version], None],
-        publish: Publish,
-        settle: Callable[[Version], None],
+        reader: Reader,
     ) -> Version:
         """Makes the next version and serves it; see `Session.update`.
 
-        `prepare` gets the old and the new version before the new one is served, and raises if it cannot be. `publish`
-        gets the new version when it is whole, the maps of its stores, and the keys of each table that changed or went,
-        for readers that do not use `reading`. `settle` gets the served version at the end, also after a failure; no
-        update runs meanwhile. ServingError: it cannot be done; nothing has changed.
+        ServingError: it cannot be done; nothing has changed.
         """
         if not (isinstance(in_place, bool) or in_place == "auto"):
             raise ServingError(f'update: in_place: got {in_place!r}, wanted True, False or "auto".')
@@ -169,20 +169,12 @@ class Versions:
                     served=old.served if dense_file is None else served,
                     dense_file=old.dense_file if dense_file is None else dense_file,
                 )
-                self._update(old, new, changes, in_place, prepare, publish)
+                self._update(old, new, changes, in_place, reader)
                 return self._current
             finally:
-                settle(self._current)
+                reader.settle(self._current)
 
-    def _update(
-        self,
-        old: Version,
-        new: Version,
-        changes: Sequence[Change],
-        in_place: InPlace,
-        prepare: Callable[[Version, Version], None],
-        publish: Publish,
-    ) -> None:
+    def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Reader) -> None:
         maps = list(self.maps)
         with self._memory:  # not while programs are compiled, which may take minutes
             plans, is_in_place = self._planned(old.tables, changes, in_place)
@@ -205,7 +197,7 @@ class Versions:
             new = dataclasses.replace(new, num_rows=_num_rows(old.tables, maps), tables=tables)
             self.held_bytes = held_bytes
         try:
-            prepare(old, new)
+            reader.prepare(old, new)
             if is_in_place:
                 for write in writes:
                     ready_to_write(tables.stores[write.store], len(write.row_ids))
@@ -219,7 +211,8 @@ class Versions:
                     self._write_in_place(old, new, writes)
                 self.num_in_place += 1
             else:
-                publish(new, tuple(maps), {name: keys for plan in plans for name, keys in plan.changed.items()})
+                changed = {name: keys for plan in plans for name, keys in plan.changed.items()}
+                reader.publish(new, tuple(maps), changed)
                 self._current = new
         finally:
             self.held_bytes = 0

@@ -279,8 +279,8 @@ def test_failures_in_the_middle(trained, tmp_path, monkeypatch, in_place, step):
             if name == "index":
                 patch.setattr(updates.RowMap, "index", failing(updates.RowMap.index))
             elif name == "prepare":
-                model = session._models["dlrm"]
-                patch.setattr(model, "_prepare", failing(model._prepare))
+                reader = session._models["dlrm"].reader
+                patch.setattr(reader, "prepare", failing(reader.prepare))
             else:
                 module = updates if in_place and name == "write_lines" else store_plans
                 patch.setattr(module, name, failing(getattr(module, name)))

@@ -6,9 +6,10 @@ would push real rows out, and a newer version may have them. They count for the 
 """
 
 import dataclasses
+import logging
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,13 +20,13 @@ from jaxsok import keys as keys_lib
 from jaxsok.serving.backing import RowSource
 from jaxsok.serving.cache import fetcher, programs
 from jaxsok.serving.cache.compiled import LEAST_KEYS
-from jaxsok.serving.cache.fetcher import Background
 from jaxsok.serving.cache.requests import Fetched, Found, Request
 from jaxsok.serving.cache.stats import CacheStats, Counter, TableCounts
 from jaxsok.serving.cache.stores import Batch, DeviceStores
 from jaxsok.serving.errors import UnknownTableError
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
 from jaxsok.serving.padding import fill_up, padded_size
+from jaxsok.serving.ready import Beside
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, MAX_CAPACITY, PADDING_KEY
 
@@ -33,6 +34,7 @@ MIN_ROWS: int = 64  # rows of a table's share, at least: 2 slabs of 32 rows, as 
 ROWS_AT_A_TIME = 1 << 17  # rows of one step of a fill, refresh or swap, which bounds their memory on host and device
 
 _NO_KEYS = np.zeros(0, np.uint64)
+_log = logging.getLogger("jaxsok.serving")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +114,10 @@ class DeviceCache:
         self.stores = DeviceStores(source, spec, capacities, self.device, self._counter)
         self._spec, self._compiled = spec, self.stores.compiled
         self._changing = threading.Lock()  # held by one refresh or swap, from its search for cached keys to its end
-        self._background = Background(self._fetch_later, max_pending)
+        self._missed_lock, self._max_pending = threading.Lock(), max_pending
+        self._missed: list[Mapping[str, np.ndarray]] = []
+        """Misses of lookups that are to be fetched, `max_pending` at most: read and changed under `_missed_lock`."""
+        self._background = Beside()
 
     @property
     def source(self) -> RowSource:
@@ -301,6 +306,7 @@ class DeviceCache:
         Waits `timeout_s` (None: any time) for a program that is being compiled, and returns whether it has ended.
         """
         self._compiled.beside.stop()
+        self._background.drain()
         self._background.close()
         has_ended = self._compiled.beside.close(timeout_s)
         self.stores.close()
@@ -349,7 +355,7 @@ class DeviceCache:
         if fetched:
             self.stores.insert({name: (late.keys, late.rows) for name, late in fetched.items()}, snapshot.epoch)
         later = {name: keys for name, (_, keys) in found.missed.items() if name not in waits}
-        is_taken = not later or self._background.offer(later)
+        is_taken = not later or self._fetch_later(later)
         num_missed = {name: len(keys) for name, (_, keys) in found.missed.items()}
         self._counter.add(
             lookups=1,
@@ -365,8 +371,18 @@ class DeviceCache:
             self._counter.add(name, distinct=num_distinct, hits=num_distinct - misses, misses=misses, missing=gone)
         return found, fetched
 
-    def _fetch_later(self, missed: Sequence[Mapping[str, np.ndarray]]) -> None:
-        """Fetches and inserts the misses of several lookups at once, in the background."""
+    def _fetch_later(self, missed: Mapping[str, np.ndarray]) -> bool:
+        """Has misses fetched and inserted in the background; returns whether there was room."""
+        with self._missed_lock:
+            if len(self._missed) >= self._max_pending:
+                return False
+            self._missed.append(missed)
+        return self._background.offer(None, self._fetch_missed)
+
+    def _fetch_missed(self) -> None:
+        """Fetches and inserts the misses of all lookups that wait."""
+        with self._missed_lock:
+            missed, self._missed = self._missed, []
         names = sorted({name for some in missed for name in some})
         keys_of = {name: np.unique(np.concatenate([some[name] for some in missed if name in some])) for name in names}
         snapshot, rows = self.stores.snapshot(), {}
@@ -376,9 +392,13 @@ class DeviceCache:
                 rows[name] = keys[is_found], lines
         except Exception:
             self._counter.add(failed=1)
-            fetcher.LOG.exception("DeviceCache: rows of tables %s could not be fetched; their keys miss again", names)
+            _log.exception("DeviceCache: rows of tables %s could not be fetched; their keys miss again", names)
             return
-        self.stores.insert(rows, snapshot.epoch)
+        try:
+            self.stores.insert(rows, snapshot.epoch)
+        except Exception:
+            _log.exception("DeviceCache: an insertion failed; the keys miss again")
+            return
         self._counter.add(fetched=sum(map(len, keys_of.values())))
         for name, keys in keys_of.items():
             self._counter.add(name, missing=len(keys) - len(rows[name][0]))

@@ -1,9 +1,6 @@
-"""Rows from the source below a device cache, as it stores them: at once, or in a thread for later lookups."""
+"""Rows from the source below a device cache, as it stores them."""
 
-import logging
-import queue
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +8,6 @@ import numpy as np
 from jaxsok.records import Records, joined
 from jaxsok.serving.backing import RowSource
 from jaxsok.serving.frozen import FrozenTable, rounded
-
-LOG = logging.getLogger("jaxsok.serving")
-
 
 Lines = tuple[np.ndarray, ...]  # rows as a cache stores them: float32, or numbers and scales
 
@@ -80,62 +74,3 @@ def _top(parts: Sequence[Records], num_rows: int) -> Records:
     if whole.frequency is None:
         return whole.take(slice(num_rows))
     return whole.take(np.argsort(-whole.frequency.astype(np.int64), kind="stable")[:num_rows])
-
-
-class Background:
-    """A thread that fetches the misses of lookups, all that wait together. The first offer starts it."""
-
-    def __init__(self, work: Callable[[Sequence[Mapping[str, np.ndarray]]], None], max_pending: int) -> None:
-        self._work = work
-        self._queue: queue.Queue[Mapping[str, np.ndarray] | None] = queue.Queue(max_pending)
-        self._lock = threading.Lock()
-        # Both change under `_lock`, so that nothing enters the queue behind the None of `close`.
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
-
-    def offer(self, missed: Mapping[str, np.ndarray]) -> bool:
-        """Queues misses; returns whether there was room."""
-        with self._lock:
-            if self._is_closed:
-                return False
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="jaxsok-device-cache", daemon=True)
-                self._thread.start()
-            try:
-                self._queue.put_nowait(missed)
-            except queue.Full:
-                return False
-            return True
-
-    def drain(self) -> None:
-        self._queue.join()
-
-    def close(self) -> None:
-        """Drains and stops the thread."""
-        with self._lock:
-            is_first, self._is_closed = not self._is_closed, True
-            thread = self._thread
-        if thread is not None:
-            if is_first:
-                self._queue.put(None)
-            thread.join()
-
-    def _run(self) -> None:
-        is_last = False
-        while not is_last:
-            waiting = [self._queue.get()]
-            while waiting[-1] is not None:
-                try:
-                    waiting.append(self._queue.get_nowait())
-                except queue.Empty:
-                    break
-            is_last = waiting[-1] is None
-            try:
-                missed = [keys for keys in waiting if keys is not None]
-                if missed:
-                    self._work(missed)
-            except Exception:
-                LOG.exception("DeviceCache: an insertion failed; the keys miss again")
-            finally:
-                for _ in waiting:
-                    self._queue.task_done()
