@@ -20,13 +20,7 @@ from jaxsok.kernels import table as table_kernels
 from jaxsok.records import Records
 from jaxsok.serving import quantize
 from jaxsok.serving.errors import UnknownTableError
-from jaxsok.serving.frozen import (
-    FrozenStore,
-    FrozenTable,
-    FrozenTables,
-    RecordSource,
-    freeze_records,
-)
+from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, RecordSource, freeze_records
 from jaxsok.serving.fused import find_rows
 from jaxsok.serving.padding import key_words, padded_size
 from jaxsok.serving.ready import Form

@@ -37,7 +37,6 @@ from jaxsok.serving.predictions import (
     words_in,
 )
 from jaxsok.serving.ready import Ready
-from jaxsok.serving.row_map import RowMap
 from jaxsok.serving.sources import TableSource
 from jaxsok.serving.updates import Version, Versions
 from jaxsok.types import COUNTS, PADDING_KEY
@@ -117,10 +116,10 @@ class RowReader(abc.ABC):
                     self.ready.make(place, program)
             wanted = self.ready.used()
 
-    def publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:  # noqa: B027
+    def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None:  # noqa: B027
         """Reads a whole new version from here on; by itself a reader takes the latest under `Versions.reading`.
 
-        `maps` are of its stores, `changed` has the keys of each table that changed or went.
+        `changed` has the keys of each table that changed or went.
         """
 
     def settle(self, now: Version) -> None:
@@ -289,7 +288,7 @@ class CacheReader(RowReader):
         """Fills the cache, and begins to refresh it, as the configuration says."""
         super().__init__(config, versions, warm_up=warm_up)
         first = versions.current
-        self._rows = backing.HostRows(first.tables, versions.maps, version=first.number)
+        self._rows = backing.HostRows(first.tables, first.maps, version=first.number)
         # The dense models of the last versions, for predictions that run. Replaced whole, by updates alone.
         self._history = {first.number: first.served}
         self._num_warm_ups = 0
@@ -382,8 +381,8 @@ class CacheReader(RowReader):
         for program in self.first_programs(version.served):
             self.ready.make(self.place_of(version), program)
 
-    def publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
-        rows = backing.HostRows(new.tables, maps, version=new.number)
+    def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None:
+        rows = backing.HostRows(new.tables, new.maps, version=new.number)
         rows.ready_as(self._rows)  # else the first misses would wait for a compiler
         # Before any answer can be of the new version. Without the tables of old ones, which are large.
         history = {number: served for number, served in self._history.items() if number > new.number - 4}

@@ -93,7 +93,7 @@ class Served:
             self.reader = CacheReader(config, versions, device, warm_up=warm_up)
         else:
             self.reader = DeviceReader(config, versions, warm_up=warm_up)
-        for of_store in versions.maps:
+        for of_store in versions.current.maps:
             of_store.frequencies = None  # only the first filling of a cache needs them
         self.names = tuple(self._version.tables.tables)
         self.counts = _Counts(self.names)

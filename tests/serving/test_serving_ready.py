@@ -59,7 +59,7 @@ class Compilations:
         if "backend_compile" in event:
             self.threads.append(threading.get_ident())
             if self.versions is not None:
-                self.are_kept_out.append(self.versions._gate._writers > 0)
+                self.are_kept_out.append(self.versions._gate._is_closed)
 
     def since(self, start):
         """Of this thread, since there were so many."""
