@@ -56,7 +56,8 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
     """Reads a configuration, checks all of it and fills in HPS's defaults.
 
     Args:
-      source: the path of a JSON file, its parsed content, or a Config made by hand. No file that it names is opened.
+      source: the path of a JSON file, its parsed content, or a Config, which is given back. No file that it names is
+        opened.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -84,7 +85,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
     Source: the JSON parser of HugeCTR 24.06, whose defaults these are.
     """
     if isinstance(source, Config):
-        return dataclasses.replace(read(source.to_json()), file=source.file)
+        return source
     if isinstance(source, Mapping):
         return _Reader("").config(source)
     if not isinstance(source, str | os.PathLike):
@@ -348,7 +349,8 @@ class _Reader:
 
 
 def _order(path: str) -> list[tuple[int, str]]:
-    return [(step, "") if isinstance(step, int) else (-1, step) for step in values_lib.steps_of(path)]
+    """Sorts lists by number, other names by letter."""
+    return [(int(number), "") if number else (-1, name) for number, name in re.findall(r"\[(\d+)\]|([^.\[\]]+)", path)]
 
 
 def _joined(path: str, name: str) -> str:

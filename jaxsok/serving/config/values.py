@@ -5,7 +5,6 @@ documented, and 24.06 ignores.
 """
 
 import dataclasses
-import re
 from typing import Any, Literal
 
 from jaxsok.serving.config import keys
@@ -168,24 +167,6 @@ class Config:
         """Bits of the keys of all models."""
         return 64 if self.supportlonglong else 32
 
-    def to_json(self) -> dict[str, Any]:
-        """The JSON that `read` takes, with every honoured key, and those without effect where they were written."""
-        written: dict[str, Any] = {"supportlonglong": self.supportlonglong}
-        if self.fuse_embedding_table is not None:
-            written["fuse_embedding_table"] = self.fuse_embedding_table
-        # A block that is written out, even an empty one, would count as written by the user.
-        is_written = any(key.path.startswith("volatile_db.") for key in self.without_effect)
-        if is_written or self.volatile_db != "parallel_hash_map":
-            written["volatile_db"] = {"type": self.volatile_db}
-        written["models"] = [_model_to_json(model) for model in self.models]
-        for key in self.without_effect:
-            *outer, last = steps_of(key.path)
-            block: Any = written
-            for step in outer:
-                block = block[step] if isinstance(step, int) else block.setdefault(step, {})
-            block[last] = _plain(key.value)
-        return written
-
     def summary(self) -> list[str]:
         """The configuration as lines of a report: models, tables, notes, keys without effect."""
         lines = [f"configuration: {self.file or '(a mapping)'}; keys of {self.key_bits} bits"]
@@ -311,26 +292,3 @@ def idle_keys(model: ModelConfig) -> dict[str, str]:
         reason = "cache_refresh_percentage_per_iteration is 0, which turns it off, as in HPS"
         idle |= dict.fromkeys(refreshes, reason)
     return idle
-
-
-def _model_to_json(model: ModelConfig) -> dict[str, Any]:
-    idle = idle_keys(model)
-    written: dict[str, Any] = {"model": model.model}
-    written |= {name: [getattr(table, field) for table in model.tables] for name, field in PER_TABLE.items()}
-    for name, key in MODEL_KEYS.items():
-        if hasattr(model, name) and name not in idle and not key.reason:
-            written[name] = _plain(getattr(model, name))
-    if model.fuse_embedding_table is None:
-        del written["fuse_embedding_table"]
-    own = {name: getattr(model, name) for name in JAXSOK_KEYS}
-    written["jaxsok"] = {name: value for name, value in own.items() if value is not None}
-    return written
-
-
-def steps_of(path: str) -> list[str | int]:
-    """Splits a path into names, and numbers in lists."""
-    return [int(number) if number else name for number, name in re.findall(r"\[(\d+)\]|([^.\[\]]+)", path)]
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
