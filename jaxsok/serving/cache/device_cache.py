@@ -135,14 +135,15 @@ class DeviceCache:
     @property
     def num_rows(self) -> dict[str, int]:
         """The cached rows of each table (waits for the device); none after `close`."""
-        counts = [np.asarray(line) for line in self.stores.copies(lambda store: store.table_rows)]
+        counts = [np.asarray(line) for line in self.stores.copies("table_rows")]
         return {name: int(counts[s][number]) if counts else 0 for name, (s, number) in self._spec.places.items()}
 
     def cached_keys(self) -> dict[str, np.ndarray]:
         """The keys of each table that are cached now, uint64 (16 bytes a row of capacity are copied to the host)."""
         keys_of = {}
-        records = self.stores.copies(lambda store: store.records[0], is_required=True)
-        for tables, lines in zip(self._spec.stores, map(np.asarray, records), strict=True):
+        records = self.stores.copies("records", is_required=True)
+        for tables, (of_store,) in zip(self._spec.stores, records, strict=True):
+            lines = np.asarray(of_store)
             keys = keys_lib.from_words(lines[:, :2])
             for number, table in enumerate(tables):
                 keys_of[table.name] = keys[(keys != np.uint64(PADDING_KEY)) & (lines[:, 2] == number)]
@@ -194,7 +195,7 @@ class DeviceCache:
             places = np.concatenate([some.places for some in late])
             slots[places] = np.arange(len(places), dtype=np.int32)
             size = padded_size(len(places), LEAST_KEYS)
-            self._compiled.merge(s, num_rows, size)
+            self._compiled.make("merged", s, num_rows, size)
             parts = tuple(fill_up(part, size) for part in fetcher.joined_lines(some.rows for some in late))
             slabs = programs.merged(slabs, *self.stores.put((slots, parts)))
         rows, *scales = slabs
@@ -207,7 +208,7 @@ class DeviceCache:
             for some in late:
                 is_hidden[some.places] = False
             if is_hidden.any():
-                self._compiled.hide(s, num_rows)
+                self._compiled.make("hidden", s, num_rows)
                 index = programs.hidden(index, self.stores.put(is_hidden))
         return FrozenStore(index, counters, rows.astype(table.dtype), tuple(scales))
 

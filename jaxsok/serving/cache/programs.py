@@ -217,6 +217,6 @@ def hidden(index: Array, is_hidden: Array) -> Array:
 
 
 find = jax.jit(kernels.find)
-copied = jax.jit(jnp.copy)
+copied = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
 # Drops and counts the rows of those keys that are cached; reads all records and the index once.
 drop = jax.jit(release, donate_argnums=0)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -93,7 +93,7 @@ class DeviceStores:
     def query(self, batches: Sequence[Any], is_expanded: bool) -> tuple[programs.Queried, np.ndarray, Snapshot]:
         """Asks for words and table ids by store; gives the results, their counts on the host, and the source."""
         operands = self.put(tuple(batches))
-        self.compiled.query(is_expanded, tuple(words.shape[0] for words, _ in operands))
+        self.compiled.make("query", is_expanded, tuple(words.shape[0] for words, _ in operands))
         for _ in range(_MAX_SALTS):
             with self.lock:
                 self.require_open()
@@ -137,7 +137,7 @@ class DeviceStores:
                     (batch.store, bound > self.capacities[batch.store], batch.size)
                     for batch, bound in zip(batches, bounds, strict=True)
                 ]
-                if all(self.compiled.has_insert(*program) for program in chosen):
+                if all(self.compiled.has("insert", *program) for program in chosen):
                     clock, stores = self._tick(), list(self.arrays)
                     for batch, (s, must_leave, _), bound in zip(batches, chosen, bounds, strict=True):
                         stores[s], *counted = programs.insert(
@@ -148,13 +148,12 @@ class DeviceStores:
                     self.arrays = tuple(stores)
                     break
             for program in chosen:  # while others look up; afterwards other rows may have to leave
-                self.compiled.insert(*program)
+                self.compiled.make("insert", *program)
         return self._count(counts, "inserted", "evicted")
 
     def contains(self, name: str, keys: np.ndarray) -> np.ndarray:
         (batch,) = self.batches({name: (keys, None)})
-        form = self.compiled.forms[batch.store]
-        self.compiled.make(("find", batch.store, batch.size), form.index, form.counters, batch.words, batch.ids)
+        self.compiled.make("find", batch.store, batch.size)
         with self.lock:
             self.require_open()
             store = self.arrays[batch.store]
@@ -184,8 +183,8 @@ class DeviceStores:
     def swap(self, source: RowSource, batches: Sequence[Batch] | None) -> None:
         """Rewrites, and goes over to another source in the same instant. With batches None it drops everything."""
         if batches is None:
-            for s, form in enumerate(self.compiled.forms):
-                self.compiled.make(("emptied", s), form)
+            for s in range(len(self.capacities)):
+                self.compiled.make("emptied", s)
         else:
             self._ready_to_rewrite(batches)
         with self.lock:
@@ -195,14 +194,14 @@ class DeviceStores:
         self._count(counts, "refreshed", "removed")
         self._counter.add(swaps=1)
 
-    def copies(self, get: Callable[[programs.CacheStore], Array], *, is_required: bool = False) -> list[Array]:
-        """Copies an array of each store, which a later program may donate. Closed stores give none, or are refused."""
-        for form in map(get, self.compiled.forms):
-            self.compiled.make(("copied", form.shape), form)
+    def copies(self, field: str, *, is_required: bool = False) -> list[Any]:
+        """Copies a field of each store, which a later program may donate. Closed stores give none, or are refused."""
+        for s in range(len(self.capacities)):
+            self.compiled.make("copied", s, field)
         with self.lock:
             if is_required:
                 self.require_open()
-            return [programs.copied(get(store)) for store in self.arrays]
+            return [programs.copied(getattr(store, field)) for store in self.arrays]
 
     def close(self) -> None:
         """Gives the device memory back."""
@@ -288,9 +287,7 @@ class DeviceStores:
 
     def _ready_to_rewrite(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
-            name, lines = ("drop", ()) if batch.lines is None else ("overwrite", (batch.lines,))
-            form = self.compiled.forms[batch.store]
-            self.compiled.make((name, batch.store, batch.size), form, batch.words, batch.ids, *lines)
+            self.compiled.make("drop" if batch.lines is None else "overwrite", batch.store, batch.size)
 
     def _owned(self, array: np.ndarray) -> Array:
         """Makes a buffer of the device's own, which may be donated."""
