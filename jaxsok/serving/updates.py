@@ -101,7 +101,7 @@ class Gate:
 
 
 class Reader(Protocol):
-    """What an update asks of those who read the versions; readers.py says what they do."""
+    """What an update asks of those who read the versions; see `served.Served`."""
 
     def prepare(self, old: Version, new: Version) -> None: ...
     def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None: ...
@@ -129,7 +129,7 @@ class Versions:
         memory: contextlib.AbstractContextManager[Any],
     ) -> None:
         self.name, self.device = config.model, device
-        self._key_bits: sources_lib.KeyBits = key_bits
+        self.key_bits: sources_lib.KeyBits = key_bits
         self._spare_rows = config.spare_rows
         self._room, self._can_donate, self._memory = room, can_donate, memory
         # One update at a time holds `_updating`: it alone sets `_current` and closes the gate. Arrays of `_current` are
@@ -190,7 +190,7 @@ class Versions:
         with self._updating:
             try:
                 old = self._current
-                opened = {} if source is None else open_update(self.name, source, old, self._key_bits)
+                opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
                 changes = [_change(old.tables.tables[name], found) for name, found in opened.items()]
                 new = dataclasses.replace(
                     old,
