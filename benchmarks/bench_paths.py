@@ -91,7 +91,8 @@ def _measure_source(
     num_warm, num_timed = 2 + num_workers, len(batches) * (2 if num_workers else 1)
     times, cores = [], []
     for _ in range(max(3, protocol.repetitions)):
-        iterator: Any = data.iterate(batches.repeat(), num_threads=num_threads, num_workers=num_workers)
+        endless = batches.repeat().map(data.PackBatch(collection)) if num_workers else batches.repeat()
+        iterator: Any = data.iterate(endless, num_threads=num_threads, num_workers=num_workers)
         pipeline = iter(collection.pipeline(iterator))
         last: Any = None
         for _ in range(num_warm):

@@ -11,6 +11,7 @@ interpreter's lock against the thread that dispatches the step, takes little tim
 refuses, to raise the error. Both ways give the same batch.
 """
 
+import abc
 import ctypes
 import dataclasses
 import functools
@@ -229,6 +230,28 @@ class _Sized(NamedTuple):
     unsigned: "tuple[_Unsigned | None, ...]"
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arrays", "rest"],
+    meta_fields=["layouts", "unsigned", "tag", "num_parts", "is_split", "num_samples", "pad_to"],
+)
+@dataclasses.dataclass(frozen=True)
+class HostBatch:
+    """A packed batch in host memory, which `batch` and `pipeline` take as a raw one; `PackBatch` makes it."""
+
+    arrays: list[Any]
+    """By store: keys, offsets and weights, each an array for every part; None where there are none."""
+    layouts: tuple[tuple[FeatureLayout, ...], ...]
+    unsigned: "tuple[_Unsigned | None, ...]"
+    rest: dict[str, Any]
+    """The entries that are no features."""
+    tag: str
+    num_parts: int
+    is_split: bool
+    num_samples: int
+    pad_to: int | None
+
+
 class Packing(NamedTuple):
     """A batch that is packed and on its way to the devices."""
 
@@ -238,84 +261,52 @@ class Packing(NamedTuple):
     """The features whose keys are widened with zeros, by store; None: the keys of the store are wide."""
 
 
-class Packer:
-    """Packs the raw batches of one collection; keeps their host memory, and recipes for batches like the last ones."""
+class HostPacker(abc.ABC):
+    """Packs raw batches into host memory; keeps this memory, and recipes for batches like the last ones."""
 
     num_threads: int
     """Threads that pack a batch, the caller's among them."""
-    is_narrow: bool | None
-    """Whether keys of at most 32 bits travel as 32 bits and are widened on the device; None: if that is a GPU."""
+    num_shards: int
+    num_processes: int
 
-    def __init__(self, stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str, shards: Shards):
+    def __init__(self, stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str):
         self.num_threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
-        self.is_narrow = None
         self._stores = tuple(stores)
         self._features = tuple(features)
         self._tag = tag
-        self._shards = shards
-        self._num_shards, self._num_processes = shards.num_shards, shards.num_processes  # a mesh counts its devices
         names = [{table.name for table in store.tables} for store in stores]
         self._of_store = [[spec for spec in features if spec.table in tables] for tables in names]
         self._recipes: dict[Any, _Recipe | None] = {}
         self._sized: dict[Any, _Sized | None] = {}
         self._layouts: dict[Any, tuple[FeatureLayout, ...]] = {}
         self._buffers: HostBuffers | None = None
-        widen = functools.partial(_widen, shards)
-        self._widen = jax.jit(widen, static_argnums=0)
-        if isinstance(shards, MeshShards):
-            self._widen = jax.jit(widen, static_argnums=0, out_shardings=shards.place(2))
 
-    @annotated("jaxsok.batch")
-    def begin(self, raw: Mapping[str, Any], pad_to: int | None) -> "Packing":
-        """Packs a raw batch and begins its copy to the devices; `finish` makes a batch of it.
+    @abc.abstractmethod
+    def numbers(self) -> Sequence[int]:
+        """Returns the numbers of this process's shards."""
 
-        TypeError, ValueError: names the feature, the argument, what was got and wanted.
-        """
-        if pad_to is not None:
-            pad_to = checks.integer("batch: pad_to", pad_to, 1, wanted="a number of samples, at least 1")
-        is_split = not self._shards.sees_parts()
+    @abc.abstractmethod
+    def may_narrow(self) -> bool:
+        """Returns whether keys of at most 32 bits travel as 32 bits and are widened on the device."""
+
+    @abc.abstractmethod
+    def _client(self) -> Any:
+        """Returns JAX's client of the GPUs that copy from the memory; None: there are none."""
+
+    def pack(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> HostBatch | None:
+        """Packs a raw batch; returns None where NumPy has to, which then packs it or raises."""
         given = self._read(raw)
         recipe = None if given is None else self._recipes.get(self._key(given, pad_to, is_split))
         if given is None or recipe is None:
             raw = sources.converted(raw, self._features)
             features_lib.require_features(raw, self._features)
             features_lib.require_samples(raw, self._features)
-            packing = self.pack_by_threads(raw, pad_to, is_split)
-        else:
-            features_lib.require_lines(features_lib.rest_of(raw, self._features), recipe.num_samples)
-            packing = self._follow(recipe, given, raw, pad_to)
-        return Packing(self.pack_by_numpy(raw, pad_to, is_split), ()) if packing is None else packing
+            return self.pack_by_threads(raw, pad_to, is_split)
+        features_lib.require_lines(features_lib.rest_of(raw, self._features), recipe.num_samples)
+        return self._follow(recipe, given, raw, pad_to)
 
-    def finish(self, packing: "Packing") -> Batch:
-        """Widens keys that travel as 32 bits, on the devices.
-
-        This is a program like others and waits for the copy, and programs run in the order of their dispatch. A
-        pipeline dispatches the step before this batch's first, so that the copy runs during that step.
-        """
-        features = packing.batch.features
-        if all(unsigned is None for unsigned in packing.unsigned):
-            return packing.batch
-        stores = [
-            store
-            if unsigned is None
-            else dataclasses.replace(store, keys=self._widen(unsigned, store.keys, store.offsets))
-            for store, unsigned in zip(features.stores, packing.unsigned, strict=True)
-        ]
-        return dataclasses.replace(packing.batch, features=dataclasses.replace(features, stores=tuple(stores)))
-
-    def pack_by_numpy(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> Batch:
-        """Packs a batch feature by feature, or raises; `is_split`: for all shards of this process."""
-        mask: Any = None
-        if pad_to is not None:
-            raw, mask = split_lib.pad(raw, self._features, pad_to)
-        if is_split:
-            return split_lib.pack_sharded(raw, self._stores, self._features, self._tag, self._shards, mask)
-        batch = features_lib.pack(raw, self._stores, self._features, self._tag)
-        features = dataclasses.replace(batch.features, num_parts=self._shards.num_shards)
-        return dataclasses.replace(batch, features=features, mask=None if mask is None else jnp.asarray(mask))
-
-    def pack_by_threads(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> "Packing | None":
-        """Packs a batch; returns None where NumPy has to, which then packs it or raises."""
+    def pack_by_threads(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> HostBatch | None:
+        """Packs a checked batch; returns None where NumPy has to, which then packs it or raises."""
         given = self._read({spec.name: _with_arrays(raw[spec.name]) for spec in self._features})
         if given is None:
             return None
@@ -336,13 +327,12 @@ class Packer:
         return given
 
     def _key(self, given: _Given, pad_to: int | None, is_split: bool) -> tuple:
-        may_narrow = self.is_narrow if self.is_narrow is not None else self._device().platform != "cpu"
-        return given.signature(), pad_to, is_split, may_narrow
+        return given.signature(), pad_to, is_split, self.may_narrow()
 
     def _make_recipe(self, given: _Given, pad_to: int | None, is_split: bool) -> _Recipe | None:
         """Describes a batch by types and shapes; None: NumPy has to read it, or to say what is wrong."""
-        numbers = self._shards.local() if is_split else [0]
-        num_parts, num_shards = len(numbers), self._num_shards if is_split else 1
+        numbers = self.numbers() if is_split else [0]
+        num_parts, num_shards = len(numbers), self.num_shards if is_split else 1
         specs = [spec for store in self._of_store for spec in store]
         sources = []
         for spec, arrays in zip(specs, given.by_feature(specs), strict=True):
@@ -355,7 +345,7 @@ class Packer:
             return None
         ragged = [source for source in sources if source.kind]
         free = [i for i, source in enumerate(ragged) if not source.size]
-        if free and is_split and self._num_processes > 1:
+        if free and is_split and self.num_processes > 1:
             return None  # no size can be agreed on
         remaining = iter(sources)
         stores = [[next(remaining) for _ in store] for store in self._of_store]
@@ -382,7 +372,7 @@ class Packer:
             num_bags,
             numbers,
             is_split,
-            self._key(given, pad_to, is_split)[-1],
+            self.may_narrow(),
             memory,
             scratch,
             ends,
@@ -422,25 +412,18 @@ class Packer:
             unsigned.append(_unsigned_of(store, layouts[-1]) if place.itemsize == 4 else None)
         return _Sized(memory, places, items, layouts, tuple(unsigned))
 
-    def _follow(self, recipe: _Recipe, given: _Given, raw: Mapping[str, Any], pad_to: int | None) -> "Packing | None":
+    def _follow(self, recipe: _Recipe, given: _Given, raw: Mapping[str, Any], pad_to: int | None) -> "HostBatch | None":
         """Packs a batch by its recipe; returns None where the data are refused."""
         found = self._pack_stores(recipe, given)
         if found is None:
             return None
-        stores, unsigned = found
-        rest, mask = features_lib.rest_of(raw, self._features), None
-        if pad_to is not None:
-            rest, mask = split_lib.pad_rest(rest, recipe.num_samples, pad_to)
-        if recipe.is_split:
-            rest, mask = split_lib.split_rest(rest, mask, recipe.num_bags, self._shards)
-        elif mask is not None:
-            mask = jnp.asarray(mask)
-        return Packing(Batch(Features(stores, self._tag, self._num_shards), rest, mask), unsigned)
+        rest = features_lib.rest_of(raw, self._features)
+        return HostBatch(*found, rest, self._tag, len(recipe.numbers), recipe.is_split, recipe.num_samples, pad_to)
 
     def _pack_stores(
         self, recipe: _Recipe, given: _Given
-    ) -> tuple[tuple[StoreFeatures, ...], tuple["_Unsigned | None", ...]] | None:
-        """Packs the features of each store, for the shards of the recipe; None: refused."""
+    ) -> tuple[list[Any], tuple[tuple[FeatureLayout, ...], ...], tuple["_Unsigned | None", ...]] | None:
+        """Packs the features of each store, for the shards of the recipe: fields of a HostBatch; None: refused."""
         num_parts, num_features, num_ragged = len(recipe.numbers), len(given.keys), len(given.bags)
         addresses = kernel.addresses([*given.keys, *given.bags, *given.weights])
         num_keys = [array.size for array, kind in zip(given.keys, given.kinds, strict=True) if kind]
@@ -471,22 +454,14 @@ class Packer:
         if not kernel.pack_keys(keys, self.num_threads):
             return None
 
-        leaves = []  # by store: keys, offsets and weights, each by part; None where there are none
+        arrays = []
         for store, place, (begin, count) in zip(recipe.stores, places, recipe.offsets, strict=True):
             keys_by_part = place.key_views(memory, lent) or [keys_lib.padding_words((1,))] * num_parts
             is_weighted = any(source.spec.weighted for source in store)
             no_weights = [np.zeros(1, np.float32)] * num_parts if is_weighted else None
             weights = place.weight_views(memory, lent) or no_weights
-            leaves.append((keys_by_part, recipe.memory.views(offsets, begin, np.int32, count) or None, weights))
-        if recipe.is_split:
-            arrays = [
-                [parts and self._shards.put(dict(zip(recipe.numbers, parts, strict=True))) for parts in of_store]
-                for of_store in leaves
-            ]
-        else:
-            arrays = jax.device_put([[parts and parts[0] for parts in of_store] for of_store in leaves])
-        packed = [StoreFeatures(*arrays[s], layouts) for s, layouts in enumerate(sized.layouts)]
-        return tuple(packed), sized.unsigned
+            arrays.append((keys_by_part, recipe.memory.views(offsets, begin, np.int32, count) or None, weights))
+        return arrays, tuple(sized.layouts), sized.unsigned
 
     def _pack_bags(
         self, recipe: _Recipe, addresses: np.ndarray, num_keys: Sequence[int], lent: ctypes.Array
@@ -506,15 +481,156 @@ class Packer:
             return None
         return tuple(features_lib.buffer_size(int(longest[i])) for i in recipe.free)
 
-    def _device(self) -> Any:
-        return self._shards.mesh.local_devices[0] if isinstance(self._shards, MeshShards) else jax.local_devices()[0]
-
     def host_buffers(self) -> HostBuffers:
         """Returns the memory that batches are packed into."""
         if self._buffers is None or self._buffers.process_id != os.getpid():
-            device = self._device()
-            self._buffers = HostBuffers(device.client if device.platform == "gpu" else None)
+            self._buffers = HostBuffers(self._client())
         return self._buffers
+
+
+class Packer(HostPacker):
+    """Packs the raw batches of one collection, and sends them to its devices."""
+
+    is_narrow: bool | None
+    """Whether keys of at most 32 bits travel as 32 bits; None: if the devices are GPUs."""
+
+    def __init__(self, stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str, shards: Shards):
+        super().__init__(stores, features, tag)
+        self.is_narrow = None
+        self.num_shards, self.num_processes = shards.num_shards, shards.num_processes  # a mesh counts its devices
+        self._shards = shards
+        widen = functools.partial(_widen, shards)
+        self._widen = jax.jit(widen, static_argnums=0)
+        if isinstance(shards, MeshShards):
+            self._widen = jax.jit(widen, static_argnums=0, out_shardings=shards.place(2))
+
+    def numbers(self) -> Sequence[int]:
+        """Returns the numbers of this process's shards."""
+        return self._shards.local()
+
+    def may_narrow(self) -> bool:
+        """Returns whether keys of at most 32 bits travel as 32 bits and are widened on the device."""
+        return self._device().platform != "cpu" if self.is_narrow is None else self.is_narrow
+
+    def _client(self) -> Any:
+        device = self._device()
+        return device.client if device.platform == "gpu" else None
+
+    def _device(self) -> Any:
+        return self._shards.mesh.local_devices[0] if isinstance(self._shards, MeshShards) else jax.local_devices()[0]
+
+    @annotated("jaxsok.batch")
+    def begin(self, raw: Mapping[str, Any], pad_to: int | None) -> "Packing":
+        """Packs a raw batch and begins its copy to the devices; `finish` makes a batch of it.
+
+        TypeError, ValueError: names the feature, the argument, what was got and wanted.
+        """
+        if pad_to is not None:
+            pad_to = checks.integer("batch: pad_to", pad_to, 1, wanted="a number of samples, at least 1")
+        is_split = not self._shards.sees_parts()
+        packed = raw if isinstance(raw, HostBatch) else self.pack(raw, pad_to, is_split)
+        return Packing(self.pack_by_numpy(raw, pad_to, is_split), ()) if packed is None else self.send(packed, pad_to)
+
+    def send(self, packed: "HostBatch", pad_to: int | None) -> "Packing":
+        """Begins the copy of a batch to the devices.
+
+        ValueError: it was packed for another collection, for other shards, or with another `pad_to`.
+        """
+        numbers = self.numbers() if packed.is_split else [0]
+        made_for = (packed.tag, packed.num_parts, packed.is_split, packed.pad_to)
+        if made_for != (wanted := (self._tag, len(numbers), not self._shards.sees_parts(), pad_to)):
+            raise ValueError(
+                f"batch: raw: got a batch packed for (collection, shards of a process, mesh, pad_to) = {made_for}, "
+                f"wanted {wanted}; make the PackBatch of this collection, in this process."
+            )
+        if packed.is_split:
+            arrays = [
+                [parts and self._shards.put(dict(zip(numbers, parts, strict=True))) for parts in of_store]
+                for of_store in packed.arrays
+            ]
+        else:
+            arrays = jax.device_put([[parts and parts[0] for parts in of_store] for of_store in packed.arrays])
+        # One object for equal ones: JAX compares them for each batch.
+        layouts = [_kept(self._layouts, one, lambda one=one: one) for one in packed.layouts]
+        stores = tuple(StoreFeatures(*arrays[s], layouts) for s, layouts in enumerate(layouts))
+        rest, mask = packed.rest, None
+        if pad_to is not None:
+            rest, mask = split_lib.pad_rest(rest, packed.num_samples, pad_to)
+        if packed.is_split:
+            rest, mask = split_lib.split_rest(rest, mask, pad_to or packed.num_samples, self._shards)
+        elif mask is not None:
+            mask = jnp.asarray(mask)
+        return Packing(Batch(Features(stores, self._tag, self.num_shards), rest, mask), packed.unsigned)
+
+    def finish(self, packing: "Packing") -> Batch:
+        """Widens keys that travel as 32 bits, on the devices.
+
+        This is a program like others and waits for the copy, and programs run in the order of their dispatch. A
+        pipeline dispatches the step before this batch's first, so that the copy runs during that step.
+        """
+        features = packing.batch.features
+        if all(unsigned is None for unsigned in packing.unsigned):
+            return packing.batch
+        stores = [
+            store
+            if unsigned is None
+            else dataclasses.replace(store, keys=self._widen(unsigned, store.keys, store.offsets))
+            for store, unsigned in zip(features.stores, packing.unsigned, strict=True)
+        ]
+        return dataclasses.replace(packing.batch, features=dataclasses.replace(features, stores=tuple(stores)))
+
+    def pack_by_numpy(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> Batch:
+        """Packs a batch feature by feature, or raises; `is_split`: for all shards of this process."""
+        mask: Any = None
+        if pad_to is not None:
+            raw, mask = split_lib.pad(raw, self._features, pad_to)
+        if is_split:
+            return split_lib.pack_sharded(raw, self._stores, self._features, self._tag, self._shards, mask)
+        batch = features_lib.pack(raw, self._stores, self._features, self._tag)
+        features = dataclasses.replace(batch.features, num_parts=self._shards.num_shards)
+        return dataclasses.replace(batch, features=features, mask=None if mask is None else jnp.asarray(mask))
+
+    def for_workers(self) -> "WorkerPacker":
+        """Returns a packer that makes the same batches without devices, and that can be pickled."""
+        is_split = not self._shards.sees_parts()
+        numbers = list(self.numbers()) if is_split else [0]
+        shards = (numbers, self.num_shards, self.num_processes, is_split)
+        return WorkerPacker(self._stores, self._features, self._tag, *shards, self.may_narrow())
+
+
+class WorkerPacker(HostPacker):
+    """Packs raw batches with one thread, in any process: it knows the shards by number, and no devices."""
+
+    def __init__(
+        self,
+        stores: Sequence[StoreSpec],
+        features: Sequence[FeatureSpec],
+        tag: str,
+        numbers: Sequence[int],
+        num_shards: int,
+        num_processes: int,
+        is_split: bool,
+        may_narrow: bool,
+    ):
+        super().__init__(stores, features, tag)
+        self.num_threads = 1
+        self.num_shards, self.num_processes, self.is_split = num_shards, num_processes, is_split
+        self._numbers, self._may_narrow = numbers, may_narrow
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        shards = (self._numbers, self.num_shards, self.num_processes, self.is_split, self._may_narrow)
+        return WorkerPacker, (self._stores, self._features, self._tag, *shards)
+
+    def numbers(self) -> Sequence[int]:
+        """Returns the numbers of the shards that the process which takes the batches has."""
+        return self._numbers
+
+    def may_narrow(self) -> bool:
+        """Returns whether that process widens keys."""
+        return self._may_narrow
+
+    def _client(self) -> Any:
+        return None
 
 
 def _copy(items: np.ndarray) -> np.ndarray:

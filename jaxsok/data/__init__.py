@@ -6,6 +6,17 @@ batch, on any number of processes; `iterate` reads ahead, and its state can be s
 
 from jaxsok.data import criteo
 from jaxsok.data.batches import Batches, iterate
+from jaxsok.data.packing import PackBatch
 from jaxsok.data.samples import ArraySource, ArrowSource, BlockSource, JoinedSource, Source
 
-__all__ = ["ArraySource", "ArrowSource", "Batches", "BlockSource", "JoinedSource", "Source", "criteo", "iterate"]
+__all__ = [
+    "ArraySource",
+    "ArrowSource",
+    "Batches",
+    "BlockSource",
+    "JoinedSource",
+    "PackBatch",
+    "Source",
+    "criteo",
+    "iterate",
+]

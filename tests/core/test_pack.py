@@ -167,7 +167,8 @@ def both(collection, raw, pad_to, is_narrow=None):
         want = packer.pack_by_numpy(raw, pad_to, is_split)
     except (TypeError, ValueError) as error:
         want = error
-    packing = packer.pack_by_threads(raw, pad_to, is_split)
+    packed = packer.pack_by_threads(raw, pad_to, is_split)
+    packing = None if packed is None else packer.send(packed, pad_to)
     return packing and packer.finish(packing), want
 
 
