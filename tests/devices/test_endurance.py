@@ -56,10 +56,10 @@ def test_a_run_of_200_steps():
 @pytest.mark.slow
 def test_the_same_bits_and_a_job_that_resumes():
     """Twice, with four processes, and after kills: on as many devices to the bit, on two with other roundings."""
-    told = run("--steps", "80", "--every", "10", "--twice", "--kill", "growth", "--capacity", "600")
+    told = run("--steps", "40", "--every", "8", "--twice", "--kill", "growth", "--capacity", "300")
     assert "twice: the same digest, and with a process for each device" in told
     assert "killed in growth: all ended after" in told and "resumed after growth: 2 devices" in told
-    told = run("--steps", "80", "--every", "10", "--kill", "step", "--devices", "2", "--resume-devices", "2")
+    told = run("--steps", "20", "--every", "5", "--kill", "step", "--devices", "2", "--resume-devices", "2")
     assert "killed in step: all ended after" in told and "resumed after step: 2 devices" in told
 
 
