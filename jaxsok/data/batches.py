@@ -163,7 +163,8 @@ def iterate(
     Args:
       dataset: `Batches`, repeated, mapped and sliced as wanted.
       num_threads: threads that read and transform; NumPy and PyArrow leave the interpreter's lock to others meanwhile.
-      num_workers: processes that read and transform; 0: this one. They pay where transformations run in Python.
+      num_workers: processes that read and transform; 0: this one. They pay where transformations run in Python. A
+        state has a place for each, so it does not fit another number of them.
       num_ahead: batches that wait, in each process.
 
     Example:

@@ -190,14 +190,14 @@ class ArrowSource(BlockSource):
     become keys as they are, and nulls among them PADDING_KEY; lists become `Bags`, lists of a fixed size rectangles.
 
     Args:
-      data: a `pyarrow.Table`, a `pyarrow.dataset.Dataset`, a path, a pattern (`"clicks/*.parquet"`), or several paths.
-        Files that end in `.arrow`, `.feather` or `.ipc` are mapped into memory.
+      data: a `pyarrow.Table` or another table with Arrow's C interface, a `pyarrow.dataset.Dataset`, a path, a pattern
+        (`"clicks/*.parquet"`), or several paths. Files that end in `.arrow`, `.feather` or `.ipc` are mapped to memory.
       columns: the columns to read; None: all.
 
     Raises:
       FileNotFoundError: no file there. ImportError: pyarrow is missing. KeyError: a column that is not there.
       TypeError: when a block is read, a column that holds neither numbers nor lists of numbers. ValueError: floats
-        with nulls, also found when a block is read; IPC files with different columns.
+        with nulls, also found when a block is read; IPC files with different columns, or of another format.
 
     Cost:
       Making it reads the metadata of every file. Each block is decoded once as long as batches near each other ask for
@@ -208,7 +208,8 @@ class ArrowSource(BlockSource):
         import pyarrow as pa
 
         self._columns = None if columns is None else list(columns)
-        if isinstance(data, pa.Table):
+        if hasattr(data, "__arrow_c_stream__") or hasattr(data, "__arrow_c_array__"):
+            data = pa.table(data)
             schema, pieces = data.schema, [(batch, batch.num_rows) for batch in data.to_batches()]
         else:
             schema, pieces = _pieces_of(data)
@@ -269,7 +270,13 @@ def _ipc_pieces(paths: Sequence[str]) -> tuple[Any, list[tuple[Any, int]]]:
     first_field = pa.ipc.IpcReadOptions(included_fields=[0])  # of compressed files the others are not decoded
     for path in paths:
         with pa.memory_map(path) as file:
-            of_file = pa.ipc.open_file(file).schema
+            try:
+                of_file = pa.ipc.open_file(file).schema
+            except pa.ArrowInvalid as error:
+                raise ValueError(
+                    f"ArrowSource: {path}: {error}; wanted an Arrow IPC file. A stream is read by "
+                    "pyarrow.ipc.open_stream(path).read_all(), as a table."
+                ) from error
             reader = pa.ipc.open_file(file, options=first_field)
             sizes = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
         if schema is not None and of_file.names != schema.names:

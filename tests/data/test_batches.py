@@ -139,6 +139,11 @@ def test_epochs_and_seeds_differ():
     assert {key: read(*key) for key in found} == found
 
 
+def _blocks_of_first_window(epoch, num_streams):
+    batches = of_one(numbers(4000, 10), 40, seed=5, shuffle_batches=5, num_streams=num_streams)
+    return {place // 10 for place in flat(places(batches[i] for i in range(100 * epoch, 100 * epoch + 5)))}
+
+
 @pytest.mark.parametrize("num_streams", [1, 4])
 def test_a_window_mixes_its_batches_alone(num_streams):
     """A batch has samples of many blocks, and never of more than its window holds."""
@@ -152,6 +157,8 @@ def test_a_window_mixes_its_batches_alone(num_streams):
     assert max(together.values()) <= 2, "a block is read in one window, or in two that follow each other"
     order = [min(window) for window in windows]
     assert order != sorted(order), "blocks come in another order"
+    of_epoch = [_blocks_of_first_window(epoch, num_streams) for epoch in range(3)]
+    assert all(len(one & other) < 10 for one, other in itertools.combinations(of_epoch, 2)), "in each epoch"
 
 
 def test_shuffling_is_even():

@@ -317,6 +317,25 @@ def test_a_conversion_replaces_the_one_before(tmp_path):
     _assert_reads(_converted(tmp_path / "test", tmp_path), rows, has_label=False)
 
 
+def test_a_conversion_that_cannot_finish_leaves_no_day(tmp_path, monkeypatch):
+    """The file that makes a day of the others comes last."""
+    (tmp_path / "log").write_bytes(_to_text(_synthetic_fields(10)))
+    replace, left = os.replace, [2]
+
+    def fail_at_third(*paths):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError("no space left")
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", fail_at_third)
+    with pytest.raises(OSError, match="no space left"):
+        criteo.convert(tmp_path / "log", tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["day_0_labels.npy", "day_0_sparse.npy"]
+    with pytest.raises(FileNotFoundError):
+        criteo.binary_source(tmp_path / "out")
+
+
 def test_memory_is_bounded_by_the_blocks_in_flight(tmp_path, monkeypatch):
     """Not by the log."""
     monkeypatch.setattr(criteo, "_BLOCK_BYTES", 1 << 18)

@@ -428,6 +428,27 @@ def test_files_that_are_not_there(tmp_path):
         ArrowSource([])
 
 
+def test_tables_of_other_libraries():
+    """Whatever has Arrow's C interface: a record batch, a data frame of Polars."""
+    batch = _table().combine_chunks().to_batches()[0]
+    assert_reads(ArrowSource(batch), slice(5, 50), PLAIN)
+    polars = pytest.importorskip("polars")
+    frame = polars.from_arrow(_table().drop_columns(["pair"]))
+    plain = {name: column for name, column in PLAIN.items() if name != "pair"}
+    assert_reads(ArrowSource(frame), slice(5, 50), plain)
+    assert_reads(ArrowSource(frame, columns=["tags"]), np.array([0, 59]), {"tags": PLAIN["tags"]})
+
+
+def test_streams_are_refused_by_name(tmp_path):
+    """Files of the streaming format cannot be read at any place."""
+    with pa.ipc.new_stream(tmp_path / "a.arrow", SCHEMA) as writer:
+        writer.write_table(_table())
+    with pytest.raises(ValueError, match=r"ArrowSource: .*a\.arrow: .*wanted an Arrow IPC file.*open_stream"):
+        ArrowSource(tmp_path / "a.arrow")
+    with pa.memory_map(str(tmp_path / "a.arrow")) as file:
+        assert_reads(ArrowSource(pa.ipc.open_stream(file).read_all()), slice(5, 50), PLAIN)
+
+
 def test_files_with_other_columns_are_refused(tmp_path):
     """Which would be read as far as they go."""
     _ipc(tmp_path / "a.arrow")
