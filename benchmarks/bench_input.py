@@ -25,7 +25,7 @@ import numpy as np
 
 import jaxsok
 
-from . import fill, records, workloads
+from . import bench_paths, fill, records, workloads
 from .records import Record, Recorder
 from .timing import Protocol, Timing, summary
 from .workloads import Workload
@@ -50,6 +50,7 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_
             _measure_host(_Input(workload, recorder, protocol), id_sets, threads)
             _measure_steps(_Input(workload, recorder, protocol), id_sets)
         gc.collect()
+    bench_paths.measure(recorder, protocol, scale, is_quick)
 
 
 @dataclasses.dataclass

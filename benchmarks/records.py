@@ -59,6 +59,7 @@ SERVED_FLOOR = "bytes and one launch"
 PACK = "pack a batch"
 HOST_COPY = "copy on the host"
 LINK = "copy to the device"
+READ = "read, pack and copy"
 
 # The parts of a step on a mesh, and what is measured around it.
 DISTINCT = "distinct keys"

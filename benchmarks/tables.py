@@ -476,7 +476,21 @@ def cpu_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     ]
 
 
-INPUT_COLUMNS = ("workload", "what", "who", "keys", "threads", "ms", "spread", "M keys/s", "GB/s", "of limit")
+INPUT_COLUMNS = (
+    "workload",
+    "what",
+    "who",
+    "keys",
+    "threads",
+    "workers",
+    "ms",
+    "spread",
+    "M keys/s",
+    "M samples/s",
+    "cores",
+    "GB/s",
+    "of limit",
+)
 """Of `input`: packing has a copy of as many bytes by as many threads as its limit, a fed step one packed before."""
 
 
@@ -489,10 +503,15 @@ def input_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             record.by or record.subject,
             record.variant,
             f"{record.notes['num_threads'] or NOTHING}",
+            f"{record.notes.get('num_workers') or NOTHING}",
             f"{record.timing.ms:.4g}",
             record.timing.spread_text,
             f"{record.num_keys / record.timing.ms * 1e-3:.4g}",
-            record.rate_text,
+            f"{record.notes['num_samples'] / record.timing.ms * 1e-3:.3g}"
+            if "num_samples" in record.notes
+            else NOTHING,
+            f"{record.notes['cores']:.1f}" if "cores" in record.notes else NOTHING,
+            record.rate_text if record.moved_bytes else NOTHING,
             _of_limit(record),
         )
         for record in records

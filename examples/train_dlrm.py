@@ -6,7 +6,7 @@ anywhere, on CPU or GPU:
 
     python examples/train_dlrm.py
     python examples/train_dlrm.py --data train.txt
-    python examples/train_dlrm.py --data day_0.gz day_1.gz --dim 64 --batch-size 16384 --bottom 512 256 --top 512 256
+    python examples/train_dlrm.py --data day_0.gz day_1.gz --dim 64 --batch-size 65536 --bottom 512 256 --top 512 256
 
 It uses all devices of the machine: the tables and each batch are split over them, the MLPs are on each. With
 `--distributed` it uses those of all processes that a launcher started; SLURM and Open MPI tell each process which one
@@ -16,38 +16,35 @@ it is, otherwise three environment variables do (docs/many_devices.md):
     JAX_COORDINATOR_ADDRESS=host:1234 NUM_PROCESSES=2 PROCESS_ID=0 python examples/train_dlrm.py --distributed
 
 It ends with the AUC on held-out rows, the keys of each table, samples per second, and a plot of loss and table growth.
-Ctrl-C stops after the current step and ends in the same way with what was done (exit code 130); a second one aborts.
+Ctrl-C stops after the current step, saves, and ends in the same way with what was done (exit code 130); the same
+command then goes on at the next batch. A second Ctrl-C aborts.
 
 The model: M. Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems, 2019.
 """
 
 import argparse
-import collections
-import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
 import os
 import pathlib
-import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-import criteo
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
+import synthetic_log
+import training
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType
-from sklearn.metrics import roc_auc_score
-from tqdm import tqdm
 
 import jaxsok
+from jaxsok import data
+from jaxsok.data import criteo
 
 OPTIMIZERS = {
     # From 0: gradients of a mean over a batch are small, and Optax's 0.1 would hold rows back for thousands of steps.
@@ -56,20 +53,35 @@ OPTIMIZERS = {
 }
 
 
+FREE = {
+    "cache_dir", "checkpoint_dir", "checkpoint_every", "convert", "distributed", "heartbeat_timeout_s", "num_devices",
+    "num_processes", "num_threads", "placement", "plot", "process_id", "show_progress",
+}  # fmt: skip
+"""Fields that may change when a run goes on."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """What to train, on what; the command line has an option for each field."""
 
     data: tuple[pathlib.Path, ...] = ()
-    """Logs in Criteo's format, read in order; none: a synthetic log."""
+    """Logs in Criteo's format, read in order, or one folder of binary files; none: a synthetic log."""
+    convert: bool = False
+    """Whether text becomes binary files first, which are read many times faster. Text with gzip always does."""
     num_rows: int = 600_000
     """Rows of the synthetic log."""
     cache_dir: pathlib.Path | None = None
-    """Where the synthetic log is kept; None: the user's cache directory."""
+    """Where the synthetic log and converted logs are kept; None: the user's cache directory."""
     max_rows: int | None = None
     """Read at most so many rows; None: all."""
     held_out_rows: int | None = None
     """Rows at the end of the log that are not trained on; None: a tenth, at most 100,000."""
+    epochs: int = 1
+    """How often the log is gone through."""
+    shuffle: bool = False
+    """Whether each epoch has another order; otherwise that of the log."""
+    num_threads: int = 4
+    """Threads of each process that read the log."""
     batch_size: int = 2048
     """Rows in a step, on all devices together."""
     dim: int = 16
@@ -90,6 +102,10 @@ class Config:
     """Seed of the tables, of the MLPs and of the synthetic log."""
     plot: pathlib.Path | None = pathlib.Path("train_dlrm.png")
     """File for the plot; None: no plot."""
+    checkpoint_dir: pathlib.Path | None = pathlib.Path("train_dlrm.checkpoint")
+    """Where Ctrl-C leaves the run, so that the same command goes on; removed at the end. None: nowhere."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; None: only on Ctrl-C."""
     show_progress: bool = True
     """Whether to show a progress bar."""
     num_devices: int | None = None
@@ -107,31 +123,17 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class Result(training.Curves):
     """What a training run did."""
 
     auc: float
     """AUC on the held-out rows; NaN if they are of one class."""
-    held_out_loss: float
-    """Mean log loss on the held-out rows."""
     num_held_out: int
     """How many held-out rows there were."""
     missing_keys: float
     """Share of the held-out rows' keys that training never saw."""
-    losses: np.ndarray
-    """float32 [steps]: the mean log loss of each step."""
-    growth: np.ndarray
-    """int32 [steps, 26]: the rows of each table after each step."""
-    capacity: np.ndarray
-    """int64 [steps]: the rows allocated for all tables in each step."""
     num_rows: dict[str, int]
     """Rows (keys) of each table at the end."""
-    num_samples: int
-    """Rows of the log that were trained on."""
-    seconds: float
-    """Time from the first batch to the last step, compilation and growth included."""
-    steady_samples_per_s: float
-    """Samples per second of the median step: without compilation and growth."""
     is_interrupted: bool
     """Whether Ctrl-C ended the training."""
 
@@ -229,19 +231,6 @@ def make_collection(config: Config, mesh: jax.sharding.Mesh | None = None) -> ja
     return jaxsok.Collection(tables, features, mesh=mesh, axis="data")
 
 
-def own_part(rows: criteo.Batch, batch_size: int) -> criteo.Batch:
-    """Gives the rows of a batch that this process feeds: its share of `batch_size`, fewer at the end of a log."""
-    share = batch_size // jax.process_count()
-    part = slice(jax.process_index() * share, (jax.process_index() + 1) * share)
-    return criteo.Batch(rows.label[part], rows.integers[part], rows.categories[part])
-
-
-def to_raw(rows: criteo.Batch) -> dict[str, np.ndarray]:
-    """Names the columns of a batch of the log; the collection packs the categories and carries the rest."""
-    categories = {name: rows.categories[:, i] for i, name in enumerate(criteo.CATEGORY_NAMES)}
-    return {"label": rows.label, "integers": rows.integers, **categories}
-
-
 def make_step(collection: jaxsok.Collection, graphdef: nnx.GraphDef, tx: optax.GradientTransformation) -> Callable:
     """Compiles a step: look up, differentiate, update tables and MLPs. State and parameters are donated.
 
@@ -271,45 +260,63 @@ def train(config: Config) -> Result:
       config: what to train, on what.
 
     Returns:
-      The result. If Ctrl-C came, of the part that was trained; the held-out rows are then those that follow it.
+      The result; if Ctrl-C came, of the part that was trained.
 
     Raises:
-      ValueError: the log has no labels, or too few rows for one step.
+      ValueError: the log has no labels, or too few rows for one step; an interrupted run has other settings.
       criteo.LogFormatError: a row of the log is not in Criteo's format.
     """
     is_first = jax.process_index() == 0  # it alone shows what goes on
     config = dataclasses.replace(config, show_progress=config.show_progress and is_first)
     mesh = make_mesh(config)
-    paths = config.data or (_synthetic_log(config),)
-    num_rows = min(sum(map(criteo.estimate_num_rows, paths)), config.max_rows or sys.maxsize)
+    source = open_log(config)
+    num_rows = min(len(source), config.max_rows or sys.maxsize)
     held_out_rows = min(num_rows // 10, 100_000) if config.held_out_rows is None else config.held_out_rows
+    num_trained = (num_rows - held_out_rows) // config.batch_size * config.batch_size
+    if num_trained <= 0:
+        raise ValueError(
+            f"train: {num_rows} rows are too few for a step of {config.batch_size} rows beside {held_out_rows} "
+            "held-out rows; pass a smaller batch_size or held_out_rows."
+        )
+    seed = config.seed if config.shuffle else None
+    batches = data.Batches(source, config.batch_size, seed=seed, stop=num_trained).repeat(config.epochs)
+    held_out = data.Batches(source, config.batch_size, start=num_trained, stop=num_rows, drop_remainder=False)
+    iterator = data.iterate(batches, num_threads=config.num_threads)
+
     collection = make_collection(config, mesh)
-    state = collection.init(seed=config.seed)
     graphdef, params = make_model(config)
     tx = optax.adam(config.dense_learning_rate)
     params, opt_state = collection.shards.replicate((params, tx.init(params)))
     step = collection.ahead(make_step(collection, graphdef, tx))  # growth finds its program compiled
+    checkpoints = training.Checkpoints(
+        config.checkpoint_dir, config.checkpoint_every, training.settings_of(config, FREE)
+    )
+    history = training.History(config.epochs * num_trained, config.show_progress)
+    if (saved := checkpoints.restore(collection, (params, opt_state))) is None:
+        state = collection.init(seed=config.seed)
+    else:
+        state, (params, opt_state) = saved.tables, saved.dense
+        iterator.set_state(saved.data)
+        history.restore(saved.curves)
 
-    history = _History(num_rows - held_out_rows, config.show_progress)
-    held_out: collections.deque[criteo.Batch] = collections.deque()
-    reader = criteo.read_log(paths, config.batch_size, max_rows=config.max_rows)
-    with contextlib.closing(reader), history, _CtrlC() as ctrl_c:
-        own_parts = (to_raw(own_part(rows, config.batch_size)) for rows in hold_back(reader, held_out_rows, held_out))
-        # Asked by the pipeline, which is a batch ahead: what it has read is trained on, so that no row is skipped.
-        for batch, plan in collection.pipeline(ctrl_c.until_pressed(own_parts)):
+    with history, training.CtrlC() as ctrl_c:
+        pipeline = collection.pipeline(iterator)
+        for batch, plan in pipeline:
             state = collection.grow(state, batch)  # makes room for its keys; almost always returns at once
             state, params, opt_state, loss, stats = step(state, params, opt_state, batch, plan)
             history.add(loss, stats, config.batch_size)
-    if not history.num_samples:
-        raise ValueError(
-            f"train: {paths[0]}: about {num_rows} rows are too few for a step of {config.batch_size} rows "
-            f"beside {held_out_rows} held-out rows; pass a smaller batch_size or held_out_rows."
-        )
-    probabilities, missing_keys = evaluate(collection, state, graphdef, params, held_out, config.batch_size)
-    label = np.concatenate([rows.label for rows in held_out]) if held_out else np.zeros(0)
+            is_stopped = ctrl_c.asks_to_stop(history.num_steps)
+            if is_stopped or checkpoints.is_due(history.num_steps):
+                # The pipeline has read further; its state is that of the batch just trained on.
+                run = training.Training(state, (params, opt_state), pipeline.get_state(), history.curves())
+                checkpoints.save(history.num_steps, collection, run)
+            if is_stopped:
+                break
+    checkpoints.finish(ctrl_c.is_pressed)
+    label, probabilities, missing_keys = evaluate(collection, state, graphdef, params, held_out, config.batch_size)
     return Result(
-        auc=auc_of(label, probabilities),
-        held_out_loss=log_loss_of(label, probabilities),
+        auc=training.auc_of(label, probabilities),
+        held_out_loss=training.log_loss_of(label, probabilities),
         num_held_out=len(label),
         missing_keys=missing_keys,
         num_rows=collection.num_rows(state),
@@ -318,135 +325,43 @@ def train(config: Config) -> Result:
     )
 
 
-def _synthetic_log(config: Config) -> pathlib.Path:
-    if config.show_progress:
-        print(f"Synthetic log of {config.num_rows:,} rows: written by the first run, read by the later ones.")
+def open_log(config: Config) -> data.Source:
+    """Opens the log: text as it is, compressed text as binary files that are written once, binary files."""
+    cache_dir = synthetic_log.cache_folder(config.cache_dir)
+    paths = config.data or (
+        _once(config, "log", lambda: synthetic_log.cached_log(config.num_rows, config.seed, cache_dir)),
+    )
+    if len(paths) == 1 and (paths[0].is_dir() or paths[0].suffix == ".bin"):
+        return criteo.binary_source(paths[0])
+    if not (config.convert or any(path.suffix == ".gz" for path in paths)):
+        source: data.Source = criteo.TextSource(paths)
+    else:
+        name = hashlib.sha256("\n".join(f"{path.absolute()} {path.stat().st_mtime_ns}" for path in paths).encode())
+        folder = cache_dir / f"binary-{name.hexdigest()[:16]}"
+
+        def convert() -> pathlib.Path:
+            if not (folder / "day_0_dense.npy").exists():
+                if config.show_progress:
+                    print(f"Writing binary files to {folder}: the first run does it, later ones read them.")
+                criteo.convert(paths, folder, num_threads=config.num_threads)
+            return folder
+
+        source = criteo.binary_source(_once(config, "convert", convert))
+    if "label" not in source[0]:
+        raise ValueError("train: the log has 39 columns, so no labels (Kaggle's test.txt?); pass one of 40.")
+    return source
+
+
+def _once(config: Config, name: str, write: Callable[[], pathlib.Path]) -> pathlib.Path:
+    """Has the first process write a file that all of them read."""
     if jax.process_index():
-        multihost_utils.sync_global_devices("log")  # the first process writes it
-    path = criteo.cached_log(config.num_rows, config.seed, config.cache_dir)
+        multihost_utils.sync_global_devices(name)
+    path = write()
     if jax.process_count() > 1 and not jax.process_index():
-        multihost_utils.sync_global_devices("log")
+        multihost_utils.sync_global_devices(name)
     if config.show_progress:
         print(f"Reading {path}")
     return path
-
-
-def hold_back(
-    batches: Iterable[criteo.Batch], num_rows: int, held_out: collections.deque[criteo.Batch]
-) -> Iterator[criteo.Batch]:
-    """Gives the batches of a stream but the last ones, which hold at least `num_rows` rows and stay in `held_out`.
-
-    The length of a stream is known at its end only, so batches wait here until enough rows have come after them.
-
-    Args:
-      batches: a stream whose last batch may be smaller than the others.
-      num_rows: the least number of rows to hold back.
-      held_out: where they wait; at any time, the rows that follow the batch given last.
-
-    Yields:
-      The batches to train on, all of full size.
-
-    Raises:
-      ValueError: the rows have no labels.
-    """
-    num_held = 0
-    for rows in batches:
-        if rows.label is None:
-            raise ValueError("train: the log has 39 columns, so no labels (Kaggle's test.txt?); pass one of 40.")
-        held_out.append(rows)
-        num_held += rows.num_rows
-        # A batch is given only after the next one came: the last one may be short, and would compile another step.
-        while len(held_out) > 1 and num_held - held_out[0].num_rows >= num_rows:
-            num_held -= held_out[0].num_rows
-            yield held_out.popleft()
-
-
-class _CtrlC:
-    """Turns the first Ctrl-C into a question asked between steps: an exception inside one would lose donated state."""
-
-    AGREE_EVERY = 20  # batches between questions to the other processes, which must stop at the same step
-
-    def __init__(self):
-        self.is_pressed = False
-
-    def until_pressed(self, batches: Iterable) -> Iterator:
-        """The same batches, up to the one during which Ctrl-C came, to whichever process."""
-        for i, batch in enumerate(batches):
-            yield batch
-            if jax.process_count() > 1:
-                if i % self.AGREE_EVERY:
-                    continue
-                self.is_pressed = bool(multihost_utils.process_allgather(np.array(self.is_pressed)).any())
-            if self.is_pressed:
-                return
-
-    def __enter__(self):
-        # Python lets only the main thread set handlers; elsewhere Ctrl-C is not ours to handle.
-        self._is_ours = threading.current_thread() is threading.main_thread()
-        if self._is_ours:
-            self._previous = signal.signal(signal.SIGINT, self._press)
-        return self
-
-    def __exit__(self, *_):
-        if self._is_ours:
-            signal.signal(signal.SIGINT, self._previous)
-
-    def _press(self, *_):
-        self.is_pressed = True
-        signal.signal(signal.SIGINT, self._previous)
-
-
-class _History:
-    """What happened in each step. Values stay on the device until they are shown, so that steps run ahead."""
-
-    SHOW_EVERY = 20  # steps between waits for the device
-
-    def __init__(self, num_rows: int, show_progress: bool):
-        self.num_samples = 0
-        self._bar = tqdm(total=num_rows, unit=" rows", unit_scale=True, disable=not show_progress)
-        self._losses, self._growth, self._capacity = [], [], []
-        self._shown_at = []  # (steps, seconds) when all of them were done
-
-    def __enter__(self):
-        self._start = time.perf_counter()
-        return self
-
-    def __exit__(self, *_):
-        if len(self._losses) % self.SHOW_EVERY:
-            self._wait()
-        self._bar.close()
-
-    def add(self, loss: jax.Array, stats: jaxsok.Stats, num_rows: int) -> None:
-        self.num_samples += num_rows
-        self._losses.append(loss)
-        self._growth.append(stats)
-        # Tables of one store say the same capacity.
-        self._capacity.append(sum(dict(zip(stats.stores, stats.capacities, strict=True)).values()))
-        self._bar.update(num_rows)
-        if len(self._losses) % self.SHOW_EVERY == 0:
-            self._wait()
-
-    def _wait(self) -> None:
-        """Waits for the steps so far; raises if one of them lost anything (a full table, a gradient not finite)."""
-        first = self._shown_at[-1][0] if self._shown_at else 0
-        for i in range(first, len(self._losses)):
-            self._growth[i].check()
-            self._growth[i] = np.asarray(self._growth[i].num_rows)
-            self._losses[i] = np.asarray(self._losses[i])
-        self._shown_at.append((len(self._losses), time.perf_counter() - self._start))
-        self._bar.set_postfix(loss=f"{np.mean(self._losses[first:]):.4f}", keys=f"{self._growth[-1].sum():,}")
-
-    def summary(self) -> dict:
-        steps, seconds = np.array([(0, 0.0), *self._shown_at]).T
-        rows_per_step = self.num_samples / len(self._losses)
-        return {
-            "losses": np.array(self._losses),
-            "growth": np.array(self._growth),
-            "capacity": np.array(self._capacity, np.int64),
-            "num_samples": self.num_samples,
-            "seconds": float(seconds[-1]),
-            "steady_samples_per_s": float(rows_per_step * np.median(np.diff(steps) / np.diff(seconds))),
-        }
 
 
 # --------------------------------------------------------------------------------------------------------- evaluation
@@ -457,10 +372,10 @@ def evaluate(
     state: jaxsok.State,
     graphdef: nnx.GraphDef,
     params: nnx.State,
-    held_out: Iterable[criteo.Batch],
+    held_out: data.Batches,
     batch_size: int,
-) -> tuple[np.ndarray, float]:
-    """Gives the click probability of each held-out row; the tables do not change.
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Gives label and click probability of each held-out row; the tables do not change.
 
     Args:
       collection: the tables' declaration.
@@ -471,7 +386,7 @@ def evaluate(
       batch_size: rows in the others.
 
     Returns:
-      float32 [rows], and the share of the keys (padding not counted) that have no row.
+      float32 [rows] twice, and the share of the keys (padding not counted) that have no row.
     """
 
     @jax.jit
@@ -479,29 +394,17 @@ def evaluate(
         embeddings, stats = collection.find(state, batch.features)
         return nnx.sigmoid(nnx.merge(graphdef, params)(batch["integers"], embeddings)), stats
 
-    probabilities, num_found, num_missing = [np.zeros(0, np.float32)], 0, 0
-    for rows in held_out:
-        raw = to_raw(own_part(rows, batch_size))
+    labels, probabilities, num_found, num_missing = [], [], 0, 0
+    for raw in data.iterate(held_out):
         batch = collection.batch(raw, pad_to=batch_size // jax.process_count())  # one program serves all
         result, stats = predict(state, params, batch)
-        result, is_real = multihost_utils.process_allgather((result, batch.mask), tiled=True)
+        result, label, is_real = multihost_utils.process_allgather((result, batch["label"], batch.mask), tiled=True)
+        labels.append(label[is_real])
         probabilities.append(result[is_real])
         num_found += int(np.asarray(stats.num_found).sum())
         num_missing += int(np.asarray(stats.num_missing).sum())
-    return np.concatenate(probabilities), num_missing / max(num_found + num_missing, 1)
-
-
-def auc_of(label: np.ndarray, probabilities: np.ndarray) -> float:
-    """Gives the area under the ROC curve; NaN where it is undefined, with fewer than two classes."""
-    return float(roc_auc_score(label, probabilities)) if len(np.unique(label)) == 2 else float("nan")
-
-
-def log_loss_of(label: np.ndarray, probabilities: np.ndarray) -> float:
-    """Gives the mean log loss of predictions; NaN for none."""
-    if not len(label):
-        return float("nan")
-    likelihood = np.where(label == 1, probabilities, 1 - probabilities)
-    return float(-np.log(np.maximum(likelihood, 1e-7)).mean())
+    missing_keys = num_missing / max(num_found + num_missing, 1)
+    return np.concatenate(labels), np.concatenate(probabilities), missing_keys
 
 
 # ------------------------------------------------------------------------------------------------------------- report
@@ -517,47 +420,12 @@ def format_result(result: Result) -> str:
             f"  trained on       {result.num_samples:,} rows, {len(result.losses):,} steps",
             f"  held-out AUC     {result.auc:.4f}  (log loss {result.held_out_loss:.4f}, {result.num_held_out:,} rows, "
             f"{result.missing_keys:.1%} of their keys new)",
-            f"  samples/s        {result.num_samples / result.seconds:,.0f}  "
+            f"  samples/s        {result.samples_per_s:,.0f}  "
             f"({result.steady_samples_per_s:,.0f} without compilation and growth)",
             f"  keys             {sum(result.num_rows.values()):,} in {len(result.num_rows)} tables:",
             *(f"                   {line}" for line in lines),
         ]
     )
-
-
-def save_plot(result: Result, path: pathlib.Path) -> None:
-    """Draws the loss and the growth of the tables over the samples.
-
-    Args:
-      result: of a training run.
-      path: the file; its ending names the format.
-    """
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt  # after use(): a machine without a display has no other back end
-
-    samples = np.linspace(0, result.num_samples, len(result.losses) + 1)[1:]
-    figure, (loss_axes, keys_axes) = plt.subplots(2, 1, sharex=True, figsize=(9, 8), layout="constrained")
-    window = max(len(result.losses) // 25, 1)
-    smooth = np.convolve(result.losses, np.full(window, 1 / window), mode="valid")
-    loss_axes.plot(samples, result.losses, color="0.8", linewidth=0.8, label="each step")
-    loss_axes.plot(samples[window - 1 :], smooth, label=f"mean of {window} steps")
-    loss_axes.axhline(result.held_out_loss, color="C1", linestyle="--", label="held-out rows, at the end")
-    loss_axes.set(ylabel="log loss", title=f"DLRM on dynamic tables: held-out AUC {result.auc:.4f}")
-    loss_axes.legend()
-
-    order = np.argsort(result.growth[-1])[::-1]
-    names = np.array(list(result.num_rows))[order]
-    growth = result.growth.T[order]
-    shown = 8
-    rest = f"{len(names) - shown} others"
-    keys_axes.stackplot(samples, *growth[:shown], growth[shown:].sum(0), labels=[*names[:shown], rest], alpha=0.8)
-    keys_axes.step(samples, result.capacity, where="pre", color="0.3", linestyle=":", label="rows allocated")
-    keys_axes.set(xlabel="samples", ylabel="keys (rows) in the tables", title="Growth of the tables")
-    for axis in (keys_axes.xaxis, keys_axes.yaxis):
-        axis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-    keys_axes.legend(loc="upper left", ncols=3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 # ------------------------------------------------------------------------------------------------------- command line
@@ -579,9 +447,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
     )
     add = parser.add_argument
     add("--data", nargs="+", type=pathlib.Path, default=(), metavar="FILE",
-        help="logs in Criteo's format, plain or gzip, read in order (default: a synthetic log)")  # fmt: skip
+        help="logs in Criteo's format, plain or gzip, read in order, or a folder of binary files (default: a "
+        "synthetic log)")  # fmt: skip
     add("--num-rows", type=int, default=default.num_rows, help="rows of the synthetic log")
-    add("--cache-dir", type=pathlib.Path, help="where the synthetic log is kept (default: ~/.cache/jaxsok)")
+    add("--cache-dir", type=pathlib.Path,
+        help="where synthetic and converted logs are kept (default: ~/.cache/jaxsok)")  # fmt: skip
+    add("--convert", action="store_true", help="write binary files first, and read those")
+    add("--epochs", type=int, default=default.epochs, help="how often the log is gone through")
+    add("--shuffle", action="store_true", help="go through the log in another order each time")
+    add("--num-threads", type=int, default=default.num_threads, help="threads that read the log")
     add("--max-rows", type=int, help="read at most so many rows (default: all)")
     add("--held-out-rows", type=int,
         help="rows at the end of the log to evaluate on (default: a tenth, at most 100,000)")  # fmt: skip
@@ -598,6 +472,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
         help="hidden widths of the MLP over the interactions")  # fmt: skip
     add("--seed", type=int, default=default.seed, help="seed of tables, MLPs and synthetic log")
     add("--plot", type=pathlib.Path, default=default.plot, metavar="FILE", help="file for the plot")
+    add("--checkpoint-dir", type=pathlib.Path, default=default.checkpoint_dir, metavar="FOLDER",
+        help="where Ctrl-C leaves the run; the same command goes on from there")  # fmt: skip
+    add("--checkpoint-every", type=int, metavar="STEPS", help="save every so many steps too")
     add("--no-progress", dest="show_progress", action="store_false", help="show no progress bar")
     add("--num-devices", type=int, help="how many devices to use (default: all)")
     add("--placement", choices=("auto", "sharded"), default=default.placement,
@@ -659,7 +536,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if is_first:
         print(format_result(result))
         if config.plot is not None:
-            save_plot(result, config.plot)
+            title = f"DLRM on dynamic tables: held-out AUC {result.auc:.4f}"
+            training.save_plot(result, title, config.plot)
             print(f"  plot             {config.plot}")
     return 130 if result.is_interrupted else 0
 

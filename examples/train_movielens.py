@@ -11,7 +11,8 @@ Without `--data` the example reads a synthetic log of the same format, so that i
 `u.item` is read beside `u.data`. `--dense` trains the same model from the same initial rows on tables as one would have
 them without jaxsok: `nnx.Embed` over a vocabulary that was counted before, and Optax's Adagrad over all of its rows.
 
-It ends with the AUC on the held-out ratings and the keys of each table. By default it uses all devices of the machine;
+It ends with the AUC on the held-out ratings, the keys of each table and a plot. Ctrl-C stops after the current step and
+saves; the same command then goes on at the next batch. By default it uses all devices of the machine;
 `--dense` uses one.
 
 The models: S. Rendle, Factorization Machines, 2010; P. Covington, J. Adams and E. Sargin, Deep Neural Networks for
@@ -25,19 +26,20 @@ import itertools
 import pathlib
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import movielens
 import numpy as np
 import optax
+import training
 from flax import nnx
 from jax.sharding import AxisType
-from sklearn.metrics import roc_auc_score
 
 import jaxsok
+from jaxsok import data
 
 FEATURE_NAMES = ("user", "item", "genre", "hour")
 
@@ -74,12 +76,22 @@ class Config:
     """Seed of the tables, of the dense parameters and of the synthetic log."""
     num_devices: int | None = None
     """How many devices to use; None: all."""
+    plot: pathlib.Path | None = pathlib.Path("train_movielens.png")
+    """File for the plot; None: no plot."""
+    checkpoint_dir: pathlib.Path | None = pathlib.Path("train_movielens.checkpoint")
+    """Where Ctrl-C leaves the run, so that the same command goes on; removed at the end. Not with `dense`."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; None: only on Ctrl-C."""
     show_progress: bool = True
-    """Whether to print a line after each epoch."""
+    """Whether to show a progress bar."""
+
+
+FREE = {"checkpoint_dir", "checkpoint_every", "num_devices", "plot", "show_progress"}
+"""Fields that may change when a run goes on."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class Result(training.Curves):
     """What a training run did."""
 
     auc: float
@@ -88,14 +100,8 @@ class Result:
     """How many there are."""
     new_keys: dict[str, float]
     """By feature, the share of its held-out keys that training never saw."""
-    losses: np.ndarray
-    """float32 [steps]: the mean log loss of each step."""
-    num_rows: dict[str, int]
-    """Rows of each table at the end."""
-    num_samples: int
-    """Ratings that were trained on, those of all epochs."""
-    seconds: float
-    """Time from the first batch to the last step, compilation and growth included."""
+    is_interrupted: bool
+    """Whether Ctrl-C ended the training."""
 
 
 # ------------------------------------------------------------------------------------------------------------- models
@@ -200,11 +206,12 @@ def make_collection(config: Config, most_genres: int, mesh: jax.sharding.Mesh | 
     return jaxsok.Collection(tables, features, mesh=mesh, axis=None if mesh is None else "data")
 
 
-def to_raw(rows: movielens.Ratings, genres: movielens.Genres) -> dict:
-    """Names the columns of some ratings; the collection packs the features and carries the label."""
+def source_of(rows: movielens.Ratings, genres: movielens.Genres) -> data.ArraySource:
+    """Names the columns of ratings; the collection packs the features and carries the label."""
     keys, lengths = genres.bags(rows.item)
     bags = jaxsok.Bags(keys, lengths=lengths)
-    return {"user": rows.user, "item": rows.item, "genre": bags, "hour": rows.hour, "label": rows.liked}
+    columns = {"user": rows.user, "item": rows.item, "genre": bags, "hour": rows.hour, "label": rows.liked}
+    return data.ArraySource(columns)
 
 
 def batches_of(rows: movielens.Ratings, batch_size: int) -> Iterator[movielens.Ratings]:
@@ -215,11 +222,12 @@ def batches_of(rows: movielens.Ratings, batch_size: int) -> Iterator[movielens.R
 
 def train_dynamic(
     config: Config, log: movielens.Ratings, held_out: movielens.Ratings, genres: movielens.Genres
-) -> tuple[list[jax.Array], np.ndarray, dict[str, int]]:
+) -> tuple[np.ndarray, dict[str, int], bool, dict[str, Any]]:
     """Trains on jaxsok's tables.
 
     Returns:
-      The loss of each step, the probability of each held-out rating to be 4 or 5, and the rows of each table.
+      The probability of each held-out rating to be 4 or 5, the rows of each table, whether Ctrl-C came, and what was
+      recorded of each step.
     """
     collection = make_collection(config, genres.most, make_mesh(config))
     state = collection.init(seed=config.seed)
@@ -243,28 +251,35 @@ def train_dynamic(
         embeddings, _ = collection.find(state, features)  # a key without a row reads its initial one; nothing changes
         return nnx.sigmoid(nnx.merge(graphdef, params)(embeddings))
 
-    losses, checked = [], None
-    for epoch in range(config.epochs):
-        raw = (to_raw(rows, genres) for rows in batches_of(log, config.batch_size))
-        for batch, plan in collection.pipeline(raw, pad_to=config.batch_size):
+    batches = data.Batches(source_of(log, genres), config.batch_size, drop_remainder=False)
+    iterator = data.iterate(batches.repeat(config.epochs), num_threads=1)
+    checkpoints = training.Checkpoints(
+        config.checkpoint_dir, config.checkpoint_every, training.settings_of(config, FREE)
+    )
+    history = training.History(config.epochs * len(log), config.show_progress)
+    if (saved := checkpoints.restore(collection, (params, opt_state))) is not None:
+        state, (params, opt_state) = saved.tables, saved.dense
+        iterator.set_state(saved.data)
+        history.restore(saved.curves)
+    with history, training.CtrlC() as ctrl_c:
+        pipeline = collection.pipeline(iterator, pad_to=config.batch_size)
+        for batch, plan in pipeline:
             state = collection.grow(state, batch)  # makes room for its keys; almost always returns at once
             state, params, opt_state, loss, stats = step(state, params, opt_state, batch, plan)
-            losses.append(loss)
-            checked = stats if checked is None else checked + stats
-        checked.check()  # raises if a step lost anything
-        _tell(config, epoch, losses)
+            history.add(loss, stats, int(np.count_nonzero(batch.mask)))
+            is_stopped = ctrl_c.asks_to_stop(history.num_steps)
+            if is_stopped or checkpoints.is_due(history.num_steps):
+                run = training.Training(state, (params, opt_state), pipeline.get_state(), history.curves())
+                checkpoints.save(history.num_steps, collection, run)
+            if is_stopped:
+                break
+    checkpoints.finish(ctrl_c.is_pressed)
 
     probabilities = []
-    for rows in batches_of(held_out, config.batch_size):
-        batch = collection.batch(to_raw(rows, genres), pad_to=config.batch_size)
-        probabilities.append(np.asarray(predict(state, params, batch.features))[: len(rows)])
-    return losses, np.concatenate(probabilities), collection.num_rows(state)
-
-
-def _tell(config: Config, epoch: int, losses: Sequence[jax.Array]) -> None:
-    if config.show_progress:
-        steps = len(losses) // (epoch + 1)
-        print(f"epoch {epoch + 1}: mean loss {np.mean([np.asarray(loss) for loss in losses[-steps:]]):.4f}")
+    for raw in data.Batches(source_of(held_out, genres), config.batch_size, drop_remainder=False):
+        batch = collection.batch(raw, pad_to=config.batch_size)
+        probabilities.append(np.asarray(predict(state, params, batch.features))[: len(raw["label"])])
+    return np.concatenate(probabilities), collection.num_rows(state), ctrl_c.is_pressed, history.summary()
 
 
 # ------------------------------------------------------------------------------------------------------- dense tables
@@ -327,7 +342,7 @@ def to_places(
 
 def train_dense(
     config: Config, log: movielens.Ratings, held_out: movielens.Ratings, genres: movielens.Genres
-) -> tuple[list[jax.Array], np.ndarray, dict[str, int]]:
+) -> tuple[np.ndarray, dict[str, int], bool, dict[str, Any]]:
     """Trains on dense tables of all keys, those that only the held-out ratings have included. Returns as above."""
     both = movielens.Ratings(
         *(np.concatenate(columns) for columns in zip(_columns(log), _columns(held_out), strict=True))
@@ -355,17 +370,19 @@ def train_dense(
     def predict(state, batch):
         return nnx.sigmoid(nnx.merge(graphdef, state[0])(nnx.merge(tables_graphdef, state[1])(batch)))
 
-    losses = []
-    for epoch in range(config.epochs):
-        for rows in batches_of(log, config.batch_size):
+    history = training.History(config.epochs * len(log), config.show_progress, list(map(len, vocabulary.values())))
+    with history, training.CtrlC() as ctrl_c:
+        for rows in itertools.chain.from_iterable(batches_of(log, config.batch_size) for _ in range(config.epochs)):
             state, loss = step(state, to_places(rows, genres, vocabulary, config.batch_size))
-            losses.append(loss)
-        _tell(config, epoch, losses)
+            history.add(loss, None, len(rows))
+            if ctrl_c.asks_to_stop(history.num_steps):
+                break
     probabilities = [
         np.asarray(predict(state, to_places(rows, genres, vocabulary, config.batch_size)))[: len(rows)]
         for rows in batches_of(held_out, config.batch_size)
     ]
-    return losses, np.concatenate(probabilities), {name: len(keys) for name, keys in vocabulary.items()}
+    num_rows = {name: len(keys) for name, keys in vocabulary.items()}
+    return np.concatenate(probabilities), num_rows, ctrl_c.is_pressed, history.summary()
 
 
 def _columns(rows: movielens.Ratings) -> tuple[np.ndarray, ...]:
@@ -404,26 +421,20 @@ def train(config: Config) -> Result:
             f"train: got {len(log)} ratings to train on, {len(held_out)} held out and {config.epochs} epochs, wanted "
             "at least 1 of each; pass another held_out or epochs."
         )
-    start = time.perf_counter()
     run = train_dense if config.dense else train_dynamic
-    losses, probabilities, num_rows = run(config, log, held_out, genres)
+    probabilities, num_rows, is_interrupted, recorded = run(config, log, held_out, genres)
     return Result(
-        auc=auc_of(held_out.liked, probabilities),
+        auc=training.auc_of(held_out.liked, probabilities),
+        held_out_loss=training.log_loss_of(held_out.liked, probabilities),
         num_held_out=len(held_out),
         new_keys={
             "user": float((~np.isin(held_out.user, log.user)).mean()),
             "item": float((~np.isin(held_out.item, log.item)).mean()),
         },
-        losses=np.array([np.asarray(loss) for loss in losses]),
         num_rows=num_rows,
-        num_samples=config.epochs * len(log),
-        seconds=time.perf_counter() - start,
+        is_interrupted=is_interrupted,
+        **recorded,
     )
-
-
-def auc_of(label: np.ndarray, probabilities: np.ndarray) -> float:
-    """Gives the area under the ROC curve; NaN where it is undefined, with fewer than two classes."""
-    return float(roc_auc_score(label, probabilities)) if len(np.unique(label)) == 2 else float("nan")
 
 
 # ------------------------------------------------------------------------------------------------------- command line
@@ -435,10 +446,11 @@ def format_result(result: Result) -> str:
     keys = ", ".join(f"{name} {count:,}" for name, count in result.num_rows.items())
     return "\n".join(
         [
-            "Done.",
+            "Interrupted; what was done:" if result.is_interrupted else "Done.",
             f"  trained on       {result.num_samples:,} ratings, {len(result.losses):,} steps",
             f"  held-out AUC     {result.auc:.4f}  ({result.num_held_out:,} ratings, {new} in them new)",
-            f"  samples/s        {result.num_samples / result.seconds:,.0f}",
+            f"  samples/s        {result.samples_per_s:,.0f}  "
+            f"({result.steady_samples_per_s:,.0f} without compilation and growth)",
             f"  keys             {sum(result.num_rows.values()):,}: {keys}",
         ]
     )
@@ -471,7 +483,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
     add("--held-out", type=float, default=default.held_out, help="share of the log, at its end, to evaluate on")
     add("--seed", type=int, default=default.seed, help="seed of tables, dense parameters and synthetic log")
     add("--num-devices", type=int, help="how many devices to use (default: all)")
-    add("--no-progress", dest="show_progress", action="store_false", help="print the result alone")
+    add("--plot", type=pathlib.Path, default=default.plot, metavar="FILE", help="file for the plot")
+    add("--checkpoint-dir", type=pathlib.Path, default=default.checkpoint_dir, metavar="FOLDER",
+        help="where Ctrl-C leaves the run; the same command goes on from there")  # fmt: skip
+    add("--checkpoint-every", type=int, metavar="STEPS", help="save every so many steps too")
+    add("--no-progress", dest="show_progress", action="store_false", help="show no progress bar")
     values = vars(parser.parse_args(arguments))
     return Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
@@ -487,7 +503,10 @@ def main() -> int:
         print(f"train_movielens: {error}", file=sys.stderr)
         return 1
     print(format_result(result))
-    return 0
+    if config.plot is not None:
+        training.save_plot(result, f"{config.model} on MovieLens: held-out AUC {result.auc:.4f}", config.plot)
+        print(f"  plot             {config.plot}")
+    return 130 if result.is_interrupted else 0
 
 
 if __name__ == "__main__":

@@ -327,9 +327,16 @@ def require_samples(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> 
             "them as [num_samples, n]."
         )
     num_samples = next(iter(counts.values()), None)
-    if num_samples is None or any(_is_global(value) for value in raw.values()):
+    if num_samples is None or any(_is_global(raw[spec.name]) for spec in features):
         return  # which lines of a global array belong to which process is not known here
-    for name, value in rest_of(raw, features).items():
+    require_lines(rest_of(raw, features), num_samples)
+
+
+def require_lines(rest: Mapping[str, Any], num_samples: int) -> None:
+    """Refuses columns, among the entries that are no features, with another number of lines than samples."""
+    if any(_is_global(value) for value in rest.values()):
+        return
+    for name, value in rest.items():
         shape = getattr(value, "shape", None)
         if isinstance(shape, tuple) and shape and shape[0] != num_samples and shape[1:] in ((), (1,)):
             raise ValueError(
@@ -358,7 +365,9 @@ def _num_samples(value: Any) -> int | None:
 
 
 def rest_of(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> dict[str, Any]:
-    """Returns the entries of a raw batch that are no features."""
+    """Returns the entries of a raw batch that are no features; it has all features."""
+    if len(raw) == len(features):
+        return {}
     own = {spec.name for spec in features}
     return {name: value for name, value in raw.items() if name not in own}
 

@@ -277,7 +277,8 @@ def grow(
 
     def is_short(s: int) -> bool:
         bound = tracker.bound(s)
-        return is_open[s] and (bound is None or bound + positions[s] > capacities[s])
+        room = min(capacities[s], specs[s].max_capacity or MAX_CAPACITY)  # a restored store may be larger
+        return is_open[s] and (bound is None or bound + positions[s] > room)
 
     def is_crowded(s: int) -> bool:
         bound = tracker.sightings_bound(s)

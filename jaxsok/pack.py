@@ -1,19 +1,24 @@
 """Packs raw batches with several threads: one pass over the keys, straight into the memory that devices copy from.
 
-For each batch Python describes every feature in a few numbers, without looking at its keys, and the library
-(kernels/pack.py) writes offsets, keys and weights of all features, for each shard's part, into their places and checks
-them. `features.py` and `split.py` do the same with NumPy and define what is right: they pack what is not described here
+The library (kernels/pack.py) gets a few numbers for each feature, such as addresses and strides. It writes offsets,
+keys and weights of all features, for each shard's part, into their places and checks them. Most of these numbers follow
+from types and shapes alone: batches that agree in them share a recipe, which is made for the first of them and kept.
+For each batch only addresses are filled in, and sizes that follow from lengths. So Python, which holds the
+interpreter's lock against the thread that dispatches the step, takes little time.
+
+`features.py` and `split.py` do the same with NumPy and define what is right: they pack what has no recipe
 (`jax.Array`s, features whose samples share bags, numbers of unusual dtypes), and they read again what the library
 refuses, to raise the error. Both ways give the same batch.
 """
 
+import abc
 import ctypes
 import dataclasses
 import functools
-import itertools
 import math
+import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +33,7 @@ from jaxsok import keys as keys_lib
 from jaxsok import split as split_lib
 from jaxsok.annotations import annotated
 from jaxsok.checks import there
-from jaxsok.features import Batch, FeatureLayout, Features, StoreFeatures
+from jaxsok.features import Bags, Batch, FeatureLayout, Features, StoreFeatures
 from jaxsok.host_buffers import ALIGNMENT, HostBuffers
 from jaxsok.kernels import pack as kernel
 from jaxsok.shards import MeshShards, Shards
@@ -43,43 +48,74 @@ _INTEGERS = {code for dtype, code in _TYPES.items() if dtype.kind in "iu"}
 _FLOATS = {code for dtype, code in _TYPES.items() if dtype.kind == "f"}
 _NARROW = {_TYPES[np.dtype(name)] for name in ("int8", "int16", "int32", "uint8", "uint16", "uint32")}
 _UNSIGNED = _TYPES[np.dtype("uint32")]
-_MOST_LAYOUTS = 256
+_HALVES = {np.dtype(np.float16), np.dtype(jnp.bfloat16)}
+_MOST_KEPT = 256
+_NO_LIMIT = 2**62
 _PADDING_WORD = np.uint32(PADDING_KEY & 0xFFFFFFFF)
 
+_ONE, _LENGTHS, _OFFSETS = range(3)
+"""Features with as many keys in each bag, and ragged ones."""
 
-@dataclasses.dataclass(slots=True)
+_array = operator.attrgetter("dtype", "shape", "strides")
+_array_of_any_length = operator.attrgetter("dtype", "ndim", "strides")
+
+
+class _Given(NamedTuple):
+    """The arrays of a batch's features, which are read in place."""
+
+    keys: list[np.ndarray]
+    bags: list[np.ndarray]
+    """Lengths or offsets of the ragged features."""
+    weights: list[np.ndarray]
+    """Of the weighted features, each in the shape of its keys."""
+    kinds: list[int]
+    """By feature: `_ONE`, `_LENGTHS` or `_OFFSETS`."""
+
+    def signature(self) -> tuple:
+        """Returns what a recipe depends on: dtypes, shapes and strides, but no number of ragged keys."""
+        keys = [
+            _array_of_any_length(array) if kind else _array(array)
+            for array, kind in zip(self.keys, self.kinds, strict=True)
+        ]
+        return *self.kinds, *keys, *map(_array, self.bags), *map(_array_of_any_length, self.weights)
+
+    def by_feature(self, specs: Sequence[FeatureSpec]) -> Iterator[tuple[np.ndarray, int, Any, Any]]:
+        """Yields keys, kind, lengths or offsets, and weights of each feature; None where it has none."""
+        bags, weights = iter(self.bags), iter(self.weights)
+        for spec, keys, kind in zip(specs, self.keys, self.kinds, strict=True):
+            yield keys, kind, next(bags) if kind else None, next(weights) if spec.weighted else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Source:
-    """One feature of a raw batch, described: arrays that are read in place, and what becomes of them."""
+    """One feature of the batches of a recipe."""
 
     spec: FeatureSpec
-    keys: np.ndarray
     key_type: int
+    key_strides: tuple[int, ...]
     num_samples: int
     num_bags: int
     """Bags of the samples, with those that `pad_to` adds."""
     width: int
     """Keys of each bag; 0: ragged."""
-    bags: np.ndarray | None
-    """Lengths or offsets."""
-    is_offsets: bool
-    weights: np.ndarray | None
-    ends: np.ndarray | None = None
-    """Where each part begins among ragged keys, and where the last one ends."""
-    longest: int = 0
-    """Ragged keys of the longest part."""
-    scratch: np.ndarray | None = None
-    """Offsets of ragged keys that become a rectangle; no device gets them."""
-    size: int = 0
-    """Keys of a part, with padding."""
+    kind: int
+    bag_stride: int
+    bag_type: int
+    weight_strides: tuple[int, ...]
+    weight_type: int
+    limit: int
+    """The largest number of keys of a part."""
+    size: int
+    """Keys of a part, with padding; 0: it follows from the batch."""
 
     @property
     def square(self) -> int:
         """Places of each bag where ragged keys become a rectangle; else 0."""
-        return 0 if self.bags is None else self.spec.max_hotness or 0
+        return (self.spec.max_hotness or 0) if self.kind else 0
 
     @property
     def has_offsets(self) -> bool:
-        return self.bags is not None and self.spec.max_hotness is None
+        return self.kind != _ONE and self.spec.max_hotness is None
 
     @property
     def is_narrow(self) -> bool:
@@ -90,29 +126,31 @@ class _Source:
 
 
 class _Memory:
-    """Arrays that every part of a batch has, in memory lent for all parts, one after the other."""
+    """Places of arrays that every part of a batch has, in memory lent for all parts, one after the other."""
 
     def __init__(self, num_parts: int):
         self.part_bytes = 0
-        self.address = 0
         self._num_parts = num_parts
-        self._lent: ctypes.Array | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.part_bytes * self._num_parts
 
     def reserve(self, num_bytes: int) -> int:
         """Returns where an array begins in each part."""
         begin = self.part_bytes
-        self.part_bytes += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        self.part_bytes += _aligned(num_bytes)
         return begin
 
-    def take(self, buffers: HostBuffers) -> None:
-        self._lent = buffers.take(max(1, self.part_bytes * self._num_parts))
-        self.address = ctypes.addressof(self._lent)
-
-    def views(self, begin: int, dtype: Any, *shape: int) -> list[np.ndarray]:
+    def views(self, lent: ctypes.Array | None, begin: int, dtype: Any, *shape: int) -> list[np.ndarray]:
         """Returns each part's array of this shape; nothing for one without elements."""
         count = math.prod(shape)
-        places = range(begin, begin + self._num_parts * self.part_bytes, self.part_bytes) if count else ()
-        return [np.frombuffer(self._lent, dtype, count, place).reshape(shape) for place in places]
+        places = range(begin, begin + self.num_bytes, self.part_bytes) if count else ()
+        return [np.frombuffer(lent, dtype, count, place).reshape(shape) for place in places]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class _Place(NamedTuple):
@@ -126,25 +164,92 @@ class _Place(NamedTuple):
     """Bytes of a key: 8, or 4 where low words travel."""
 
     @classmethod
-    def reserve(cls, memory: _Memory, store: Sequence[_Source], may_narrow: bool) -> "_Place":
-        num_keys = sum(source.size for source in store)
-        num_weights = sum(source.size for source in store if source.weights is not None)
+    def reserve(cls, memory: _Memory, store: Sequence[_Source], sizes: Sequence[int], may_narrow: bool) -> "_Place":
+        num_keys = sum(sizes)
+        num_weights = sum(size for source, size in zip(store, sizes, strict=True) if source.spec.weighted)
         itemsize = 4 if store and may_narrow and all(source.is_narrow for source in store) else 8
         return cls(
             memory.reserve(itemsize * num_keys), memory.reserve(4 * num_weights), num_keys, num_weights, itemsize
         )
 
-    def key_views(self, memory: _Memory) -> list[np.ndarray]:
+    def key_views(self, memory: _Memory, lent: ctypes.Array) -> list[np.ndarray]:
         shape = (self.num_keys,) if self.itemsize == 4 else (self.num_keys, 2)
-        return memory.views(self.keys, np.uint32, *shape)
+        return memory.views(lent, self.keys, np.uint32, *shape)
 
-    def weight_views(self, memory: _Memory) -> list[np.ndarray]:
-        return memory.views(self.weights, np.float32, self.num_weights)
+    def weight_views(self, memory: _Memory, lent: ctypes.Array) -> list[np.ndarray]:
+        return memory.views(lent, self.weights, np.float32, self.num_weights)
 
 
 _Unsigned = tuple[tuple[int, int, int], ...]
 """Features of a store whose keys have no sign: where their keys begin, how many there are, and which offset ends them.
 That is never the first one; 0: they are not ragged."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Recipe:
+    """How batches of one signature are packed. Features are counted store by store."""
+
+    stores: list[list[_Source]]
+    num_samples: int
+    num_bags: int
+    numbers: Sequence[int]
+    """The shards that get a part each."""
+    is_split: bool
+    may_narrow: bool
+    memory: _Memory
+    """Offsets. Behind them lie the ends, and the offsets of rectangles, which no device gets."""
+    num_bytes: int
+    """Of all these."""
+    ends: int
+    """Where the ends begin."""
+    offsets: list[tuple[int, int]]
+    """By store: where offsets begin in each part, and how many there are."""
+    bags: np.ndarray
+    """`kernel.BAGS` of the ragged features; addresses count from where the memory begins."""
+    ragged: np.ndarray
+    """The numbers of the ragged features."""
+    weighted: np.ndarray
+    """The numbers of the weighted features."""
+    limits: np.ndarray
+    """Of the ragged features."""
+    free: list[int]
+    """Those of the ragged features whose sizes follow from the batch."""
+
+
+class _Sized(NamedTuple):
+    """What a recipe says about batches whose keys take these sizes."""
+
+    memory: _Memory
+    """Keys and weights."""
+    places: list[_Place]
+    """By store."""
+    keys: np.ndarray
+    """`kernel.KEYS` of the features; addresses count from where the memory of keys, or that of offsets, begins."""
+    layouts: list[tuple[FeatureLayout, ...]]
+    """By store."""
+    unsigned: "tuple[_Unsigned | None, ...]"
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arrays", "rest"],
+    meta_fields=["layouts", "unsigned", "tag", "num_parts", "is_split", "num_samples", "pad_to"],
+)
+@dataclasses.dataclass(frozen=True)
+class HostBatch:
+    """A packed batch in host memory, which `batch` and `pipeline` take as a raw one; `PackBatch` makes it."""
+
+    arrays: list[Any]
+    """By store: keys, offsets and weights, each an array for every part; None where there are none."""
+    layouts: tuple[tuple[FeatureLayout, ...], ...]
+    unsigned: "tuple[_Unsigned | None, ...]"
+    rest: dict[str, Any]
+    """The entries that are no features."""
+    tag: str
+    num_parts: int
+    is_split: bool
+    num_samples: int
+    pad_to: int | None
 
 
 class Packing(NamedTuple):
@@ -156,30 +261,263 @@ class Packing(NamedTuple):
     """The features whose keys are widened with zeros, by store; None: the keys of the store are wide."""
 
 
-class Packer:
-    """Packs the raw batches of one collection; keeps their host memory, and the layouts that it has seen."""
+class HostPacker(abc.ABC):
+    """Packs raw batches into host memory; keeps this memory, and recipes for batches like the last ones."""
 
     num_threads: int
     """Threads that pack a batch, the caller's among them."""
-    is_narrow: bool | None
-    """Whether keys of at most 32 bits travel as 32 bits and are widened on the device; None: if that is a GPU."""
+    num_shards: int
+    num_processes: int
 
-    def __init__(self, stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str, shards: Shards):
+    def __init__(self, stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str):
         self.num_threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
-        self.is_narrow = None
         self._stores = tuple(stores)
         self._features = tuple(features)
         self._tag = tag
-        self._shards = shards
-        self._num_shards, self._num_processes = shards.num_shards, shards.num_processes  # a mesh counts its devices
         names = [{table.name for table in store.tables} for store in stores]
-        self._of_store = [[i for i, spec in enumerate(features) if spec.table in tables] for tables in names]
+        self._of_store = [[spec for spec in features if spec.table in tables] for tables in names]
+        self._recipes: dict[Any, _Recipe | None] = {}
+        self._sized: dict[Any, _Sized | None] = {}
         self._layouts: dict[Any, tuple[FeatureLayout, ...]] = {}
         self._buffers: HostBuffers | None = None
+
+    @abc.abstractmethod
+    def numbers(self) -> Sequence[int]:
+        """Returns the numbers of this process's shards."""
+
+    @abc.abstractmethod
+    def may_narrow(self) -> bool:
+        """Returns whether keys of at most 32 bits travel as 32 bits and are widened on the device."""
+
+    @abc.abstractmethod
+    def _client(self) -> Any:
+        """Returns JAX's client of the GPUs that copy from the memory; None: there are none."""
+
+    def pack(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> HostBatch | None:
+        """Packs a raw batch; returns None where NumPy has to, which then packs it or raises."""
+        given = self._read(raw)
+        recipe = None if given is None else self._recipes.get(self._key(given, pad_to, is_split))
+        if given is None or recipe is None:
+            raw = sources.converted(raw, self._features)
+            features_lib.require_features(raw, self._features)
+            features_lib.require_samples(raw, self._features)
+            return self.pack_by_threads(raw, pad_to, is_split)
+        features_lib.require_lines(features_lib.rest_of(raw, self._features), recipe.num_samples)
+        return self._follow(recipe, given, raw, pad_to)
+
+    def pack_by_threads(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> HostBatch | None:
+        """Packs a checked batch; returns None where NumPy has to, which then packs it or raises."""
+        given = self._read({spec.name: _with_arrays(raw[spec.name]) for spec in self._features})
+        if given is None:
+            return None
+        key = self._key(given, pad_to, is_split)
+        recipe = _kept(self._recipes, key, lambda: self._make_recipe(given, pad_to, is_split))
+        return None if recipe is None else self._follow(recipe, given, raw, pad_to)
+
+    def _read(self, raw: Mapping[str, Any]) -> _Given | None:
+        """Returns the arrays of a batch's features, store by store; None where NumPy has to read them."""
+        is_batch = self._features and isinstance(raw, Mapping)
+        if not is_batch or not kernel.is_available() or _is_tracing():
+            return None
+        given = _Given([], [], [], [])
+        for store in self._of_store:
+            for spec in store:
+                if spec.name not in raw or not _add(given, spec, raw[spec.name]):
+                    return None
+        return given
+
+    def _key(self, given: _Given, pad_to: int | None, is_split: bool) -> tuple:
+        return given.signature(), pad_to, is_split, self.may_narrow()
+
+    def _make_recipe(self, given: _Given, pad_to: int | None, is_split: bool) -> _Recipe | None:
+        """Describes a batch by types and shapes; None: NumPy has to read it, or to say what is wrong."""
+        numbers = self.numbers() if is_split else [0]
+        num_parts, num_shards = len(numbers), self.num_shards if is_split else 1
+        specs = [spec for store in self._of_store for spec in store]
+        sources = []
+        for spec, arrays in zip(specs, given.by_feature(specs), strict=True):
+            source = _describe(spec, *arrays, pad_to, num_parts, num_shards)
+            if source is None:
+                return None
+            sources.append(source)
+        num_samples, num_bags = sources[0].num_samples, sources[0].num_bags
+        if num_bags == 0 or any(source.num_samples != num_samples for source in sources):
+            return None
+        ragged = [source for source in sources if source.kind]
+        free = [i for i, source in enumerate(ragged) if not source.size]
+        if free and is_split and self.num_processes > 1:
+            return None  # no size can be agreed on
+        remaining = iter(sources)
+        stores = [[next(remaining) for _ in store] for store in self._of_store]
+
+        memory, offsets, num_offsets = _Memory(num_parts), [], num_bags // num_parts + 1
+        for store in stores:
+            count = num_offsets * sum(source.has_offsets for source in store)
+            offsets.append((memory.reserve(4 * count), count))
+        ends = memory.num_bytes
+        end, scratch = ends, ends + _aligned(8 * (num_parts + 1) * len(ragged))
+        bags = []
+        for store, (place, _) in zip(stores, offsets, strict=True):
+            for source in store:
+                if source.square:
+                    bags.append(_bag_item(source, num_parts, scratch, num_offsets, end))
+                    scratch += 4 * num_offsets * num_parts
+                elif source.kind:
+                    bags.append(_bag_item(source, num_parts, place, memory.part_bytes // 4, end))
+                    place += 4 * num_offsets
+                end += 8 * (num_parts + 1) if source.kind else 0
+        return _Recipe(
+            stores,
+            num_samples,
+            num_bags,
+            numbers,
+            is_split,
+            self.may_narrow(),
+            memory,
+            scratch,
+            ends,
+            offsets,
+            np.array(bags, kernel.BAGS),
+            np.flatnonzero([source.kind for source in sources]),
+            np.flatnonzero([source.spec.weighted for source in sources]),
+            np.array([source.limit for source in ragged], np.int64),
+            free,
+        )
+
+    def _size(self, recipe: _Recipe, sizes: tuple[int, ...]) -> _Sized | None:
+        """Lays out keys where the features without a size have these; None: there are too many."""
+        memory, places, keys = _Memory(len(recipe.numbers)), [], []
+        following, bags = iter(sizes), iter(recipe.bags)
+        all_sizes = [[source.size or next(following) for source in store] for store in recipe.stores]
+        for store, of_store in zip(recipe.stores, all_sizes, strict=True):
+            place = _Place.reserve(memory, store, of_store, recipe.may_narrow)
+            places.append(place)
+            keys_at, weights_at = place.keys, place.weights
+            for source, size in zip(store, of_store, strict=True):
+                of_bags = next(bags) if source.kind else None
+                keys.append(_key_item(source, size, of_bags, keys_at, weights_at, place.itemsize, len(recipe.numbers)))
+                keys_at += place.itemsize * size
+                weights_at += 4 * size if source.spec.weighted else 0
+        if any(place.num_keys >= 2**31 for place in places):
+            return None
+        items = np.array(keys, kernel.KEYS)
+        items["part_bytes"] = memory.part_bytes
+        layouts, unsigned = [], []
+        of_part = recipe.num_bags // len(recipe.numbers)
+        for spec, store, of_store, place in zip(self._stores, recipe.stores, all_sizes, places, strict=True):
+            parts = [_part(source, size, of_part) for source, size in zip(store, of_store, strict=True)]
+            made = features_lib.layouts_of(spec, parts)
+            # One object for equal ones: JAX compares them for each batch.
+            layouts.append(_kept(self._layouts, made, lambda made=made: made))
+            unsigned.append(_unsigned_of(store, layouts[-1]) if place.itemsize == 4 else None)
+        return _Sized(memory, places, items, layouts, tuple(unsigned))
+
+    def _follow(self, recipe: _Recipe, given: _Given, raw: Mapping[str, Any], pad_to: int | None) -> "HostBatch | None":
+        """Packs a batch by its recipe; returns None where the data are refused."""
+        found = self._pack_stores(recipe, given)
+        if found is None:
+            return None
+        rest = features_lib.rest_of(raw, self._features)
+        return HostBatch(*found, rest, self._tag, len(recipe.numbers), recipe.is_split, recipe.num_samples, pad_to)
+
+    def _pack_stores(
+        self, recipe: _Recipe, given: _Given
+    ) -> tuple[list[Any], tuple[tuple[FeatureLayout, ...], ...], tuple["_Unsigned | None", ...]] | None:
+        """Packs the features of each store, for the shards of the recipe: fields of a HostBatch; None: refused."""
+        num_parts, num_features, num_ragged = len(recipe.numbers), len(given.keys), len(given.bags)
+        addresses = kernel.addresses([*given.keys, *given.bags, *given.weights])
+        num_keys = [array.size for array, kind in zip(given.keys, given.kinds, strict=True) if kind]
+        offsets, sizes = None, ()
+        if num_ragged:
+            if max(num_keys) >= 2**31:
+                return None
+            offsets = self.host_buffers().take(recipe.num_bytes)
+            sizes = self._pack_bags(recipe, addresses[num_features:][:num_ragged], num_keys, offsets)
+            if sizes is None:
+                return None
+        sized = _kept(self._sized, (recipe, sizes), lambda: self._size(recipe, sizes))
+        if sized is None:
+            return None
+        memory, places = sized.memory, sized.places
+        lent, keys = self.host_buffers().take(memory.num_bytes), _copy(sized.keys)
+        place = ctypes.addressof(lent)
+        keys["keys"] = addresses[:num_features]
+        keys["packed"] += place
+        if given.weights:
+            keys["weights"][recipe.weighted] = addresses[num_features + num_ragged :]
+            keys["packed_weights"] += place
+        if offsets is not None:
+            place = ctypes.addressof(offsets)
+            keys["num_keys"][recipe.ragged] = num_keys
+            keys["ends"][recipe.ragged] += place
+            keys["offsets"] += place
+        if not kernel.pack_keys(keys, self.num_threads):
+            return None
+
+        arrays = []
+        for store, place, (begin, count) in zip(recipe.stores, places, recipe.offsets, strict=True):
+            keys_by_part = place.key_views(memory, lent) or [keys_lib.padding_words((1,))] * num_parts
+            is_weighted = any(source.spec.weighted for source in store)
+            no_weights = [np.zeros(1, np.float32)] * num_parts if is_weighted else None
+            weights = place.weight_views(memory, lent) or no_weights
+            arrays.append((keys_by_part, recipe.memory.views(offsets, begin, np.int32, count) or None, weights))
+        return arrays, tuple(sized.layouts), sized.unsigned
+
+    def _pack_bags(
+        self, recipe: _Recipe, addresses: np.ndarray, num_keys: Sequence[int], lent: ctypes.Array
+    ) -> tuple[int, ...] | None:
+        """Writes the offsets of ragged features; returns the sizes that follow from the batch, None: refused."""
+        place, bags = ctypes.addressof(lent), _copy(recipe.bags)
+        bags["given"] = addresses
+        bags["num_keys"] = num_keys
+        bags["offsets"] += place
+        bags["ends"] += place
+        if not kernel.pack_bags(bags, self.num_threads):
+            return None
+        shape = len(bags), len(recipe.numbers) + 1
+        ends = np.frombuffer(lent, np.int64, math.prod(shape), recipe.ends).reshape(shape)
+        longest = (ends[:, 1:] - ends[:, :-1]).max(axis=1)
+        if (longest > recipe.limits).any():
+            return None
+        return tuple(features_lib.buffer_size(int(longest[i])) for i in recipe.free)
+
+    def host_buffers(self) -> HostBuffers:
+        """Returns the memory that batches are packed into."""
+        if self._buffers is None or self._buffers.process_id != os.getpid():
+            self._buffers = HostBuffers(self._client())
+        return self._buffers
+
+
+class Packer(HostPacker):
+    """Packs the raw batches of one collection, and sends them to its devices."""
+
+    is_narrow: bool | None
+    """Whether keys of at most 32 bits travel as 32 bits; None: if the devices are GPUs."""
+
+    def __init__(self, stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str, shards: Shards):
+        super().__init__(stores, features, tag)
+        self.is_narrow = None
+        self.num_shards, self.num_processes = shards.num_shards, shards.num_processes  # a mesh counts its devices
+        self._shards = shards
         widen = functools.partial(_widen, shards)
         self._widen = jax.jit(widen, static_argnums=0)
         if isinstance(shards, MeshShards):
             self._widen = jax.jit(widen, static_argnums=0, out_shardings=shards.place(2))
+
+    def numbers(self) -> Sequence[int]:
+        """Returns the numbers of this process's shards."""
+        return self._shards.local()
+
+    def may_narrow(self) -> bool:
+        """Returns whether keys of at most 32 bits travel as 32 bits and are widened on the device."""
+        return self._device().platform != "cpu" if self.is_narrow is None else self.is_narrow
+
+    def _client(self) -> Any:
+        device = self._device()
+        return device.client if device.platform == "gpu" else None
+
+    def _device(self) -> Any:
+        return self._shards.mesh.local_devices[0] if isinstance(self._shards, MeshShards) else jax.local_devices()[0]
 
     @annotated("jaxsok.batch")
     def begin(self, raw: Mapping[str, Any], pad_to: int | None) -> "Packing":
@@ -187,14 +525,42 @@ class Packer:
 
         TypeError, ValueError: names the feature, the argument, what was got and wanted.
         """
-        raw = sources.converted(raw, self._features)
-        features_lib.require_features(raw, self._features)
-        features_lib.require_samples(raw, self._features)
         if pad_to is not None:
             pad_to = checks.integer("batch: pad_to", pad_to, 1, wanted="a number of samples, at least 1")
         is_split = not self._shards.sees_parts()
-        packing = self.pack_by_threads(raw, pad_to, is_split)
-        return Packing(self.pack_by_numpy(raw, pad_to, is_split), ()) if packing is None else packing
+        packed = raw if isinstance(raw, HostBatch) else self.pack(raw, pad_to, is_split)
+        return Packing(self.pack_by_numpy(raw, pad_to, is_split), ()) if packed is None else self.send(packed, pad_to)
+
+    def send(self, packed: "HostBatch", pad_to: int | None) -> "Packing":
+        """Begins the copy of a batch to the devices.
+
+        ValueError: it was packed for another collection, for other shards, or with another `pad_to`.
+        """
+        numbers = self.numbers() if packed.is_split else [0]
+        made_for = (packed.tag, packed.num_parts, packed.is_split, packed.pad_to)
+        if made_for != (wanted := (self._tag, len(numbers), not self._shards.sees_parts(), pad_to)):
+            raise ValueError(
+                f"batch: raw: got a batch packed for (collection, shards of a process, mesh, pad_to) = {made_for}, "
+                f"wanted {wanted}; make the PackBatch of this collection, in this process."
+            )
+        if packed.is_split:
+            arrays = [
+                [parts and self._shards.put(dict(zip(numbers, parts, strict=True))) for parts in of_store]
+                for of_store in packed.arrays
+            ]
+        else:
+            arrays = jax.device_put([[parts and parts[0] for parts in of_store] for of_store in packed.arrays])
+        # One object for equal ones: JAX compares them for each batch.
+        layouts = [_kept(self._layouts, one, lambda one=one: one) for one in packed.layouts]
+        stores = tuple(StoreFeatures(*arrays[s], layouts) for s, layouts in enumerate(layouts))
+        rest, mask = packed.rest, None
+        if pad_to is not None:
+            rest, mask = split_lib.pad_rest(rest, packed.num_samples, pad_to)
+        if packed.is_split:
+            rest, mask = split_lib.split_rest(rest, mask, pad_to or packed.num_samples, self._shards)
+        elif mask is not None:
+            mask = jnp.asarray(mask)
+        return Packing(Batch(Features(stores, self._tag, self.num_shards), rest, mask), packed.unsigned)
 
     def finish(self, packing: "Packing") -> Batch:
         """Widens keys that travel as 32 bits, on the devices.
@@ -224,157 +590,64 @@ class Packer:
         features = dataclasses.replace(batch.features, num_parts=self._shards.num_shards)
         return dataclasses.replace(batch, features=features, mask=None if mask is None else jnp.asarray(mask))
 
-    def pack_by_threads(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> "Packing | None":
-        """Packs a batch; returns None where NumPy has to, which then packs it or raises."""
-        if not self._features or not kernel.is_available() or _is_tracing():
-            return None
-        described = []
-        for spec in self._features:
-            source = _describe(spec, raw[spec.name], pad_to)
-            if source is None:
-                return None
-            described.append(source)
-        num_samples, num_bags = described[0].num_samples, described[0].num_bags
-        numbers = self._shards.local() if is_split else [0]
-        if num_bags == 0 or num_bags % len(numbers) or any(source.num_bags != num_bags for source in described):
-            return None
-        found = self._pack_stores([[described[i] for i in members] for members in self._of_store], numbers, is_split)
-        if found is None:
-            return None
-        stores, unsigned = found
-        rest, mask = features_lib.rest_of(raw, self._features), None
-        if pad_to is not None:
-            rest, mask = split_lib.pad_rest(rest, num_samples, pad_to)
-        if is_split:
-            rest, mask = split_lib.split_rest(rest, mask, num_bags, self._shards)
-        elif mask is not None:
-            mask = jnp.asarray(mask)
-        return Packing(Batch(Features(stores, self._tag, self._num_shards), rest, mask), unsigned)
+    def for_workers(self) -> "WorkerPacker":
+        """Returns a packer that makes the same batches without devices, and that can be pickled."""
+        is_split = not self._shards.sees_parts()
+        numbers = list(self.numbers()) if is_split else [0]
+        shards = (numbers, self.num_shards, self.num_processes, is_split)
+        return WorkerPacker(self._stores, self._features, self._tag, *shards, self.may_narrow())
 
-    def _pack_stores(
-        self, stores: Sequence[Sequence[_Source]], numbers: Sequence[int], is_split: bool
-    ) -> tuple[tuple[StoreFeatures, ...], tuple["_Unsigned | None", ...]] | None:
-        """Packs the features of each store, for the shards of these numbers; None: refused."""
-        buffers, num_parts = self.host_buffers(), len(numbers)
-        offsets = self._pack_offsets(stores, buffers, num_parts)
-        if offsets is None:
-            return None
-        may_narrow = self.is_narrow if self.is_narrow is not None else self._device().platform != "cpu"
-        memory, items, places = _Memory(num_parts), [], []
-        for store in stores:
-            for source in store:
-                if not self._set_size(source, num_parts, is_split):
-                    return None
-            places.append(_Place.reserve(memory, store, may_narrow))
-        if any(place.num_keys >= 2**31 for place in places):
-            return None
-        memory.take(buffers)
-        for store, place in zip(stores, places, strict=True):
-            keys_at, weights_at = memory.address + place.keys, memory.address + place.weights
-            for source in store:
-                items.append(_key_item(source, keys_at, weights_at, place.itemsize, num_parts, memory.part_bytes))
-                keys_at += place.itemsize * source.size
-                weights_at += 4 * source.size if source.weights is not None else 0
-        if not kernel.pack_keys(items, self.num_threads):
-            return None
 
-        leaves = []  # by store: keys, offsets and weights, each by part; None where there are none
-        for store, place, of_store in zip(stores, places, offsets, strict=True):
-            no_weights = [np.zeros(1, np.float32)] * num_parts if any(s.weights is not None for s in store) else None
-            keys = place.key_views(memory) or [keys_lib.padding_words((1,))] * num_parts
-            leaves.append((keys, of_store or None, place.weight_views(memory) or no_weights))
-        if is_split:
-            arrays = [
-                [parts and self._shards.put(dict(zip(numbers, parts, strict=True))) for parts in of_store]
-                for of_store in leaves
-            ]
-        else:
-            arrays = jax.device_put([[parts and parts[0] for parts in of_store] for of_store in leaves])
-        packed, unsigned = [], []
-        for s, store in enumerate(stores):
-            layouts = self._layouts_of(s, store, num_parts)
-            packed.append(StoreFeatures(*arrays[s], layouts))
-            unsigned.append(_unsigned_of(store, layouts) if places[s].itemsize == 4 else None)
-        return tuple(packed), tuple(unsigned)
+class WorkerPacker(HostPacker):
+    """Packs raw batches with one thread, in any process: it knows the shards by number, and no devices."""
 
-    def _pack_offsets(
-        self, stores: Sequence[Sequence[_Source]], buffers: HostBuffers, num_parts: int
-    ) -> list[list[np.ndarray]] | None:
-        """Writes the offsets of ragged features, by store and part, and where their keys end; None: refused."""
-        memory, places = _Memory(num_parts), []
-        for store in stores:
-            count = sum(source.num_bags // num_parts + 1 for source in store if source.has_offsets)
-            places.append((memory.reserve(4 * count), count))
-        ragged = [source for store in stores for source in store if source.bags is not None]
-        if not ragged:
-            return [[] for _ in stores]
-        memory.take(buffers)
-        items, ends = [], np.empty((len(ragged), num_parts + 1), np.int64)
-        end_place, row = _address(ends), 0
-        for store, (begin, _) in zip(stores, places, strict=True):
-            place = memory.address + begin
-            for source in store:
-                if source.bags is None:
-                    continue
-                num_offsets = source.num_bags // num_parts + 1
-                source.ends = ends[row]
-                if source.square:
-                    source.scratch = np.empty((num_parts, num_offsets), np.int32)
-                    items.append(_bag_item(source, num_parts, _address(source.scratch), num_offsets, end_place))
-                else:
-                    items.append(_bag_item(source, num_parts, place, memory.part_bytes // 4, end_place))
-                    place += 4 * num_offsets
-                row, end_place = row + 1, end_place + ends.strides[0]
-        if not kernel.pack_bags(items, self.num_threads):
-            return None
-        for source, of_source in zip(ragged, ends.tolist(), strict=True):
-            source.longest = max(last - first for first, last in itertools.pairwise(of_source))
-        return [memory.views(begin, np.int32, count) for begin, count in places]
+    def __init__(
+        self,
+        stores: Sequence[StoreSpec],
+        features: Sequence[FeatureSpec],
+        tag: str,
+        numbers: Sequence[int],
+        num_shards: int,
+        num_processes: int,
+        is_split: bool,
+        may_narrow: bool,
+    ):
+        super().__init__(stores, features, tag)
+        self.num_threads = 1
+        self.num_shards, self.num_processes, self.is_split = num_shards, num_processes, is_split
+        self._numbers, self._may_narrow = numbers, may_narrow
 
-    def _set_size(self, source: _Source, num_parts: int, is_split: bool) -> bool:
-        """Sets the size of a part's keys; returns False where there are too many keys, or no size can be agreed on."""
-        limit, of_part = source.spec.max_keys, source.num_bags // num_parts
-        if is_split and limit is not None:
-            limit = -(-limit // self._num_shards)
-        if source.ends is None:
-            source.size = num_keys = of_part * source.width
-        else:
-            num_keys = source.longest
-            if source.square:
-                source.size = of_part * source.square
-            elif limit is None and is_split and self._num_processes > 1:
-                return False
-            else:
-                source.size = limit or features_lib.buffer_size(num_keys)
-        return source.size > 0 and (limit is None or num_keys <= limit)
+    def __reduce__(self) -> tuple[Any, ...]:
+        shards = (self._numbers, self.num_shards, self.num_processes, self.is_split, self._may_narrow)
+        return WorkerPacker, (self._stores, self._features, self._tag, *shards)
 
-    def _layouts_of(self, store: int, sources: Sequence[_Source], num_parts: int) -> tuple[FeatureLayout, ...]:
-        """Returns the layouts of a store's features, made once for features of these sizes."""
-        of_part = [source.num_bags // num_parts for source in sources]
-        sizes = (
-            store,
-            tuple(
-                (source.size, bags, source.width, source.keys.ndim, source.bags is None)
-                for source, bags in zip(sources, of_part, strict=True)
-            ),
-        )
-        layouts = self._layouts.get(sizes)
-        if layouts is None:
-            if len(self._layouts) == _MOST_LAYOUTS:
-                self._layouts.clear()
-            parts = [_part(source, bags) for source, bags in zip(sources, of_part, strict=True)]
-            layouts = self._layouts[sizes] = features_lib.layouts_of(self._stores[store], parts)
-        return layouts
+    def numbers(self) -> Sequence[int]:
+        """Returns the numbers of the shards that the process which takes the batches has."""
+        return self._numbers
 
-    def _device(self) -> Any:
-        return self._shards.mesh.local_devices[0] if isinstance(self._shards, MeshShards) else jax.local_devices()[0]
+    def may_narrow(self) -> bool:
+        """Returns whether that process widens keys."""
+        return self._may_narrow
 
-    def host_buffers(self) -> HostBuffers:
-        """Returns the memory that batches are packed into."""
-        if self._buffers is None or self._buffers.process_id != os.getpid():
-            device = self._device()
-            self._buffers = HostBuffers(device.client if device.platform == "gpu" else None)
-        return self._buffers
+    def _client(self) -> Any:
+        return None
+
+
+def _copy(items: np.ndarray) -> np.ndarray:
+    """Copies items, which NumPy would do field by field."""
+    return np.frombuffer(bytearray(items), items.dtype)
+
+
+def _kept(kept: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """Returns what is kept, or makes it; readers that need more room than there is are rare, and only lose time."""
+    try:
+        return kept[key]
+    except KeyError:  # another thread may empty it between a test and this
+        value = make()
+    if len(kept) >= _MOST_KEPT:
+        kept.clear()
+    kept[key] = value
+    return value
 
 
 # Descriptions of features ---------------------------------------------------------------------------------------------
@@ -388,35 +661,16 @@ def _is_tracing() -> bool:
     return False
 
 
-def _describe(spec: FeatureSpec, value: Any, pad_to: int | None) -> _Source | None:
-    """Describes a feature by types and shapes; None: NumPy has to read it, or to say what is wrong."""
+def _with_arrays(value: Any) -> Any:
+    """Converts lists of numbers to arrays; returns a feature as it is where that is not possible."""
+    if isinstance(value, np.ndarray):
+        return value
     bags = features_lib.bags_of(value)
-    given = bags.offsets if bags.lengths is None else bags.lengths
-    if bags.inverse is not None or (bags.lengths is not None and bags.offsets is not None):
-        return None
+    names = ("keys", "lengths", "offsets", "weights")
     try:
-        keys, given, weights = _as_numpy(bags.keys), _as_numpy(given), _as_numpy(bags.weights)
+        return dataclasses.replace(bags, **{name: _as_numpy(getattr(bags, name)) for name in names})
     except (TypeError, ValueError):  # on a device, or no array
-        return None
-    if keys is None or spec.weighted != (weights is not None):
-        return None
-    key_type = _TYPES.get(keys.dtype, -1)
-    if key_type not in _INTEGERS or keys.ndim not in (1, 2) or keys.size >= 2**31:
-        return None
-    if weights is not None:
-        if weights.dtype in (np.float16, jnp.bfloat16):
-            weights = weights.astype(np.float32)
-        if weights.shape != keys.shape or _TYPES.get(weights.dtype, -1) not in _FLOATS:
-            return None
-    num_samples, width, is_offsets = keys.shape[0], keys.shape[1] if keys.ndim == 2 else 1, False
-    if given is not None:
-        width, is_offsets = 0, bags.lengths is None
-        num_samples = given.shape[0] - is_offsets if given.ndim == 1 else -1
-        if keys.ndim != 1 or num_samples < 0 or _TYPES.get(given.dtype, -1) not in _INTEGERS:
-            return None
-    if (pad_to is not None and num_samples > pad_to) or (given is None and width == 0):
-        return None
-    return _Source(spec, keys, key_type, num_samples, pad_to or num_samples, width, given, is_offsets, weights)
+        return value
 
 
 def _as_numpy(given: Any) -> np.ndarray | None:
@@ -427,17 +681,99 @@ def _as_numpy(given: Any) -> np.ndarray | None:
     return keys_lib.as_array(given, "")
 
 
-def _part(source: _Source, num_bags: int) -> features_lib.Part:
+def _add(given: _Given, spec: FeatureSpec, value: Any) -> bool:
+    """Adds the arrays of a feature; returns False where NumPy has to read it, or to say what is wrong."""
+    keys, weights, kind = value, None, _ONE
+    if isinstance(value, Bags):
+        keys, weights, bags = value.keys, value.weights, value.lengths
+        if value.offsets is not None:
+            kind, bags = _OFFSETS, value.offsets
+        elif bags is not None:
+            kind = _LENGTHS
+        if value.inverse is not None or (value.lengths is not None and value.offsets is not None):
+            return False
+        if kind:
+            if not isinstance(bags, np.ndarray):
+                return False
+            given.bags.append(bags)
+    if not isinstance(keys, np.ndarray) or spec.weighted != (weights is not None):
+        return False
+    if weights is not None:
+        if not isinstance(weights, np.ndarray) or weights.shape != keys.shape:
+            return False
+        given.weights.append(weights.astype(np.float32) if weights.dtype in _HALVES else weights)
+    given.keys.append(keys)
+    given.kinds.append(kind)
+    return True
+
+
+def _describe(
+    spec: FeatureSpec,
+    keys: np.ndarray,
+    kind: int,
+    bags: np.ndarray | None,
+    weights: np.ndarray | None,
+    pad_to: int | None,
+    num_parts: int,
+    num_shards: int,
+) -> _Source | None:
+    """Describes a feature by types and shapes; None: NumPy has to read it, or to say what is wrong."""
+    key_type, bag_type, weight_type = (
+        _TYPES.get(array.dtype, -1) if array is not None else 0 for array in (keys, bags, weights)
+    )
+    if key_type not in _INTEGERS or keys.ndim not in (1, 2):
+        return None
+    if weights is not None and weight_type not in _FLOATS:
+        return None
+    num_samples, width = keys.shape[0], keys.shape[1] if keys.ndim == 2 else 1
+    if bags is not None:
+        width = 0
+        num_samples = bags.shape[0] - (kind == _OFFSETS) if bags.ndim == 1 else -1
+        if keys.ndim != 1 or num_samples < 0 or bag_type not in _INTEGERS:
+            return None
+    elif width == 0 or keys.size >= 2**31:
+        return None
+    num_bags = pad_to or num_samples
+    if num_samples > num_bags or num_bags % num_parts:
+        return None
+    limit = -(-spec.max_keys // num_shards) if spec.max_keys is not None else _NO_LIMIT
+    of_part = num_bags // num_parts
+    if kind == _ONE:
+        size = of_part * width
+        if size > limit:
+            return None
+    elif spec.max_hotness:
+        size = of_part * spec.max_hotness
+    else:
+        size = 0 if limit == _NO_LIMIT else limit
+    return _Source(
+        spec=spec,
+        key_type=key_type,
+        key_strides=keys.strides,
+        num_samples=num_samples,
+        num_bags=num_bags,
+        width=width,
+        kind=kind,
+        bag_stride=0 if bags is None else bags.strides[0],
+        bag_type=bag_type,
+        weight_strides=(0,) if weights is None else weights.strides,
+        weight_type=weight_type,
+        limit=limit,
+        size=size,
+    )
+
+
+def _part(source: _Source, size: int, num_bags: int) -> features_lib.Part:
     """Describes one part of a feature as `features.py` reads it, without arrays."""
-    spec, size = source.spec, source.size
+    spec = source.spec
     offsets = jax.ShapeDtypeStruct((num_bags + 1,), jnp.int32) if source.has_offsets else None
-    weights = None if source.weights is None else jax.ShapeDtypeStruct((size,), jnp.float32)
+    weights = jax.ShapeDtypeStruct((size,), jnp.float32) if spec.weighted else None
     if source.has_offsets:
         shape, hotness = (num_bags,) if spec.combiner else (size,), 0
     elif source.square:
         shape, hotness = (num_bags, source.square), 1
     else:
-        shape = (num_bags,) if spec.combiner or source.keys.ndim == 1 else (num_bags, source.width)
+        shape = (num_bags,) if spec.combiner or len(source.key_strides) == 1 else (num_bags, source.width)
         hotness = source.width
     if spec.combiner is None:
         num_bags, hotness = size, 1
@@ -445,21 +781,15 @@ def _part(source: _Source, num_bags: int) -> features_lib.Part:
     return features_lib.Part(spec, words, offsets, weights, num_bags, hotness, shape)
 
 
-def _address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
-
-
 def _bag_item(source: _Source, num_parts: int, offsets: int, offsets_step: int, ends: int) -> tuple[int, ...]:
-    """Returns the fields of `PackBags` (ffi/kernels/pack.h)."""
-    bags = source.bags
-    assert bags is not None
+    """Returns the fields of `kernel.BAGS`; the batch fills in zeros."""
     return (
-        _address(bags),
-        bags.strides[0],
-        _TYPES[bags.dtype],
-        source.is_offsets,
+        0,
+        source.bag_stride,
+        source.bag_type,
+        source.kind == _OFFSETS,
         source.num_samples,
-        source.keys.shape[0],
+        0,
         num_parts,
         source.num_bags // num_parts,
         offsets,
@@ -469,29 +799,34 @@ def _bag_item(source: _Source, num_parts: int, offsets: int, offsets_step: int, 
 
 
 def _key_item(
-    source: _Source, key_place: int, weight_place: int, itemsize: int, num_parts: int, part_bytes: int
+    source: _Source,
+    size: int,
+    bags: Any,
+    packed: int,
+    packed_weights: int,
+    itemsize: int,
+    num_parts: int,
 ) -> tuple[int, ...]:
-    """Returns the fields of `PackKeys` (ffi/kernels/pack.h)."""
-    keys, weights = source.keys, source.weights
-    of_weights = (0, 0, 0, 0)
-    if weights is not None:
-        of_weights = (_address(weights), weights.strides[0], weights.strides[-1], _TYPES[weights.dtype])
+    """Returns the fields of `kernel.KEYS`; the batch fills in zeros, and the number of ragged keys."""
     return (
-        _address(keys),
-        keys.strides[0],
-        keys.strides[-1],
+        0,
+        source.key_strides[0],
+        source.key_strides[-1],
         source.key_type,
         max(1, source.width),
-        keys.size,
-        0 if source.ends is None else _address(source.ends),
+        source.num_samples * source.width,
+        0 if bags is None else bags["ends"],
         num_parts,
-        part_bytes,
-        source.size,
-        key_place,
+        0,
+        size,
+        packed,
         itemsize == 4,
-        *of_weights,
-        weight_place,
-        0 if source.scratch is None else _address(source.scratch),
+        0,
+        source.weight_strides[0],
+        source.weight_strides[-1],
+        source.weight_type,
+        packed_weights,
+        0 if bags is None else bags["offsets"],
         source.num_bags // num_parts,
         source.square,
     )

@@ -59,6 +59,8 @@ class Pipeline:
         self._in_use: list[set[int]] = [set() for _ in collection.stores]
         self._next: list[int | None] = [None] * len(collection.stores)
         self._packed: deque[concurrent.futures.Future[Packing]] = deque()
+        self._states: deque[Any] = deque()  # of the iterator after each batch that was read and not yet handed out
+        self._state = self._state_of_batches()
         self._failed: BaseException | None = None  # raised in its turn: the batches before it are handed out first
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.pipeline")
         self.num_replanned = 0
@@ -68,6 +70,18 @@ class Pipeline:
     def send_capacities(self) -> list[list[int]]:
         """The send capacities in use, by store; each combination is a program of the step."""
         return [sorted(sizes) for sizes in self._in_use]
+
+    def get_state(self) -> Any:
+        """Returns the state of the iterator of batches as it was after the batch handed out last was read.
+
+        The pipeline itself has read further. An iterator that is set to this state, as those of Grain can be, gives the
+        batch that follows. None where the iterator has no `get_state`.
+        """
+        return self._state
+
+    def _state_of_batches(self) -> Any:
+        get_state = getattr(self._batches, "get_state", None)
+        return None if get_state is None else get_state()
 
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
         is_planned = self._collection.shards.num_shards > 1
@@ -79,6 +93,7 @@ class Pipeline:
             while len(under_way) < PLANS_AHEAD * is_planned and (following := self._dispatch_next(is_planned)):
                 under_way.extend(following)
             self._pack(PACKED_AHEAD)
+            self._state = self._states.popleft()
             yield batch, plan
             under_way.extend([] if under_way else self._dispatch_next(is_planned))
         if self._failed is not None:
@@ -96,6 +111,7 @@ class Pipeline:
             except Exception as error:
                 self._failed = error
                 break
+            self._states.append(self._state_of_batches())
             self._packed.append(self._thread.submit(self._pack_in, current_settings(), raw))
         if self._packed:
             self._packed[0].exception()

@@ -146,12 +146,12 @@ def _converted(spec: FeatureSpec, value: Any, what: str) -> Any:
     keys, found = bags.keys, {name: _plain(one, what, name) for name, one in others.items() if name != "weights"}
     lengths = None
     if _is_arrow(keys):
-        keys, lengths = _of_arrow(_column(keys, what, "keys"), what, "keys")
+        keys, lengths = of_arrow(_column(keys, what, "keys"), what, "keys")
         if lengths is not None and (found["lengths"] is not None or found["offsets"] is not None):
             raise ValueError(f"{what}: got a column of lists with lengths or offsets, wanted one of them.")
     weights = others["weights"]
     if _is_arrow(weights):
-        weights, of_weights = _of_arrow(_column(weights, what, "weights"), what, "weights")
+        weights, of_weights = of_arrow(_column(weights, what, "weights"), what, "weights")
         if (of_weights is None) != (lengths is None) or (
             lengths is not None and (of_weights is not None and not np.array_equal(of_weights, lengths))
         ):
@@ -342,7 +342,7 @@ def _column(value: Any, what: str, name: str) -> Any:
     return value.chunk(0) if value.num_chunks == 1 else value.combine_chunks()
 
 
-def _of_arrow(column: Any, what: str, name: str) -> tuple[np.ndarray, np.ndarray | None]:
+def of_arrow(column: Any, what: str, name: str) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns the numbers of a column, and the lengths of its lists; null lists are empty, null keys padding.
 
     Lists of one fixed size are a rectangle `[num_bags, hotness]`, without lengths.
@@ -382,7 +382,7 @@ def _numbers(column: Any, what: str, name: str) -> np.ndarray:
         column = column.cast(pa.int64() if is_key else pa.float32())
     if column.null_count:
         if not is_key:
-            raise ValueError(f"{what}: weights: got {column.null_count} nulls, wanted a number for every key.")
+            raise ValueError(f"{what}: {name}: got {column.null_count} nulls, wanted a number in every place.")
         # Widened first: a narrow type has no padding. int64 -1 and uint64 2**64 - 1 are the same key.
         column = column.cast(pa.uint64() if kind == pa.uint64() else pa.int64())
         column = column.fill_null(_nothing(np.dtype(np.uint64 if kind == pa.uint64() else np.int64)).item())

@@ -62,6 +62,10 @@ struct PackKeys {
 
 extern "C" {
 
+/// Replaces pointers to PyArrayInterface, which NumPy's `__array_struct__` holds, by those to the arrays' elements.
+/// Returns 0.
+int64_t JaxsokPackAddresses(int64_t* pointers, int64_t num_arrays);
+
 /// Writes the offsets of ragged features; returns 0, or the number of a refused item, counted from 1: a negative
 /// length, offsets that fall or do not begin at 0, an end behind the keys. What was written is undefined then.
 int64_t JaxsokPackBags(const jaxsok::PackBags* items, int64_t num_items, int32_t num_threads);

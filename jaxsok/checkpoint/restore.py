@@ -5,6 +5,7 @@ have keys of its shards' partitions.
 """
 
 import contextlib
+import logging
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ from jaxsok.records import Records
 from jaxsok.specs import StoreSpec, TableSpec, name_word
 from jaxsok.store import State, row_bytes
 from jaxsok.types import MAX_CAPACITY, NUM_PARTITIONS, TableFullError
+
+LOG = logging.getLogger("jaxsok.checkpoint")
 
 LEAST_ROOM = 1024  # rows of a shard that a restored state has for new keys, if nothing says how many a step has
 
@@ -275,7 +278,9 @@ def with_room(
 ) -> State:
     """Grows a state, which is donated, for `rows`, the net gain of each shard: int64[num_shards] by table.
 
-    A new state also gets room for one step's new keys, if memory allows. TableFullError: `max_capacity` is too low.
+    A new state also gets room for one step's new keys, if memory allows. A store that evicts may get more rows than its
+    `max_capacity`, until the next `grow`: fewer shards have less to spare for hashes that are uneven, so that rows of a
+    full store would not fit. TableFullError: `max_capacity` of a store that does not evict is too low.
     """
     capacities, roomy = {}, {}
     for s, spec in enumerate(collection.stores):
@@ -285,15 +290,24 @@ def with_room(
             continue
         needed = int((rows_in_use(spec, state.stores[s], collection.shards) + coming).max())
         if spec.max_capacity is not None and needed > spec.max_capacity:
-            raise TableFullError(
-                f"{source.op}: store of tables {[table.name for table in spec.tables]}: max_capacity: got "
-                f"{spec.max_capacity} rows for a shard, wanted {needed} for what was saved; raise it."
+            if spec.tables[0].eviction is None:
+                raise TableFullError(
+                    f"{source.op}: store of tables {[table.name for table in spec.tables]}: max_capacity: got "
+                    f"{spec.max_capacity} rows for a shard, wanted {needed} for what was saved; raise it."
+                )
+            LOG.warning(
+                "%s: store of tables %s: max_capacity: got %d rows for a shard, wanted %d for what was saved; the next "
+                "call of grow evicts.",
+                source.op,
+                [table.name for table in spec.tables],
+                spec.max_capacity,
+                needed,
             )
         capacity = state.stores[s].capacity // spec.num_shards
         if needed > capacity:
             capacities[s] = needed
         limit = min(spec.max_capacity or MAX_CAPACITY, MAX_CAPACITY)
-        with_step = min(limit, needed + _keys_of_step(collection, s, needed))
+        with_step = max(needed, min(limit, needed + _keys_of_step(collection, s, needed)))
         if is_new and with_step > capacity:
             roomy[s] = with_step
     free = grow_lib.agreed_free_bytes(collection.shards) if roomy else None

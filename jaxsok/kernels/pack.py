@@ -4,10 +4,11 @@ They run on threads of the library without the interpreter's lock, on the arrays
 keeps these arrays alive and answers for addresses, strides and sizes.
 """
 
-import array
+import ctypes
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -22,10 +23,31 @@ TYPES: dict[np.dtype, int] = {
 """Codes of the dtypes that are read (PackType in pack.h), all in the machine's byte order."""
 
 
+def _item(names: str) -> np.dtype:
+    return np.dtype([(name, np.int64) for name in names.split()])
+
+
+BAGS = _item("given stride type is_offsets num_bags num_keys num_parts bags_of_part offsets offsets_step ends")
+"""The bags of a ragged feature (PackBags in pack.h)."""
+
+KEYS = _item(
+    "keys line_stride key_stride type width num_keys ends num_parts part_bytes size packed is_narrow "
+    "weights weight_line_stride weight_stride weight_type packed_weights offsets num_bags square"
+)
+"""The keys of a feature, with weights (PackKeys in pack.h)."""
+
+_struct_of = operator.attrgetter("__array_struct__")
+_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
 @functools.cache
-def _functions() -> tuple[Callable[..., int], Callable[..., int]]:
+def _functions() -> tuple[Callable[..., int], ...]:
     loaded = library.load_cpu()
-    return loaded.JaxsokPackBags, loaded.JaxsokPackKeys
+    # With the interpreter's lock: another thread that got it in so short a call might keep it for milliseconds.
+    read = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+    return loaded.JaxsokPackBags, loaded.JaxsokPackKeys, read(("JaxsokPackAddresses", loaded))
 
 
 def is_available() -> bool:
@@ -37,26 +59,29 @@ def is_available() -> bool:
     return True
 
 
-def pack_bags(items: Sequence[Iterable[int]], num_threads: int) -> bool:
+def addresses(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns where the elements of arrays begin, in a third of the time of `__array_interface__`."""
+    structs = list(map(_struct_of, arrays))
+    pointers = np.array(list(map(_pointer_of, structs, itertools.repeat(None))), np.int64)
+    _functions()[2](pointers.ctypes.data, len(structs))
+    return pointers
+
+
+def pack_bags(items: np.ndarray, num_threads: int) -> bool:
     """Writes offsets and ends of ragged features; returns False where the data are refused.
 
     Args:
-      items: for each feature the fields of `PackBags`.
+      items: `BAGS` of the features.
       num_threads: at most so many threads work, the caller's among them.
     """
-    return _call(_functions()[0], items, num_threads)
+    return _functions()[0](items.ctypes.data, len(items), num_threads) == 0
 
 
-def pack_keys(items: Sequence[Iterable[int]], num_threads: int) -> bool:
+def pack_keys(items: np.ndarray, num_threads: int) -> bool:
     """Writes keys and weights of features; returns False where the data are refused.
 
     Args:
-      items: for each feature the fields of `PackKeys`.
+      items: `KEYS` of the features.
       num_threads: at most so many threads work, the caller's among them.
     """
-    return _call(_functions()[1], items, num_threads)
-
-
-def _call(function: Callable[..., int], items: Sequence[Iterable[int]], num_threads: int) -> bool:
-    words = array.array("q", itertools.chain.from_iterable(items))
-    return function(words.buffer_info()[0], len(items), num_threads) == 0
+    return _functions()[1](items.ctypes.data, len(items), num_threads) == 0

@@ -5,13 +5,10 @@ key gives its row.
 """
 
 import abc
-import contextlib
 import functools
 import logging
-import threading
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -23,38 +20,21 @@ from jaxsok.kernels import table as table_kernels
 from jaxsok.records import Records
 from jaxsok.serving import quantize
 from jaxsok.serving.errors import UnknownTableError
-from jaxsok.serving.frozen import (
-    FrozenStore,
-    FrozenTable,
-    FrozenTables,
-    RecordSource,
-    check_records,
-    freeze_records,
-)
+from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, RecordSource, freeze_records
 from jaxsok.serving.fused import find_rows
-from jaxsok.serving.gate import Gate
 from jaxsok.serving.padding import key_words, padded_size
 from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap, host_device
-from jaxsok.serving.store_plans import Change, StorePlan
-from jaxsok.types import MAX_CAPACITY, NO_ROW, PADDING_KEY
+from jaxsok.types import NO_ROW
 
 KEYS_AT_A_TIME = 1 << 20  # in one fetch, to bound scratch memory
 _LEAST_KEYS = 256  # keys are padded to a power of two, so that programs are few
 _WARN_S = 60.0  # between two warnings of rows of one source and table that cannot be quantized
 _log = logging.getLogger(__name__)
-_GROWTH = 1.25  # factor of a store's rows, when an update brings more keys than there is room for
 
 Keys: TypeAlias = UInt64[np.ndarray, " num_keys"]
 Rows: TypeAlias = Float32[np.ndarray, "num_keys dim"]
 IsFound: TypeAlias = Bool[np.ndarray, " num_keys"]
-
-
-class SourceReplacedError(RuntimeError):
-    """An update in place gave the rows of this source to a newer version: ask that one."""
-
-
-_SHARING = threading.Lock()  # held while the `_holders` of any HostRows are read or changed: versions share these sets
 
 
 class RowSource(abc.ABC):
@@ -124,9 +104,9 @@ class RowSource(abc.ABC):
 
 
 class HostRows(RowSource):
-    """Rows in host memory: frozen tables on JAX's CPU device, read by threaded kernels.
+    """Rows in host memory: frozen tables on JAX's CPU device, which do not change, read by threaded kernels.
 
-    `maps` of the rows serve `scan` and `updated`; they belong to this object from now on.
+    `maps` of the rows serve `scan`. A newer version is another object.
     """
 
     def __init__(self, tables: FrozenTables, maps: Sequence[RowMap], *, version: int = 0) -> None:
@@ -135,22 +115,16 @@ class HostRows(RowSource):
         self.version = version
         self._tables = tables
         self._maps = tuple(maps)
-        self._gate = Gate()
-        self._is_gone = False  # set under the gate's `writing`: the rows belong to a newer version
         # Sizes of which a fetch is compiled: of a table, or of a store for its numbers and scales.
         self._asked: dict[tuple[str | int, int], None] = {}
-        # By store: the versions that read it, of which none is given away. Versions share what does not change.
-        self._holders: tuple[weakref.WeakSet[HostRows], ...] = tuple(weakref.WeakSet([self]) for _ in maps)
 
     @classmethod
-    def of(
-        cls, sources: Sequence[tuple[FrozenTable, RecordSource]], *, spare_rows: int = 0, version: int = 0
-    ) -> "HostRows":
+    def of(cls, sources: Sequence[tuple[FrozenTable, RecordSource]], *, version: int = 0) -> "HostRows":
         """Reads streams of records; keeps the frequencies of tables all of whose records have them.
 
-        `spare_rows` of each table are for updates in place. ValueError: as `freeze_records`.
+        ValueError: as `freeze_records`.
         """
-        tables, maps = freeze_records(sources, spare_rows=spare_rows, device=host_device())
+        tables, maps = freeze_records(sources, device=host_device())
         return cls(tables, maps, version=version)
 
     @property
@@ -171,27 +145,25 @@ class HostRows(RowSource):
     def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
         """See `RowSource.fetch`. Keys that are not there have the table's default.
 
-        Raises SourceReplacedError after `updated(..., in_place=True)`. Costs a bucket (64 bytes) and a row for each
-        key, on all cores.
+        Costs a bucket (64 bytes) and a row for each key, on all cores.
         """
         self._place("fetch", table)
-        return self._in_parts("fetch", table, keys, lambda words: _fetch(self._tables, table, words))
+        return self._in_parts(table, keys, lambda words: _fetch(self._tables, table, words))
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
         """See `RowSource.fetch_quantized`; gives the stored bits."""
         s, number = self._place("fetch_quantized", table)
         number_there = jax.device_put(np.uint32(number), host_device())
         store = self._tables.stores[s]
-        return self._in_parts("fetch_quantized", s, keys, lambda words: _fetch_quantized(store, words, number_there))
+        return self._in_parts(s, keys, lambda words: _fetch_quantized(store, words, number_there))
 
-    def _in_parts(self, op: str, what: str | int, keys: Keys, fetch: Callable[[Any], tuple[Any, ...]]) -> Any:
+    def _in_parts(self, what: str | int, keys: Keys, fetch: Callable[[Any], tuple[Any, ...]]) -> Any:
         keys, parts = np.asarray(keys, np.uint64), []
         for start in range(0, max(1, len(keys)), KEYS_AT_A_TIME):
             part = keys[start : start + KEYS_AT_A_TIME]
             padded = key_words(part, padded_size(len(part), _LEAST_KEYS))
             self._asked[what, len(padded)] = None
-            with self._reading(op):
-                found = fetch(jax.device_put(padded, host_device()))
+            found = fetch(jax.device_put(padded, host_device()))
             parts.append([np.asarray(array)[: len(part)] for array in found])
         return parts[0] if len(parts) == 1 else [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
 
@@ -209,105 +181,13 @@ class HostRows(RowSource):
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
         """See `RowSource.scan`; in the order in which the keys came."""
         store, number = self._place("scan", table)
-        with self._reading("scan"):
-            keys, row_ids = self._maps[store].keys_of(number)
+        keys, row_ids = self._maps[store].keys_of(number)
         of_store = self._maps[store].frequencies
         frequency = None if of_store is None or not of_store[row_ids].any() else of_store[row_ids]
         for start in range(0, len(keys), chunk_rows):
             lines = slice(start, start + chunk_rows)
             rows, _ = self.fetch(table, keys[lines])
             yield Records(keys[lines], rows, frequency=None if frequency is None else frequency[lines])
-
-    def updated(
-        self,
-        changed: Mapping[str, Records],
-        erased: Mapping[str, Keys] | None = None,
-        *,
-        version: int | None = None,
-        in_place: bool = False,
-    ) -> "HostRows":
-        """Makes a newer version: some rows set, some gone.
-
-        Args:
-          changed: rows by table; keys that are new get rows. Of a repeated key the last row counts.
-          erased: keys that go, by table; missing keys are ignored, and those in `changed` stay.
-          version: of the result; None: one more.
-          in_place: whether rows are written where they lie. This object can then be read no more: `fetch` raises
-            SourceReplacedError, also if the update fails halfway. Else it stays what it is, and stores that change are
-            copied. A store that another version shares is copied in place too: drop versions that are not needed.
-
-        Raises:
-          UnknownTableError, ValueError: a table that is not there, rows of another dim, PADDING_KEY as a key, or in
-            place more new keys than spare rows. Nothing has changed then.
-          SourceReplacedError: this object was updated in place before.
-
-        Cost:
-          Each changed row; the maps and indices of the changed stores anew; a copy of their rows unless in place.
-        """
-        erased = erased or {}
-        changes: dict[int, list[Change]] = {}
-        for table in sorted({**changed, **erased}, key=lambda name: self._place("updated", name)):
-            change = _change(self.tables[table], changed.get(table), erased.get(table, ()))
-            changes.setdefault(self._tables.spec.places[table][0], []).append(change)
-        with self._reading("updated"):
-            plans = [self._plan(store, of_store, in_place) for store, of_store in changes.items()]
-            if not in_place:  # copying does not take arrays away
-                return self._updated(plans, version, frozenset())
-        with self._gate.writing():
-            if self._is_gone:
-                raise SourceReplacedError("HostRows: updated: got a version that was updated in place already.")
-            self._is_gone = True  # for good, also if the update fails: what was read may be half changed
-        with _SHARING:  # none joins: versions that share a store with this one are made while it can be read
-            own = frozenset(store for store in changes if set(self._holders[store]) <= {self})
-        newer = self._updated(plans, version, own)
-        with _SHARING:
-            for holders in self._holders:
-                holders.discard(self)
-        return newer
-
-    def _plan(self, store: int, changes: Sequence[Change], in_place: bool) -> StorePlan:
-        """Plans the next version of a store; refuses more new keys than there may be."""
-        now, tables = self._maps[store].capacity, self._tables.spec.stores[store]
-
-        def capacity(num_needed: int, num_new: int) -> int:
-            most = now if in_place else MAX_CAPACITY
-            if num_needed > most:
-                raise ValueError(
-                    f"updated: changed: got {num_new} new keys of tables {[table.name for table in tables]}, wanted at "
-                    f"most {most - num_needed + num_new}, the rows that are free"
-                    + ("; update with in_place=False, or begin with more spare_rows." if in_place else " in one store.")
-                )
-            return now if num_needed <= now else min(max(num_needed, int(_GROWTH * now)), MAX_CAPACITY)
-
-        return StorePlan.of(store, tables, self._maps[store], changes, capacity)
-
-    def _updated(self, plans: Sequence[StorePlan], version: int | None, own: Collection[int]) -> "HostRows":
-        """Makes the newer version: writes into the arrays of `own` stores, and into copies of the others."""
-        stores, maps = list(self._tables.stores), list(self._maps)
-        for plan in plans:
-            s = plan.store
-            stores[s] = plan.write(stores[s], host_device(), donate=s in own)
-            maps[s] = plan.row_map
-        tables = FrozenTables(tuple(stores), self._tables.spec)
-        newer = HostRows(tables, maps, version=self.version + 1 if version is None else version)
-        with _SHARING:
-            holders = list(newer._holders)
-            for s, store in enumerate(stores):
-                if store.rows is self._tables.stores[s].rows:  # also where keys were erased and no row was written
-                    holders[s] = self._holders[s]
-                    holders[s].add(newer)
-            newer._holders = tuple(holders)
-        return newer
-
-    @contextlib.contextmanager
-    def _reading(self, op: str) -> Iterator[None]:
-        with self._gate.reading():
-            if self._is_gone:
-                raise SourceReplacedError(
-                    f"HostRows: {op}: version {self.version} was given to an update in place; ask the source that "
-                    "`updated` returned, or if it failed load the rows again."
-                )
-            yield
 
     def _place(self, op: str, table: str) -> tuple[int, int]:
         if table not in self._tables.spec.places:
@@ -391,19 +271,3 @@ def _fetch_quantized(store: FrozenStore, words: Any, table: Any) -> tuple[Any, A
     row_ids = table_kernels.find(store.index, store.counters, words, jnp.full(words.shape[0], table))
     numbers = store.rows.at[row_ids].get(mode="fill", fill_value=0)
     return numbers, store.scales[0].at[row_ids].get(mode="fill", fill_value=0), row_ids != jnp.uint32(NO_ROW)
-
-
-def _change(table: FrozenTable, records: Records | None, erased: Any) -> Change:
-    """Checks what `updated` changes in a table."""
-    erased = np.asarray(erased, np.uint64)
-    if records is None:
-        return Change(table, np.zeros(0, np.uint64), erased, lambda: iter(()))
-    check_records("updated", table, records)
-    keys = np.asarray(records.keys, np.uint64)
-    if (keys == np.uint64(PADDING_KEY)).any():
-        raise ValueError(f'updated: table "{table.name}": keys: got PADDING_KEY, wanted keys, which it is not.')
-    if table.is_quantized and not np.isfinite(records.rows).all():
-        raise ValueError(f'updated: table "{table.name}": rows: got infinite or NaN, wanted numbers to quantize.')
-    last = len(keys) - 1 - np.unique(keys[::-1], return_index=True)[1]
-    distinct = records if len(last) == len(keys) else records.take(np.sort(last))
-    return Change(table, distinct.keys, erased[~np.isin(erased, keys)], lambda: iter([distinct]))

@@ -164,6 +164,12 @@ class FrozenTables:
         return sum(store.num_bytes for store in self.stores)
 
 
+def require_tables(op: str, tables: Any) -> None:
+    """Refuses what is not FrozenTables (TypeError)."""
+    if not isinstance(tables, FrozenTables):
+        raise TypeError(f"{op}: tables: got {type(tables).__name__}, wanted FrozenTables, as freeze gives them.")
+
+
 class RecordSource(Protocol):
     """Rows of one table, streamed, as `interchange.files.RecordChunks` and `SizedRecords`."""
 

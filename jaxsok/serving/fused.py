@@ -20,7 +20,7 @@ from jaxsok import keys as keys_lib
 from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels import table as table_kernels
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
-from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenStore, FrozenTable, FrozenTables
+from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenStore, FrozenTable, FrozenTables, require_tables
 from jaxsok.types import (
     BAGS_PER_TILE,
     BUCKET_WORDS,
@@ -100,8 +100,7 @@ def lookup_with_counts(
 def _looked_up(
     tables: FrozenTables, inputs: Mapping[str, LookupInput], *, is_counted: bool
 ) -> tuple[dict[str, Array], Int32[Array, "num_tables num_counts"] | None]:
-    if not isinstance(tables, FrozenTables):
-        raise TypeError(f"lookup: tables: got {type(tables).__name__}, wanted FrozenTables, as freeze gives them.")
+    require_tables("lookup", tables)
     if not isinstance(inputs, Mapping):
         raise RequestError(f"lookup: inputs: got {type(inputs).__name__}, wanted a mapping from names to keys.")
     stores, _ = guards.whole("lookup", tables=tables.stores, inputs=None)

@@ -12,7 +12,7 @@ from jaxtyping import Array
 from jaxsok import checks
 from jaxsok.features import Bags
 from jaxsok.serving.errors import RequestError
-from jaxsok.serving.frozen import FrozenTables
+from jaxsok.serving.frozen import FrozenTables, require_tables
 from jaxsok.serving.fused import LookupInput, lookup
 from jaxsok.types import COMBINERS, MAX_DIM, Combiner
 
@@ -100,8 +100,7 @@ def check_tables(op: str, tables: Any) -> FrozenTables:
     """Refuses other things than FrozenTables (TypeError), and None (ValueError)."""
     if tables is None or isinstance(tables, tuple):
         raise ValueError(f"{op}: tables: got none, wanted FrozenTables: bind them with set_tables, or pass tables=.")
-    if not isinstance(tables, FrozenTables):
-        raise TypeError(f"{op}: tables: got {type(tables).__name__}, wanted FrozenTables, as freeze gives them.")
+    require_tables(op, tables)
     return tables
 
 

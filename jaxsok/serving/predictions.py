@@ -14,14 +14,14 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxsok import keys as keys_lib
-from jaxsok.features import Bags
 from jaxsok.kernels import table as table_kernels
 from jaxsok.serving import artifact
-from jaxsok.serving.artifact.inputs import BagsInput, InputSpec, KeysInput
+from jaxsok.serving.artifact.inputs import LEAST_BATCH, BagsInput
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, FrozenTables
-from jaxsok.types import NO_ROW, PADDING_KEY
+from jaxsok.serving.padding import padded_size
+from jaxsok.types import NO_ROW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +54,6 @@ class PredictRequest:
             for table, names in lookups_of(self.served)
         }
 
-    def num_keys(self) -> dict[str, int]:
-        """The number of these keys by table."""
-        parts = {table: map(self._read_part, names) for table, names in lookups_of(self.served)}
-        return {table: sum(part.stop - part.start for part in mine) for table, mine in parts.items()}
-
     def _read_part(self, name: str) -> slice:
         leaves = self.leaves[name]
         if isinstance(leaves, tuple):  # keys outside of all bags are not read
@@ -79,9 +74,9 @@ def first_predictions(served: artifact.ServedModel | None, levels: Sequence[int]
     if served is None or not served.is_per_sample:  # other models are compiled for each size
         return []
     found = []
-    for level in levels:
-        leaves, num_samples = served.read({name: _example(spec, level) for name, spec in served.inputs.items()})
-        found.append(PredictRequest(served, served.padded(leaves, num_samples), num_samples).program)
+    for size in (padded_size(level, LEAST_BATCH) for level in levels):  # also as many keys of bags
+        sizes = tuple((size, size if isinstance(spec, BagsInput) else 0) for spec in served.inputs.values())
+        found.append(Prediction(tuple(served.inputs.items()), sizes))
     return found
 
 
@@ -153,13 +148,3 @@ def _read_words(leaves: Any) -> Any:
     place = jnp.arange(words.shape[0], dtype=jnp.int32)
     is_inside = (place >= offsets[0]) & (place < offsets[-1])
     return jnp.where(is_inside[:, None], words, np.uint32(0xFFFFFFFF))
-
-
-def _example(spec: InputSpec, num_samples: int) -> Any:
-    if isinstance(spec, BagsInput):
-        keys = np.full(num_samples, np.uint64(PADDING_KEY))
-        weights = np.zeros(num_samples, np.float32) if spec.is_weighted else None
-        return Bags(keys, offsets=np.arange(num_samples + 1), weights=weights)
-    if isinstance(spec, KeysInput):
-        return np.full((num_samples, *spec.shape), np.uint64(PADDING_KEY))
-    return np.zeros((num_samples, *spec.shape), spec.dtype)

@@ -1,17 +1,12 @@
-"""Where the rows of a served model are read: all on its device, or some in its cache over host memory.
-
-A `RowReader` answers lookups and predictions that `Served` has checked, from one version each, whole. It owns the
-versions of the tables and the programs that are compiled for them.
-"""
+"""The models of a session by where their rows are read: all on a device, or some in its cache over host memory."""
 
 import dataclasses
 import functools
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jaxtyping
@@ -19,31 +14,28 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxsok import keys as keys_lib
-from jaxsok.serving import artifact, backing
+from jaxsok.initializers import InitialRows
+from jaxsok.serving import artifact, backing, row_map, sources
 from jaxsok.serving import cache as cache_lib
-from jaxsok.serving.config import ModelConfig
+from jaxsok.serving.config import ModelConfig, TableConfig
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenTable, FrozenTables
 from jaxsok.serving.fused import LookupInput, lookup_with_counts
 from jaxsok.serving.padding import key_words
 from jaxsok.serving.predictions import (
     Prediction,
-    PredictRequest,
     count_found,
     first_predictions,
     keys_in,
+    load_dense_model,
     lookups_of,
     words_in,
 )
-from jaxsok.serving.ready import Ready
-from jaxsok.serving.row_map import RowMap
-from jaxsok.serving.sources import TableSource
+from jaxsok.serving.served import Found, Lookup, Program, Served, rest_s
 from jaxsok.serving.updates import Version, Versions
 from jaxsok.types import COUNTS, PADDING_KEY
 
 _log = logging.getLogger(__name__)
-
-LEAST_SAMPLES = 16  # requests are padded to as many samples, or twice as many, up to `max_batch_size`
 
 _HITS_AND_MISSING = [COUNTS.index(name) for name in ("num_found", "num_missing")]
 
@@ -56,66 +48,15 @@ many rows, each of its own by itself.
 
 MOST_EXTRA_BYTES = 64 << 20  # rows that a program may make beyond those of the request, in bytes
 
-Lookup: TypeAlias = tuple[tuple[str, int], ...]  # a program of lookups: tables, and to how many keys each is padded
-
-Program: TypeAlias = Lookup | Prediction
-
-Given: TypeAlias = Sequence[tuple[FrozenTable, TableSource]]
-
-ReadInputs: TypeAlias = Callable[[artifact.ServedModel | None], PredictRequest]  # checks inputs for a dense model
+Given: TypeAlias = Sequence[tuple[FrozenTable, sources.TableSource]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """The answer of a reader."""
+class OnDevice(Served):
+    """A model whose rows all lie on one device, or on the host."""
 
-    values: dict[str, np.ndarray]
-    version: int
-    counts: dict[str, tuple[int, ...]]
-    """Keys by table, and of them hits, missing, padding. A cache counts hits and missing itself: 0 here."""
-
-
-class RowReader(Protocol):
-    """Answers what `Served` has checked. All methods may be called from many threads at the same time."""
-
-    versions: Versions
-    ready: Ready[Program]
-
-    @property
-    def num_bytes(self) -> int: ...  # device memory
-    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found: ...  # of uint64 keys by table
-    def predict(self, read: ReadInputs) -> Found: ...
-    # The inputs whose keys count for the limits of each table.
-    def inputs_of(self, served: artifact.ServedModel) -> Mapping[str, Sequence[str]]: ...
-    # What the programs of a version are compiled for, as a value; and those that are compiled before requests come.
-    def place_of(self, version: Version) -> Any: ...
-    def first_programs(self, served: artifact.ServedModel | None) -> list[Program]: ...
-    # Reads a new version from here on; see `Versions.update`.
-    def publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None: ...
-    def refresh(self) -> None: ...  # reads cached rows anew
-    # Adds what the reader counts itself to the statistics of `Session.stats`.
-    def add_stats(self, stats: dict[str, Any]) -> None: ...
-    def stop(self) -> None: ...  # begins nothing more beside requests
-    # Stops, and waits for what runs until a time of `time.monotonic`; whether all has ended.
-    def close(self, until: float | None = None) -> bool: ...
-
-
-def levels_of(max_batch_size: int) -> tuple[int, ...]:
-    """The numbers of samples that programs are made for: powers of two from LEAST_SAMPLES, and the maximum."""
-    num_doubled = max(0, math.ceil(math.log2(max_batch_size / LEAST_SAMPLES)))
-    return (*(LEAST_SAMPLES << step for step in range(num_doubled)), max_batch_size)
-
-
-class DeviceReader:
-    """Reads rows that all lie on one device, or on the host."""
-
-    def __init__(self, config: ModelConfig, versions: Versions, *, warm_up: bool) -> None:
-        self.config, self.versions = config, versions
-        self.ready: Ready[Program] = Ready(self._compile)
-        self.levels = levels_of(config.max_batch_size)
-        self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
+    def __init__(self, config: ModelConfig, versions: Versions, device: Any, *, warm_up: bool) -> None:
+        super().__init__(config, versions, device, warm_up=warm_up)
         self._dims = {table.name: table.dim for table in config.tables}
-        self.names = tuple(self.versions.current.tables.tables)
         self._sets_lock = threading.Lock()
         # Sets of tables with programs of their own, MOST_SETS at most: read and changed under `_sets_lock`.
         self._sets = {self.names}
@@ -126,7 +67,7 @@ class DeviceReader:
     def num_bytes(self) -> int:
         return self.versions.current.tables.num_bytes
 
-    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
+    def _lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
         num_keys = {name: array.size for name, array in keys.items()}
         while True:
             place = self.place_of(self.versions.current)
@@ -153,7 +94,7 @@ class DeviceReader:
             rows = found[name][: array.size]
             values[name] = rows.reshape(*array.shape, rows.shape[-1])
         by_name = dict(zip(self.names, total[:, _HITS_AND_MISSING].tolist(), strict=True))
-        return Found(values, version.number, _counted(num_keys, by_name))
+        return values, version.number, _counted(num_keys, by_name)
 
     def _programs(self, place: Any, num_keys: Mapping[str, int]) -> list[Lookup]:
         """Compiled programs that look up so many keys of some tables: one, or one for each table if they are not fused.
@@ -189,19 +130,19 @@ class DeviceReader:
     def _row_bytes(self, program: Lookup) -> int:
         return sum(4 * size * self._dims[name] for name, size in program)
 
-    def predict(self, read: ReadInputs) -> Found:
+    def _predict(self, inputs: Any) -> Found:
         while True:
             with self.versions.reading() as version:
-                request, place = read(version.served), self.place_of(version)
+                request, place = self._read_inputs(version.served, inputs), self.place_of(version)
                 if self.ready.has(place, request.program):
                     out = request.served.run(version.tables, request.leaves)
                     counts = count_found(version.tables, request.leaves, lookups_of(request.served))
                     counts.copy_to_host_async()
                     break
             self.ready.make(place, request.program)  # not while an update may wait for it, and others for the update
-        values, num_keys = request.cut(out), request.num_keys()
+        values, num_keys = request.cut(out), {table: keys.size for table, keys in request.keys().items()}
         by_name = dict(zip(num_keys, np.asarray(counts).tolist(), strict=True))
-        return Found(values, version.number, _counted(num_keys, by_name))
+        return values, version.number, _counted(num_keys, by_name)
 
     def inputs_of(self, served: artifact.ServedModel) -> Mapping[str, Sequence[str]]:
         tables: dict[str, list[str]] = {}
@@ -243,33 +184,15 @@ class DeviceReader:
                 words = keys_lib.padding_words((sum(size for _, size in program),))
                 jax.block_until_ready(look_up_words(version.tables, words, program))
 
-    def publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
-        del new, maps, changed  # lookups take the latest version
 
-    def refresh(self) -> None:
-        pass  # there is no tier below
-
-    def add_stats(self, stats: dict[str, Any]) -> None:
-        del stats  # each answer has its counts
-
-    def stop(self) -> None:
-        self.ready.beside.stop()
-
-    def close(self, until: float | None = None) -> bool:
-        return self.ready.beside.close(_rest_s(until))
-
-
-class CacheReader:
-    """Reads rows through a cache on the device; all of them lie in host memory."""
+class Cached(Served):
+    """A model whose rows are read through a cache on the device; all of them lie in host memory."""
 
     def __init__(self, config: ModelConfig, versions: Versions, device: Any, *, warm_up: bool) -> None:
         """Fills the cache, and begins to refresh it, as the configuration says."""
-        self.config, self.versions = config, versions
-        self.levels = levels_of(config.max_batch_size)
-        self.ready: Ready[Program] = Ready(self._compile)
+        super().__init__(config, versions, device, warm_up=warm_up)
         first = versions.current
-        self.names = tuple(first.tables.tables)
-        self._rows = backing.HostRows(first.tables, versions.maps, version=first.number)
+        self._rows = backing.HostRows(first.tables, first.maps, version=first.number)
         # The dense models of the last versions, for predictions that run. Replaced whole, by updates alone.
         self._history = {first.number: first.served}
         self._num_warm_ups = 0
@@ -297,21 +220,21 @@ class CacheReader:
     def num_bytes(self) -> int:
         return self.cache.num_bytes
 
-    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
+    def _lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
         if self.config.is_fused:
             found = self.cache.lookup(keys)
-            return Found(found.rows, found.version, _padding_of(keys))
+            return found.rows, found.version, _padding_of(keys)
         while True:
             parts = {name: self.cache.lookup({name: array}) for name, array in keys.items()}
             versions = {part.version for part in parts.values()}
             if len(versions) == 1:  # else an update came between two tables
                 rows = {name: part.rows[name] for name, part in parts.items()}
-                return Found(rows, versions.pop(), _padding_of(keys))
+                return rows, versions.pop(), _padding_of(keys)
 
-    def predict(self, read: ReadInputs) -> Found:
+    def _predict(self, inputs: Any) -> Found:
         served = self.versions.current.served
         while True:
-            request = read(served)
+            request = self._read_inputs(served, inputs)
             place, program = (None, request.served), request.program
             if not self.ready.has(place, program):
                 self.ready.make(place, program)
@@ -328,7 +251,7 @@ class CacheReader:
             served = history[found.version]
             if served is request.served:
                 values = request.cut(served.run(found.tables, request.leaves))
-                return Found(values, found.version, _padding_of(request.keys()))
+                return values, found.version, _padding_of(request.keys())
             # Else the dense model is another one by now, which may read other keys.
 
     def inputs_of(self, served: artifact.ServedModel) -> Mapping[str, Sequence[str]]:
@@ -351,19 +274,19 @@ class CacheReader:
         served.compile(self.cache.tables_like(num_keys), leaves)
 
     def _warm_up(self, version: Version) -> None:
-        per_sample = {table.name: table.max_keys_per_sample for table in self.config.tables}
         sets = [self.names] if self.config.is_fused else [(name,) for name in self.names]
         self.cache.warm_up(
-            [{name: level * per_sample[name] for name in names} for names in sets for level in self.levels]
+            [{name: level * self.per_sample[name] for name in names} for names in sets for level in self.levels]
         )
         for level in self.levels:
-            self.cache.lookup({name: np.full(level * per_sample[name], np.uint64(PADDING_KEY)) for name in self.names})
+            padding = {name: np.full(level * n, np.uint64(PADDING_KEY)) for name, n in self.per_sample.items()}
+            self.cache.lookup(padding)
             self._num_warm_ups += 1
         for program in self.first_programs(version.served):
             self.ready.make(self.place_of(version), program)
 
-    def publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
-        rows = backing.HostRows(new.tables, maps, version=new.number)
+    def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None:
+        rows = backing.HostRows(new.tables, new.maps, version=new.number)
         rows.ready_as(self._rows)  # else the first misses would wait for a compiler
         # Before any answer can be of the new version. Without the tables of old ones, which are large.
         history = {number: served for number, served in self._history.items() if number > new.number - 4}
@@ -384,29 +307,88 @@ class CacheReader:
                 if not self._is_closed.is_set():
                     _log.exception('model "%s": the refresh of the cache failed, wanted its rows', self.config.model)
 
-    def add_stats(self, stats: dict[str, Any]) -> None:
-        of_cache = self.cache.stats()
+    def stats(self) -> dict[str, Any]:
+        stats, of_cache = super().stats(), self.cache.stats()
         of_cache.lookups -= self._num_warm_ups
         for name, counts in self.cache.table_counts().items():
             stats["tables"][name] |= {**dataclasses.asdict(counts), "hit_rate": counts.hit_rate}
         cached = {**dataclasses.asdict(of_cache), "hit_rate": of_cache.hit_rate, "num_rows": self.cache.num_rows}
         stats |= {name: cached[name] for name in ("distinct", "hits", "misses", "missing", "hit_rate")}
-        stats["cache"] = cached
+        return {**stats, "cache": cached}
 
     def stop(self) -> None:
         self._is_closed.set()
-        self.ready.beside.stop()
+        super().stop()
         self.cache.stop_compiling()
 
     def close(self, until: float | None = None) -> bool:
         self.stop()
         if self._clock.is_alive():
-            self._clock.join(_rest_s(until))
-        has_ended = self.ready.beside.close(_rest_s(until)) and not self._clock.is_alive()
-        return self.cache.close(_rest_s(until)) and has_ended
+            self._clock.join(rest_s(until))
+        has_ended = super().close(until) and not self._clock.is_alive()
+        return self.cache.close(rest_s(until)) and has_ended
 
 
-def require_room_for_cache(config: ModelConfig, given: Given, device: Any, free: int | None) -> None:
+def open_model(
+    config: ModelConfig,
+    key_bits: sources.KeyBits,
+    device: Any,
+    room: Callable[[], int | None],
+    memory: threading.Lock,
+    *,
+    warm_up: bool,
+) -> Served:
+    """Opens the files of a model, and serves it.
+
+    `room` gives the device's free bytes; None: not known. `memory` is held while some of the device is taken, by all
+    models that share it.
+    """
+    given = [_open_table(config, table, key_bits) for table in config.tables]
+    dense_model = None
+    if config.dense_file:
+        tables = {table.name: table for table, _ in given}
+        dense_model = load_dense_model("open", config, config.dense_file, tables, device)
+    is_cached = config.tier == "cache"
+    if is_cached:
+        _require_room_for_cache(config, given, device, room())
+    versions = Versions(
+        config,
+        given,
+        key_bits=key_bits,
+        device=row_map.host_device() if is_cached else device,
+        room=room if config.tier == "device" else None,
+        can_donate=not is_cached,
+        served=dense_model,
+        memory=memory,
+    )
+    served = (Cached if is_cached else OnDevice)(config, versions, device, warm_up=warm_up)
+    for of_store in versions.current.maps:
+        of_store.frequencies = None  # only the first filling of a cache needs them
+    return served
+
+
+def _open_table(
+    config: ModelConfig, table: TableConfig, key_bits: sources.KeyBits
+) -> tuple[FrozenTable, sources.TableSource]:
+    source = sources.open_table(
+        table.file, table=table.name, dim=table.dim, key_bits=key_bits, hotness=config.is_filled_at_start, op="open"
+    )
+    dtype: Any = config.row_dtype or source.dtype
+    if table.default is not None:
+        source = dataclasses.replace(source, unknown=None)  # the configuration counts
+        return FrozenTable(table.name, table.dim, table.default, dtype), source
+    unknown = source.unknown
+    if isinstance(unknown, str):
+        raise ServingError(
+            f'open: model "{config.model}": table "{table.name}": default_value_for_each_table: got no number, and in '
+            f'training of "{source.path}" a key without a row reads {unknown}, which served tables cannot work '
+            "out; wanted the number that they serve."
+        )
+    default, initial = (0.0, unknown) if isinstance(unknown, InitialRows) else (unknown or 0.0, None)
+    return FrozenTable(table.name, table.dim, default, dtype, initial), source
+
+
+def _require_room_for_cache(config: ModelConfig, given: Given, device: Any, free: int | None) -> None:
     """Refuses a cache that is larger than the free bytes of its device."""
     num_rows = {
         table: max(cache_lib.MIN_ROWS, math.ceil(config.gpucacheper * source.num_rows)) for table, source in given
@@ -427,10 +409,6 @@ def _counted(num_keys: Mapping[str, int], found: Mapping[str, Sequence[int]]) ->
 def _padding_of(keys: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
     padding = np.uint64(PADDING_KEY)
     return {name: (array.size, 0, 0, int((array == padding).sum())) for name, array in keys.items()}
-
-
-def _rest_s(until: float | None) -> float | None:
-    return None if until is None else max(0.0, until - time.monotonic())
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -28,7 +28,7 @@ MOST_MADE = 4096  # programs of a place that are known to be compiled, at most: 
 
 
 class Beside:
-    """A thread that compiles better programs while existing ones are used."""
+    """A thread that works while requests go on: it compiles better programs, or fetches rows for later lookups."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -38,12 +38,16 @@ class Beside:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def offer(self, name: Hashable, work: Callable[[], None]) -> None:
-        """Runs the work once, unless too many wait or no thread starts. Logs a failure, and does not try again."""
+    def offer(self, name: Hashable | None, work: Callable[[], None]) -> bool:
+        """Runs the work, unless too many wait or no thread starts; returns whether it will.
+
+        Work of one name runs once, also after a failure, which is logged; None: work without a name runs each time.
+        """
         with self._changed:
             if self._is_closed or name in self._known or len(self._waiting) >= MOST_BESIDE:
-                return
-            self._known.add(name)
+                return False
+            if name is not None:
+                self._known.add(name)
             self._waiting.append(work)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="jaxsok-beside", daemon=True)
@@ -53,9 +57,10 @@ class Beside:
                     _log.warning("no program is compiled beside: %s; larger ones do its work", error)
                     self._known.discard(name)
                     self._waiting.pop()
-                    return
+                    return False
                 self._thread = thread
                 _started.add(self)
+            return True
 
     def forget(self) -> None:
         """Drops waiting work and forgets all names: they may be offered again."""

@@ -7,9 +7,8 @@ row on the host, updates touch only the rows that change.
 
 import copy
 import dataclasses
-import functools
 import secrets
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +36,10 @@ LOAD: float = 0.65
 one key in 10^9 finds no entry within the kernels' bound; then the index is made larger.
 """
 
+Arrays = TypeVar("Arrays", bound=StoreArrays)
 KEYS_AT_A_TIME = 1 << 20
 _LEAST_KEYS = 1024  # in a call, padded to a power of two, so that programs are few
 _UNUSED = np.uint32(0xFFFFFFFF)
-_SEED = np.zeros(2, np.uint32)
 _SALT = [COUNTERS.index("salt_low"), COUNTERS.index("salt_high")]
 
 
@@ -108,7 +107,7 @@ class RowMap:
         for words, ids, count in self._parts(table, keys):
             is_padding = keys_lib.from_words(words) == np.uint64(PADDING_KEY)
             while True:
-                self._arrays, row_ids = _place(self._arrays, words, ids)
+                self._arrays, row_ids, _ = _place(self._arrays, words, ids)
                 row_ids = np.asarray(row_ids)
                 if not ((row_ids == NO_ROW) & ~is_padding).any():
                     break
@@ -225,13 +224,13 @@ def release(arrays: StoreArrays, words: Array, ids: Array) -> tuple[StoreArrays,
     return arrays, num_released.sum(dtype=jnp.uint32)
 
 
+def find_or_insert(arrays: Arrays, words: Array, ids: Array) -> tuple[Arrays, Array, Array]:
+    """Gives the arrays, row ids, and counts; to be compiled. New rows mean nothing yet, so any initializer will do."""
+    no_words = np.zeros((arrays.table_rows.shape[0], NUM_TABLE_WORDS), np.uint32)
+    return kernels.find_or_insert(arrays, no_words, jnp.zeros(2, jnp.uint32), words, ids)
+
+
 _find = jax.jit(kernels.find)
+_place = jax.jit(find_or_insert, donate_argnums=0)
 _remove = jax.jit(release, donate_argnums=0)
 _rebuild = jax.jit(kernels.rebuild, static_argnums=2, donate_argnums=0)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _place(arrays: StoreArrays, words: Array, ids: Array) -> tuple[StoreArrays, Array]:
-    table_words = np.zeros((arrays.table_rows.shape[0], NUM_TABLE_WORDS), np.uint32)  # any initializer
-    arrays, row_ids, _ = kernels.find_or_insert(arrays, table_words, jnp.asarray(_SEED), words, ids)
-    return arrays, row_ids

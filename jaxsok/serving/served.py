@@ -1,24 +1,34 @@
-"""One model of a session: checks and counts requests, and makes the next version. Rows come from readers.py."""
+"""One model of a session, wherever its rows are read."""
 
+import abc
 import collections
 import dataclasses
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from jaxsok.initializers import InitialRows
-from jaxsok.serving import artifact, row_map, sources
-from jaxsok.serving.config import ModelConfig, TableConfig
-from jaxsok.serving.errors import RequestError, RequestTooLargeError, ServingError, UnknownModelError, UnknownTableError
+from jaxsok.serving import artifact
+from jaxsok.serving.config import ModelConfig
+from jaxsok.serving.errors import RequestError, RequestTooLargeError, UnknownModelError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, frozen_bytes
 from jaxsok.serving.predictions import Prediction, PredictRequest, keys_in, load_dense_model
-from jaxsok.serving.readers import CacheReader, DeviceReader, Found, RowReader, require_room_for_cache
+from jaxsok.serving.ready import Ready
 from jaxsok.serving.updates import InPlace, Source, Version, Versions
 from jaxsok.types import PADDING_KEY
+
+LEAST_SAMPLES = 16  # requests are padded to as many samples, or twice as many, up to `max_batch_size`
+
+Lookup: TypeAlias = tuple[tuple[str, int], ...]  # a program of lookups: tables, and to how many keys each is padded
+Program: TypeAlias = Lookup | Prediction
+Counts: TypeAlias = dict[str, tuple[int, ...]]
+"""Keys by table, and of them hits, missing, padding. A cache counts hits and missing itself: 0 here."""
+Found: TypeAlias = tuple[dict[str, np.ndarray], int, Counts]  # values by name, their version, and what was read
 
 
 class Answer(dict):
@@ -50,72 +60,58 @@ class Model:
     version: int
 
 
-@final
-class Served:
-    """One model of a session.
+def levels_of(max_batch_size: int) -> tuple[int, ...]:
+    """The numbers of samples that programs are made for: powers of two from LEAST_SAMPLES, and the maximum."""
+    num_doubled = max(0, math.ceil(math.log2(max_batch_size / LEAST_SAMPLES)))
+    return (*(LEAST_SAMPLES << step for step in range(num_doubled)), max_batch_size)
 
-    `device` is where its rows lie, or are cached. `room` gives the device's free bytes; None: not known. `memory` is
-    held while some of the device is taken, by all models that share it.
+
+class Served(abc.ABC):
+    """One model of a session: checks and counts requests, answers each from one version, and makes the next one.
+
+    Many threads call it at the same time. Subclasses (readers.py) say where its rows are read. `device` is where these
+    lie, or are cached.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        key_bits: sources.KeyBits,
-        device: Any,
-        room: Callable[[], int | None],
-        memory: threading.Lock,
-        *,
-        warm_up: bool,
-    ) -> None:
-        self.config, self.device, self.key_bits, self.is_warmed_up = config, device, key_bits, warm_up
-        given = [_open_table(config, table, key_bits) for table in config.tables]
-        dense_model = None
-        if config.dense_file:
-            tables = {table.name: table for table, _ in given}
-            dense_model = load_dense_model("open", config, config.dense_file, tables, device)
-        is_cached = config.tier == "cache"
-        if is_cached:
-            require_room_for_cache(config, given, device, room())
-        versions = Versions(
-            config,
-            given,
-            key_bits=key_bits,
-            device=row_map.host_device() if is_cached else device,
-            room=room if config.tier == "device" else None,
-            can_donate=not is_cached,
-            served=dense_model,
-            memory=memory,
-        )
+    def __init__(self, config: ModelConfig, versions: Versions, device: Any, *, warm_up: bool) -> None:
+        self.config, self.versions, self.device, self.is_warmed_up = config, versions, device, warm_up
+        self.ready: Ready[Program] = Ready(self._compile)
+        self.levels = levels_of(config.max_batch_size)
+        self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
+        self.names = tuple(versions.current.tables.tables)
         self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool)
-        self.reader: RowReader
-        if is_cached:
-            self.reader = CacheReader(config, versions, device, warm_up=warm_up)
-        else:
-            self.reader = DeviceReader(config, versions, warm_up=warm_up)
-        for of_store in versions.maps:
-            of_store.frequencies = None  # only the first filling of a cache needs them
-        self.names = tuple(self._version.tables.tables)
         self.counts = _Counts(self.names)
 
     @property
-    def _version(self) -> Version:
-        return self.reader.versions.current
+    @abc.abstractmethod
+    def num_bytes(self) -> int: ...  # device memory
+    @abc.abstractmethod
+    def _lookup(self, keys: Mapping[str, np.ndarray]) -> Found: ...  # of uint64 keys by table
+    @abc.abstractmethod
+    def _predict(self, inputs: Any) -> Found: ...
+    @abc.abstractmethod  # the inputs whose keys count for the limits of each table
+    def inputs_of(self, served: artifact.ServedModel) -> Mapping[str, Sequence[str]]: ...
+    @abc.abstractmethod  # what the programs of a version are compiled for, as a value
+    def place_of(self, version: Version) -> Any: ...
+    @abc.abstractmethod  # those that are compiled before requests come
+    def first_programs(self, served: artifact.ServedModel | None) -> list[Program]: ...
+    @abc.abstractmethod
+    def _compile(self, place: Any, program: Program) -> None: ...
 
     @property
     def device_bytes(self) -> int:
         """Bytes of the device's memory, with those of a version that is not served yet."""
-        return self.reader.num_bytes + (self.reader.versions.held_bytes if self.config.tier == "device" else 0)
+        return self.num_bytes + (self.versions.held_bytes if self.config.tier == "device" else 0)
 
     def describe(self) -> Model:
-        version = self._version
+        version = self.versions.current
         return Model(
             name=self.config.model,
             tables=version.tables.tables,
             num_rows=version.num_rows,
             max_batch_size=self.config.max_batch_size,
             max_keys=self.config.max_keys,
-            key_bits=self.key_bits,
+            key_bits=self.versions.key_bits,
             inputs=None if version.served is None else version.served.inputs,
             outputs=None if version.served is None else version.served.outputs,
             version=version.number,
@@ -125,16 +121,16 @@ class Served:
 
     def lookup(self, keys: Mapping[str, Any]) -> Answer:
         arrays = self._read_keys(keys)
-        return self._answer("lookups", lambda: self.reader.lookup(arrays))
+        return self._answer("lookups", lambda: self._lookup(arrays))
 
     def predict(self, inputs: Any) -> Answer:
-        return self._answer("predicts", lambda: self.reader.predict(lambda served: self._read_inputs(served, inputs)))
+        return self._answer("predicts", lambda: self._predict(inputs))
 
     def _answer(self, done: str, read: Callable[[], Found]) -> Answer:
         with self.workers:
-            found = read()
-        self.counts.add(done, found.counts)
-        return Answer(found.values, version=found.version)
+            values, version, counts = read()
+        self.counts.add(done, counts)
+        return Answer(values, version=version)
 
     def _read_keys(self, keys: Any) -> dict[str, np.ndarray]:
         op = "lookup"
@@ -172,7 +168,7 @@ class Served:
         given = {name: keys_in(leaves[name]) for name, spec in served.inputs.items() if hasattr(spec, "table")}
         for name, keys in given.items():
             self._check_bits(f'{op}: inputs["{name}"]', keys)
-        for table, names in self.reader.inputs_of(served).items():
+        for table, names in self.inputs_of(served).items():
             self._check_number(f'{op}: table "{table}"', table, sum(given[name].size for name in names))
         if served.is_per_sample:
             leaves = served.padded(leaves, num_samples)
@@ -187,7 +183,7 @@ class Served:
             )
 
     def _check_bits(self, what: str, keys: np.ndarray) -> None:
-        if self.key_bits == 64:
+        if self.versions.key_bits == 64:
             return
         wrong = (keys >> np.uint64(32) != 0) & (keys != np.uint64(PADDING_KEY))
         if wrong.any():
@@ -199,57 +195,67 @@ class Served:
     # Versions --------------------------------------------------------------------------------------------------------
 
     def update(self, source: Source | None, dense_file: str | os.PathLike[str] | None, in_place: InPlace) -> int:
-        served, reader = None, self.reader
+        served = None
         if dense_file is not None:
-            served = load_dense_model("update", self.config, dense_file, self._version.tables.tables, self.device)
-        version = reader.versions.update(
+            tables = self.versions.current.tables.tables
+            served = load_dense_model("update", self.config, dense_file, tables, self.device)
+        version = self.versions.update(
             source,
             in_place=in_place,
             served=served,
             dense_file=None if dense_file is None else str(dense_file),
-            prepare=self._prepare,
-            publish=reader.publish,
-            settle=lambda now: reader.ready.keep([reader.place_of(now)]),
+            reader=self,
         )
         self.counts.add("updates", {})
         return version.number
 
-    def _prepare(self, old: Version, new: Version) -> None:
-        """Compiles for a new version the programs that requests have used, before it is served."""
-        ready, place, old_place = self.reader.ready, self.reader.place_of(new), self.reader.place_of(old)
+    def prepare(self, old: Version, new: Version) -> None:
+        """Compiles for a new version the programs that requests have used; raises if it cannot be served."""
+        place, old_place = self.place_of(new), self.place_of(old)
         if place == old_place:
             return
-        ready.keep([old_place, place])
-        wanted = [*(self.reader.first_programs(new.served) if self.is_warmed_up else []), *ready.used()]
+        self.ready.keep([old_place, place])
+        wanted = [*(self.first_programs(new.served) if self.is_warmed_up else []), *self.ready.used()]
         for _ in range(2):  # requests go on meanwhile, and use more: what comes later still, they wait for
             for program in wanted:
                 if not isinstance(program, Prediction) or program.fits(new.served):
-                    ready.make(place, program)
-            wanted = ready.used()
+                    self.ready.make(place, program)
+            wanted = self.ready.used()
+
+    def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None:  # noqa: B027
+        """Reads a whole new version from here on; without a cache each request takes the latest.
+
+        `changed` has the keys of each table that changed or went.
+        """
+
+    def settle(self, now: Version) -> None:
+        """Forgets the programs of versions other than the served one; also called after a failure."""
+        self.ready.keep([self.place_of(now)])
+
+    def refresh(self) -> None:  # noqa: B027
+        """Reads cached rows anew; without a cache there is no tier below."""
 
     # Reports ---------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        version, stats = self._version, self.counts.stats()
+        version, stats = self.versions.current, self.counts.stats()
         for name, of_table in stats["tables"].items():
             of_table |= {"num_rows": version.num_rows[name], "source": version.files[name]}
-        stats = {
+        return {
             "version": version.number,
             "source": dict(version.files),
             "dense_file": version.dense_file,
             **stats,
-            "in_place_updates": self.reader.versions.num_in_place,
-            "bytes": self.reader.num_bytes,
-            "host_bytes": self.reader.versions.host_bytes,
+            "in_place_updates": self.versions.num_in_place,
+            "bytes": self.num_bytes,
+            "host_bytes": self.versions.host_bytes,
         }
-        self.reader.add_stats(stats)
-        return stats
 
     def report(self) -> list[str]:
-        version = self._version
+        version = self.versions.current
         lines = [
-            f'model "{self.config.model}", version {version.number}: {self.reader.num_bytes:,} bytes on {self.device}, '
-            f"{self.reader.versions.host_bytes:,} bytes of host memory beside"
+            f'model "{self.config.model}", version {version.number}: {self.num_bytes:,} bytes on {self.device}, '
+            f"{self.versions.host_bytes:,} bytes of host memory beside"
         ]
         for name, table in version.tables.tables.items():
             num_rows = version.num_rows[name]
@@ -261,6 +267,16 @@ class Served:
         if version.served is not None:
             lines.append(f"  dense model of inputs {list(version.served.inputs)}, from {version.dense_file}")
         return lines
+
+    # The end ---------------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Begins nothing more beside requests."""
+        self.ready.beside.stop()
+
+    def close(self, until: float | None = None) -> bool:
+        """Stops, waits for what runs until a time of `time.monotonic`, and returns whether all has ended."""
+        return self.ready.beside.close(rest_s(until))
 
 
 _KINDS: tuple[str, ...] = ("keys", "hits", "missing", "padding")
@@ -294,27 +310,6 @@ def _with_rate(counts: Mapping[str, int]) -> dict[str, Any]:
     return {**counts, "hit_rate": counts["hits"] / real if real else 1.0}
 
 
-def _open_table(
-    config: ModelConfig, table: TableConfig, key_bits: sources.KeyBits
-) -> tuple[FrozenTable, sources.TableSource]:
-    source = sources.open_table(
-        table.file, table=table.name, dim=table.dim, key_bits=key_bits, hotness=config.is_filled_at_start, op="open"
-    )
-    dtype: Any = config.row_dtype or source.dtype
-    if table.default is not None:
-        source = dataclasses.replace(source, unknown=None)  # the configuration counts
-        return FrozenTable(table.name, table.dim, table.default, dtype), source
-    unknown = source.unknown
-    if isinstance(unknown, str):
-        raise ServingError(
-            f'open: model "{config.model}": table "{table.name}": default_value_for_each_table: got no number, and in '
-            f'training of "{source.path}" a key without a row reads {unknown}, which served tables cannot work '
-            "out; wanted the number that they serve."
-        )
-    default, initial = (0.0, unknown) if isinstance(unknown, InitialRows) else (unknown or 0.0, None)
-    return FrozenTable(table.name, table.dim, default, dtype, initial), source
-
-
 def _integers(given: Any, what: str) -> np.ndarray:
     if isinstance(given, jax.Array):
         raise RequestError(
@@ -331,3 +326,8 @@ def _integers(given: Any, what: str) -> np.ndarray:
     if array.ndim == 0:
         raise RequestError(f"{what}: keys: got a scalar, wanted an array of at least one axis.")
     return array
+
+
+def rest_s(until: float | None) -> float | None:
+    """Seconds until a time of `time.monotonic`."""
+    return None if until is None else max(0.0, until - time.monotonic())

@@ -19,6 +19,7 @@ from jaxsok.serving import config as config_lib
 from jaxsok.serving import row_map, updates
 from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.errors import ConfigError, ServingError, UnknownModelError
+from jaxsok.serving.readers import open_model
 from jaxsok.serving.served import Answer, Model, Served
 from jaxsok.serving.updates import InPlace, Source
 
@@ -94,7 +95,7 @@ class Session:
                 at = _device(number, model, device)
                 lock = memory.setdefault(at if model.tier == "device" else row_map.host_device(), threading.Lock())
                 room = functools.partial(self._room, at)
-                self._models[model.model] = Served(model, config.key_bits, at, room, lock, warm_up=warm_up)
+                self._models[model.model] = open_model(model, config.key_bits, at, room, lock, warm_up=warm_up)
         except BaseException:
             self.close()
             raise
@@ -177,7 +178,7 @@ class Session:
 
     def refresh(self, model: str | None = None) -> None:
         """Reads the rows of a device's cache anew from the tier below; does nothing without a cache."""
-        self._served("refresh", model).reader.refresh()
+        self._served("refresh", model).refresh()
 
     def stats(self, model: str | None = None) -> dict[str, Any]:
         """Counts of a model; `model` may be None if there is one.
@@ -209,8 +210,8 @@ class Session:
         models, self._models = self._models, {}
         until = None if timeout_s is None else time.monotonic() + timeout_s
         for served in models.values():
-            served.reader.stop()  # stop all before waiting for any
-        have_ended = [served.reader.close(until) for served in models.values()]
+            served.stop()  # stop all before waiting for any
+        have_ended = [served.close(until) for served in models.values()]
         return all(have_ended)
 
     def _require_open(self, op: str) -> None:

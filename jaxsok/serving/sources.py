@@ -59,9 +59,18 @@ class TableSource:
 
 
 def open_table(
-    path: Path, *, table: str, dim: int, key_bits: KeyBits = 64, hotness: bool = False, op: str = "open_table"
+    path: Path,
+    *,
+    table: str,
+    dim: int,
+    key_bits: KeyBits = 64,
+    hotness: bool = False,
+    alone: bool = False,
+    op: str = "open_table",
 ) -> TableSource:
     """Opens all rows of a table: `path` is one of the folders above, for a delta with its chain beside it.
+
+    With `alone` a delta is opened by itself, for a server of its `base`: new or replaced rows, and keys that go.
 
     `table` is its name in an export or a checkpoint; an HPS directory has one table, without a name. With 32 `key_bits`
     keys are cut to their low 32 bits, as HPS does where `supportlonglong` is false. With `hotness` the `meta` of an HPS
@@ -84,21 +93,8 @@ def open_table(
     folder, is_hps = _found(op, path, table)
     if is_hps:
         return _of_hps(op, folder, table, int(dim), key_bits, hotness)
-    return _of_links(chain_of(op, folder), folder, table, int(dim), key_bits)
-
-
-def open_delta(path: Path, *, table: str, dim: int, key_bits: KeyBits = 64, op: str = "open_delta") -> TableSource:
-    """Opens what one delta changes in a table, for a server of its `base`: new or replaced rows, and keys that go.
-
-    The chain need not be there. Reads all files of the table in the delta once. Arguments and errors are those of
-    `open_table`; ServingError also if it is no delta.
-    """
-    files_lib.check_dim(op, dim)
-    folder, is_hps = _found(op, path, table)
-    if is_hps or not is_delta(folder):
-        kind = "an HPS directory" if is_hps else "an export of all rows"
-        raise ServingError(f'{op}: path: got "{folder}", {kind}, wanted a folder of export_delta; use open_table.')
-    return _of_links([Source.of(op, folder)], folder, table, int(dim), key_bits)
+    links = [Source.of(op, folder)] if alone and is_delta(path) else chain_of(op, folder)
+    return _of_links(links, folder, table, int(dim), key_bits)
 
 
 def _of_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits) -> TableSource:
@@ -130,9 +126,8 @@ def is_delta(path: Path) -> bool:
 
 
 def open_either(op: str, path: Path, table: FrozenTable, key_bits: KeyBits) -> TableSource:
-    """Opens a delta, or all rows of a table."""
-    open_some = open_delta if is_delta(path) else open_table
-    return open_some(path, table=table.name, dim=table.dim, key_bits=key_bits, op=op)
+    """Opens a delta alone, or all rows of a table."""
+    return open_table(path, table=table.name, dim=table.dim, key_bits=key_bits, alone=True, op=op)
 
 
 def open_all(

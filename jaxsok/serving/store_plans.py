@@ -1,7 +1,6 @@
 """The next version of one store: which keys have which rows, and what is written to them.
 
-Updates of served models (updates.py) and of rows in host memory (backing.py) are planned here. A plan has its own map
-of rows, so making one changes nothing that is read.
+A plan has its own map of rows, so making one changes nothing that is read.
 """
 
 import dataclasses
@@ -75,23 +74,22 @@ class StorePlan:
         tables: Sequence[FrozenTable],
         old: RowMap,
         changes: Sequence[Change],
-        capacity: Callable[[int, int], int],
+        capacity: Callable[[int], int],
     ) -> "StorePlan":
-        """Plans a store of some tables; `capacity` chooses its size from the rows needed and the new ones of these."""
+        """Plans a store of some tables; `capacity` chooses its size from the rows needed."""
         numbers = {table.name: number for number, table in enumerate(tables)}
         gone = {change.table.name: change.gone_from(old, numbers[change.table.name]) for change in changes}
         is_fresh = len(changes) == len(tables) and all(change.gone is None for change in changes)
         if is_fresh:
             num_needed = sum(len(change.keys) for change in changes)
-            row_map = RowMap(len(tables), capacity(num_needed, num_needed))
+            row_map = RowMap(len(tables), capacity(num_needed))
         else:
             row_map = old.copy()
             for name, keys in gone.items():
                 row_map.remove(numbers[name], keys)
             found = [row_map.find(numbers[change.table.name], change.keys) for change in changes]
-            num_new = sum(int((row_ids == NO_ROW).sum()) for row_ids in found)
-            num_needed = int(row_map.table_rows.sum()) + num_new
-            row_map.grow(capacity(num_needed, num_new))
+            num_needed = int(row_map.table_rows.sum()) + sum(int((row_ids == NO_ROW).sum()) for row_ids in found)
+            row_map.grow(capacity(num_needed))
         for change in changes:
             row_map.place(numbers[change.table.name], change.keys)
         changed = {change.table.name: np.concatenate([change.keys, gone[change.table.name]]) for change in changes}
@@ -114,7 +112,7 @@ class StorePlan:
         return (rows_bytes + self.piece_bytes) * has_rows + self.index_bytes
 
     def lines(self) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
-        """The changed rows as they are stored: row ids, and what `lines_of` gives. Keeps frequencies in the map."""
+        """The changed rows as they are stored: row ids, and what `lines_of` gives."""
         for change in self.changes:
             for records in change.pieces():
                 row_ids = self.row_map.find(self.numbers[change.table.name], records.keys)
@@ -123,23 +121,19 @@ class StorePlan:
                         f'update: table "{change.table.name}": path: "{change.path}" changed while it was read; '
                         "write a new folder for each update."
                     )
-                if self.row_map.frequencies is not None and records.frequency is not None:
-                    self.row_map.set_frequencies(row_ids, records.frequency)
                 yield row_ids, lines_of(change.table, records.rows)
 
-    def write(self, store: FrozenStore, device: Any, *, donate: bool = False) -> FrozenStore:
-        """Makes the next version from the store as it is; shares the rows if none changes.
-
-        With `donate` the rows are written where they lie, unless there must be more of them.
-        """
+    def write(self, store: FrozenStore, device: Any) -> FrozenStore:
+        """Makes the next version beside the store as it is; shares the rows if none changes."""
         capacity = self.row_map.capacity
-        if self.is_fresh or capacity != store.capacity:
+        is_own = self.is_fresh or capacity != store.capacity  # whether the arrays are those of the next version alone
+        if is_own:
             with jax.default_device(device):
                 rows, *scales = (_resize(array, capacity, not self.is_fresh) for array in (store.rows, *store.scales))
-            store, donate = dataclasses.replace(store, rows=rows, scales=tuple(scales)), True
+            store = dataclasses.replace(store, rows=rows, scales=tuple(scales))
         for row_ids, lines in self.lines():
-            store = write_lines(store, row_ids, lines, donate=donate)
-            donate = True
+            store = write_lines(store, row_ids, lines, donate=is_own)
+            is_own = True
         index, counters = self.row_map.index(device)
         return dataclasses.replace(store, index=index, counters=counters)
 

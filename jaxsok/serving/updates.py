@@ -13,7 +13,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -32,7 +32,6 @@ from jaxsok.serving.frozen import (
     ready_to_write,
     write_lines,
 )
-from jaxsok.serving.gate import Gate
 from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap
@@ -50,7 +49,7 @@ class Version:
 
     number: int  # 1 at first; each update adds one
     tables: FrozenTables
-    num_rows: Mapping[str, int]  # by table
+    maps: tuple[RowMap, ...]  # which keys have which rows, by store
     files: Mapping[str, str]  # the folder that changed each table last
     uuids: Mapping[str, str | None]  # which export each table holds; None: no delta can follow
     unknowns: Mapping[str, Any]  # what the first files say of keys without a row (`TableSource.unknown`)
@@ -62,8 +61,51 @@ class Version:
         """The form of the arrays: programs are compiled for it."""
         return Form(self.tables)
 
+    @functools.cached_property
+    def num_rows(self) -> dict[str, int]:
+        """Rows in use, by table."""
+        return {name: int(self.maps[s].table_rows[n]) for name, (s, n) in self.tables.spec.places.items()}
 
-Publish = Callable[[Version, tuple[RowMap, ...], Mapping[str, np.ndarray]], None]
+
+class Gate:
+    """Admits many readers, or one writer, who comes before later readers."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # Under `_changed`: no reader enters while `_is_closed`, and the writer waits until there are no readers.
+        self._readers, self._is_closed = 0, False
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_closed)
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        try:
+            with self._changed:
+                self._is_closed = True
+                self._changed.wait_for(lambda: not self._readers)
+            yield
+        finally:  # also after Ctrl-C
+            with self._changed:
+                self._is_closed = False
+                self._changed.notify_all()
+
+
+class Reader(Protocol):
+    """What an update asks of those who read the versions; see `served.Served`."""
+
+    def prepare(self, old: Version, new: Version) -> None: ...
+    def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None: ...
+    def settle(self, now: Version) -> None: ...
 
 
 class Versions:
@@ -87,11 +129,11 @@ class Versions:
         memory: contextlib.AbstractContextManager[Any],
     ) -> None:
         self.name, self.device = config.model, device
-        self._key_bits: sources_lib.KeyBits = key_bits
+        self.key_bits: sources_lib.KeyBits = key_bits
         self._spare_rows = config.spare_rows
         self._room, self._can_donate, self._memory = room, can_donate, memory
-        # One update at a time holds `_updating`, and it alone sets `_current` and `maps`. Arrays of `_current` are
-        # donated only while the gate is held for writing.
+        # One update at a time holds `_updating`: it alone sets `_current` and closes the gate. Arrays of `_current` are
+        # donated only while the gate is closed.
         self._gate, self._updating = Gate(), threading.Lock()
         needed = sum(sum(frozen_bytes(table, source.num_rows + config.spare_rows).values()) for table, source in given)
         free = self._free_bytes()
@@ -100,11 +142,11 @@ class Versions:
                 f'open: model "{self.name}": memory: got {free} bytes free on {device}, wanted {needed} for its '
                 "tables; take a smaller row_dtype, or, where they lie on a device, a gpucacheper below 1."
             )
-        tables, self.maps = freeze_records(given, spare_rows=config.spare_rows, device=device)
+        tables, maps = freeze_records(given, spare_rows=config.spare_rows, device=device)
         self._current = Version(
             number=1,
             tables=tables,
-            num_rows=_num_rows(tables, self.maps),
+            maps=maps,
             files={table.name: str(source.path) for table, source in given},
             uuids={table.name: source.uuid for table, source in given},
             unknowns={table.name: source.unknown for table, source in given},
@@ -123,7 +165,7 @@ class Versions:
     def host_bytes(self) -> int:
         """Bytes of the maps of rows, and of rows below a cache."""
         rows_bytes = 0 if self._can_donate else self._current.tables.num_bytes
-        return rows_bytes + sum(row_map.num_bytes for row_map in self.maps)
+        return rows_bytes + sum(row_map.num_bytes for row_map in self._current.maps)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Version]:
@@ -132,22 +174,11 @@ class Versions:
             yield self._current
 
     def update(
-        self,
-        source: Source | None,
-        *,
-        in_place: InPlace,
-        served: Any,
-        dense_file: str | None,
-        prepare: Callable[[Version, Version], None],
-        publish: Publish,
-        settle: Callable[[Version], None],
+        self, source: Source | None, *, in_place: InPlace, served: Any, dense_file: str | None, reader: Reader
     ) -> Version:
         """Makes the next version and serves it; see `Session.update`.
 
-        `prepare` gets the old and the new version before the new one is served, and raises if it cannot be. `publish`
-        gets the new version when it is whole, the maps of its stores, and the keys of each table that changed or went,
-        for readers that do not use `reading`. `settle` gets the served version at the end, also after a failure; no
-        update runs meanwhile. ServingError: it cannot be done; nothing has changed.
+        ServingError: it cannot be done; nothing has changed.
         """
         if not (isinstance(in_place, bool) or in_place == "auto"):
             raise ServingError(f'update: in_place: got {in_place!r}, wanted True, False or "auto".')
@@ -159,7 +190,7 @@ class Versions:
         with self._updating:
             try:
                 old = self._current
-                opened = {} if source is None else open_update(self.name, source, old, self._key_bits)
+                opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
                 changes = [_change(old.tables.tables[name], found) for name, found in opened.items()]
                 new = dataclasses.replace(
                     old,
@@ -169,23 +200,15 @@ class Versions:
                     served=old.served if dense_file is None else served,
                     dense_file=old.dense_file if dense_file is None else dense_file,
                 )
-                self._update(old, new, changes, in_place, prepare, publish)
+                self._update(old, new, changes, in_place, reader)
                 return self._current
             finally:
-                settle(self._current)
+                reader.settle(self._current)
 
-    def _update(
-        self,
-        old: Version,
-        new: Version,
-        changes: Sequence[Change],
-        in_place: InPlace,
-        prepare: Callable[[Version, Version], None],
-        publish: Publish,
-    ) -> None:
-        maps = list(self.maps)
+    def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Reader) -> None:
+        maps = list(old.maps)
         with self._memory:  # not while programs are compiled, which may take minutes
-            plans, is_in_place = self._planned(old.tables, changes, in_place)
+            plans, is_in_place = self._planned(old, changes, in_place)
             writes, held_bytes, stores = [], 0, {}
             for plan in plans:
                 s, store = plan.store, old.tables.stores[plan.store]
@@ -202,10 +225,10 @@ class Versions:
                     held_bytes += plan.bytes_beside(store)
             tables = _with_stores(old.tables, stores)
             jax.block_until_ready(tables)  # failures are raised here, and no reader waits
-            new = dataclasses.replace(new, num_rows=_num_rows(old.tables, maps), tables=tables)
+            new = dataclasses.replace(new, maps=tuple(maps), tables=tables)
             self.held_bytes = held_bytes
         try:
-            prepare(old, new)
+            reader.prepare(old, new)
             if is_in_place:
                 for write in writes:
                     ready_to_write(tables.stores[write.store], len(write.row_ids))
@@ -219,29 +242,27 @@ class Versions:
                     self._write_in_place(old, new, writes)
                 self.num_in_place += 1
             else:
-                publish(new, tuple(maps), {name: keys for plan in plans for name, keys in plan.changed.items()})
+                changed = {name: keys for plan in plans for name, keys in plan.changed.items()}
+                reader.publish(new, changed)
                 self._current = new
         finally:
             self.held_bytes = 0
-        self.maps = tuple(maps)
 
     def _free_bytes(self) -> int | None:
         return host_free_bytes() if self._room is None else self._room()
 
     # Planning --------------------------------------------------------------------------------------------------------
 
-    def _planned(
-        self, tables: FrozenTables, changes: Sequence[Change], in_place: InPlace
-    ) -> tuple[list[StorePlan], bool]:
+    def _planned(self, old: Version, changes: Sequence[Change], in_place: InPlace) -> tuple[list[StorePlan], bool]:
         """Plans each store that changes, and whether in place; refuses impossible updates."""
-        spec, of_store = tables.spec.stores, dict[int, list[Change]]()
+        tables, spec, of_store = old.tables, old.tables.spec.stores, dict[int, list[Change]]()
         for change in changes:
             if not change.is_empty:
                 of_store.setdefault(tables.spec.places[change.table.name][0], []).append(change)
         free, beside = None, 0
         for is_roomy in (True, False):
             plans = [
-                StorePlan.of(s, spec[s], self.maps[s], mine, functools.partial(self._capacity, s, is_roomy))
+                StorePlan.of(s, spec[s], old.maps[s], mine, functools.partial(self._capacity, old.maps[s], is_roomy))
                 for s, mine in of_store.items()
             ]
             beside = sum(plan.bytes_beside(tables.stores[plan.store]) for plan in plans)
@@ -277,10 +298,8 @@ class Versions:
             )
         return plans, True
 
-    def _capacity(self, s: int, is_roomy: bool, num_needed: int, num_new: int) -> int:
+    def _capacity(self, row_map: RowMap, is_roomy: bool, num_needed: int) -> int:
         """Chooses the rows of a store: as many as it has, so that programs stay, unless those are too few."""
-        del num_new
-        row_map = self.maps[s]
         if num_needed <= row_map.capacity or not is_roomy:
             return max(num_needed, row_map.capacity)
         more = max(row_map.num_tables * self._spare_rows, num_needed // 16)  # so that not each update is too many
@@ -389,10 +408,6 @@ def host_free_bytes() -> int | None:
         return None
     found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
     return 1024 * int(found[0]) if found else None
-
-
-def _num_rows(tables: FrozenTables, maps: Sequence[RowMap]) -> dict[str, int]:
-    return {name: int(maps[s].table_rows[number]) for name, (s, number) in tables.spec.places.items()}
 
 
 def _with_stores(tables: FrozenTables, stores: Mapping[int, FrozenStore]) -> FrozenTables:

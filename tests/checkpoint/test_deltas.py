@@ -423,10 +423,10 @@ def test_what_fails_in_a_delta_leaves_a_state(chain, monkeypatch, kind):
     assert_same(content(other, state), held[1][0], names=["user.keys", "user.rows", "item.keys", "item.rows"])
 
 
-def capped():
+def capped(num_devices=None):
     """A table that is full and evicts."""
     options = {"capacity": 64, "max_capacity": 64, "eviction": policies.LeastRecentlyUsed(), "statistics": True}
-    return collection_of([jaxsok.TableSpec("item", 2, cases.ADAM, **options)])
+    return collection_of([jaxsok.TableSpec("item", 2, cases.ADAM, **options)], num_devices)
 
 
 def seen(collection, state, keys):
@@ -452,6 +452,29 @@ def test_a_full_table_that_evicts(tmp_path):
     served = checkpoint.load(tmp_path / "full", collection)
     served = checkpoint.apply_delta(tmp_path / "delta", collection, served, after=tmp_path / "full")
     assert_same(content(collection, served), want)
+
+
+def test_a_full_table_that_evicts_on_fewer_devices(tmp_path, caplog):
+    """Eight shards hold more rows than one may, since hashes are uneven; the next step evicts down to its bound."""
+    eight, fewer = capped(8), capped()
+    state = eight.init(seed=0)
+    for start in range(0, 96, 8):
+        state = seen(eight, state, np.arange(start, start + 8))
+    assert eight.num_rows(state) == {"item": 96}
+    checkpoint.export_full(tmp_path / "full", eight, state)
+    state = seen(eight, state, np.arange(96, 104))
+    checkpoint.export_delta(tmp_path / "delta", eight, state, tmp_path / "full")
+    loaded = checkpoint.load(tmp_path / "delta", fewer)
+    assert_same(content(fewer, loaded), content(eight, state))
+    assert "max_capacity: got " in caplog.text and "the next call of grow evicts" in caplog.text
+    loaded = seen(fewer, loaded, np.arange(200, 208))
+    assert 16 <= fewer.num_rows(loaded)["item"] <= 64
+    assert loaded.stores[0].capacity > 64  # of which no more than 64 are used
+    for start in range(208, 240, 8):
+        loaded = seen(fewer, loaded, np.arange(start, start + 8))
+        assert fewer.num_rows(loaded)["item"] <= 64
+    kept = np.asarray(fewer.export_table(loaded, "item")["keys"])
+    assert np.isin(np.arange(208, 240), kept).all()
 
 
 def test_a_delta_on_a_checkpoint(tmp_path):

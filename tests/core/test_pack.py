@@ -9,6 +9,7 @@ import os
 import tempfile
 import threading
 import tracemalloc
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxsok
+from jaxsok import pack as pack_lib
 from jaxsok.host_buffers import HostBuffers
 from jaxsok.kernels import pack as kernel
 
@@ -165,7 +167,8 @@ def both(collection, raw, pad_to, is_narrow=None):
         want = packer.pack_by_numpy(raw, pad_to, is_split)
     except (TypeError, ValueError) as error:
         want = error
-    packing = packer.pack_by_threads(raw, pad_to, is_split)
+    packed = packer.pack_by_threads(raw, pad_to, is_split)
+    packing = None if packed is None else packer.send(packed, pad_to)
     return packing and packer.finish(packing), want
 
 
@@ -354,6 +357,186 @@ def test_all_of_a_long_feature_is_checked(bad):
         keys[bad] = 5
     got, want = both(collection, {"0 ragged": BAGS(keys, lengths=[2, 0])}, None)
     assert (got is None) == isinstance(want, ValueError) == (bad is not None)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Batches after the first: what does not depend on their data is kept
+
+
+@st.composite
+def sequences(draw):
+    """Kinds of features, and batches of them in turn, each with `pad_to`; most come several times."""
+    kinds = tuple(draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=3)))
+    raws = []
+    for _ in range(draw(st.integers(2, 3))):
+        num_bags = draw(st.sampled_from([4, 8]))
+        raw = {f"{i} {kind}": draw(features(kind, num_bags))[0] for i, kind in enumerate(kinds)}
+        raws.append({**raw, "label": np.arange(num_bags)} if draw(st.booleans()) else raw)
+    turns = st.tuples(st.sampled_from(raws), st.sampled_from([None, None, 8, 12]), st.sampled_from([1, 3]))
+    return kinds, draw(st.lists(turns, min_size=3, max_size=6))
+
+
+@pytest.mark.parametrize("num_shards", [None, 4])
+@given(drawn=sequences(), is_narrow=st.booleans())
+def test_batches_in_turn_are_those_of_numpy(num_shards, drawn, is_narrow):
+    """Dtypes, strides, lengths and padding change from batch to batch, and come back."""
+    kinds, turns = drawn
+    collection = declared(kinds, num_shards)
+    packer, is_split = collection.packer, num_shards is not None
+    packer.is_narrow = is_narrow
+    for raw, pad_to, num_threads in turns:
+        packer.num_threads = num_threads
+        got, want = collection.batch(raw, pad_to=pad_to), packer.pack_by_numpy(raw, pad_to, is_split)
+        same((got.features, got.mask, got.rest), (want.features, want.mask, want.rest))
+
+
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_what_a_batch_holds_may_change_its_type(num_shards):
+    """A list, a column of another library, an array of JAX: each in the place of an array, and the array again."""
+    collection = declared(("single", "ragged"), num_shards)
+    rows = np.arange(32, dtype=np.int32).reshape(8, 4)
+    lengths = np.array([3, 0, 1, 0, 2, 1, 0, 1])
+    ragged = BAGS(np.arange(8) + 50, lengths=lengths)
+    with tempfile.TemporaryFile() as file:
+        mapped = np.memmap(file, np.int32, "w+", shape=(8, 4))
+    mapped[:] = rows
+    columns = [rows[:, 1], rows[:, 1].tolist(), rows[:, 1], mapped[:, 1], rows[:, 1].copy(), mapped[:, 1]]
+    values = [ragged, dataclasses.replace(ragged, keys=ragged.keys.tolist()), ragged, ragged]
+    values += [dataclasses.replace(ragged, lengths=tuple(lengths.tolist())), BAGS(np.arange(8) + 50, lengths=lengths)]
+    try:
+        import pyarrow as pa
+
+        columns += [pa.array(rows[:, 1]), rows[:, 1]]
+        values += [ragged, BAGS(pa.array(np.arange(8) + 50), lengths=lengths)]
+    except ImportError:
+        pass
+    if num_shards is None:
+        columns += [jnp.asarray(programs.words(rows[:, 1])), rows[:, 1]]
+        values += [ragged, ragged]
+    first = collection.batch({"0 single": columns[0], "1 ragged": values[0]}).features
+    for column, value in zip(columns, values, strict=True):
+        same(collection.batch({"0 single": column, "1 ragged": value}).features, first)
+    assert keys_of(first.keys("0 single")) == rows[:, 1].tolist()
+
+
+def test_a_reader_fills_its_arrays_again():
+    """Equal arrays with other contents: other lengths, fewer keys or more, in place or not."""
+    collection = declared(("ragged", "square", "single_weighted"), None)
+    rng, keys, weights = np.random.default_rng(0), np.zeros(4, np.int64), np.zeros(4, np.float32)
+    lengths, of_square = np.zeros(4, np.int64), np.zeros(4, np.int32)
+    for _ in range(40):
+        keys[:], weights[:] = rng.integers(0, 2**40, 4), rng.random(4)
+        lengths[:], of_square[:] = rng.integers(0, rng.choice([1, 3, 40]), 4), rng.integers(0, MAX_HOTNESS + 1, 4)
+        long, short = rng.integers(0, 2**60, lengths.sum()), rng.integers(0, 2**60, of_square.sum())
+        raw = {
+            "0 ragged": BAGS(long, lengths=lengths),
+            "1 square": BAGS(short, lengths=of_square),
+            "2 single_weighted": BAGS(keys, weights=weights),
+        }
+        got = collection.batch(raw).features
+        want = [long[end - length : end].tolist() for end, length in zip(np.cumsum(lengths), lengths, strict=True)]
+        offsets, packed = np.asarray(got.offsets("0 ragged")), keys_of(got.keys("0 ragged"))
+        assert [packed[begin:end] for begin, end in itertools.pairwise(offsets)] == want
+        assert set(packed[offsets[-1] :]) <= {PADDING}
+        square = np.array(keys_of(got.keys("1 square")), np.uint64).reshape(4, MAX_HOTNESS)
+        assert square[square != np.uint64(PADDING)].tolist() == short.tolist()
+        assert (square != np.uint64(PADDING)).sum(axis=1).tolist() == of_square.tolist()
+        assert keys_of(got.keys("2 single_weighted")) == keys.tolist()
+        assert weights_of(got, "2 single_weighted") == weights.tolist()
+
+
+GOOD = {
+    "ragged": [BAGS(KEYS, lengths=np.array([3, 3, 2, 0])), BAGS(KEYS, offsets=np.array([0, 3, 4, 8, 8]))],
+    "ragged_bounded": [BAGS(np.arange(64), lengths=np.array([16, 16, 16, 16]))],
+    "square": [BAGS(KEYS, lengths=np.array([4, 2, 2, 0]))],
+    "ragged_weighted": [BAGS(KEYS, lengths=np.array([4, 2, 2, 0]), weights=np.ones(8))],
+    "single_weighted": [BAGS(KEYS[:4], weights=np.ones(4, np.float32))],
+    "single": [KEYS[:4]],
+    "rectangle": [KEYS.reshape(4, 2)],
+}
+"""Batches that are taken; those of `BAD` that differ in values alone follow the same recipe."""
+
+
+@pytest.mark.parametrize("num_shards", [None, 4])
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_batch_after_good_ones(name, num_shards):
+    """It is refused with the words of NumPy, or taken as NumPy takes it; the good ones stay good."""
+    kind, value = BAD[name]
+    collection = declared((kind, "single"), num_shards)
+    packer = collection.packer
+    if isinstance(value, BAGS):  # as arrays, like the good ones
+        arrays = {part: getattr(value, part) for part in ("lengths", "offsets", "inverse")}
+        arrays = {part: None if array is None else np.asarray(array) for part, array in arrays.items()}
+        value = dataclasses.replace(value, **arrays)
+    second = np.arange(6 if "divide" in name else 0 if name == "no samples" else 4)
+    bad = {f"0 {kind}": value, "1 single": second}
+    goods = [{f"0 {kind}": value, "1 single": KEYS[:4]} for value in GOOD[kind]]
+    wants = [packer.pack_by_numpy(good, None, num_shards is not None) for good in goods]
+    for _ in range(2):
+        for good, want in zip(goods, wants, strict=True):
+            same(collection.batch(good).features, want.features)
+        try:
+            want = packer.pack_by_numpy(bad, None, num_shards is not None)
+        except (TypeError, ValueError) as error:
+            with pytest.raises(type(error)) as caught:
+                collection.batch(bad)
+            if "one number of samples" not in str(caught.value):  # asked before either packs
+                assert str(caught.value) == str(error)
+        else:
+            same(collection.batch(bad).features, want.features)
+
+
+def test_lengths_are_no_offsets():
+    """Arrays of one shape, which say different things."""
+    collection = declared(("ragged",), None)
+    for _ in range(2):
+        got = collection.batch({"0 ragged": BAGS(KEYS, lengths=np.array([0, 0, 0, 8]))}).features
+        assert np.asarray(got.offsets("0 ragged")).tolist() == [0, 0, 0, 0, 8]
+        got = collection.batch({"0 ragged": BAGS(KEYS, offsets=np.array([0, 0, 0, 8]))}).features
+        assert np.asarray(got.offsets("0 ragged")).tolist() == [0, 0, 0, 8]
+
+
+def test_columns_beside_known_features_are_checked():
+    """Entries that are no features, names and `pad_to` are looked at for each batch."""
+    collection = declared(("single", "ragged"), None)
+    good = {"0 single": KEYS[:4], "1 ragged": BAGS(KEYS, lengths=np.array([3, 3, 2, 0])), "label": np.ones(4)}
+    for _ in range(2):
+        assert collection.batch(good)["label"].shape == (4,)
+        assert collection.batch(good, pad_to=6)["label"].shape == (6,)
+        assert collection.batch(good, pad_to=1 << 3).mask.sum() == 4
+        with pytest.raises(ValueError, match=r'entry "label": got shape \[5\] beside features of 4 samples'):
+            collection.batch({**good, "label": np.ones(5)})
+        with pytest.raises(ValueError, match="got 1 of 2 features, wanted also"):
+            collection.batch({name: value for name, value in good.items() if name != "1 ragged"})
+        with pytest.raises(ValueError, match=r"got features of .* samples, wanted one number"):
+            collection.batch({**good, "0 single": KEYS[:5]}, pad_to=6)
+        with pytest.raises(ValueError, match="got 4 samples, wanted at most pad_to = 3"):
+            collection.batch(good, pad_to=3)
+        pad_to: Any
+        for pad_to in (True, 0, 6.0, [6]):
+            with pytest.raises((TypeError, ValueError), match="pad_to"):
+                collection.batch(good, pad_to=pad_to)
+
+
+def test_recipes_are_made_once_and_few_are_kept(monkeypatch):
+    """Batches that differ in their data alone share one; those that are not kept are made again."""
+    made = []
+    make = pack_lib.Packer._make_recipe
+    monkeypatch.setattr(pack_lib.Packer, "_make_recipe", lambda *args: made.append(1) or make(*args))
+    monkeypatch.setattr(pack_lib, "_MOST_KEPT", 3)
+    collection = jaxsok.Collection(
+        [jaxsok.TableSpec("a", 4, jaxsok.optim.sgd(1.0))], [jaxsok.FeatureSpec("f", "a", combiner="sum")]
+    )
+    for size in (3, 9, 0, 40, 3):
+        lengths = np.array([size, 1])
+        got = collection.batch({"f": BAGS(np.arange(size + 1), lengths=lengths)}).features
+        assert np.asarray(got.offsets("f")).tolist() == [0, size, size + 1]
+    assert len(made) == 1
+    for num_samples in (*range(1, 9), *range(1, 9)):
+        got = collection.batch({"f": np.arange(num_samples)}).features
+        assert keys_of(got.keys("f")) == list(range(num_samples))
+    packer = collection.packer
+    assert max(len(packer._recipes), len(packer._sized), len(packer._layouts)) <= 3
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -583,7 +766,7 @@ def test_a_forked_process_packs_with_threads_of_its_own():
     item = (*of_keys, 0, 1, 0, 300_000, packed.ctypes.data, *[0] * 9)
     child = os.fork()
     if child == 0:
-        is_right = kernel.pack_keys([item], 4) and (packed == keys).all()
+        is_right = kernel.pack_keys(np.array([item], kernel.KEYS), 4) and (packed == keys).all()
         os._exit(0 if is_right else 1)
     assert os.waitpid(child, 0)[1] == 0
 

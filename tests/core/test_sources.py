@@ -436,7 +436,7 @@ BAD_COLUMNS = {
     "null lengths": (ValueError, "lengths: got 1 nulls", jaxsok.Bags(np.arange(2), lengths=pa.array([2, None]))),
     "null weights": (
         ValueError,
-        "weights: got 1 nulls, wanted a number for every key",
+        "weights: got 1 nulls, wanted a number in every place",
         jaxsok.Bags(LISTS, weights=pa.array([[1.0, None], [2.0]])),
     ),
     "weights of other lengths": (

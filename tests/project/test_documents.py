@@ -611,6 +611,12 @@ def checkpoint():
     return importlib.import_module("jaxsok.checkpoint")
 
 
+def data(name=""):
+    """A module of jaxsok.data, which needs Grain and PyArrow."""
+    pytest.importorskip("grain")
+    return importlib.import_module(f"jaxsok.data{name}")
+
+
 API = {
     "jaxsok": lambda: list(jaxsok.__all__),
     "jaxsok.Collection": lambda: [
@@ -665,6 +671,9 @@ API = {
     "jaxsok.interchange.columns": lambda: calls_of(columns),
     "jaxsok.interchange.npz": lambda: calls_of(npz),
     "jaxsok.interchange.files.RecordChunks": lambda: members_of(files.RecordChunks),
+    "jaxsok.data": lambda: calls_of(data()),
+    "jaxsok.data.Source": lambda: members_of(data().Source),
+    "jaxsok.data.criteo": lambda: calls_of(data(".criteo")),
     "jaxsok.checkpoint": lambda: calls_of(checkpoint()),
     **{
         f"jaxsok.checkpoint.{name}": lambda name=name: members_of(getattr(checkpoint(), name))

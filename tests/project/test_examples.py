@@ -1,6 +1,7 @@
 """The examples run, small; the DLRM on dynamic tables learns as the same model on dense tables does."""
 
 import dataclasses
+import gzip
 import importlib.util
 import json
 import os
@@ -17,13 +18,16 @@ import pytest
 from flax import nnx
 from waiting import free_port
 
+from jaxsok.data import criteo
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-import criteo  # noqa: E402
 import serve_fused  # noqa: E402
+import synthetic_log  # noqa: E402
 import train_dlrm  # noqa: E402
+import training  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,6 +92,7 @@ SMALL = train_dlrm.Config(
     bottom=(16,),
     top=(32,),
     plot=None,
+    checkpoint_dir=None,
     show_progress=False,
     num_devices=1,
 )
@@ -100,8 +105,19 @@ ROOMY = dataclasses.replace(SMALL, capacity=1024)
 def log(tmp_path_factory):
     """A synthetic log of 12,000 rows with few enough keys that 12,000 rows teach something."""
     path = tmp_path_factory.mktemp("log") / "log.tsv"
-    criteo.write_log(path, 12_000, seed=1, max_cardinality=500)
+    synthetic_log.write_log(path, 12_000, seed=1, max_cardinality=500)
     return path
+
+
+def columns_of(log):
+    """All rows of a log."""
+    source = criteo.TextSource(log)
+    return source.take(slice(0, len(source)))
+
+
+def categories_of(columns):
+    """int64 `[num_rows, 26]`."""
+    return np.stack([columns[name] for name in criteo.CATEGORY_NAMES], axis=1)
 
 
 @pytest.fixture(scope="module")
@@ -118,42 +134,43 @@ def test_all_rows_are_trained_on_or_held_out(log, result):
 
 
 def test_tables_grow_to_the_keys_that_were_trained_on(log, result):
-    (rows,) = criteo.read_log(log, 20_000)
+    categories = categories_of(columns_of(log))
     for i, name in enumerate(criteo.CATEGORY_NAMES):
-        keys = rows.categories[: result.num_samples, i]
+        keys = categories[: result.num_samples, i]
         distinct = set(keys.tolist()) - {-1}
         assert result.num_rows[name] == len(distinct)
         assert result.growth[0][i] == len(set(keys[: SMALL.batch_size].tolist()) - {-1})
     np.testing.assert_array_equal(result.growth[-1], list(result.num_rows.values()))
     assert (np.diff(result.growth, axis=0) >= 0).all()
     assert sum(result.num_rows.values()) > 26 * SMALL.capacity, "small tables: this run has to grow them"
-    held_out = rows.categories[result.num_samples :]
-    num_new = sum(
-        int((~np.isin(held_out[:, i], [*rows.categories[: result.num_samples, i], -1])).sum()) for i in range(26)
-    )
+    held_out = categories[result.num_samples :]
+    num_new = sum(int((~np.isin(held_out[:, i], [*categories[: result.num_samples, i], -1])).sum()) for i in range(26))
     assert result.missing_keys == pytest.approx(num_new / (held_out != -1).sum())
 
 
 def test_the_planted_signal_is_learnt(log, result):
-    (rows,) = criteo.read_log(log, 20_000)
-    held_out = slice(result.num_samples, None)
-    best = train_dlrm.auc_of(
-        rows.label[held_out], criteo.planted_logit(rows.integers[held_out], rows.categories[held_out])
-    )
+    columns, held_out = columns_of(log), slice(result.num_samples, None)
+    logits = synthetic_log.planted_logit(columns["integers"][held_out], categories_of(columns)[held_out])
+    best = training.auc_of(columns["label"][held_out], logits)
     assert result.losses[-8:].mean() < result.losses[:4].mean()
     assert 0.62 < result.auc < best
 
 
+def press_ctrl_c_after(monkeypatch, *steps):
+    """Presses Ctrl-C after these steps, each once."""
+    asks_to_stop, left = training.CtrlC.asks_to_stop, set(steps)
+
+    def press(self, num_steps):
+        if num_steps in left:
+            left.remove(num_steps)
+            signal.raise_signal(signal.SIGINT)
+        return asks_to_stop(self, num_steps)
+
+    monkeypatch.setattr(training.CtrlC, "asks_to_stop", press)
+
+
 def test_ctrl_c_gives_what_was_done(log, tmp_path, monkeypatch, capsys):
-    hold_back = train_dlrm.hold_back
-
-    def press_ctrl_c_in_the_third_step(*arguments):
-        for i, rows in enumerate(hold_back(*arguments)):
-            if i == 2:
-                signal.raise_signal(signal.SIGINT)
-            yield rows
-
-    monkeypatch.setattr(train_dlrm, "hold_back", press_ctrl_c_in_the_third_step)
+    press_ctrl_c_after(monkeypatch, 3)
     before = signal.getsignal(signal.SIGINT)
     result = train_dlrm.train(dataclasses.replace(ROOMY, data=(log,), held_out_rows=1000))
     assert signal.getsignal(signal.SIGINT) is before
@@ -170,6 +187,44 @@ def test_ctrl_c_gives_what_was_done(log, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "plot.png").exists()
 
 
+def test_an_interrupted_run_goes_on_at_the_next_batch(log, tmp_path, monkeypatch):
+    """Two interruptions, other devices in between: losses, keys and AUC are those of a run without them."""
+    config = dataclasses.replace(ROOMY, data=(log,), max_rows=2000, held_out_rows=400, shuffle=True, epochs=2)
+    whole = train_dlrm.train(config)
+    config = dataclasses.replace(config, checkpoint_dir=tmp_path / "run", checkpoint_every=5)
+    press_ctrl_c_after(monkeypatch, 3, 8)
+    results = [
+        train_dlrm.train(dataclasses.replace(config, num_devices=number))
+        for number in (1, min(2, jax.device_count()), 1)
+    ]
+    assert [result.is_interrupted for result in results] == [True, True, False]
+    assert [result.num_restored // SMALL.batch_size for result in results] == [0, 3, 8]
+    last = results[-1]
+    np.testing.assert_allclose(last.losses, whole.losses, rtol=2e-5)
+    np.testing.assert_array_equal(last.growth, whole.growth)
+    assert (last.num_rows, last.num_samples) == (whole.num_rows, whole.num_samples)
+    assert last.auc == pytest.approx(whole.auc, abs=1e-3)
+    assert not (tmp_path / "run").exists(), "a run that came to its end leaves nothing"
+
+
+def test_an_interrupted_run_does_not_go_on_with_other_settings(log, tmp_path, monkeypatch):
+    config = dataclasses.replace(ROOMY, data=(log,), max_rows=2000, held_out_rows=400, checkpoint_dir=tmp_path / "run")
+    press_ctrl_c_after(monkeypatch, 1)
+    assert train_dlrm.train(config).is_interrupted
+    with pytest.raises(ValueError, match=r"other settings \(saved, given\): \{'learning_rate': \(0.04, 0.1\)\}"):
+        train_dlrm.train(dataclasses.replace(config, learning_rate=0.1))
+
+
+def test_compressed_and_converted_logs_train_as_text(log, tmp_path):
+    config = dataclasses.replace(ROOMY, data=(log,), max_rows=2000, held_out_rows=400, cache_dir=tmp_path)
+    (tmp_path / "log.gz").write_bytes(gzip.compress(log.read_bytes()))
+    wanted = train_dlrm.train(config)
+    for other in ({"convert": True}, {"data": (tmp_path / "log.gz",)}):
+        result = train_dlrm.train(dataclasses.replace(config, **other))
+        np.testing.assert_array_equal(result.losses, wanted.losses)
+        assert result.auc == wanted.auc
+
+
 def test_logs_that_cannot_be_trained_on_are_refused(log, tmp_path):
     with pytest.raises(ValueError, match="too few for a step of 256 rows beside 12000 held-out rows"):
         train_dlrm.train(dataclasses.replace(SMALL, data=(log,), held_out_rows=12_000))
@@ -179,26 +234,11 @@ def test_logs_that_cannot_be_trained_on_are_refused(log, tmp_path):
         train_dlrm.train(dataclasses.replace(SMALL, data=(unlabelled,)))
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "held", "given"), [(100, 0, 90), (100, 1, 90), (95, 5, 90), (95, 6, 80), (9, 0, 0)]
-)
-def test_hold_back_keeps_the_last_rows(num_rows, held, given):
-    stream = [
-        criteo.Batch(np.zeros(size), np.full((size, 13), start), np.zeros((size, 26)))
-        for start in range(0, num_rows, 10)
-        for size in [min(10, num_rows - start)]
-    ]
-    held_out = train_dlrm.collections.deque()
-    trained = list(train_dlrm.hold_back(stream, held, held_out))
-    assert sum(rows.num_rows for rows in trained) == given
-    assert [rows.integers[0, 0] for rows in [*trained, *held_out]] == list(range(0, num_rows, 10))
-
-
 def test_log_loss_is_that_of_the_model():
     logits = jnp.linspace(-3.0, 3.0, 7)
     label = jnp.array([0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
     expected = optax.sigmoid_binary_cross_entropy(logits, label).mean()
-    assert train_dlrm.log_loss_of(np.asarray(label), np.asarray(nnx.sigmoid(logits))) == pytest.approx(
+    assert training.log_loss_of(np.asarray(label), np.asarray(nnx.sigmoid(logits))) == pytest.approx(
         float(expected), rel=1e-5
     )
 
@@ -237,14 +277,6 @@ def test_batches_that_cannot_be_shared_are_refused(log):
         train_dlrm.train(dataclasses.replace(FEW, data=(log,), batch_size=255, num_devices=2))
     with pytest.raises(ValueError, match="fewer than num_devices=1000"):
         train_dlrm.train(dataclasses.replace(FEW, data=(log,), batch_size=1000, num_devices=1000))
-
-
-def test_ctrl_c_stops_after_what_the_pipeline_has_read():
-    with train_dlrm._CtrlC() as ctrl_c:
-        batches = ctrl_c.until_pressed(iter(range(10)))
-        assert [next(batches), next(batches)] == [0, 1]
-        signal.raise_signal(signal.SIGINT)
-        assert list(batches) == []
 
 
 def _variables_of(launcher: str, process: int, port: int) -> dict[str, str]:
@@ -313,6 +345,7 @@ def test_processes_find_each_other():
 def test_two_processes_train_as_one_device(log, one_device, tmp_path):
     arguments = ["--data", log, "--max-rows", 3000, "--held-out-rows", 700, "--batch-size", 256, "--dim", 8]
     small = ["--capacity", 1024, "--bottom", 16, "--top", 32, "--plot", tmp_path / "plot.png", "--no-progress"]
+    small += ["--checkpoint-dir", tmp_path / "run"]
     first, second = _start_two("variables", *arguments, *small)
     try:
         output, errors = first.communicate(timeout=300)
@@ -334,8 +367,9 @@ def test_two_processes_train_as_one_device(log, one_device, tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_of_one_process_stops_all_at_one_step(tmp_path):
-    criteo.write_log(tmp_path / "log.tsv", 200_000, max_cardinality=500)
+    synthetic_log.write_log(tmp_path / "log.tsv", 200_000, max_cardinality=500)
     arguments = ["--data", tmp_path / "log.tsv", "--plot", tmp_path / "plot.png", "--held-out-rows", 1000]
+    arguments += ["--checkpoint-dir", tmp_path / "run"]
     small = ["--batch-size", 128, "--dim", 4, "--capacity", 1024, "--bottom", 8, "--top", 8]
     first, second = _start_two("variables", *arguments, *small)
     try:
@@ -374,7 +408,7 @@ def test_demo_writes_a_log_a_report_and_a_plot(tmp_path):
     assert done.returncode == 0, done.stderr
     for words in ("Device: ", "held-out AUC", "samples/s", "in 26 tables", "C26 ", "plot.png"):
         assert words in done.stdout
-    assert "rows" in done.stderr, "a progress bar"
+    assert "samples/s" in done.stderr, "a progress bar"
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
@@ -382,8 +416,9 @@ def test_demo_writes_a_log_a_report_and_a_plot(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_ends_the_command_cleanly(tmp_path):
     """As `test_ctrl_c_gives_what_was_done`, with a signal from another process."""
-    criteo.write_log(tmp_path / "log.tsv", 200_000, max_cardinality=500)
+    synthetic_log.write_log(tmp_path / "log.tsv", 200_000, max_cardinality=500)
     arguments = ["--data", tmp_path / "log.tsv", "--plot", tmp_path / "plot.png", "--held-out-rows", 1000]
+    arguments += ["--checkpoint-dir", tmp_path / "run"]
     small = ["--batch-size", 128, "--dim", 4, "--capacity", 1024, "--bottom", 8, "--top", 8]
     process = subprocess.Popen(
         _command(*arguments, *small), env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -402,7 +437,7 @@ def test_ctrl_c_ends_the_command_cleanly(tmp_path):
     assert b"Interrupted; what was done:" in output
     assert b"held-out AUC" in output
     assert b"Traceback" not in errors
-    assert (tmp_path / "plot.png").exists()
+    assert (tmp_path / "plot.png").exists() and (tmp_path / "run").exists()
 
 
 def test_errors_are_one_line(tmp_path, monkeypatch, capsys):
@@ -430,18 +465,18 @@ def test_every_option_is_a_field():
 
 def _vocabularies(path: pathlib.Path) -> list[np.ndarray]:
     """All keys of each category in a log, sorted: what dense tables must know beforehand."""
-    (rows,) = criteo.read_log(path, 10**7)
-    return [np.setdiff1d(rows.categories[:, i], [criteo.MISSING_KEY]) for i in range(criteo.NUM_CATEGORIES)]
+    columns = columns_of(path)
+    return [np.setdiff1d(columns[name], [criteo.MISSING_KEY]) for name in criteo.CATEGORY_NAMES]
 
 
 def _initial_rows(config: train_dlrm.Config, vocabularies: list[np.ndarray]) -> list[np.ndarray]:
     """What the dynamic tables would give these keys: `find` on tables that have no rows yet."""
     longest = max(map(len, vocabularies))
-    padded = np.full((longest, criteo.NUM_CATEGORIES), criteo.MISSING_KEY)
-    for i, keys in enumerate(vocabularies):
-        padded[: len(keys), i] = keys
     collection = train_dlrm.make_collection(config)
-    raw = train_dlrm.to_raw(criteo.Batch(np.zeros(longest), np.zeros((longest, 13)), padded))
+    raw = {
+        name: np.append(keys, np.full(longest - len(keys), criteo.MISSING_KEY))
+        for name, keys in zip(criteo.CATEGORY_NAMES, vocabularies, strict=True)
+    }
     embeddings, stats = collection.find(collection.init(seed=config.seed), collection.batch(raw).features)
     assert int(np.asarray(stats.num_missing).sum()) == sum(map(len, vocabularies))
     return [
@@ -494,19 +529,23 @@ def _train_dense(config: train_dlrm.Config, vocabularies: list[np.ndarray]) -> t
     init, step, predict = _make_dense_step(config, graphdef, nnx.graphdef(embeds))
     state = init(params, nnx.state(embeds))
 
-    def to_batch(rows):
-        places = [
-            np.where(keys == criteo.MISSING_KEY, -1, np.searchsorted(vocabulary, keys))
-            for keys, vocabulary in zip(rows.categories.T, vocabularies, strict=True)
-        ]
-        return {"label": rows.label, "integers": rows.integers, "places": np.stack(places, axis=1).astype(np.int32)}
-
-    held_out, losses = train_dlrm.collections.deque(), []
-    for rows in train_dlrm.hold_back(criteo.read_log(config.data, config.batch_size), config.held_out_rows, held_out):
-        state, loss = step(state, to_batch(rows))
+    columns = columns_of(config.data[0])
+    places = [
+        np.where(columns[name] == criteo.MISSING_KEY, -1, np.searchsorted(vocabulary, columns[name]))
+        for name, vocabulary in zip(criteo.CATEGORY_NAMES, vocabularies, strict=True)
+    ]
+    log = {
+        "label": columns["label"],
+        "integers": columns["integers"],
+        "places": np.stack(places, axis=1).astype(np.int32),
+    }
+    num_rows, size, losses = len(log["label"]), config.batch_size, []
+    num_trained = (num_rows - config.held_out_rows) // size * size
+    for start in range(0, num_trained, size):
+        state, loss = step(state, {name: column[start : start + size] for name, column in log.items()})
         losses.append(loss)
-    label = np.concatenate([rows.label for rows in held_out])
-    return np.array(losses), train_dlrm.auc_of(label, np.concatenate([predict(state, to_batch(r)) for r in held_out]))
+    held_out = {name: column[num_trained:] for name, column in log.items()}
+    return np.array(losses), training.auc_of(held_out["label"], predict(state, held_out))
 
 
 def _assert_parity(config: train_dlrm.Config, num_seeds: int) -> None:
@@ -531,8 +570,7 @@ def test_dynamic_tables_learn_as_dense_ones_do(log):
 
 @pytest.mark.slow
 def test_dynamic_tables_learn_as_dense_ones_do_on_many_keys(tmp_path):
-    criteo.write_log(tmp_path / "log.tsv", 200_000, seed=7, max_cardinality=20_000)
-    config = train_dlrm.Config(
-        data=(tmp_path / "log.tsv",), held_out_rows=40_000, plot=None, show_progress=False, num_devices=1
-    )
+    synthetic_log.write_log(tmp_path / "log.tsv", 200_000, seed=7, max_cardinality=20_000)
+    roomy = train_dlrm.Config(plot=None, checkpoint_dir=None, show_progress=False, num_devices=1)
+    config = dataclasses.replace(roomy, data=(tmp_path / "log.tsv",), held_out_rows=40_000)
     _assert_parity(config, num_seeds=3)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import movielens  # noqa: E402
 import train_movielens  # noqa: E402
+import training  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,8 +43,9 @@ def folder(tmp_path_factory):
 def small(folder):
     """Without growth: one step to compile."""
     return train_movielens.Config(
-        data=folder / "u.data", batch_size=256, capacity=512, epochs=3, num_devices=1, show_progress=False
-    )
+        data=folder / "u.data", batch_size=256, capacity=512, epochs=3, num_devices=1, show_progress=False,
+        checkpoint_dir=None,
+    )  # fmt: skip
 
 
 trained = functools.cache(train_movielens.train)
@@ -195,6 +198,28 @@ def assert_parity(config, num_seeds):
     return dynamic, dense
 
 
+def test_an_interrupted_run_goes_on_at_the_next_batch(small, tmp_path, monkeypatch):
+    """It stops at the last batch of an epoch, which is a short one, and in the middle of the next."""
+    whole = trained(small)
+    asks_to_stop, left = training.CtrlC.asks_to_stop, {22, 30}
+
+    def press(self, num_steps):
+        if num_steps in left:
+            left.remove(num_steps)
+            signal.raise_signal(signal.SIGINT)
+        return asks_to_stop(self, num_steps)
+
+    monkeypatch.setattr(training.CtrlC, "asks_to_stop", press)
+    config = dataclasses.replace(small, checkpoint_dir=tmp_path / "run")
+    results = [train_movielens.train(config) for _ in range(3)]
+    assert [result.is_interrupted for result in results] == [True, True, False]
+    last = results[-1]
+    assert last.num_samples == whole.num_samples and 0 < last.num_restored < last.num_samples
+    np.testing.assert_array_equal(last.losses, whole.losses)
+    np.testing.assert_array_equal(last.growth, whole.growth)
+    assert (last.auc, last.num_rows) == (whole.auc, whole.num_rows)
+
+
 @pytest.mark.parametrize("model", sorted(train_movielens.MODELS))
 def test_dynamic_tables_learn_as_dense_ones_do(small, model):
     dynamic, _ = assert_parity(dataclasses.replace(small, model=model), num_seeds=1)
@@ -218,7 +243,9 @@ def test_parity_on_the_real_log(model):
     if "JAXSOK_ML100K" not in os.environ:
         pytest.skip("set JAXSOK_ML100K to the folder of MovieLens 100K (its licence forbids handing it on)")
     data = pathlib.Path(os.environ["JAXSOK_ML100K"]) / "u.data"
-    config = train_movielens.Config(data=data, model=model, num_devices=1, show_progress=False)
+    config = train_movielens.Config(
+        data=data, model=model, num_devices=1, show_progress=False, checkpoint_dir=None
+    )  # fmt: skip
     dynamic, dense = assert_parity(config, num_seeds=5)
     print(f"{model}: mean AUC {dynamic:.5f} dynamic, {dense:.5f} dense")
     assert dynamic > 0.72
@@ -227,16 +254,17 @@ def test_parity_on_the_real_log(model):
 # ------------------------------------------------------------------------------------------------------- command line
 
 
-def test_command_line(folder, monkeypatch, capsys):
+def test_command_line(folder, tmp_path, monkeypatch, capsys):
     """It runs as a program, and says what is wrong with a log in one line."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(ROOT / "examples/train_movielens.py"), "--epochs", "1", "--num-devices", "1"]
     done = subprocess.run(
         [*command, "--data", str(folder / "u.data"), "--model", "two_tower", "--hidden", "8", "--batch-size", "512"],
-        env=environment, capture_output=True, text=True, timeout=300, check=False,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "epoch 1: mean loss" in done.stdout and "held-out AUC" in done.stdout
+    assert "held-out AUC" in done.stdout and "samples/s" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["train_movielens.png"]
     monkeypatch.setattr(sys, "argv", [*command[1:], "--data", str(folder / "u.item")])
     assert train_movielens.main() == 1
     (error,) = capsys.readouterr().err.splitlines()

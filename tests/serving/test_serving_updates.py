@@ -123,7 +123,7 @@ def test_an_hps_directory_goes_before_those_in_it(tmp_path):
 def test_what_does_not_change_is_shared(trained, tmp_path):
     """Copy on write: of a store without changes all arrays, of one that only loses keys its rows."""
     with served(trained) as session:
-        versions = session._models["dlrm"].reader.versions
+        versions = session._models["dlrm"].versions
         trained.erase("ad", [3])
         before = versions.current.tables
         session.update(trained.delta(tmp_path / "delta", trained.path), in_place=False)
@@ -149,7 +149,7 @@ def test_a_version_grows(trained, tmp_path):
         check(session, before)
         session.update(delta)
         check(session, trained.content)
-        assert session._models["dlrm"].reader.versions.current.tables.stores[1].capacity >= 29
+        assert session._models["dlrm"].versions.current.tables.stores[1].capacity >= 29
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
@@ -179,7 +179,7 @@ def test_new_versions_lie_where_the_first_one_lay(tmp_path):
     with open(config, device, warm_up=False) as session:
         for number, size in enumerate((10, 300)):
             session.update({"user": write(tmp_path / str(number), rows_of(range(size), 4))}, in_place=False)
-            store = session._models["dlrm"].reader.versions.current.tables.stores[0]
+            store = session._models["dlrm"].versions.current.tables.stores[0]
             assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(store))
 
 
@@ -280,7 +280,7 @@ def test_failures_in_the_middle(trained, tmp_path, monkeypatch, in_place, step):
                 patch.setattr(updates.RowMap, "index", failing(updates.RowMap.index))
             elif name == "prepare":
                 model = session._models["dlrm"]
-                patch.setattr(model, "_prepare", failing(model._prepare))
+                patch.setattr(model, "prepare", failing(model.prepare))
             else:
                 module = updates if in_place and name == "write_lines" else store_plans
                 patch.setattr(module, name, failing(getattr(module, name)))
@@ -336,7 +336,7 @@ def test_room_to_grow_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch):
         session.update({"user": path}, in_place=False)
         keys = np.arange(410)
         np.testing.assert_array_equal(session.lookup({"user": keys})["user"], expected(more, keys, 0.0, 64))
-        return session._models["dlrm"].reader.versions.current.tables.stores[0].rows.shape[0]
+        return session._models["dlrm"].versions.current.tables.stores[0].rows.shape[0]
 
     with opened() as session:
         used = session.stats()["bytes"]
@@ -662,7 +662,7 @@ class Updates(stateful.RuleBasedStateMachine):
             version = self.session.update(source, in_place=way)
         except ServingError as error:
             assert way is True and "to update in place" in str(error)
-            assert num_rows > self.session._models["dlrm"].reader.versions.current.tables.stores[0].capacity
+            assert num_rows > self.session._models["dlrm"].versions.current.tables.stores[0].capacity
             return False
         self.version += 1
         assert version == self.version

@@ -133,14 +133,14 @@ def test_tiers_that_hold_all_rows(folders, tier):
     keys = {name: np.arange(75) for name in DIMS}
     with open(config_of(model_of(folders, defaults=DEFAULTS, **tier)), jax.devices()[-1], warm_up=False) as session:
         check(session.lookup(keys), keys)
-        found = session._models["dlrm"].reader.versions.current.tables.stores[0].rows.devices()
+        found = session._models["dlrm"].versions.current.tables.stores[0].rows.devices()
         assert found == ({jax.devices("cpu")[0]} if tier == {"gpucache": False} else {jax.devices()[-1]})
 
 
 def test_programs_are_few(folders):
     """Whatever is asked for; and those that are warmed up are not compiled again."""
     with open(config_of(model_of(folders, per_sample=3, max_batch_size=100))) as session:
-        levels = session._models["dlrm"].reader.levels
+        levels = session._models["dlrm"].levels
         assert levels == (16, 32, 64, 100)
         num_compiled = readers.look_up_words._cache_size()
         for size in (0, 1, 47, 48, 49, 190, 300):
@@ -155,7 +155,7 @@ def test_sets_of_tables_are_bounded(folders, monkeypatch):
         for names in (["user"], ["item"], ["ad"], ["user", "ad"], ["item", "ad"]):
             keys = {name: np.arange(10) for name in names}
             check(session.lookup(keys), keys)
-        assert session._models["dlrm"].reader._sets == {tuple(session.models["dlrm"].tables), ("user",)}
+        assert session._models["dlrm"]._sets == {tuple(session.models["dlrm"].tables), ("user",)}
 
 
 def test_keys_of_32_bits(tmp_path):
@@ -234,7 +234,7 @@ def test_counts(folders):
         assert stats["hit_rate"] == 3 / 5
         assert stats["tables"]["ad"]["missing"] == 1 and stats["tables"]["ad"]["hit_rate"] == 0.0
         assert stats["tables"]["item"]["keys"] == 0 and stats["tables"]["item"]["num_rows"] == 50
-        assert stats["bytes"] == session._models["dlrm"].reader.versions.current.tables.num_bytes > 0
+        assert stats["bytes"] == session._models["dlrm"].versions.current.tables.num_bytes > 0
         assert stats["source"]["ad"] == folders["ad"][0]
 
 
@@ -301,7 +301,7 @@ def test_a_cache_that_does_not_wait(folders):
     with open(config_of(model_of(folders, defaults=DEFAULTS, **options)), warm_up=False) as session:
         keys = {"user": np.arange(10)}
         check(session.lookup(keys), keys, {"user": {}})
-        session._models["dlrm"].reader.cache.drain()
+        session._models["dlrm"].cache.drain()
         check(session.lookup(keys), keys)
         with pytest.raises(RequestTooLargeError):
             session.lookup({"user": np.zeros(513, int)})
@@ -313,7 +313,7 @@ def test_a_cache_is_filled_and_refreshed_by_the_clock(folders):
         keys = {"user": np.arange(10)}
         check(session.lookup(keys), keys)
         wait_until(lambda: session.stats()["cache"]["refreshed"] > 0)
-        clock = session._models["dlrm"].reader._clock
+        clock = session._models["dlrm"]._clock
     assert not clock.is_alive()
 
 
@@ -444,7 +444,7 @@ def test_the_dense_model_runs_where_the_tables_are(folders, tmp_path, monkeypatc
             session.predict(request(5))["score"], predicted(request(5))["score"], rtol=1e-5, atol=1e-3
         )
         session.update(None, dense_file=path)
-        out = session._models["dlrm"].reader.versions.current.tables.stores[0].rows.devices()
+        out = session._models["dlrm"].versions.current.tables.stores[0].rows.devices()
         assert out == ({jax.devices("cpu")[0]} if tier else {device})
 
     class Gpu:
@@ -504,7 +504,7 @@ def test_one_input_read_in_two_tables(folders, tmp_path, tier):
     inputs = {"user": KeysInput("user"), "pairs": KeysInput("item", (2,)), "flag": ArrayInput((), "int32")}
     path = export_of(tmp_path / "model", folders, _two_tables, inputs)
     with open(config_of(model_of(folders, defaults=DEFAULTS, dense_file=path, **tier)), warm_up=False) as session:
-        served = session._models["dlrm"].reader.versions.current.served
+        served = session._models["dlrm"].versions.current.served
         assert served.lookups == {"user": ("user",), "item": ("pairs", "user"), "ad": ("pairs", "user")}
         for seed in range(3):
             rng = np.random.default_rng(seed)
@@ -578,7 +578,7 @@ def test_a_dense_model_that_reads_other_tables_may_come_during_a_prediction(fold
     ]
     model = model_of(folders, defaults=DEFAULTS, dense_file=paths[0], **CACHED)
     with open(config_of(model), warm_up=False) as session:
-        cache, keys = session._models["dlrm"].reader.cache, np.arange(30, 36)
+        cache, keys = session._models["dlrm"].cache, np.arange(30, 36)
         lookup_tables, asked = cache.lookup_tables, []
 
         def updated_first(found):
@@ -596,11 +596,11 @@ def test_a_dense_model_that_reads_other_tables_may_come_during_a_prediction(fold
 def test_versions_that_went_are_not_held(folders, tmp_path):
     """Host rows of versions before the one that is served are given back."""
     with open(config_of(model_of(folders, **CACHED)), warm_up=False) as session:
-        first = weakref.ref(session._models["dlrm"].reader.versions.current.tables.stores[0].rows)
+        first = weakref.ref(session._models["dlrm"].versions.current.tables.stores[0].rows)
         for number in range(2):
             session.update({"user": write(tmp_path / str(number), rows_of(range(40), 4, version=number + 1))})
             session.lookup({"user": np.arange(3)})
-        session._models["dlrm"].reader.cache.drain()
+        session._models["dlrm"].cache.drain()
         gc.collect()
         assert first() is None
 
@@ -637,11 +637,11 @@ def test_a_refresh_that_fails_is_logged_and_tried_again(folders, monkeypatch, ca
             asked.release()
             raise ServingError("the disk is gone") if len(caplog.records) else OSError("the disk is gone")
 
-        monkeypatch.setattr(served.reader.cache, "refresh", fails)
+        monkeypatch.setattr(served.cache, "refresh", fails)
         for _ in range(3):
             assert asked.acquire(timeout=30)
-        assert served.reader._clock.is_alive() and "the disk is gone" in caplog.text
-    assert not served.reader._clock.is_alive()
+        assert served._clock.is_alive() and "the disk is gone" in caplog.text
+    assert not served._clock.is_alive()
 
 
 def asked_of(rng, number):
@@ -699,7 +699,7 @@ def test_all_keys_that_are_read_over_a_cache_are_counted(folders, artifacts, is_
         for number in range(1, 10):
             asked = asked_of(rng, number)
             (session.predict if "bag" in asked else session.lookup)(asked)
-            session._models["dlrm"].reader.cache.drain()
+            session._models["dlrm"].cache.drain()
             for name, keys in read_of(asked).items():
                 distinct = set(keys) - {2**64 - 1}
                 misses = distinct - cached[name]
@@ -743,7 +743,7 @@ def test_a_cache_is_filled_by_the_hotness_of_hps(tmp_path):
     hot["item"] = np.arange(1000)[::-1]
     options = {"gpucacheper": 0.3, "hit_rate_threshold": 1.1, "cache_refresh_percentage_per_iteration": 0.5}
     with open(config_of(model_of(tables, **options)), warm_up=False) as session:
-        for name, keys in session._models["dlrm"].reader.cache.cached_keys().items():
+        for name, keys in session._models["dlrm"].cache.cached_keys().items():
             assert set(keys.tolist()) == set(np.flatnonzero(hot[name] >= 700).tolist())
 
 
@@ -778,7 +778,7 @@ def test_a_cache_is_filled_with_what_is_hot(tmp_path, monkeypatch, is_known):
     tables = {"user": (write(tmp_path / "user", content), 4)}
     options = {"gpucacheper": 0.5, "hit_rate_threshold": 1.1, "cache_refresh_percentage_per_iteration": 0.5}
     with open(config_of(model_of(tables, **options)), warm_up=False) as session:
-        cached = session._models["dlrm"].reader.cache.cached_keys()["user"]
+        cached = session._models["dlrm"].cache.cached_keys()["user"]
         assert len(cached) > 300
         if is_known:
             assert (cached >= 900).mean() > 0.9

@@ -17,7 +17,7 @@ from jaxsok.serving.artifact import files, key_paths
 from jaxsok.serving.artifact.inputs import BATCH, KINDS, ArrayInput, BagsInput, InputSpec, input_shapes
 from jaxsok.serving.artifact.model import jax_export
 from jaxsok.serving.errors import UnknownTableError
-from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTables
+from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTables, require_tables
 from jaxsok.types import COUNTERS
 
 PLATFORMS: tuple[str, ...] = ("cpu", "cuda")
@@ -102,8 +102,7 @@ def export_model(
     op, path = "export_model", pathlib.Path(path)
     if os.path.lexists(path):
         raise FileExistsError(f"{op}: path: got {path}, which exists, wanted a new folder.")
-    if not isinstance(tables, FrozenTables):
-        raise TypeError(f"{op}: tables: got {type(tables).__name__}, wanted FrozenTables, as freeze gives them.")
+    require_tables(op, tables)
     if isinstance(platforms, str) or not platforms or not set(platforms) <= set(PLATFORMS):
         raise ValueError(f"{op}: platforms: got {platforms!r}, wanted some of {list(PLATFORMS)}.")
     inputs = _check_inputs(op, inputs, tables)

@@ -17,7 +17,7 @@ from jaxsok.serving.artifact import inputs as inputs_lib
 from jaxsok.serving.artifact.files import ArtifactError
 from jaxsok.serving.artifact.inputs import LEAST_BATCH, InputSpec, OutputSpec
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
-from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables
+from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, require_tables
 from jaxsok.serving.padding import padded_size
 
 
@@ -59,8 +59,7 @@ class ServedModel:
         Cost:
           One dispatch; for each new size of batch, bags or tables a program is compiled.
         """
-        if not isinstance(tables, FrozenTables):
-            raise TypeError(f"call: tables: got {type(tables).__name__}, wanted FrozenTables, as freeze gives them.")
+        require_tables("call", tables)
         bound = self._bound(tables)
         leaves, num_samples = self.read(inputs)
         if num_samples == 0 and not pad:

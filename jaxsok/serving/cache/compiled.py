@@ -1,7 +1,5 @@
 """The programs of one device cache (programs.py), compiled before they are called, while its lock is free."""
 
-import functools
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +10,7 @@ import numpy as np
 from jaxsok.serving.cache import programs
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTables
 from jaxsok.serving.padding import padded_size
-from jaxsok.serving.ready import Beside
+from jaxsok.serving.ready import Form, Ready
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, COUNTERS
 
@@ -23,53 +21,71 @@ _FEW_KEYS = 1 << 14  # or to so many in all: they cost a few milliseconds
 
 Sizes = tuple[int, ...]  # keys of each store
 
-_NAMES = ("query", "insert", "merged", "hidden", "find", "copied", "overwrite", "drop", "emptied")
-_PROGRAMS = {name: getattr(programs, name) for name in _NAMES}
+_PROGRAMS = dict(vars(programs))
 
 
 class CompiledPrograms:
-    """Knows which programs of a cache are compiled. Its methods compile one unless it is; JAX keeps what that makes."""
+    """Knows which programs of a cache are compiled; JAX keeps what compiling one makes.
+
+    A program has the name of a function of programs.py, and the sizes that the method of this name below takes.
+    """
 
     def __init__(self, spec: FrozenSpec, layout: programs.Layout, stores: Sequence[programs.CacheStore]) -> None:
         self._spec, self._layout = spec, layout
-        self.forms = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), tuple(stores)
-        )
-        self._place = self.forms[0].index.sharding
-        self._lock = threading.Lock()
-        # Both grow under `_lock`, which is held while a program is compiled; what is in them is compiled.
-        self._made: set[tuple[Any, ...]] = set()
-        self.query_sizes: frozenset[Sizes] = frozenset()
-        """Sizes for which the query of `lookup` is compiled."""
-        self.beside = Beside()
+        self._forms = Form(tuple(stores)).tree
+        self._place = self._forms[0].index.sharding
+        self._ready: Ready[tuple[Any, ...]] = Ready(self._compile)
+        self.beside = self._ready.beside
+        self.query_sizes: set[Sizes] = set()
+        """Sizes for which the query of `lookup` is compiled; only grows."""
 
-    def make(self, key: tuple[Any, ...], *operands: Any) -> None:
-        """Compiles a program for operands like these (or their shapes), which are neither read nor donated.
+    def has(self, name: str, *sizes: Any) -> bool:
+        return self._ready.has(None, (name, *sizes))
 
-        `key` begins with the program's name, and tells its operands apart.
-        """
-        if key in self._made:
-            return
-        with self._lock:
-            if key not in self._made:
-                _PROGRAMS[key[0]].lower(*operands).compile()
-                self._made.add(key)
+    def make(self, name: str, *sizes: Any) -> None:
+        """Compiles a program unless it is compiled."""
+        if not self.has(name, *sizes):
+            self._ready.make(None, (name, *sizes))
 
-    def query(self, is_expanded: bool, sizes: Sizes) -> None:
-        """Compiles the query of `lookup`, which gives each position its row, or of `lookup_tables`."""
-        self.make(
-            ("query", is_expanded, sizes),
-            self._layout,
-            is_expanded,
-            tuple(form.statistics for form in self.forms),
-            tuple((form.index, form.counters, form.slabs) for form in self.forms),
-            tuple(self._keys(size) for size in sizes),
-            np.uint32(0),
-            np.zeros(2, np.uint32),
-        )
-        if is_expanded and sizes not in self.query_sizes:
-            with self._lock:
-                self.query_sizes |= {sizes}
+    def _compile(self, _: None, program: tuple[Any, ...]) -> None:
+        """Compiles for operands of these shapes, which are neither read nor donated."""
+        name, *sizes = program
+        _PROGRAMS[name].lower(*getattr(self, f"_{name}")(*sizes)).compile()
+        if name == "query" and sizes[0]:
+            self.query_sizes.add(sizes[1])
+
+    def _query(self, is_expanded: bool, sizes: Sizes) -> Any:
+        """The query of `lookup`, which gives each position its row, or of `lookup_tables`."""
+        statistics = tuple(form.statistics for form in self._forms)
+        stores = tuple((form.index, form.counters, form.slabs) for form in self._forms)
+        batches = tuple(map(self._keys, sizes))
+        return self._layout, is_expanded, statistics, stores, batches, np.uint32(0), np.zeros(2, np.uint32)
+
+    def _insert(self, s: int, must_leave: bool, size: int) -> Any:
+        """An insertion of so many rows into a store, with room or without."""
+        return must_leave, self._forms[s], *self._keys(size), self._lines(s, size), np.uint32(0)
+
+    def _overwrite(self, s: int, size: int) -> Any:
+        return self._forms[s], *self._keys(size), self._lines(s, size)
+
+    def _drop(self, s: int, size: int) -> Any:
+        return self._forms[s], *self._keys(size)
+
+    def _find(self, s: int, size: int) -> Any:
+        return self._forms[s].index, self._forms[s].counters, *self._keys(size)
+
+    def _emptied(self, s: int) -> Any:
+        return (self._forms[s],)
+
+    def _copied(self, s: int, field: str) -> Any:
+        return (getattr(self._forms[s], field),)
+
+    def _merged(self, s: int, num_rows: int, num_lines: int) -> Any:
+        """The merge of fetched rows into those of a lookup."""
+        return self._slabs(s, num_rows), self._shape((num_rows,), np.int32), self._slabs(s, num_lines)
+
+    def _hidden(self, s: int, num_rows: int) -> Any:
+        return self._index(num_rows), self._shape((num_rows,), np.bool_)
 
     def padded_sizes(self, least: Sizes) -> Sizes:
         """The sizes to pad a lookup to: those of a compiled query that is not much larger, else the least.
@@ -81,47 +97,29 @@ class CompiledPrograms:
         most = max(_MOST_PADDING * sum(least), _FEW_KEYS)
         larger = [
             sizes
-            for sizes in self.query_sizes
+            for sizes in tuple(self.query_sizes)
             if sum(sizes) <= most and all(a >= b for a, b in zip(sizes, least, strict=True))
         ]
         if not larger:
             return least
-        self.beside.offer(least, functools.partial(self.query, True, least))
+        self._ready.make_beside(None, ("query", True, least))
         return min(larger, key=lambda sizes: (sum(sizes), sizes))
-
-    def insert(self, s: int, must_leave: bool, size: int) -> None:
-        """Compiles an insertion of so many rows into a store, with room or without."""
-        lines = tuple(self._shape((size, slab.shape[1]), slab.dtype) for slab in self.forms[s].slabs)
-        key = ("insert", s, must_leave, size)
-        self.make(key, must_leave, self.forms[s], *self._keys(size), lines, np.uint32(0))
-
-    def has_insert(self, s: int, must_leave: bool, size: int) -> bool:
-        return ("insert", s, must_leave, size) in self._made
-
-    def merge(self, s: int, num_rows: int, num_lines: int) -> None:
-        """Compiles the merge of fetched rows into those of a lookup."""
-        slots = self._shape((num_rows,), np.int32)
-        self.make(("merged", s, num_rows, num_lines), self._slabs(s, num_rows), slots, self._slabs(s, num_lines))
-
-    def hide(self, s: int, num_rows: int) -> None:
-        """Compiles hiding rows from an index."""
-        self.make(("hidden", s, num_rows), self._index(num_rows), self._shape((num_rows,), np.bool_))
 
     def warm_up(self, sizes: Sequence[Sequence[int]], capacities: Sequence[int], *, as_tables: bool) -> None:
         """Compiles lookups of so many keys of each store, and the insertion of their misses."""
         for of_store in sizes:
             padded = tuple(padded_size(count, LEAST_KEYS) for count in of_store)
-            self.query(not as_tables, padded)
+            self.make("query", not as_tables, padded)
             for s, size in enumerate(padded) if as_tables else ():
                 if self._spec.stores[s][0].is_quantized:
-                    self.hide(s, size)
+                    self.make("hidden", s, size)
                 for step in range((size // LEAST_KEYS).bit_length()):
-                    self.merge(s, size, LEAST_KEYS << step)
+                    self.make("merged", s, size, LEAST_KEYS << step)
         for s, most in enumerate(map(max, zip(*sizes, strict=True))):
             size, last = LEAST_KEYS, padded_size(min(most, capacities[s]), LEAST_KEYS)
             while most and size <= last:
                 for must_leave in (False, True):
-                    self.insert(s, must_leave, size)
+                    self.make("insert", s, must_leave, size)
                 size *= 2
 
     def tables_like(self, sizes: Sequence[int]) -> FrozenTables:
@@ -143,6 +141,10 @@ class CompiledPrograms:
         if not table.is_quantized:
             return (self._shape((size, table.dim), np.float32),)
         return self._shape((size, table.dim), jnp.dtype(table.dtype)), self._shape((size,), np.float32)
+
+    def _lines(self, s: int, size: int) -> tuple[Any, ...]:
+        """The shapes of rows that are inserted or overwritten."""
+        return tuple(self._shape((size, slab.shape[1]), slab.dtype) for slab in self._forms[s].slabs)
 
     def _keys(self, size: int) -> tuple[Any, Any]:
         """The shapes of words and table ids."""

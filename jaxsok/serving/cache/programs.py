@@ -17,11 +17,10 @@ from jaxsok.kernels import evict as evict_kernels
 from jaxsok.kernels import table as kernels
 from jaxsok.kernels.call import StoreArrays
 from jaxsok.serving.frozen import SEED
-from jaxsok.serving.row_map import release
+from jaxsok.serving.row_map import find_or_insert, release
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, COUNTERS, COUNTS, NO_ROW, NUM_TABLE_WORDS, PADDING_KEY, RECORD_WORDS
 
-_SEED = np.zeros(2, np.uint32)  # for new rows, which are overwritten
 _UNUSED = np.uint32(0xFFFFFFFF)
 _NO_TABLE = np.uint32(2**24 - 1)  # kMaxTables of ffi/core/layout.h, less 1
 _INSERTED, _REFUSED = COUNTS.index("num_inserted"), COUNTS.index("num_refused")
@@ -107,7 +106,7 @@ def _query_store(
     n, num_tables = words.shape[0], len(table_words)
     # (table, key) pairs are made distinct by inserting them into an empty store.
     scratch = empty_store(num_tables, n, salt, jnp.zeros((n, 1), jnp.float32))
-    scratch, inverse, counts = _find_or_insert(dataclasses.replace(scratch, statistics=()), words, ids)
+    scratch, inverse, counts = find_or_insert(dataclasses.replace(scratch, statistics=()), words, ids)
     records = scratch.records[0]
     unique, unique_ids = records[:, :2], records[:, 2]
     row_ids = kernels.find(index, counters, unique, unique_ids)
@@ -146,12 +145,6 @@ def _read(slab: Array, row_ids: Array) -> Array:
     return slab.at[row_ids].get(mode="fill", fill_value=0)
 
 
-def _find_or_insert(store: CacheStore, words: Array, ids: Array) -> tuple[CacheStore, Array, Array]:
-    """Gives the store, row ids, and counts. New rows mean nothing yet, so any initializer will do."""
-    no_words = np.zeros((store.table_rows.shape[0], NUM_TABLE_WORDS), np.uint32)
-    return kernels.find_or_insert(store, no_words, jnp.asarray(_SEED), words, ids)
-
-
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def insert(
     must_leave: bool, store: CacheStore, words: Array, ids: Array, lines: tuple[Array, ...], clock: Array
@@ -172,7 +165,7 @@ def insert(
         flags, _ = evict_kernels.select(num_kept, store.records, [[ticks]], [], store.table_rows.shape[0])
         store, released = evict_kernels.release(store, flags)
         num_evicted = released.sum(dtype=jnp.uint32)
-    store, row_ids, counts = _find_or_insert(store, words, ids)
+    store, row_ids, counts = find_or_insert(store, words, ids)
     store = _scatter(store, row_ids, lines)
     store = dataclasses.replace(store, statistics=kernels.touch(row_ids, None, clock, store.statistics))
     return store, counts[:, _INSERTED].sum(), num_evicted
@@ -217,6 +210,6 @@ def hidden(index: Array, is_hidden: Array) -> Array:
 
 
 find = jax.jit(kernels.find)
-copied = jax.jit(jnp.copy)
+copied = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
 # Drops and counts the rows of those keys that are cached; reads all records and the index once.
 drop = jax.jit(release, donate_argnums=0)

@@ -64,12 +64,8 @@ class Request:
         self.batches = []
         most = choose(tuple(padded_size(size, LEAST_KEYS) for size in sizes))
         for s, size in enumerate(sizes):
-            padded = keys_lib.padding_words((most[s],))
-            padded_ids = np.zeros(len(padded), np.uint32)
-            if size:
-                np.concatenate(words[s], out=padded[:size])
-                np.concatenate(ids[s], out=padded_ids[:size])
-            self.batches.append((padded, padded_ids))
+            padding = keys_lib.padding_words((most[s] - size,)), np.zeros(most[s] - size, np.uint32)
+            self.batches.append((np.concatenate([*words[s], padding[0]]), np.concatenate([*ids[s], padding[1]])))
 
 
 @dataclasses.dataclass(frozen=True)

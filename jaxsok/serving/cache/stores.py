@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,6 @@ from jaxsok.types import NO_ROW
 _LAST_TICK = 2**32 - 2
 _MAX_SALTS = 8  # below one lookup in 10^9 needs a second one
 _NO_KEYS = np.zeros(0, np.uint64)
-_WAIT_S = 120.0  # for the swap that follows an update in place
 
 Rows = Mapping[str, tuple[np.ndarray, Any]]  # distinct keys by table, and their `Lines`, or None
 
@@ -69,7 +68,6 @@ class DeviceStores:
         self.layout: programs.Layout = tuple(words.tobytes() for words in spec.words)
         self._salt = np.frombuffer(secrets.token_bytes(8), np.uint32)  # of a query's scratch index; any value works
         self.lock = threading.Lock()
-        self._swapped = threading.Condition(self.lock)
         # Written under `lock` alone. All rows in `arrays` are of `source`; no key of `_leaving` is inserted. Store s
         # has `_most_rows[s]` rows in use at most, so below its capacity none must leave. Closed: no arrays.
         self.arrays = tuple(
@@ -95,7 +93,7 @@ class DeviceStores:
     def query(self, batches: Sequence[Any], is_expanded: bool) -> tuple[programs.Queried, np.ndarray, Snapshot]:
         """Asks for words and table ids by store; gives the results, their counts on the host, and the source."""
         operands = self.put(tuple(batches))
-        self.compiled.query(is_expanded, tuple(words.shape[0] for words, _ in operands))
+        self.compiled.make("query", is_expanded, tuple(words.shape[0] for words, _ in operands))
         for _ in range(_MAX_SALTS):
             with self.lock:
                 self.require_open()
@@ -139,7 +137,7 @@ class DeviceStores:
                     (batch.store, bound > self.capacities[batch.store], batch.size)
                     for batch, bound in zip(batches, bounds, strict=True)
                 ]
-                if all(self.compiled.has_insert(*program) for program in chosen):
+                if all(self.compiled.has("insert", *program) for program in chosen):
                     clock, stores = self._tick(), list(self.arrays)
                     for batch, (s, must_leave, _), bound in zip(batches, chosen, bounds, strict=True):
                         stores[s], *counted = programs.insert(
@@ -150,13 +148,12 @@ class DeviceStores:
                     self.arrays = tuple(stores)
                     break
             for program in chosen:  # while others look up; afterwards other rows may have to leave
-                self.compiled.insert(*program)
+                self.compiled.make("insert", *program)
         return self._count(counts, "inserted", "evicted")
 
     def contains(self, name: str, keys: np.ndarray) -> np.ndarray:
         (batch,) = self.batches({name: (keys, None)})
-        form = self.compiled.forms[batch.store]
-        self.compiled.make(("find", batch.store, batch.size), form.index, form.counters, batch.words, batch.ids)
+        self.compiled.make("find", batch.store, batch.size)
         with self.lock:
             self.require_open()
             store = self.arrays[batch.store]
@@ -186,41 +183,30 @@ class DeviceStores:
     def swap(self, source: RowSource, batches: Sequence[Batch] | None) -> None:
         """Rewrites, and goes over to another source in the same instant. With batches None it drops everything."""
         if batches is None:
-            for s, form in enumerate(self.compiled.forms):
-                self.compiled.make(("emptied", s), form)
+            for s in range(len(self.capacities)):
+                self.compiled.make("emptied", s)
         else:
             self._ready_to_rewrite(batches)
         with self.lock:
             self.require_open()
             counts = self._drop_all() if batches is None else self._rewrite(batches)
             self.source, self._epoch = source, self._epoch + 1
-            self._swapped.notify_all()
         self._count(counts, "refreshed", "removed")
         self._counter.add(swaps=1)
 
-    def wait_for_swap(self, epoch: int) -> None:
-        """Waits until the source of an epoch is replaced, or the stores are closed."""
-        with self.lock:
-            if not self._swapped.wait_for(lambda: self._epoch != epoch or not self.arrays, _WAIT_S):
-                raise ServingError(
-                    f"lookup: source: got one that was updated in place, and no swap for {_WAIT_S} s, wanted "
-                    "DeviceCache.swap to its newer version."
-                )
-
-    def copies(self, get: Callable[[programs.CacheStore], Array], *, is_required: bool = False) -> list[Array]:
-        """Copies an array of each store, which a later program may donate. Closed stores give none, or are refused."""
-        for form in map(get, self.compiled.forms):
-            self.compiled.make(("copied", form.shape), form)
+    def copies(self, field: str, *, is_required: bool = False) -> list[Any]:
+        """Copies a field of each store, which a later program may donate. Closed stores give none, or are refused."""
+        for s in range(len(self.capacities)):
+            self.compiled.make("copied", s, field)
         with self.lock:
             if is_required:
                 self.require_open()
-            return [programs.copied(get(store)) for store in self.arrays]
+            return [programs.copied(getattr(store, field)) for store in self.arrays]
 
     def close(self) -> None:
         """Gives the device memory back."""
         with self.lock:
             self.arrays = ()
-            self._swapped.notify_all()
 
     def require_open(self) -> None:
         """Refuses calls after `close`."""
@@ -301,9 +287,7 @@ class DeviceStores:
 
     def _ready_to_rewrite(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
-            name, lines = ("drop", ()) if batch.lines is None else ("overwrite", (batch.lines,))
-            form = self.compiled.forms[batch.store]
-            self.compiled.make((name, batch.store, batch.size), form, batch.words, batch.ids, *lines)
+            self.compiled.make("drop" if batch.lines is None else "overwrite", batch.store, batch.size)
 
     def _owned(self, array: np.ndarray) -> Array:
         """Makes a buffer of the device's own, which may be donated."""

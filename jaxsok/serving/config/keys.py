@@ -104,6 +104,7 @@ DATABASE = among(
         "rocks_db": ("rocksdb", "rocks"),
     }
 )
+OVERFLOW_POLICY = among({"evict_random": ["random"], "evict_least_used": ["least_used"], "evict_oldest": ["oldest"]})
 _UPDATE_TYPES = {
     **dict.fromkeys((None, "null", "none")),
     **dict.fromkeys(("kafka_message_queue", "kafka_mq", "kafka"), "kafka_message_queue"),
@@ -123,12 +124,15 @@ class Key:
     reason: str = ""  # why it has no effect; "": it is honoured, or looked at apart
 
 
-def declare(kind: Kind, default: Any = REQUIRED, reason: str = "", *, block: str = "", repr: bool = True) -> Any:
+def without_effect(reason: str, kind: Kind, *names: str) -> dict[str, Key]:
+    """Gives keys that are checked and then set nothing, all for one reason."""
+    return dict.fromkeys(names, Key(kind, reason=reason))
+
+
+def declare(kind: Kind, default: Any = REQUIRED, *, block: str = "") -> Any:
     """Declares a field of a dataclass as a key of the same name, in a block of the JSON below that of the dataclass."""
-    metadata = {"key": Key(kind, default, reason), "block": block}
-    return dataclasses.field(
-        default=dataclasses.MISSING if default is REQUIRED else default, repr=repr, metadata=metadata
-    )
+    metadata = {"key": Key(kind, default), "block": block}
+    return dataclasses.field(default=dataclasses.MISSING if default is REQUIRED else default, metadata=metadata)
 
 
 def column(name: str, kind: Kind, wanted: str, default: Any = REQUIRED) -> Any:

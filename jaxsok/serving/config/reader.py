@@ -56,7 +56,8 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
     """Reads a configuration, checks all of it and fills in HPS's defaults.
 
     Args:
-      source: the path of a JSON file, its parsed content, or a Config made by hand. No file that it names is opened.
+      source: the path of a JSON file, its parsed content, or a Config, which is given back. No file that it names is
+        opened.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -84,7 +85,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
     Source: the JSON parser of HugeCTR 24.06, whose defaults these are.
     """
     if isinstance(source, Config):
-        return dataclasses.replace(read(source.to_json()), file=source.file)
+        return source
     if isinstance(source, Mapping):
         return _Reader("").config(source)
     if not isinstance(source, str | os.PathLike):
@@ -147,26 +148,21 @@ class _Reader:
         top = self.block("", given, values_lib.TOP_KEYS)
         if not top["models"]:
             self.refuse("models", [], "at least one model")
-        volatile = values_lib.VolatileDatabase()
-        if "volatile_db" in given:
-            volatile = self.database(values_lib.VolatileDatabase, "volatile_db", top)
-        persistent = self.database(values_lib.PersistentDatabase, "persistent_db", top)
-        updates = self.database(values_lib.UpdateSource, "update_source", top)
+        types = {name: self.database_type(name, top) for name in values_lib.DATABASE_KEYS}
+        database = types["volatile_db"] if "volatile_db" in given else "parallel_hash_map"
         for name in values_lib.OLDER_DATABASES:
             self.block(name, top[name] or {}, values_lib.OLDER_DATABASE_KEYS)
         models = tuple(self.model(f"models[{i}]", model, top) for i, model in enumerate(top["models"]))
         self.check_distinct([model.model for model in models], "models[{}].model", "models[{}]", "rename one of them")
         for i, model in enumerate(models):
-            self.check_place_of_rows(f"models[{i}]", model, volatile.type)
-        if "volatile_db" in given and volatile.type != "disabled" and all(model.tier == "device" for model in models):
-            self.note_no_effect("volatile_db.type", volatile.type, "all rows of all models are on the device")
+            self.check_place_of_rows(f"models[{i}]", model, database)
+        if "volatile_db" in given and database != "disabled" and all(model.tier == "device" for model in models):
+            self.note_no_effect("volatile_db.type", database, "all rows of all models are on the device")
         return Config(
             models=models,
             supportlonglong=top["supportlonglong"],
             fuse_embedding_table=top["fuse_embedding_table"],
-            volatile_db=volatile,
-            persistent_db=persistent,
-            update_source=updates,
+            volatile_db=database,
             without_effect=tuple(sorted(self.without.values(), key=lambda key: _order(key.path))),
             notes=tuple(self.notes),
             file=self.file,
@@ -238,12 +234,12 @@ class _Reader:
         """Notes a key; the first reason stands."""
         self.without.setdefault(path, WithoutEffect(path, _frozen(value), reason))
 
-    def database(self, kind: type, name: str, top: Mapping[str, Any]) -> Any:
-        """Reads the block of a database; refuses types that jaxsok does not have."""
-        values = self.block(name, top[name] or {}, values_lib.DATABASE_KEYS[name])
-        if (remedy := _REFUSED_TYPES[name].get(values["type"])) is not None:
-            self.refuse(f"{name}.type", values["type"], _WANTED_TYPES[name], remedy)
-        return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
+    def database_type(self, name: str, top: Mapping[str, Any]) -> Any:
+        """Reads the block of a database and gives its type; refuses types that jaxsok does not have."""
+        kind = self.block(name, top[name] or {}, values_lib.DATABASE_KEYS[name])["type"]
+        if (remedy := _REFUSED_TYPES[name].get(kind)) is not None:
+            self.refuse(f"{name}.type", kind, _WANTED_TYPES[name], remedy)
+        return kind
 
     def check_place_of_rows(self, path: str, model: ModelConfig, database: str) -> None:
         """Refuses a model whose rows would have no place; notes where a database stays empty."""
@@ -344,7 +340,6 @@ class _Reader:
         if values["enable_pagelock"] and is_static:
             remedy = "take a dynamic cache, whose rows lie in host memory, if they do not fit"
             self.refuse(f"{path}.enable_pagelock", True, "false", f"static tables lie in device memory; {remedy}")
-        values["enable_pagelock"] = False
         values["fp8_quant"] &= is_static
         if values["fp8_quant"]:
             if values["row_dtype"] not in (None, "float8_e4m3fn"):
@@ -354,7 +349,8 @@ class _Reader:
 
 
 def _order(path: str) -> list[tuple[int, str]]:
-    return [(step, "") if isinstance(step, int) else (-1, step) for step in values_lib.steps_of(path)]
+    """Sorts lists by number, other names by letter."""
+    return [(int(number), "") if number else (-1, name) for number, name in re.findall(r"\[(\d+)\]|([^.\[\]]+)", path)]
 
 
 def _joined(path: str, name: str) -> str:

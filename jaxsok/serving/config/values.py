@@ -5,18 +5,17 @@ documented, and 24.06 ignores.
 """
 
 import dataclasses
-import re
 from typing import Any, Literal
 
 from jaxsok.serving.config import keys
-from jaxsok.serving.config.keys import Key, column, declare
+from jaxsok.serving.config.keys import Key, column, declare, without_effect
 from jaxsok.types import MAX_DIM
 
 Tier = Literal["device", "cache", "host"]
+Database = Literal["disabled", "hash_map", "parallel_hash_map"]
 
 _UNREAD = "HPS does not read it from this file, either"
-_OLDER = Key(keys.UNREAD, reason="it is of an older HPS: 24.06 does not read it, either")
-_DENSE = Key(keys.UNREAD, reason="it is of HugeCTR's dense model; the exported model has its own dtypes and programs")
+_OLDER = "it is of an older HPS: 24.06 does not read it, either"
 _REDIS = "it is of a Redis cluster, which is not there"
 _OF_PROCESS = "the host store is memory of the process"
 _NEVER_OVERFLOWS = "the host store holds every row and evicts none"
@@ -109,12 +108,6 @@ class ModelConfig:
     """The dtype of rows on the device; None: as in their files (float32 in HPS)."""
     spare_rows: int = declare(keys.COUNT, 0, block="jaxsok")
     """Rows of each table left free for new keys of updates in place."""
-    enable_pagelock: bool = declare(keys.BOOL, False)  # without effect where it is False; True is refused if static
-    maxnum_des_feature_per_sample: int = declare(keys.COUNT, 26, "the exported model tells its own inputs")
-    num_of_refresher_buffer_in_pool: int = declare(keys.COUNT, 1, "a refresh takes one buffer")
-    use_context_stream: bool = declare(keys.BOOL, True, "XLA orders what runs on a device")
-    use_hctr_cache_implementation: bool = declare(keys.BOOL, True, "there is one cache")
-    thread_pool_size: int = declare(keys.COUNT, 16, "threads are those of XLA and of the server")
 
     @property
     def device_id(self) -> int:
@@ -150,71 +143,6 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class VolatileDatabase:
-    """`volatile_db`: rows in host memory, under the device's cache. Only `type` has an effect."""
-
-    type: Literal["disabled", "hash_map", "parallel_hash_map"] = declare(keys.DATABASE, "parallel_hash_map")
-    """Both maps are the one host store of jaxsok. Without a type it is "disabled", without a block
-    "parallel_hash_map", as in HPS. "disabled" is refused for a model whose rows do not all lie on the device.
-    """
-    address: str = declare(keys.TEXT, "127.0.0.1:7000", _REDIS)
-    user_name: str = declare(keys.TEXT, "default", _REDIS)
-    password: str = declare(keys.TEXT, "", _REDIS, repr=False)
-    num_partitions: int | None = declare(keys.COUNT, None, "the host store of a table is one piece")
-    """None: HPS has min(16, cores)."""
-    allocation_rate: int = declare(keys.SIZE, 256 * 2**20, "the host store is allocated at once")
-    shared_memory_size: int = declare(keys.SIZE, 16 * 2**30, _OF_PROCESS)
-    shared_memory_name: str = declare(keys.TEXT, "hctr_mp_hash_map_database", _OF_PROCESS)
-    shared_memory_auto_remove: bool = declare(keys.BOOL, True, _OF_PROCESS)
-    num_node_connections: int = declare(keys.COUNT, 5, _REDIS)
-    max_batch_size: int = declare(keys.COUNT, 65536, "rows of the host store are read in one go")
-    enable_tls: bool = declare(keys.BOOL, False, _REDIS)
-    tls_ca_certificate: str = declare(keys.TEXT, "cacertbundle.crt", _REDIS)
-    tls_client_certificate: str = declare(keys.TEXT, "client_cert.pem", _REDIS)
-    tls_client_key: str = declare(keys.TEXT, "client_key.pem", _REDIS)
-    tls_server_name_identification: str = declare(keys.TEXT, "redis.localhost", _REDIS)
-    overflow_margin: int = declare(keys.SIZE, 2**64 - 1, _NEVER_OVERFLOWS)
-    overflow_policy: str = declare(
-        keys.among({"evict_random": ["random"], "evict_least_used": ["least_used"], "evict_oldest": ["oldest"]}),
-        "evict_random",
-        _NEVER_OVERFLOWS,
-    )
-    overflow_resolution_target: float = declare(keys.FRACTION, 0.8, _NEVER_OVERFLOWS)
-    initialize_after_startup: bool = declare(keys.BOOL, True, _UNREAD)
-    initial_cache_rate: float = declare(keys.number(0.0), 1.0, "all rows are entered, as in HPS")
-    cache_missed_embeddings: bool = declare(keys.BOOL, False, "there is no database below whose rows could be lifted")
-    update_filters: tuple[str, ...] = declare(keys.TEXTS, ("^hps_.+$",), "there is no update_source")
-
-
-@dataclasses.dataclass(frozen=True)
-class PersistentDatabase:
-    """`persistent_db`: not implemented. "rocks_db" is refused; without it no key has an effect."""
-
-    type: Literal["disabled"] = declare(keys.DATABASE, "disabled")
-    path: str | None = declare(keys.TEXT, None, _NO_PERSISTENT)
-    """None: HPS has "rocksdb" under the system's folder for temporary files."""
-    num_threads: int = declare(keys.COUNT, 16, _NO_PERSISTENT)
-    read_only: bool = declare(keys.BOOL, False, _NO_PERSISTENT)
-    max_batch_size: int = declare(keys.COUNT, 65536, _NO_PERSISTENT)
-    initialize_after_startup: bool = declare(keys.BOOL, True, _UNREAD)
-    update_filters: tuple[str, ...] = declare(keys.TEXTS, ("^hps_.+$",), _NO_PERSISTENT)
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdateSource:
-    """`update_source`: not implemented. "kafka_message_queue" is refused; without it no key has an effect."""
-
-    type: None = declare(keys.UPDATE_TYPE, None)
-    brokers: str = declare(keys.TEXT, "127.0.0.1:9092", _NO_UPDATES)
-    metadata_refresh_interval_ms: int = declare(keys.COUNT, 30000, _NO_UPDATES)
-    receive_buffer_size: int = declare(keys.COUNT, 262144, _NO_UPDATES)
-    poll_timeout_ms: int = declare(keys.COUNT, 500, _NO_UPDATES)
-    max_batch_size: int = declare(keys.COUNT, 8192, _NO_UPDATES)
-    failure_backoff_ms: int = declare(keys.COUNT, 50, _NO_UPDATES)
-    max_commit_interval: int = declare(keys.COUNT, 32, _NO_UPDATES)
-
-
-@dataclasses.dataclass(frozen=True)
 class Config:
     """A whole configuration, checked and with every default filled in."""
 
@@ -224,9 +152,11 @@ class Config:
     requests with others are refused.
     """
     fuse_embedding_table: bool | None = None  # for models that do not say; see `ModelConfig.fuse_embedding_table`
-    volatile_db: VolatileDatabase = VolatileDatabase()
-    persistent_db: PersistentDatabase = PersistentDatabase()
-    update_source: UpdateSource = UpdateSource()
+    volatile_db: Database = "parallel_hash_map"
+    """The type of `volatile_db`, rows in host memory under the device's cache. Both maps are the one host store of
+    jaxsok. Without a type it is "disabled", without a block "parallel_hash_map", as in HPS. "disabled" is refused for a
+    model whose rows do not all lie on the device.
+    """
     without_effect: tuple[WithoutEffect, ...] = ()  # keys that were written and set nothing, by path
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """What would surprise a reader of HPS's manual, as lines of the report."""
@@ -236,24 +166,6 @@ class Config:
     def key_bits(self) -> Literal[32, 64]:
         """Bits of the keys of all models."""
         return 64 if self.supportlonglong else 32
-
-    def to_json(self) -> dict[str, Any]:
-        """The JSON that `read` takes, with every honoured key, and those without effect where they were written."""
-        written: dict[str, Any] = {"supportlonglong": self.supportlonglong}
-        if self.fuse_embedding_table is not None:
-            written["fuse_embedding_table"] = self.fuse_embedding_table
-        # A block that is written out, even an empty one, would count as written by the user.
-        is_written = any(key.path.startswith("volatile_db.") for key in self.without_effect)
-        if is_written or self.volatile_db.type != "parallel_hash_map":
-            written["volatile_db"] = {"type": self.volatile_db.type}
-        written["models"] = [_model_to_json(model) for model in self.models]
-        for key in self.without_effect:
-            *outer, last = steps_of(key.path)
-            block: Any = written
-            for step in outer:
-                block = block[step] if isinstance(step, int) else block.setdefault(step, {})
-            block[last] = _plain(key.value)
-        return written
 
     def summary(self) -> list[str]:
         """The configuration as lines of a report: models, tables, notes, keys without effect."""
@@ -285,37 +197,78 @@ JAXSOK_KEYS = keys.keys_of(ModelConfig, "jaxsok")
 MODEL_KEYS: dict[str, Key] = {
     **keys.keys_of(TableConfig),
     **keys.keys_of(ModelConfig),
-    "network_file": Key(keys.TEXT, reason=_UNREAD),
-    **dict.fromkeys(("label_dim", "slot_num"), Key(keys.COUNT, reason=_UNREAD)),
-    "initialize_after_startup": Key(keys.BOOL, reason=_UNREAD),
-    **dict.fromkeys(
-        ("mixed_precision", "use_mixed_precision", "scaler", "use_algorithm_search", "use_cuda_graph"), _DENSE
-    ),
-    "i64_input_key": Key(keys.UNREAD, reason="supportlonglong says how many bits keys have"),
+    "enable_pagelock": Key(keys.BOOL, False),  # True is refused for a static model, and has no effect elsewhere
     "jaxsok": Key(keys.BLOCK),
+    **without_effect("the exported model tells its own inputs", keys.COUNT, "maxnum_des_feature_per_sample"),
+    **without_effect("a refresh takes one buffer", keys.COUNT, "num_of_refresher_buffer_in_pool"),
+    **without_effect("XLA orders what runs on a device", keys.BOOL, "use_context_stream"),
+    **without_effect("there is one cache", keys.BOOL, "use_hctr_cache_implementation"),
+    **without_effect("threads are those of XLA and of the server", keys.COUNT, "thread_pool_size"),
+    **without_effect(_UNREAD, keys.TEXT, "network_file"),
+    **without_effect(_UNREAD, keys.COUNT, "label_dim", "slot_num"),
+    **without_effect(_UNREAD, keys.BOOL, "initialize_after_startup"),
+    **without_effect(
+        "it is of HugeCTR's dense model; the exported model has its own dtypes and programs",
+        keys.UNREAD,
+        *("mixed_precision", "use_mixed_precision", "scaler", "use_algorithm_search", "use_cuda_graph"),
+    ),
+    **without_effect("supportlonglong says how many bits keys have", keys.UNREAD, "i64_input_key"),
 }
-_OLDER_BATCHES = dict.fromkeys(("max_get_batch_size", "max_set_batch_size"), _OLDER)
 DATABASE_KEYS: dict[str, dict[str, Key]] = {
     "volatile_db": {
-        **keys.keys_of(VolatileDatabase),
         "type": Key(keys.DATABASE, "disabled"),
-        **_OLDER_BATCHES,
-        **dict.fromkeys(("algorithm", "refresh_time_after_fetch"), _OLDER),
-        **dict.fromkeys(("partition_overflow_margin", "partition_overflow_resolution_target"), _OLDER),
+        **without_effect(_REDIS, keys.TEXT, "address", "user_name", "password", "tls_ca_certificate"),
+        **without_effect(_REDIS, keys.TEXT, "tls_client_certificate", "tls_client_key"),
+        **without_effect(_REDIS, keys.TEXT, "tls_server_name_identification"),
+        **without_effect(_REDIS, keys.COUNT, "num_node_connections"),
+        **without_effect(_REDIS, keys.BOOL, "enable_tls"),
+        **without_effect("the host store of a table is one piece", keys.COUNT, "num_partitions"),
+        **without_effect("the host store is allocated at once", keys.SIZE, "allocation_rate"),
+        **without_effect(_OF_PROCESS, keys.SIZE, "shared_memory_size"),
+        **without_effect(_OF_PROCESS, keys.TEXT, "shared_memory_name"),
+        **without_effect(_OF_PROCESS, keys.BOOL, "shared_memory_auto_remove"),
+        **without_effect("rows of the host store are read in one go", keys.COUNT, "max_batch_size"),
+        **without_effect(_NEVER_OVERFLOWS, keys.SIZE, "overflow_margin"),
+        **without_effect(_NEVER_OVERFLOWS, keys.OVERFLOW_POLICY, "overflow_policy"),
+        **without_effect(_NEVER_OVERFLOWS, keys.FRACTION, "overflow_resolution_target"),
+        **without_effect(_UNREAD, keys.BOOL, "initialize_after_startup"),
+        **without_effect("all rows are entered, as in HPS", keys.number(0.0), "initial_cache_rate"),
+        **without_effect("there is no database below whose rows could be lifted", keys.BOOL, "cache_missed_embeddings"),
+        **without_effect("there is no update_source", keys.TEXTS, "update_filters"),
+        **without_effect(_OLDER, keys.UNREAD, "max_get_batch_size", "max_set_batch_size", "algorithm"),
+        **without_effect(_OLDER, keys.UNREAD, "refresh_time_after_fetch", "partition_overflow_margin"),
+        **without_effect(_OLDER, keys.UNREAD, "partition_overflow_resolution_target"),
     },
-    "persistent_db": {**keys.keys_of(PersistentDatabase), **_OLDER_BATCHES},
-    "update_source": {**keys.keys_of(UpdateSource), "max_receive_buffer_size": _OLDER},
+    "persistent_db": {
+        "type": Key(keys.DATABASE, "disabled"),
+        **without_effect(_NO_PERSISTENT, keys.TEXT, "path"),
+        **without_effect(_NO_PERSISTENT, keys.COUNT, "num_threads", "max_batch_size"),
+        **without_effect(_NO_PERSISTENT, keys.BOOL, "read_only"),
+        **without_effect(_NO_PERSISTENT, keys.TEXTS, "update_filters"),
+        **without_effect(_UNREAD, keys.BOOL, "initialize_after_startup"),
+        **without_effect(_OLDER, keys.UNREAD, "max_get_batch_size", "max_set_batch_size"),
+    },
+    "update_source": {
+        "type": Key(keys.UPDATE_TYPE),
+        **without_effect(_NO_UPDATES, keys.TEXT, "brokers"),
+        **without_effect(_NO_UPDATES, keys.COUNT, "metadata_refresh_interval_ms", "receive_buffer_size"),
+        **without_effect(_NO_UPDATES, keys.COUNT, "poll_timeout_ms", "max_batch_size", "failure_backoff_ms"),
+        **without_effect(_NO_UPDATES, keys.COUNT, "max_commit_interval"),
+        **without_effect(_OLDER, keys.UNREAD, "max_receive_buffer_size"),
+    },
 }
+"""The keys of the blocks of databases. Only `type` is honoured, and only that of `volatile_db` is kept."""
 OLDER_DATABASES = ("cpu_memory_db", "distributed_db")  # the blocks of HPS 3.3 that later became volatile_db
-OLDER_DATABASE_KEYS = dict.fromkeys(DATABASE_KEYS["volatile_db"], _OLDER)
+OLDER_DATABASE_KEYS = without_effect(_OLDER, keys.UNREAD, *DATABASE_KEYS["volatile_db"])
 TOP_KEYS: dict[str, Key] = {
     "supportlonglong": Key(keys.BOOL, keys.REQUIRED),
     "fuse_embedding_table": Key(keys.BOOL),
     "models": Key(keys.list_of(keys.BLOCK, "a list of models"), keys.REQUIRED),
     **dict.fromkeys((*DATABASE_KEYS, *OLDER_DATABASES), Key(keys.BLOCK)),
-    **dict.fromkeys(
-        ("db_type", "redis_ip", "rocksdb_path", "cache_size_percentage_redis"),
-        Key(keys.UNREAD, reason=f"{_OLDER.reason}; rows come from sparse_files"),
+    **without_effect(
+        f"{_OLDER}; rows come from sparse_files",
+        keys.UNREAD,
+        *("db_type", "redis_ip", "rocksdb_path", "cache_size_percentage_redis"),
     ),
 }
 
@@ -339,26 +292,3 @@ def idle_keys(model: ModelConfig) -> dict[str, str]:
         reason = "cache_refresh_percentage_per_iteration is 0, which turns it off, as in HPS"
         idle |= dict.fromkeys(refreshes, reason)
     return idle
-
-
-def _model_to_json(model: ModelConfig) -> dict[str, Any]:
-    idle = idle_keys(model)
-    written: dict[str, Any] = {"model": model.model}
-    written |= {name: [getattr(table, field) for table in model.tables] for name, field in PER_TABLE.items()}
-    for name, key in MODEL_KEYS.items():
-        if hasattr(model, name) and name not in idle and not key.reason:
-            written[name] = _plain(getattr(model, name))
-    if model.fuse_embedding_table is None:
-        del written["fuse_embedding_table"]
-    own = {name: getattr(model, name) for name in JAXSOK_KEYS}
-    written["jaxsok"] = {name: value for name, value in own.items() if value is not None}
-    return written
-
-
-def steps_of(path: str) -> list[str | int]:
-    """Splits a path into names, and numbers in lists."""
-    return [int(number) if number else name for number, name in re.findall(r"\[(\d+)\]|([^.\[\]]+)", path)]
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value

@@ -1,0 +1,319 @@
+"""What training examples share: progress and curves, and that they stop on Ctrl-C and go on later.
+
+Orbax saves tables, dense parameters, the place in the data and the curves together; the same command then continues at
+exactly the next batch.
+"""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import matplotlib
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from sklearn.metrics import roc_auc_score
+from tqdm import tqdm
+
+import jaxsok
+from jaxsok import checkpoint
+
+
+class CtrlC:
+    """Turns the first Ctrl-C into a question asked between steps: an exception inside one would lose donated state."""
+
+    AGREE_EVERY = 20  # steps between questions to the other processes, which must stop at the same step
+
+    def __init__(self):
+        self.is_pressed = False
+
+    def asks_to_stop(self, num_steps: int) -> bool:
+        """Says after a step whether Ctrl-C was pressed, in whichever process."""
+        if jax.process_count() > 1:
+            if num_steps % self.AGREE_EVERY:
+                return False
+            is_agreed = bool(multihost_utils.process_allgather(np.array(self.is_pressed)).any())
+            self.is_pressed |= is_agreed  # it may have been pressed here during the question: then the next one counts
+            return is_agreed
+        return self.is_pressed
+
+    def __enter__(self):
+        # Python lets only the main thread set handlers; elsewhere Ctrl-C is not ours to handle.
+        self._is_ours = threading.current_thread() is threading.main_thread()
+        if self._is_ours:
+            self._previous = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *_):
+        if self._is_ours:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _press(self, *_):
+        self.is_pressed = True
+        signal.signal(signal.SIGINT, self._previous)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Curves:
+    """What was recorded of each step."""
+
+    losses: np.ndarray
+    """float32 [steps]: the mean log loss of each step."""
+    growth: np.ndarray
+    """int32 [steps, tables]: the rows of each table after each step."""
+    capacity: np.ndarray
+    """int64 [steps]: the rows allocated for all tables in each step."""
+    samples: np.ndarray
+    """int64 [steps]: the samples trained on after each step."""
+    num_restored: int
+    """Those that an interrupted run had trained on."""
+    seconds: float
+    """Time from the first batch of this run to its last step, compilation and growth included."""
+    steady_samples_per_s: float
+    """Samples per second of the median step: without compilation and growth."""
+    held_out_loss: float
+    """Mean log loss on held-out samples, at the end."""
+    num_rows: dict[str, int]
+    """Rows (keys) of each table at the end."""
+
+    @property
+    def num_samples(self) -> int:
+        """The samples trained on."""
+        return int(self.samples[-1]) if len(self.samples) else 0
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second of this run, compilation and growth included."""
+        return (self.num_samples - self.num_restored) / max(self.seconds, 1e-9)
+
+
+class History:
+    """Records the steps of a run. Values stay on the device until they are shown, so that steps run ahead.
+
+    Args:
+      num_samples: of the whole run, for the progress bar.
+      show_progress: whether to show one.
+      fixed_rows: the rows of tables that do not grow, which have no `Stats`.
+    """
+
+    SHOW_EVERY = 20  # steps between waits for the device
+
+    def __init__(self, num_samples: int, show_progress: bool, fixed_rows: Sequence[int] = ()):
+        self._fixed_rows = np.array(fixed_rows)
+        self._bar = tqdm(total=num_samples, unit=" samples", unit_scale=True, disable=not show_progress)
+        self._losses, self._growth, self._capacity, self._samples = [], [], [], [0]
+        self._shown_at = []  # (steps, seconds) when all of them were done
+        self._num_restored = 0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps so far, those of an interrupted run included."""
+        return len(self._losses)
+
+    def restore(self, curves: dict[str, np.ndarray]) -> None:
+        """Goes on after the steps of an interrupted run."""
+        self._losses, self._growth = list(curves["losses"]), list(curves["growth"])
+        self._capacity, self._samples = curves["capacity"].tolist(), [0, *curves["samples"].tolist()]
+        self._num_restored = self._samples[-1]
+        self._bar.update(self._num_restored)
+
+    def curves(self) -> dict[str, np.ndarray]:
+        """Returns all steps so far; waits for them."""
+        self._wait()
+        return {
+            "losses": np.array(self._losses),
+            "growth": np.array(self._growth),
+            "capacity": np.array(self._capacity, np.int64),
+            "samples": np.array(self._samples[1:], np.int64),
+        }
+
+    def __enter__(self):
+        self._start = time.perf_counter()
+        self._shown_at.append((self.num_steps, 0.0))
+        return self
+
+    def __exit__(self, *_):
+        self._wait()
+        self._bar.close()
+
+    def add(self, loss: jax.Array, stats: jaxsok.Stats | None, num_samples: int) -> None:
+        """Records a step that was dispatched."""
+        self._losses.append(loss)
+        self._growth.append(stats)
+        # Tables of one store have the same capacity.
+        capacities = [self._fixed_rows.sum()] if stats is None else _by_store(stats).values()
+        self._capacity.append(sum(capacities))
+        self._samples.append(self._samples[-1] + num_samples)
+        self._bar.update(num_samples)
+        if self.num_steps % self.SHOW_EVERY == 0:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Waits for the steps so far; raises if one of them lost anything (a full table, a gradient not finite)."""
+        first = self._shown_at[-1][0]
+        if first == self.num_steps:
+            return
+        for i in range(first, self.num_steps):
+            if (stats := self._growth[i]) is not None:
+                stats.check()
+            self._growth[i] = self._fixed_rows if stats is None else np.asarray(stats.num_rows)
+            self._losses[i] = np.asarray(self._losses[i])
+        self._shown_at.append((self.num_steps, time.perf_counter() - self._start))
+        self._bar.set_postfix(loss=f"{np.mean(self._losses[first:]):.4f}", keys=f"{self._growth[-1].sum():,}")
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the fields of `Curves` that this class knows."""
+        steps, seconds = zip(*self._shown_at, strict=True)
+        samples = np.array(self._samples)[list(steps)]
+        rates = np.diff(samples) / np.diff(seconds) if len(steps) > 1 else [0.0]
+        return {
+            **self.curves(),
+            "num_restored": self._num_restored,
+            "seconds": float(seconds[-1]),
+            "steady_samples_per_s": float(np.median(rates)),
+        }
+
+
+def _by_store(stats: jaxsok.Stats) -> dict[int, int]:
+    return dict(zip(stats.stores, stats.capacities, strict=True))
+
+
+def settings_of(config: Any, free: Collection[str]) -> dict[str, Any]:
+    """Returns the fields of a configuration but the free ones, as JSON: a run goes on only if they are the same."""
+    fixed = {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
+    return json.loads(json.dumps(fixed, default=str))
+
+
+def log_loss_of(label: np.ndarray, probabilities: np.ndarray) -> float:
+    """Gives the mean log loss of predictions; NaN for none."""
+    if not len(label):
+        return float("nan")
+    likelihood = np.where(label == 1, probabilities, 1 - probabilities)
+    return float(-np.log(np.maximum(likelihood, 1e-7)).mean())
+
+
+def auc_of(label: np.ndarray, probabilities: np.ndarray) -> float:
+    """Gives the area under the ROC curve; NaN where it is undefined, with fewer than two classes."""
+    return float(roc_auc_score(label, probabilities)) if len(np.unique(label)) == 2 else float("nan")
+
+
+def save_plot(curves: Curves, title: str, path: pathlib.Path) -> None:
+    """Draws the loss and the growth of the tables over the samples; the ending of `path` names the format."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt  # after use(): a machine without a display has no other back end
+
+    samples = curves.samples
+    figure, (loss_axes, keys_axes) = plt.subplots(2, 1, sharex=True, figsize=(9, 8), layout="constrained")
+    window = max(len(curves.losses) // 25, 1)
+    smooth = np.convolve(curves.losses, np.full(window, 1 / window), mode="valid")
+    loss_axes.plot(samples, curves.losses, color="0.8", linewidth=0.8, label="each step")
+    loss_axes.plot(samples[window - 1 :], smooth, label=f"mean of {window} steps")
+    loss_axes.axhline(curves.held_out_loss, color="C1", linestyle="--", label="held-out samples, at the end")
+    loss_axes.set(ylabel="log loss", title=title)
+    loss_axes.legend()
+
+    order = np.argsort(curves.growth[-1])[::-1]
+    names = np.array(list(curves.num_rows))[order]
+    growth = curves.growth.T[order]
+    shown = min(8, len(names))
+    others = {f"{len(names) - shown} others": growth[shown:].sum(0)} if len(names) > shown else {}
+    labels = [*names[:shown], *others]
+    keys_axes.stackplot(samples, *growth[:shown], *others.values(), labels=labels, alpha=0.8)
+    keys_axes.step(samples, curves.capacity, where="pre", color="0.3", linestyle=":", label="rows allocated")
+    keys_axes.set(xlabel="samples", ylabel="keys (rows) in the tables", title="Growth of the tables")
+    for axis in (keys_axes.xaxis, keys_axes.yaxis):
+        axis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    keys_axes.legend(loc="upper left", ncols=3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+class Training(NamedTuple):
+    """All that a run needs to go on."""
+
+    tables: jaxsok.State
+    dense: Any
+    """Dense parameters and the state of their optimizer: a tree of arrays."""
+    data: Any
+    """State of the iterator over the data."""
+    curves: dict[str, np.ndarray]
+    """What was recorded of each step so far."""
+
+
+class Checkpoints:
+    """Saves a run in a folder, and restores it; without a folder it does nothing.
+
+    Args:
+      folder: where to; shared by all processes.
+      every: steps between saves; None: only when `save` is called.
+      settings: what must be the same in a run that goes on, as JSON.
+    """
+
+    def __init__(self, folder: pathlib.Path | None, every: int | None, settings: dict[str, Any]):
+        self._folder, self._every, self._settings = folder, every, settings
+        options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=True)
+        self._manager = None if folder is None else ocp.CheckpointManager(folder.absolute(), options=options)
+
+    def restore(self, collection: jaxsok.Collection, dense: Any) -> Training | None:
+        """Restores what a run saved that was interrupted; None: there is nothing.
+
+        Args:
+          collection: the declared tables; it may have other devices than the one that saved.
+          dense: a tree of arrays like the one that was saved.
+
+        Raises:
+          ValueError: other settings than those of the run that saved.
+        """
+        if self._manager is None or (step := self._manager.latest_step()) is None:
+            return None
+        read = ocp.args.Composite(
+            tables=checkpoint.TablesRestore(collection),
+            dense=ocp.args.StandardRestore(dense),
+            data=ocp.args.JsonRestore(),
+            curves=ocp.args.StandardRestore(),
+        )
+        found = self._manager.restore(step, args=read)
+        saved = found["data"]["settings"]
+        if saved != self._settings:
+            differs = {
+                name: (saved.get(name), value) for name, value in self._settings.items() if saved.get(name) != value
+            }
+            raise ValueError(
+                f"train: {self._folder}: it holds an interrupted run with other settings (saved, given): {differs}; "
+                "give the same ones to go on, or remove it."
+            )
+        return Training(found["tables"], found["dense"], found["data"]["iterator"], found["curves"])
+
+    def is_due(self, num_steps: int) -> bool:
+        """Says whether to save after this step."""
+        return self._manager is not None and self._every is not None and num_steps % self._every == 0
+
+    def save(self, num_steps: int, collection: jaxsok.Collection, training: Training) -> None:
+        """Saves a run after a step, while the next ones go on."""
+        if self._manager is None:
+            return
+        written = ocp.args.Composite(
+            tables=checkpoint.TablesSave(collection, training.tables),
+            dense=ocp.args.StandardSave(training.dense),
+            data=ocp.args.JsonSave({"iterator": training.data, "settings": self._settings}),
+            curves=ocp.args.StandardSave(training.curves),
+        )
+        self._manager.save(num_steps, args=written, force=True)
+
+    def finish(self, is_interrupted: bool) -> None:
+        """Waits for what is being saved; a run that came to its end leaves nothing."""
+        if self._manager is None:
+            return
+        self._manager.wait_until_finished()
+        self._manager.close()
+        if not is_interrupted and jax.process_index() == 0:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self._folder)

@@ -1,0 +1,203 @@
+"""Which samples make a batch, as a dataset of Grain: batches by number, for one process.
+
+Grain does the rest: epochs (`repeat`), transformations (`map`), threads, worker processes, and iterators whose state
+can be saved. A batch depends on nothing but the source, the seed, the epoch and its number. Therefore the state of an
+iterator is a number, and training can go on with another number of processes.
+"""
+
+import functools
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from absl import flags
+
+from jaxsok import checks
+from jaxsok.data.samples import Source, joined
+
+NUM_AHEAD = 4
+"""Batches that are read ahead, if not stated otherwise."""
+
+
+class Batches(grain.MapDataset):
+    """Batches of a source by number, each for the part of this process: a `grain.MapDataset`.
+
+    Without a seed, batches follow the source's order, and each process reads its part of every batch. With a seed,
+    each epoch takes the source's blocks in another order, and mixes the samples of `shuffle_batches` batches in a row;
+    within a batch samples keep the source's order. The source is then read in `num_streams` parts of equal size side by
+    side, so that a process reads only blocks of its own.
+
+    Args:
+      source: the samples.
+      batch_size: samples of a batch, of all processes together.
+      seed: shuffles each epoch in another way; None: in the source's order.
+      shuffle_batches: batches whose samples are mixed; their blocks are kept in memory.
+      num_streams: parts in which the source is read at once; a batch has as many samples of each. None: one for each
+        process with a seed, else one. Keep the number when training goes on with other processes: the batches stay the
+        same.
+      start: the first sample to read.
+      stop: the sample after the last one; None: all. Negative numbers count from the end.
+      drop_remainder: whether to leave out the samples that do not fill a batch. Otherwise the last batch is smaller,
+        and may be empty for some processes; that takes one stream.
+      process_index: which part of each batch to read; None: that of this JAX process.
+      process_count: in how many parts each batch is read; None: as many as there are JAX processes.
+
+    Raises:
+      ValueError: numbers out of their range, sizes that cannot be shared evenly, or fewer samples than one batch.
+
+    Cost:
+      Reading a batch calls `source.take` once for each stream of this process. A shuffled window holds 8 bytes for each
+      of its samples.
+
+    Example:
+      >>> from jaxsok.data import ArraySource
+      >>> source = ArraySource({"user": np.arange(10)})
+      >>> batches = Batches(source, 4, process_index=0, process_count=1)
+      >>> [batch["user"].tolist() for batch in batches]
+      [[0, 1, 2, 3], [4, 5, 6, 7]]
+      >>> shuffled = Batches(source, 4, seed=0, process_index=0, process_count=1).repeat(2)
+      >>> iterator = iter(shuffled)
+      >>> first = next(iterator)
+      >>> state = iterator.get_state()
+      >>> second = next(iterator)
+      >>> iterator.set_state(state)
+      >>> next(iterator)["user"].tolist() == second["user"].tolist()
+      True
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        batch_size: int,
+        *,
+        seed: int | None = None,
+        shuffle_batches: int = 16,
+        num_streams: int | None = None,
+        start: int = 0,
+        stop: int | None = None,
+        drop_remainder: bool = True,
+        process_index: int | None = None,
+        process_count: int | None = None,
+    ):
+        super().__init__()
+        self._source, self._seed = source, seed
+        self._first, last, _ = slice(start, stop).indices(len(source))
+        count = jax.process_count() if process_count is None else process_count
+        index = jax.process_index() if process_index is None else process_index
+        streams = (1 if seed is None else count) if num_streams is None else num_streams
+        counts = {"batch_size": batch_size, "shuffle_batches": shuffle_batches, "num_streams": streams}
+        for name, value in (counts | {"process_count": count}).items():
+            checks.integer(f"Batches: {name}", value, 1)
+        checks.integer("Batches: process_index", index, 0, count - 1)
+        if seed is not None:
+            checks.integer("Batches: seed", seed, 0)
+        # A process reads whole streams, or a part of one.
+        if batch_size % streams or batch_size % count or (streams % count and count % streams):
+            raise ValueError(
+                f"Batches: batch_size: got {batch_size} for {streams} streams and {count} processes, wanted a multiple "
+                "of both, and one of these two a multiple of the other."
+            )
+        if not drop_remainder and streams > 1:
+            raise ValueError(f"Batches: drop_remainder: got False with {streams} streams, wanted one stream.")
+        self._of_stream = batch_size // streams
+        """Samples of a batch from one stream."""
+        self._stream_samples = max(0, last - self._first) // streams
+        self._length = self._stream_samples // self._of_stream
+        if not drop_remainder:
+            self._length = -(-self._stream_samples // self._of_stream)
+        if not self._length:
+            raise ValueError(
+                f"Batches: batch_size: got {batch_size} for {max(0, last - self._first)} samples, wanted at most as "
+                "many."
+            )
+        # This process's part of each batch: from these streams, these of each stream's samples.
+        self._parts = _parts_of(index, count, streams, self._of_stream)
+        self._window = shuffle_batches * self._of_stream
+        self._starts = np.append(self._first, source.ends[(source.ends > self._first) & (source.ends < last)])
+        self._sizes = np.diff(np.append(self._starts, last))
+        at_once = self._of_stream * max(NUM_AHEAD, shuffle_batches if seed is not None else 0)
+        most = int(np.ceil(at_once / self._sizes.mean())) + 1
+        source.keep(2 * most * len(self._parts))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        epoch, number = divmod(index if index >= 0 else range(self._length)[index], self._length)
+        found = [self._source.take(self._positions(epoch, number, stream, part)) for stream, part in self._parts]
+        return found[0] if len(found) == 1 else joined(found)
+
+    def __str__(self) -> str:
+        return f"Batches({type(self._source).__name__}, {self._length} of {self._of_stream} samples from each stream)"
+
+    def _positions(self, epoch: int, number: int, stream: int, part: slice) -> slice | np.ndarray:
+        """Returns where samples of a batch are in the source: ascending, or as a slice."""
+        begin = number * self._of_stream
+        last = min(begin + self._of_stream, self._stream_samples)
+        if self._seed is None:
+            offset = self._first + stream * self._stream_samples
+            return slice(offset + min(begin + part.start, last), offset + min(begin + part.stop, last))
+        window, place = divmod(begin, self._window)
+        size = min(self._window, self._stream_samples - window * self._window)
+        mixed = _mixed(self._seed, epoch, window, size, tuple(stream for stream, _ in self._parts))[stream]
+        places = stream * self._stream_samples + window * self._window + mixed[place : place + last - begin]
+        # Blocks in the order of this epoch, and the place of each sample among them.
+        order = _block_order(self._seed, epoch, len(self._sizes))
+        ends = np.cumsum(self._sizes[order])
+        number_of = np.searchsorted(ends, places, "right")
+        blocks = order[number_of]
+        return np.sort(self._starts[blocks] + places - (ends[number_of] - self._sizes[blocks]))[part]
+
+
+def iterate(
+    dataset: grain.MapDataset, *, num_threads: int = 4, num_workers: int = 0, num_ahead: int = NUM_AHEAD
+) -> grain.DatasetIterator:
+    """Reads a dataset of batches ahead of its user; the result's state can be saved and set.
+
+    It is what `to_iter_dataset` and `mp_prefetch` do, with few batches in memory: Grain's own defaults are made for
+    single samples.
+
+    Args:
+      dataset: `Batches`, repeated, mapped and sliced as wanted.
+      num_threads: threads that read and transform; NumPy and PyArrow leave the interpreter's lock to others meanwhile.
+      num_workers: processes that read and transform; 0: this one. They pay where transformations run in Python.
+      num_ahead: batches that wait, in each process.
+
+    Example:
+      >>> from jaxsok.data import ArraySource
+      >>> batches = Batches(ArraySource({"user": np.arange(4)}), 2, process_index=0, process_count=1)
+      >>> [batch["user"].tolist() for batch in iterate(batches.repeat(2))]
+      [[0, 1], [2, 3], [0, 1], [2, 3]]
+    """
+    options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=num_ahead)
+    read = dataset.to_iter_dataset(options)
+    if num_workers:
+        if not flags.FLAGS.is_parsed():  # Grain reads its own, also in a program that has none
+            flags.FLAGS.mark_as_parsed()
+        read = read.mp_prefetch(grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=num_ahead))
+    return iter(read)
+
+
+def _parts_of(index: int, count: int, streams: int, of_stream: int) -> list[tuple[int, slice]]:
+    """Returns which streams a process reads, and which of a batch's samples from each."""
+    if streams >= count:
+        of_process = streams // count
+        return [(stream, slice(0, of_stream)) for stream in range(index * of_process, (index + 1) * of_process)]
+    sharers = count // streams
+    share = of_stream // sharers
+    part = index % sharers
+    return [(index // sharers, slice(part * share, (part + 1) * share))]
+
+
+@functools.lru_cache(maxsize=8)
+def _block_order(seed: int, epoch: int, num_blocks: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(num_blocks)
+
+
+@functools.lru_cache(maxsize=8)
+def _mixed(seed: int, epoch: int, window: int, size: int, streams: tuple[int, ...]) -> dict[int, np.ndarray]:
+    """Returns the order of a window's samples in each stream of a process, which its next batches need too."""
+    return {stream: np.random.default_rng([seed, epoch, stream, window]).permutation(size) for stream in streams}

@@ -1,0 +1,433 @@
+"""Sources of samples that can be read at any place: arrays, and data in blocks (Arrow, Parquet, text).
+
+A source has a fixed number of samples in a fixed order. What it reads are columns: NumPy arrays with a line for each
+sample, and `Bags` with offsets. `batches.py` decides which samples make a batch.
+"""
+
+import abc
+import concurrent.futures
+import dataclasses
+import glob
+import itertools
+import mmap
+import os
+import pathlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxsok import checks, sources
+from jaxsok.features import Bags
+
+Columns = dict[str, Any]
+"""By name: arrays `[num_samples, ...]`, or `Bags` with offsets."""
+
+BLOCK_SAMPLES = 1 << 16
+"""Samples in a block of a source that has no blocks of its own: neighbours stay together that long when shuffled."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Samples that `Batches` reads. Any thread may read; a source that worker processes read can be pickled.
+
+    It is a random-access data source for Grain, too: `source[i]` is one sample, of one line.
+    """
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Where each block ends: int64 `[num_blocks]`, ascending. A block is what is read from a file at once."""
+        ...
+
+    def take(self, positions: slice | np.ndarray) -> Columns:
+        """Reads samples: a slice with start and stop, or ascending positions, int64 `[num_samples]`."""
+        ...
+
+    def keep(self, num_blocks: int) -> None:
+        """Asks for at least so many blocks to be kept in memory, where reading one again is expensive."""
+        ...
+
+    def __len__(self) -> int:
+        """Returns the number of samples."""
+        ...
+
+    def __getitem__(self, position: int) -> Columns:
+        """Reads one sample."""
+        ...
+
+
+class _Source(abc.ABC):
+    ends: np.ndarray
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def __getitem__(self, position: int) -> Columns:
+        position = range(len(self))[position]  # raises IndexError
+        return self.take(slice(position, position + 1))
+
+    def keep(self, num_blocks: int) -> None:  # noqa: B027
+        """Does nothing: blocks are cheap to read."""
+
+    @abc.abstractmethod
+    def take(self, positions: slice | np.ndarray) -> Columns: ...
+
+
+class ArraySource(_Source):
+    """Columns that are NumPy arrays, in memory or mapped from files (`np.load(..., mmap_mode="r")`).
+
+    A slice of samples is read without a copy. Other processes map the files of mapped arrays themselves.
+
+    Raises:
+      ValueError: columns of different lengths, or `Bags` with neither lengths nor offsets, or with fewer keys than
+        these say.
+
+    Example:
+      >>> source = ArraySource({"user": np.array([7, 9, 8]), "label": np.array([0.0, 1.0, 1.0])})
+      >>> len(source), source.take(slice(1, 3))["user"].tolist(), source.take(np.array([0, 2]))["label"].tolist()
+      (3, [9, 8], [0.0, 1.0])
+    """
+
+    def __init__(self, columns: Mapping[str, Any], *, block_samples: int = BLOCK_SAMPLES):
+        checks.integer("ArraySource: block_samples", block_samples, 1)
+        self.columns = {name: _with_offsets(name, column) for name, column in columns.items()}
+        counts = {name: _num_samples(column) for name, column in self.columns.items()}
+        if len(set(counts.values())) != 1:
+            raise ValueError(f"ArraySource: columns: got {counts} samples, wanted columns of one length.")
+        (num_samples,) = set(counts.values())
+        self.ends = np.minimum(np.arange(0, num_samples, block_samples, dtype=np.int64) + block_samples, num_samples)
+
+    def take(self, positions: slice | np.ndarray) -> Columns:
+        """Reads samples: a slice without a copy."""
+        return _picked_all(self.columns, positions)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"columns": {name: _each(_to_mapped, column) for name, column in self.columns.items()}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.columns = {name: _each(_from_mapped, column) for name, column in self.columns.items()}
+
+
+class JoinedSource(_Source):
+    """Sources with the same columns, one after the other."""
+
+    def __init__(self, parts: Sequence[Source]):
+        if not parts:
+            raise ValueError("JoinedSource: parts: got none, wanted at least one source.")
+        self._parts = list(parts)
+        self._starts = np.cumsum([0, *map(len, self._parts)])
+        self.ends = np.concatenate([part.ends + start for part, start in zip(parts, self._starts[:-1], strict=True)])
+
+    def take(self, positions: slice | np.ndarray) -> Columns:
+        """Reads samples from the sources that hold them."""
+        return _read_parts(self._starts[1:], positions, lambda number, of_part: self._parts[number].take(of_part))
+
+    def keep(self, num_blocks: int) -> None:
+        """Asks each source to keep so many blocks."""
+        for part in self._parts:
+            part.keep(num_blocks)
+
+
+class BlockSource(_Source):
+    """Samples that are decoded block by block; decoded blocks are kept for the batches that follow."""
+
+    def __init__(self, sizes: Sequence[int]):
+        self.ends = np.cumsum(np.asarray(sizes, np.int64))
+        self._num_kept = 4
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[int, concurrent.futures.Future[Columns]] = OrderedDict()  # under the lock
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_kept")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+    @abc.abstractmethod
+    def load(self, block: int) -> Columns:
+        """Reads and decodes a block."""
+
+    def keep(self, num_blocks: int) -> None:
+        """Keeps at least so many decoded blocks."""
+        self._num_kept = max(self._num_kept, num_blocks)
+
+    def take(self, positions: slice | np.ndarray) -> Columns:
+        """Reads samples from decoded blocks."""
+        return _read_parts(self.ends, positions, lambda block, part: _picked_all(self._block(block), part))
+
+    def _block(self, block: int) -> Columns:
+        """Returns a block; of several threads that want it the first one reads it."""
+        with self._lock:
+            found = self._kept.get(block)
+            if found is None:
+                mine = self._kept[block] = concurrent.futures.Future()
+                while len(self._kept) > self._num_kept:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(block)
+        if found is not None:
+            return found.result()
+        try:
+            mine.set_result(self.load(block))
+        except BaseException as error:
+            with self._lock:  # the next reader tries again
+                if self._kept.get(block) is mine:
+                    del self._kept[block]
+            mine.set_exception(error)
+        return mine.result()
+
+
+class ArrowSource(BlockSource):
+    """Columns of an Arrow table, of Arrow IPC files, or of a dataset: Parquet files, folders, partitions.
+
+    A block is a row group of a Parquet file, a record batch of an IPC file, or a whole file of another format. Integers
+    become keys as they are, and nulls among them PADDING_KEY; lists become `Bags`, lists of a fixed size rectangles.
+
+    Args:
+      data: a `pyarrow.Table`, a `pyarrow.dataset.Dataset`, a path, a pattern (`"clicks/*.parquet"`), or several paths.
+        Files that end in `.arrow`, `.feather` or `.ipc` are mapped into memory.
+      columns: the columns to read; None: all.
+
+    Raises:
+      FileNotFoundError: no file there. ImportError: pyarrow is missing. KeyError: a column that is not there.
+      TypeError: when a block is read, a column that holds neither numbers nor lists of numbers. ValueError: floats
+        with nulls, also found when a block is read; IPC files with different columns.
+
+    Cost:
+      Making it reads the metadata of every file. Each block is decoded once as long as batches near each other ask for
+      it; row groups of about a batch's size or more suit training.
+    """
+
+    def __init__(self, data: Any, columns: Sequence[str] | None = None):
+        import pyarrow as pa
+
+        self._columns = None if columns is None else list(columns)
+        if isinstance(data, pa.Table):
+            schema, pieces = data.schema, [(batch, batch.num_rows) for batch in data.to_batches()]
+        else:
+            schema, pieces = _pieces_of(data)
+        missing = [name for name in self._columns or () if name not in schema.names]
+        if missing:
+            raise KeyError(f"ArrowSource: columns: got {missing}, wanted some of {schema.names}.")
+        pieces = [(piece, size) for piece, size in pieces if size] or [(pa.RecordBatch.from_pylist([], schema), 0)]
+        self._pieces: list[Any] = [piece for piece, _ in pieces]
+        super().__init__([size for _, size in pieces])
+
+    def load(self, block: int) -> Columns:
+        """Reads and decodes a block."""
+        import pyarrow as pa
+
+        piece = self._pieces[block]
+        if isinstance(piece, tuple):
+            path, number = piece
+            with pa.memory_map(path) as file:
+                piece = pa.ipc.open_file(file).get_batch(number)
+        elif not isinstance(piece, pa.RecordBatch):
+            fragment, schema = piece.fragment, piece.schema
+            piece = fragment.to_table(schema=schema, columns=self._columns)
+        names = piece.schema.names if self._columns is None else self._columns
+        return {name: _column_of_arrow(name, piece.column(name)) for name in names}
+
+
+class _Fragment:
+    """A part of a dataset: a row group, or a file."""
+
+    def __init__(self, fragment: Any, schema: Any):
+        self.fragment, self.schema = fragment, schema
+
+
+def _pieces_of(data: Any) -> tuple[Any, list[tuple[Any, int]]]:
+    """Returns the schema of files or a dataset, and their blocks with numbers of samples."""
+    import pyarrow as pa
+    import pyarrow.dataset
+
+    if not isinstance(data, pa.dataset.Dataset):
+        paths = _paths_of(data)
+        if all(path.endswith((".arrow", ".feather", ".ipc")) for path in paths):
+            return _ipc_pieces(paths)
+        data = pa.dataset.dataset(paths[0] if len(paths) == 1 else paths, partitioning="hive")
+    pieces = []
+    for fragment in data.get_fragments():
+        if isinstance(fragment, pa.dataset.ParquetFileFragment):
+            for group in fragment.split_by_row_group():
+                pieces.append((_Fragment(group, data.schema), group.row_groups[0].num_rows))
+        else:
+            pieces.append((_Fragment(fragment, data.schema), fragment.count_rows()))
+    return data.schema, pieces
+
+
+def _ipc_pieces(paths: Sequence[str]) -> tuple[Any, list[tuple[Any, int]]]:
+    import pyarrow as pa
+
+    schema, pieces = None, []
+    first_field = pa.ipc.IpcReadOptions(included_fields=[0])  # of compressed files the others are not decoded
+    for path in paths:
+        with pa.memory_map(path) as file:
+            of_file = pa.ipc.open_file(file).schema
+            reader = pa.ipc.open_file(file, options=first_field)
+            sizes = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
+        if schema is not None and of_file.names != schema.names:
+            raise ValueError(
+                f"ArrowSource: {path}: got columns {of_file.names}, wanted {schema.names} as in {paths[0]}."
+            )
+        schema = schema or of_file
+        pieces += [((path, number), size) for number, size in enumerate(sizes)]
+    return schema, pieces
+
+
+def _paths_of(data: Any) -> list[str]:
+    given = [data] if isinstance(data, str | os.PathLike) else list(data)
+    paths: list[str] = []
+    for path in map(os.fspath, given):
+        found = sorted(glob.glob(path)) if glob.has_magic(path) and not pathlib.Path(path).exists() else [path]
+        if not found:
+            raise FileNotFoundError(f"ArrowSource: data: got {path!r}, where there is no file.")
+        paths += found
+    if not paths:
+        raise FileNotFoundError("ArrowSource: data: got no path, wanted at least one.")
+    return paths
+
+
+def _column_of_arrow(name: str, column: Any) -> Any:
+    import pyarrow as pa
+
+    if isinstance(column, pa.ChunkedArray):
+        column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_boolean(column.type):
+        column = column.cast(pa.uint8())
+    kind = column.type
+    while hasattr(kind, "value_type"):
+        kind = kind.value_type
+    role = "floats" if pa.types.is_floating(kind) else "keys"
+    numbers, lengths = sources.of_arrow(column, f'ArrowSource: column "{name}"', role)
+    return numbers if lengths is None else Bags(numbers, offsets=_offsets_of(lengths))
+
+
+# Columns --------------------------------------------------------------------------------------------------------------
+
+
+def _offsets_of(lengths: np.ndarray) -> np.ndarray:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _with_offsets(name: str, column: Any) -> Any:
+    if not isinstance(column, Bags):
+        return column if hasattr(column, "shape") else np.asarray(column)
+    if column.inverse is not None or (column.lengths is None and column.offsets is None):
+        raise ValueError(f'ArraySource: column "{name}": got {column}, wanted Bags with lengths or offsets alone.')
+    bags = _each(lambda array: array if hasattr(array, "shape") else np.asarray(array), column)
+    offsets = _offsets_of(bags.lengths) if bags.offsets is None else bags.offsets
+    if offsets[-1] > len(bags.keys):
+        raise ValueError(f'ArraySource: column "{name}": got {len(bags.keys)} keys, wanted {offsets[-1]} for its bags.')
+    return Bags(bags.keys, offsets=offsets, weights=bags.weights)
+
+
+def _each(change: Callable[[Any], Any], column: Any) -> Any:
+    """Changes an array, or each array of bags."""
+    if not isinstance(column, Bags):
+        return change(column)
+    arrays = {field.name: getattr(column, field.name) for field in dataclasses.fields(column)}
+    return Bags(**{name: None if array is None else change(array) for name, array in arrays.items()})
+
+
+class _Mapped(NamedTuple):
+    """Where an array is mapped from."""
+
+    path: str
+    dtype: np.dtype
+    offset: int
+    shape: tuple[int, ...]
+    order: Any
+
+
+def _to_mapped(array: Any) -> Any:
+    """Returns where a mapped array is in its file; any other array as it is."""
+    if not isinstance(array, np.memmap) or array._mmap is None or not array.filename or array.mode not in ("r", "r+"):
+        return array
+    if not (array.flags.c_contiguous or array.flags.f_contiguous):
+        return array
+    # A view has the offset of the array it was made from; the mapping begins with a page.
+    begin = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+    offset = begin + array.ctypes.data - np.frombuffer(array._mmap, np.uint8).ctypes.data
+    order = "C" if array.flags.c_contiguous else "F"
+    return _Mapped(os.fspath(array.filename), array.dtype, offset, array.shape, order)
+
+
+def _from_mapped(array: Any) -> Any:
+    if not isinstance(array, _Mapped):
+        return array
+    return np.memmap(array.path, array.dtype, "r", array.offset, array.shape, array.order)
+
+
+def _num_samples(column: Any) -> int:
+    return len(column.offsets) - 1 if isinstance(column, Bags) else column.shape[0]
+
+
+def _picked_all(columns: Columns, positions: slice | np.ndarray) -> Columns:
+    return {name: _picked(column, positions) for name, column in columns.items()}
+
+
+def _picked(column: Any, positions: slice | np.ndarray) -> Any:
+    """Returns some samples of a column; a slice without a copy of its keys."""
+    if not isinstance(column, Bags):
+        return column[positions]
+    offsets = np.asarray(column.offsets)
+    if isinstance(positions, slice):
+        place: Any = slice(int(offsets[positions.start]), int(offsets[positions.stop]))
+        picked = offsets[positions.start : positions.stop + 1] - offsets[positions.start]
+    else:
+        lengths = offsets[positions + 1] - offsets[positions]
+        picked = _offsets_of(lengths)
+        place = np.repeat(offsets[positions] - picked[:-1], lengths) + np.arange(picked[-1])
+    weights = None if column.weights is None else column.weights[place]
+    return Bags(column.keys[place], offsets=picked, weights=weights)
+
+
+def _read_parts(
+    ends: np.ndarray, positions: slice | np.ndarray, read: Callable[[int, slice | np.ndarray], Columns]
+) -> Columns:
+    """Reads samples from the parts that hold them, which end at `ends`, and joins the columns."""
+    if not len(ends):
+        return {}
+    pieces: list[tuple[int, slice | np.ndarray]] = []
+    if isinstance(positions, slice):
+        first, last = np.searchsorted(ends, positions.start, "right"), np.searchsorted(ends, positions.stop, "left")
+        for number in range(int(first), min(int(last) + 1, len(ends))):
+            begin = int(ends[number - 1]) if number else 0
+            start, stop = max(positions.start, begin), min(positions.stop, int(ends[number]))
+            if start < stop:
+                pieces.append((number, slice(start - begin, stop - begin)))
+    elif len(positions):
+        of_part = np.searchsorted(ends, positions, "right")
+        bounds = [0, *(np.flatnonzero(np.diff(of_part)) + 1).tolist(), len(positions)]
+        for first, last in itertools.pairwise(bounds):
+            number = int(of_part[first])
+            pieces.append((number, positions[first:last] - (int(ends[number - 1]) if number else 0)))
+    parts = [read(number, of_part) for number, of_part in pieces or [(0, slice(0, 0))]]
+    return parts[0] if len(parts) == 1 else joined(parts)
+
+
+def joined(parts: Sequence[Columns]) -> Columns:
+    """Joins the columns of parts, one after the other."""
+    names = [list(part) for part in parts]
+    if any(set(of_part) != set(names[0]) for of_part in names):
+        raise ValueError(f"take: got parts of a source with columns {names}, wanted the same columns in all of them.")
+    return {name: _joined_column([part[name] for part in parts]) for name in parts[0]}
+
+
+def _joined_column(parts: Sequence[Any]) -> Any:
+    if not isinstance(parts[0], Bags):
+        return np.concatenate(parts)
+    lengths = np.concatenate([np.diff(part.offsets) for part in parts])
+    weights = None if parts[0].weights is None else np.concatenate([part.weights for part in parts])
+    return Bags(np.concatenate([part.keys for part in parts]), offsets=_offsets_of(lengths), weights=weights)

@@ -1,0 +1,490 @@
+#!/usr/bin/env python3
+"""Trains for thousands of steps on several devices, with all that changes between steps, and checks what comes out.
+
+    python scripts/endurance.py --devices 4                          # 10,000 steps in one process
+    python scripts/endurance.py --devices 4 --hot 0.3                # and with one key that has 30% of all uses
+    python scripts/endurance.py --devices 4 --twice                  # the same bits again, and with 4 processes
+    python scripts/endurance.py --devices 4 --kill step growth       # a process dies; the job resumes on 2 devices
+
+`JAX_PLATFORMS=cpu` takes devices of the CPU. Five tables with losses of their own, so that none changes another:
+
+    user     grows from a small capacity; no row ever leaves
+    page     the same with partial bags
+    item     has a bound: the rows that were not used for longest leave
+    query    admits a key at its second use; rows that were not used for some time leave at each checkpoint
+    country  is small and on all devices; NumPy computes its rows in float64
+
+Keys are skewed: that of rank r is drawn with a probability of about 1 / r. New keys keep coming at rank 1, and older
+ones fall behind. Each run is a process of its own, or one for each device, and ends with an export, which is compared.
+"""
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import unittest.mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow.ipc
+from jax.sharding import AxisType
+
+import jaxsok
+from jaxsok import checkpoint, optim, policies, windows
+from jaxsok import grow as grow_lib
+
+TABLES = ("user", "page", "item", "query", "country")
+NUM_RAWS = 32  # batches that are drawn; a step takes one of them, with its keys moved on
+MOST_KEYS = 4  # of a bag
+NUM_COUNTRIES = 64
+RATE = 0.5  # learning rate of "country"
+KEY_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that keys are spread over 64 bits and stay distinct
+FULL_EVERY = 4  # of so many checkpoints one is full, the others are deltas
+SPARE_BYTES = 2**22  # what the arrays beside the state may grow by; in the end the pipeline holds none
+TIMED_STEPS = 10  # the time of a step is the median of means over so many steps
+# Another number of devices adds gradients in another order: float32 rounds, over all steps.
+OTHER_ORDER = {"rtol": 1e-3, "atol": 1e-4}
+# A row of "country" forgets an error as fast as it learns, and each step adds one of 2^-24 of the row.
+ORACLE = {"rtol": 1e-4, "atol": 1e-5}
+END_S = 30  # beyond the heartbeat time-out, for a busy machine
+MESSAGE = re.compile(r"reset by peer|Connection closed|unhealthy|heartbeat|waited in vain")
+CHECKPOINT = re.compile(r"step_\d{8}")
+
+
+class Raws:
+    """The batches of all steps, and what they must leave behind."""
+
+    def __init__(self, options):
+        self.options, num = options, options.samples
+        rng = np.random.default_rng(7)
+        self.lengths = rng.integers(0, MOST_KEYS + 1, (NUM_RAWS, num))
+        self.label = rng.normal(size=(NUM_RAWS, num)).astype(np.float32)
+        sizes = {"user": num, "page": MOST_KEYS * num, "item": num, "query": num}
+        self.ranks = {name: self.drawn_ranks(rng, size, options.window) for name, size in sizes.items()}
+        self.country = self.drawn_ranks(rng, num, NUM_COUNTRIES)
+        num_ids = options.window + options.new * options.steps
+        self.seen = {name: np.zeros(num_ids, bool) for name in ("user", "page")}
+        self.rows = np.full((NUM_COUNTRIES, 4), 0.5)  # of "country", step by step
+        self.is_row = np.zeros(NUM_COUNTRIES, bool)
+
+    def drawn_ranks(self, rng, size, most):
+        """Ranks from 1 to `most`, with a probability of about 1 / rank; 0 is the key that is used most."""
+        ranks = np.minimum(np.exp(rng.random((NUM_RAWS, size)) * np.log(most)).astype(np.int64), most - 1)
+        ranks[rng.random(ranks.shape) < self.options.hot] = 0
+        return ranks
+
+    def ids(self, name, step):
+        """The number of each key of a step, in the order in which keys appear; page: of all bags."""
+        ranks = self.ranks[name][step % NUM_RAWS]
+        if name == "page":
+            ranks = ranks[: self.lengths[step % NUM_RAWS].sum()]
+        return np.where(ranks == 0, 0, self.options.window + self.options.new * step - ranks)
+
+    def part(self, step, process, num_processes):
+        """What a process feeds in a step."""
+        i, num = step % NUM_RAWS, self.options.samples
+        mine = slice(num * process // num_processes, num * (process + 1) // num_processes)
+        offsets = np.concatenate([[0], np.cumsum(self.lengths[i])])
+        keys = {name: self.ids(name, step).astype(np.uint64) * KEY_FACTOR for name in self.ranks}
+        flat = keys.pop("page")[offsets[mine.start] : offsets[mine.stop]]
+        return {
+            **{name: values[mine] for name, values in keys.items()},
+            "page": jaxsok.Bags(flat, lengths=self.lengths[i][mine].astype(np.int32)),
+            "country": self.country[i][mine],
+            "label": self.label[i][mine],
+        }
+
+    def note(self, step):
+        """Adds what a step leaves behind."""
+        for name, seen in self.seen.items():
+            seen[self.ids(name, step)] = True
+        uses, labels = self.country_sums[step % NUM_RAWS]
+        self.rows -= RATE / self.options.samples * (uses * self.rows - labels)
+        self.is_row |= uses[:, 0] > 0
+
+    @functools.cached_property
+    def country_sums(self):
+        """Of each batch and country the number of uses, and the sum of targets."""
+        scale = np.arange(1, 5) / 4
+        pairs = [(keys, label.astype(np.float64)) for keys, label in zip(self.country, self.label, strict=True)]
+        sums = [[np.bincount(keys, weights, NUM_COUNTRIES) for weights in (None, label)] for keys, label in pairs]
+        return [(uses[:, None], labels[:, None] * scale) for uses, labels in sums]
+
+    def keys_seen(self, name):
+        """All keys that came."""
+        return np.flatnonzero(self.seen[name]).astype(np.uint64) * KEY_FACTOR
+
+
+# ------------------------------------------------------------------------------------------------------ in a process
+
+
+def make_collection(options, devices):
+    """The five tables over a mesh of devices."""
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+    spec = functools.partial(jaxsok.TableSpec, statistics=True)  # which deltas need
+    bound = {"capacity": options.window, "max_capacity": options.window, "eviction": policies.LeastRecentlyUsed()}
+    small = {"placement": jaxsok.REPLICATED, "initializer": jaxsok.initializers.constant(0.5)}
+    tables = [
+        spec("user", 32, optim.adagrad(0.05), capacity=options.capacity),
+        spec("page", 16, optim.adagrad(0.05), capacity=2 * options.capacity),
+        spec("item", 8, optim.adam(0.01), **bound),
+        spec("query", 8, optim.sgd(0.1), capacity=options.window, admission=policies.AdmitByCount(2)),
+        spec("country", 4, optim.sgd(RATE), capacity=NUM_COUNTRIES, **small),
+    ]
+    bags = {"combiner": "mean", "max_keys": MOST_KEYS * options.samples, "exchange": "bags"}
+    features = [jaxsok.FeatureSpec(name, name, **(bags if name == "page" else {})) for name in TABLES]
+    return jaxsok.Collection(tables, features, mesh=mesh, axis="data")
+
+
+def make_step(collection):
+    """A jitted step: each embedding learns the sample's label, times a number for each column."""
+
+    def loss_of(embeddings, label):
+        losses = []
+        for embedding in embeddings.values():
+            dim = embedding.shape[1]
+            target = label[:, None] * (jnp.arange(1, dim + 1, dtype=jnp.float32) / dim)[None, :]
+            losses.append(jnp.mean(jnp.sum((embedding - target) ** 2, axis=1)) / 2)
+        return sum(losses)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, plan, label):
+        embeddings, state, plan = collection.lookup(state, plan)
+        loss, gradients = jax.value_and_grad(loss_of)(embeddings, label)
+        state, stats = collection.update(state, plan, gradients)
+        return state, loss, stats
+
+    return step
+
+
+def bytes_in_use(collection, state):
+    """Bytes of each device of this process: in use, at most so far, of its window, and of arrays beside the state."""
+    window = windows.windows_of(collection.shards, "auto")
+    found = []
+    for device in collection.shards.mesh.devices.flat:
+        if device.process_index == jax.process_index():
+            told = device.memory_stats() or {}  # the CPU has none: arrays between two steps stand for them
+            live, of_state = (buffers_of(arrays, device) for arrays in (jax.live_arrays(), jax.tree.leaves(state)))
+            in_use = told.get("bytes_in_use", sum(live.values()))
+            most = told.get("peak_bytes_in_use", in_use)
+            rest = sum(live.values()) - sum(of_state.values())
+            found.append([in_use, most, 0 if window is None else window.num_bytes, rest])
+    return found
+
+
+def buffers_of(arrays, device):
+    """Bytes by address of the buffers of arrays on a device; an array and its parts share buffers."""
+    parts = (shard.data for array in arrays for shard in array.addressable_shards if shard.device == device)
+    return {part.unsafe_buffer_pointer(): part.nbytes for part in parts}
+
+
+def work(options):
+    """The run of one process; leaves what it found in a file."""
+    process, num_processes = options.process, options.processes
+    jax.config.update("jax_num_cpu_devices", options.devices // num_processes)
+    if num_processes > 1:
+        jax.distributed.initialize(
+            f"localhost:{options.port}",
+            num_processes,
+            process,
+            local_device_ids=None if os.environ.get("JAX_PLATFORMS") == "cpu" else [process],
+            heartbeat_timeout_seconds=options.heartbeat_s,
+            shutdown_timeout_seconds=options.heartbeat_s,
+        )
+    folder = pathlib.Path(options.folder)
+    collection, raws = make_collection(options, jax.devices()[: options.devices]), Raws(options)
+    step, saved = make_step(collection), last_checkpoint(folder)
+    state = collection.init(seed=0) if saved is None else checkpoint.load(saved, collection)
+    first, is_victim = int(state.step), process == num_processes - 1
+    for number in range(first):
+        raws.note(number)
+    kill_step = {"step": options.steps * 11 // 20, "growth": options.steps // 3}.get(options.kill)
+    counted, num_expired = {"full": 0, "delta": 0}, 0
+    memory, waiting, times, began = {}, [], [], time.perf_counter()
+
+    def check(number):
+        """Compares with the host what it knows; the devices are at rest then."""
+        for loss, stats in jax.device_get(waiting):
+            stats.check()
+            require(np.isfinite(loss), f"the loss is {loss} before step {number}")
+        waiting.clear()
+        num_rows = collection.num_rows(state)
+        for name, seen in raws.seen.items():
+            is_whole, num = num_rows[name] == seen.sum(), num_rows[name]
+            require(is_whole, f'"{name}" has {num} rows of {seen.sum()} keys at step {number}')
+        rows, is_there = collection.rows_of(state, "country", np.arange(NUM_COUNTRIES))
+        require((np.asarray(is_there) == raws.is_row).all(), f'"country" has other rows than NumPy at {number}')
+        got, want = np.asarray(rows)[raws.is_row], raws.rows[raws.is_row]
+        np.testing.assert_allclose(got, want, err_msg=f"country at step {number}", **ORACLE)
+        return num_rows
+
+    parts = (raws.part(number, process, num_processes) for number in range(first, options.steps))
+    pipeline = collection.pipeline(parts)
+    for number, (batch, plan) in enumerate(pipeline, first):
+        dies = is_victim and kill_step is not None and number >= kill_step
+        with die_in_growth() if dies and options.kill == "growth" else contextlib.nullcontext():
+            state = collection.grow(state, batch)
+        state, loss, stats = step(state, plan, batch["label"])
+        if dies and options.kill == "step":  # the devices are at work on it
+            os.kill(os.getpid(), signal.SIGKILL)
+        raws.note(number)
+        waiting.append((loss, stats))
+        times.append(time.perf_counter())
+        done = number + 1
+        if done == max(first + 1, options.steps // 10):
+            jax.block_until_ready(state)
+            memory["early"] = bytes_in_use(collection, state)
+        if done % options.every == 0 or done == options.steps:
+            state, gone = collection.evict(state, "query", policies.TimeToLive(options.every))
+            num_expired += gone.to_dict()["query"]
+            num_rows = check(done)
+            path = folder / f"step_{done:08}"
+            if (done // options.every - 1) % FULL_EVERY and saved is not None:
+                checkpoint.export_delta(path, collection, state, saved)
+                counted["delta"] += 1
+            else:
+                checkpoint.export_full(path, collection, state)
+                counted["full"] += 1
+            saved = path
+            print(f"step {done}: {num_rows}", flush=True)
+    seconds = time.perf_counter() - began
+    for name in raws.seen:
+        is_there = np.asarray(collection.contains(state, name, raws.keys_seen(name)))
+        require(is_there.all(), f'"{name}" lost {np.count_nonzero(~is_there)} of {is_there.size} keys')
+    memory["end"] = bytes_in_use(collection, state)
+    for early, late in zip(memory["early"], memory["end"], strict=True):
+        require(late[3] <= early[3] + SPARE_BYTES, f"{late[3]} bytes of arrays beside the state, early on {early[3]}")
+    checkpoint.export_full(folder / "final", collection, state)
+    stats, growth = stats.to_dict(), collection.growth
+    found = {
+        "first": first,
+        "steps_per_s": (options.steps - first) / seconds,
+        "step_ms": step_ms(times),
+        "rows": num_rows,
+        "growths": growth.num_grown,
+        "waits": growth.num_waits,
+        "evictions": {"times": growth.num_evictions, "item": stats["item"]["num_evicted"], "query": num_expired},
+        "checkpoints": counted,
+        "send_capacities": pipeline.send_capacities,
+        "memory": memory,
+        "place": repr(collection).rsplit("; ", 1)[1].rstrip(")"),
+    }
+    (folder / f"{process}.json").write_text(json.dumps(found))
+    if num_processes > 1:
+        jax.distributed.shutdown()
+
+
+def die_in_growth():
+    """Kills the process as soon as a larger store is put together."""
+    return unittest.mock.patch.object(
+        grow_lib, "with_slab", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    )
+
+
+def step_ms(times):
+    """Milliseconds of a step, between checkpoints and growths: those are few."""
+    means = (np.diff(times[::TIMED_STEPS]) / TIMED_STEPS * 1e3).tolist()
+    return statistics.median(means) if means else float("nan")
+
+
+def require(holds, message):
+    """Raises unless something holds; `assert` may be switched off."""
+    if not holds:
+        raise SystemExit(f"endurance: {message}")
+
+
+# ---------------------------------------------------------------------------------------------- around the processes
+
+
+def last_checkpoint(folder):
+    """The last folder that was finished; None: there is none."""
+    found = sorted(path for path in folder.glob("step_*") if CHECKPOINT.fullmatch(path.name))
+    return found[-1] if found else None
+
+
+def start(options, folder, devices, processes, **changes):
+    """Starts the processes of a run."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    told = {**vars(options), "folder": str(folder), "devices": devices, "processes": processes, "port": port}
+    told |= {"kill": None, **changes}
+    started = []
+    for number in range(processes):
+        with (folder / f"{number}.err").open("ab") as errors:
+            command = [sys.executable, os.path.abspath(__file__), "--work", json.dumps({**told, "process": number})]
+            started.append(subprocess.Popen(command, stdout=errors, stderr=errors))
+    return started
+
+
+def end(started):
+    """Ends the processes that are left."""
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def output_of(folder, number, most=3000):
+    """The end of what a process wrote."""
+    return (folder / f"{number}.err").read_text(errors="replace")[-most:].strip()
+
+
+def run(options, name, devices, processes=1, folder=None, **changes):
+    """Runs to the end; prints and returns what came of it."""
+    folder = folder or pathlib.Path(options.folder) / name.replace(" ", "_")
+    folder.mkdir(parents=True, exist_ok=True)
+    started = start(options, folder, devices, processes, **changes)
+    try:
+        for number, process in enumerate(started):
+            try:
+                code = process.wait(timeout=options.timeout_s)
+            except subprocess.TimeoutExpired:
+                code = f"none within {options.timeout_s} s"
+            require(code == 0, f"{name}: process {number}: exit code {code}\n{output_of(folder, number)}")
+    finally:
+        end(started)
+    found = [json.loads((folder / f"{number}.json").read_text()) for number in range(processes)]
+    result = found[0] | {"tables": tables_of(folder / "final")}
+    result["memory"] = {when: [device for one in found for device in one["memory"][when]] for when in ("early", "end")}
+    result["digest"] = digest_of(result["tables"])
+    print(f"{name}: {devices} devices, {processes} processes, {result.pop('place')}, from step {result['first']}")
+    for key in ("rows", "growths", "waits", "evictions", "checkpoints", "send_capacities"):
+        print(f"  {key}: {result[key]}")
+    print(f"  {result['steps_per_s']:.1f} steps/s in all, {result['step_ms']:.2f} ms a step between checkpoints")
+    for when, numbers in result["memory"].items():
+        units = [" / ".join(f"{number / 2**20:.1f}" for number in one) for one in numbers]
+        print(f"  MiB in use / peak / window / arrays beside the state, by device, {when}: {', '.join(units)}")
+    print(f"  digest: {result['digest']}", flush=True)
+    return result
+
+
+def run_killed(options, kind):
+    """Kills a process, waits for the end of the others, and resumes."""
+    folder = pathlib.Path(options.folder) / f"killed_in_{kind}"
+    folder.mkdir(parents=True)
+    started = start(options, folder, options.devices, options.devices, kill=kind)
+    *others, victim = started
+    try:
+        code = victim.wait(timeout=options.timeout_s)
+        require(code == -signal.SIGKILL, f"{kind}: nothing was killed\n{output_of(folder, len(others))}")
+        began = time.monotonic()
+        for number, process in enumerate(others):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0.1, began + options.heartbeat_s + END_S - time.monotonic()))
+            require(process.returncode, f"{kind}: process {number}: exit code {process.returncode}, wanted an error")
+        seconds = time.monotonic() - began
+    finally:
+        end(started)
+    for number, process in enumerate(others):
+        told = output_of(folder, number, 10**6)
+        lines = [line for line in told.splitlines() if MESSAGE.search(line)]
+        require(lines, f"{kind}: process {number} does not say that another died: {told[-3000:]!r}")
+        print(f"killed in {kind}: process {number} ended with {process.returncode}: {lines[0][:300]}")
+    print(f"killed in {kind}: all ended after {seconds:.1f} s, heartbeat time-out {options.heartbeat_s} s")
+    require(last_checkpoint(folder) is not None, f"{kind}: there is no checkpoint")
+    return run(options, f"resumed after {kind}", options.resume_devices or options.devices // 2, folder=folder)
+
+
+def tables_of(path):
+    """All rows of an export by table, sorted by key: columns by name."""
+    tables = {}
+    for number, name in enumerate(TABLES):
+        columns = {}
+        for file in sorted(path.glob(f"table_{number:04}.process_?????.arrow")):
+            table = pyarrow.ipc.open_file(file).read_all()
+            for column in table.column_names:
+                values = table[column].combine_chunks()
+                if pyarrow.types.is_fixed_size_list(values.type):
+                    values = values.flatten().to_numpy().reshape(len(table), -1)
+                columns.setdefault(column, []).append(np.asarray(values))
+        columns = {column: np.concatenate(values) for column, values in columns.items()}
+        order = np.argsort(columns["key"])
+        require(len(np.unique(columns["key"])) == len(order), f'"{name}" has two rows of one key')
+        tables[name] = {column: values[order] for column, values in sorted(columns.items())}
+    return tables
+
+
+def digest_of(tables):
+    """SHA-256 of the bytes of all columns: keys, rows, optimizer state, last steps and frequencies."""
+    digest = hashlib.sha256()
+    for name, columns in tables.items():
+        for column, values in columns.items():
+            digest.update(f"{name} {column} {values.dtype} {values.shape}".encode() + values.tobytes())
+    return digest.hexdigest()
+
+
+def compare(name, got, want):
+    """Compares tables by key, those of a run on another number of devices."""
+    for table in ("user", "page", "query", "country"):  # each shard of "item" evicts its own rows
+        require(np.array_equal(got[table]["key"], want[table]["key"]), f'{name}: "{table}" has other keys')
+        for column, values in got[table].items():
+            np.testing.assert_allclose(values, want[table][column], err_msg=f"{name}: {table}.{column}", **OTHER_ORDER)
+    print(f"{name}: the rows of the run that was not disturbed, by key, to {OTHER_ORDER}")
+
+
+def main():
+    """Runs what the arguments ask for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--devices", type=int, default=4)
+    add("--steps", type=int, default=10_000)
+    add("--every", type=int, help="steps between checkpoints; default: a tenth of all")
+    add("--samples", type=int, default=1024, help="of a batch, on all devices together")
+    add("--window", type=int, default=65_536, help="ranks of keys, and rows of the bounded table")
+    add("--new", type=int, default=20, help="new keys of a step")
+    add("--capacity", type=int, default=32_768, help="rows with which the growing table begins")
+    add("--hot", type=float, default=0.0, help="share of the uses that one key has, in a second run")
+    add("--most-ratio", type=float, help="fail if time or memory with the hot key is more than so many times as large")
+    add("--twice", action="store_true", help="run again, and with a process for each device: the same digest")
+    add("--kill", nargs="+", default=[], choices=("step", "growth"), help="kill a process there, and resume")
+    add("--resume-devices", type=int, help="default: half of them; with all of them the digest must be the same")
+    add("--heartbeat-s", type=int, default=10)
+    add("--timeout-s", type=int, default=3600, help="of a run")
+    add("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        return work(argparse.Namespace(**json.loads(options.work)))
+    options.every = options.every or max(1, options.steps // 10)
+    hot, options.hot, kinds = options.hot, 0.0, options.kill
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("endurance: terminated"))  # ends the processes
+    options.folder = tempfile.mkdtemp(prefix="endurance_")
+    try:
+        plain = run(options, "plain", options.devices)
+        if options.twice:
+            for name, processes in (("again", 1), ("a process for each device", options.devices)):
+                digest = run(options, name, options.devices, processes)["digest"]
+                require(digest == plain["digest"], f"{name}: another digest")
+            print("twice: the same digest, and with a process for each device")
+        for kind in kinds:
+            resumed = run_killed(options, kind)
+            if options.resume_devices == options.devices:
+                require(resumed["digest"] == plain["digest"], f"resumed after {kind}: another digest")
+            compare(f"resumed after {kind}", resumed["tables"], plain["tables"])
+        if hot:
+            skewed = run(options, f"hot key {hot}", options.devices, hot=hot)
+            peaks = [[one[1] + one[2] for one in result["memory"]["end"]] for result in (skewed, plain)]
+            ratios = {"time": skewed["step_ms"] / plain["step_ms"]}
+            ratios["memory"] = max(one / other for one, other in zip(*peaks, strict=True))
+            print(f"hot key: time of a step and peak memory of a device as ratios: {ratios}")
+            most = options.most_ratio or float("inf")
+            require(max(ratios.values()) <= most, f"a ratio above {most}: {ratios}")
+        print("endurance: ok")
+    finally:
+        shutil.rmtree(options.folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

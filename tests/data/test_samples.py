@@ -1,0 +1,520 @@
+"""Sources of samples read what plain lists hold: at any place, from any file, by any thread and process."""
+
+import concurrent.futures
+import itertools
+import multiprocessing
+import pathlib
+import pickle
+import threading
+
+import hypothesis
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet
+import pytest
+from hypothesis import strategies as st
+
+import jaxsok
+from jaxsok.data import ArraySource, ArrowSource, BlockSource, JoinedSource, Source
+
+NUM_SAMPLES = 60
+PADDING = -1  # PADDING_KEY as int64
+
+
+def _plain_columns() -> dict[str, list]:
+    """Columns as lists: keys, floats, ragged lists with empty ones among them, lists of one size, weights."""
+    rng = np.random.default_rng(0)
+    tags = [rng.integers(0, 2**40, rng.integers(0, 4)).tolist() for _ in range(NUM_SAMPLES)]
+    tags[7:10] = [[], [], []]
+    return {
+        "user": rng.integers(-(2**63), 2**63, NUM_SAMPLES).tolist(),
+        "price": rng.integers(0, 100, NUM_SAMPLES).astype(float).tolist(),
+        "tags": tags,
+        "scores": [[float(key % 7) for key in bag] for bag in tags],
+        "pair": rng.integers(0, 50, (NUM_SAMPLES, 2)).tolist(),
+    }
+
+
+PLAIN = _plain_columns()
+TYPES = {
+    "user": pa.int64(),
+    "price": pa.float32(),
+    "tags": pa.list_(pa.int64()),
+    "scores": pa.large_list(pa.float32()),
+    "pair": pa.list_(pa.int32(), 2),
+}
+SCHEMA = pa.schema(list(TYPES.items()))
+
+
+def _table(rows: slice = slice(None)) -> pa.Table:
+    return pa.table({name: pa.array(PLAIN[name][rows], kind) for name, kind in TYPES.items()})
+
+
+def _arrays(rows: slice = slice(None)) -> dict:
+    """The same columns as arrays and bags."""
+    plain = {name: column[rows] for name, column in PLAIN.items()}
+    lengths = np.array([len(bag) for bag in plain["tags"]])
+    flat = {name: list(itertools.chain(*plain[name])) for name in ("tags", "scores")}
+    return {
+        "user": np.array(plain["user"], np.int64),
+        "price": np.array(plain["price"], np.float32),
+        "tags": jaxsok.Bags(np.array(flat["tags"], np.int64), lengths=lengths),
+        "scores": jaxsok.Bags(np.array(flat["scores"], np.float32), offsets=np.append(0, np.cumsum(lengths))),
+        "pair": np.array(plain["pair"], np.int32).reshape(-1, 2),
+    }
+
+
+def as_lists(column) -> list:
+    """A column that was read, sample by sample."""
+    if not isinstance(column, jaxsok.Bags):
+        return np.asarray(column).tolist()
+    offsets = np.asarray(column.offsets).tolist()
+    assert offsets[0] == 0 and offsets[-1] == len(column.keys)
+    return [np.asarray(column.keys[i:j]).tolist() for i, j in itertools.pairwise(offsets)]
+
+
+def assert_reads(source: Source, positions, plain: dict[str, list]) -> None:
+    """Reads some samples and compares each with its place in the lists."""
+    columns = source.take(positions)
+    wanted = range(positions.start, positions.stop) if isinstance(positions, slice) else positions.tolist()
+    assert set(columns) == set(plain)
+    for name, column in plain.items():
+        assert as_lists(columns[name]) == [column[i] for i in wanted], name
+
+
+def _mapped(folder: pathlib.Path) -> ArraySource:
+    np.save(folder / "user.npy", np.array(PLAIN["user"]))
+    np.save(folder / "pair.npy", np.asfortranarray(np.array(PLAIN["pair"], np.int32)))
+    mapped = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("user", "pair")}
+    return ArraySource({**_arrays(), **mapped}, block_samples=13)
+
+
+def _parquet(folder: pathlib.Path) -> str:
+    """Three files, each of several row groups, one without a row."""
+    folder.mkdir()
+    for i, rows in enumerate((slice(0, 25), slice(25, 25), slice(25, 60))):
+        pa.parquet.write_table(_table(rows), folder / f"{i}.parquet", row_group_size=8)
+    return str(folder)
+
+
+def _write_ipc(path: pathlib.Path, table: pa.Table, compression: str | None = None) -> pathlib.Path:
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_file(path, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=9)
+    return path
+
+
+def _ipc(path: pathlib.Path, compression: str | None = None, rows: slice = slice(None)) -> pathlib.Path:
+    return _write_ipc(path, _table(rows), compression)
+
+
+def _halves(first: Source, second: Source) -> JoinedSource:
+    return JoinedSource([first, ArraySource(_arrays(slice(30, 30))), second])
+
+
+SOURCES = {
+    "arrays": lambda folder: ArraySource(_arrays()),
+    "blocks of arrays": lambda folder: ArraySource(_arrays(), block_samples=7),
+    "mapped arrays": _mapped,
+    "table": lambda folder: ArrowSource(pa.concat_tables([_table(slice(0, 31)), _table(slice(31, 60))])),
+    "parquet folder": lambda folder: ArrowSource(_parquet(folder / "files")),
+    "parquet pattern": lambda folder: ArrowSource(_parquet(folder / "files") + "/*.parquet"),
+    "dataset": lambda folder: ArrowSource(pa.dataset.dataset(_parquet(folder / "files"))),
+    "feather": lambda folder: ArrowSource(_ipc(folder / "a.feather")),
+    "compressed ipc": lambda folder: ArrowSource(
+        [_ipc(folder / "a.arrow", "zstd", slice(0, 20)), _ipc(folder / "b.arrow", "lz4", slice(20, 60))]
+    ),
+    "joined": lambda folder: _halves(ArraySource(_arrays(slice(0, 30))), ArrowSource(_table(slice(30, 60)))),
+    "joined blocks": lambda folder: _halves(
+        ArrowSource(_table(slice(0, 30))), ArrowSource(_ipc(folder / "b.ipc", None, slice(30, 60)))
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=SOURCES)
+def source(request, tmp_path_factory) -> Source:
+    """Each source in turn; the same samples in all."""
+    return SOURCES[request.param](tmp_path_factory.mktemp("samples"))
+
+
+def _places():
+    bounds = st.lists(st.integers(0, NUM_SAMPLES), min_size=2, max_size=2).map(sorted).map(lambda pair: slice(*pair))
+    indices = st.sets(st.integers(0, NUM_SAMPLES - 1)).map(lambda chosen: np.array(sorted(chosen), np.int64))
+    return bounds | indices
+
+
+@hypothesis.given(places=_places())
+def test_any_samples_are_those_of_the_lists(source, places):
+    """Slices and ascending positions, none and all among them."""
+    assert_reads(source, places, PLAIN)
+
+
+def test_a_source_is_a_sequence_of_samples(source):
+    """Length, blocks that fill it, and one sample by its place, from the end too; Grain asks for no more."""
+    assert isinstance(source, Source)
+    assert len(source) == NUM_SAMPLES
+    assert source.ends[-1] == NUM_SAMPLES and (np.diff(source.ends) >= 0).all()
+    for i in (0, 29, 30, NUM_SAMPLES - 1, -1):
+        sample = source[i]
+        assert {name: as_lists(column) for name, column in sample.items()} == {name: [PLAIN[name][i]] for name in PLAIN}
+    for i in (NUM_SAMPLES, -NUM_SAMPLES - 1):
+        with pytest.raises(IndexError):
+            source[i]
+
+
+def test_a_pickled_source_reads_the_same(source):
+    """Worker processes get sources by pickle."""
+    assert_reads(pickle.loads(pickle.dumps(source)), np.arange(0, NUM_SAMPLES, 3), PLAIN)
+
+
+def test_dtypes_are_those_of_the_columns(source):
+    """A key stays as wide as it is stored, wherever parts are joined."""
+    for places in (slice(0, 0), slice(5, 55), np.arange(40)):
+        columns = source.take(places)
+        assert {name: getattr(column, "keys", column).dtype for name, column in columns.items()} == {
+            "user": np.int64,
+            "price": np.float32,
+            "tags": np.int64,
+            "scores": np.float32,
+            "pair": np.int32,
+        }
+
+
+def _read_all(source: Source) -> list:
+    return [as_lists(column) for column in source.take(slice(0, len(source))).values()]
+
+
+def test_another_process_reads_the_same(tmp_path):
+    """A process that was started, not forked, as Grain starts its workers."""
+    made = {
+        name: SOURCES[name](_new(tmp_path / name)) for name in ("mapped arrays", "parquet folder", "compressed ipc")
+    }
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        for name, source in made.items():
+            assert pool.submit(_read_all, source).result() == _read_all(source), name
+
+
+def _new(folder: pathlib.Path) -> pathlib.Path:
+    folder.mkdir()
+    return folder
+
+
+# Arrays ---------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_stay_with_their_keys():
+    """Bags with weights, and with lists in place of arrays."""
+    bags = jaxsok.Bags([7, 9, 8, 7], lengths=[1, 0, 3], weights=[0.5, 1.0, 2.0, 3.0])
+    source = JoinedSource([ArraySource({"a": bags}), ArraySource({"a": bags})])
+    for places, keys, weights in (
+        (slice(1, 4), [[], [9, 8, 7], [7]], [[], [1.0, 2.0, 3.0], [0.5]]),
+        (np.array([0, 2, 5]), [[7], [9, 8, 7], [9, 8, 7]], [[0.5], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]),
+    ):
+        found = source.take(places)["a"]
+        assert as_lists(found) == keys
+        assert as_lists(jaxsok.Bags(found.weights, offsets=found.offsets)) == weights
+
+
+def test_bags_may_begin_behind_the_first_key():
+    """Offsets of a part of a larger array."""
+    source = ArraySource({"a": jaxsok.Bags(np.arange(10), offsets=np.array([4, 6, 6, 9]))})
+    assert as_lists(source.take(slice(0, 3))["a"]) == [[4, 5], [], [6, 7, 8]]
+    assert as_lists(source.take(np.array([0, 2]))["a"]) == [[4, 5], [6, 7, 8]]
+
+
+def test_a_slice_is_not_copied():
+    """Keys and rows of a slice are those of the source."""
+    columns = {"user": np.arange(10), "tags": jaxsok.Bags(np.arange(20), lengths=np.full(10, 2))}
+    found = ArraySource(columns).take(slice(2, 5))
+    assert np.shares_memory(found["user"], columns["user"])
+    assert np.shares_memory(found["tags"].keys, columns["tags"].keys)
+
+
+def test_blocks_of_arrays():
+    """So many samples in each, and the rest in the last one."""
+    assert ArraySource({"a": np.arange(10)}, block_samples=4).ends.tolist() == [4, 8, 10]
+    assert ArraySource({"a": np.arange(8)}, block_samples=4).ends.tolist() == [4, 8]
+    assert ArraySource({"a": np.arange(0)}).ends.tolist() == []
+
+
+def test_mapped_arrays_are_pickled_as_places_in_files(tmp_path):
+    """Not as bytes, which may be more than there is memory; views too, but not what was copied."""
+    np.save(tmp_path / "a.npy", np.arange(200_000).reshape(-1, 2))
+    whole = np.load(tmp_path / "a.npy", mmap_mode="r")
+    source = ArraySource(
+        {
+            "whole": whole[:50_000],
+            "view": whole[20_000:70_000],
+            "bags": jaxsok.Bags(whole.reshape(-1), lengths=np.full(50_000, 2)),
+        }
+    )
+    pickled = pickle.dumps(source)
+    assert len(pickled) < 500_000  # the lengths of the bags
+    again = pickle.loads(pickled)
+    for name in ("whole", "view"):
+        assert isinstance(again.columns[name], np.memmap)
+        np.testing.assert_array_equal(again.columns[name], source.columns[name])
+    np.testing.assert_array_equal(again.columns["bags"].keys, np.arange(200_000))
+    copied = ArraySource({"column": whole[:, 1], "some": whole[np.array([3, 1])][:, :1].repeat(50_000, 0)})
+    again = pickle.loads(pickle.dumps(copied))
+    assert again.columns["column"].tolist() == list(range(1, 200_000, 2))
+    np.testing.assert_array_equal(again.columns["some"], copied.columns["some"])
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({}, "got {} samples, wanted columns of one length"),
+        ({"a": np.arange(3), "b": np.arange(4)}, "got {'a': 3, 'b': 4} samples"),
+        ({"a": jaxsok.Bags(np.arange(3))}, 'column "a": got Bags.* wanted Bags with lengths or offsets'),
+        (
+            {"a": jaxsok.Bags(np.arange(3), lengths=np.array([1, 2]), inverse=np.array([0, 1]))},
+            'column "a": got Bags',
+        ),
+        ({"a": jaxsok.Bags(np.arange(3), lengths=np.array([1, 3]))}, 'column "a": got 3 keys, wanted 4 for its bags'),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(columns, message):
+    """With the name of the column."""
+    with pytest.raises(ValueError, match=f"ArraySource: .*{message}"):
+        ArraySource(columns)
+
+
+def test_other_refusals():
+    """No block without a sample, no source of no parts, no parts with other columns."""
+    with pytest.raises(ValueError, match="ArraySource: block_samples: got 0"):
+        ArraySource({"a": np.arange(3)}, block_samples=0)
+    with pytest.raises(ValueError, match="JoinedSource: parts: got none"):
+        JoinedSource([])
+    unlike = JoinedSource([ArraySource({"a": np.arange(3)}), ArraySource({"a": np.arange(3), "b": np.arange(3)})])
+    with pytest.raises(ValueError, match=r"got parts .* \[\['a'\], \['a', 'b'\]\], wanted the same columns"):
+        unlike.take(slice(2, 4))
+
+
+# Arrow ----------------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_row_groups_and_record_batches(tmp_path):
+    """What a file reads at once; files and groups without rows are none."""
+    assert ArrowSource(_parquet(tmp_path / "files")).ends.tolist() == [8, 16, 24, 25, 33, 41, 49, 57, 60]
+    assert ArrowSource(_ipc(tmp_path / "a.arrow")).ends.tolist() == [9, 18, 27, 36, 45, 54, 60]
+
+
+def test_partitions_are_columns(tmp_path):
+    """Folders named `day=3`."""
+    days = pa.array([i // 20 for i in range(NUM_SAMPLES)], pa.int32())
+    pa.dataset.write_dataset(
+        _table().append_column("day", days),
+        tmp_path / "days",
+        format="parquet",
+        partitioning=pa.dataset.partitioning(pa.schema([("day", pa.int32())]), flavor="hive"),
+    )
+    source = ArrowSource(tmp_path / "days")
+    assert_reads(source, np.arange(10, 50, 3), PLAIN | {"day": days.to_pylist()})
+    assert_reads(pickle.loads(pickle.dumps(source)), slice(15, 45), PLAIN | {"day": days.to_pylist()})
+
+
+@pytest.mark.parametrize("name", ["table", "parquet folder", "feather", "compressed ipc"])
+def test_columns_are_chosen(tmp_path, name):
+    """Others are not read; a column that is not there is an error before anything is read."""
+    given = {
+        "table": _table,
+        "parquet folder": lambda: _parquet(tmp_path / "files"),
+        "feather": lambda: _ipc(tmp_path / "a.feather"),
+        "compressed ipc": lambda: [_ipc(tmp_path / "a.arrow", "lz4")],
+    }[name]()
+    chosen = ["tags", "user"]
+    source = ArrowSource(given, columns=chosen)
+    assert list(source.take(slice(0, 3))) == chosen
+    assert_reads(source, slice(3, 40), {column: PLAIN[column] for column in chosen})
+    with pytest.raises(KeyError, match=r"ArrowSource: columns: got \['item'\], wanted some of \['user', 'price'"):
+        ArrowSource(given, columns=["user", "item"])
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_nulls(tmp_path, as_file):
+    """Keys become PADDING_KEY, lists empty ones, lists of one size padding; all as 64 bits where types are narrow."""
+    columns = {
+        "key": pa.array([1, None, 3, None], pa.int32()),
+        "unsigned": pa.array([1, None, 2**64 - 2, None], pa.uint64()),
+        "list": pa.array([[1, None], None, [], [4]], pa.list_(pa.int64())),
+        "pair": pa.array([[1, 2], None, [3, None], [5, 6]], pa.list_(pa.int64(), 2)),
+        "flag": pa.array([True, None, False, True]),
+        "nothing": pa.nulls(4),
+    }
+    given = pa.table(columns)
+    if as_file:
+        pa.parquet.write_table(given, tmp_path / "a.parquet", row_group_size=2)
+        given = tmp_path / "a.parquet"
+    plain = {
+        "key": [1, PADDING, 3, PADDING],
+        "unsigned": [1, 2**64 - 1, 2**64 - 2, 2**64 - 1],
+        "list": [[1, PADDING], [], [], [4]],
+        "pair": [[1, 2], [PADDING, PADDING], [3, PADDING], [5, 6]],
+        "flag": [1, PADDING, 0, 1],
+        "nothing": [PADDING] * 4,
+    }
+    assert_reads(ArrowSource(given), slice(0, 4), plain)
+    assert_reads(ArrowSource(given), np.array([1, 3]), plain)
+
+
+def test_booleans_are_numbers():
+    """Without nulls they have 8 bits."""
+    column = ArrowSource(pa.table({"clicked": [True, False, True]})).take(slice(0, 3))["clicked"]
+    assert column.tolist() == [1, 0, 1] and column.dtype == np.uint8
+
+
+def test_dictionaries_of_numbers_are_numbers(tmp_path):
+    """As Arrow holds columns with few different values."""
+    encoded = pa.table({"user": pa.chunked_array([pa.array([7, 9, None, 7]).dictionary_encode()])})
+    _write_ipc(tmp_path / "a.arrow", encoded)
+    for given in (encoded, tmp_path / "a.arrow"):
+        assert_reads(ArrowSource(given), slice(0, 4), {"user": [7, 9, PADDING, 7]})
+
+
+@pytest.mark.parametrize(
+    ("column", "error", "message"),
+    [
+        (pa.array(["a", "b"]), TypeError, "got an Arrow column of string, wanted integers"),
+        (pa.array(["a", "b"]).dictionary_encode(), TypeError, "got an Arrow column of string"),
+        (pa.array([["a"], []]), TypeError, "got an Arrow column of string"),
+        (pa.array([[[1]], []]), TypeError, "got an Arrow column of list"),
+        (pa.array([1, 2], pa.timestamp("s")), TypeError, "got an Arrow column of timestamp"),
+        (pa.array([1.0, None]), ValueError, "floats: got 1 nulls, wanted a number in every place"),
+        (pa.array([[1.0, None], []]), ValueError, "floats: got 1 nulls"),
+    ],
+)
+def test_other_columns_are_refused_by_name(tmp_path, column, error, message):
+    """When a block is read; not where the column is not among those that were chosen."""
+    table = pa.table({"user": [1, 2], "bad": column})
+    pa.parquet.write_table(table, tmp_path / "a.parquet")
+    for given in (table, tmp_path / "a.parquet"):
+        source = ArrowSource(given)
+        with pytest.raises(error, match=f'ArrowSource: column "bad": .*{message}'):
+            source.take(slice(0, 2))
+        assert ArrowSource(given, columns=["user"]).take(slice(0, 2))["user"].tolist() == [1, 2]
+
+
+def test_tables_without_rows_have_columns(tmp_path):
+    """No sample, but columns of the right types."""
+    pa.parquet.write_table(SCHEMA.empty_table(), tmp_path / "a.parquet")
+    with pa.ipc.new_file(tmp_path / "a.arrow", SCHEMA):
+        pass
+    for given in (SCHEMA.empty_table(), tmp_path / "a.parquet", tmp_path / "a.arrow"):
+        source = ArrowSource(given)
+        assert len(source) == 0
+        for places in (slice(0, 0), np.zeros(0, np.int64)):
+            assert_reads(source, places, PLAIN)
+        assert_reads(JoinedSource([source, ArrowSource(_table()), source]), np.array([0, 59]), PLAIN)
+        assert_reads(JoinedSource([source, ArrowSource(_table()), source]), slice(0, 60), PLAIN)
+
+
+def test_files_that_are_not_there(tmp_path):
+    """The path is in the message, also where other files were found."""
+    _ipc(tmp_path / "a.arrow")
+    pa.parquet.write_table(_table(), tmp_path / "a.parquet")
+    missing = [
+        tmp_path / "no.parquet",
+        tmp_path / "no.arrow",
+        str(tmp_path / "no*.parquet"),
+        [tmp_path / "a.parquet", str(tmp_path / "no*.parquet")],
+        [tmp_path / "a.arrow", tmp_path / "no.arrow"],
+    ]
+    for given in missing:
+        with pytest.raises(FileNotFoundError, match=r"no\*?\.(parquet|arrow)"):
+            ArrowSource(given)
+    with pytest.raises(FileNotFoundError, match="ArrowSource: data: got no path"):
+        ArrowSource([])
+
+
+def test_files_with_other_columns_are_refused(tmp_path):
+    """Which would be read as far as they go."""
+    _ipc(tmp_path / "a.arrow")
+    _write_ipc(tmp_path / "b.arrow", pa.table({"user": [1], "item": [2]}))
+    with pytest.raises(ValueError, match=r"b\.arrow: got columns \['user', 'item'\], wanted \['user', 'price'"):
+        ArrowSource([tmp_path / "a.arrow", tmp_path / "b.arrow"])
+
+
+# Blocks ---------------------------------------------------------------------------------------------------------------
+
+
+class CountedSource(BlockSource):
+    """Eight blocks of ten samples; counts what it loads, and fails as often as it is made to."""
+
+    def __init__(self):
+        super().__init__([10] * 8)
+        self.loads: list[int] = []
+        self.failures = 0
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def load(self, block):
+        self.loads.append(block)
+        assert self.go_on.wait(10)
+        if self.failures:
+            self.failures -= 1
+            raise OSError(f"block {block} was not read")
+        return {"user": np.arange(10 * block, 10 * block + 10)}
+
+
+def test_many_threads_load_a_block_once():
+    """The first one loads it, the others wait for it."""
+    source = CountedSource()
+    source.go_on.clear()
+    places = np.arange(5, 25)
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        found = [pool.submit(source.take, places) for _ in range(16)]
+        source.go_on.set()
+        assert all(future.result()["user"].tolist() == places.tolist() for future in found)
+    assert sorted(source.loads) == [0, 1, 2]
+
+
+def test_a_block_that_failed_is_loaded_again():
+    """Those who waited get the error, the next reader the block."""
+    source = CountedSource()
+    source.failures = 1
+    source.go_on.clear()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(source.take, slice(0, 10)) for _ in range(4)]
+        source.go_on.set()
+        errors = [future.exception() for future in found]
+    assert any(isinstance(error, OSError) for error in errors)
+    assert source.take(slice(0, 10))["user"].tolist() == list(range(10))
+    assert source.loads == [0, 0]
+
+
+def test_blocks_beyond_those_kept_are_dropped():
+    """Four at first, the least recently used goes; `keep` asks for more, and never for fewer."""
+    source = CountedSource()
+    for block in (0, 1, 2, 3, 0, 4, 0, 1):
+        source.take(slice(10 * block, 10 * block + 10))
+    assert source.loads == [0, 1, 2, 3, 4, 1]
+    source.keep(8)
+    source.keep(2)
+    for _ in range(2):
+        assert source.take(slice(0, 80))["user"].tolist() == list(range(80))
+    assert sorted(source.loads) == sorted([0, 1, 2, 3, 4, 1, 2, 5, 6, 7])
+
+
+def test_a_joined_source_keeps_blocks_in_all_parts():
+    """What Batches asks of a source reaches those that decode."""
+    parts = [CountedSource(), CountedSource()]
+    joined = JoinedSource(parts)
+    joined.keep(8)
+    for _ in range(2):
+        joined.take(slice(0, 160))
+    assert [len(part.loads) for part in parts] == [8, 8]
+
+
+@hypothesis.given(blocks=st.lists(st.integers(0, 7), max_size=30), num_kept=st.integers(4, 6))
+def test_kept_blocks_are_the_last_ones_used(blocks, num_kept):
+    """Against a list in the order of use."""
+    source, kept, loads = CountedSource(), [], []
+    source.keep(num_kept)
+    for block in blocks:
+        if block not in kept:
+            loads.append(block)
+        kept = ([other for other in kept if other != block] + [block])[-num_kept:]
+        assert source.take(np.array([10 * block + 3]))["user"].tolist() == [10 * block + 3]
+    assert source.loads == loads

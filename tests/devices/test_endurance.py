@@ -1,0 +1,139 @@
+"""scripts/endurance.py, small: growth, eviction, checkpoints, kills and resumes; and what it must refuse."""
+
+import argparse
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts/endurance.py"
+SMALL = ["--devices", "4", "--samples", "64", "--window", "600", "--new", "5", "--capacity", "1000"]
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="four devices are made of a CPU")
+pytest.importorskip("pyarrow")
+
+_SPEC = importlib.util.spec_from_file_location("endurance", SCRIPT)
+endurance = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(endurance)
+
+
+def run(*arguments, timeout_s=600):
+    """The script's output; it must end well."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *SMALL, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def raws_of(**options):
+    """The batches of a small run."""
+    return endurance.Raws(
+        argparse.Namespace(**{"samples": 8, "window": 50, "new": 3, "steps": 40, "hot": 0.0} | options)
+    )
+
+
+def test_a_run_of_200_steps():
+    """It grows, evicts and saves, and says so."""
+    told = run("--steps", "200", "--every", "50")
+    assert told.rstrip().endswith("endurance: ok")
+    values = {line.split(":")[0].strip(): line.split(":", 1)[1] for line in told.splitlines() if ":" in line}
+    assert int(values["growths"]) >= 1
+    assert "'full': 1, 'delta': 3" in values["checkpoints"] and "'times': 0" not in values["evictions"]
+
+
+@pytest.mark.slow
+def test_the_same_bits_and_a_job_that_resumes():
+    """Twice, with four processes, and after kills: on as many devices to the bit, on two with other roundings."""
+    told = run("--steps", "80", "--every", "10", "--twice", "--kill", "growth", "--capacity", "600")
+    assert "twice: the same digest, and with a process for each device" in told
+    assert "killed in growth: all ended after" in told and "resumed after growth: 2 devices" in told
+    told = run("--steps", "80", "--every", "10", "--kill", "step", "--devices", "2", "--resume-devices", "2")
+    assert "killed in step: all ended after" in told and "resumed after step: 2 devices" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raws.seen['user'][0] = True", '"user" has '),
+        ("raws.rows[raws.is_row] *= 1.01", "country at step "),
+        ("raws.keys_seen = lambda name: np.arange(5).astype(np.uint64)", '"user" lost '),
+    ],
+)
+def test_a_run_that_differs_from_what_the_host_knows_fails(tmp_path, fault, message):
+    """Keys that have no row, and rows that NumPy does not have."""
+    options = {"devices": 2, "processes": 1, "process": 0, "folder": str(tmp_path), "kill": None, "hot": 0.0}
+    options |= {"samples": 16, "window": 100, "new": 1, "steps": 4, "every": 2, "capacity": 500}
+    program = f"""
+import argparse, json, sys
+import numpy as np
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import endurance
+class Faulty(endurance.Raws):
+    def note(raws, step):
+        super().note(step)
+        {fault}
+endurance.Raws = Faulty
+endurance.work(argparse.Namespace(**json.loads({json.dumps(json.dumps(options))})))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and message in done.stderr, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("hot", [0.0, 0.3])
+def test_batches_are_split_over_processes_and_counted(hot):
+    """The parts of two processes are the whole; what was noted is what a set and a loop find."""
+    raws = raws_of(hot=hot)
+    keys, rows = {"user": set(), "page": set()}, np.full((endurance.NUM_COUNTRIES, 4), 0.5)
+    for step in range(raws.options.steps):
+        whole, parts = raws.part(step, 0, 1), [raws.part(step, process, 2) for process in range(2)]
+        for name, values in whole.items():
+            got = [part[name] for part in parts]
+            if name == "page":
+                np.testing.assert_array_equal(np.concatenate([one.keys for one in got]), values.keys)
+                np.testing.assert_array_equal(np.concatenate([one.lengths for one in got]), values.lengths)
+            else:
+                np.testing.assert_array_equal(np.concatenate(got), values)
+        keys["user"] |= set(whole["user"].tolist())
+        keys["page"] |= set(whole["page"].keys.tolist())
+        gradients = np.zeros_like(rows)
+        for key, label in zip(whole["country"], whole["label"], strict=True):
+            gradients[key] += (rows[key] - label * np.array([0.25, 0.5, 0.75, 1.0])) / len(whole["label"])
+        rows -= endurance.RATE * gradients
+        raws.note(step)
+    for name, seen in keys.items():
+        assert set(raws.keys_seen(name).tolist()) == seen
+        assert raws.seen[name].sum() == len(seen)
+    np.testing.assert_allclose(raws.rows, rows, rtol=1e-12)
+    uses = np.mean([(raws.ids("user", step) == 0).mean() for step in range(raws.options.steps)])
+    assert (uses > 0.2) == (hot == 0.3)
+
+
+def test_what_is_compared(capsys):
+    """Another key, another row and another bit are seen."""
+    names = ("user", "page", "item", "query", "country")
+    tables = {name: {"key": np.arange(3, dtype=np.uint64), "row": np.ones((3, 2), np.float32)} for name in names}
+    changed = {name: dict(columns) for name, columns in tables.items()}
+    endurance.compare("same", tables, changed)
+    changed["page"]["row"] = np.nextafter(changed["page"]["row"], np.float32(2))
+    endurance.compare("rounded", tables, changed)
+    assert endurance.digest_of(tables) != endurance.digest_of(changed)
+    changed["page"]["row"] = changed["page"]["row"] + np.float32(0.01)
+    with pytest.raises(AssertionError, match=r"page\.row"):
+        endurance.compare("other", tables, changed)
+    changed["page"] = {"key": np.arange(1, 4, dtype=np.uint64), "row": tables["page"]["row"]}
+    with pytest.raises(SystemExit, match='"page" has other keys'):
+        endurance.compare("other", tables, changed)
