@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxsok.serving.backing import RowSource
+from jaxsok.serving.backing import Lines, RowSource, joined_lines, take
 from jaxsok.serving.cache import programs
 from jaxsok.serving.cache.compiled import LEAST_KEYS, CompiledPrograms
-from jaxsok.serving.cache.fetcher import Lines, joined_lines, take
 from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable
