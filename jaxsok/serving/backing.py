@@ -130,7 +130,6 @@ class HostRows(RowSource):
 
     @property
     def tables(self) -> Mapping[str, FrozenTable]:
-        """The tables by name."""
         return self._tables.tables
 
     @property
@@ -139,7 +138,6 @@ class HostRows(RowSource):
         return self._tables.num_bytes + sum(row_map.num_bytes for row_map in self._maps)
 
     def num_rows(self, table: str) -> int:
-        """The rows of a table."""
         store, number = self._place("num_rows", table)
         return int(self._maps[store].table_rows[number])
 
@@ -220,7 +218,6 @@ class Layered(RowSource):
 
     @property
     def tables(self) -> Mapping[str, FrozenTable]:
-        """The tables of each layer."""
         return self._layers[0].tables
 
     def num_rows(self, table: str) -> int:
@@ -232,7 +229,6 @@ class Layered(RowSource):
         return self._first_found(keys, lambda layer, some: layer.fetch(table, some))
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
-        """See `RowSource.fetch_quantized`; as `fetch`."""
         return self._first_found(keys, lambda layer, some: layer.fetch_quantized(table, some))
 
     def _first_found(self, keys: Keys, fetch: Callable[[RowSource, Keys], tuple[np.ndarray, ...]]) -> Any:
@@ -259,7 +255,6 @@ class Layered(RowSource):
                     yield records if is_new.all() else records.take(is_new)
 
     def close(self) -> None:
-        """Closes the layers."""
         for layer in self._layers:
             layer.close()
 

@@ -267,8 +267,8 @@ class DeviceCache:
         with self._changing:
             leaving = {name: _changed_keys(name, keys) for name, keys in (changed or {}).items()}
             with self.stores.leaving(leaving):
-                batches = None if changed is None else self._changed_batches(source, leaving)
-                self.stores.swap(source, batches)
+                self.stores.rewrite(None if changed is None else self._changed_batches(source, leaving), source)
+        self._counter.add(swaps=1)
 
     def warm_up(self, lookups: Iterable[Mapping[str, int]], *, as_tables: bool = False) -> None:
         """Compiles what lookups of so many keys of each table need: queries, and insertions of misses.
