@@ -8,7 +8,7 @@ import abc
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -17,10 +17,10 @@ import numpy as np
 from jaxtyping import Bool, Float32, UInt64
 
 from jaxsok.kernels import table as table_kernels
-from jaxsok.records import Records
+from jaxsok.records import Records, joined
 from jaxsok.serving import quantize
 from jaxsok.serving.errors import UnknownTableError
-from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, RecordSource, freeze_records
+from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, RecordSource, freeze_records, rounded
 from jaxsok.serving.fused import find_rows
 from jaxsok.serving.padding import key_words, padded_size
 from jaxsok.serving.ready import Form
@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 Keys: TypeAlias = UInt64[np.ndarray, " num_keys"]
 Rows: TypeAlias = Float32[np.ndarray, "num_keys dim"]
 IsFound: TypeAlias = Bool[np.ndarray, " num_keys"]
+Lines: TypeAlias = tuple[np.ndarray, ...]  # rows as a cache stores them: float32, or numbers and scales
 
 
 class RowSource(abc.ABC):
@@ -106,13 +107,13 @@ class RowSource(abc.ABC):
 class HostRows(RowSource):
     """Rows in host memory: frozen tables on JAX's CPU device, which do not change, read by threaded kernels.
 
-    `maps` of the rows serve `scan`. A newer version is another object.
+    `maps` of the rows serve `scan`. A newer version is another object. `served` is the dense model of the version.
     """
 
-    def __init__(self, tables: FrozenTables, maps: Sequence[RowMap], *, version: int = 0) -> None:
+    def __init__(self, tables: FrozenTables, maps: Sequence[RowMap], *, version: int = 0, served: Any = None) -> None:
         if len(maps) != len(tables.stores):
             raise ValueError(f"HostRows: maps: got {len(maps)}, wanted one for each of {len(tables.stores)} stores.")
-        self.version = version
+        self.version, self.served = version, served
         self._tables = tables
         self._maps = tuple(maps)
         # Sizes of which a fetch is compiled: of a table, or of a store for its numbers and scales.
@@ -129,7 +130,6 @@ class HostRows(RowSource):
 
     @property
     def tables(self) -> Mapping[str, FrozenTable]:
-        """The tables by name."""
         return self._tables.tables
 
     @property
@@ -138,7 +138,6 @@ class HostRows(RowSource):
         return self._tables.num_bytes + sum(row_map.num_bytes for row_map in self._maps)
 
     def num_rows(self, table: str) -> int:
-        """The rows of a table."""
         store, number = self._place("num_rows", table)
         return int(self._maps[store].table_rows[number])
 
@@ -167,7 +166,7 @@ class HostRows(RowSource):
             parts.append([np.asarray(array)[: len(part)] for array in found])
         return parts[0] if len(parts) == 1 else [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
 
-    def ready_as(self, older: "HostRows") -> None:
+    def ready_as(self, older: Any) -> None:
         """Compiles the fetches that an older version was asked for: by table and power of two of keys."""
         form, place = Form(self._tables).tree, jax.sharding.SingleDeviceSharding(host_device())
         shape = functools.partial(jax.ShapeDtypeStruct, dtype=np.uint32, sharding=place)
@@ -219,7 +218,6 @@ class Layered(RowSource):
 
     @property
     def tables(self) -> Mapping[str, FrozenTable]:
-        """The tables of each layer."""
         return self._layers[0].tables
 
     def num_rows(self, table: str) -> int:
@@ -231,7 +229,6 @@ class Layered(RowSource):
         return self._first_found(keys, lambda layer, some: layer.fetch(table, some))
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
-        """See `RowSource.fetch_quantized`; as `fetch`."""
         return self._first_found(keys, lambda layer, some: layer.fetch_quantized(table, some))
 
     def _first_found(self, keys: Keys, fetch: Callable[[RowSource, Keys], tuple[np.ndarray, ...]]) -> Any:
@@ -258,9 +255,75 @@ class Layered(RowSource):
                     yield records if is_new.all() else records.take(is_new)
 
     def close(self) -> None:
-        """Closes the layers."""
         for layer in self._layers:
             layer.close()
+
+
+# Rows as a cache stores them ------------------------------------------------------------------------------------------
+
+
+def fetch_lines(source: RowSource, name: str, keys: np.ndarray) -> tuple[Lines, np.ndarray]:
+    """Fetches the rows of those keys that a table has, as a cache stores them, and which keys these are."""
+    table = source.tables[name]
+    if table.is_quantized:
+        numbers, scales, is_found = source.fetch_quantized(name, keys)
+        is_found = np.asarray(is_found, bool)
+        shapes, wanted = (numbers.shape, scales.shape), ((len(keys), table.dim), (len(keys),))
+        dtypes = numbers.dtype, scales.dtype
+        if shapes != wanted or dtypes != (jnp.dtype(table.dtype), np.float32) or is_found.shape != wanted[1]:
+            raise RuntimeError(
+                f'DeviceCache: table "{name}": got {dtypes} of {shapes} of {type(source).__name__}.'
+                f"fetch_quantized, wanted {table.dtype} and float32 of {wanted}."
+            )
+        return (numbers[is_found], scales[is_found]), is_found
+    rows, is_found = source.fetch(name, keys)
+    is_found = np.asarray(is_found, bool)
+    wanted = (len(keys), table.dim)
+    if rows.shape != wanted or rows.dtype != np.float32 or is_found.shape != wanted[:1]:
+        raise RuntimeError(
+            f'DeviceCache: table "{name}": got {rows.dtype}{list(rows.shape)} and found{list(is_found.shape)} of '
+            f"{type(source).__name__}.fetch, wanted float32{list(wanted)} and bool[{wanted[0]}]."
+        )
+    return round_rows(table, rows[is_found]), is_found
+
+
+def round_rows(table: FrozenTable, rows: np.ndarray) -> Lines:
+    """Rounds rows to what a store holds: an answer is the same whether its row was cached or fetched."""
+    if table.dtype == "float32":
+        return (np.asarray(rows, np.float32),)
+    return (rounded(rows, table.dtype).astype(np.float32),)
+
+
+def take(lines: Lines, which: np.ndarray) -> Lines:
+    """Takes some of the rows."""
+    return tuple(array[which] for array in lines)
+
+
+def joined_lines(parts: Iterable[Lines]) -> Lines:
+    """Joins rows of one dim and dtype."""
+    return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+
+
+def hottest_rows(chunks: Iterable[Records], num_rows: int) -> Records:
+    """The rows of highest frequency, of equal ones the first; without frequencies the first ones."""
+    parts, num_kept, are_known = [], 0, True
+    for records in chunks:
+        parts.append(records)
+        num_kept += records.num_rows
+        are_known = are_known and records.frequency is not None
+        if not are_known and num_kept >= num_rows:
+            break
+        if are_known and num_kept > 2 * num_rows:
+            parts = [_top(parts, num_rows)]
+            num_kept = num_rows
+    return _top(parts, num_rows) if parts else Records(np.zeros(0, np.uint64), np.zeros((0, 1), np.float32))
+
+
+def _top(parts: Sequence[Records], num_rows: int) -> Records:
+    whole = joined(parts)
+    if whole.frequency is None:
+        return whole.take(slice(num_rows))
+    return whole.take(np.argsort(-whole.frequency.astype(np.int64), kind="stable")[:num_rows])
 
 
 _fetch = jax.jit(find_rows, static_argnums=1)

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from jaxsok import keys as keys_lib
 from jaxsok.initializers import InitialRows
-from jaxsok.serving import artifact, backing, row_map, sources
+from jaxsok.serving import artifact, backing, row_map, sources, updates
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving.config import ModelConfig, TableConfig
 from jaxsok.serving.errors import ServingError
@@ -191,15 +191,11 @@ class Cached(Served):
     def __init__(self, config: ModelConfig, versions: Versions, device: Any, *, warm_up: bool) -> None:
         """Fills the cache, and begins to refresh it, as the configuration says."""
         super().__init__(config, versions, device, warm_up=warm_up)
-        first = versions.current
-        self._rows = backing.HostRows(first.tables, first.maps, version=first.number)
-        # The dense models of the last versions, for predictions that run. Replaced whole, by updates alone.
-        self._history = {first.number: first.served}
         self._num_warm_ups = 0
         self._is_closed = threading.Event()
         self._clock = threading.Thread(target=self._refresh_by_the_clock, name="jaxsok-refresh", daemon=True)
         self.cache = cache_lib.DeviceCache(
-            self._rows,
+            _rows_of(versions.current),
             fraction=config.gpucacheper,
             hit_rate_threshold=config.hit_rate_threshold,
             refresh_fraction=config.cache_refresh_percentage_per_iteration,
@@ -209,7 +205,7 @@ class Cached(Served):
             if config.is_filled_at_start:
                 self.cache.fill()
             if warm_up:
-                self._warm_up(first)
+                self._warm_up(versions.current)
         except BaseException:
             self.close()
             raise
@@ -244,11 +240,7 @@ class Cached(Served):
                     for table, names in lookups_of(request.served)
                 }
             )
-            history = self._history
-            if found.version not in history:
-                served = self.versions.current.served
-                continue  # many updates came meanwhile
-            served = history[found.version]
+            served = found.source.served
             if served is request.served:
                 values = request.cut(served.run(found.tables, request.leaves))
                 return values, found.version, _padding_of(request.keys())
@@ -286,13 +278,9 @@ class Cached(Served):
             self.ready.make(self.place_of(version), program)
 
     def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None:
-        rows = backing.HostRows(new.tables, new.maps, version=new.number)
-        rows.ready_as(self._rows)  # else the first misses would wait for a compiler
-        # Before any answer can be of the new version. Without the tables of old ones, which are large.
-        history = {number: served for number, served in self._history.items() if number > new.number - 4}
-        self._history = {**history, new.number: new.served}
+        rows = _rows_of(new)
+        rows.ready_as(self.cache.source)  # else the first misses would wait for a compiler
         self.cache.swap(rows, changed)
-        self._rows = rows
 
     def refresh(self) -> None:
         self.cache.refresh()
@@ -356,7 +344,7 @@ def open_model(
         given,
         key_bits=key_bits,
         device=row_map.host_device() if is_cached else device,
-        room=room if config.tier == "device" else None,
+        room=room if config.tier == "device" else lambda: updates.host_free_bytes(),
         can_donate=not is_cached,
         served=dense_model,
         memory=memory,
@@ -399,6 +387,10 @@ def _require_room_for_cache(config: ModelConfig, given: Given, device: Any, free
             f'open: model "{config.model}": memory: got {free} bytes free on {device}, wanted {needed} for '
             f"its cache; take a gpucacheper below {config.gpucacheper}."
         )
+
+
+def _rows_of(version: Version) -> backing.HostRows:
+    return backing.HostRows(version.tables, version.maps, version=version.number, served=version.served)
 
 
 def _counted(num_keys: Mapping[str, int], found: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:

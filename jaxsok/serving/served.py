@@ -60,12 +60,6 @@ class Model:
     version: int
 
 
-def levels_of(max_batch_size: int) -> tuple[int, ...]:
-    """The numbers of samples that programs are made for: powers of two from LEAST_SAMPLES, and the maximum."""
-    num_doubled = max(0, math.ceil(math.log2(max_batch_size / LEAST_SAMPLES)))
-    return (*(LEAST_SAMPLES << step for step in range(num_doubled)), max_batch_size)
-
-
 class Served(abc.ABC):
     """One model of a session: checks and counts requests, answers each from one version, and makes the next one.
 
@@ -76,7 +70,9 @@ class Served(abc.ABC):
     def __init__(self, config: ModelConfig, versions: Versions, device: Any, *, warm_up: bool) -> None:
         self.config, self.versions, self.device, self.is_warmed_up = config, versions, device, warm_up
         self.ready: Ready[Program] = Ready(self._compile)
-        self.levels = levels_of(config.max_batch_size)
+        num_doubled = max(0, math.ceil(math.log2(config.max_batch_size / LEAST_SAMPLES)))
+        self.levels = *(LEAST_SAMPLES << step for step in range(num_doubled)), config.max_batch_size
+        """The numbers of samples that programs are made for: powers of two, and the most there may be."""
         self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
         self.names = tuple(versions.current.tables.tables)
         self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool)

@@ -101,16 +101,16 @@ def _of_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: in
     """Checks a chain, or a delta alone; gives its rows."""
     for link in links:
         _check(link, table, dim)
-    latest, last = _Latest.of(links, table), links[-1].manifest
+    chain, last = _Chain(links, table, key_bits), links[-1].manifest
     is_alone = links[0].manifest["kind"] == "delta"
     gone = links[-1].files(table, manifest_lib.TOMBSTONES) if is_alone else []
     return TableSource(
         table,
         folder,
         dim,
-        _dtype(links, table),
-        _num_rows(links, table, latest, key_bits),
-        lambda: _records(links, table, latest, key_bits),
+        chain.dtype,
+        chain.num_rows(),
+        chain.records,
         uuid=last["uuid"],
         base=last["base"] if is_alone else None,
         unknown=manifest_lib.unknown_from_json(last["tables"][table].get("unknown")),
@@ -256,74 +256,61 @@ def _cut(keys: np.ndarray, key_bits: KeyBits) -> np.ndarray:
 # Chains --------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Latest:
-    """The last link of a chain that names each key of its deltas, by a row or by a tombstone."""
+class _Chain:
+    """One table in the links of a chain, or in a delta alone."""
 
-    keys: np.ndarray  # uint64, ascending
-    links: np.ndarray  # uint32: the number of the link
-
-    @classmethod
-    def of(cls, chain: Sequence[Source], table: str) -> "_Latest | None":
-        """Reads the deltas of a chain; None: there are none."""
-        if len(chain) == 1:
-            return None
-        keys, links = np.zeros(0, np.uint64), np.zeros(0, np.uint32)
-        for number, link in enumerate(chain[1:], 1):
+    def __init__(self, links: Sequence[Source], table: str, key_bits: KeyBits) -> None:
+        """Reads the deltas after the first link."""
+        self._links, self._table = links, table
+        self._key_bits: KeyBits = key_bits
+        dtypes = {link.form(table).dtype for link in links}
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else "float32"  # which holds all of them exactly
+        # The last link (its number, uint32) that names each key (uint64, ascending) of these deltas, by a row or by a
+        # tombstone.
+        self._keys, self._last_links = np.zeros(0, np.uint64), np.zeros(0, np.uint32)
+        for number, link in enumerate(links[1:], 1):
             kinds = (manifest_lib.ROWS, manifest_lib.TOMBSTONES)
             named = [batch.copy() for kind in kinds for batch in key_batches(link.files(table, kind))]
             if not named:
                 continue
             mine = np.unique(np.concatenate(named))
             # The first of equal keys stays: the later link's.
-            both = np.concatenate([mine, keys])
-            keys, first = np.unique(both, return_index=True)
-            links = np.concatenate([np.full(mine.size, number, np.uint32), links])[first]
-        return cls(keys, links)
+            self._keys, first = np.unique(np.concatenate([mine, self._keys]), return_index=True)
+            self._last_links = np.concatenate([np.full(mine.size, number, np.uint32), self._last_links])[first]
 
-    def is_live(self, keys: np.ndarray, link: int) -> np.ndarray:
+    def num_rows(self) -> int:
+        """Counts the rows; refuses keys that are equal when they are cut."""
+        num_rows = self._links[0].manifest["tables"][self._table]["num_rows"]
+        if len(self._links) > 1:
+            num_rows = sum(keys.size for keys in self._live_keys())
+        if self._key_bits == 32:
+            files_lib.check_keys(
+                f"{self._links[0].op}: keys cut to 32 bits",
+                num_rows,
+                lambda: (_cut(keys, 32) for keys in self._live_keys()),
+                lambda number: f'"{self._links[-1].folder}": table "{self._table}": row {number}',
+            )
+        return num_rows
+
+    def records(self) -> Iterator[Records]:
+        dtype = files_lib.ROW_DTYPES[self.dtype]
+        for number, link in enumerate(self._links):
+            for records in link.records(self._table):
+                is_live = self._is_live(records.keys, number)
+                if not is_live.all():
+                    records = records.take(is_live)
+                if records.num_rows:
+                    keys, rows = _cut(records.keys, self._key_bits), records.rows.astype(dtype, copy=False)
+                    yield dataclasses.replace(records, keys=keys, rows=rows, state={})
+
+    def _live_keys(self) -> Iterator[np.ndarray]:
+        for number, link in enumerate(self._links):
+            for keys in key_batches(link.files(self._table)):
+                yield keys[self._is_live(keys, number)]
+
+    def _is_live(self, keys: np.ndarray, link: int) -> np.ndarray:
         """Whether no later link replaces the rows of a link: bool[num_keys]."""
-        if self.keys.size == 0:
+        if self._keys.size == 0:
             return np.ones(keys.shape, bool)
-        places = np.minimum(np.searchsorted(self.keys, keys), self.keys.size - 1)
-        return (self.keys[places] != keys) | (self.links[places] == link)
-
-
-def _live_keys(chain: Sequence[Source], table: str, latest: _Latest | None) -> Iterator[np.ndarray]:
-    for number, link in enumerate(chain):
-        for keys in key_batches(link.files(table)):
-            yield keys if latest is None else keys[latest.is_live(keys, number)]
-
-
-def _num_rows(chain: Sequence[Source], table: str, latest: _Latest | None, key_bits: KeyBits) -> int:
-    """Counts the rows of a chain; refuses keys that are equal when they are cut."""
-    if latest is None:
-        num_rows = chain[0].manifest["tables"][table]["num_rows"]
-    else:
-        num_rows = sum(keys.size for keys in _live_keys(chain, table, latest))
-    if key_bits == 32:
-        files_lib.check_keys(
-            f"{chain[0].op}: keys cut to 32 bits",
-            num_rows,
-            lambda: (_cut(keys, 32) for keys in _live_keys(chain, table, latest)),
-            lambda number: f'"{chain[-1].folder}": table "{table}": row {number}',
-        )
-    return num_rows
-
-
-def _records(chain: Sequence[Source], table: str, latest: _Latest | None, key_bits: KeyBits) -> Iterator[Records]:
-    dtype = files_lib.ROW_DTYPES[_dtype(chain, table)]
-    for number, link in enumerate(chain):
-        for records in link.records(table):
-            is_live = None if latest is None else latest.is_live(records.keys, number)
-            if is_live is not None and not is_live.all():
-                records = records.take(is_live)
-            if records.num_rows:
-                rows = records.rows.astype(dtype, copy=False)
-                yield dataclasses.replace(records, keys=_cut(records.keys, key_bits), rows=rows, state={})
-
-
-def _dtype(chain: Sequence[Source], table: str) -> str:
-    """The dtype of the rows of all links: their own, or float32, which holds them all exactly."""
-    dtypes = {link.form(table).dtype for link in chain}
-    return dtypes.pop() if len(dtypes) == 1 else "float32"
+        places = np.minimum(np.searchsorted(self._keys, keys), self._keys.size - 1)
+        return (self._keys[places] != keys) | (self._last_links[places] == link)

@@ -17,6 +17,7 @@ from jaxsok.records import Records
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenStore, FrozenTable, check_records, lines_of, write_lines
 from jaxsok.serving.row_map import RowMap
+from jaxsok.serving.sources import TableSource
 from jaxsok.types import NO_ROW
 
 PIECE_BYTES = 32 * 2**20  # rows cross to the device in such pieces
@@ -27,10 +28,21 @@ class Change:
     """The part of an update that changes one table."""
 
     table: FrozenTable
+    source: TableSource
     keys: np.ndarray  # of the rows it brings: distinct
     gone: np.ndarray | None  # keys that go first; None: all keys but those it brings
-    records: Callable[[], Iterator[Records]]  # reads the rows
-    path: str = ""  # where they are read
+
+    @classmethod
+    def of(cls, table: FrozenTable, source: TableSource) -> "Change":
+        """Reads all rows of a table's update, so that damage and misfits are found here."""
+        keys = [np.zeros(0, np.uint64)]
+        for records in source.chunks():
+            check_records("update", table, records)
+            keys.append(records.keys.copy())
+        gone = None
+        if source.base is not None:
+            gone = np.concatenate([np.zeros(0, np.uint64), *(some.copy() for some in source.tombstones())])
+        return cls(table, source, np.concatenate(keys), gone)
 
     @property
     def is_empty(self) -> bool:
@@ -39,7 +51,7 @@ class Change:
     def pieces(self) -> Iterator[Records]:
         """Its rows in pieces, small enough for one write."""
         most = max(1, PIECE_BYTES // self.table.row_bytes)
-        for records in self.records():
+        for records in self.source.chunks():
             check_records("update", self.table, records)
             for start in range(0, records.num_rows, most):
                 yield records.take(slice(start, start + most))
@@ -118,7 +130,7 @@ class StorePlan:
                 row_ids = self.row_map.find(self.numbers[change.table.name], records.keys)
                 if (row_ids == NO_ROW).any():
                     raise ServingError(
-                        f'update: table "{change.table.name}": path: "{change.path}" changed while it was read; '
+                        f'update: table "{change.table.name}": path: "{change.source.path}" changed while it was read; '
                         "write a new folder for each update."
                     )
                 yield row_ids, lines_of(change.table, records.rows)

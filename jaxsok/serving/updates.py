@@ -26,7 +26,6 @@ from jaxsok.serving.frozen import (
     FrozenStore,
     FrozenTable,
     FrozenTables,
-    check_records,
     freeze_records,
     frozen_bytes,
     ready_to_write,
@@ -111,9 +110,9 @@ class Reader(Protocol):
 class Versions:
     """The versions of one model's tables, whose rows all lie on one device. Loads the first one.
 
-    `room` gives the free bytes on the device (None: not known), for rows in host memory it is None. `can_donate` is
-    False if others read the rows beside `reading`; rows then may not change where they lie. `memory` is a lock of all
-    who share the device, held while an update takes some of it, not while it compiles. ServingError: there is no room.
+    `room` gives the free bytes on the device; None: not known. `can_donate` is False if others read the rows beside
+    `reading`; rows then may not change where they lie. `memory` is a lock of all who share the device, held while an
+    update takes some of it, not while it compiles. ServingError: there is no room.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Versions:
         *,
         key_bits: sources_lib.KeyBits,
         device: Any,
-        room: Callable[[], int | None] | None,
+        room: Callable[[], int | None],
         can_donate: bool,
         served: Any,
         memory: contextlib.AbstractContextManager[Any],
@@ -136,7 +135,7 @@ class Versions:
         # donated only while the gate is closed.
         self._gate, self._updating = Gate(), threading.Lock()
         needed = sum(sum(frozen_bytes(table, source.num_rows + config.spare_rows).values()) for table, source in given)
-        free = self._free_bytes()
+        free = room()
         if free is not None and needed > free:
             raise ServingError(
                 f'open: model "{self.name}": memory: got {free} bytes free on {device}, wanted {needed} for its '
@@ -191,7 +190,7 @@ class Versions:
             try:
                 old = self._current
                 opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
-                changes = [_change(old.tables.tables[name], found) for name, found in opened.items()]
+                changes = [Change.of(old.tables.tables[name], found) for name, found in opened.items()]
                 new = dataclasses.replace(
                     old,
                     number=old.number + 1,
@@ -233,7 +232,7 @@ class Versions:
                 for write in writes:
                     ready_to_write(tables.stores[write.store], len(write.row_ids))
                 with self._memory:
-                    free, needed = self._free_bytes(), max((plan.piece_bytes for plan in plans), default=0)
+                    free, needed = self._room(), max((plan.piece_bytes for plan in plans), default=0)
                     if free is not None and needed > free:
                         raise ServingError(
                             f'update: model "{self.name}": memory: got {free} bytes free on {self.device}, wanted '
@@ -247,9 +246,6 @@ class Versions:
                 self._current = new
         finally:
             self.held_bytes = 0
-
-    def _free_bytes(self) -> int | None:
-        return host_free_bytes() if self._room is None else self._room()
 
     # Planning --------------------------------------------------------------------------------------------------------
 
@@ -266,7 +262,7 @@ class Versions:
                 for s, mine in of_store.items()
             ]
             beside = sum(plan.bytes_beside(tables.stores[plan.store]) for plan in plans)
-            free = self._free_bytes()
+            free = self._room()
             is_grown = any(plan.row_map.capacity > tables.stores[plan.store].capacity for plan in plans)
             if free is None or beside <= free or not is_grown:
                 break  # otherwise try without room to grow further
@@ -371,20 +367,6 @@ def open_update(model: str, source: Source, version: Version, key_bits: sources_
                 f"the table {holds}; apply deltas in order, and none of them twice, or a full export."
             )
     return opened
-
-
-def _change(table: FrozenTable, source: TableSource) -> Change:
-    """Reads all rows of an update of a table, so that damage and misfits are found here."""
-    keys = []
-    for records in source.chunks():
-        check_records("update", table, records)
-        keys.append(records.keys.copy())
-    gone = None if source.base is None else _joined([keys.copy() for keys in source.tombstones()])
-    return Change(table, _joined(keys), gone, source.chunks, str(source.path))
-
-
-def _joined(keys: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(keys) if keys else np.zeros(0, np.uint64)
 
 
 # Arrays --------------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxsok import checks
 from jaxsok import keys as keys_lib
-from jaxsok.serving.backing import RowSource
-from jaxsok.serving.cache import fetcher, programs
+from jaxsok.serving.backing import Lines, RowSource, fetch_lines, hottest_rows, joined_lines, round_rows
+from jaxsok.serving.cache import programs
 from jaxsok.serving.cache.compiled import LEAST_KEYS
 from jaxsok.serving.cache.requests import Fetched, Found, Request
 from jaxsok.serving.cache.stats import CacheStats, Counter, TableCounts
@@ -53,6 +53,7 @@ class CachedTables:
     tables: FrozenTables  # every key that was asked is there; one that no tier has is there with its default
     version: int
     hit_rates: dict[str, float]
+    source: Any  # the version of the source that has all rows
 
 
 class DeviceCache:
@@ -182,7 +183,8 @@ class DeviceCache:
         request = Request(self._spec, keys, lambda least: least)
         found, fetched = self._answer(request, is_expanded=False)
         stores = [self._store_of(s, request, found, fetched) for s in range(len(self._spec.stores))]
-        return CachedTables(FrozenTables(tuple(stores), self._spec), found.snapshot.version, found.hit_rates)
+        tables, of = FrozenTables(tuple(stores), self._spec), found.snapshot
+        return CachedTables(tables, of.version, found.hit_rates, of.source)
 
     def _store_of(self, s: int, request: Request, found: Found, fetched: Mapping[str, Fetched]) -> FrozenStore:
         """The rows of a request in one store, as a frozen store of their own."""
@@ -196,7 +198,7 @@ class DeviceCache:
             slots[places] = np.arange(len(places), dtype=np.int32)
             size = padded_size(len(places), LEAST_KEYS)
             self._compiled.make("merged", s, num_rows, size)
-            parts = tuple(fill_up(part, size) for part in fetcher.joined_lines(some.rows for some in late))
+            parts = tuple(fill_up(part, size) for part in joined_lines(some.rows for some in late))
             slabs = programs.merged(slabs, *self.stores.put((slots, parts)))
         rows, *scales = slabs
         index, counters = found.out.indices[s]
@@ -220,7 +222,7 @@ class DeviceCache:
         """
         start, num_inserted = self.stores.snapshot(), 0
         for name, share in self._shares.items():
-            hottest = fetcher.hottest(start.source.scan(name, ROWS_AT_A_TIME), share)
+            hottest = hottest_rows(start.source.scan(name, ROWS_AT_A_TIME), share)
             chunks = list(_chunks(hottest.num_rows, ROWS_AT_A_TIME))
             for chunk in reversed(chunks):  # the hottest come last: they are the most recent
                 of_chunk = _filling(start.source, name, hottest.keys[chunk], hottest.rows[chunk])
@@ -265,8 +267,8 @@ class DeviceCache:
         with self._changing:
             leaving = {name: _changed_keys(name, keys) for name, keys in (changed or {}).items()}
             with self.stores.leaving(leaving):
-                batches = None if changed is None else self._changed_batches(source, leaving)
-                self.stores.swap(source, batches)
+                self.stores.rewrite(None if changed is None else self._changed_batches(source, leaving), source)
+        self._counter.add(swaps=1)
 
     def warm_up(self, lookups: Iterable[Mapping[str, int]], *, as_tables: bool = False) -> None:
         """Compiles what lookups of so many keys of each table need: queries, and insertions of misses.
@@ -338,7 +340,7 @@ class DeviceCache:
 
     def _batches_of(self, source: RowSource, name: str, keys: np.ndarray) -> tuple[list[Batch], np.ndarray]:
         """The rows of keys, to be written, and the keys that the source does not have."""
-        rows, is_found = fetcher.fetch(source, name, keys)
+        rows, is_found = fetch_lines(source, name, keys)
         return list(self.stores.batches({name: (keys[is_found], rows)})), keys[~is_found]
 
     # Lookups --------------------------------------------------------------------------------------------------------
@@ -351,7 +353,7 @@ class DeviceCache:
         fetched: dict[str, Fetched] = {}
         for name in sorted(waits):
             places, keys = found.missed[name]
-            rows, is_found = fetcher.fetch(snapshot.source, name, keys)
+            rows, is_found = fetch_lines(snapshot.source, name, keys)
             fetched[name] = Fetched(places[is_found], keys[is_found], rows)
         if fetched:
             self.stores.insert({name: (late.keys, late.rows) for name, late in fetched.items()}, snapshot.epoch)
@@ -389,7 +391,7 @@ class DeviceCache:
         snapshot, rows = self.stores.snapshot(), {}
         try:
             for name, keys in keys_of.items():
-                lines, is_found = fetcher.fetch(snapshot.source, name, keys)
+                lines, is_found = fetch_lines(snapshot.source, name, keys)
                 rows[name] = keys[is_found], lines
         except Exception:
             self._counter.add(failed=1)
@@ -405,11 +407,11 @@ class DeviceCache:
             self._counter.add(name, missing=len(keys) - len(rows[name][0]))
 
 
-def _filling(source: RowSource, name: str, keys: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, fetcher.Lines]:
+def _filling(source: RowSource, name: str, keys: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, Lines]:
     """Keys and rows of a scan as the cache stores them; the bits of quantized rows are asked of the source."""
     if not source.tables[name].is_quantized:
-        return keys, fetcher.round_rows(source.tables[name], rows)
-    lines, is_found = fetcher.fetch(source, name, keys)
+        return keys, round_rows(source.tables[name], rows)
+    lines, is_found = fetch_lines(source, name, keys)
     return keys[is_found], lines
 
 

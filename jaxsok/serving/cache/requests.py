@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxsok import keys as keys_lib
 from jaxsok.serving import quantize
+from jaxsok.serving.backing import Lines
 from jaxsok.serving.cache.compiled import LEAST_KEYS
-from jaxsok.serving.cache.fetcher import Lines
 from jaxsok.serving.cache.programs import Queried
 from jaxsok.serving.cache.stores import Snapshot
 from jaxsok.serving.errors import RequestError, UnknownTableError

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxsok.serving.backing import RowSource
+from jaxsok.serving.backing import Lines, RowSource, joined_lines, take
 from jaxsok.serving.cache import programs
 from jaxsok.serving.cache.compiled import LEAST_KEYS, CompiledPrograms
-from jaxsok.serving.cache.fetcher import Lines, joined_lines, take
 from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable
@@ -160,12 +159,22 @@ class DeviceStores:
             row_ids = programs.find(store.index, store.counters, batch.words, batch.ids)
         return np.asarray(row_ids)[: len(keys)] != NO_ROW
 
-    def rewrite(self, batches: Sequence[Batch]) -> int:
-        """Overwrites the cached rows of batches, and drops those of batches without lines; counts what it wrote."""
-        self._ready_to_rewrite(batches)
+    def rewrite(self, batches: Sequence[Batch] | None, source: RowSource | None = None) -> int:
+        """Overwrites the cached rows of batches, and drops those of batches without lines; counts what it wrote.
+
+        With batches None it drops all rows. With a source it goes over to that one in the same instant.
+        """
+        if batches is None:
+            needed: list[tuple[Any, ...]] = [("emptied", s) for s in range(len(self.capacities))]
+        else:
+            needed = [("drop" if batch.lines is None else "overwrite", batch.store, batch.size) for batch in batches]
+        for program in needed:
+            self.compiled.make(*program)
         with self.lock:
             self.require_open()
-            counts = self._rewrite(batches)
+            counts = self._drop_all() if batches is None else self._rewrite(batches)
+            if source is not None:
+                self.source, self._epoch = source, self._epoch + 1
         return self._count(counts, "refreshed", "removed")
 
     @contextlib.contextmanager
@@ -179,20 +188,6 @@ class DeviceStores:
         finally:
             with self.lock:
                 self._leaving = {}
-
-    def swap(self, source: RowSource, batches: Sequence[Batch] | None) -> None:
-        """Rewrites, and goes over to another source in the same instant. With batches None it drops everything."""
-        if batches is None:
-            for s in range(len(self.capacities)):
-                self.compiled.make("emptied", s)
-        else:
-            self._ready_to_rewrite(batches)
-        with self.lock:
-            self.require_open()
-            counts = self._drop_all() if batches is None else self._rewrite(batches)
-            self.source, self._epoch = source, self._epoch + 1
-        self._count(counts, "refreshed", "removed")
-        self._counter.add(swaps=1)
 
     def copies(self, field: str, *, is_required: bool = False) -> list[Any]:
         """Copies a field of each store, which a later program may donate. Closed stores give none, or are refused."""
@@ -284,10 +279,6 @@ class DeviceStores:
         sums = {name: sum(int(np.asarray(pair[i])) for pair in pairs) for i, name in enumerate(names)}
         self._counter.add(None, **sums)
         return sums[names[0]]
-
-    def _ready_to_rewrite(self, batches: Sequence[Batch]) -> None:
-        for batch in batches:
-            self.compiled.make("drop" if batch.lines is None else "overwrite", batch.store, batch.size)
 
     def _owned(self, array: np.ndarray) -> Array:
         """Makes a buffer of the device's own, which may be donated."""

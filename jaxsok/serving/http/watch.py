@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from jaxsok.serving import sources
+
 _log = logging.getLogger(__name__)
 
 RETRY_S = 60.0
@@ -162,10 +164,8 @@ def _kind_of(path: pathlib.Path) -> Literal["full", "delta"] | None:
         return None
     path = path / "tables" if (path / "tables").is_dir() else path
     if (path / "manifest.json").is_file():
-        from jaxsok.checkpoint import manifest  # needs PyArrow, which HPS directories do not
-
         try:
-            return "delta" if manifest.read("watch", path)["kind"] == "delta" else "full"
+            return "delta" if sources.is_delta(path) else "full"
         except ValueError:
             return "delta"  # damaged: the session will refuse it
     if any((folder / "emb_vector").is_file() for folder in (path, *path.iterdir())):
