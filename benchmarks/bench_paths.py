@@ -35,7 +35,7 @@ from .timing import Protocol, summary
 BATCH_SIZE = 65_536
 NUM_BATCHES = 16
 THREADS = (1, 4, 8, 16)
-WORKERS = (4, 8)
+WORKERS = (8,)
 
 
 def measure(recorder: Recorder, protocol: Protocol, scale: float, is_quick: bool) -> None:
@@ -46,7 +46,9 @@ def measure(recorder: Recorder, protocol: Protocol, scale: float, is_quick: bool
     workers = [number for number in WORKERS if number <= num_cores and not is_quick]
     with tempfile.TemporaryDirectory() as folder:
         for name, source in _sources(pathlib.Path(folder), batch_size, 2 if is_quick else NUM_BATCHES):
-            for num_threads, num_workers in [(number, 0) for number in threads] + [(1, number) for number in workers]:
+            decodes = isinstance(source, data.BlockSource)  # else there is nothing that workers could do
+            ways = [(number, 0) for number in threads] + [(1, number) for number in workers if decodes]
+            for num_threads, num_workers in ways:
                 if not recorder.has_time(f"reading of {name}"):
                     return
                 with recorder.attempt(f"reading of {name}"):
@@ -88,35 +90,30 @@ def _measure_source(
     tables = [jaxsok.TableSpec(key, 16, jaxsok.optim.sgd(0.1), capacity=64) for key in criteo.CATEGORY_NAMES]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(key, table=key) for key in criteo.CATEGORY_NAMES])
     batches = data.Batches(source, batch_size)
-    num_warm, num_timed = 2 + num_workers, len(batches) * (2 if num_workers else 1)
+    endless = batches.repeat().map(data.PackBatch(collection)) if num_workers else batches.repeat()
+    # One iterator for all repetitions: workers take long to start.
+    iterator: Any = data.iterate(endless, num_threads=num_threads, num_workers=num_workers)
+    pipeline = iter(collection.pipeline(iterator))
     times, cores = [], []
-    for _ in range(max(3, protocol.repetitions)):
-        endless = batches.repeat().map(data.PackBatch(collection)) if num_workers else batches.repeat()
-        iterator: Any = data.iterate(endless, num_threads=num_threads, num_workers=num_workers)
-        pipeline = iter(collection.pipeline(iterator))
-        last: Any = None
-        for _ in range(num_warm):
+    for _ in range(1 + max(3, protocol.repetitions)):  # the first one fills what is read ahead
+        begin, used, last = time.perf_counter(), _processor_s(), None
+        for _ in range(len(batches)):
             last, _ = next(pipeline)
-        jax.block_until_ready(last.features)
-        begin, used = time.perf_counter(), _processor_s()
-        for _ in range(num_timed):
-            last, _ = next(pipeline)
-        jax.block_until_ready(last.features)
+        jax.block_until_ready(last)
         elapsed = time.perf_counter() - begin
-        times.append(elapsed * 1e3 / num_timed)
+        times.append(elapsed * 1e3 / len(batches))
         cores.append((_processor_s() - used) / elapsed)
-        pipeline.close()
-        with contextlib.suppress(AttributeError):
-            iterator.close()
+    pipeline.close()
+    iterator.close()
     notes = {
         "part": "input",
         "num_threads": num_threads,
         "num_workers": num_workers,
         "num_samples": batch_size,
-        "cores": float(np.median(cores)),
+        "cores": float(np.median(cores[1:])),
     }
     num_keys = batch_size * criteo.NUM_CATEGORIES
-    timing = summary(times, num_timed)
+    timing = summary(times[1:], len(batches))
     recorder.add(Record("Criteo", records.READ, "jaxsok", timing, variant=name, num_keys=num_keys, notes=notes))
 
 

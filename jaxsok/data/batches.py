@@ -165,7 +165,7 @@ def iterate(
       num_threads: threads that read and transform; NumPy and PyArrow leave the interpreter's lock to others meanwhile.
       num_workers: processes that read and transform; 0: this one. They pay where transformations run in Python. A
         state has a place for each, so it does not fit another number of them.
-      num_ahead: batches that wait, in each process.
+      num_ahead: batches that wait, in each process; at least one for each thread.
 
     Example:
       >>> from jaxsok.data import ArraySource
@@ -173,7 +173,7 @@ def iterate(
       >>> [batch["user"].tolist() for batch in iterate(batches.repeat(2))]
       [[0, 1], [2, 3], [0, 1], [2, 3]]
     """
-    options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=num_ahead)
+    options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=max(num_ahead, num_threads))
     read = dataset.to_iter_dataset(options)
     if num_workers:
         if not flags.FLAGS.is_parsed():  # Grain reads its own, also in a program that has none
