@@ -234,7 +234,7 @@ class Collection:
         On a mesh, two batches ahead, the keys are exchanged with the plan, and its counts choose the send capacity: the
         step has no loop, the host never waits for a step, and results are those of `lookup(state, batch.features)`. Few
         capacities are used, each a program of the step. On one device plans are left to the lookup, which is faster. A
-        thread packs two batches further ahead. `pad_to` is that of `batch`. The result's `get_state()` is that of a
+        thread reads raw batches and packs them, two further ahead. `pad_to` is that of `batch`. The result's `get_state()` is that of a
         Grain iterator as it was after the batch handed out last.
 
         Example:

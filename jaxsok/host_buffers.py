@@ -12,17 +12,21 @@ import contextlib
 import ctypes
 import mmap
 import os
+import queue
 import warnings
 import weakref
-from collections import deque
 from typing import Any
 
 LEAST_BYTES = 64 << 10
 ALIGNMENT = 64
 """Bytes at whose multiples arrays should begin: JAX's CPU client reads arrays in place that lie so."""
 
-_MOST_FREE = 4
-"""Free blocks of one size that are kept: a batch in use, two on their way, one being packed."""
+_MOST_FREE = 6
+"""Free blocks of one size that are kept: batches that are copied, that are packed, and that are being packed."""
+
+_PATIENCE_S = 2.0
+"""How long to wait for pinned memory in use, instead of pinning more, which takes milliseconds: copies to a GPU wait
+for the programs that were dispatched before them, and a host that is ahead would pin memory for every batch."""
 
 
 class HostBuffers:
@@ -33,9 +37,10 @@ class HostBuffers:
         self.process_id = os.getpid()
         """A forked process needs buffers of its own."""
         self._client = client
-        # Only operations of a deque, which are atomic: memory comes back whenever, and in whichever thread, Python
-        # collects an array, so a lock might be held by the thread that waits for it.
-        self._free: dict[int, deque[_Block]] = {}
+        # Memory comes back whenever, and in whichever thread, Python collects an array: a lock might be held by the
+        # thread that waits for it. A SimpleQueue may be put to from there, and changes of a set are atomic.
+        self._free: dict[int, queue.SimpleQueue[_Block]] = {}
+        self._lent: dict[int, set[int]] = {}
 
     @property
     def is_pinned(self) -> bool:
@@ -45,10 +50,12 @@ class HostBuffers:
     @property
     def num_free(self) -> int:
         """Blocks that wait for a batch."""
-        return sum(len(blocks) for blocks in self._free.values())
+        return sum(blocks.qsize() for blocks in self._free.values())
 
     def take(self, num_bytes: int) -> ctypes.Array:
         """Lends `num_bytes` of memory, whose contents are undefined, until nothing refers to the result.
+
+        Where many pinned blocks of the size are lent, it waits for one of them, for two seconds at most.
 
         Example:
           >>> import numpy as np
@@ -61,13 +68,16 @@ class HostBuffers:
           1
         """
         size = max(LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
-        free = self._free.setdefault(size, deque())
+        free = self._free.setdefault(size, queue.SimpleQueue())
+        used = self._lent.setdefault(size, set())
+        is_full = self.is_pinned and len(used) >= _MOST_FREE
         try:
-            block = free.pop()
-        except IndexError:
+            block = free.get(block=is_full, timeout=_PATIENCE_S)
+        except queue.Empty:
             block = self._make(size)
         lent = (ctypes.c_char * num_bytes).from_address(block.address)
-        weakref.finalize(lent, _give_back, free, block).atexit = False
+        used.add(block.address)
+        weakref.finalize(lent, _give_back, free, used, block).atexit = False
         return lent
 
     def _make(self, size: int) -> "_Block":
@@ -87,9 +97,10 @@ class HostBuffers:
         return block
 
 
-def _give_back(free: "deque[_Block]", block: "_Block") -> None:
-    if len(free) < _MOST_FREE:
-        free.append(block)
+def _give_back(free: "queue.SimpleQueue[_Block]", used: set[int], block: "_Block") -> None:
+    used.discard(block.address)
+    if free.qsize() < _MOST_FREE:
+        free.put(block)
 
 
 class _Block:

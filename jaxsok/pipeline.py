@@ -1,9 +1,9 @@
 """Prefetches batches with their plans, and chooses send capacities.
 
-When batch k is handed out, the next one is packed and its copy to the devices has begun, and a thread packs the one
-after that, while the caller dispatches step k. On a GPU a copy waits for the programs that were dispatched before it,
-and runs at the same time as later ones: the copy of batch k + 1 runs during step k. Therefore nothing that reads a
-batch is dispatched before the step that follows its packing. Raw batches are read by the caller's thread.
+A thread reads raw batches and packs them. When batch k is handed out, the next one is packed and its copy to the
+devices has begun, and the one after that is read and packed while the caller dispatches step k. On a GPU a copy waits
+for the programs that were dispatched before it, and runs at the same time as later ones: the copy of batch k + 1 runs
+during step k. Therefore nothing that reads a batch is dispatched before the step that follows its packing.
 
 On a mesh, when batch k is handed out, the plans of the next two are running on the devices, and batches k + 3 and k + 4
 are on their way. When the caller, having dispatched step k, asks for batch k + 1, the host reads the counts of its
@@ -58,9 +58,11 @@ class Pipeline:
         self._pad_to = pad_to
         self._in_use: list[set[int]] = [set() for _ in collection.stores]
         self._next: list[int | None] = [None] * len(collection.stores)
-        self._packed: deque[concurrent.futures.Future[Packing]] = deque()
-        self._states: deque[Any] = deque()  # of the iterator after each batch that was read and not yet handed out
+        # Batches that are being read and packed, and those that are packed; with the iterator's state after each.
+        self._packed: deque[concurrent.futures.Future[tuple[Packing, Any] | None]] = deque()
+        self._states: deque[Any] = deque()  # of the batches that are planned and not yet handed out
         self._state = self._state_of_batches()
+        self._is_read = False  # by the thread: there is nothing more to read, or reading failed
         self._failed: BaseException | None = None  # raised in its turn: the batches before it are handed out first
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.pipeline")
         self.num_replanned = 0
@@ -85,52 +87,61 @@ class Pipeline:
 
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
         is_planned = self._collection.shards.num_shards > 1
-        under_way = deque(self._dispatch_next(is_planned))
-        while under_way:
-            batch, plan = under_way.popleft()
-            if is_planned:  # the first batch before the second is planned by what it chose
-                plan = self._checked(batch, plan)
-            while len(under_way) < PLANS_AHEAD * is_planned and (following := self._dispatch_next(is_planned)):
-                under_way.extend(following)
-            self._pack(PACKED_AHEAD)
-            self._state = self._states.popleft()
-            yield batch, plan
-            under_way.extend([] if under_way else self._dispatch_next(is_planned))
+        self._is_read = False
+        self._states.clear()
+        try:
+            under_way = deque(self._dispatch_next(is_planned))
+            while under_way:
+                batch, plan = under_way.popleft()
+                if is_planned:  # the first batch before the second is planned by what it chose
+                    plan = self._checked(batch, plan)
+                while len(under_way) < PLANS_AHEAD * is_planned and (following := self._dispatch_next(is_planned)):
+                    under_way.extend(following)
+                self._pack(PACKED_AHEAD)
+                self._state = self._states.popleft()
+                yield batch, plan
+                under_way.extend([] if under_way else self._dispatch_next(is_planned))
+        finally:  # when it returns, nothing reads the caller's iterator any more
+            self._is_read = True
+            concurrent.futures.wait(self._packed)
         if self._failed is not None:
             raise self._failed
 
     def _pack(self, num_batches: int) -> None:
-        """Has batches packed until there are so many on their way, or no more to read; waits for the first."""
-        while len(self._packed) < num_batches and self._failed is None:
-            if self._packed:  # a reader may fill the arrays of the last batch again
-                self._packed[-1].exception()
-            try:
-                raw = next(self._batches)
-            except StopIteration:
-                break
-            except Exception as error:
-                self._failed = error
-                break
-            self._states.append(self._state_of_batches())
-            self._packed.append(self._thread.submit(self._pack_in, current_settings(), raw))
+        """Has batches read and packed until there are so many, or no more to read; waits for the first."""
+        while len(self._packed) < num_batches and not self._is_read:
+            self._packed.append(self._thread.submit(self._read_and_pack, current_settings()))
         if self._packed:
             self._packed[0].exception()
 
-    def _pack_in(self, settings: tuple | None, raw: Mapping[str, Any]) -> Packing:
-        with contextlib.nullcontext() if settings is None else in_settings(settings):
-            return self._collection.packer.begin(raw, self._pad_to)
+    def _read_and_pack(self, settings: tuple | None) -> tuple[Packing, Any] | None:
+        """Returns the next batch and the iterator's state after it; None at the end. Runs in the thread."""
+        if self._is_read:
+            return None
+        try:
+            with contextlib.nullcontext() if settings is None else in_settings(settings):
+                raw = next(self._batches)
+                state = self._state_of_batches()
+                return self._collection.packer.begin(raw, self._pad_to), state
+        except StopIteration:
+            self._is_read = True
+            return None
+        except BaseException:
+            self._is_read = True
+            raise
 
     def _dispatch_next(self, is_planned: bool) -> list[tuple[Batch, Plan]]:
         """Returns the next batch, its plan dispatched at the capacities that served last; nothing at the end."""
         self._pack(1)
         if not self._packed:
             return []
-        packing = self._packed.popleft()
-        if error := packing.exception():
-            self._failed = error
-            self._packed.clear()
+        packed = self._packed.popleft()
+        if (error := packed.exception()) or (found := packed.result()) is None:
+            self._failed = self._failed or error
             return []
-        batch = self._collection.packer.finish(packing.result())
+        packing, state = found
+        self._states.append(state)
+        batch = self._collection.packer.finish(packing)
         self._collection.growth.saw_features([batch.features])
         if not is_planned:
             return [(batch, Plan(batch.features))]

@@ -676,7 +676,8 @@ def test_memory_is_lent_while_a_program_reads_it(how):
             x.delete()
         del keys, x
         others = [np.frombuffer(buffers.take(400_000), np.uint8) for _ in range(buffers.num_free)]
-        assert address not in [other.ctypes.data for other in others] or result.is_ready()
+        if jax.default_backend() == "cpu":  # where x is a view; a GPU has a copy of memory that is not pinned
+            assert address not in [other.ctypes.data for other in others] or result.is_ready()
         for other in others:
             other[:] = 255
         np.testing.assert_array_equal(result, 6)
@@ -688,7 +689,7 @@ def test_few_blocks_are_kept():
     lent = [buffers.take(1) for _ in range(20)]
     del lent
     gc.collect()
-    assert 1 <= buffers.num_free <= 4
+    assert 1 <= buffers.num_free <= 6
 
 
 @pytest.mark.parametrize("num_shards", [None, 4])
@@ -793,7 +794,7 @@ def test_memory_is_pinned_and_given_back(num_shards):
     for _ in range(3):
         jax.block_until_ready(collection.batch({"0 single": KEYS, "1 single": KEYS}).features)
         gc.collect()
-    assert 1 <= buffers.num_free <= 8  # four of each size
+    assert 1 <= buffers.num_free <= 12  # six of each size
 
 
 @pytest.mark.gpu
