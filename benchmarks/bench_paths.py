@@ -33,8 +33,9 @@ from .records import Record, Recorder
 from .timing import Protocol, summary
 
 BATCH_SIZE = 65_536
-NUM_BATCHES = 16
-THREADS = (1, 4, 8, 16)
+NUM_BATCHES = 48
+"""More than all workers together keep decoded, so that each epoch decodes all of them."""
+THREADS = (1, 8)
 WORKERS = (8,)
 
 
@@ -95,7 +96,7 @@ def _measure_source(
     iterator: Any = data.iterate(endless, num_threads=num_threads, num_workers=num_workers)
     pipeline = iter(collection.pipeline(iterator))
     times, cores = [], []
-    for _ in range(1 + max(3, protocol.repetitions)):  # the first one fills what is read ahead
+    for _ in range(1 + min(3, max(2, protocol.repetitions))):  # the first one fills what is read ahead
         begin, used, last = time.perf_counter(), _processor_s(), None
         for _ in range(len(batches)):
             last, _ = next(pipeline)
