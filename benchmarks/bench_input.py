@@ -156,10 +156,12 @@ def _measure_steps(given: _Input, id_sets: Sequence[np.ndarray]) -> None:
         packed = seen.measure(records.STEP, sets, given.protocol)
         given.add(records.STEP, "jaxsok", packed, "packed before", 0, optimizer=seen.optimizer)
 
+        pipeline = iter(collection.pipeline(itertools.cycle(raws)))  # one for all: what is ahead is packed once
+
         def steps(count: int) -> float:
             outputs = None
             begin = time.perf_counter()
-            for batch, _ in collection.pipeline(itertools.islice(itertools.cycle(raws), count)):
+            for batch, _ in itertools.islice(pipeline, count):
                 seen.state, outputs = seen.programs[records.STEP].run(seen.state, (batch.features, gradients))
             jax.block_until_ready((seen.state, outputs))
             return time.perf_counter() - begin
@@ -167,5 +169,6 @@ def _measure_steps(given: _Input, id_sets: Sequence[np.ndarray]) -> None:
         steps(3)
         count = max(10, given.protocol.dispatches(packed.ms * 1e-3))
         times = [steps(count) * 1e3 / count for _ in range(given.protocol.affordable(packed.ms * 1e-3))]
+        pipeline.close()
         timing = summary(times, count)
         given.add(records.STEP, "jaxsok", timing, "fed", num_bytes, optimizer=seen.optimizer, limit_ms=packed.ms)

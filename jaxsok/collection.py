@@ -234,8 +234,8 @@ class Collection:
         On a mesh, two batches ahead, the keys are exchanged with the plan, and its counts choose the send capacity: the
         step has no loop, the host never waits for a step, and results are those of `lookup(state, batch.features)`. Few
         capacities are used, each a program of the step. On one device plans are left to the lookup, which is faster. A
-        thread reads raw batches and packs them, two further ahead. `pad_to` is that of `batch`. The result's `get_state()` is that of a
-        Grain iterator as it was after the batch handed out last.
+        thread reads raw batches and packs them, two further ahead. `pad_to` is that of `batch`. The result's
+        `get_state()` is that of a Grain iterator as it was after the batch handed out last.
 
         Example:
           >>> for batch, plan in collection.pipeline({"clicked": np.arange(i, i + 4)} for i in range(3)):

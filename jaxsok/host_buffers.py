@@ -10,9 +10,11 @@ to pinned memory of its own, with one thread.
 
 import contextlib
 import ctypes
+import gc
 import mmap
 import os
 import queue
+import time
 import warnings
 import weakref
 from typing import Any
@@ -27,6 +29,8 @@ _MOST_FREE = 6
 _PATIENCE_S = 2.0
 """How long to wait for pinned memory in use, instead of pinning more, which takes milliseconds: copies to a GPU wait
 for the programs that were dispatched before them, and a host that is ahead would pin memory for every batch."""
+
+_POLL_S = 0.0005
 
 
 class HostBuffers:
@@ -70,11 +74,16 @@ class HostBuffers:
         size = max(LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
         free = self._free.setdefault(size, queue.SimpleQueue())
         used = self._lent.setdefault(size, set())
-        is_full = self.is_pinned and len(used) >= _MOST_FREE
-        try:
-            block = free.get(block=is_full, timeout=_PATIENCE_S)
-        except queue.Empty:
-            block = self._make(size)
+        patience = time.monotonic() + _PATIENCE_S if self.is_pinned and len(used) >= _MOST_FREE else 0.0
+        while True:
+            try:
+                block = free.get(block=patience > 0, timeout=_POLL_S)
+                break
+            except queue.Empty:
+                if time.monotonic() >= patience:
+                    block = self._make(size)
+                    break
+                gc.collect(0)  # of what JAX has read it lets go when it is called, or when Python collects garbage
         lent = (ctypes.c_char * num_bytes).from_address(block.address)
         used.add(block.address)
         weakref.finalize(lent, _give_back, free, used, block).atexit = False

@@ -8,6 +8,7 @@ import math
 import os
 import tempfile
 import threading
+import time
 import tracemalloc
 from typing import Any
 
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxsok
+from jaxsok import host_buffers
 from jaxsok import pack as pack_lib
 from jaxsok.host_buffers import HostBuffers
 from jaxsok.kernels import pack as kernel
@@ -690,6 +692,47 @@ def test_few_blocks_are_kept():
     del lent
     gc.collect()
     assert 1 <= buffers.num_free <= 6
+
+
+class Client:
+    """JAX's client of a GPU, as far as memory is concerned; counts what is pinned."""
+
+    def __init__(self):
+        self.num_pinned = 0
+
+    def dma_map(self, address, size):
+        self.num_pinned += 1
+
+    def dma_unmap(self, address):
+        self.num_pinned -= 1
+
+
+def test_pinned_memory_is_waited_for(monkeypatch):
+    """It comes back when another thread lets go, or when garbage is collected, as JAX does with what it has read."""
+    client = Client()
+    buffers = HostBuffers(client)
+    lent = [buffers.take(1) for _ in range(6)]
+    timer = threading.Timer(0.05, lent.pop)
+    timer.start()
+    lent.append(buffers.take(1))
+    timer.join()
+    assert client.num_pinned == 6
+
+    def collect(phase, _):
+        if len(lent) == 6:
+            lent.pop()
+
+    gc.callbacks.append(collect)
+    try:
+        begin = time.monotonic()
+        taken = buffers.take(1)
+    finally:
+        gc.callbacks.remove(collect)
+    assert time.monotonic() - begin < 1 and client.num_pinned == 6
+    monkeypatch.setattr(host_buffers, "_PATIENCE_S", 0.05)
+    more = buffers.take(1)  # all are in use for good: one more is pinned
+    assert client.num_pinned == 7
+    del taken, more
 
 
 @pytest.mark.parametrize("num_shards", [None, 4])
