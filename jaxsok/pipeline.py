@@ -59,6 +59,7 @@ class Pipeline:
         self._in_use: list[set[int]] = [set() for _ in collection.stores]
         self._next: list[int | None] = [None] * len(collection.stores)
         self._packed: deque[concurrent.futures.Future[Packing]] = deque()
+        self._under_way: deque[tuple[Batch, Plan]] = deque()  # also for a second loop, after one that breaks off
         self._states: deque[Any] = deque()  # of the iterator after each batch that was read and not yet handed out
         self._state = self._state_of_batches()
         self._failed: BaseException | None = None  # raised in its turn: the batches before it are handed out first
@@ -85,7 +86,8 @@ class Pipeline:
 
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
         is_planned = self._collection.shards.num_shards > 1
-        under_way = deque(self._dispatch_next(is_planned))
+        under_way = self._under_way
+        under_way.extend([] if under_way else self._dispatch_next(is_planned))
         while under_way:
             batch, plan = under_way.popleft()
             if is_planned:  # the first batch before the second is planned by what it chose

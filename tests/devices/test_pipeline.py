@@ -1,6 +1,7 @@
 """The pipeline: the same results as without it, capacities that suffice, plans some batches ahead."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +150,28 @@ def test_the_settings_of_the_caller_hold_where_batches_are_packed():
         dtypes = [batch["label"].dtype for batch, _ in collection(1).pipeline(raws)]
     assert dtypes == [np.float64] * 3
     assert [batch["label"].dtype for batch, _ in collection(1).pipeline(raws)] == [np.float32] * 3
+
+
+@pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
+def test_a_second_loop_goes_on_where_the_first_broke_off(num_shards):
+    class Reader(list):
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if not self:
+                raise StopIteration
+            return self.pop(0)
+
+        def get_state(self):
+            return len(self)
+
+    pipeline = collection(num_shards).pipeline(Reader({**even(0), "number": np.full(NUM_SAMPLES, i)} for i in range(7)))
+    seen = []
+    for most in (2, 1, 7):
+        for batch, _ in itertools.islice(pipeline, most):
+            seen.append((int(np.asarray(batch["number"])[0]), pipeline.get_state()))
+    assert seen == [(i, 6 - i) for i in range(7)]
 
 
 def test_an_empty_log():
