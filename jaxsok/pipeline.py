@@ -14,6 +14,7 @@ On one device plans are left to the lookup.
 
 import concurrent.futures
 import contextlib
+import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -120,7 +121,11 @@ class Pipeline:
 
     def _pack_in(self, settings: tuple | None, raw: Mapping[str, Any]) -> Packing:
         with contextlib.nullcontext() if settings is None else in_settings(settings):
-            return self._collection.packer.begin(raw, self._pad_to)
+            packing = self._collection.packer.begin(raw, self._pad_to)
+        # Entries that are still arrays of the reader's: it may fill them again before the batch is handed out.
+        rest = packing.batch.rest.items()
+        rest = {name: np.array(value) if isinstance(value, np.ndarray) else value for name, value in rest}
+        return packing._replace(batch=dataclasses.replace(packing.batch, rest=rest))
 
     def _dispatch_next(self, is_planned: bool) -> list[tuple[Batch, Plan]]:
         """Returns the next batch, its plan dispatched at the capacities that served last; nothing at the end."""

@@ -129,18 +129,20 @@ def test_the_next_batches_are_under_way_before_the_step(num_shards, num_ahead):
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
 def test_a_reader_may_use_its_arrays_again(num_shards):
     """A raw batch has been read when the next one is asked for; packing goes on in another thread."""
-    keys = np.empty(40_000, np.int64)
+    keys, label = np.empty(40_000, np.int64), np.empty(40_000, np.float32)
 
     def raws():
         for i in range(12):
-            keys[:] = i
-            yield {"user": keys}
+            keys[:] = label[:] = i
+            yield {"user": keys, "label": label}
 
     table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)
     features = [jaxsok.FeatureSpec("user", "user")]
     one = jaxsok.Collection([table], features) if num_shards is None else programs.over(num_shards, [table], features)
-    sums = [np.asarray(batch.features.keys("user"))[:, 0].tolist() for batch, _ in one.pipeline(raws())]
-    assert [set(values) for values in sums] == [{i} for i in range(12)]
+    read = [
+        (set(np.asarray(b.features.keys("user"))[:, 0]), set(np.asarray(b["label"]))) for b, _ in one.pipeline(raws())
+    ]
+    assert read == [({i}, {i}) for i in range(12)]
 
 
 def test_the_settings_of_the_caller_hold_where_batches_are_packed():
