@@ -36,6 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import synthetic_log
 import training
 from flax import nnx
@@ -59,6 +60,8 @@ FREE = {
 }  # fmt: skip
 """Fields that may change when a run goes on."""
 
+_MOST_WAIT_MS = 24 * 3600 * 1000  # for the conversion of a log
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -80,6 +83,9 @@ class Config:
     """How often the log is gone through."""
     shuffle: bool = False
     """Whether each epoch has another order; otherwise that of the log."""
+    num_streams: int | None = None
+    """Parts of the log that are read at once; None: with `shuffle` one for each process, else one. A run that goes on
+    with other processes needs the same number."""
     num_threads: int = 4
     """Threads of each process that read the log."""
     batch_size: int = 2048
@@ -267,7 +273,8 @@ def train(config: Config) -> Result:
       criteo.LogFormatError: a row of the log is not in Criteo's format.
     """
     is_first = jax.process_index() == 0  # it alone shows what goes on
-    config = dataclasses.replace(config, show_progress=config.show_progress and is_first)
+    num_streams = config.num_streams or (jax.process_count() if config.shuffle else 1)
+    config = dataclasses.replace(config, show_progress=config.show_progress and is_first, num_streams=num_streams)
     mesh = make_mesh(config)
     source = open_log(config)
     num_rows = min(len(source), config.max_rows or sys.maxsize)
@@ -279,8 +286,12 @@ def train(config: Config) -> Result:
             "held-out rows; pass a smaller batch_size or held_out_rows."
         )
     seed = config.seed if config.shuffle else None
-    batches = data.Batches(source, config.batch_size, seed=seed, stop=num_trained).repeat(config.epochs)
-    held_out = data.Batches(source, config.batch_size, start=num_trained, stop=num_rows, drop_remainder=False)
+    batches = data.Batches(
+        source, config.batch_size, seed=seed, num_streams=config.num_streams, stop=num_trained
+    ).repeat(config.epochs)
+    held_out = None
+    if num_trained < num_rows:
+        held_out = data.Batches(source, config.batch_size, start=num_trained, stop=num_rows, drop_remainder=False)
     iterator = data.iterate(batches, num_threads=config.num_threads)
 
     collection = make_collection(config, mesh)
@@ -312,15 +323,17 @@ def train(config: Config) -> Result:
                 checkpoints.save(history.num_steps, collection, run)
             if is_stopped:
                 break
-    checkpoints.finish(ctrl_c.is_pressed)
+    checkpoints.finish()
     label, probabilities, missing_keys = evaluate(collection, state, graphdef, params, held_out, config.batch_size)
+    if not ctrl_c.has_stopped:
+        checkpoints.remove()
     return Result(
         auc=training.auc_of(label, probabilities),
         held_out_loss=training.log_loss_of(label, probabilities),
         num_held_out=len(label),
         missing_keys=missing_keys,
         num_rows=collection.num_rows(state),
-        is_interrupted=ctrl_c.is_pressed,
+        is_interrupted=ctrl_c.has_stopped,
         **history.summary(),
     )
 
@@ -353,12 +366,15 @@ def open_log(config: Config) -> data.Source:
 
 
 def _once(config: Config, name: str, write: Callable[[], pathlib.Path]) -> pathlib.Path:
-    """Has the first process write a file that all of them read."""
+    """Has the first process write a file that all of them read; where they cannot see it, each writes its own."""
+    # Barriers of the coordinator: processes that wait for a collective on CPUs give up after half a minute.
+    meet = functools.partial(ocp.multihost.get_barrier_sync_fn(), timeout_ms=_MOST_WAIT_MS)
     if jax.process_index():
-        multihost_utils.sync_global_devices(name)
+        meet(key=f"{name} of the first")
     path = write()
-    if jax.process_count() > 1 and not jax.process_index():
-        multihost_utils.sync_global_devices(name)
+    if not jax.process_index():
+        meet(key=f"{name} of the first")
+    meet(key=f"{name} of all")
     if config.show_progress:
         print(f"Reading {path}")
     return path
@@ -372,7 +388,7 @@ def evaluate(
     state: jaxsok.State,
     graphdef: nnx.GraphDef,
     params: nnx.State,
-    held_out: data.Batches,
+    held_out: data.Batches | None,
     batch_size: int,
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Gives label and click probability of each held-out row; the tables do not change.
@@ -382,7 +398,7 @@ def evaluate(
       state: their state.
       graphdef: definition of the dense model.
       params: its parameters.
-      held_out: the rows; the last batch may be smaller than the others.
+      held_out: the rows; the last batch may be smaller than the others. None: there are none.
       batch_size: rows in the others.
 
     Returns:
@@ -394,8 +410,8 @@ def evaluate(
         embeddings, stats = collection.find(state, batch.features)
         return nnx.sigmoid(nnx.merge(graphdef, params)(batch["integers"], embeddings)), stats
 
-    labels, probabilities, num_found, num_missing = [], [], 0, 0
-    for raw in data.iterate(held_out):
+    labels, probabilities, num_found, num_missing = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)], 0, 0
+    for raw in () if held_out is None else data.iterate(held_out):
         batch = collection.batch(raw, pad_to=batch_size // jax.process_count())  # one program serves all
         result, stats = predict(state, params, batch)
         result, label, is_real = multihost_utils.process_allgather((result, batch["label"], batch.mask), tiled=True)
@@ -455,6 +471,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
     add("--convert", action="store_true", help="write binary files first, and read those")
     add("--epochs", type=int, default=default.epochs, help="how often the log is gone through")
     add("--shuffle", action="store_true", help="go through the log in another order each time")
+    add("--num-streams", type=int, help="parts of the log that are read at once (default: one for each process, or "
+        "without --shuffle one); give the number of before when a run goes on with other processes")  # fmt: skip
     add("--num-threads", type=int, default=default.num_threads, help="threads that read the log")
     add("--max-rows", type=int, help="read at most so many rows (default: all)")
     add("--held-out-rows", type=int,

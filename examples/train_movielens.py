@@ -273,13 +273,15 @@ def train_dynamic(
                 checkpoints.save(history.num_steps, collection, run)
             if is_stopped:
                 break
-    checkpoints.finish(ctrl_c.is_pressed)
+    checkpoints.finish()
 
     probabilities = []
     for raw in data.Batches(source_of(held_out, genres), config.batch_size, drop_remainder=False):
         batch = collection.batch(raw, pad_to=config.batch_size)
         probabilities.append(np.asarray(predict(state, params, batch.features))[: len(raw["label"])])
-    return np.concatenate(probabilities), collection.num_rows(state), ctrl_c.is_pressed, history.summary()
+    if not ctrl_c.has_stopped:
+        checkpoints.remove()
+    return np.concatenate(probabilities), collection.num_rows(state), ctrl_c.has_stopped, history.summary()
 
 
 # ------------------------------------------------------------------------------------------------------- dense tables
@@ -382,7 +384,7 @@ def train_dense(
         for rows in batches_of(held_out, config.batch_size)
     ]
     num_rows = {name: len(keys) for name, keys in vocabulary.items()}
-    return np.concatenate(probabilities), num_rows, ctrl_c.is_pressed, history.summary()
+    return np.concatenate(probabilities), num_rows, ctrl_c.has_stopped, history.summary()
 
 
 def _columns(rows: movielens.Ratings) -> tuple[np.ndarray, ...]:

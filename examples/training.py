@@ -33,17 +33,17 @@ class CtrlC:
     AGREE_EVERY = 20  # steps between questions to the other processes, which must stop at the same step
 
     def __init__(self):
-        self.is_pressed = False
+        self.has_stopped = False
+        """The last answer of `asks_to_stop`, the same in all processes; Ctrl-C after that has nothing to stop."""
+        self._is_pressed = False
 
     def asks_to_stop(self, num_steps: int) -> bool:
         """Says after a step whether Ctrl-C was pressed, in whichever process."""
-        if jax.process_count() > 1:
-            if num_steps % self.AGREE_EVERY:
-                return False
-            is_agreed = bool(multihost_utils.process_allgather(np.array(self.is_pressed)).any())
-            self.is_pressed |= is_agreed  # it may have been pressed here during the question: then the next one counts
-            return is_agreed
-        return self.is_pressed
+        if jax.process_count() == 1:
+            self.has_stopped = self._is_pressed
+        elif num_steps % self.AGREE_EVERY == 0:
+            self.has_stopped = bool(multihost_utils.process_allgather(np.array(self._is_pressed)).any())
+        return self.has_stopped
 
     def __enter__(self):
         # Python lets only the main thread set handlers; elsewhere Ctrl-C is not ours to handle.
@@ -57,7 +57,7 @@ class CtrlC:
             signal.signal(signal.SIGINT, self._previous)
 
     def _press(self, *_):
-        self.is_pressed = True
+        self._is_pressed = True
         signal.signal(signal.SIGINT, self._previous)
 
 
@@ -140,9 +140,12 @@ class History:
         self._shown_at.append((self.num_steps, 0.0))
         return self
 
-    def __exit__(self, *_):
-        self._wait()
-        self._bar.close()
+    def __exit__(self, error, *_):
+        try:
+            if error is None:  # else that one is raised: the wait may have been cut off by it
+                self._wait()
+        finally:
+            self._bar.close()
 
     def add(self, loss: jax.Array, stats: jaxsok.Stats | None, num_samples: int) -> None:
         """Records a step that was dispatched."""
@@ -259,7 +262,9 @@ class Checkpoints:
 
     def __init__(self, folder: pathlib.Path | None, every: int | None, settings: dict[str, Any]):
         self._folder, self._every, self._settings = folder, every, settings
-        options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=1, enable_async_checkpointing=True, cleanup_tmp_directories=True
+        )
         self._manager = None if folder is None else ocp.CheckpointManager(folder.absolute(), options=options)
 
     def restore(self, collection: jaxsok.Collection, dense: Any) -> Training | None:
@@ -308,12 +313,16 @@ class Checkpoints:
         )
         self._manager.save(num_steps, args=written, force=True)
 
-    def finish(self, is_interrupted: bool) -> None:
-        """Waits for what is being saved; a run that came to its end leaves nothing."""
-        if self._manager is None:
+    def finish(self) -> None:
+        """Waits for what is being saved."""
+        if self._manager is not None:
+            self._manager.close()
+
+    def remove(self) -> None:
+        """Removes what was saved of a run that came to its end; the folder too, if nothing else is in it."""
+        if self._folder is None or self._manager is None or jax.process_index():
             return
-        self._manager.wait_until_finished()
-        self._manager.close()
-        if not is_interrupted and jax.process_index() == 0:
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(self._folder)
+        for step in self._manager.all_steps():
+            shutil.rmtree(self._folder / str(step))
+        with contextlib.suppress(OSError):  # it has other files
+            self._folder.rmdir()

@@ -14,6 +14,7 @@ On one device plans are left to the lookup.
 
 import concurrent.futures
 import contextlib
+import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -60,7 +61,8 @@ class Pipeline:
         self._next: list[int | None] = [None] * len(collection.stores)
         # Batches that are being read and packed, and those that are packed; with the iterator's state after each.
         self._packed: deque[concurrent.futures.Future[tuple[Packing, Any] | None]] = deque()
-        self._states: deque[Any] = deque()  # of the batches that are planned and not yet handed out
+        self._under_way: deque[tuple[Batch, Plan]] = deque()  # also for a second loop, after one that breaks off
+        self._states: deque[Any] = deque()  # of the batches under way
         self._state = self._state_of_batches()
         self._is_read = False  # by the thread: there is nothing more to read, or reading failed
         self._failed: BaseException | None = None  # raised in its turn: the batches before it are handed out first
@@ -87,10 +89,9 @@ class Pipeline:
 
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
         is_planned = self._collection.shards.num_shards > 1
-        self._is_read = False
-        self._states.clear()
+        under_way, self._is_read = self._under_way, False
         try:
-            under_way = deque(self._dispatch_next(is_planned))
+            under_way.extend([] if under_way else self._dispatch_next(is_planned))
             while under_way:
                 batch, plan = under_way.popleft()
                 if is_planned:  # the first batch before the second is planned by what it chose
@@ -104,6 +105,7 @@ class Pipeline:
         finally:  # when it returns, nothing reads the caller's iterator any more
             self._is_read = True
             concurrent.futures.wait(self._packed)
+            self._packed = deque(packed for packed in self._packed if packed.exception() or packed.result())
         if self._failed is not None:
             raise self._failed
 
@@ -122,13 +124,17 @@ class Pipeline:
             with contextlib.nullcontext() if settings is None else in_settings(settings):
                 raw = next(self._batches)
                 state = self._state_of_batches()
-                return self._collection.packer.begin(raw, self._pad_to), state
+                packing = self._collection.packer.begin(raw, self._pad_to)
         except StopIteration:
             self._is_read = True
             return None
         except BaseException:
             self._is_read = True
             raise
+        # Entries that are still arrays of the reader's: it may fill them again before the batch is handed out.
+        rest = packing.batch.rest.items()
+        rest = {name: np.array(value) if isinstance(value, np.ndarray) else value for name, value in rest}
+        return packing._replace(batch=dataclasses.replace(packing.batch, rest=rest)), state
 
     def _dispatch_next(self, is_planned: bool) -> list[tuple[Batch, Plan]]:
         """Returns the next batch, its plan dispatched at the capacities that served last; nothing at the end."""

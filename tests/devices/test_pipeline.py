@@ -1,6 +1,7 @@
 """The pipeline: the same results as without it, capacities that suffice, plans some batches ahead."""
 
 import functools
+import itertools
 import time
 
 import jax
@@ -130,18 +131,20 @@ def test_the_next_batches_are_under_way_before_the_step(num_shards, num_ahead):
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
 def test_a_reader_may_use_its_arrays_again(num_shards):
     """A raw batch has been read when the next one is asked for; packing goes on in another thread."""
-    keys = np.empty(40_000, np.int64)
+    keys, label = np.empty(40_000, np.int64), np.empty(40_000, np.float32)
 
     def raws():
         for i in range(12):
-            keys[:] = i
-            yield {"user": keys}
+            keys[:] = label[:] = i
+            yield {"user": keys, "label": label}
 
     table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)
     features = [jaxsok.FeatureSpec("user", "user")]
     one = jaxsok.Collection([table], features) if num_shards is None else programs.over(num_shards, [table], features)
-    sums = [np.asarray(batch.features.keys("user"))[:, 0].tolist() for batch, _ in one.pipeline(raws())]
-    assert [set(values) for values in sums] == [{i} for i in range(12)]
+    read = [
+        (set(np.asarray(b.features.keys("user"))[:, 0]), set(np.asarray(b["label"]))) for b, _ in one.pipeline(raws())
+    ]
+    assert read == [({i}, {i}) for i in range(12)]
 
 
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
@@ -186,6 +189,28 @@ def test_the_settings_of_the_caller_hold_where_batches_are_packed():
         dtypes = [batch["label"].dtype for batch, _ in collection(1).pipeline(raws)]
     assert dtypes == [np.float64] * 3
     assert [batch["label"].dtype for batch, _ in collection(1).pipeline(raws)] == [np.float32] * 3
+
+
+@pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
+def test_a_second_loop_goes_on_where_the_first_broke_off(num_shards):
+    class Reader(list):
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if not self:
+                raise StopIteration
+            return self.pop(0)
+
+        def get_state(self):
+            return len(self)
+
+    pipeline = collection(num_shards).pipeline(Reader({**even(0), "number": np.full(NUM_SAMPLES, i)} for i in range(7)))
+    seen = []
+    for most in (2, 1, 7):
+        for batch, _ in itertools.islice(pipeline, most):
+            seen.append((int(np.asarray(batch["number"])[0]), pipeline.get_state()))
+    assert seen == [(i, 6 - i) for i in range(7)]
 
 
 def test_an_empty_log():

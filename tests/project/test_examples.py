@@ -18,6 +18,7 @@ import pytest
 from flax import nnx
 from waiting import free_port
 
+import jaxsok
 from jaxsok.data import criteo
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -213,6 +214,69 @@ def test_an_interrupted_run_does_not_go_on_with_other_settings(log, tmp_path, mo
     assert train_dlrm.train(config).is_interrupted
     with pytest.raises(ValueError, match=r"other settings \(saved, given\): \{'learning_rate': \(0.04, 0.1\)\}"):
         train_dlrm.train(dataclasses.replace(config, learning_rate=0.1))
+
+
+def test_shuffled_batches_belong_to_a_number_of_streams(log, tmp_path, monkeypatch):
+    """Else a run that goes on with other processes would take other batches, and some samples twice."""
+    config = dataclasses.replace(ROOMY, data=(log,), max_rows=2000, held_out_rows=400, checkpoint_dir=tmp_path / "run")
+    config = dataclasses.replace(config, shuffle=True)
+    press_ctrl_c_after(monkeypatch, 1)
+    assert train_dlrm.train(dataclasses.replace(config, num_streams=2)).is_interrupted
+    with pytest.raises(ValueError, match=r"\{'num_streams': \(2, 1\)\}"):
+        train_dlrm.train(config)
+    assert not train_dlrm.train(dataclasses.replace(config, num_streams=2)).is_interrupted
+
+
+def test_a_run_to_its_end_leaves_what_it_did_not_write(log, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "3.orbax-checkpoint-tmp-1").mkdir()  # of a process that ended while it was written
+    config = dataclasses.replace(ROOMY, data=(log,), max_rows=1024, held_out_rows=0, checkpoint_dir=tmp_path)
+    result = train_dlrm.train(dataclasses.replace(config, checkpoint_every=2))
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert (result.num_samples, result.num_held_out) == (1024, 0) and np.isnan(result.auc)
+    assert "0 rows" in train_dlrm.format_result(result)
+
+
+def test_the_checkpoint_stays_until_the_report(log, tmp_path, monkeypatch):
+    """A run whose evaluation fails goes on after its last checkpoint, at the end of the data."""
+    config = dataclasses.replace(ROOMY, data=(log,), max_rows=1024, held_out_rows=256, checkpoint_dir=tmp_path / "run")
+    config = dataclasses.replace(config, checkpoint_every=3)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(train_dlrm, "evaluate", lambda *_: signal.raise_signal(signal.SIGINT))
+        train_dlrm.train(config)
+    result = train_dlrm.train(config)
+    assert (result.num_restored, result.num_samples, result.is_interrupted) == (768, 768, False)
+    assert np.isfinite(result.held_out_loss) and not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_that_stopped_nothing_is_no_interruption(monkeypatch):
+    """Processes ask each other every 20 steps; what comes after the last question stops none of them."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(training.multihost_utils, "process_allgather", lambda array: np.array([array, False]))
+    with training.CtrlC() as ctrl_c:
+        assert not ctrl_c.asks_to_stop(20)
+        signal.raise_signal(signal.SIGINT)
+        assert not ctrl_c.asks_to_stop(21)
+        assert not ctrl_c.has_stopped
+        assert ctrl_c.asks_to_stop(40) and ctrl_c.has_stopped
+
+
+def test_the_error_of_a_step_is_raised_as_it_is():
+    """Also where steps before it, recorded at the same time, were good."""
+
+    class Stats:
+        stores, capacities, num_rows = (0,), (8,), np.array([1])
+
+        def __init__(self, number):
+            self.number = number
+
+        def check(self):
+            if self.number == 5:
+                raise jaxsok.TableFullError("full")
+
+    with pytest.raises(jaxsok.TableFullError), training.History(30, False) as history:
+        for number in range(30):
+            history.add(np.float32(1.0), Stats(number), 1)
 
 
 def test_compressed_and_converted_logs_train_as_text(log, tmp_path):
