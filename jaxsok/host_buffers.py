@@ -17,19 +17,20 @@ import queue
 import time
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 LEAST_BYTES = 64 << 10
 ALIGNMENT = 64
 """Bytes at whose multiples arrays should begin: JAX's CPU client reads arrays in place that lie so."""
 
-_MOST_FREE = 6
-"""Free blocks of one size that are kept: batches that are copied, that are packed, and that are being packed."""
+_MOST_BLOCKS = 6
+"""Blocks of one size at first: batches that are copied, that are packed, and that are being packed."""
 
-_PATIENCE_S = 2.0
-"""How long to wait for pinned memory in use, instead of pinning more, which takes milliseconds: copies to a GPU wait
-for the programs that were dispatched before them, and a host that is ahead would pin memory for every batch."""
-
+_PATIENCE_S = 0.25
+"""How long to wait for pinned memory in use before one more block is pinned, for good, which takes milliseconds: copies
+to a GPU wait for the programs that were dispatched before them, and a host that is ahead would pin memory for every
+batch."""
 _POLL_S = 0.0005
 
 
@@ -45,6 +46,7 @@ class HostBuffers:
         # thread that waits for it. A SimpleQueue may be put to from there, and changes of a set are atomic.
         self._free: dict[int, queue.SimpleQueue[_Block]] = {}
         self._lent: dict[int, set[int]] = {}
+        self._most: dict[int, int] = {}
 
     @property
     def is_pinned(self) -> bool:
@@ -59,7 +61,7 @@ class HostBuffers:
     def take(self, num_bytes: int) -> ctypes.Array:
         """Lends `num_bytes` of memory, whose contents are undefined, until nothing refers to the result.
 
-        Where many pinned blocks of the size are lent, it waits for one of them, for two seconds at most.
+        Where many pinned blocks of the size are lent, it waits for one of them, a quarter of a second at most.
 
         Example:
           >>> import numpy as np
@@ -73,20 +75,21 @@ class HostBuffers:
         """
         size = max(LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
         free = self._free.setdefault(size, queue.SimpleQueue())
-        used = self._lent.setdefault(size, set())
-        patience = time.monotonic() + _PATIENCE_S if self.is_pinned and len(used) >= _MOST_FREE else 0.0
+        used, most = self._lent.setdefault(size, set()), self._most.setdefault(size, _MOST_BLOCKS)
+        patience = time.monotonic() + _PATIENCE_S if self.is_pinned and len(used) >= most else 0.0
         while True:
             try:
                 block = free.get(block=patience > 0, timeout=_POLL_S)
                 break
             except queue.Empty:
                 if time.monotonic() >= patience:
+                    self._most[size] = max(most, len(used) + 1 if patience else 0)
                     block = self._make(size)
                     break
                 gc.collect(0)  # of what JAX has read it lets go when it is called, or when Python collects garbage
         lent = (ctypes.c_char * num_bytes).from_address(block.address)
         used.add(block.address)
-        weakref.finalize(lent, _give_back, free, used, block).atexit = False
+        weakref.finalize(lent, _give_back, free, used, self._most, block).atexit = False
         return lent
 
     def _make(self, size: int) -> "_Block":
@@ -106,9 +109,9 @@ class HostBuffers:
         return block
 
 
-def _give_back(free: "queue.SimpleQueue[_Block]", used: set[int], block: "_Block") -> None:
+def _give_back(free: "queue.SimpleQueue[_Block]", used: set[int], most: Mapping[int, int], block: "_Block") -> None:
     used.discard(block.address)
-    if free.qsize() < _MOST_FREE:
+    if free.qsize() < most[block.size]:
         free.put(block)
 
 
@@ -116,7 +119,7 @@ class _Block:
     """Memory of its own pages."""
 
     def __init__(self, size: int):
-        self._size = size
+        self.size = size
         self._pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError, AttributeError):  # a kernel without them
             self._pages.madvise(mmap.MADV_HUGEPAGE)
@@ -124,6 +127,6 @@ class _Block:
 
     def pin(self, client: Any) -> None:
         self._pages.madvise(mmap.MADV_DONTFORK)  # a copy on write would part these pages from those the GPU reads
-        client.dma_map(self.address, self._size)
+        client.dma_map(self.address, self.size)
         # Before the pages go. At the end of the process the driver frees both, whatever the order.
         weakref.finalize(self, client.dma_unmap, self.address).atexit = False

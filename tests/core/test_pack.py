@@ -730,9 +730,15 @@ def test_pinned_memory_is_waited_for(monkeypatch):
         gc.callbacks.remove(collect)
     assert time.monotonic() - begin < 1 and client.num_pinned == 6
     monkeypatch.setattr(host_buffers, "_PATIENCE_S", 0.05)
-    more = buffers.take(1)  # all are in use for good: one more is pinned
-    assert client.num_pinned == 7
-    del taken, more
+    for count in (7, 8, 9):  # all are in use for good: one more is pinned each time
+        lent.append(buffers.take(1))
+        assert client.num_pinned == count
+    lent.append(taken)
+    del taken
+    lent.clear()
+    begin = time.monotonic()
+    lent.extend(buffers.take(1) for _ in range(9))  # no waiting for what has been used once
+    assert client.num_pinned == 9 and time.monotonic() - begin < 0.05
 
 
 @pytest.mark.parametrize("num_shards", [None, 4])
