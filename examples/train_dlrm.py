@@ -360,7 +360,7 @@ def open_log(config: Config) -> data.Source:
             return folder
 
         source = criteo.binary_source(_once(config, "convert", convert))
-    if "label" not in source[0]:
+    if len(source) and "label" not in source[0]:
         raise ValueError("train: the log has 39 columns, so no labels (Kaggle's test.txt?); pass one of 40.")
     return source
 

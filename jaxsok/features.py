@@ -601,9 +601,11 @@ def read_weights(given: Any, shape: tuple[Any, ...], what: str) -> Any:
         raise TypeError(f"{what}: weights: got {weights.dtype}{list(weights.shape)}, wanted floats.")
     if weights.shape != shape:
         raise ValueError(f"{what}: weights: got shape {list(weights.shape)}, wanted that of the keys, {list(shape)}.")
+    with np.errstate(over="ignore"):  # float64 beyond float32 becomes infinite, and is refused
+        weights = weights.astype(jnp.float32)
     if isinstance(weights, np.ndarray) and not np.isfinite(weights).all():
-        raise ValueError(f"{what}: weights: got infinite or NaN, wanted finite numbers.")
-    return weights.astype(jnp.float32)
+        raise ValueError(f"{what}: weights: got infinite or NaN in float32, wanted finite numbers.")
+    return weights
 
 
 def read_offsets(bags: Bags, words: Any, what: str) -> Any:

@@ -71,7 +71,7 @@ int64_t JaxsokPackAddresses(int64_t* pointers, int64_t num_arrays);
 int64_t JaxsokPackBags(const jaxsok::PackBags* items, int64_t num_items, int32_t num_threads);
 
 /// Writes keys and weights; returns 0, or the number of a refused item, counted from 1: keys that are not padding
-/// behind the last bag, a weight that is not finite, a bag of more than `square` keys.
+/// behind the last bag, a weight that is not finite as a float, a bag of more than `square` keys.
 int64_t JaxsokPackKeys(const jaxsok::PackKeys* items, int64_t num_items, int32_t num_threads);
 }
 

@@ -291,8 +291,9 @@ bool CopyWeights(const PackKeys& item, int64_t begin, int64_t end, float* to) {
   bool is_finite = true;
   CopyNumbers<From>({item.weights, item.weight_line_stride, item.weight_stride, item.width}, begin, end, to,
                     [&is_finite](From weight) {
-                      is_finite &= std::abs(weight) <= std::numeric_limits<From>::max();
-                      return static_cast<float>(weight);
+                      const auto rounded = static_cast<float>(weight);  // infinite where it is too large for a float
+                      is_finite &= std::abs(rounded) <= std::numeric_limits<float>::max();
+                      return rounded;
                     });
   return is_finite;
 }

@@ -289,6 +289,7 @@ BAD = {
     "a bag too long": ("square", BAGS(KEYS, lengths=[1, 2, 5, 0])),
     "NaN weights": ("ragged_weighted", BAGS(KEYS, lengths=[4, 4, 0, 0], weights=np.array([np.nan] + [1.0] * 7))),
     "infinite weights": ("single_weighted", BAGS(KEYS[:4], weights=np.array([1, 2, 3, -np.inf], np.float32))),
+    "weights beyond float32": ("single_weighted", BAGS(KEYS[:4], weights=np.array([1.0, 2.0, -1e39, 4.0]))),
     "integer weights": ("single_weighted", BAGS(KEYS[:4], weights=KEYS[:4])),
     "weights of another shape": ("single_weighted", BAGS(KEYS[:4], weights=np.ones(5, np.float32))),
     "no weights": ("single_weighted", KEYS[:4]),

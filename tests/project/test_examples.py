@@ -292,6 +292,9 @@ def test_compressed_and_converted_logs_train_as_text(log, tmp_path):
 def test_logs_that_cannot_be_trained_on_are_refused(log, tmp_path):
     with pytest.raises(ValueError, match="too few for a step of 256 rows beside 12000 held-out rows"):
         train_dlrm.train(dataclasses.replace(SMALL, data=(log,), held_out_rows=12_000))
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ValueError, match="0 rows are too few"):
+        train_dlrm.train(dataclasses.replace(SMALL, data=(tmp_path / "empty.txt",)))
     unlabelled = tmp_path / "test.txt"
     unlabelled.write_text("".join(line.split("\t", 1)[1] for line in log.read_text().splitlines(True)[:500]))
     with pytest.raises(ValueError, match="no labels"):
