@@ -254,7 +254,7 @@ def steps_of_one_feature(wire, mesh, world, exchange, send_capacity=CAPACITY):
     """Everything that comes out of some planned steps, each of whose programs has one window call."""
     tables, features, raw = world
     collection = collection_of(mesh, wire, tables, features, **exchange)
-    plan = jax.jit(functools.partial(collection.plan, send_capacity=[send_capacity]))
+    plan = jax.jit(functools.partial(collection.plan, send_capacity=send_capacity and [send_capacity]))
     lookup, update, find, norm = map(
         jax.jit, (collection.lookup, collection.update, collection.find, collection.gradient_norm)
     )
@@ -310,6 +310,15 @@ def test_partial_bags_with_too_little_room():
     options = {"form": "bags", "placement": jaxsok.on(1), "admission": policies.AdmitByCount(2)}
     world = one_feature("float32", 8, "mean", **options)
     assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {}, 30)
+
+
+@pytest.mark.parametrize("form", ["rows", "bags"])
+@pytest.mark.parametrize("wire", [0, 2, 3])
+def test_plans_that_go_in_rounds(wire, form):
+    """Without a send capacity the first requests go through windows, further ones over the dense wire."""
+    world = one_feature("float32", 8, "mean", form=form)
+    exchange = WIRES[wire] | {"send_capacity": 20}
+    assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, exchange, None)
 
 
 def targets(function, *arguments):

@@ -476,6 +476,22 @@ def test_a_lookup_does_not_wait_for_the_background():
         assert sorted(cache.cached_keys()["a"].tolist()) == [1, 2]
 
 
+def test_many_lookups_wait_for_the_background():
+    """More than the pieces of work that may wait for a thread (`ready.MOST_BESIDE`): none is dropped."""
+    source, go, is_in = DictSource(rows_of(3, range(301))), threading.Event(), threading.Event()
+    source.before_fetch = lambda *_: (is_in.set(), go.wait(30))
+    with DeviceCache(source, fraction=1.0, hit_rate_threshold=0, max_pending=300) as cache:
+        cache.lookup({"a": keys_of(0)})
+        assert is_in.wait(30)
+        for key in range(1, 301):
+            cache.lookup({"a": keys_of(key)})
+        assert (cache.stats().background, cache.stats().dropped) == (301, 0)
+        go.set()
+        cache.drain()
+        assert sorted(cache.cached_keys()["a"].tolist()) == list(range(301))
+        assert len(source.fetched) == 2  # the first, and all that waited
+
+
 def test_close_drains():
     """What was asked for is fetched; later calls are refused."""
     source = DictSource(rows_of(3))

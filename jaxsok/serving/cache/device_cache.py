@@ -379,8 +379,11 @@ class DeviceCache:
         with self._missed_lock:
             if len(self._missed) >= self._max_pending:
                 return False
+            # Work that was offered for the first of them takes all.
+            if not self._missed and not self._background.offer(None, self._fetch_missed):
+                return False
             self._missed.append(missed)
-        return self._background.offer(None, self._fetch_missed)
+            return True
 
     def _fetch_missed(self) -> None:
         """Fetches and inserts the misses of all lookups that wait."""
