@@ -529,7 +529,9 @@ class Packer(HostPacker):
             pad_to = checks.integer("batch: pad_to", pad_to, 1, wanted="a number of samples, at least 1")
         is_split = not self._shards.sees_parts()
         packed = raw if isinstance(raw, HostBatch) else self.pack(raw, pad_to, is_split)
-        return Packing(self.pack_by_numpy(raw, pad_to, is_split), ()) if packed is None else self.send(packed, pad_to)
+        if packed is not None:
+            return self.send(packed, pad_to)
+        return Packing(self.pack_by_numpy(sources.converted(raw, self._features), pad_to, is_split), ())
 
     def send(self, packed: "HostBatch", pad_to: int | None) -> "Packing":
         """Begins the copy of a batch to the devices.

@@ -241,8 +241,12 @@ def test_the_checkpoint_stays_until_the_report(log, tmp_path, monkeypatch):
     """A run whose evaluation fails goes on after its last checkpoint, at the end of the data."""
     config = dataclasses.replace(ROOMY, data=(log,), max_rows=1024, held_out_rows=256, checkpoint_dir=tmp_path / "run")
     config = dataclasses.replace(config, checkpoint_every=3)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(train_dlrm, "evaluate", lambda *_: signal.raise_signal(signal.SIGINT))
+        patched.setattr(train_dlrm, "evaluate", interrupted)
         train_dlrm.train(config)
     result = train_dlrm.train(config)
     assert (result.num_restored, result.num_samples, result.is_interrupted) == (768, 768, False)
