@@ -282,7 +282,7 @@ def train(config: Config) -> Result:
     num_trained = (num_rows - held_out_rows) // config.batch_size * config.batch_size
     if num_trained <= 0:
         raise ValueError(
-            f"train: {num_rows} rows are too few for a step of {config.batch_size} rows beside {held_out_rows} "
+            f"train: {num_rows} rows are too few for a step of {config.batch_size} rows and {held_out_rows} "
             "held-out rows; pass a smaller batch_size or held_out_rows."
         )
     seed = config.seed if config.shuffle else None
@@ -318,9 +318,7 @@ def train(config: Config) -> Result:
             history.add(loss, stats, config.batch_size)
             is_stopped = ctrl_c.asks_to_stop(history.num_steps)
             if is_stopped or checkpoints.is_due(history.num_steps):
-                # The pipeline has read further; its state is that of the batch just trained on.
-                run = training.Training(state, (params, opt_state), pipeline.get_state(), history.curves())
-                checkpoints.save(history.num_steps, collection, run)
+                checkpoints.save(collection, state, (params, opt_state), pipeline, history)
             if is_stopped:
                 break
     checkpoints.finish()

@@ -266,11 +266,12 @@ def train_dynamic(
         for batch, plan in pipeline:
             state = collection.grow(state, batch)  # makes room for its keys; almost always returns at once
             state, params, opt_state, loss, stats = step(state, params, opt_state, batch, plan)
-            history.add(loss, stats, int(np.count_nonzero(batch.mask)))
+            # The last batch of an epoch is shorter. The mask says so too, but is on the device: reading it would wait.
+            first = history.num_steps % len(batches) * config.batch_size
+            history.add(loss, stats, min(config.batch_size, len(log) - first))
             is_stopped = ctrl_c.asks_to_stop(history.num_steps)
             if is_stopped or checkpoints.is_due(history.num_steps):
-                run = training.Training(state, (params, opt_state), pipeline.get_state(), history.curves())
-                checkpoints.save(history.num_steps, collection, run)
+                checkpoints.save(collection, state, (params, opt_state), pipeline, history)
             if is_stopped:
                 break
     checkpoints.finish()

@@ -1,4 +1,4 @@
-"""What training examples share: progress and curves, and that they stop on Ctrl-C and go on later.
+"""Progress, curves and checkpoints of the training examples, which stop on Ctrl-C and go on later.
 
 Orbax saves tables, dense parameters, the place in the data and the curves together; the same command then continues at
 exactly the next batch.
@@ -63,7 +63,7 @@ class CtrlC:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curves:
-    """What was recorded of each step."""
+    """The record of a run, step by step."""
 
     losses: np.ndarray
     """float32 [steps]: the mean log loss of each step."""
@@ -74,7 +74,7 @@ class Curves:
     samples: np.ndarray
     """int64 [steps]: the samples trained on after each step."""
     num_restored: int
-    """Those that an interrupted run had trained on."""
+    """Samples that an interrupted run had trained on."""
     seconds: float
     """Time from the first batch of this run to its last step, compilation and growth included."""
     steady_samples_per_s: float
@@ -248,7 +248,7 @@ class Training(NamedTuple):
     data: Any
     """State of the iterator over the data."""
     curves: dict[str, np.ndarray]
-    """What was recorded of each step so far."""
+    """The record of each step so far: `History.curves`."""
 
 
 class Checkpoints:
@@ -301,17 +301,22 @@ class Checkpoints:
         """Says whether to save after this step."""
         return self._manager is not None and self._every is not None and num_steps % self._every == 0
 
-    def save(self, num_steps: int, collection: jaxsok.Collection, training: Training) -> None:
-        """Saves a run after a step, while the next ones go on."""
+    def save(
+        self, collection: jaxsok.Collection, state: jaxsok.State, dense: Any, pipeline: Any, history: History
+    ) -> None:
+        """Saves a run after a step, while the next ones go on.
+
+        The pipeline has read further; its state is that of the batch just trained on.
+        """
         if self._manager is None:
             return
         written = ocp.args.Composite(
-            tables=checkpoint.TablesSave(collection, training.tables),
-            dense=ocp.args.StandardSave(training.dense),
-            data=ocp.args.JsonSave({"iterator": training.data, "settings": self._settings}),
-            curves=ocp.args.StandardSave(training.curves),
+            tables=checkpoint.TablesSave(collection, state),
+            dense=ocp.args.StandardSave(dense),
+            data=ocp.args.JsonSave({"iterator": pipeline.get_state(), "settings": self._settings}),
+            curves=ocp.args.StandardSave(history.curves()),
         )
-        self._manager.save(num_steps, args=written, force=True)
+        self._manager.save(history.num_steps, args=written, force=True)
 
     def finish(self) -> None:
         """Waits for what is being saved."""

@@ -67,7 +67,7 @@ class _Given(NamedTuple):
     bags: list[np.ndarray]
     """Lengths or offsets of the ragged features."""
     weights: list[np.ndarray]
-    """Of the weighted features, each in the shape of its keys."""
+    """Weights of the weighted features, each in the shape of its keys."""
     kinds: list[int]
     """By feature: `_ONE`, `_LENGTHS` or `_OFFSETS`."""
 
@@ -199,7 +199,7 @@ class _Recipe:
     memory: _Memory
     """Offsets. Behind them lie the ends, and the offsets of rectangles, which no device gets."""
     num_bytes: int
-    """Of all these."""
+    """Bytes of all these together."""
     ends: int
     """Where the ends begin."""
     offsets: list[tuple[int, int]]
@@ -211,13 +211,13 @@ class _Recipe:
     weighted: np.ndarray
     """The numbers of the weighted features."""
     limits: np.ndarray
-    """Of the ragged features."""
+    """The largest number of keys of a part, for each ragged feature."""
     free: list[int]
-    """Those of the ragged features whose sizes follow from the batch."""
+    """The ragged features whose sizes follow from the batch, by their place among the ragged ones."""
 
 
 class _Sized(NamedTuple):
-    """What a recipe says about batches whose keys take these sizes."""
+    """The places of a recipe's arrays in batches whose keys take certain sizes."""
 
     memory: _Memory
     """Keys and weights."""

@@ -176,10 +176,10 @@ def bytes_in_use(collection, state):
     found = []
     for device in collection.shards.mesh.devices.flat:
         if device.process_index == jax.process_index():
-            told = device.memory_stats() or {}  # the CPU has none: arrays between two steps stand for them
+            reported = device.memory_stats() or {}  # the CPU has none: arrays between two steps stand for them
             live, of_state = (buffers_of(arrays, device) for arrays in (jax.live_arrays(), jax.tree.leaves(state)))
-            in_use = told.get("bytes_in_use", sum(live.values()))
-            most = told.get("peak_bytes_in_use", in_use)
+            in_use = reported.get("bytes_in_use", sum(live.values()))
+            most = reported.get("peak_bytes_in_use", in_use)
             rest = sum(live.values()) - sum(of_state.values())
             found.append([in_use, most, 0 if window is None else window.num_bytes, rest])
     return found
@@ -320,12 +320,12 @@ def start(options, folder, devices, processes, **changes):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    told = {**vars(options), "folder": str(folder), "devices": devices, "processes": processes, "port": port}
-    told |= {"kill": None, **changes}
+    chosen = {**vars(options), "folder": str(folder), "devices": devices, "processes": processes, "port": port}
+    chosen |= {"kill": None, **changes}
     started = []
     for number in range(processes):
         with (folder / f"{number}.err").open("ab") as errors:
-            command = [sys.executable, os.path.abspath(__file__), "--work", json.dumps({**told, "process": number})]
+            command = [sys.executable, os.path.abspath(__file__), "--work", json.dumps({**chosen, "process": number})]
             started.append(subprocess.Popen(command, stdout=errors, stderr=errors))
     return started
 
@@ -389,9 +389,9 @@ def run_killed(options, kind):
     finally:
         end(started)
     for number, process in enumerate(others):
-        told = output_of(folder, number, 10**6)
-        lines = [line for line in told.splitlines() if MESSAGE.search(line)]
-        require(lines, f"{kind}: process {number} does not say that another died: {told[-3000:]!r}")
+        printed = output_of(folder, number, 10**6)
+        lines = [line for line in printed.splitlines() if MESSAGE.search(line)]
+        require(lines, f"{kind}: process {number} does not say that another died: {printed[-3000:]!r}")
         print(f"killed in {kind}: process {number} ended with {process.returncode}: {lines[0][:300]}")
     print(f"killed in {kind}: all ended after {seconds:.1f} s, heartbeat time-out {options.heartbeat_s} s")
     require(last_checkpoint(folder) is not None, f"{kind}: there is no checkpoint")

@@ -46,9 +46,9 @@ def raws_of(**options):
 
 def test_a_run_of_200_steps():
     """It grows, evicts and saves, and says so."""
-    told = run("--steps", "200", "--every", "50")
-    assert told.rstrip().endswith("endurance: ok")
-    values = {line.split(":")[0].strip(): line.split(":", 1)[1] for line in told.splitlines() if ":" in line}
+    reported = run("--steps", "200", "--every", "50")
+    assert reported.rstrip().endswith("endurance: ok")
+    values = {line.split(":")[0].strip(): line.split(":", 1)[1] for line in reported.splitlines() if ":" in line}
     assert int(values["growths"]) >= 1
     assert "'full': 1, 'delta': 3" in values["checkpoints"] and "'times': 0" not in values["evictions"]
 
@@ -56,11 +56,11 @@ def test_a_run_of_200_steps():
 @pytest.mark.slow
 def test_the_same_bits_and_a_job_that_resumes():
     """Twice, with four processes, and after kills: on as many devices to the bit, on two with other roundings."""
-    told = run("--steps", "40", "--every", "8", "--twice", "--kill", "growth", "--capacity", "300")
-    assert "twice: the same digest, and with a process for each device" in told
-    assert "killed in growth: all ended after" in told and "resumed after growth: 2 devices" in told
-    told = run("--steps", "20", "--every", "5", "--kill", "step", "--devices", "2", "--resume-devices", "2")
-    assert "killed in step: all ended after" in told and "resumed after step: 2 devices" in told
+    reported = run("--steps", "40", "--every", "8", "--twice", "--kill", "growth", "--capacity", "300")
+    assert "twice: the same digest, and with a process for each device" in reported
+    assert "killed in growth: all ended after" in reported and "resumed after growth: 2 devices" in reported
+    reported = run("--steps", "20", "--every", "5", "--kill", "step", "--devices", "2", "--resume-devices", "2")
+    assert "killed in step: all ended after" in reported and "resumed after step: 2 devices" in reported
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from interrupting import press_ctrl_c_after
 from waiting import free_port
 
 import jaxsok
@@ -157,21 +158,8 @@ def test_the_planted_signal_is_learnt(log, result):
     assert 0.62 < result.auc < best
 
 
-def press_ctrl_c_after(monkeypatch, *steps):
-    """Presses Ctrl-C after these steps, each once."""
-    asks_to_stop, left = training.CtrlC.asks_to_stop, set(steps)
-
-    def press(self, num_steps):
-        if num_steps in left:
-            left.remove(num_steps)
-            signal.raise_signal(signal.SIGINT)
-        return asks_to_stop(self, num_steps)
-
-    monkeypatch.setattr(training.CtrlC, "asks_to_stop", press)
-
-
 def test_ctrl_c_gives_what_was_done(log, tmp_path, monkeypatch, capsys):
-    press_ctrl_c_after(monkeypatch, 3)
+    press_ctrl_c_after(monkeypatch, training.CtrlC, 3)
     before = signal.getsignal(signal.SIGINT)
     result = train_dlrm.train(dataclasses.replace(ROOMY, data=(log,), held_out_rows=1000))
     assert signal.getsignal(signal.SIGINT) is before
@@ -193,7 +181,7 @@ def test_an_interrupted_run_goes_on_at_the_next_batch(log, tmp_path, monkeypatch
     config = dataclasses.replace(ROOMY, data=(log,), max_rows=2000, held_out_rows=400, shuffle=True, epochs=2)
     whole = train_dlrm.train(config)
     config = dataclasses.replace(config, checkpoint_dir=tmp_path / "run", checkpoint_every=5)
-    press_ctrl_c_after(monkeypatch, 3, 8)
+    press_ctrl_c_after(monkeypatch, training.CtrlC, 3, 8)
     results = [
         train_dlrm.train(dataclasses.replace(config, num_devices=number))
         for number in (1, min(2, jax.device_count()), 1)
@@ -210,7 +198,7 @@ def test_an_interrupted_run_goes_on_at_the_next_batch(log, tmp_path, monkeypatch
 
 def test_an_interrupted_run_does_not_go_on_with_other_settings(log, tmp_path, monkeypatch):
     config = dataclasses.replace(ROOMY, data=(log,), max_rows=2000, held_out_rows=400, checkpoint_dir=tmp_path / "run")
-    press_ctrl_c_after(monkeypatch, 1)
+    press_ctrl_c_after(monkeypatch, training.CtrlC, 1)
     assert train_dlrm.train(config).is_interrupted
     with pytest.raises(ValueError, match=r"other settings \(saved, given\): \{'learning_rate': \(0.04, 0.1\)\}"):
         train_dlrm.train(dataclasses.replace(config, learning_rate=0.1))
@@ -220,7 +208,7 @@ def test_shuffled_batches_belong_to_a_number_of_streams(log, tmp_path, monkeypat
     """Else a run that goes on with other processes would take other batches, and some samples twice."""
     config = dataclasses.replace(ROOMY, data=(log,), max_rows=2000, held_out_rows=400, checkpoint_dir=tmp_path / "run")
     config = dataclasses.replace(config, shuffle=True)
-    press_ctrl_c_after(monkeypatch, 1)
+    press_ctrl_c_after(monkeypatch, training.CtrlC, 1)
     assert train_dlrm.train(dataclasses.replace(config, num_streams=2)).is_interrupted
     with pytest.raises(ValueError, match=r"\{'num_streams': \(2, 1\)\}"):
         train_dlrm.train(config)
@@ -294,7 +282,7 @@ def test_compressed_and_converted_logs_train_as_text(log, tmp_path):
 
 
 def test_logs_that_cannot_be_trained_on_are_refused(log, tmp_path):
-    with pytest.raises(ValueError, match="too few for a step of 256 rows beside 12000 held-out rows"):
+    with pytest.raises(ValueError, match="too few for a step of 256 rows and 12000 held-out rows"):
         train_dlrm.train(dataclasses.replace(SMALL, data=(log,), held_out_rows=12_000))
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ValueError, match="0 rows are too few"):

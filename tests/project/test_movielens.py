@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interrupting import press_ctrl_c_after
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -201,15 +201,7 @@ def assert_parity(config, num_seeds):
 def test_an_interrupted_run_goes_on_at_the_next_batch(small, tmp_path, monkeypatch):
     """It stops at the last batch of an epoch, which is a short one, and in the middle of the next."""
     whole = trained(small)
-    asks_to_stop, left = training.CtrlC.asks_to_stop, {22, 30}
-
-    def press(self, num_steps):
-        if num_steps in left:
-            left.remove(num_steps)
-            signal.raise_signal(signal.SIGINT)
-        return asks_to_stop(self, num_steps)
-
-    monkeypatch.setattr(training.CtrlC, "asks_to_stop", press)
+    press_ctrl_c_after(monkeypatch, training.CtrlC, 22, 30)
     config = dataclasses.replace(small, checkpoint_dir=tmp_path / "run")
     results = [train_movielens.train(config) for _ in range(3)]
     assert [result.is_interrupted for result in results] == [True, True, False]
