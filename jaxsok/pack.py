@@ -293,17 +293,19 @@ class HostPacker(abc.ABC):
     def _client(self) -> Any:
         """Returns JAX's client of the GPUs that copy from the memory; None: there are none."""
 
-    def pack(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> HostBatch | None:
-        """Packs a raw batch; returns None where NumPy has to, which then packs it or raises."""
+    def pack(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> HostBatch | Mapping[str, Any]:
+        """Packs a raw batch; where NumPy has to pack it, or to raise, returns it, converted to arrays."""
         given = self._read(raw)
         recipe = None if given is None else self._recipes.get(self._key(given, pad_to, is_split))
         if given is None or recipe is None:
             raw = sources.converted(raw, self._features)
             features_lib.require_features(raw, self._features)
             features_lib.require_samples(raw, self._features)
-            return self.pack_by_threads(raw, pad_to, is_split)
-        features_lib.require_lines(features_lib.rest_of(raw, self._features), recipe.num_samples)
-        return self._follow(recipe, given, raw, pad_to)
+            packed = self.pack_by_threads(raw, pad_to, is_split)
+        else:
+            features_lib.require_lines(features_lib.rest_of(raw, self._features), recipe.num_samples)
+            packed = self._follow(recipe, given, raw, pad_to)
+        return raw if packed is None else packed
 
     def pack_by_threads(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> HostBatch | None:
         """Packs a checked batch; returns None where NumPy has to, which then packs it or raises."""
@@ -529,9 +531,9 @@ class Packer(HostPacker):
             pad_to = checks.integer("batch: pad_to", pad_to, 1, wanted="a number of samples, at least 1")
         is_split = not self._shards.sees_parts()
         packed = raw if isinstance(raw, HostBatch) else self.pack(raw, pad_to, is_split)
-        if packed is not None:
+        if isinstance(packed, HostBatch):
             return self.send(packed, pad_to)
-        return Packing(self.pack_by_numpy(sources.converted(raw, self._features), pad_to, is_split), ())
+        return Packing(self.pack_by_numpy(packed, pad_to, is_split), ())
 
     def send(self, packed: "HostBatch", pad_to: int | None) -> "Packing":
         """Begins the copy of a batch to the devices.

@@ -13,7 +13,7 @@ class PackBatch(grain.transforms.Map):
     """A transformation for Grain that packs raw batches for a collection, in whatever process it runs.
 
     `collection.batch` and `collection.pipeline` take what it makes as a raw batch; the copy to the devices is left to
-    them. A batch that only NumPy can pack (such as features whose samples share bags) passes unchanged.
+    them. A batch that only NumPy can pack (such as features whose samples share bags) passes as arrays.
 
     `collection.pipeline` packs with several threads anyhow, straight into pinned memory; packing in worker processes
     pays where they do other work too, which holds Python's lock.
@@ -40,5 +40,4 @@ class PackBatch(grain.transforms.Map):
 
     def map(self, raw: Mapping[str, Any]) -> HostBatch | Mapping[str, Any]:
         """Packs a raw batch; errors are those of `collection.batch`, but are left to it where data are refused."""
-        packed = self._packer.pack(raw, self._pad_to, self._packer.is_split)
-        return raw if packed is None else packed
+        return self._packer.pack(raw, self._pad_to, self._packer.is_split)
