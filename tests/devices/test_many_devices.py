@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 
 import jaxsok
 from jaxsok import exchange
+from jaxsok.stats import PER_STEP, PER_STORE, PER_TABLE
 
 NUM_SAMPLES = 16
 MESHES = (1, 2, 4, 8)
@@ -272,8 +273,12 @@ def test_law_3_two_runs_on_a_mesh_give_the_same_bits(case):
     collection, state, results = trained(*case)
     again, other = train(collection, case[1], case[-1])
     programs.assert_same_state(state, again, index=False)
-    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(programs.bits(a), programs.bits(b))
+    for (embeddings, stats), (others, counts) in zip(results, other, strict=True):
+        for a, b in zip(jax.tree.leaves(embeddings), jax.tree.leaves(others), strict=True):
+            np.testing.assert_array_equal(programs.bits(a), programs.bits(b))
+        for name in (*PER_TABLE, *PER_STORE, *PER_STEP):
+            if name != "longest_probe":  # two salts place the keys differently
+                np.testing.assert_array_equal(stats.count(name), counts.count(name), err_msg=name)
 
 
 @pytest.mark.parametrize("case", [case for case in CASE_PARAMS if case.values[0][0] > 1])
