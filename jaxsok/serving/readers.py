@@ -14,12 +14,12 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxsok import keys as keys_lib
-from jaxsok.initializers import InitialRows
 from jaxsok.serving import artifact, backing, row_map, sources, updates
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving.config import ModelConfig, TableConfig
-from jaxsok.serving.errors import ServingError
-from jaxsok.serving.frozen import FrozenTable, FrozenTables
+from jaxsok.serving.config import read as read_config
+from jaxsok.serving.errors import ServingError, UnknownModelError
+from jaxsok.serving.frozen import FrozenTables
 from jaxsok.serving.fused import LookupInput, lookup_with_counts
 from jaxsok.serving.padding import key_words
 from jaxsok.serving.predictions import (
@@ -48,7 +48,7 @@ many rows, each of its own by itself.
 
 MOST_EXTRA_BYTES = 64 << 20  # rows that a program may make beyond those of the request, in bytes
 
-Given: TypeAlias = Sequence[tuple[FrozenTable, sources.TableSource]]
+Given: TypeAlias = Sequence[sources.Frozen]
 
 
 class OnDevice(Served):
@@ -355,25 +355,28 @@ def open_model(
     return served
 
 
-def _open_table(
-    config: ModelConfig, table: TableConfig, key_bits: sources.KeyBits
-) -> tuple[FrozenTable, sources.TableSource]:
+def _open_table(config: ModelConfig, table: TableConfig, key_bits: sources.KeyBits) -> sources.Frozen:
     source = sources.open_table(
         table.file, table=table.name, dim=table.dim, key_bits=key_bits, hotness=config.is_filled_at_start, op="open"
     )
-    dtype: Any = config.row_dtype or source.dtype
-    if table.default is not None:
-        source = dataclasses.replace(source, unknown=None)  # the configuration counts
-        return FrozenTable(table.name, table.dim, table.default, dtype), source
-    unknown = source.unknown
-    if isinstance(unknown, str):
-        raise ServingError(
-            f'open: model "{config.model}": table "{table.name}": default_value_for_each_table: got no number, and in '
-            f'training of "{source.path}" a key without a row reads {unknown}, which served tables cannot work '
-            "out; wanted the number that they serve."
-        )
-    default, initial = (0.0, unknown) if isinstance(unknown, InitialRows) else (unknown or 0.0, None)
-    return FrozenTable(table.name, table.dim, default, dtype, initial), source
+    what = f'open: model "{config.model}": table "{table.name}": default_value_for_each_table'
+    return sources.frozen_as(what, source, config.row_dtype, table.default)
+
+
+def open_for_export(op: str, path: str, model: str | None = None, dtype: Any = None) -> list[sources.Frozen]:
+    """Opens the tables of an export, a delta or a checkpoint, or those of a model of an HPS configuration (.json)."""
+    if not path.endswith(".json"):
+        return [
+            sources.frozen_as(f'{op}: table "{source.table}": default', source, dtype)
+            for source in sources.open_saved(op, path)
+        ]
+    config = read_config(path)
+    found = [one for one in config.models if model in (None, one.model)]
+    if len(found) != 1:
+        names = [one.model for one in config.models]
+        raise UnknownModelError(f"{op}: --model: got {model!r}, wanted one of {names}.")
+    chosen = dataclasses.replace(found[0], row_dtype=dtype or found[0].row_dtype)
+    return [_open_table(chosen, table, config.key_bits) for table in chosen.tables]
 
 
 def _require_room_for_cache(config: ModelConfig, given: Given, device: Any, free: int | None) -> None:
