@@ -170,6 +170,64 @@ class Tables:
         return outs
 
 
+class Gpu:
+    """Memory, a stream and graphs of the first GPU, for the calling thread, by the driver's functions."""
+
+    def __init__(self):
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        context, device, self.stream = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", ctypes.byref(device), 0)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._call("cuCtxSetCurrent", context)
+        self._call("cuStreamCreate", ctypes.byref(self.stream), 1)  # 1: does not wait for the default stream
+
+    def _call(self, name, *arguments):
+        status = getattr(self._driver, name)(*arguments)
+        assert status == 0, f"{name}: {status}"
+
+    def put(self, array):
+        """Copies an array to the GPU; its address. It stays there."""
+        pointer = ctypes.c_void_p()
+        self._call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(max(array.nbytes, 1)))
+        self._call("cuMemcpyHtoD_v2", pointer, ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes))
+        return pointer.value
+
+    def get(self, pointer, shape):
+        """Copies float32 from the GPU, when the stream has done its work."""
+        array = np.empty(shape, np.float32)
+        self._call("cuStreamSynchronize", self.stream)
+        address = ctypes.c_void_p(array.ctypes.data)
+        self._call("cuMemcpyDtoH_v2", address, ctypes.c_void_p(pointer), ctypes.c_size_t(array.nbytes))
+        return array
+
+    def captured(self, work):
+        """Captures what `work` enqueues on the stream in a graph; a function that runs it there."""
+        graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuStreamBeginCapture_v2", self.stream, 1)  # 1: other threads may do as they like
+        work()
+        self._call("cuStreamEndCapture", self.stream, ctypes.byref(graph))
+        self._call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+        return lambda: self._call("cuGraphLaunch", executable, self.stream)
+
+    def lookup(self, tables, *requests, is_graph=False):
+        """As `Tables.lookup`, of arrays on the GPU."""
+        *arrays, features = tables.pack(requests)
+        held = [(self.put(array), array.size) for array in arrays]
+        shapes = []
+        for feature, request in zip(features, requests, strict=True):
+            shapes.append((request.num_bags, tables.library.jaxsok_table_dim(tables.pointer, feature.table)))
+            feature.out = self.put(np.full(shapes[-1], np.nan, np.float32))
+        outs = [feature.out for feature in features]
+        if is_graph:
+            run = self.captured(lambda: tables.call(held, features, self.stream))
+            for _ in range(3):
+                run()
+        else:
+            tables.call(held, features, self.stream)
+        return [self.get(out, shape) for out, shape in zip(outs, shapes, strict=True)]
+
+
 @contextlib.contextmanager
 def opened(folder, **options):
     """Tables that are closed in the end."""

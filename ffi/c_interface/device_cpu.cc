@@ -18,8 +18,8 @@ class CallingThread final : public Executor {
 
 /// Begins to read the rows of features with few keys, of all of them at one time.
 ///
-/// The kernels look up one feature after the other, and wait for its bucket and then for its row. 26 features of one key
-/// took 14 us where tables do not fit the caches, and take 4 us with their rows on the way.
+/// The kernels look up one feature after the other, and wait for its bucket and then for its row. 26 features of one
+/// key took 14 us where tables do not fit the caches, and take 4 us with their rows on the way.
 void FetchRows(const FrozenLookup& lookup) {
   constexpr int64_t kFewKeys = 32;  // of a feature: those of more are fetched ahead by the kernels
   const StoreView& store = lookup.store;

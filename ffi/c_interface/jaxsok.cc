@@ -60,8 +60,8 @@ int32_t Guarded(const char* op, const Function& function) {
 }
 
 void Open(const char* path, int32_t ordinal, uint32_t flags, jaxsok_tables& opened) {
-  opened.folder = ReadFrozenFolder(path, flags);
   opened.device = Device::Open(ordinal);
+  opened.folder = ReadFrozenFolder(path, flags);
   Device& device = *opened.device;
   const auto* seed = static_cast<const uint32_t*>(device.Place(opened.folder.seed, sizeof(opened.folder.seed)));
   for (FrozenStoreFiles& files : opened.folder.stores) {

@@ -18,9 +18,11 @@ from c_interface_cases import (
     BAD_ARGUMENT,
     BAD_FOLDER,
     BAD_INDEX,
+    DEVICE_FAILED,
     IN_MEMORY,
     NO_FOLDER,
     UNVERIFIED,
+    Gpu,
     Refused,
     Request,
     Tables,
@@ -31,6 +33,7 @@ from serving_cases import ASKED, INITIALIZERS, UNKNOWN_DIM, Trained, config_of, 
 
 from jaxsok import Records, serving
 from jaxsok import __main__ as command_line
+from jaxsok.kernels import library
 from jaxsok.serving.frozen import DTYPES, FrozenTable, SizedRecords, freeze, freeze_records
 from jaxsok.serving.fused import LookupInput, lookup
 from jaxsok.types import PADDING_KEY
@@ -257,6 +260,67 @@ def test_threads_get_their_own_answers(folder):
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             list(pool.map(work, seeds))
+
+
+# On a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpu_world():
+    return frozen_world(jax.devices()[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_graph", [False, True], ids=["stream", "graph"])
+def test_lookups_on_a_gpu_have_the_bits_of_python(is_graph, gpu_world, tmp_path):
+    """The same kernels, on a stream of the caller and captured in a graph; pointers of the device."""
+    serving.export_frozen(tmp_path / "tables", gpu_world)
+    gpu = Gpu()
+    with opened(tmp_path / "tables", back_end="cuda") as tables:
+        assert tables.library.jaxsok_platform() == b"cuda"
+        for seed in range(4):
+            requests = draw_requests(np.random.default_rng(seed), gpu_world, num_requests=(1, 8, 40, 300)[seed])
+            got = gpu.lookup(tables, *requests, is_graph=is_graph)
+            assert_same_bits(got, looked_up(gpu_world, requests))
+
+
+@pytest.mark.gpu
+def test_threads_on_a_gpu(gpu_world, tmp_path):
+    """A stream for each thread, all over the same tables."""
+    serving.export_frozen(tmp_path / "tables", gpu_world)
+    drawn = [draw_requests(np.random.default_rng(seed), gpu_world, num_requests=8) for seed in range(16)]
+    wanted = [looked_up(gpu_world, requests) for requests in drawn]
+    with opened(tmp_path / "tables", back_end="cuda") as tables:
+
+        def work(requests, answers):
+            gpu = Gpu()
+            for _ in range(10):
+                assert_same_bits(gpu.lookup(tables, *requests), answers)
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, drawn, wanted))
+
+
+@pytest.mark.gpu
+def test_calls_on_a_gpu_that_are_refused(gpu_world, tmp_path):
+    serving.export_frozen(tmp_path / "tables", gpu_world)
+    assert "device: got -1, wanted 0 to" in refusal(tmp_path / "tables", BAD_ARGUMENT, back_end="cuda", device=-1)
+    gpu = Gpu()
+    with opened(tmp_path / "tables", back_end="cuda") as tables:
+        request = Request("float32_4_0", np.arange(4, dtype=np.uint64))
+        feature = tables.pack([request])[3][0]
+        feature.out = gpu.put(np.zeros(64, np.float32)) + 4
+        keys = gpu.put(request.keys)
+        with pytest.raises(Refused, match=r"out: got 0x.*, wanted the memory of the embeddings, at a multiple of 16"):
+            tables.call([(keys, 4), (None, 0), (None, 0)], [feature])
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="needs a machine without a GPU")
+def test_without_a_gpu_its_library_says_so(folder):
+    if not library.library_path("cuda").exists():
+        pytest.skip("the CUDA library is not built")
+    text = refusal(folder, DEVICE_FAILED, back_end="cuda")
+    assert "wanted a GPU and its driver; libjaxsok_cpu.so needs neither" in text
 
 
 # Programs in C and C++ -------------------------------------------------------------------------------------------
