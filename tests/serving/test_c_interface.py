@@ -22,6 +22,7 @@ from c_interface_cases import (
     IN_MEMORY,
     NO_FOLDER,
     UNVERIFIED,
+    CFeature,
     Gpu,
     Refused,
     Request,
@@ -574,6 +575,16 @@ def test_a_folder_is_written_once(folder):
     assert not list(folder.parent.glob("*.writing"))
 
 
+def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def fail(array):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(np, "ascontiguousarray", fail)
+    with pytest.raises(OSError, match="no space left"):
+        serving.export_frozen(tmp_path / "tables", world())
+    assert not list(tmp_path.iterdir())
+
+
 # Calls that are wrong --------------------------------------------------------------------------------------------
 
 
@@ -634,6 +645,43 @@ def test_batches_that_are_refused(name, folder):
             tables.call(arrays, [first, second])
         assert refused.value.status == BAD_ARGUMENT
         assert (out == 7).all()
+
+
+def test_any_batch_is_looked_up_or_refused(folder):
+    """Numbers of any size in every field: never a crash, and nothing is written beyond the embeddings."""
+    rng, statuses = np.random.default_rng(6), set()
+    keys, weights = rng.integers(0, 500, 12).astype(np.uint64), rng.standard_normal(12).astype(np.float32)
+    extremes = [-(2**63), -(2**31), -2, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1]
+    out = np.zeros((3, 13, 128), np.float32)
+    with opened(folder) as tables:
+
+        def number(most, bits=64):
+            found = int(rng.integers(-1, most)) if rng.random() < 0.95 else extremes[rng.integers(len(extremes))]
+            return found % 2**bits - (2**bits if found % 2**bits >= 2 ** (bits - 1) else 0)
+
+        for _ in range(4000):
+            offsets = (
+                np.sort(rng.integers(0, 6, 8)).astype(np.int32)
+                if rng.random() < 0.8
+                else rng.integers(-(2**31), 2**31, 8).astype(np.int32)
+            )
+            arrays = [(array.ctypes.data, array.size) for array in (keys, offsets, weights)]
+            features, end = [], 0
+            for f in range(rng.integers(1, 4)):
+                size = int(rng.integers(0, 5))
+                first = end if rng.random() < 0.9 else number(12)
+                bags = size if rng.random() < 0.6 else number(8)
+                fields = (number(30, 32), number(4, 32), first, size if rng.random() < 0.95 else number(12), bags)
+                features.append(CFeature(*fields, number(4), number(3), out[f].ctypes.data))
+                end += size
+            out[:, 12] = 7
+            try:
+                tables.call(arrays, features)
+                statuses.add(0)
+            except Refused as refused:
+                statuses.add(refused.status)
+            assert (out[:, 12] == 7).all()
+    assert statuses == {0, BAD_ARGUMENT}
 
 
 def test_arrays_that_are_refused(folder):
