@@ -22,11 +22,13 @@ class CallingThread final : public Executor {
 /// key took 14 us where tables do not fit the caches, and take 4 us with their rows on the way.
 void FetchRows(const FrozenLookup& lookup) {
   constexpr int64_t kFewKeys = 32;  // of a feature: those of more are fetched ahead by the kernels
+  constexpr int64_t kAtOnce = 128;  // lines of memory that are on the way, and stay in the nearest cache
   const StoreView& store = lookup.store;
   const int64_t row_bytes = int64_t{store.dim} * (store.row_dtype == kRowDtypeFloat32 ? 4 : store.scales ? 1 : 2);
   const uint64_t salt = SaltOf(store.counters);
-  uint64_t keys[kKeysPerChunk];
-  uint32_t tables[kKeysPerChunk], row_ids[kKeysPerChunk];
+  uint64_t keys[kAtOnce] = {};
+  uint32_t tables[kAtOnce] = {}, row_ids[kAtOnce];
+  static_assert(kAtOnce <= kKeysPerChunk);
   int64_t num_keys = 0;
   const auto fetch = [&] {
     FindChunk(store.index, salt, keys, tables, num_keys, row_ids, [](int64_t, uint32_t) {});
@@ -42,7 +44,7 @@ void FetchRows(const FrozenLookup& lookup) {
     const int32_t* words = lookup.batch.features + int64_t{f} * kNumFeatureWords;
     const int32_t size = words[kFeatureNumKeys];
     if (size > kFewKeys) continue;
-    if (num_keys + size > kKeysPerChunk) fetch();
+    if (num_keys + size > kAtOnce) fetch();
     for (int32_t i = 0; i < size; ++i) {
       const uint64_t key = lookup.batch.keys[words[kFeatureKeyStart] + i];
       keys[num_keys] = key;

@@ -33,14 +33,19 @@ void Require(cudaError_t error, const char* op, const char* what) {
 class CurrentDevice {
  public:
   explicit CurrentDevice(int ordinal) {
-    if (cudaGetDevice(&before_) != cudaSuccess) before_ = ordinal;
-    error_ = cudaSetDevice(ordinal);
+    error_ = cudaGetDevice(&before_);
+    is_changed_ = error_ == cudaSuccess && before_ != ordinal;
+    if (error_ == cudaSuccess) error_ = cudaSetDevice(ordinal);
   }
-  ~CurrentDevice() { cudaSetDevice(before_); }
+  ~CurrentDevice() {
+    // Where nothing changed, setting it would only cost time.
+    if (is_changed_) cudaSetDevice(before_);
+  }
   cudaError_t error() const { return error_; }
 
  private:
   int before_ = 0;
+  bool is_changed_ = false;
   cudaError_t error_;
 };
 
