@@ -26,6 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import click_training  # noqa: E402
 import serve_fused  # noqa: E402
 import synthetic_log  # noqa: E402
 import train_dlrm  # noqa: E402
@@ -222,7 +223,7 @@ def test_a_run_to_its_end_leaves_what_it_did_not_write(log, tmp_path):
     result = train_dlrm.train(dataclasses.replace(config, checkpoint_every=2))
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     assert (result.num_samples, result.num_held_out) == (1024, 0) and np.isnan(result.auc)
-    assert "0 rows" in train_dlrm.format_result(result)
+    assert "0 rows" in click_training.format_result(result)
 
 
 def test_the_checkpoint_stays_until_the_report(log, tmp_path, monkeypatch):
@@ -234,7 +235,7 @@ def test_the_checkpoint_stays_until_the_report(log, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(train_dlrm, "evaluate", interrupted)
+        patched.setattr(click_training, "evaluate", interrupted)
         train_dlrm.train(config)
     result = train_dlrm.train(config)
     assert (result.num_restored, result.num_samples, result.is_interrupted) == (768, 768, False)
@@ -313,7 +314,7 @@ def one_device(log):
     return train_dlrm.train(dataclasses.replace(FEW, data=(log,)))
 
 
-def _assert_same_training(many: train_dlrm.Result, one: train_dlrm.Result) -> None:
+def _assert_same_training(many: click_training.Result, one: click_training.Result) -> None:
     # The same sums in another order, in all layers and over eight steps: some units of the last of seven digits.
     np.testing.assert_allclose(many.losses, one.losses, rtol=2e-5)
     np.testing.assert_array_equal(many.growth, one.growth)
@@ -332,7 +333,7 @@ def test_many_devices_train_as_one(log, one_device):
 def test_batches_that_cannot_be_shared_are_refused(log):
     if len(jax.devices()) < 2:
         pytest.skip("needs 2 devices; there is one")
-    with pytest.raises(ValueError, match="cannot share batches of 255 rows evenly"):
+    with pytest.raises(ValueError, match="cannot share batches of 255 samples evenly"):
         train_dlrm.train(dataclasses.replace(FEW, data=(log,), batch_size=255, num_devices=2))
     with pytest.raises(ValueError, match="fewer than num_devices=1000"):
         train_dlrm.train(dataclasses.replace(FEW, data=(log,), batch_size=1000, num_devices=1000))
@@ -371,13 +372,13 @@ LAUNCHERS = ("slurm", "open mpi", "variables")
 MEET = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
-import jax, train_dlrm
+import click_training, jax
 children = []
 for launcher, variables in json.loads(sys.argv[2]):
     children.append(os.fork())
     if children[-1] == 0:
         os.environ.update(variables)
-        train_dlrm.join_processes(train_dlrm.Config())
+        click_training.join_processes(click_training.Config())
         os.write(1, f"{launcher}: {jax.process_index()} of {jax.device_count()}\\n".encode())
         sys.exit()
 sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
@@ -414,7 +415,7 @@ def test_two_processes_train_as_one_device(log, one_device, tmp_path):
         second.kill()
     assert (first.returncode, second.returncode) == (0, 0), (errors, more_errors)
     assert "Device: 2 x cpu" in output and "in 2 processes" in output
-    report = train_dlrm.format_result(one_device).splitlines()
+    report = click_training.format_result(one_device).splitlines()
     # The rows trained on and held out, and every key: as one device has them. Times differ, AUC in the last digit.
     for line in (report[1], *report[4:]):
         assert line in output
@@ -555,7 +556,7 @@ def _make_dense_step(config: train_dlrm.Config, graphdef, tables_graphdef):
         }
 
     def loss_fn(params, tables, batch):
-        return train_dlrm.log_loss(params, embed(tables, batch["places"]), batch, graphdef)
+        return click_training.log_loss(params, embed(tables, batch["places"]), batch, graphdef)
 
     dense_tx, tables_tx = optax.adam(config.dense_learning_rate), optax.adagrad(config.learning_rate, 0.0)
 
@@ -580,7 +581,7 @@ def _make_dense_step(config: train_dlrm.Config, graphdef, tables_graphdef):
 
 def _train_dense(config: train_dlrm.Config, vocabularies: list[np.ndarray]) -> tuple[np.ndarray, float]:
     """Trains on the batches of `train_dlrm.train`; gives the losses and the AUC on its held-out rows."""
-    graphdef, params = train_dlrm.make_model(config)
+    graphdef, params = nnx.split(train_dlrm.make_model(config))
     initial_rows = _initial_rows(config, vocabularies)
     embeds = nnx.List([nnx.Embed(*rows.shape, rngs=nnx.Rngs(0)) for rows in initial_rows])
     for embed, rows in zip(embeds, initial_rows, strict=True):
