@@ -8,6 +8,7 @@ categories by name, and returns a logit for each sample. Not here: models, table
 import argparse
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 import sys
@@ -113,6 +114,21 @@ class Result(training.Curves):
     """Share of the held-out rows' keys that training never saw."""
     is_interrupted: bool
     """Whether Ctrl-C ended the training."""
+
+
+# -------------------------------------------------------------------------------------------------------------- model
+
+
+def make_mlp(widths: Sequence[int], rngs: nnx.Rngs, **options: Any) -> nnx.List:
+    """Makes the layers of an MLP; `options` are those of `nnx.Linear`."""
+    return nnx.List([nnx.Linear(before, after, rngs=rngs, **options) for before, after in itertools.pairwise(widths)])
+
+
+def apply_mlp(mlp: Iterable[nnx.Linear], x: jax.Array) -> jax.Array:
+    """Applies the layers, with a rectifier between two of them."""
+    for i, linear in enumerate(mlp):
+        x = linear(nnx.relu(x) if i else x)
+    return x
 
 
 # ----------------------------------------------------------------------------------------------------------- training

@@ -26,10 +26,9 @@ import argparse
 import dataclasses
 import functools
 import hashlib
-import itertools
 import pathlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import click_training
 import jax
@@ -82,8 +81,8 @@ class DLRM(nnx.Module):
         """
         num_vectors = criteo.NUM_CATEGORIES + 1
         num_pairs = num_vectors * (num_vectors - 1) // 2
-        self.bottom = _mlp([criteo.NUM_INTEGERS, *bottom, dim], rngs)
-        self.top = _mlp([dim + num_pairs, *top, 1], rngs)
+        self.bottom = click_training.make_mlp([criteo.NUM_INTEGERS, *bottom, dim], rngs)
+        self.top = click_training.make_mlp([dim + num_pairs, *top, 1], rngs)
 
     def __call__(self, integers: jax.Array, embeddings: dict[str, jax.Array]) -> jax.Array:
         """Gives the logit of each sample.
@@ -95,21 +94,11 @@ class DLRM(nnx.Module):
         Returns:
           float32 [batch].
         """
-        dense = nnx.relu(_apply(self.bottom, integers))
+        dense = nnx.relu(click_training.apply_mlp(self.bottom, integers))
         vectors = jnp.stack([dense, *(embeddings[name] for name in criteo.CATEGORY_NAMES)], axis=1)
         dots = jnp.einsum("bid,bjd->bij", vectors, vectors)
         left, right = np.tril_indices(vectors.shape[1], k=-1)
-        return _apply(self.top, jnp.concatenate([dense, dots[:, left, right]], axis=1))[:, 0]
-
-
-def _mlp(widths: Sequence[int], rngs: nnx.Rngs) -> nnx.List:
-    return nnx.List([nnx.Linear(before, after, rngs=rngs) for before, after in itertools.pairwise(widths)])
-
-
-def _apply(mlp: Iterable[nnx.Linear], x: jax.Array) -> jax.Array:
-    for i, linear in enumerate(mlp):
-        x = linear(nnx.relu(x) if i else x)
-    return x
+        return click_training.apply_mlp(self.top, jnp.concatenate([dense, dots[:, left, right]], axis=1))[:, 0]
 
 
 def make_model(config: Config) -> DLRM:
