@@ -28,7 +28,7 @@ from jaxsok import data
 
 FREE = {
     "cache_dir", "checkpoint_dir", "checkpoint_every", "convert", "distributed", "heartbeat_timeout_s", "num_devices",
-    "num_processes", "num_threads", "placement", "plot", "process_id", "show_progress", "wire",
+    "num_processes", "num_threads", "placement", "plot", "process_id", "replicate_rows", "show_progress", "wire",
 }  # fmt: skip
 """Fields that may change when a run goes on."""
 

@@ -88,6 +88,8 @@ class Config(click_training.Config):
     """Dtype of the rows."""
     wire: str | None = None
     """Dtype of rows and gradients between devices; None: rows as they are stored, gradients as float32."""
+    replicate_rows: int = 0
+    """With placement "auto": tables of at most so many rows are on every device, whatever the planner says."""
     plot: pathlib.Path | None = pathlib.Path("train_dcnv2.png")
     checkpoint_dir: pathlib.Path | None = pathlib.Path("train_dcnv2.checkpoint")
 
@@ -191,7 +193,10 @@ def make_collection(config: Config, source: data.Source, mesh: jax.sharding.Mesh
     if config.placement == "auto":
         columns = first_batch(source, min(len(source), config.batch_size) // mesh.size * mesh.size)
         sample = {name: columns[name] for name in criteo.CATEGORY_NAMES}
-        proposal = jaxsok.propose(tables, features, num_shards=mesh.size, sample=sample, exchange=exchange)
+        small = {name: jaxsok.REPLICATED for name, rows in config.table_rows.items() if rows <= config.replicate_rows}
+        proposal = jaxsok.propose(
+            tables, features, num_shards=mesh.size, sample=sample, exchange=exchange, overrides=small
+        )
         tables, features = proposal.tables, proposal.features
         if config.show_progress:
             print(proposal)
@@ -252,8 +257,8 @@ def estimate(config: Config, collection: jaxsok.Collection | None = None) -> jax
 # ----------------------------------------------------------------------------------------------------------- training
 
 
-def open_log(config: Config) -> data.Source:
-    """Opens the binary files; synthetic ones are written once."""
+def log_folder(config: Config) -> pathlib.Path:
+    """Returns the folder of the files; synthetic ones are written once."""
 
     def write() -> pathlib.Path:
         return synthetic_log.cached_bags(
@@ -264,7 +269,12 @@ def open_log(config: Config) -> data.Source:
             is_uniform=config.uniform,
         )
 
-    return criteo.binary_source(config.data or click_training.once(config, "files", write))
+    return config.data or click_training.once(config, "files", write)
+
+
+def open_log(config: Config) -> data.Source:
+    """Opens the files."""
+    return criteo.binary_source(log_folder(config))
 
 
 def first_batch(source: data.Source, batch_size: int) -> dict[str, np.ndarray]:
@@ -340,6 +350,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
     add("--row-dtype", choices=("float32", "bfloat16", "float16"), default=default.row_dtype, help="of the rows")
     add("--wire", choices=("float32", "bfloat16", "float16", "float8_e4m3fn"),
         help="dtype of rows and gradients between devices (default: rows as stored, gradients float32)")  # fmt: skip
+    add("--replicate-rows", type=int, default=default.replicate_rows,
+        help="tables of at most so many rows are on every device")  # fmt: skip
     click_training.add_options(parser, default, OPTIMIZERS)
     return click_training.parse(parser, Config, arguments)
 
