@@ -608,3 +608,8 @@ def test_a_quick_run_of_training_measures_the_whole_and_its_parts(tmp_path, monk
     assert whole.notes["wire"] == ("-" if number == 1 else "bfloat16, bfloat16")
     shown = [table for title, _, table in tables.all_of(found, False) if title.startswith("DLRM-DCNv2")]
     assert len(shown) == 1 and len(shown[0]) == len(found)
+    if number == 1:
+        wanted = 256 / whole.timing.ms * 1e-3
+        (reading,) = [target.reading for target in targets.TARGETS if "rowwise Adagrad" in target.name]
+        assert reading(targets.Found(found)) == pytest.approx(wanted)
+    assert "read, pack and copy, page cache" in report.section(path)
