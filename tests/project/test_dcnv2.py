@@ -290,8 +290,7 @@ def test_the_planted_signal_is_learnt(config, source, result):
     assert 0.6 < result.auc < best
 
 
-@pytest.mark.parametrize("number", [2, 4])
-@pytest.mark.parametrize("placement", ["auto", "sharded"])
+@pytest.mark.parametrize(("number", "placement"), [(2, "auto"), (4, "sharded")])
 def test_many_devices_train_as_one(config, result, number, placement):
     if len(jax.devices()) < number:
         pytest.skip(f"needs {number} devices; there are {len(jax.devices())}")
