@@ -74,6 +74,8 @@ class Options:
     keys: Sequence[str] = KEYS
     optimizers: Sequence[str] = OPTIMIZERS[:1]
     seconds: float = SECONDS
+    folder: pathlib.Path | None = None
+    """Where the files are kept; None: in a temporary folder."""
     train: Sequence[str] = ()
     """More options of the example's command line, which take precedence over `scale` and `is_quick`."""
     scale: float = 1.0
@@ -89,11 +91,11 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, options: Options)
 
     batch_size = 1 << max(8, round(math.log2(train_dcnv2.Config.batch_size * options.scale)))
     num_rows = 16 * batch_size if options.is_quick else round(train_dcnv2.Config.num_rows * min(1.0, options.scale))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
         sizes = {"scale": options.scale, "batch-size": batch_size, "num-rows": max(num_rows, 16 * batch_size)}
         if options.is_quick:
             sizes |= {"bottom": 16, "top": 16, "rank": 8, "dim": 16}
-        sizes |= {"seed": seed, "cache-dir": folder}
+        sizes |= {"seed": seed, "cache-dir": options.folder or temporary}
         given = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
         config = train_dcnv2.parse_arguments([*given, *options.train])
         numbers = options.devices or [len(jax.devices())]

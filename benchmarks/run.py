@@ -106,6 +106,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="list the kernels of each step as well")
     parser.add_argument("--fbgemm-timeout", type=float, default=240.0, help="seconds for the FBGEMM process")
     parser.add_argument("--seconds", type=float, help=f"with dcnv2: of a timed run; default {bench_dcnv2.SECONDS:g}")
+    parser.add_argument("--files", type=pathlib.Path, help="with dcnv2: folder where its files are kept; default: none")
     parser.add_argument("--train", default="", help="with dcnv2: more options of train_dcnv2.py, in quotes")
     options = parser.parse_args(arguments)
     try:
@@ -236,6 +237,7 @@ def measure_dcnv2(options: argparse.Namespace, protocol: Protocol, recorder: Rec
         keys=options.keys,
         optimizers=options.optimizers,
         seconds=options.seconds or (QUICK_SECONDS if options.quick else bench_dcnv2.SECONDS),
+        folder=options.files,
         train=shlex.split(options.train),
         scale=options.scale,
         is_quick=options.quick,
