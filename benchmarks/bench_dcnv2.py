@@ -134,7 +134,8 @@ class _Bench:
         """Input, the whole, and the parts."""
         recorder, collection, config = self._recorder, self._collection, self._config
         recorder.say(f"rows {config.row_dtype}, on the wire {self._wire}, {self._num_unique:,} distinct keys of "
-                     f"{self._num_keys:,} in the first batch")  # fmt: skip
+                     f"{self._num_keys:,} in the first batch; {config.num_threads} threads read, "
+                     f"{collection.packer.num_threads} pack")  # fmt: skip
         print(self._example.estimate(config, collection))
         self._measure_input()
         begin = time.perf_counter()

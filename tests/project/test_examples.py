@@ -29,6 +29,7 @@ sys.path.insert(0, str(EXAMPLES))
 import click_training  # noqa: E402
 import serve_fused  # noqa: E402
 import synthetic_log  # noqa: E402
+import train_dcnv2  # noqa: E402
 import train_dlrm  # noqa: E402
 import training  # noqa: E402
 
@@ -351,13 +352,13 @@ def _variables_of(launcher: str, process: int, port: int) -> dict[str, str]:
     return {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "NUM_PROCESSES": "2", "PROCESS_ID": str(process)}
 
 
-def _start_two(launcher: str, *arguments) -> list[subprocess.Popen]:
+def _start_two(launcher: str, *arguments, program: str = "train_dlrm.py") -> list[subprocess.Popen]:
     port = free_port()
     # One CPU device each; several threads would fight over the cores of a small machine.
     plain = _environment() | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     return [
         subprocess.Popen(
-            _command("--distributed", *arguments),
+            _command("--distributed", *arguments, program=program),
             env=plain | _variables_of(launcher, process, port),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -426,6 +427,27 @@ def test_two_processes_train_as_one_device(log, one_device, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_processes_fill_and_train_dcnv2_as_one_device(tmp_path):
+    arguments = ["--scale", 2e-5, "--num-rows", 3000, "--held-out-rows", 900, "--batch-size", 128, "--dim", 8, "--fill"]
+    arguments += ["--bottom", 16, "--top", 16, "--rank", 8, "--dense-dtype", "float32", "--cache-dir", tmp_path]
+    arguments += ["--plot", tmp_path / "plot.png", "--checkpoint-dir", tmp_path / "run", "--num-threads", 1]
+    first, second = _start_two("variables", *arguments, program="train_dcnv2.py")
+    try:
+        output, errors = first.communicate(timeout=300)
+        _, more_errors = second.communicate(timeout=100)
+    finally:
+        first.kill()
+        second.kill()
+    assert (first.returncode, second.returncode) == (0, 0), (errors, more_errors)
+    alone = ["--num-devices", 1, "--no-progress"]
+    one_device = train_dcnv2.train(train_dcnv2.parse_arguments([str(word) for word in (*arguments, *alone)]))
+    assert f"trained on       {one_device.num_samples:,} rows" in output
+    assert f"{sum(one_device.num_rows.values()):,} in 26 tables" in output
+    auc = float(output.split("held-out AUC")[1].split()[0])
+    assert auc == pytest.approx(one_device.auc, abs=1e-3)
+
+
+@pytest.mark.slow
 def test_ctrl_c_of_one_process_stops_all_at_one_step(tmp_path):
     synthetic_log.write_log(tmp_path / "log.tsv", 200_000, max_cardinality=500)
     arguments = ["--data", tmp_path / "log.tsv", "--plot", tmp_path / "plot.png", "--held-out-rows", 1000]
@@ -451,8 +473,8 @@ def test_ctrl_c_of_one_process_stops_all_at_one_step(tmp_path):
 # ------------------------------------------------------------------------------------------------------- command line
 
 
-def _command(*arguments) -> list[str]:
-    return [sys.executable, str(EXAMPLES / "train_dlrm.py"), *map(str, arguments)]
+def _command(*arguments, program: str = "train_dlrm.py") -> list[str]:
+    return [sys.executable, str(EXAMPLES / program), *map(str, arguments)]
 
 
 def _environment() -> dict[str, str]:
