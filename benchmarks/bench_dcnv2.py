@@ -61,7 +61,7 @@ SECONDS = 120.0
 NUM_RUNS = 3
 
 _NUM_AHEAD = 8  # steps that may be dispatched and not done
-_PARQUET_BATCHES = 8
+_PARQUET_BATCHES = 24  # more than the source keeps decoded, so that each pass decodes all of them
 _NUM_PACKED = 2  # batches in rotation where no input takes part
 
 
