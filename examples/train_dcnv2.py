@@ -207,7 +207,7 @@ def fill(config: Config, collection: jaxsok.Collection) -> jaxsok.State:
     """Makes the state of the tables with a row for every key: lookups ask for all keys, batch by batch.
 
     Raises:
-      RuntimeError: a table has no room for all of its rows.
+      ValueError: a table has no room for all of its rows.
     """
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -219,7 +219,7 @@ def fill(config: Config, collection: jaxsok.Collection) -> jaxsok.State:
         state = insert(state, plan)
     if (found := collection.num_rows(state)) != config.table_rows:
         short = {name: (found[name], rows) for name, rows in config.table_rows.items() if found[name] != rows}
-        raise RuntimeError(f"fill: these tables have (rows, wanted rows) {short}; pass another seed or a --capacity.")
+        raise ValueError(f"fill: these tables have (rows, wanted rows) {short}; pass another seed or a --capacity.")
     return state
 
 

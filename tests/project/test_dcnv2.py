@@ -324,7 +324,7 @@ def test_all_rows_are_resident_before_the_first_step(config, result, number):
 def test_tables_without_room_are_not_called_filled(config, source):
     config = dataclasses.replace(config, capacity=4)
     collection = train_dcnv2.make_collection(config, source)
-    with pytest.raises(RuntimeError, match=r"C1.*800.*pass another seed or a --capacity"):
+    with pytest.raises(ValueError, match=r"C1.*800.*pass another seed or a --capacity"):
         train_dcnv2.fill(config, collection)
 
 
