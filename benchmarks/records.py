@@ -72,6 +72,10 @@ OWNER_UPDATE = "update at the owner"
 ALL_TO_ALL = "all-to-all of the step's bytes"
 DLRM = "DLRM step"
 
+# Training from files.
+TRAIN = "train from files"
+DENSE = "dense part"
+
 
 @dataclasses.dataclass(frozen=True)
 class Record:

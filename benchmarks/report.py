@@ -32,10 +32,10 @@ def section(path: pathlib.Path) -> str:
     """One results file as Markdown: where it ran, the table, the peers and limits, the failures."""
     about, found, failures = records.load(path)
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    is_on_mesh = all(record.num_devices for record in found)
+    is_on_mesh = all(record.num_devices or record.notes.get("num_devices", 0) > 1 for record in found)
     one_device = (
         ""
-        if is_on_mesh
+        if "copy_gb_per_s" not in about
         else f" Device copy {about['copy_gb_per_s']:.0f} GB/s (read + write); limits by {about['limits_by']}; "
         f"FBGEMM {about['fbgemm']};"
     )

@@ -7,6 +7,10 @@ On a mesh (M1, M1-64, and any of W1 to W6):
 
     python -m jaxsok bench --only exchange --workloads M1,W1,W5 [--devices 2]
 
+Training from files (bench_dcnv2.py):
+
+    python -m jaxsok bench --only dcnv2 [--devices 4] [--seconds 120]
+
 Order: FBGEMM first, in a process of its own that gives its memory back; then, workload by workload, the filled tables,
 the static tables, and the limits, one after the other, since two of them may not fit; then what has tables of its own.
 Each measurement that fails is recorded and passed over; what there is no time for is recorded as skipped. The file is
@@ -18,12 +22,13 @@ import dataclasses
 import importlib
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 
-from . import measure, plots, records, tables, timing, workloads
+from . import bench_dcnv2, measure, plots, records, tables, timing, workloads
 from .records import Recorder
 from .timing import Protocol
 
@@ -36,6 +41,11 @@ PARTS = (*OF_WORKLOADS, *measure.OWN_TABLES)
 EXCHANGE = "exchange"
 """The part that is about meshes; a run measures it alone."""
 
+DCNV2 = "dcnv2"
+"""Training from files on tables that take all memory; a run measures it alone."""
+
+ALONE = (EXCHANGE, DCNV2)
+
 EXCHANGE_PARTS = ("single", "planned", "bfloat16", "split", "bags", "dlrm", "pmap", "xla")
 """What `bench_exchange.py` has a measurement for; all of them by default."""
 
@@ -46,6 +56,9 @@ QUICK_SCALE = 0.002
 QUICK_PARTS = ("lookup", "update", "xla")
 QUICK_WORKLOADS = ("W1", "W5")
 """Of a quick run that names none: single keys and bags, beside XLA. Others are run by their names."""
+
+QUICK_SECONDS = 0.2
+"""Of a timed run of training."""
 
 CPU_SCALE = 0.01
 """Of a run on a CPU that names none: full size takes tens of gigabytes."""
@@ -65,8 +78,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workloads", help=f"comma-separated, of {', '.join(workloads.NAMES)}; default: all")
     parser.add_argument("--keys", help="comma-separated: uniform, zipf1.05, …; default: those of each workload")
     parser.add_argument("--optimizers", help="comma-separated; default: those of each workload")
-    parser.add_argument("--only", help=f"comma-separated parts, of {', '.join(PARTS)} (default: all), or {EXCHANGE}")
-    parser.add_argument("--devices", help="with exchange: comma-separated numbers of devices; default: 1, 2, 4, 8")
+    parser.add_argument(
+        "--only", help=f"comma-separated parts, of {', '.join(PARTS)} (default: all), or one of {', '.join(ALONE)}"
+    )
+    parser.add_argument(
+        "--devices",
+        help="with exchange and dcnv2: comma-separated numbers of devices; default: 1, 2, 4, 8, and with dcnv2 all",
+    )
     parser.add_argument("--scaling", choices=workloads.SCALINGS, help="default: weak for M1, strong for others")
     parser.add_argument("--exchange", help=f"with exchange: comma-separated, of {', '.join(EXCHANGE_PARTS)}")
     parser.add_argument("--scale", type=float, help=f"share of the rows and bags; default 1, on a CPU {CPU_SCALE}")
@@ -87,12 +105,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-ms", type=float, help="dispatches of a repetition take at least this; default 30")
     parser.add_argument("--profile", action="store_true", help="list the kernels of each step as well")
     parser.add_argument("--fbgemm-timeout", type=float, default=240.0, help="seconds for the FBGEMM process")
+    parser.add_argument("--seconds", type=float, help=f"with dcnv2: of a timed run; default {bench_dcnv2.SECONDS:g}")
+    parser.add_argument("--files", type=pathlib.Path, help="with dcnv2: folder where its files are kept; default: none")
+    parser.add_argument("--train", default="", help="with dcnv2: more options of train_dcnv2.py, in quotes")
     options = parser.parse_args(arguments)
     try:
         usual = QUICK_PARTS if options.quick else PARTS if options.workloads is None else OF_WORKLOADS
-        options.parts = _listed("--only", options.only, usual, (*PARTS, EXCHANGE))
-        if EXCHANGE in options.parts and len(options.parts) > 1:
-            raise ValueError(f"--only: {EXCHANGE} fills the memory of all devices; run it without other parts.")
+        options.parts = _listed("--only", options.only, usual, (*PARTS, *ALONE))
+        if set(ALONE) & set(options.parts) and len(options.parts) > 1:
+            raise ValueError(f"--only: {' and '.join(ALONE)} fill the memory of all devices; run each alone.")
         if EXCHANGE in options.parts:
             options.workloads = options.workloads or ",".join(EXCHANGE_WORKLOADS)
         elif options.quick and options.only is None:
@@ -104,12 +125,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             raise ValueError(f"--workloads: {foreign} go with --only {EXCHANGE}, the others, H1 too, without it.")
         options.exchange = _listed("--exchange", options.exchange, EXCHANGE_PARTS)
         options.devices = tuple(int(one) for one in options.devices.split(",")) if options.devices else None
-        for workload in workloads.WORKLOADS.values():
-            workloads.chosen_runs(workload, options.keys, options.optimizers)
+        if DCNV2 in options.parts:
+            options.keys = _listed("--keys", options.keys, bench_dcnv2.KEYS)
+            options.optimizers = _listed(
+                "--optimizers", options.optimizers, bench_dcnv2.OPTIMIZERS[:1], bench_dcnv2.OPTIMIZERS
+            )
+        else:
+            for workload in workloads.WORKLOADS.values():
+                workloads.chosen_runs(workload, options.keys, options.optimizers)
     except ValueError as error:
         parser.error(str(error))
     options.is_gpu = has_gpu()
-    if options.time is None and not options.quick and EXCHANGE not in options.parts:
+    if options.time is None and not options.quick and not set(ALONE) & set(options.parts):
         options.time = BUDGET_S
     if options.scale is None:
         options.scale = QUICK_SCALE if options.quick else 1.0 if options.is_gpu else CPU_SCALE
@@ -156,11 +183,14 @@ def main(arguments: Sequence[str] | None = None) -> Recorder:
     begin = time.perf_counter()
     fbgemm = measure.measure_fbgemm(options, protocol)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
-    about_mesh = ("devices", "scaling", "exchange") if EXCHANGE in options.parts else ()
+    about_part = {
+        EXCHANGE: ("devices", "scaling", "exchange"),
+        DCNV2: ("devices", "seconds", "train"),
+    }.get(options.parts[0], ())
     shown = {
         name: value
         for name, value in vars(options).items()
-        if name in ("workloads", "keys", "optimizers", "parts", "scale", "quick", "seed", "time", *about_mesh)
+        if name in ("workloads", "keys", "optimizers", "parts", "scale", "quick", "seed", "time", *about_part)
         and value is not None
     }
     shown |= {"repetitions": protocol.repetitions, "batch_ms": protocol.batch_s * 1e3}
@@ -176,6 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> Recorder:
     recorder.write()
     if EXCHANGE in options.parts:
         measure_exchange(options, protocol, recorder)
+    elif DCNV2 in options.parts:
+        measure_dcnv2(options, protocol, recorder)
     else:
         measure.one_device(options, protocol, recorder)
     finish(recorder)
@@ -196,6 +228,21 @@ def measure_exchange(options: argparse.Namespace, protocol: Protocol, recorder: 
                 workload, run, num_devices, scaling, options.exchange, recorder, protocol, options.seed
             )
             recorder.write()
+
+
+def measure_dcnv2(options: argparse.Namespace, protocol: Protocol, recorder: Recorder) -> None:
+    """Measures training from files."""
+    asked = bench_dcnv2.Options(
+        devices=options.devices or (),
+        keys=options.keys,
+        optimizers=options.optimizers,
+        seconds=options.seconds or (QUICK_SECONDS if options.quick else bench_dcnv2.SECONDS),
+        folder=options.files,
+        train=shlex.split(options.train),
+        scale=options.scale,
+        is_quick=options.quick,
+    )
+    bench_dcnv2.measure(recorder, protocol, options.seed, asked)
 
 
 def finish(recorder: Recorder) -> None:

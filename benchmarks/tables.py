@@ -569,6 +569,42 @@ def _served_shape(record: Record) -> tuple[str, int, str]:
     return record.workload, record.notes["num_samples"], record.notes["dtype"]
 
 
+DCNV2_COLUMNS = (
+    "keys",
+    "devices",
+    "what",
+    "rows",
+    "wire",
+    "distinct keys",
+    "ms",
+    "spread",
+    "M samples/s",
+    "threads",
+    "cores",
+)
+"""Of the DLRM-DCNv2: the wire has the dtypes of rows and of gradients; threads are those that read."""
+
+
+def dcnv2_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Training from files, and its parts."""
+    return [
+        (
+            record.distribution,
+            f"{record.notes['num_devices']}",
+            ", ".join(part for part in (_what(record), record.variant) if part),
+            record.notes["rows"],
+            record.notes["wire"],
+            f"{record.num_unique:,}",
+            f"{record.timing.ms:.4g}",
+            record.timing.spread_text,
+            f"{record.notes['num_samples'] / record.timing.ms * 1e-3:.3g}",
+            f"{record.notes.get('num_threads', NOTHING)}",
+            f"{record.notes['cores']:.1f}" if "cores" in record.notes else NOTHING,
+        )
+        for record in records
+    ]
+
+
 PARTS: dict[str, tuple[str, Sequence[str], Callable[[Sequence[Record]], list[tuple[str, ...]]]]] = {
     "small": ("Small batches (W1's tables):", SMALL_COLUMNS, small_rows),
     "skew": ("Skew:", SKEW_COLUMNS, skew_rows),
@@ -580,6 +616,7 @@ PARTS: dict[str, tuple[str, Sequence[str], Callable[[Sequence[Record]], list[tup
     "serving": ("Frozen tables, looked up in three ways:", SERVING_COLUMNS, serving_rows),
     "input": ("From a reader's arrays to the device:", INPUT_COLUMNS, input_rows),
     "cpu": ("A static table on this CPU (SGD):", CPU_COLUMNS, cpu_rows),
+    "dcnv2": ("DLRM-DCNv2, from files:", DCNV2_COLUMNS, dcnv2_rows),
 }
 """The parts that have a table of their own: its title, columns, and what makes it of the part's records."""
 

@@ -185,6 +185,18 @@ def _rate(found: Found, dim: int, what: str, optimizer: str, dtype: str = "float
 _DIM_WORK = ((FIND_AND_GATHER, ""), (STEP, "rowwise_adagrad"), (STEP, "sgd"))
 
 
+def _trained(num_devices: int, optimizer: str) -> Reading:
+    """M samples/s from files, with bags that come back and nothing rounded on the wire."""
+    notes = {"part": "dcnv2", "num_devices": num_devices, "wire": "-" if num_devices == 1 else "float32, float32"}
+
+    def reading(found: Found) -> float | None:
+        for record in found.all(names.TRAIN, notes=notes, distribution="zipf1.05", optimizer=optimizer):
+            return record.notes["num_samples"] / record.timing.ms * 1e-3
+        return None
+
+    return reading
+
+
 def _least(ratios: Iterable[float | None]) -> float | None:
     known = [ratio for ratio in ratios if ratio is not None]
     return min(known) if known else None
@@ -376,6 +388,8 @@ TARGETS: tuple[Target, ...] = (
         _served_over_floor,
         is_least=False,
     ),
+    Target("DLRM-DCNv2 from files, M samples/s, rowwise Adagrad", 2.5, _trained(1, "rowwise_adagrad")),
+    Target("DLRM-DCNv2 from files, M samples/s, Adagrad, 4 H200s", 7.5, _trained(4, "adagrad")),
     *(
         Target(
             f"CPU: lookup + update, SGD, {one}, over {what}",

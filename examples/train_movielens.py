@@ -36,7 +36,6 @@ import numpy as np
 import optax
 import training
 from flax import nnx
-from jax.sharding import AxisType
 
 import jaxsok
 from jaxsok import data
@@ -170,23 +169,6 @@ def log_loss(
 # ----------------------------------------------------------------------------------------------------- dynamic tables
 
 
-def make_mesh(config: Config) -> jax.sharding.Mesh | None:
-    """Lines up the devices along one axis; None for one device, which needs no mesh.
-
-    Raises:
-      ValueError: there are fewer, or a batch cannot be shared out evenly.
-    """
-    devices = jax.devices()[: config.num_devices]
-    if config.batch_size % len(devices) or len(devices) < (config.num_devices or 1):
-        raise ValueError(
-            f"train: {len(devices)} devices cannot share batches of {config.batch_size} ratings evenly, or are fewer "
-            f"than num_devices={config.num_devices}; pass another batch_size or num_devices."
-        )
-    if len(devices) == 1:
-        return None
-    return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-
-
 def make_collection(config: Config, most_genres: int, mesh: jax.sharding.Mesh | None = None) -> jaxsok.Collection:
     """Declares a table and a feature for each of FEATURE_NAMES; ids of users and items may be equal, rows are not."""
     # From 0: gradients of a mean over a batch are small, and Optax's 0.1 would hold rows back for thousands of steps.
@@ -229,12 +211,10 @@ def train_dynamic(
       The probability of each held-out rating to be 4 or 5, the rows of each table, whether Ctrl-C came, and what was
       recorded of each step.
     """
-    collection = make_collection(config, genres.most, make_mesh(config))
-    state = collection.init(seed=config.seed)
+    collection = make_collection(config, genres.most, training.make_mesh(config.batch_size, config.num_devices))
     graphdef, params = make_model(config)
     tx = optax.adam(config.dense_learning_rate)
-    opt_state = tx.init(params)
-    params, opt_state = collection.shards.replicate((params, opt_state))
+    dense = collection.shards.replicate((params, tx.init(params)))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(state, params, opt_state, batch, plan):
@@ -256,33 +236,26 @@ def train_dynamic(
     checkpoints = training.Checkpoints(
         config.checkpoint_dir, config.checkpoint_every, training.settings_of(config, FREE)
     )
-    history = training.History(config.epochs * len(log), config.show_progress)
-    if (saved := checkpoints.restore(collection, (params, opt_state))) is not None:
-        state, (params, opt_state) = saved.tables, saved.dense
-        iterator.set_state(saved.data)
-        history.restore(saved.curves)
-    with history, training.CtrlC() as ctrl_c:
-        pipeline = collection.pipeline(iterator, pad_to=config.batch_size)
-        for batch, plan in pipeline:
-            state = collection.grow(state, batch)  # makes room for its keys; almost always returns at once
-            state, params, opt_state, loss, stats = step(state, params, opt_state, batch, plan)
-            # The last batch of an epoch is shorter. The mask says so too, but is on the device: reading it would wait.
-            first = history.num_steps % len(batches) * config.batch_size
-            history.add(loss, stats, min(config.batch_size, len(log) - first))
-            is_stopped = ctrl_c.asks_to_stop(history.num_steps)
-            if is_stopped or checkpoints.is_due(history.num_steps):
-                checkpoints.save(collection, state, (params, opt_state), pipeline, history)
-            if is_stopped:
-                break
-    checkpoints.finish()
+    fitted = training.fit(
+        collection,
+        step,
+        functools.partial(collection.init, seed=config.seed),
+        dense,
+        iterator,
+        training.History(config.epochs * len(log), config.show_progress),
+        checkpoints,
+        # The last batch of an epoch is shorter. The mask says so too, but is on the device: reading it would wait.
+        num_samples=lambda step: min(config.batch_size, len(log) - step % len(batches) * config.batch_size),
+        pad_to=config.batch_size,
+    )
 
     probabilities = []
     for raw in data.Batches(source_of(held_out, genres), config.batch_size, drop_remainder=False):
         batch = collection.batch(raw, pad_to=config.batch_size)
-        probabilities.append(np.asarray(predict(state, params, batch.features))[: len(raw["label"])])
-    if not ctrl_c.has_stopped:
+        probabilities.append(np.asarray(predict(fitted.tables, fitted.dense[0], batch.features))[: len(raw["label"])])
+    if not fitted.is_interrupted:
         checkpoints.remove()
-    return np.concatenate(probabilities), collection.num_rows(state), ctrl_c.has_stopped, history.summary()
+    return np.concatenate(probabilities), collection.num_rows(fitted.tables), fitted.is_interrupted, fitted.summary
 
 
 # ------------------------------------------------------------------------------------------------------- dense tables

@@ -1,4 +1,4 @@
-"""Progress, curves and checkpoints of the training examples, which stop on Ctrl-C and go on later.
+"""The loop of the training examples: progress, curves and checkpoints. It stops on Ctrl-C and goes on later.
 
 Orbax saves tables, dense parameters, the place in the data and the curves together; the same command then continues at
 exactly the next batch.
@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ import matplotlib
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh
 from sklearn.metrics import roc_auc_score
 from tqdm import tqdm
 
@@ -331,3 +332,86 @@ class Checkpoints:
             shutil.rmtree(self._folder / str(step))
         with contextlib.suppress(OSError):  # it has other files
             self._folder.rmdir()
+
+
+def make_mesh(batch_size: int, num_devices: int | None = None) -> Mesh | None:
+    """Lines up the devices along one axis; None for one device, which needs no mesh.
+
+    Args:
+      batch_size: samples in a step, on all devices together.
+      num_devices: how many devices; None: all. In several processes always all.
+
+    Raises:
+      ValueError: there are fewer, or a batch cannot be shared out evenly.
+    """
+    devices = jax.devices()[: None if jax.process_count() > 1 else num_devices]
+    if batch_size % len(devices) or len(devices) < (num_devices or 1):
+        raise ValueError(
+            f"train: {len(devices)} devices cannot share batches of {batch_size} samples evenly, or are fewer than "
+            f"num_devices={num_devices}; pass another batch_size or num_devices."
+        )
+    if len(devices) == 1:
+        return None
+    return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+
+
+class Fitted(NamedTuple):
+    """What a loop over steps left."""
+
+    tables: jaxsok.State
+    dense: Any
+    """Dense parameters, and the state of their optimizer."""
+    is_interrupted: bool
+    """Whether Ctrl-C ended it."""
+    summary: dict[str, Any]
+    """Fields of `Curves`: `History.summary`."""
+
+
+def fit(
+    collection: jaxsok.Collection,
+    step: Callable,
+    init: Callable[[], jaxsok.State],
+    dense: tuple[Any, Any],
+    iterator: Any,
+    history: History,
+    checkpoints: Checkpoints,
+    *,
+    num_samples: Callable[[int], int],
+    grows: bool = True,
+    pad_to: int | None = None,
+) -> Fitted:
+    """Trains to the end of the data or until Ctrl-C; goes on where an interrupted run stopped.
+
+    Args:
+      collection: the declared tables.
+      step: (state, params, opt_state, batch, plan) to (state, params, opt_state, loss, stats); the first three donated.
+      init: makes the first state of the tables, where there is no interrupted run.
+      dense: parameters, and the state of their optimizer.
+      iterator: raw batches; its state can be saved and set.
+      history: takes the record of each step.
+      checkpoints: where runs are saved; `remove` is left to the caller.
+      num_samples: the samples of a step, by its number from 0.
+      grows: whether tables get more rows as keys come. Tables that have room for all keys skip the question, which
+        costs a count on the device where rows are nearly all in use.
+      pad_to: as of `collection.batch`.
+    """
+    if (saved := checkpoints.restore(collection, dense)) is None:
+        state, (params, opt_state) = init(), dense
+    else:
+        state, (params, opt_state) = saved.tables, saved.dense
+        iterator.set_state(saved.data)
+        history.restore(saved.curves)
+    with history, CtrlC() as ctrl_c:
+        pipeline = collection.pipeline(iterator, pad_to=pad_to)
+        for batch, plan in pipeline:
+            if grows:
+                state = collection.grow(state, batch)  # makes room for its keys; almost always returns at once
+            state, params, opt_state, loss, stats = step(state, params, opt_state, batch, plan)
+            history.add(loss, stats, num_samples(history.num_steps))
+            is_stopped = ctrl_c.asks_to_stop(history.num_steps)
+            if is_stopped or checkpoints.is_due(history.num_steps):
+                checkpoints.save(collection, state, (params, opt_state), pipeline, history)
+            if is_stopped:
+                break
+    checkpoints.finish()
+    return Fitted(state, (params, opt_state), ctrl_c.has_stopped, history.summary())

@@ -77,7 +77,8 @@ def test_the_check_of_unique_keys_refuses_a_wrong_generator(monkeypatch):
 def test_unknown_names_are_refused_before_anything_runs():
     unknown = (["--workloads", "W9"], ["--keys", "normal"], ["--optimizers", "lion"], ["--only", "lunch"])
     misplaced = (["--workloads", "M1"], ["--only", "exchange,lookup"], ["--only", "exchange", "--workloads", "H1"])
-    for arguments in (*unknown, *misplaced, ["--only", "exchange", "--exchange", "lunch"]):
+    of_training = (["--only", "dcnv2,lookup"], ["--only", "dcnv2", "--keys", "zipf1.15"])
+    for arguments in (*unknown, *misplaced, *of_training, ["--only", "exchange", "--exchange", "lunch"]):
         with pytest.raises(SystemExit):
             run.parse(arguments)
 
@@ -490,7 +491,8 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
     } <= measured
     assert all(record.timing.ms > 0 for record in found)
     by_part = {part: [record for record in found if record.part == part] for part in tables.PARTS}
-    assert all(by_part[part] for part in tables.PARTS if part != "cpu" or jax.default_backend() == "cpu")
+    alone = {run.DCNV2} if jax.default_backend() == "cpu" else {run.DCNV2, "cpu"}
+    assert all(by_part[part] for part in tables.PARTS if part not in alone)
     assert {record.distribution for record in by_part["skew"] if record.workload == "W1"} == set(bench_skew.KEYS)
     assert {record.variant for record in by_part["skew"] if record.workload == "W5"} == {
         f"bags of {hotness}" for hotness in bench_skew.HOTNESS
@@ -519,8 +521,8 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
     assert "old" not in written
     assert "between" in written
     assert "forward + update, rowwise_adagrad" in written
-    for title, *_ in tables.PARTS.values():
-        assert title in written or title == tables.PARTS["cpu"][0]
+    for part, (title, *_) in tables.PARTS.items():
+        assert title in written or part in (run.DCNV2, "cpu")
     assert "images/" not in written  # plots are of full-size runs on a GPU
     assert path.with_suffix("").is_dir() == (plots.why_none() is None)
 
@@ -570,3 +572,44 @@ def test_a_quick_run_on_a_mesh_measures_everything(tmp_path, monkeypatch, small_
     sent = {(one.notes["program"], one.notes["wire"]): one.moved_bytes for one in found if one.what == records.STEP}
     assert sent["pipelined", "float32"] - sent["pipelined", "bfloat16"] == sent["planned", "bfloat16"] > 0
     assert len(tables.exchange_rows(found, False)) == len(found)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_quick_run_of_training_measures_the_whole_and_its_parts(tmp_path, monkeypatch, number):
+    if len(jax.devices()) < number:
+        pytest.skip(f"needs {number} devices; there are {len(jax.devices())}")
+    monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")
+    path = tmp_path / "results.json"
+    arguments = ["--only", "dcnv2", "--quick", "--keys", "zipf1.05", "--devices", str(number), "--seconds", "0.01"]
+    arguments += ["--repetitions", "2", "--batch-ms", "1", "--scale", "0.0001", "--optimizers", "rowwise_adagrad"]
+    with jax.numpy_dtype_promotion("standard"):  # Optax raises a Python float to an int32
+        recorder = run.main(
+            [*arguments, "--train=--wire bfloat16 --num-threads 1", "--out", str(path), "--commit", "abc"]
+        )
+    assert recorder.failures == []
+    about, found, _ = records.load(path)
+    assert about["options"]["parts"] == [run.DCNV2] and about["options"]["train"].startswith("--wire")
+    measured = [(record.what, record.variant) for record in found]
+    assert measured == [
+        (records.READ, "disk"),
+        (records.READ, "page cache"),
+        (records.READ, "Parquet"),
+        (records.TRAIN, ""),
+        (records.DLRM, ""),
+        (records.PLAN, ""),
+        (records.TRAINING, ""),
+        (records.STEP, ""),
+        (records.DENSE, ""),
+    ]
+    whole = found[3]
+    assert whole.timing.repetitions == 3 and whole.timing.ms > 0 and whole.notes["cores"] > 0
+    assert whole.num_keys == 256 * 214 and 256 < whole.num_unique < whole.num_keys
+    assert (whole.notes["num_samples"], whole.notes["num_devices"], whole.notes["num_threads"]) == (256, number, 1)
+    assert whole.notes["wire"] == ("-" if number == 1 else "bfloat16, bfloat16")
+    shown = [table for title, _, table in tables.all_of(found, False) if title.startswith("DLRM-DCNv2")]
+    assert len(shown) == 1 and len(shown[0]) == len(found)
+    if number == 1:
+        wanted = 256 / whole.timing.ms * 1e-3
+        (reading,) = [target.reading for target in targets.TARGETS if "rowwise Adagrad" in target.name]
+        assert reading(targets.Found(found)) == pytest.approx(wanted)
+    assert "read, pack and copy, page cache" in report.section(path)

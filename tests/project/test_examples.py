@@ -26,8 +26,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import click_training  # noqa: E402
 import serve_fused  # noqa: E402
 import synthetic_log  # noqa: E402
+import train_dcnv2  # noqa: E402
 import train_dlrm  # noqa: E402
 import training  # noqa: E402
 
@@ -222,7 +224,7 @@ def test_a_run_to_its_end_leaves_what_it_did_not_write(log, tmp_path):
     result = train_dlrm.train(dataclasses.replace(config, checkpoint_every=2))
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     assert (result.num_samples, result.num_held_out) == (1024, 0) and np.isnan(result.auc)
-    assert "0 rows" in train_dlrm.format_result(result)
+    assert "0 rows" in click_training.format_result(result)
 
 
 def test_the_checkpoint_stays_until_the_report(log, tmp_path, monkeypatch):
@@ -234,7 +236,7 @@ def test_the_checkpoint_stays_until_the_report(log, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(train_dlrm, "evaluate", interrupted)
+        patched.setattr(click_training, "evaluate", interrupted)
         train_dlrm.train(config)
     result = train_dlrm.train(config)
     assert (result.num_restored, result.num_samples, result.is_interrupted) == (768, 768, False)
@@ -313,7 +315,7 @@ def one_device(log):
     return train_dlrm.train(dataclasses.replace(FEW, data=(log,)))
 
 
-def _assert_same_training(many: train_dlrm.Result, one: train_dlrm.Result) -> None:
+def _assert_same_training(many: click_training.Result, one: click_training.Result) -> None:
     # The same sums in another order, in all layers and over eight steps: some units of the last of seven digits.
     np.testing.assert_allclose(many.losses, one.losses, rtol=2e-5)
     np.testing.assert_array_equal(many.growth, one.growth)
@@ -332,7 +334,7 @@ def test_many_devices_train_as_one(log, one_device):
 def test_batches_that_cannot_be_shared_are_refused(log):
     if len(jax.devices()) < 2:
         pytest.skip("needs 2 devices; there is one")
-    with pytest.raises(ValueError, match="cannot share batches of 255 rows evenly"):
+    with pytest.raises(ValueError, match="cannot share batches of 255 samples evenly"):
         train_dlrm.train(dataclasses.replace(FEW, data=(log,), batch_size=255, num_devices=2))
     with pytest.raises(ValueError, match="fewer than num_devices=1000"):
         train_dlrm.train(dataclasses.replace(FEW, data=(log,), batch_size=1000, num_devices=1000))
@@ -350,13 +352,13 @@ def _variables_of(launcher: str, process: int, port: int) -> dict[str, str]:
     return {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "NUM_PROCESSES": "2", "PROCESS_ID": str(process)}
 
 
-def _start_two(launcher: str, *arguments) -> list[subprocess.Popen]:
+def _start_two(launcher: str, *arguments, program: str = "train_dlrm.py") -> list[subprocess.Popen]:
     port = free_port()
     # One CPU device each; several threads would fight over the cores of a small machine.
     plain = _environment() | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     return [
         subprocess.Popen(
-            _command("--distributed", *arguments),
+            _command("--distributed", *arguments, program=program),
             env=plain | _variables_of(launcher, process, port),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -371,13 +373,13 @@ LAUNCHERS = ("slurm", "open mpi", "variables")
 MEET = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
-import jax, train_dlrm
+import click_training, jax
 children = []
 for launcher, variables in json.loads(sys.argv[2]):
     children.append(os.fork())
     if children[-1] == 0:
         os.environ.update(variables)
-        train_dlrm.join_processes(train_dlrm.Config())
+        click_training.join_processes(click_training.Config())
         os.write(1, f"{launcher}: {jax.process_index()} of {jax.device_count()}\\n".encode())
         sys.exit()
 sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
@@ -414,7 +416,7 @@ def test_two_processes_train_as_one_device(log, one_device, tmp_path):
         second.kill()
     assert (first.returncode, second.returncode) == (0, 0), (errors, more_errors)
     assert "Device: 2 x cpu" in output and "in 2 processes" in output
-    report = train_dlrm.format_result(one_device).splitlines()
+    report = click_training.format_result(one_device).splitlines()
     # The rows trained on and held out, and every key: as one device has them. Times differ, AUC in the last digit.
     for line in (report[1], *report[4:]):
         assert line in output
@@ -422,6 +424,27 @@ def test_two_processes_train_as_one_device(log, one_device, tmp_path):
     assert auc == pytest.approx(one_device.auc, abs=1e-3)
     assert "Done." not in others and "AUC" not in others, "one process speaks"
     assert (tmp_path / "plot.png").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_fill_and_train_dcnv2_as_one_device(tmp_path):
+    arguments = ["--scale", 2e-5, "--num-rows", 3000, "--held-out-rows", 900, "--batch-size", 128, "--dim", 8, "--fill"]
+    arguments += ["--bottom", 16, "--top", 16, "--rank", 8, "--dense-dtype", "float32", "--cache-dir", tmp_path]
+    arguments += ["--plot", tmp_path / "plot.png", "--checkpoint-dir", tmp_path / "run", "--num-threads", 1]
+    first, second = _start_two("variables", *arguments, program="train_dcnv2.py")
+    try:
+        output, errors = first.communicate(timeout=300)
+        _, more_errors = second.communicate(timeout=100)
+    finally:
+        first.kill()
+        second.kill()
+    assert (first.returncode, second.returncode) == (0, 0), (errors, more_errors)
+    alone = ["--num-devices", 1, "--no-progress"]
+    one_device = train_dcnv2.train(train_dcnv2.parse_arguments([str(word) for word in (*arguments, *alone)]))
+    assert f"trained on       {one_device.num_samples:,} rows" in output
+    assert f"{sum(one_device.num_rows.values()):,} in 26 tables" in output
+    auc = float(output.split("held-out AUC")[1].split()[0])
+    assert auc == pytest.approx(one_device.auc, abs=1e-3)
 
 
 @pytest.mark.slow
@@ -450,8 +473,8 @@ def test_ctrl_c_of_one_process_stops_all_at_one_step(tmp_path):
 # ------------------------------------------------------------------------------------------------------- command line
 
 
-def _command(*arguments) -> list[str]:
-    return [sys.executable, str(EXAMPLES / "train_dlrm.py"), *map(str, arguments)]
+def _command(*arguments, program: str = "train_dlrm.py") -> list[str]:
+    return [sys.executable, str(EXAMPLES / program), *map(str, arguments)]
 
 
 def _environment() -> dict[str, str]:
@@ -555,7 +578,7 @@ def _make_dense_step(config: train_dlrm.Config, graphdef, tables_graphdef):
         }
 
     def loss_fn(params, tables, batch):
-        return train_dlrm.log_loss(params, embed(tables, batch["places"]), batch, graphdef)
+        return click_training.log_loss(params, embed(tables, batch["places"]), batch, graphdef)
 
     dense_tx, tables_tx = optax.adam(config.dense_learning_rate), optax.adagrad(config.learning_rate, 0.0)
 
@@ -580,7 +603,7 @@ def _make_dense_step(config: train_dlrm.Config, graphdef, tables_graphdef):
 
 def _train_dense(config: train_dlrm.Config, vocabularies: list[np.ndarray]) -> tuple[np.ndarray, float]:
     """Trains on the batches of `train_dlrm.train`; gives the losses and the AUC on its held-out rows."""
-    graphdef, params = train_dlrm.make_model(config)
+    graphdef, params = nnx.split(train_dlrm.make_model(config))
     initial_rows = _initial_rows(config, vocabularies)
     embeds = nnx.List([nnx.Embed(*rows.shape, rngs=nnx.Rngs(0)) for rows in initial_rows])
     for embed, rows in zip(embeds, initial_rows, strict=True):

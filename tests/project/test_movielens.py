@@ -275,5 +275,5 @@ def test_every_field_has_an_option():
 def test_nothing_to_train_on_is_refused(small):
     with pytest.raises(ValueError, match="got 6000 ratings to train on, 0 held out"):
         train_movielens.train(dataclasses.replace(small, held_out=0.0))
-    with pytest.raises(ValueError, match="devices cannot share batches of 256 ratings evenly"):
+    with pytest.raises(ValueError, match="devices cannot share batches of 256 samples evenly"):
         train_movielens.train(dataclasses.replace(small, num_devices=3))
