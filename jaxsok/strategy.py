@@ -211,8 +211,9 @@ class Exchanged(Strategy):
     ) -> tuple[StoreState, Found, list[Array]]:
         features, asked = plan.features.stores[s], there(there(plan.asked)[s])
         owner = lookup.Owner(self.exchange, spec, state.seed, state.step, state.step)  # it inserts nothing more
-        read = partial_bags.read if isinstance(asked, Uses) else lookup.read_exchanged
-        return read(spec, features, asked, owner, state.stores[s], found)
+        if isinstance(asked, Uses):
+            return partial_bags.read(spec, features, asked, owner, state.stores[s], found)
+        return lookup.read_exchanged(spec, features, asked, owner, state.stores[s], found)
 
     def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
         if spec.is_replicated:  # all rows are here
