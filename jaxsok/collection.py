@@ -318,6 +318,7 @@ class Collection:
                 "state's step as their time."
             )
         self.growth.saw_features([plan.features])
+        guards.expect_the_end_of(state.ahead)  # the last batch leaves none in its place, a smaller one smaller arrays
         state, plan, now = guards.whole("lookup", state=state, features=plan, clock=now)
         return self._steps.call("lookup", state, plan, now)
 
