@@ -900,6 +900,7 @@ class Collection:
         *,
         num_rows: int | Mapping[str, int] | None = None,
         steps: int = 1,
+        lookahead: int = 0,
         device_bytes: int | None = None,
         memory_fraction: float = memory_lib.MEMORY_FRACTION,
     ) -> memory_lib.MemoryEstimate:
@@ -911,6 +912,7 @@ class Collection:
           num_rows: rows that the tables have (`collection.num_rows(state)`) or will come to have; see
             `jaxsok.memory_estimate`.
           steps: between two calls of `grow`.
+          lookahead: batches that are looked up ahead, as for `pipeline`; with `staleness` so many.
           device_bytes: memory of one device: whether the total fits, and how many rows would.
           memory_fraction: of `device_bytes`, what XLA gives to arrays: XLA_CLIENT_MEM_FRACTION, by default 0.75.
 
@@ -934,6 +936,7 @@ class Collection:
             num_rows=num_rows,
             exchange=self.exchange,
             steps=steps,
+            lookahead=lookahead,
             device_bytes=device_bytes,
             memory_fraction=memory_fraction,
         )

@@ -305,6 +305,18 @@ def grow(
     return unflatten_dict(new)
 
 
+def drain(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Does what `Collection.drain` does, for the tables of a model; returns the variables "tables".
+
+    Example:
+      `tables = layers.drain(tables)`, before the step after which they are saved
+    """
+    drained = {
+        (*path, "state"): dataclasses.replace(state, drains=True) for path, state in _found(tables, "state", State)
+    }
+    return unflatten_dict(_flat(tables) | drained)
+
+
 def _flat(variables: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
     """Flattens nested variables; empty nodes stay."""
     return flatten_dict(dict(variables), keep_empty_nodes=True)

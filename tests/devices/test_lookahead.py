@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
+from compiled_cases import addresses, table_copies
 
 import jaxsok
 from jaxsok import checkpoint, policies
@@ -362,3 +363,30 @@ def test_arguments_of_the_pipeline_are_checked():
     _, plan = next(iter(collection.pipeline(raws, lookahead=1)))
     with pytest.raises(ValueError, match="lookup: clock: got one with lookups ahead"):
         collection.lookup(collection.init(seed=0), plan, clock=7)
+
+
+@pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 2}], ids=["exact", "stale"])
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_a_step_with_lookups_in_flight_copies_no_table_and_stays_within_the_estimate(num_shards, options):
+    """All arrays of the stores keep their places (law 9), and XLA needs what `memory_estimate` says."""
+    specs = [jaxsok.TableSpec("user", 16, jaxsok.optim.adam(0.05), capacity=1 << 14)]
+    features = [jaxsok.FeatureSpec("user", "user")]
+    make = jaxsok.Collection if num_shards is None else functools.partial(programs.over, num_shards)
+    collection = make(specs, features)
+    raws = [{"user": np.arange(256) + step} for step in range(6)]
+    batches, plans = zip(*collection.pipeline(raws, **options), strict=True)
+    step = functools.partial(jax.jit, donate_argnums=0, compiler_options=programs.in_place())
+    first = step(programs.train_step(collection))
+    state, *_ = first(collection.init(seed=0), plans[0])
+    compiled = step(programs.train_step(collection)).lower(state, plans[1]).compile()
+    num_shards = num_shards or 1
+    assert not table_copies(compiled.as_text(), (1 << 14) * 16 * 4 // num_shards)
+    before = addresses(dataclasses.replace(state, ahead=()))
+    for plan in plans[1:3]:
+        state, *_ = compiled(state, plan)
+    assert addresses(dataclasses.replace(state, ahead=())) == before
+    estimate = collection.memory_estimate(state, batches[0], lookahead=max(options.values()))
+    plain = collection.memory_estimate(state, batches[0])
+    assert plain.step_bytes < estimate.step_bytes
+    in_flight = sum(leaf.nbytes for leaf in jax.tree.leaves(state.ahead)) // num_shards
+    assert compiled.memory_analysis().temp_size_in_bytes + in_flight <= estimate.step_bytes
