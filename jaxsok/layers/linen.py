@@ -22,7 +22,7 @@ from jaxsok.plan import Plan
 from jaxsok.stats import Stats
 from jaxsok.store import State
 
-__all__ = ["Embeddings", "apply_updates", "clip_by_global_norm", "discard", "grow", "zero_taps"]
+__all__ = ["Embeddings", "apply_updates", "clip_by_global_norm", "discard", "drain", "grow", "zero_taps"]
 
 _TABLES, _TAPS, _PLANS = "tables", "sparse_taps", "plans"
 
