@@ -317,6 +317,11 @@ class Collection:
                 "lookup: clock: got one with lookups ahead, wanted None: the batches that are looked up ahead have the "
                 "state's step as their time."
             )
+        if state.ahead and self.shards.num_shards > 1 and plan.asked is None:
+            raise ValueError(
+                "lookup: features: got those of a batch where lookups are in flight, wanted the plan that the pipeline "
+                "gave with the batch."
+            )
         self.growth.saw_features([plan.features])
         guards.expect_the_end_of(state.ahead)  # the last batch leaves none in its place, a smaller one smaller arrays
         state, plan, now = guards.whole("lookup", state=state, features=plan, clock=now)

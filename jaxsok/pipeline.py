@@ -149,6 +149,8 @@ class Pipeline:
         # Requests that need rounds are looked up when their turn comes, and so are those behind them.
         plans = tuple(one for _, one in itertools.takewhile(lambda ready: _is_in_one_round(ready[1]), following))
         self._collection.growth.following = (batch.features, tuple(one.features for one in plans)) if plans else None
+        if not plans:
+            return plan
         is_updated = self._num_handed_out % self._ahead.micro_batches == 0
         return dataclasses.replace(
             plan, following=plans, staleness=self._ahead.staleness, updates_before=int(is_updated)

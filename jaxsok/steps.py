@@ -20,6 +20,7 @@ from jaxsok import tickets
 from jaxsok.checks import there
 from jaxsok.features import Features
 from jaxsok.gradients import Gradients, Used
+from jaxsok.kernels.tickets import Ticket
 from jaxsok.lookup import Embeddings
 from jaxsok.operations import specs_of
 from jaxsok.plan import Found, InFlight, Plan
@@ -62,7 +63,7 @@ class Steps:
                 values, state, done = self._looked_up(state, following, None)
                 in_flight = InFlight(there(done.found), there(done.ticket), following.sample(), values)
             else:
-                state, in_flight = self._indexed(state, following, state.step + jnp.uint32(plan.updates_before))
+                state, in_flight = self._indexed(state, following, _step_after(state, plan.updates_before))
             state = dataclasses.replace(state, ahead=(*state.ahead, in_flight))
         return embeddings, dataclasses.replace(state, drains=state.drains and bool(state.ahead)), plan
 
@@ -112,13 +113,11 @@ class Steps:
         return state, dataclasses.replace(in_flight, found=tuple(found), embeddings=embeddings)
 
     def _landed(self, state: State, plan: Plan) -> tuple[Embeddings, State, Plan]:
-        """Takes the oldest lookup out of those in flight; another batch's plan gets a ticket that no lookup opened."""
+        """Takes the oldest lookup out of those in flight."""
         in_flight, *ahead = state.ahead
         if in_flight.embeddings is None:  # a micro-batch: no update came between
             state, in_flight = self._read(state, plan, in_flight)
-        is_same = [(a == b).all() for a, b in zip(plan.sample(), in_flight.sample, strict=True)]
-        ticket = jnp.where(jnp.stack(is_same).all(), in_flight.ticket, ~in_flight.ticket)
-        plan = dataclasses.replace(plan, found=in_flight.found, ticket=ticket)
+        plan = dataclasses.replace(plan, found=in_flight.found, ticket=_ticket_for(plan, in_flight))
         return there(in_flight.embeddings), dataclasses.replace(state, ahead=tuple(ahead)), plan
 
     def find(self, state: State, plan: Plan) -> tuple[Embeddings, Stats]:
@@ -156,13 +155,14 @@ class Steps:
             stores.append(dataclasses.replace(store, globals_=globals_))
             nonfinite.append(num_nonfinite)
             num_stale = num_stale + num_stale_uses
-        # It stops at its maximum: after a wrap, the rows used last would seem the least recent.
-        step = jnp.maximum(state.step, state.step + jnp.uint32(1))
-        state = dataclasses.replace(state, stores=tuple(stores), step=step, tickets=redeemed.tickets)
+        after = {"step": _step_after(state, 1), "tickets": redeemed.tickets}
+        state = dataclasses.replace(state, stores=tuple(stores), **after)
         found = [there(plan.found) for plan in plans]
         stats = self._stats(state, found, nonfinite, num_stale, redeemed.num_misused)
         if state.ahead and state.ahead[-1].embeddings is None:
-            state, in_flight = self._read(state, plans[-1].following[0], state.ahead[-1])
+            following = plans[-1].following[0]
+            state, in_flight = self._read(state, following, state.ahead[-1])
+            in_flight = dataclasses.replace(in_flight, ticket=_ticket_for(following, in_flight))
             state = dataclasses.replace(state, ahead=(in_flight,))
         # `grow` reads the state, and warns even if the caller ignores Stats.
         refused = (stats.num_refused - stats.num_unadmitted).astype(jnp.uint32)
@@ -252,6 +252,17 @@ class Steps:
             # The features do not pass through the program: its results would be copies.
             return dataclasses.replace(_plan_everywhere(self, features, send_capacities), features=features)
         return _everywhere(self, name, *args)
+
+
+def _step_after(state: State, num_updates: int) -> UInt32[Array, ""]:
+    """Returns the step after some updates. It stops at its maximum: after a wrap, new rows would seem the oldest."""
+    return jnp.maximum(state.step, state.step + jnp.uint32(num_updates))
+
+
+def _ticket_for(plan: Plan, in_flight: InFlight) -> Ticket:
+    """Returns the ticket of a lookup in flight for the plan of its batch; for others one that no lookup opened."""
+    is_same = [(a == b).all() for a, b in zip(plan.sample(), in_flight.sample, strict=True)]
+    return jnp.where(jnp.stack(is_same).all(), in_flight.ticket, ~in_flight.ticket)
 
 
 def _used(s: int, plans: Sequence[Plan], gradients: Sequence[Gradients], is_live: Array) -> Used | None:

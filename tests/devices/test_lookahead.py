@@ -329,7 +329,10 @@ def test_the_plan_of_another_batch_changes_no_row(num_shards):
         stats.check()
     for old, slab in zip(rows, [slab for store in state.stores for slab in store.rows], strict=True):
         np.testing.assert_array_equal(old, np.asarray(slab))
-    assert second.following
+    if num_shards is not None:
+        state, *_ = step_of(collection)(collection.init(seed=3, salt=5), first)
+        with pytest.raises(ValueError, match="lookup: features: got those of a batch where lookups are in flight"):
+            step_of(collection)(state, second.features)
 
 
 def test_requests_that_need_rounds_wait_for_their_turn():
