@@ -1,5 +1,6 @@
 """What a user declares and calls: tables, features, a mesh. A collection holds no arrays; the state does."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -228,14 +229,37 @@ class Collection:
         (features,) = guards.whole("plan", features=features)
         return self._steps.call("plan", features, send_capacity)
 
-    def pipeline(self, batches: Iterable[Mapping[str, Any]], *, pad_to: int | None = None) -> "pipeline_lib.Pipeline":
+    def pipeline(
+        self,
+        batches: Iterable[Mapping[str, Any]],
+        *,
+        pad_to: int | None = None,
+        lookahead: int = 0,
+        staleness: int = 0,
+        micro_batches: int = 1,
+        prefetch: int = pipeline_lib.PACKED_AHEAD,
+    ) -> "pipeline_lib.Pipeline":
         """Iterates over (batch, plan) of raw batches, made while earlier steps run.
 
         On a mesh, two batches ahead, the keys are exchanged with the plan, and its counts choose the send capacity: the
         step has no loop, the host never waits for a step, and results are those of `lookup(state, batch.features)`. Few
-        capacities are used, each a program of the step. On one device plans are left to the lookup, which is faster. A
-        thread reads raw batches and packs them, two further ahead. `pad_to` is that of `batch`. The result's
-        `get_state()` is that of a Grain iterator as it was after the batch handed out last.
+        capacities are used, each a program of the step. On one device plans are left to the lookup, which is faster.
+
+        Args:
+          batches: raw batches; what their iterator raises is raised after the batches before it were handed out.
+          pad_to: that of `batch`.
+          lookahead: 1: the lookup of a batch also looks up the next one, except for the numbers of its rows, which are
+            read after the update. Results have the bits of a loop without it (decision 0023).
+          staleness: d: the next d batches are looked up before the updates between them, so that the rows of a batch
+            miss d updates (fewer for the first batches, and after `drain`). It includes lookahead.
+          micro_batches: how many batches one update takes, where there are lookups ahead.
+          prefetch: batches that a thread reads and packs further ahead, at least 1.
+
+        Returns:
+          An iterator. Its `get_state()` is that of a Grain iterator as it was after the batch handed out last.
+
+        While lookups are in flight the state has them (`state.ahead`): `lookup`, `update` and `grow` go on with them,
+        other operations raise a ValueError until the state is drained (`drain`), as it is after the last batch.
 
         Example:
           >>> for batch, plan in collection.pipeline({"clicked": np.arange(i, i + 4)} for i in range(3)):
@@ -245,7 +269,22 @@ class Collection:
           >>> collection.num_rows(state)
           {'item': 8}
         """
-        return pipeline_lib.Pipeline(self, batches, pad_to)
+        for name, value, least in (
+            ("lookahead", lookahead, 0),
+            ("staleness", staleness, 0),
+            ("micro_batches", micro_batches, 1),
+            ("prefetch", prefetch, 1),
+        ):
+            checks.integer(f"pipeline: {name}", value, least)
+        if lookahead > max(1, staleness):
+            raise ValueError(
+                f"pipeline: lookahead: got {lookahead} with staleness {staleness}, wanted at most {max(1, staleness)}: "
+                "an exact lookup runs one batch ahead."
+            )
+        if staleness and micro_batches > 1:
+            raise ValueError(f"pipeline: micro_batches: got {micro_batches} with staleness {staleness}, wanted 1.")
+        ahead = pipeline_lib.LookAhead(max(lookahead, staleness), staleness, micro_batches)
+        return pipeline_lib.Pipeline(self, batches, pad_to, ahead, prefetch)
 
     @annotations.annotated("jaxsok.lookup")
     def lookup(self, state: State, features: Features | Plan, *, clock: Any = None) -> tuple[Embeddings, State, Plan]:
@@ -273,7 +312,18 @@ class Collection:
         plan = features if isinstance(features, Plan) else Plan(features)
         check_features("lookup", self, plan.features)
         now = clock_of("lookup", clock)
+        if now is not None and (plan.following or state.ahead):
+            raise ValueError(
+                "lookup: clock: got one with lookups ahead, wanted None: the batches that are looked up ahead have the "
+                "state's step as their time."
+            )
+        if state.ahead and self.shards.num_shards > 1 and plan.asked is None:
+            raise ValueError(
+                "lookup: features: got those of a batch where lookups are in flight, wanted the plan that the pipeline "
+                "gave with the batch."
+            )
         self.growth.saw_features([plan.features])
+        guards.expect_the_end_of(state.ahead)  # the last batch leaves none in its place, a smaller one smaller arrays
         state, plan, now = guards.whole("lookup", state=state, features=plan, clock=now)
         return self._steps.call("lookup", state, plan, now)
 
@@ -709,6 +759,9 @@ class Collection:
     ) -> State:
         """Makes room, between steps, for the keys that are coming; almost always returns at once.
 
+        With lookups ahead (`pipeline`) that includes the keys of the next batches. No row leaves while a lookup is in
+        flight: where rows must, the next step looks nothing up ahead, and they leave before the step after it.
+
         Growing appends a slab to every per-row array and copies no row; the step's program is compiled anew for the
         larger state. Where the key positions of the batch fit beside the rows in use, nothing is done and nothing is
         waited for. Otherwise the device counts the distinct keys of the batch that have no row, and that number
@@ -745,7 +798,15 @@ class Collection:
         check_state("grow", self, state)
         check_untraced("grow", state)
         steps = checks.integer("grow: steps", steps, 1)
+        now = clock_of("grow", clock)
         coming = self.growth.seen(steps) if batch is None else operations.coming_of(self, batch, steps)
+        following = () if state.drains else operations.following_of(self, batch)
+        if following:
+            given = batch if isinstance(batch, (list, tuple)) else [batch]
+            if not state.ahead:
+                state = grow_lib.grow(self.growth, state, coming, steps, now, hand_over)
+            coming = operations.coming_of(self, [*given, *following][len(state.ahead) :], 1)
+            return grow_lib.grow(self.growth, state, coming, 1, now, is_ahead=True)
         if batch is None and not any(coming.positions):
             self.growth.warn_once(
                 "batch",
@@ -754,8 +815,20 @@ class Collection:
                 "collection.grow(state, batch).",
                 stacklevel=3,  # the caller, behind the annotation
             )
-        now = clock_of("grow", clock)
         return grow_lib.grow(self.growth, state, coming, steps, now, hand_over)
+
+    def drain(self, state: State) -> State:
+        """Has the next steps look nothing up ahead, until no lookup is in flight; costs nothing.
+
+        Call it before the step after which the state is saved, evaluated or changed by hand; with `staleness=d`, before
+        the last d steps. Afterwards lookups ahead begin again by themselves. The steps that begin and end them are
+        programs of their own.
+
+        Example:
+          `state = collection.drain(state)`, then the step, then `collection.find(state, batch.features)`
+        """
+        check_state("drain", self, state)
+        return dataclasses.replace(state, drains=True)
 
     def ahead(self, step: Any, *, state_argnum: int = 0) -> ahead_lib.Ahead:
         """Wraps a jitted step, so that the program for the next capacity is there when the state grows.
@@ -832,6 +905,7 @@ class Collection:
         *,
         num_rows: int | Mapping[str, int] | None = None,
         steps: int = 1,
+        lookahead: int = 0,
         device_bytes: int | None = None,
         memory_fraction: float = memory_lib.MEMORY_FRACTION,
     ) -> memory_lib.MemoryEstimate:
@@ -843,6 +917,7 @@ class Collection:
           num_rows: rows that the tables have (`collection.num_rows(state)`) or will come to have; see
             `jaxsok.memory_estimate`.
           steps: between two calls of `grow`.
+          lookahead: batches that are looked up ahead, as for `pipeline`; with `staleness` so many.
           device_bytes: memory of one device: whether the total fits, and how many rows would.
           memory_fraction: of `device_bytes`, what XLA gives to arrays: XLA_CLIENT_MEM_FRACTION, by default 0.75.
 
@@ -866,6 +941,7 @@ class Collection:
             num_rows=num_rows,
             exchange=self.exchange,
             steps=steps,
+            lookahead=lookahead,
             device_bytes=device_bytes,
             memory_fraction=memory_fraction,
         )

@@ -103,6 +103,8 @@ class GrowthTracker:
     """How often in a row the state moved and its former array was gone."""
     num_evictions: int = 0
     """How often rows of a store left to make room."""
+    following: tuple[Features, tuple[Features, ...]] | None = None
+    """The batch that a pipeline handed out last, and those that its step looks up ahead."""
     warned: set[str] = dataclasses.field(default_factory=set)
     """The warnings that were given: each comes once."""
 
@@ -254,10 +256,13 @@ def grow(
     steps: int = 1,
     clock: Any = None,
     hand_over: evict_lib.HandOver | None = None,
+    *,
+    is_ahead: bool = False,
 ) -> State:
     """Makes room for what is coming until the next call; see `Collection.grow`.
 
-    Changes `tracker`. Consumes the state if it grows or loses rows. `steps` is for a caller who gave no batch.
+    Changes `tracker`. Consumes the state if it grows or loses rows. `steps` is for a caller who gave no batch. No row
+    leaves while lookups are in flight, or for keys that are only looked up ahead (`is_ahead`): the state drains first.
     """
     specs, shards = tracker.specs, tracker.shards
     num_shards, stores = specs[0].num_shards, range(len(specs))
@@ -318,7 +323,9 @@ def grow(
         room = {s: WAITING_RESERVES * positions[s] for s in crowded}
         enlarge = _enlarging(specs, state, larger, [num > 0 for num in seen.num_unplaced], room, shards)
         full = [s for s in needs if specs[s].tables[0].eviction is not None and needs[s].is_beyond(specs[s])]
-        if full:
+        if full and (state.ahead or is_ahead):
+            state = dataclasses.replace(state, drains=True)
+        elif full:
             # Before anything changes: `hand_over` is the caller's, and may fail.
             state = _evict(tracker, state, {s: needs[s] for s in full}, clock, hand_over)
         state = enlarge(state)

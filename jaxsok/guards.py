@@ -6,6 +6,8 @@ differentiated or mapped over, however deep below `jit`, `scan` or `shard_map`; 
 array passes alone, so that a program does not take those that it does not read.
 """
 
+import re
+import warnings
 from typing import Any
 
 import jax
@@ -16,6 +18,19 @@ def whole(op: str, **arguments: Any) -> tuple[Any, ...]:
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
         return tuple(arguments.values())
     return tuple(_guarded(op, name, tree) for name, tree in arguments.items())
+
+
+def expect_the_end_of(tree: Any) -> None:
+    """Keeps JAX from warning that a step cannot use the memory of these donated arrays, which end in it.
+
+    A warning that names any other array comes as ever. Called while a step is traced.
+    """
+    if not tree:
+        return
+    avals = {f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(tree)}
+    one = f"(?:{'|'.join(map(re.escape, sorted(avals)))})"
+    message = rf"Some donated buffers were not usable: {one}(?:, {one})*\."
+    warnings.filterwarnings("ignore", message, UserWarning)
 
 
 def _guarded(op: str, name: str, tree: Any) -> Any:

@@ -48,24 +48,44 @@ _UNADMITTED = COUNTS.index("num_unadmitted")
 # Between shards ------------------------------------------------------------------------------------------------------
 
 
-@annotations.by_store
 def lookup_exchanged(
     spec: StoreSpec, store: StoreState, features: StoreFeatures, asked: Requests, owner: "Owner"
-) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
-    """Looks up one store through the exchange; also returns the digest of all shards' keys."""
-    if asked.listed is None and _fits_windows(spec, features, owner):
-        return _lookup_in_windows(spec, store, features, asked, owner)
+) -> tuple[StoreState, Found, list[Array]]:
+    """Looks up one store through the exchange."""
+    if asked.listed is None:
+        return read_exchanged(spec, features, asked, owner, *index_exchanged(store, asked, owner))
 
     def one_round(asked: Sequence[Requests]) -> _LookedUp:
-        return _lookup_in_one_round(spec, store, features, asked[0], owner)
+        one = asked[0]
+        looked_up = _read_by_xla(spec, features, one, owner, *index_exchanged(store, one, owner), may_lack_rows=False)
+        return looked_up._replace(has_row=jnp.zeros(there(one.listed).lines.shape[0], bool))
 
     def rounds(before: _LookedUp) -> _LookedUp:
         return _lookup_in_rounds(spec, before.store, features, asked, owner)
 
     looked_up = in_one_round_or_more([asked], one_round, rounds)
-    num_rounds = 1 if asked.listed is None else num_rounds_of(asked.load[0, 0], asked.send_capacity)
+    num_rounds = num_rounds_of(asked.load[0, 0], asked.send_capacity)
     found = Found(looked_up.row_ids, looked_up.counts, _rounds(num_rounds), looked_up.has_row)
-    return looked_up.store, found, looked_up.values, asked.digest
+    return looked_up.store, found, looked_up.values
+
+
+def index_exchanged(store: StoreState, asked: Requests, owner: "Owner") -> tuple[StoreState, Found]:
+    """Does the first part of a lookup: finds or inserts the rows of requests that came in one round.
+
+    The counts of the result are those of the owner, by request; `read_exchanged` makes them those of the batch.
+    """
+    store, row_ids, counts = owner.found(store, asked.received)
+    return store, Found(row_ids, counts, _rounds(1))
+
+
+def read_exchanged(
+    spec: StoreSpec, features: StoreFeatures, asked: Requests, owner: "Owner", store: StoreState, found: Found
+) -> tuple[StoreState, Found, list[Array]]:
+    """Does the second part of a lookup: sends the rows that the first one found, and combines them."""
+    if _fits_windows(spec, features, owner):
+        return _read_in_windows(spec, features, asked, owner, store, found)
+    read = _read_by_xla(spec, features, asked, owner, store, found, may_lack_rows=True)
+    return read.store, Found(read.row_ids, read.counts, found.num_rounds), read.values
 
 
 class _LookedUp(NamedTuple):
@@ -78,19 +98,23 @@ class _LookedUp(NamedTuple):
     has_row: Bool[Array, " num_keys"] | None
 
 
-def _lookup_in_one_round(
-    spec: StoreSpec, store: StoreState, features: StoreFeatures, asked: Requests, owner: "Owner"
+def _read_by_xla(
+    spec: StoreSpec,
+    features: StoreFeatures,
+    asked: Requests,
+    owner: "Owner",
+    store: StoreState,
+    found: Found,
+    *,
+    may_lack_rows: bool,
 ) -> _LookedUp:
-    """Looks up a store whose requests have been exchanged."""
+    """Sends rows back over the dense wire; `may_lack_rows`: keys beyond the send capacity were not sent."""
     route = owner.exchange.route(spec, asked.send_capacity)
-    store, row_ids, inserted = owner.found(store, asked.received)
-    store, back, absent = owner.answered(store, route, asked.received, row_ids)
-    may_lack_rows = asked.listed is None  # else every key was sent, or the result does not count
+    store, back, absent = owner.answered(store, route, asked.received, found.row_ids)
     store, counts, values = _combine_answers(
-        spec, store, features, owner, back, asked.slots, inserted, absent, may_lack_rows=may_lack_rows
+        spec, store, features, owner, back, asked.slots, found.counts, absent, may_lack_rows=may_lack_rows
     )
-    has_row = None if asked.listed is None else jnp.zeros(asked.listed.lines.shape[0], bool)
-    return _LookedUp(store, values, counts, row_ids, has_row)
+    return _LookedUp(store, values, counts, found.row_ids, None)
 
 
 def _lookup_in_rounds(
@@ -137,7 +161,7 @@ def _combine_answers(
     owner: "Owner",
     back: Array,
     lines: Inverse,
-    inserted: Int32[Array, "num_tables 2"],
+    inserted: Int32[Array, "num_tables num_counts"],
     absent: Int32[Array, " num_tables"],
     *,
     may_lack_rows: bool,
@@ -166,15 +190,15 @@ def _combine_answers(
 
 def _with_owners_counts(
     counts: Int32[Array, "num_tables num_counts"],
-    inserted: Int32[Array, "num_tables 2"],
+    inserted: Int32[Array, "num_tables num_counts"],
     absent: Int32[Array, " num_tables"],
     *,
     is_find: bool,
 ) -> Int32[Array, "num_tables num_counts"]:
     """Corrects what askers counted: a row came for every key, and only the owners know which of them existed."""
-    without = _MISSING if is_find else _REFUSED
-    counts = counts.at[:, _FOUND].add(-inserted[:, 0] - absent).at[:, _INSERTED].add(inserted[:, 0])
-    return counts.at[:, without].add(absent).at[:, _UNADMITTED].add(inserted[:, 1])
+    without, num_new = _MISSING if is_find else _REFUSED, inserted[:, _INSERTED]
+    counts = counts.at[:, _FOUND].add(-num_new - absent).at[:, _INSERTED].add(num_new)
+    return counts.at[:, without].add(absent).at[:, _UNADMITTED].add(inserted[:, _UNADMITTED])
 
 
 def _fits_windows(spec: StoreSpec, features: StoreFeatures, owner: "Owner") -> bool:
@@ -184,13 +208,12 @@ def _fits_windows(spec: StoreSpec, features: StoreFeatures, owner: "Owner") -> b
     return owner.exchange.windows is not None and not (spec.is_replicated or is_by_xla or is_scaled)
 
 
-def _lookup_in_windows(
-    spec: StoreSpec, store: StoreState, features: StoreFeatures, asked: Requests, owner: "Owner"
-) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
-    """Does what `lookup_exchanged` does; rows go from the store into windows, and from there into embeddings."""
+def _read_in_windows(
+    spec: StoreSpec, features: StoreFeatures, asked: Requests, owner: "Owner", store: StoreState, found: Found
+) -> tuple[StoreState, Found, list[Array]]:
+    """Does what `read_exchanged` does; rows go from the store into windows, and from there into embeddings."""
     received, windows = asked.received, there(owner.exchange.windows)
     dtype = gathered_dtype(owner.exchange.spec.rows, spec.dtype)
-    store, row_ids, inserted = owner.found(store, received)
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
     counters, absent, counts, values = kernels.lookup_window(
         windows.number,
@@ -198,7 +221,7 @@ def _lookup_in_windows(
         spec.table_words() if owner.is_find else spec.refused_words(),
         owner.seed,
         received,
-        row_ids,
+        found.row_ids,
         features.operands(),
         asked.slots,
         _shapes(features, spec),
@@ -209,8 +232,8 @@ def _lookup_in_windows(
     )
     store = dataclasses.replace(store, counters=counters)
     values = [table.rounded(value, spec.embedding_dtype) for value in values]
-    counts = _with_owners_counts(counts, inserted, absent, is_find=owner.is_find)
-    return store, Found(row_ids, counts, _rounds(1)), values, asked.digest
+    counts = _with_owners_counts(counts, found.counts, absent, is_find=owner.is_find)
+    return store, dataclasses.replace(found, counts=counts), values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,16 +254,15 @@ class Owner:
 
     def found(
         self, store: StoreState, received: UInt32[Array, "num_lines 4"]
-    ) -> tuple[StoreState, RowIds, Int32[Array, "num_tables 2"]]:
-        """Finds or inserts the rows of received requests; also counts new keys, and uses of keys not admitted."""
+    ) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
+        """Finds or inserts the rows of received requests; also counts keys, but of those not admitted the uses."""
         spec, keys, table_ids, uses = self.spec, received[:, :2], received[:, 2], received[:, 3]
         if self.is_find:
-            return store, table.find(store, keys, table_ids), jnp.zeros((len(spec.tables), 2), jnp.int32)
+            return store, table.find(store, keys, table_ids), jnp.zeros((len(spec.tables), len(COUNTS)), jnp.int32)
         store, row_ids, counts = table.find_or_insert(
             spec, store, self.seed, keys, table_ids, step=self.step, uses=uses
         )
-        store = table.touch(spec, store, row_ids, uses, there(self.clock))
-        return store, row_ids, counts[:, (_INSERTED, _UNADMITTED)]
+        return table.touch(spec, store, row_ids, uses, there(self.clock)), row_ids, counts
 
     def answered(
         self, store: StoreState, route: Route, received: UInt32[Array, "_ 4"], row_ids: RowIds
@@ -289,13 +311,10 @@ def lookup_here(
     clock: UInt32[Array, ""],
 ) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
     """Looks up one store whose rows are all here, in one call if possible; also returns the digest of the keys."""
-    if distinct is not None:
-        looked_up = _lookup_planned(spec, store, seed, features, distinct, step, clock)
-    elif _reads_traced(spec, features):
-        looked_up = _lookup_traced(spec, store, seed, features, step, clock)
-    else:
+    if distinct is None and not _reads_traced(spec, features):
         return _lookup_fused(spec, store, seed, features, step, clock)
-    return *looked_up, tickets_digest(features.keys)
+    indexed = index_here(spec, store, seed, features, distinct, step, clock)
+    return *read_here(spec, features, seed, *indexed), tickets_digest(features.keys)
 
 
 @annotations.by_store
@@ -323,48 +342,41 @@ def _lookup_fused(
 
 
 @annotations.by_store
-def _lookup_planned(
+def index_here(
     spec: StoreSpec,
     store: StoreState,
     seed: UInt32[Array, "2"],
     features: StoreFeatures,
-    distinct: Distinct,
+    distinct: Distinct | None,
     step: UInt32[Array, ""],
     clock: UInt32[Array, ""],
-) -> tuple[StoreState, Found, list[Array]]:
-    uses = distinct.multiplicity.astype(jnp.uint32)
-    store, unique_ids, unique_counts = table.find_or_insert(
-        spec, store, seed, distinct.unique, distinct.unique_tables, step=step, uses=uses
-    )
-    store = table.touch(spec, store, unique_ids, uses, clock)
-    row_ids = unique_ids.at[distinct.inverse].get(mode="fill", fill_value=NO_ROW)
-    store, counts, values = _combined(spec, store, seed, features, row_ids, store.rows)
-    # Among distinct keys every new one is its own first occurrence; the rest of its occurrences are found.
-    inserted = unique_counts[:, _INSERTED]
-    counts = counts.at[:, _INSERTED].set(inserted).at[:, _FOUND].add(-inserted)
-    counts = counts.at[:, _UNADMITTED].set(unique_counts[:, _UNADMITTED])
-    return store, Found(row_ids, counts, _rounds(0)), values
+) -> tuple[StoreState, Found]:
+    """Does the first part of a lookup: finds or inserts rows, key by key or (`distinct`) each distinct key once.
+
+    The counts of the result are those of this part; `read_here` makes them those of the batch.
+    """
+    if distinct is None:
+        keys, table_ids, uses = features.keys, _table_ids(features), None
+    else:
+        keys, table_ids, uses = distinct.unique, distinct.unique_tables, distinct.multiplicity.astype(jnp.uint32)
+    store, row_ids, counts = table.find_or_insert(spec, store, seed, keys, table_ids, step=step, uses=uses)
+    store = table.touch(spec, store, row_ids, uses, clock)
+    if distinct is not None:
+        row_ids = row_ids.at[distinct.inverse].get(mode="fill", fill_value=NO_ROW)
+    return store, Found(row_ids, counts, _rounds(0))
 
 
 @annotations.by_store
-def _lookup_traced(
-    spec: StoreSpec,
-    store: StoreState,
-    seed: UInt32[Array, "2"],
-    features: StoreFeatures,
-    step: UInt32[Array, ""],
-    clock: UInt32[Array, ""],
+def read_here(
+    spec: StoreSpec, features: StoreFeatures, seed: UInt32[Array, "2"], store: StoreState, found: Found
 ) -> tuple[StoreState, Found, list[Array]]:
-    """Does what `_lookup_fused` does, where XLA computes the initial rows."""
-    store, row_ids, insert_counts = table.find_or_insert(
-        spec, store, seed, features.keys, _table_ids(features), step=step
-    )
-    store = table.touch(spec, store, row_ids, None, clock)
-    store, counts, values = _combined(spec, store, seed, features, row_ids, store.rows)
-    inserted = insert_counts[:, _INSERTED]
+    """Does the second part of a lookup: combines the rows that the first one found."""
+    store, counts, values = _combined(spec, store, seed, features, found.row_ids, store.rows)
+    # Every new key is its own first occurrence; the rest of its occurrences are found.
+    inserted = found.counts[:, _INSERTED]
     counts = counts.at[:, _INSERTED].set(inserted).at[:, _FOUND].add(-inserted)
-    counts = counts.at[:, _UNADMITTED].set(insert_counts[:, _UNADMITTED])
-    return store, Found(row_ids, counts, _rounds(0)), values
+    counts = counts.at[:, _UNADMITTED].set(found.counts[:, _UNADMITTED])
+    return store, dataclasses.replace(found, counts=counts), values
 
 
 # Rows into embeddings ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ On a mesh of S shards a device receives S * send_capacity lines in a round. The 
 a line (sent and received, or received and decoded, whatever the dtype on the wire), one a key (rows that came back,
 sums of gradients), requests of 16 bytes sent and received, and 32 bytes a line for row ids and uses. With the window
 wire the two rows a line are the halves of a window, outside of the memory that XLA gives to arrays. Batches and plans
-are counted as `collection.pipeline` holds them: two ahead of the one in use.
+are counted as `collection.pipeline` holds them: two ahead of the one in use and of those looked up ahead.
 """
 
 import dataclasses
@@ -201,6 +201,7 @@ def memory_estimate(
     keys_per_step: int | Mapping[str, int] | None = None,
     exchange: ExchangeSpec | None = None,
     steps: int = 1,
+    lookahead: int = 0,
     device_bytes: int | None = None,
     memory_fraction: float = MEMORY_FRACTION,
 ) -> MemoryEstimate:
@@ -217,6 +218,7 @@ def memory_estimate(
         number for all. A feature without one has `max_keys` shared out, else one key (or `max_hotness`) a sample.
       exchange: as the collection gets it: its send capacity.
       steps: between two calls of `grow`: so much is held in reserve.
+      lookahead: batches that are looked up ahead (`Collection.pipeline`): of each the batch, plan and embeddings.
       device_bytes: memory of one device: whether the total fits, and how many rows would.
       memory_fraction: the part of `device_bytes` that XLA gives to arrays: XLA_CLIENT_MEM_FRACTION, by default 0.75.
 
@@ -245,6 +247,7 @@ def memory_estimate(
         num_rows=num_rows,
         exchange=exchange,
         steps=steps,
+        lookahead=lookahead,
         device_bytes=device_bytes,
         memory_fraction=memory_fraction,
     )
@@ -259,6 +262,7 @@ def estimated(
     num_rows: int | Mapping[str, int] | None = None,
     exchange: ExchangeSpec | None = None,
     steps: int = 1,
+    lookahead: int = 0,
     device_bytes: int | None = None,
     memory_fraction: float = MEMORY_FRACTION,
 ) -> MemoryEstimate:
@@ -268,6 +272,7 @@ def estimated(
     """
     op = "memory_estimate"
     checks.integer(f"{op}: steps", steps, 1)
+    checks.integer(f"{op}: lookahead", lookahead, 0)
     if device_bytes is not None:
         checks.number(f"{op}: device_bytes", device_bytes, checks.ABOVE_ZERO, math.inf, "a number of bytes, above 0")
     checks.number(f"{op}: memory_fraction", memory_fraction, checks.ABOVE_ZERO, 1, "a number above 0, at most 1")
@@ -297,7 +302,7 @@ def estimated(
                 state=store_bytes(spec, capacity),
                 reserve=min(reserved, capacity) * row_bytes(spec),
                 num_keys=sum(layout.num_keys for layout in part.layouts),
-                step=_step_bytes(spec, part, exchange or ExchangeSpec()),
+                step=_step_bytes(spec, part, exchange or ExchangeSpec(), lookahead),
             )
         )
     other = 4 + 8 + 8 + 4 * (NUM_PARTITIONS if num_shards > 1 else 1) + 4 * len(tables) + 8 * NUM_LINES
@@ -362,7 +367,7 @@ def _sizes(
     return sizes
 
 
-def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec) -> dict[str, int]:
+def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec, lookahead: int) -> dict[str, int]:
     """Counts what a step needs on one device for one store, by purpose; zeros for a store without features."""
     if not features.layouts:
         return dict.fromkeys(STEP, 0)
@@ -376,16 +381,18 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec
     found = 4 + 4 * len(COUNTS) * len(spec.tables) + 4 + 8  # generation, counts, rounds, and a ticket for all stores
     arrays = jax.tree.leaves(features)
     batch = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
-    parts = {"batch": batch, "embeddings": embeddings, "gradients": embeddings}
+    parts = {"batch": batch, "embeddings": (1 + lookahead) * embeddings, "gradients": embeddings}
     # Initial rows that XLA computes: a row for each key to write, and one beside the slabs.
     initial = 2 * spec.itemsize * spec.dim if spec.traced_tables else 0
     if spec.num_shards == 1:
         update = sizes.JaxsokUpdateWorkspaceBytes(num_keys, spec.dim)
         lookup = max(sizes.JaxsokInsertWorkspaceBytes(num_keys), sizes.JaxsokPlanWorkspaceBytes(num_keys))
         workspace = max(lookup + initial * num_keys, update)
-        return parts | {"plan": 4 * num_keys + found, "exchange": 0, "workspace": workspace}
+        parts["batch"] *= 1 + lookahead + min(1, lookahead)  # the last is on its way
+        plan = (1 + lookahead) * (4 * num_keys + found)
+        return parts | {"plan": plan, "exchange": 0, "workspace": workspace}
     capacity = exchange.send_capacity or default_send_capacity(spec, features)
-    batches = 1 + PLANS_AHEAD
+    batches = 1 + lookahead + PLANS_AHEAD
     parts["batch"] *= batches
     if spec.sends_bags:
         num_bags = sum(layout.num_bags for layout in features.layouts)

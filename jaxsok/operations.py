@@ -30,6 +30,7 @@ from jaxsok.store import State, StoreState
 from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY
 
 _INSERTED, _REFUSED = COUNTS.index("num_inserted"), COUNTS.index("num_refused")
+_OPS_WITH_LOOKUPS_AHEAD = ("lookup", "update", "gradient_norm", "grow", "drain", "num_rows", "memory_estimate")
 
 
 class Declared(Protocol):
@@ -198,6 +199,16 @@ def coming_of(collection: Declared, batch: Any, steps: int) -> coming.Coming:
     return coming.Coming(positions, tuple(counted), uncounted)
 
 
+def following_of(collection: Declared, batch: Any) -> tuple[Features, ...]:
+    """Returns the batches that the step of a batch, as `grow` takes it, looks up ahead."""
+    last = batch[-1] if isinstance(batch, (list, tuple)) and batch else batch
+    if isinstance(last, plan_lib.Plan):
+        return tuple(plan.features for plan in last.following)
+    features = last.features if isinstance(last, Batch) else last
+    handed_out = collection.growth.following
+    return handed_out[1] if handed_out is not None and handed_out[0] is features else ()
+
+
 # On every shard ------------------------------------------------------------------------------------------------------
 
 
@@ -313,7 +324,7 @@ def _leaving(collection: Declared, table: str | None, policy: Any, num_rows: Any
 def specs_of(shards: Shards, state: State) -> Any:
     """Returns the partition of each array of a state, as `shard_map` takes it."""
     same = dict.fromkeys(("step", "seed", "partition_owners", "lineage", "num_refused"), P())
-    return dataclasses.replace(state, stores=shards.spec, tickets=shards.spec, **same)
+    return dataclasses.replace(state, stores=shards.spec, tickets=shards.spec, ahead=shards.spec, **same)
 
 
 def lineage_of(shards: Shards, words: np.ndarray) -> Array:
@@ -365,6 +376,13 @@ def check_state(op: str, collection: Declared, state: State) -> None:
         raise ValueError(
             f"{op}: state: got one whose arrays are deleted: it was donated to a step, or consumed by grow; wanted "
             "the one that this call returned, as in state = collection.grow(state, batch)."
+        )
+
+    if state.ahead and op not in _OPS_WITH_LOOKUPS_AHEAD:
+        raise ValueError(
+            f"{op}: state: got one with {len(state.ahead)} lookups in flight, whose batches are counted in it, but "
+            "have not been stepped; wanted one without. Call state = collection.drain(state) before the step (of d "
+            "lookups in flight the last d steps) after which you need it."
         )
 
 

@@ -164,15 +164,21 @@ def _received_batch(spec: StoreSpec, features: StoreFeatures, uses: Uses) -> _Re
 # Lookups -------------------------------------------------------------------------------------------------------------
 
 
-@annotations.by_store
-def lookup(
+def index(
     spec: StoreSpec, store: StoreState, features: StoreFeatures, uses: Uses, owner: Owner
-) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
-    """Looks up one store through the exchange; also returns the digest of all shards' keys."""
-    received = _received_batch(spec, features, uses)
-    store, row_ids, counts = _find_rows(spec, store, received, owner)
+) -> tuple[StoreState, Found]:
+    """Does the first part of a lookup: finds or inserts the rows of the uses that arrived."""
+    store, row_ids, counts = _find_rows(spec, store, _received_batch(spec, features, uses), owner)
     padding, kept_back = uses.counts.T
     counts = counts.at[:, _PADDING].set(padding).at[:, _MISSING if owner.is_find else _REFUSED].add(kept_back)
+    return store, Found(row_ids, counts, uses.num_rounds)
+
+
+def read(
+    spec: StoreSpec, features: StoreFeatures, uses: Uses, owner: Owner, store: StoreState, found: Found
+) -> tuple[StoreState, Found, list[Array]]:
+    """Does the second part of a lookup: sums the rows in each bag of each shard, and sends the sums."""
+    received, row_ids = _received_batch(spec, features, uses), found.row_ids
     sums_of, lines = _batch_of_sums(spec, features)
     shapes = [(*layout.combined_shape, spec.dim) for layout in features.layouts]
     windows = owner.exchange.windows
@@ -208,7 +214,7 @@ def lookup(
         for value, layout in zip(values, features.layouts, strict=True)
     ]
     store = dataclasses.replace(store, counters=counters)
-    return store, Found(row_ids, counts, uses.num_rounds), values, uses.digest
+    return store, found, values
 
 
 def _find_rows(

@@ -15,6 +15,7 @@ On one device plans are left to the lookup.
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -33,7 +34,7 @@ from jaxsok.specs import StoreSpec
 
 HEADROOM = 1.03  # a new capacity over its load: similar batches differ by a few per cent
 PACKED_AHEAD = 2  # batches that are packed or being packed, in addition to those with plans, when one is handed out
-PLANS_AHEAD = 2  # on a mesh, batches whose plans are under way when one is handed out
+PLANS_AHEAD = 2  # on a mesh, batches whose plans are under way when one is handed out, beyond those looked up ahead
 SPARE = 1.5  # a capacity in use is kept for loads down to this part of it: fewer programs
 
 
@@ -50,18 +51,37 @@ class Planner(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class LookAhead:
+    """How far lookups run ahead; see `Collection.pipeline`."""
+
+    num_batches: int = 0
+    staleness: int = 0
+    micro_batches: int = 1
+
+
 class Pipeline:
     """An iterator of (batch, plan), made by `Collection.pipeline`; nothing runs before the first batch is requested."""
 
-    def __init__(self, collection: Planner, batches: Iterable[Mapping[str, Any]], pad_to: int | None):
-        self._collection = collection
+    def __init__(
+        self,
+        collection: Planner,
+        batches: Iterable[Mapping[str, Any]],
+        pad_to: int | None,
+        ahead: LookAhead,
+        prefetch: int,
+    ):
+        self._collection, self._ahead, self._prefetch = collection, ahead, prefetch
         self._batches = iter(batches)
         self._pad_to = pad_to
         self._in_use: list[set[int]] = [set() for _ in collection.stores]
         self._next: list[int | None] = [None] * len(collection.stores)
         # Batches that are being read and packed, and those that are packed; with the iterator's state after each.
         self._packed: deque[concurrent.futures.Future[tuple[Packing, Any] | None]] = deque()
-        self._under_way: deque[tuple[Batch, Plan]] = deque()  # also for a second loop, after one that breaks off
+        # Both also for a second loop, after one that breaks off.
+        self._under_way: deque[tuple[Batch, Plan]] = deque()
+        self._ready: deque[tuple[Batch, Plan]] = deque()  # with plans whose capacities suffice
+        self._num_handed_out = 0
         self._states: deque[Any] = deque()  # of the batches under way
         self._state = self._state_of_batches()
         self._is_read = False  # by the thread: there is nothing more to read, or reading failed
@@ -88,26 +108,53 @@ class Pipeline:
         return None if get_state is None else get_state()
 
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
-        is_planned = self._collection.shards.num_shards > 1
-        under_way, self._is_read = self._under_way, False
+        ready, self._is_read = self._ready, False
         try:
-            under_way.extend([] if under_way else self._dispatch_next(is_planned))
-            while under_way:
-                batch, plan = under_way.popleft()
-                if is_planned:  # the first batch before the second is planned by what it chose
-                    plan = self._checked(batch, plan)
-                while len(under_way) < PLANS_AHEAD * is_planned and (following := self._dispatch_next(is_planned)):
-                    under_way.extend(following)
-                self._pack(PACKED_AHEAD)
+            self._make_ready(1)
+            while ready:
+                self._make_ready(1 + self._ahead.num_batches)
+                self._pack(self._prefetch)
+                batch, plan = ready.popleft()
+                plan = self._with_following(batch, plan)
                 self._state = self._states.popleft()
                 yield batch, plan
-                under_way.extend([] if under_way else self._dispatch_next(is_planned))
+                self._make_ready(1)
         finally:  # when it returns, nothing reads the caller's iterator any more
             self._is_read = True
             concurrent.futures.wait(self._packed)
             self._packed = deque(packed for packed in self._packed if packed.exception() or packed.result())
         if self._failed is not None:
             raise self._failed
+
+    def _make_ready(self, num_batches: int) -> None:
+        """Checks the plans of the next batches; the plans of those behind them are under way then."""
+        under_way, is_planned = self._under_way, self._collection.shards.num_shards > 1
+        # On one device, too, a batch that is looked up ahead begins its copy before the step before that one.
+        num_under_way = PLANS_AHEAD if is_planned else min(1, self._ahead.num_batches)
+        while len(self._ready) < num_batches:
+            if not under_way:
+                under_way.extend(self._dispatch_next(is_planned))
+            if not under_way:
+                return
+            batch, plan = under_way.popleft()
+            # The first batch before the second is planned by what it chose.
+            self._ready.append((batch, self._checked(batch, plan) if is_planned else plan))
+            while len(under_way) < num_under_way and (following := self._dispatch_next(is_planned)):
+                under_way.extend(following)
+
+    def _with_following(self, batch: Batch, plan: Plan) -> Plan:
+        """Gives a plan those that its lookup looks up ahead, and tells the growth of the tables about their keys."""
+        self._num_handed_out += 1
+        following = itertools.islice(self._ready, self._ahead.num_batches)
+        # Requests that need rounds are looked up when their turn comes, and so are those behind them.
+        plans = tuple(one for _, one in itertools.takewhile(lambda ready: _is_in_one_round(ready[1]), following))
+        self._collection.growth.following = (batch.features, tuple(one.features for one in plans)) if plans else None
+        if not plans:
+            return plan
+        is_updated = self._num_handed_out % self._ahead.micro_batches == 0
+        return dataclasses.replace(
+            plan, following=plans, staleness=self._ahead.staleness, updates_before=int(is_updated)
+        )
 
     def _pack(self, num_batches: int) -> None:
         """Has batches read and packed until there are so many, or no more to read; waits for the first."""
@@ -197,3 +244,7 @@ class Pipeline:
         size = max(least, rounded_capacity(int(load * HEADROOM)))
         self._in_use[s].add(size)
         return size
+
+
+def _is_in_one_round(plan: Plan) -> bool:
+    return all(getattr(asked, "listed", None) is None for asked in plan.asked or ())

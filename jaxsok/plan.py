@@ -25,6 +25,8 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, then multi
 _LAST_SHIFT = 31
 _PARTITION_BITS = NUM_PARTITIONS.bit_length() - 1
 
+_NUM_SAMPLED = 4096  # keys of a store that tell one batch from another
+
 Word = UInt32[Array, " _"]
 
 
@@ -126,6 +128,12 @@ class Plan:
     ticket: Ticket | None = None
     """An update takes it out of the state's open tickets (tickets.py). Two words, then the generation of each store:
     rows that left a store since then make the plan stale. On a mesh a line for each shard."""
+    following: tuple["Plan", ...] = ()
+    """From a pipeline with lookups ahead: the plans of the next batches, which this batch's lookup looks up too."""
+    staleness: int = dataclasses.field(default=0, metadata={"static": True})
+    """Updates that the rows of `following` may miss; with 0 they are read after the update of this batch."""
+    updates_before: int = dataclasses.field(default=1, metadata={"static": True})
+    """Updates between this batch's lookup and the next one's in a loop without lookups ahead: 0 or 1."""
 
     def asked_of(self, store: int) -> Requests:
         """Returns this shard's requests for a store that has features; on a mesh."""
@@ -143,6 +151,12 @@ class Plan:
         """Returns what the lookup found in a store."""
         return there(self.found)[store]
 
+    def sample(self) -> tuple[Array, ...]:
+        """Returns arrays that differ between batches: on several shards digests, the same everywhere, else keys."""
+        if self.asked is None:
+            return tuple(part.keys[:_NUM_SAMPLED] for part in self.features.stores)
+        return tuple(one.digest for one in self.asked if one is not None)
+
     def __repr__(self) -> str:
         """Names its features and progress; reads no array, so it waits for nothing."""
         is_exchanged = any(one is not None for one in self.asked or ())
@@ -153,6 +167,20 @@ class Plan:
     def is_looked_up(self) -> bool:
         """Whether `update` can take it."""
         return self.found is not None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InFlight:
+    """A lookup of a batch whose step is to come."""
+
+    found: tuple[Found, ...]
+    """Counted whole once the rows are read."""
+    ticket: Ticket
+    sample: tuple[Array, ...]
+    """Keys or digests that tell the batch from others (`Plan.sample`)."""
+    embeddings: dict[str, Array] | None = None
+    """None: rows are read after the next update."""
 
 
 def distinct_keys(features: StoreFeatures) -> Distinct:

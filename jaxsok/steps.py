@@ -20,15 +20,16 @@ from jaxsok import tickets
 from jaxsok.checks import there
 from jaxsok.features import Features
 from jaxsok.gradients import Gradients, Used
+from jaxsok.kernels.tickets import Ticket
 from jaxsok.lookup import Embeddings
 from jaxsok.operations import specs_of
-from jaxsok.plan import Found, Plan
+from jaxsok.plan import Found, InFlight, Plan
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.stats import Stats
 from jaxsok.store import State
 from jaxsok.strategy import Strategy
-from jaxsok.types import COUNTERS, ENTRIES_PER_BUCKET
+from jaxsok.types import COUNTERS, COUNTS, ENTRIES_PER_BUCKET
 from jaxsok.update import StepInputs, Stepping
 
 
@@ -51,7 +52,22 @@ class Steps:
         return self.strategy.plan(self.stores, features, send_capacities)
 
     def lookup(self, state: State, plan: Plan, clock: UInt32[Array, ""] | None) -> tuple[Embeddings, State, Plan]:
-        """Looks up a batch; unseen keys get rows. `clock` is the last step of rows used; None: the state's step."""
+        """Looks up a batch; unseen keys get rows. `clock` is the last step of rows used; None: the state's step.
+
+        A batch that is in flight has been looked up: its embeddings are taken out of the state. Then the batches that
+        follow are looked up, as far as they are not in flight.
+        """
+        embeddings, state, plan = self._landed(state, plan) if state.ahead else self._looked_up(state, plan, clock)
+        for following in () if state.drains else plan.following[len(state.ahead) :]:
+            if plan.staleness:
+                values, state, done = self._looked_up(state, following, None)
+                in_flight = InFlight(there(done.found), there(done.ticket), following.sample(), values)
+            else:
+                state, in_flight = self._indexed(state, following, _step_after(state, plan.updates_before))
+            state = dataclasses.replace(state, ahead=(*state.ahead, in_flight))
+        return embeddings, dataclasses.replace(state, drains=state.drains and bool(state.ahead)), plan
+
+    def _looked_up(self, state: State, plan: Plan, clock: UInt32[Array, ""] | None) -> tuple[Embeddings, State, Plan]:
         embeddings: Embeddings = {}
         stores, found, asked, digests = list(state.stores), [], [], []
         now = state.step if clock is None else clock
@@ -70,6 +86,39 @@ class Steps:
         state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
         sent = tuple(asked) if self.shards.num_shards > 1 else None
         return embeddings, state, dataclasses.replace(plan, asked=sent, found=tuple(found), ticket=ticket)
+
+    def _indexed(self, state: State, plan: Plan, step: UInt32[Array, ""]) -> tuple[State, InFlight]:
+        """Does the part of a lookup that reads no row's numbers, as of a step that is to come."""
+        stores, found, digests = list(state.stores), [], []
+        for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
+            if not features.layouts:
+                found.append(lookup_lib.nothing(spec))
+                continue
+            stores[s], of_store, digest = self.strategy.index(spec, s, state, plan, step)
+            found.append(of_store)
+            digests.append(digest)
+        after, ticket = tickets.issue(state, stores, plan.features, digests)
+        state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
+        return state, InFlight(tuple(found), ticket, plan.sample())
+
+    def _read(self, state: State, plan: Plan, in_flight: InFlight) -> tuple[State, InFlight]:
+        """Does the rest of a lookup."""
+        stores, found = list(state.stores), list(in_flight.found)
+        embeddings: Embeddings = {}
+        for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
+            if features.layouts:
+                stores[s], found[s], values = self.strategy.read(spec, s, state, plan, found[s])
+                embeddings |= lookup_lib.named(features, values)
+        state = dataclasses.replace(state, stores=tuple(stores))
+        return state, dataclasses.replace(in_flight, found=tuple(found), embeddings=embeddings)
+
+    def _landed(self, state: State, plan: Plan) -> tuple[Embeddings, State, Plan]:
+        """Takes the oldest lookup out of those in flight."""
+        in_flight, *ahead = state.ahead
+        if in_flight.embeddings is None:  # a micro-batch: no update came between
+            state, in_flight = self._read(state, plan, in_flight)
+        plan = dataclasses.replace(plan, found=in_flight.found, ticket=_ticket_for(plan, in_flight))
+        return there(in_flight.embeddings), dataclasses.replace(state, ahead=tuple(ahead)), plan
 
     def find(self, state: State, plan: Plan) -> tuple[Embeddings, Stats]:
         """Looks up a batch and changes nothing; keys without a row read what their table's `unknown` says."""
@@ -106,11 +155,15 @@ class Steps:
             stores.append(dataclasses.replace(store, globals_=globals_))
             nonfinite.append(num_nonfinite)
             num_stale = num_stale + num_stale_uses
-        # It stops at its maximum: after a wrap, the rows used last would seem the least recent.
-        step = jnp.maximum(state.step, state.step + jnp.uint32(1))
-        state = dataclasses.replace(state, stores=tuple(stores), step=step, tickets=redeemed.tickets)
+        after = {"step": _step_after(state, 1), "tickets": redeemed.tickets}
+        state = dataclasses.replace(state, stores=tuple(stores), **after)
         found = [there(plan.found) for plan in plans]
         stats = self._stats(state, found, nonfinite, num_stale, redeemed.num_misused)
+        if state.ahead and state.ahead[-1].embeddings is None:
+            following = plans[-1].following[0]
+            state, in_flight = self._read(state, following, state.ahead[-1])
+            in_flight = dataclasses.replace(in_flight, ticket=_ticket_for(following, in_flight))
+            state = dataclasses.replace(state, ahead=(in_flight,))
         # `grow` reads the state, and warns even if the caller ignores Stats.
         refused = (stats.num_refused - stats.num_unadmitted).astype(jnp.uint32)
         return dataclasses.replace(state, num_refused=state.num_refused + refused), stats
@@ -155,7 +208,7 @@ class Steps:
         words = stats_lib.pack_words(
             counts=sum(jnp.concatenate([store.counts for store in plan]) for plan in found),
             num_nonfinite=jnp.concatenate(list(nonfinite)),
-            num_rows=of_own([store.table_rows for store in state.stores]),
+            num_rows=of_own([self._rows_so_far(state, s) for s in range(len(self.stores))]),
             num_evicted=of_own(evicted),
             num_unplaced=of_own([line[word["num_unplaced"]][None] for line in counters]),
             num_rounds=jnp.where(is_first, rounds, 0),
@@ -178,6 +231,13 @@ class Steps:
             num_shards=num_shards,
         )
 
+    def _rows_so_far(self, state: State, s: int) -> Array:
+        """Returns this shard's rows of a store by table, without those that lookups in flight have inserted."""
+        num_rows = state.stores[s].table_rows.astype(jnp.int32)
+        for in_flight in state.ahead:
+            num_rows = num_rows - in_flight.found[s].counts[:, COUNTS.index("num_inserted")]
+        return num_rows
+
     def _rows_for_keys(self, state: State, s: int) -> int:
         """Returns a store's rows for different keys, on all shards; a shard sees its part of the state."""
         spec, capacity = self.stores[s], state.stores[s].capacity
@@ -194,6 +254,17 @@ class Steps:
         return _everywhere(self, name, *args)
 
 
+def _step_after(state: State, num_updates: int) -> UInt32[Array, ""]:
+    """Returns the step after some updates. It stops at its maximum: after a wrap, new rows would seem the oldest."""
+    return jnp.maximum(state.step, state.step + jnp.uint32(num_updates))
+
+
+def _ticket_for(plan: Plan, in_flight: InFlight) -> Ticket:
+    """Returns the ticket of a lookup in flight for the plan of its batch; for others one that no lookup opened."""
+    is_same = [(a == b).all() for a, b in zip(plan.sample(), in_flight.sample, strict=True)]
+    return jnp.where(jnp.stack(is_same).all(), in_flight.ticket, ~in_flight.ticket)
+
+
 def _used(s: int, plans: Sequence[Plan], gradients: Sequence[Gradients], is_live: Array) -> Used | None:
     """Selects the plans that use a store; None if there are none."""
     numbers = [i for i, plan in enumerate(plans) if plan.features.stores[s].layouts]
@@ -205,8 +276,9 @@ def _used(s: int, plans: Sequence[Plan], gradients: Sequence[Gradients], is_live
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _everywhere(steps: Steps, name: str, state: State, *args: Any) -> Any:
     split, same, of_state = steps.shards.spec, P(), specs_of(steps.shards, state)
+    looked_up = dataclasses.replace(of_state, drains=state.drains and len(state.ahead) > 1)
     in_specs, out_specs = {
-        "lookup": ((split, same), (split, of_state, split)),
+        "lookup": ((split, same), (split, looked_up, split)),
         "find": ((split,), (split, same)),
         "update": ((split, split, same), (of_state, same)),
         "gradient_norm": ((split, split), same),

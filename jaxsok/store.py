@@ -6,6 +6,7 @@ each array of a store is split along its first dimension, and a shard's part is 
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +96,10 @@ class State:
     """Fingerprint of its specs; a collection with others refuses the state."""
     mesh: str = dataclasses.field(default="", metadata={"static": True})
     """The axes and sizes over which it is split, as "data=8"; empty on one device."""
+    ahead: tuple[Any, ...] = ()
+    """Lookups in flight (`plan.InFlight`), oldest first: those of batches whose steps are to come."""
+    drains: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Whether steps look nothing up ahead until no lookup is in flight (`Collection.drain`)."""
 
     def __repr__(self) -> str:
         """Names its stores' sizes, its bytes, and whether it is traced or deleted; reads no array."""
@@ -104,6 +109,8 @@ class State:
         stores = self.stores if isinstance(self.stores, (tuple, list)) else [self.stores]
         sizes = listed(store._size if isinstance(store, StoreState) else in_short(store) for store in stores)
         parts = [sizes, in_units(num_bytes)]
+        if self.ahead:
+            parts.append(f"{len(self.ahead)} lookups in flight")
         return f"State({'; '.join(parts + ([self.mesh] if self.mesh else []) + condition_of(self))})"
 
 

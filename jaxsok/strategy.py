@@ -11,13 +11,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt32
 
+from jaxsok import annotations, lookup, norms, partial_bags, update
 from jaxsok import exchange as exchange_lib
-from jaxsok import lookup, norms, partial_bags, update
 from jaxsok import plan as plan_lib
 from jaxsok.checks import there
 from jaxsok.exchange import Exchange
 from jaxsok.features import Features, StoreFeatures
 from jaxsok.gradients import Used
+from jaxsok.kernels.tickets import tickets_digest
 from jaxsok.norms import Squares
 from jaxsok.plan import Found, Plan, Requests, Uses
 from jaxsok.shards import Shards
@@ -64,6 +65,21 @@ class Strategy(abc.ABC):
         """Looks up the features of a store that has some."""
 
     @abc.abstractmethod
+    def index(
+        self, spec: StoreSpec, s: int, state: State, plan: Plan, step: UInt32[Array, ""]
+    ) -> tuple[StoreState, Found, UInt32[Array, "1 2"]]:
+        """Does the part of `lookup` that reads no row's numbers, as of a step that is to come; `read` does the rest.
+
+        Also returns the digest of the keys of all shards. On a mesh the plan's requests have been exchanged.
+        """
+
+    @abc.abstractmethod
+    def read(
+        self, spec: StoreSpec, s: int, state: State, plan: Plan, found: Found
+    ) -> tuple[StoreState, Found, list[Array]]:
+        """Reads the rows that `index` found, and combines them."""
+
+    @abc.abstractmethod
     def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
         """Looks up the features of a store and changes nothing."""
 
@@ -100,6 +116,19 @@ class Fused(Strategy):
         store, features = state.stores[s], plan.features.stores[s]
         distinct = None if plan.distinct is None else plan.distinct[s]
         return StoreLookup(*lookup.lookup_here(spec, store, state.seed, features, distinct, state.step, clock))
+
+    def index(
+        self, spec: StoreSpec, s: int, state: State, plan: Plan, step: UInt32[Array, ""]
+    ) -> tuple[StoreState, Found, UInt32[Array, "1 2"]]:
+        store, features = state.stores[s], plan.features.stores[s]
+        distinct = None if plan.distinct is None else plan.distinct[s]
+        indexed = lookup.index_here(spec, store, state.seed, features, distinct, step, step)
+        return *indexed, tickets_digest(features.keys)
+
+    def read(
+        self, spec: StoreSpec, s: int, state: State, plan: Plan, found: Found
+    ) -> tuple[StoreState, Found, list[Array]]:
+        return lookup.read_here(spec, plan.features.stores[s], state.seed, state.stores[s], found)
 
     def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
         return lookup.find_here(spec, state.stores[s], state.seed, plan.features.stores[s])
@@ -143,9 +172,10 @@ class Exchanged(Strategy):
         ask = partial_bags.ask if spec.sends_bags else exchange_lib.ask
         return ask(self.exchange, spec, features, owners, send_capacity)
 
+    @annotations.by_store
     def _looked_up(
         self, spec: StoreSpec, s: int, state: State, plan: Plan, owner: lookup.Owner
-    ) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"], Requests | Uses]:
+    ) -> tuple[StoreState, Found, list[Array], Requests | Uses]:
         store, features = state.stores[s], plan.features.stores[s]
         asked = self._ask(spec, features, state.partition_owners) if plan.asked is None else there(plan.asked[s])
         if isinstance(asked, Uses) != spec.sends_bags:
@@ -156,17 +186,39 @@ class Exchanged(Strategy):
                 "collection declares; plan with the collection that looks up."
             )
         if isinstance(asked, Uses):
-            return *partial_bags.lookup(spec, store, features, asked, owner), asked
+            indexed = partial_bags.index(spec, store, features, asked, owner)
+            return *partial_bags.read(spec, features, asked, owner, *indexed), asked
         return *lookup.lookup_exchanged(spec, store, features, asked, owner), asked
 
     def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: UInt32[Array, ""]) -> StoreLookup:
         owner = lookup.Owner(self.exchange, spec, state.seed, state.step, clock)
-        return StoreLookup(*self._looked_up(spec, s, state, plan, owner))
+        store, found, values, asked = self._looked_up(spec, s, state, plan, owner)
+        return StoreLookup(store, found, values, asked.digest, asked)
+
+    @annotations.by_store
+    def index(
+        self, spec: StoreSpec, s: int, state: State, plan: Plan, step: UInt32[Array, ""]
+    ) -> tuple[StoreState, Found, UInt32[Array, "1 2"]]:
+        store, asked = state.stores[s], there(there(plan.asked)[s])
+        owner = lookup.Owner(self.exchange, spec, state.seed, step, step)
+        if isinstance(asked, Uses):
+            return *partial_bags.index(spec, store, plan.features.stores[s], asked, owner), asked.digest
+        return *lookup.index_exchanged(store, asked, owner), asked.digest
+
+    @annotations.by_store
+    def read(
+        self, spec: StoreSpec, s: int, state: State, plan: Plan, found: Found
+    ) -> tuple[StoreState, Found, list[Array]]:
+        features, asked = plan.features.stores[s], there(there(plan.asked)[s])
+        owner = lookup.Owner(self.exchange, spec, state.seed, state.step, state.step)  # it inserts nothing more
+        if isinstance(asked, Uses):
+            return partial_bags.read(spec, features, asked, owner, state.stores[s], found)
+        return lookup.read_exchanged(spec, features, asked, owner, state.stores[s], found)
 
     def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
         if spec.is_replicated:  # all rows are here
             return lookup.find_here(spec, state.stores[s], state.seed, plan.features.stores[s])
-        _, found, values, *_ = self._looked_up(spec, s, state, plan, lookup.Owner(self.exchange, spec, state.seed))
+        _, found, values, _ = self._looked_up(spec, s, state, plan, lookup.Owner(self.exchange, spec, state.seed))
         return found, values
 
     def update(

@@ -22,7 +22,7 @@ from jaxsok.plan import Plan
 from jaxsok.stats import Stats
 from jaxsok.store import State
 
-__all__ = ["Embeddings", "apply_updates", "clip_by_global_norm", "discard", "grow", "zero_taps"]
+__all__ = ["Embeddings", "apply_updates", "clip_by_global_norm", "discard", "drain", "grow", "zero_taps"]
 
 _TABLES, _TAPS, _PLANS = "tables", "sparse_taps", "plans"
 
@@ -303,6 +303,18 @@ def grow(
         error.tables = unflatten_dict(new)  # pyright: ignore[reportAttributeAccessIssue]
         raise
     return unflatten_dict(new)
+
+
+def drain(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Does what `Collection.drain` does, for the tables of a model; returns the variables "tables".
+
+    Example:
+      `tables = layers.drain(tables)`, before the step after which they are saved
+    """
+    drained = {
+        (*path, "state"): dataclasses.replace(state, drains=True) for path, state in _found(tables, "state", State)
+    }
+    return unflatten_dict(_flat(tables) | drained)
 
 
 def _flat(variables: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:

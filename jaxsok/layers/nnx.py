@@ -179,6 +179,10 @@ class Embeddings(nnx.Module):
         self.taps.set_value(())
         self.plans.set_value(())
 
+    def drain(self) -> None:
+        """Calls `Collection.drain`, before the step after which no lookup is to be in flight."""
+        self.tables.set_value(self.collection.drain(self.tables.get_value()))
+
     def find(self, features: Features | Plan) -> tuple[dict[str, Array], Stats]:
         """Calls `Collection.find`, the evaluation lookup with counts."""
         return self.collection.find(self.tables.get_value(), features)

@@ -652,3 +652,46 @@ def test_vmap_over_a_lookup_is_refused():
     variables = {"params": state.params, "tables": tables}
     with pytest.raises((NotImplementedError, TypeError, ValueError), match="vmap"):
         jax.vmap(lambda features: model.apply(variables, features))(stacked.features)
+
+
+def test_lookups_ahead_need_no_other_step():
+    """The loop of a model is that without lookups ahead, and so are its losses; `drain` ends them."""
+    raws = [{"clicked": np.random.default_rng(step).integers(0, 30, 8)} for step in range(6)]
+
+    def train(**options):
+        table = jaxsok.TableSpec("item", 4, jaxsok.optim.adam(0.1), capacity=64)
+        collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("clicked", "item")])
+
+        class Model(nn.Module):
+            @nn.compact
+            def __call__(self, features):
+                return nn.Dense(1)(layers.Embeddings(collection, name="embed")(features)["clicked"])
+
+        model = Model()
+        variables = model.init(jax.random.key(0), collection.batch(raws[0]).features)
+        params, tables, losses = variables["params"], variables["tables"], []
+
+        def loss_fn(params, taps, tables, plan):
+            variables = {"params": params, "sparse_taps": taps, "tables": tables}
+            scores, updates = model.apply(variables, plan, mutable=["tables", "plans"])
+            return jnp.mean((scores - 1.0) ** 2), updates
+
+        @jax.jit
+        def step(params, tables, plan):
+            taps = layers.zero_taps(model, {"params": params, "tables": tables}, plan)
+            differentiated = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)
+            (loss, updates), (of_params, of_taps) = differentiated(params, taps, tables, plan)
+            tables, stats = layers.apply_updates(updates, of_taps)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, of_params), tables, loss, stats
+
+        for number, (batch, plan) in enumerate(collection.pipeline(raws, **options)):
+            tables = layers.grow(collection, tables, batch)
+            tables = layers.drain(tables) if number == 3 else tables
+            params, tables, loss, stats = step(params, tables, plan)
+            stats["embed"].check()
+            losses.append(float(loss))
+            if number == 3:
+                collection.find(tables["embed"]["state"], batch.features)
+        return losses
+
+    assert train() == train(lookahead=1)

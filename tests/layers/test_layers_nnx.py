@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import layer_cases as cases
 import numpy as np
 import optax
+import programs
 import pytest
 from flax import nnx
 from hypothesis import given
@@ -876,3 +877,48 @@ def test_one_collection_grows_with_one_state():
     collection = cases.one_device()
     model = nnx.Dict(one=layers.Embeddings(collection), two=layers.Embeddings(collection))
     assert "layers ['one', 'two'] over one collection" in message(ValueError, lambda: layers.grow(model))
+
+
+@pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 2}], ids=["exact", "stale"])
+def test_lookups_ahead_need_no_other_step(options):
+    """The loop of a model is that without lookups ahead; exact ones give its bits, and `drain` ends them."""
+    raws = [{"clicked": np.random.default_rng(step).integers(0, 30, 8)} for step in range(6)]
+
+    def train(**options):
+        table = jaxsok.TableSpec("item", 4, jaxsok.optim.adam(0.1), capacity=64)
+        collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("clicked", "item")])
+
+        class Model(nnx.Module):
+            def __init__(self, rngs):
+                self.embed, self.out = layers.Embeddings(collection), nnx.Linear(4, 1, rngs=rngs)
+
+            def __call__(self, features):
+                return self.out(self.embed(features)["clicked"])
+
+        model = Model(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, plan):
+            loss, grads = layers.value_and_grad(lambda model: jnp.mean((model(plan) - 1.0) ** 2))(model)
+            optimizer.update(model, grads)
+            return loss, model.embed.update(grads)
+
+        losses = []
+        for number, (batch, plan) in enumerate(collection.pipeline(raws, **options)):
+            layers.grow(model, batch)
+            if number == 4 - max(options.values(), default=0):
+                model.embed.drain()
+            loss, stats = step(model, optimizer, plan)
+            stats.check()
+            losses.append(float(loss))
+            if number == 3:  # drained
+                model.embed.find(batch.features)
+        return losses, programs.by_key(collection, model.embed.tables.get_value(), "item")["rows"]
+
+    (want, rows), (got, others) = train(), train(**options)
+    if "lookahead" in options:
+        assert want == got
+        np.testing.assert_array_equal(programs.bits(rows), programs.bits(others))
+    else:
+        assert want[0] == got[0] and want != got

@@ -1,0 +1,395 @@
+"""Lookups ahead: the bits of a loop without them, a staleness that is exactly as asked, and states that are drained."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import programs
+import pytest
+from compiled_cases import addresses, table_copies
+
+import jaxsok
+from jaxsok import checkpoint, policies
+from jaxsok.stats import PER_STEP, PER_STORE, PER_TABLE
+
+NUM_SAMPLES = 16
+NUM_STEPS = 6
+LRU = policies.LeastRecentlyUsed()
+
+
+def of_key(words, columns):
+    """The low word, and the column."""
+    return (words[0] % jnp.uint32(7)).astype(jnp.float32) / 8 + columns.astype(jnp.float32)
+
+
+def tables(**options):
+    """Two tables that share rows with others of a batch, and one that is replicated."""
+    return [
+        jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), capacity=512, **options),
+        jaxsok.TableSpec("item", 3, jaxsok.optim.adagrad(0.05), capacity=512, row_gradient="mean"),
+        jaxsok.TableSpec("shop", 2, jaxsok.optim.sgd(0.1), capacity=512, placement=jaxsok.REPLICATED),
+    ]
+
+
+FEATURES = [
+    jaxsok.FeatureSpec("user", "user"),
+    jaxsok.FeatureSpec("history", "item", combiner="mean", max_keys=8 * NUM_SAMPLES, weighted=True),
+    jaxsok.FeatureSpec("shops", "shop", combiner="sqrtn"),
+]
+BAGS = [FEATURES[0], dataclasses.replace(FEATURES[1], exchange="bags"), FEATURES[2]]
+CASES = {
+    "plain": (tables(), FEATURES),
+    "statistics": (tables(statistics=True), FEATURES),
+    "admission by count": (tables(admission=policies.AdmitByCount(3)), FEATURES),
+    "admission by chance": (tables(admission=policies.AdmitByProbability(0.5)), FEATURES),
+    "initial rows by XLA": (
+        tables(initializer=jaxsok.initializers.function(of_key, "of_key")),
+        FEATURES,
+    ),
+    "full": ([jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), capacity=16, max_capacity=16)], FEATURES[:1]),
+    "partial bags": (tables(), BAGS),
+}
+NUM_SHARDS = (None, 1, 4)
+
+
+@functools.cache
+def collection_of(case, num_shards):
+    """A case's collection over so many shards; None: one device."""
+    specs, features = CASES[case]
+    return jaxsok.Collection(specs, features) if num_shards is None else programs.over(num_shards, specs, features)
+
+
+def raw_batches(features, num_steps=NUM_STEPS, num_keys=30):
+    """Batches of which each asks for many keys of the one before."""
+    rng = np.random.default_rng(7)
+    batches = []
+    for step in range(num_steps):
+        pool = np.arange(num_keys, dtype=np.int64) + 5 * step
+        raw = {}
+        for spec in features:
+            if spec.combiner is None:
+                raw[spec.name] = rng.choice(pool, NUM_SAMPLES)
+                continue
+            lengths = rng.integers(0, 4, NUM_SAMPLES) if spec.max_keys else np.full(NUM_SAMPLES, 2)
+            weights = rng.uniform(0.5, 2.0, lengths.sum()).astype(np.float32) if spec.weighted else None
+            raw[spec.name] = jaxsok.Bags(rng.choice(pool, lengths.sum()), lengths=lengths, weights=weights)
+        batches.append(raw)
+    return batches
+
+
+@functools.cache
+def step_of(collection):
+    """A step whose gradients depend on the embeddings, so that a row read too early shows in all that follows."""
+
+    def step(state, plan):
+        embeddings, state, plan = collection.lookup(state, plan)
+        gradients = jax.tree.map(lambda rows: rows + jnp.asarray(0.1, rows.dtype), embeddings)
+        state, stats = collection.update(state, plan, gradients)
+        return state, embeddings, stats
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def trained(collection, raws, *, grows=True, **options):
+    """The state after a loop, and what came out of each step."""
+    state, results = collection.init(seed=3, salt=5), []
+    for batch, plan in collection.pipeline(raws, **options):
+        state = collection.grow(state, batch) if grows else state
+        state, embeddings, stats = step_of(collection)(state, plan)
+        results.append((jax.device_get(embeddings), stats))
+    return state, results
+
+
+def assert_same_results(first, second):
+    """Embeddings by their bits, and all counts."""
+    for (embeddings, stats), (others, counts) in zip(first, second, strict=True):
+        for name in embeddings:
+            np.testing.assert_array_equal(programs.bits(embeddings[name]), programs.bits(others[name]), err_msg=name)
+        for name in (*PER_TABLE, *PER_STORE, *PER_STEP):
+            if name != "longest_probe":  # the index may be larger a step earlier
+                np.testing.assert_array_equal(stats.count(name), counts.count(name), err_msg=name)
+
+
+@pytest.mark.parametrize("num_shards", NUM_SHARDS)
+@pytest.mark.parametrize("case", CASES)
+def test_an_exact_lookup_ahead_changes_no_bit(case, num_shards):
+    """Embeddings and counts of every step, and the whole state at the end."""
+    collection = collection_of(case, num_shards)
+    raws = raw_batches(collection.features)
+    want, results = trained(collection, raws, grows=case != "full")
+    got, ahead = trained(collection, raws, grows=case != "full", lookahead=1)
+    assert_same_results(results, ahead)
+    programs.assert_same_state(want, got, index=False)
+    assert got.ahead == ()
+    assert case != "full" or sum(programs.total(stats, "num_refused") for _, stats in ahead) > 0
+
+
+@pytest.mark.parametrize("num_shards", NUM_SHARDS)
+def test_rows_leave_at_the_step_at_which_they_would_without_lookups_ahead(num_shards):
+    """A full store drains before it evicts, so the bits stay, and no gradient is lost."""
+    spec = jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), capacity=32, max_capacity=48, eviction=LRU)
+    make = jaxsok.Collection if num_shards is None else functools.partial(programs.over, num_shards)
+    raws = [{"user": np.arange(NUM_SAMPLES) % 11 + 7 * step} for step in range(24)]
+    plain, pipelined = make([spec], FEATURES[:1]), make([spec], FEATURES[:1])
+    want, results = trained(plain, raws)
+    got, ahead = trained(pipelined, raws, lookahead=1)
+    assert plain.growth.num_evictions == pipelined.growth.num_evictions >= 2
+    assert_same_results(results, ahead)
+    for _, stats in ahead:
+        stats.check()
+    programs.assert_same_state(want, got, index=False)
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_rows_miss_as_many_updates_as_asked(num_shards, staleness):
+    """Batch k reads what the updates before k - staleness made of its rows: an oracle of a dict and the rule of SGD."""
+    make = jaxsok.Collection if num_shards is None else functools.partial(programs.over, num_shards)
+    collection = make([jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=64)], FEATURES[:1])
+    rng = np.random.default_rng(1)
+    raws = [{"user": rng.integers(0, 12, NUM_SAMPLES)} for _ in range(9)]
+    _, results = trained(collection, raws, staleness=staleness)
+    every = np.unique(np.concatenate([raw["user"] for raw in raws]))
+    initial = programs.initial_rows("user", 2, every, seed=3)
+    rows = [dict(zip(every.tolist(), initial, strict=True))]  # after each update
+    for k, raw in enumerate(raws):
+        read = rows[max(0, k - staleness)]
+        embeddings = np.stack([read[key] for key in raw["user"].tolist()])
+        np.testing.assert_allclose(results[k][0]["user"], embeddings, rtol=1e-5, err_msg=f"batch {k}")
+        after = dict(rows[-1])
+        for key, embedding in zip(raw["user"].tolist(), embeddings, strict=True):
+            after[key] = after[key] - np.float32(0.5) * (embedding + np.float32(0.1))
+        rows.append(after)
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_no_gradient_is_lost_when_rows_leave(staleness):
+    """All lookups in flight take their steps before a full store evicts."""
+    spec = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=32, max_capacity=48, eviction=LRU)
+    collection = jaxsok.Collection([spec], FEATURES[:1])
+    raws = [{"user": np.arange(NUM_SAMPLES) + 9 * step} for step in range(30)]
+    state, results = trained(collection, raws, staleness=staleness)
+    assert collection.growth.num_evictions >= 3 and state.ahead == ()
+    for _, stats in results:
+        stats.check()
+        assert stats.num_stale == stats.num_misused_plans == 0 and programs.total(stats, "num_refused") == 0
+
+
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_one_and_several_devices_agree_when_stale(num_shards):
+    """Tables by key, after stale lookups."""
+    raws = raw_batches(FEATURES)
+    reference, collection = collection_of("plain", None), collection_of("plain", num_shards)
+    states = [trained(one, raws, staleness=2)[0] for one in (reference, collection)]
+    programs.assert_close_tables((reference, collection), states, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_micro_batches(num_shards):
+    """The second lookup of a step comes before its update, and the first of the next one after it."""
+    collection = collection_of("statistics", num_shards)
+    raws = raw_batches(collection.features)
+
+    @jax.jit
+    def step(state, first, second):
+        embeddings, plans = [None, None], [None, None]
+        for i, plan in enumerate((first, second)):
+            embeddings[i], state, plans[i] = collection.lookup(state, plan)
+        gradients = [jax.tree.map(lambda rows: rows + jnp.asarray(0.1, rows.dtype), one) for one in embeddings]
+        state, stats = collection.update(state, plans, gradients)
+        return state, embeddings, stats
+
+    def loop(**options):
+        state, results = collection.init(seed=3, salt=5), []
+        handed_out = iter(collection.pipeline(raws, **options))
+        for first, second in zip(handed_out, handed_out, strict=True):
+            state = collection.grow(state, [first[0], second[0]])
+            state, embeddings, stats = step(state, first[1], second[1])
+            results += [(embeddings[0], stats), (embeddings[1], stats)]
+        return state, results
+
+    want, results = loop()
+    got, ahead = loop(lookahead=1, micro_batches=2)
+    assert_same_results(results, ahead)
+    programs.assert_same_state(want, got, index=False)
+
+
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_steps_in_a_scan(num_shards):
+    """After the first step, which fills the state, the steps have one form and can be scanned."""
+    collection = collection_of("plain", num_shards)
+    raws = raw_batches(collection.features)
+    want, _ = trained(collection, raws, grows=False)
+    plans = [plan for _, plan in collection.pipeline(raws, lookahead=1)]
+    state, *_ = step_of(collection)(collection.init(seed=3, salt=5), plans[0])
+    of_one_form = [plan for plan in plans[1:] if jax.tree.structure(plan) == jax.tree.structure(plans[1])]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_one_form)
+    if num_shards is not None:
+        stacked = jax.tree.map(lambda leaf: leaf, stacked)
+    state, _ = jax.lax.scan(lambda state, plan: (step_of(collection)(state, plan)[0], None), state, stacked)
+    for plan in plans[1 + len(of_one_form) :]:
+        state, *_ = step_of(collection)(state, plan)
+    programs.assert_same_state(want, state, index=False)
+
+
+def test_operations_that_need_a_drained_state_say_so(tmp_path):
+    """With a lookup in flight they raise and change nothing; after `drain` and a step they serve."""
+    collection = collection_of("statistics", None)
+    raws = raw_batches(collection.features)
+    handed_out = iter(collection.pipeline(raws, lookahead=1))
+    batch, plan = next(handed_out)
+    state, *_ = step_of(collection)(collection.grow(collection.init(seed=3, salt=5), batch), plan)
+    before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(state)]
+    keys = np.array([3, 4])
+    calls = {
+        "find": lambda: collection.find(state, batch.features),
+        "erase": lambda: collection.erase(state, "user", keys),
+        "assign": lambda: collection.assign(state, "user", keys, np.zeros((2, 4), np.float32)),
+        "clear": lambda: collection.clear(state, "user"),
+        "evict": lambda: collection.evict(state, policy=LRU, num_rows=1),
+        "export_table": lambda: collection.export_table(state, "user"),
+        "import_table": lambda: collection.import_table(state, "user", []),
+        "export_full": lambda: checkpoint.export_full(tmp_path / "run", collection, state),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"{name}: state: got one with 1 lookups in flight.*drain"):
+            call()
+    for old, leaf in zip(before, jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(old, np.asarray(leaf))
+
+    batch, plan = next(handed_out)
+    state, *_ = step_of(collection)(collection.drain(state), plan)
+    assert state.ahead == () and not state.drains
+    embeddings, _ = collection.find(state, batch.features)
+    assert embeddings["user"].shape == (NUM_SAMPLES, 4)
+    for _, plan in handed_out:  # lookups ahead go on by themselves
+        state, _, stats = step_of(collection)(state, plan)
+        stats.check()
+    want, _ = trained(collection, raws)
+    programs.assert_same_state(want, state, index=False)
+
+
+def test_a_saved_run_goes_on_with_the_same_bits(tmp_path):
+    """Drained, saved, restored and continued: as the run that went on."""
+    collection = collection_of("admission by count", None)
+    raws = raw_batches(collection.features, num_steps=8)
+    want, results = trained(collection, raws)
+    state = collection.init(seed=3, salt=5)
+    for number, (batch, plan) in enumerate(collection.pipeline(raws, lookahead=1)):
+        state = collection.drain(state) if number == 3 else state
+        state, *_ = step_of(collection)(collection.grow(state, batch), plan)
+        if number == 3:
+            checkpoint.export_full(tmp_path / "run", collection, state)
+            break
+    state = checkpoint.load(tmp_path / "run", collection)
+    ahead = []
+    for batch, plan in collection.pipeline(raws[4:], lookahead=1):
+        state, embeddings, stats = step_of(collection)(collection.grow(state, batch), plan)
+        ahead.append((jax.device_get(embeddings), stats))
+    assert_same_results(results[4:], ahead)
+    for spec in collection.tables:
+        expected, got = programs.by_key(collection, want, spec.name), programs.by_key(collection, state, spec.name)
+        assert expected.keys() == got.keys()
+        for name, column in expected.items():
+            np.testing.assert_array_equal(programs.bits(column), programs.bits(got[name]), err_msg=name)
+
+
+def test_an_error_of_the_reader_comes_in_its_turn_and_leaves_a_drained_state():
+    """The batches before it are trained, the last of them without a lookup ahead."""
+
+    def reader():
+        yield from raw_batches(FEATURES)[:3]
+        raise OSError("the disk is gone")
+
+    collection = collection_of("plain", None)
+    state, num_steps = collection.init(seed=3, salt=5), 0
+    with pytest.raises(OSError, match="the disk is gone"):
+        for batch, plan in collection.pipeline(reader(), lookahead=1):
+            state, *_ = step_of(collection)(collection.grow(state, batch), plan)
+            num_steps += 1
+    assert num_steps == 3
+    want, _ = trained(collection, raw_batches(FEATURES)[:3])
+    programs.assert_same_state(want, state, index=False)
+
+
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_the_plan_of_another_batch_changes_no_row(num_shards):
+    """A step that gets another batch than the one in flight is counted, and `check` raises."""
+    collection = collection_of("plain", num_shards)
+    raws = raw_batches(collection.features)
+    (_, first), (_, second), (_, third), *_ = collection.pipeline(raws, lookahead=1)
+    state, *_ = step_of(collection)(collection.init(seed=3, salt=5), first)
+    rows = [np.asarray(slab) for store in state.stores for slab in store.rows]
+    wrong = dataclasses.replace(third, following=())
+    state, _, stats = step_of(collection)(state, wrong)
+    assert stats.num_misused_plans == 1
+    with pytest.raises(jaxsok.StalePlanError):
+        stats.check()
+    for old, slab in zip(rows, [slab for store in state.stores for slab in store.rows], strict=True):
+        np.testing.assert_array_equal(old, np.asarray(slab))
+    if num_shards is not None:
+        state, *_ = step_of(collection)(collection.init(seed=3, salt=5), first)
+        with pytest.raises(ValueError, match="lookup: features: got those of a batch where lookups are in flight"):
+            step_of(collection)(state, second.features)
+
+
+def test_requests_that_need_rounds_wait_for_their_turn():
+    """A batch whose keys all belong to one shard is looked up by its own step, and the bits stay."""
+    specs, features = CASES["plain"]
+    collection = programs.over(4, specs, features, send_capacity=2)
+    raws = raw_batches(features)
+    raws[3]["user"] = programs.keys_of_owner(2, NUM_SAMPLES, "user", 4)
+    want, results = trained(collection, raws)
+    pipeline = collection.pipeline(raws, lookahead=1)
+    num_following = [len(plan.following) for _, plan in pipeline]
+    assert num_following[:2] == [1, 1] and num_following[-1] == 0
+    got, ahead = trained(collection, raws, lookahead=1)
+    assert_same_results(results, ahead)
+    programs.assert_same_state(want, got, index=False)
+
+
+def test_arguments_of_the_pipeline_are_checked():
+    """Each message names the argument and what was wanted."""
+    collection = collection_of("plain", None)
+    for options, message in (
+        ({"lookahead": 2}, "pipeline: lookahead: got 2 with staleness 0, wanted at most 1"),
+        ({"lookahead": -1}, "pipeline: lookahead"),
+        ({"staleness": 1.5}, "pipeline: staleness"),
+        ({"prefetch": 0}, "pipeline: prefetch"),
+        ({"staleness": 1, "micro_batches": 2}, "pipeline: micro_batches"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            collection.pipeline([], **options)
+    raws = raw_batches(collection.features)
+    _, plan = next(iter(collection.pipeline(raws, lookahead=1)))
+    with pytest.raises(ValueError, match="lookup: clock: got one with lookups ahead"):
+        collection.lookup(collection.init(seed=0), plan, clock=7)
+
+
+@pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 2}], ids=["exact", "stale"])
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_a_step_with_lookups_in_flight_copies_no_table_and_stays_within_the_estimate(num_shards, options):
+    """All arrays of the stores keep their places (law 9), and XLA needs what `memory_estimate` says."""
+    specs = [jaxsok.TableSpec("user", 16, jaxsok.optim.adam(0.05), capacity=1 << 14)]
+    features = [jaxsok.FeatureSpec("user", "user")]
+    make = jaxsok.Collection if num_shards is None else functools.partial(programs.over, num_shards)
+    collection = make(specs, features)
+    raws = [{"user": np.arange(256) + step} for step in range(6)]
+    batches, plans = zip(*collection.pipeline(raws, **options), strict=True)
+    step = functools.partial(jax.jit, donate_argnums=0, compiler_options=programs.in_place())
+    first = step(programs.train_step(collection))
+    state, *_ = first(collection.init(seed=0), plans[0])
+    compiled = step(programs.train_step(collection)).lower(state, plans[1]).compile()
+    num_shards = num_shards or 1
+    assert not table_copies(compiled.as_text(), (1 << 14) * 16 * 4 // num_shards)
+    before = addresses(dataclasses.replace(state, ahead=()))
+    for plan in plans[1:3]:
+        state, *_ = compiled(state, plan)
+    assert addresses(dataclasses.replace(state, ahead=())) == before
+    estimate = collection.memory_estimate(state, batches[0], lookahead=max(options.values()))
+    plain = collection.memory_estimate(state, batches[0])
+    assert plain.step_bytes < estimate.step_bytes
+    in_flight = sum(leaf.nbytes for leaf in jax.tree.leaves(state.ahead)) // num_shards
+    assert compiled.memory_analysis().temp_size_in_bytes + in_flight <= estimate.step_bytes

@@ -1,0 +1,181 @@
+"""The lines of docs/coming_from.md compute what TensorFlow's lookups do, by their definitions in NumPy."""
+
+import contextlib
+import functools
+import io
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+import jaxsok
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DIM = 4
+# As DeepRec's documentation of its asynchronous lookup lists them.
+TEN = [
+    "tf.contrib.feature_column.sequence_input_layer",
+    "tf.contrib.layers.safe_embedding_lookup_sparse",
+    "tf.contrib.layers.input_from_feature_columns",
+    "tf.contrib.layers.sequence_input_from_feature_columns",
+    "tf.feature_column.input_layer",
+    "tf.nn.embedding_lookup",
+    "tf.nn.embedding_lookup_sparse",
+    "tf.nn.safe_embedding_lookup_sparse",
+    "tf.nn.fused_embedding_lookup_sparse",
+    "fused_safe_embedding_lookup_sparse",
+]
+
+
+def combined(rows, weights, combiner):
+    """The definition in `tf.nn.embedding_lookup_sparse`, for one sample."""
+    weights = np.asarray(weights, np.float64)
+    total = sum(weight * row for weight, row in zip(weights, rows, strict=True))
+    return total / {"sum": 1.0, "mean": weights.sum(), "sqrtn": np.sqrt((weights**2).sum())}[combiner]
+
+
+def looked_up(rows, indices, ids, num_samples, weights=None, combiner="mean", default_id=None, *, prunes=True):
+    """`tf.nn.safe_embedding_lookup_sparse`; without pruning the plain one, with zeros for samples that have no id."""
+    weights = np.ones(len(ids)) if weights is None else weights
+    result = np.zeros((num_samples, DIM))
+    for sample in range(num_samples):
+        entries = [(key, w) for (i, _), key, w in zip(indices, ids.tolist(), weights, strict=True) if i == sample]
+        if prunes:
+            entries = [(key, w) for key, w in entries if key >= 0 and (combiner == "sum" or w > 0)]
+        if not entries and default_id is not None:
+            entries = [(default_id, 1.0)]
+        if entries:
+            result[sample] = combined([rows[key] for key, _ in entries], [w for _, w in entries], combiner)
+    return result
+
+
+def sequences(rows, ragged):
+    """What a sequence column gives: the row of each id at its place, zeros at negative ids and behind the last one."""
+    result, begin = np.zeros((len(ragged.lengths), ragged.lengths.max(), DIM)), 0
+    for sample, length in enumerate(ragged.lengths):
+        for place, key in enumerate(ragged.keys[begin : begin + length].tolist()):
+            result[sample, place] = rows[key] if key >= 0 else 0
+        begin += length
+    return result
+
+
+@functools.cache
+def page():
+    """The names that the section's code makes, and its text."""
+    text = (ROOT / "docs/coming_from.md").read_text()
+    section = text[text.index("## DeepRec") : text.index("## HugeCTR")]
+    (code,) = re.findall(r"^```python\n(.*?)^```$", section, flags=re.DOTALL | re.MULTILINE)
+    names = {"functools": functools, "jax": jax, "jnp": jnp, "np": np, "jaxsok": jaxsok}
+    names["adagrad"] = jaxsok.optim.rowwise_adagrad(0.02)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        exec(compile(code, "docs/coming_from.md", "exec"), names)
+    return names, section, code
+
+
+def rows_by_key(collection, state, keys):
+    """The rows of these keys, as float64."""
+    keys = np.unique(keys)
+    rows, _ = collection.rows_of(state, "item", keys)
+    return dict(zip(keys.tolist(), np.asarray(rows, np.float64), strict=True))
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What the page's lines give for its batch, and the rows that it was given."""
+    names, *_ = page()
+    collection, raw = names["lookups"], names["raw"]
+    embeddings, state, _ = collection.lookup(collection.init(seed=0), collection.batch(raw).features)
+    rows = rows_by_key(collection, state, np.arange(12))
+    return {name: np.asarray(one) for name, one in embeddings.items()}, rows
+
+
+def test_every_one_of_the_ten_is_in_the_table_and_has_a_line():
+    """By its whole name in the table; the code may leave out the modules of a second one."""
+    _, section, code = page()
+    for name in TEN:
+        assert f"`{name}`" in section, name
+        assert re.search(rf"# .*\b{name.rsplit('.', 1)[-1]}\b", code), name
+
+
+@pytest.mark.parametrize("name", TEN)
+def test_a_line_gives_what_the_function_does(found, name):
+    """For the page's batch: negative ids, weights that are not positive, samples that are empty before and after."""
+    embeddings, rows = found
+    names, *_ = page()
+    indices, ids, weights, raw = (names[one] for one in ("indices", "ids", "weights", "raw"))
+    lookup = functools.partial(looked_up, rows, indices)
+    two_columns = [lookup(np.abs(ids), 4), lookup(ids, 4)]  # "genre", then "tag"
+    two_sequences = [sequences(rows, names["ragged"])] * 2
+    columns = names["columns"]
+    got, want = {
+        "tf.nn.embedding_lookup": lambda: (
+            embeddings["id"],
+            np.array([[rows[key] for key in pair] for pair in raw["id"].tolist()]),
+        ),
+        "tf.nn.embedding_lookup_sparse": lambda: (
+            embeddings["sparse"],
+            lookup(np.abs(ids), 4, weights, prunes=False),
+        ),
+        "tf.nn.safe_embedding_lookup_sparse": lambda: (embeddings["safe"], lookup(ids, 4, weights, "sqrtn")),
+        "tf.contrib.layers.safe_embedding_lookup_sparse": lambda: (
+            embeddings["contrib"],
+            lookup(ids, 4, weights, "mean", default_id=6),
+        ),
+        "tf.nn.fused_embedding_lookup_sparse": lambda: (embeddings["fused"], lookup(np.abs(ids), 4, combiner="sum")),
+        "fused_safe_embedding_lookup_sparse": lambda: (embeddings["fused_safe"], lookup(ids, 4, default_id=6)),
+        **dict.fromkeys(
+            ["tf.feature_column.input_layer", "tf.contrib.layers.input_from_feature_columns"],
+            lambda: (columns(embeddings, ["tag", "genre"]), np.concatenate(two_columns, axis=1)),
+        ),
+        **dict.fromkeys(
+            [
+                "tf.contrib.feature_column.sequence_input_layer",
+                "tf.contrib.layers.sequence_input_from_feature_columns",
+            ],
+            lambda: (columns(embeddings, ["seen", "rated"]), np.concatenate(two_sequences, axis=2)),
+        ),
+    }[name]()
+    assert got.shape == want.shape and np.any(want)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7, err_msg=name)  # float32 sums of a few rows
+
+
+def test_sequence_lengths():
+    """The last column of each sample and one more, as TensorFlow takes them from the indices."""
+    names, *_ = page()
+    assert names["batch"]["length"].tolist() == [1, 0, 3, 0]
+
+
+@pytest.mark.parametrize("default_id", [None, 0, 6])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_safe_on_random_bags(combiner, weighted, default_id):
+    """The page's function `safe`: batches of which a third of the ids and of the weights are pruned."""
+    names, *_ = page()
+    table = jaxsok.TableSpec("item", DIM, jaxsok.optim.sgd(0.1), capacity=64)
+    feature = jaxsok.FeatureSpec("bag", "item", combiner=combiner, weighted=weighted, max_keys=64)
+    collection = jaxsok.Collection([table], [feature])
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(0, 4, 12)
+        samples = np.repeat(np.arange(12), lengths)
+        indices = np.stack([samples, np.arange(len(samples))], axis=1)
+        ids = rng.integers(-5, 10, len(samples))
+        weights = rng.integers(-1, 3, len(samples)).astype(np.float32) if weighted else None
+        if weighted and combiner == "sum":
+            weights[:] = rng.normal(size=len(samples))
+        bag = names["safe"](indices, ids, 12, weights, combiner, default_id)
+        embeddings, state, _ = collection.lookup(collection.init(seed=0), collection.batch({"bag": bag}).features)
+        rows = rows_by_key(collection, state, np.arange(10))
+        want = looked_up(rows, indices, ids, 12, weights, combiner, default_id)
+        assert (lengths == 0).any() and np.any(want)
+        np.testing.assert_allclose(embeddings["bag"], want, rtol=1e-5, atol=1e-6)
