@@ -27,8 +27,9 @@ import jaxsok
 from jaxsok import data
 
 FREE = {
-    "cache_dir", "checkpoint_dir", "checkpoint_every", "convert", "distributed", "heartbeat_timeout_s", "num_devices",
-    "num_processes", "num_threads", "placement", "plot", "process_id", "replicate_rows", "show_progress", "wire",
+    "cache_dir", "checkpoint_dir", "checkpoint_every", "convert", "distributed", "heartbeat_timeout_s", "lookahead",
+    "num_devices", "num_processes", "num_threads", "placement", "plot", "process_id", "replicate_rows", "show_progress",
+    "wire",
 }  # fmt: skip
 """Fields that may change when a run goes on."""
 
@@ -86,6 +87,10 @@ class Config:
     """How many devices to use; None: all. In several processes always all."""
     placement: str = "auto"
     """Where tables live, if there are several devices: "auto" asks the planner; "sharded" spreads all of them."""
+    lookahead: int = 0
+    """1: each step looks the next batch up too, with the same results (docs/lookups_ahead.md)."""
+    staleness: int = 0
+    """Updates that the rows of a batch may miss."""
     distributed: bool = False
     """Whether a launcher started several of this process."""
     num_processes: int | None = None
@@ -217,6 +222,8 @@ def train(
         checkpoints,
         num_samples=lambda _: config.batch_size,
         grows=grows,
+        lookahead=config.lookahead,
+        staleness=config.staleness,
     )
     label, probabilities, missing_keys = evaluate(
         collection, fitted.tables, graphdef, fitted.dense[0], held_out, config.batch_size
@@ -364,6 +371,9 @@ def add_options(parser: argparse.ArgumentParser, default: Config, optimizers: It
     add("--num-devices", type=int, help="how many devices to use (default: all)")
     add("--placement", choices=("auto", "sharded"), default=default.placement,
         help="where tables live: as the planner says, or spread over all devices")  # fmt: skip
+    add("--lookahead", type=int, default=default.lookahead, choices=(0, 1),
+        help="batches that are looked up ahead, with the same results")  # fmt: skip
+    add("--staleness", type=int, default=default.staleness, help="updates that the rows of a batch may miss")
     add("--distributed", action="store_true", help="one of several processes: under SLURM, Open MPI, or with "
         "JAX_COORDINATOR_ADDRESS set and the two options that follow")  # fmt: skip
     add("--num-processes", type=int, help="how many processes, if no launcher says (default: $NUM_PROCESSES)")

@@ -379,6 +379,8 @@ def fit(
     num_samples: Callable[[int], int],
     grows: bool = True,
     pad_to: int | None = None,
+    lookahead: int = 0,
+    staleness: int = 0,
 ) -> Fitted:
     """Trains to the end of the data or until Ctrl-C; goes on where an interrupted run stopped.
 
@@ -394,6 +396,8 @@ def fit(
       grows: whether tables get more rows as keys come. Tables that have room for all keys skip the question, which
         costs a count on the device where rows are nearly all in use.
       pad_to: as of `collection.batch`.
+      lookahead: as of `collection.pipeline`.
+      staleness: as of `collection.pipeline`.
     """
     if (saved := checkpoints.restore(collection, dense)) is None:
         state, (params, opt_state) = init(), dense
@@ -402,16 +406,20 @@ def fit(
         iterator.set_state(saved.data)
         history.restore(saved.curves)
     with history, CtrlC() as ctrl_c:
-        pipeline = collection.pipeline(iterator, pad_to=pad_to)
+        pipeline = collection.pipeline(iterator, pad_to=pad_to, lookahead=lookahead, staleness=staleness)
+        is_stopped, coming = False, range(1, max(lookahead, staleness) + 1)
         for batch, plan in pipeline:
+            if is_stopped or any(checkpoints.is_due(history.num_steps + i) for i in coming):
+                state = collection.drain(state)  # what is saved has no lookup in flight
             if grows:
                 state = collection.grow(state, batch)  # makes room for its keys; almost always returns at once
             state, params, opt_state, loss, stats = step(state, params, opt_state, batch, plan)
             history.add(loss, stats, num_samples(history.num_steps))
             is_stopped = ctrl_c.asks_to_stop(history.num_steps)
-            if is_stopped or checkpoints.is_due(history.num_steps):
+            ends = is_stopped and not state.ahead
+            if ends or checkpoints.is_due(history.num_steps):
                 checkpoints.save(collection, state, (params, opt_state), pipeline, history)
-            if is_stopped:
+            if ends:
                 break
     checkpoints.finish()
     return Fitted(state, (params, opt_state), ctrl_c.has_stopped, history.summary())
