@@ -75,6 +75,10 @@ class Config:
     """Seed of the tables, of the dense parameters and of the synthetic log."""
     num_devices: int | None = None
     """How many devices to use; None: all."""
+    lookahead: int = 0
+    """1: each step looks the next batch up too, with the same results (docs/lookups_ahead.md). Not with `dense`."""
+    staleness: int = 0
+    """Updates that the rows of a batch may miss. Not with `dense`."""
     plot: pathlib.Path | None = pathlib.Path("train_movielens.png")
     """File for the plot; None: no plot."""
     checkpoint_dir: pathlib.Path | None = pathlib.Path("train_movielens.checkpoint")
@@ -85,7 +89,7 @@ class Config:
     """Whether to show a progress bar."""
 
 
-FREE = {"checkpoint_dir", "checkpoint_every", "num_devices", "plot", "show_progress"}
+FREE = {"checkpoint_dir", "checkpoint_every", "lookahead", "num_devices", "plot", "show_progress"}
 """Fields that may change when a run goes on."""
 
 
@@ -247,6 +251,8 @@ def train_dynamic(
         # The last batch of an epoch is shorter. The mask says so too, but is on the device: reading it would wait.
         num_samples=lambda step: min(config.batch_size, len(log) - step % len(batches) * config.batch_size),
         pad_to=config.batch_size,
+        lookahead=config.lookahead,
+        staleness=config.staleness,
     )
 
     probabilities = []
@@ -459,6 +465,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
     add("--held-out", type=float, default=default.held_out, help="share of the log, at its end, to evaluate on")
     add("--seed", type=int, default=default.seed, help="seed of tables, dense parameters and synthetic log")
     add("--num-devices", type=int, help="how many devices to use (default: all)")
+    add("--lookahead", type=int, default=default.lookahead, choices=(0, 1),
+        help="batches that are looked up ahead, with the same results")  # fmt: skip
+    add("--staleness", type=int, default=default.staleness, help="updates that the rows of a batch may miss")
     add("--plot", type=pathlib.Path, default=default.plot, metavar="FILE", help="file for the plot")
     add("--checkpoint-dir", type=pathlib.Path, default=default.checkpoint_dir, metavar="FOLDER",
         help="where Ctrl-C leaves the run; the same command goes on from there")  # fmt: skip
