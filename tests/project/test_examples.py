@@ -178,18 +178,22 @@ def test_ctrl_c_gives_what_was_done(log, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "plot.png").exists()
 
 
-def test_an_interrupted_run_goes_on_at_the_next_batch(log, tmp_path, monkeypatch):
-    """Two interruptions, other devices in between: losses, keys and AUC are those of a run without them."""
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_an_interrupted_run_goes_on_at_the_next_batch(log, tmp_path, monkeypatch, lookahead):
+    """Two interruptions, other devices in between: losses, keys and AUC are those of a run without them.
+
+    With a lookup ahead a run stops a step later, when the state is drained; the whole run has none.
+    """
     config = dataclasses.replace(ROOMY, data=(log,), max_rows=2000, held_out_rows=400, shuffle=True, epochs=2)
     whole = train_dlrm.train(config)
-    config = dataclasses.replace(config, checkpoint_dir=tmp_path / "run", checkpoint_every=5)
+    config = dataclasses.replace(config, checkpoint_dir=tmp_path / "run", checkpoint_every=5, lookahead=lookahead)
     press_ctrl_c_after(monkeypatch, training.CtrlC, 3, 8)
     results = [
         train_dlrm.train(dataclasses.replace(config, num_devices=number))
         for number in (1, min(2, jax.device_count()), 1)
     ]
     assert [result.is_interrupted for result in results] == [True, True, False]
-    assert [result.num_restored // SMALL.batch_size for result in results] == [0, 3, 8]
+    assert [result.num_restored // SMALL.batch_size for result in results] == [0, 3 + lookahead, 8 + lookahead]
     last = results[-1]
     np.testing.assert_allclose(last.losses, whole.losses, rtol=2e-5)
     np.testing.assert_array_equal(last.growth, whole.growth)
