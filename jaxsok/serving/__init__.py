@@ -9,6 +9,7 @@ from jaxsok.serving.config import Config
 from jaxsok.serving.config import read as read_config
 from jaxsok.serving.errors import (
     ConfigError,
+    DatabaseError,
     RequestError,
     RequestTooLargeError,
     ServingError,
@@ -32,6 +33,7 @@ __all__ = [
     "Answer",
     "Config",
     "ConfigError",
+    "DatabaseError",
     "FrozenStore",
     "FrozenTable",
     "FrozenTables",

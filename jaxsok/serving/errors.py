@@ -51,3 +51,7 @@ class RequestError(ServingError):
 
 class RequestTooLargeError(RequestError):
     """More keys, samples or bytes than the configuration allows."""
+
+
+class DatabaseError(ServingError):
+    """A database that does not answer, or has rows of another form."""

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jaxtyping
@@ -17,9 +17,10 @@ from jaxsok import keys as keys_lib
 from jaxsok.initializers import InitialRows
 from jaxsok.serving import artifact, backing, row_map, sources, updates
 from jaxsok.serving import cache as cache_lib
-from jaxsok.serving.config import ModelConfig, TableConfig
+from jaxsok.serving.config import Config, ModelConfig, TableConfig
+from jaxsok.serving.databases import Database
 from jaxsok.serving.errors import ServingError
-from jaxsok.serving.frozen import FrozenTable, FrozenTables
+from jaxsok.serving.frozen import FrozenTable, FrozenTables, SizedRecords
 from jaxsok.serving.fused import LookupInput, lookup_with_counts
 from jaxsok.serving.padding import key_words
 from jaxsok.serving.predictions import (
@@ -32,6 +33,7 @@ from jaxsok.serving.predictions import (
     words_in,
 )
 from jaxsok.serving.served import Found, Lookup, Program, Served, rest_s
+from jaxsok.serving.stored import StoredVersion, StoredVersions
 from jaxsok.serving.updates import Version, Versions
 from jaxsok.types import COUNTS, PADDING_KEY
 
@@ -47,8 +49,6 @@ many rows, each of its own by itself.
 """
 
 MOST_EXTRA_BYTES = 64 << 20  # rows that a program may make beyond those of the request, in bytes
-
-Given: TypeAlias = Sequence[tuple[FrozenTable, sources.TableSource]]
 
 
 class OnDevice(Served):
@@ -186,9 +186,12 @@ class OnDevice(Served):
 
 
 class Cached(Served):
-    """A model whose rows are read through a cache on the device; all of them lie in host memory."""
+    """A model whose rows are read through a cache on the device; all of them lie in host memory, or in databases.
 
-    def __init__(self, config: ModelConfig, versions: Versions, device: Any, *, warm_up: bool) -> None:
+    Without `gpucache` rows of databases are read through a cache that keeps none.
+    """
+
+    def __init__(self, config: ModelConfig, versions: Versions | StoredVersions, device: Any, *, warm_up: bool) -> None:
         """Fills the cache, and begins to refresh it, as the configuration says."""
         super().__init__(config, versions, device, warm_up=warm_up)
         self._num_warm_ups = 0
@@ -196,9 +199,10 @@ class Cached(Served):
         self._clock = threading.Thread(target=self._refresh_by_the_clock, name="jaxsok-refresh", daemon=True)
         self.cache = cache_lib.DeviceCache(
             _rows_of(versions.current),
-            fraction=config.gpucacheper,
-            hit_rate_threshold=config.hit_rate_threshold,
+            fraction=config.gpucacheper if config.gpucache else 1e-9,
+            hit_rate_threshold=config.hit_rate_threshold if config.gpucache else math.inf,
             refresh_fraction=config.cache_refresh_percentage_per_iteration,
+            keeps_rows=config.gpucache,
             device=device,
         )
         try:
@@ -280,6 +284,9 @@ class Cached(Served):
     def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None:
         rows = _rows_of(new)
         rows.ready_as(self.cache.source)  # else the first misses would wait for a compiler
+        if isinstance(new, StoredVersion) and new.replaced:  # a database may have lost rows that are cached
+            cached = self.cache.cached_keys()
+            changed = {**changed, **{name: np.append(changed[name], cached[name]) for name in new.replaced}}
         self.cache.swap(rows, changed)
 
     def refresh(self) -> None:
@@ -318,31 +325,39 @@ class Cached(Served):
 
 
 def open_model(
+    whole: Config,
     config: ModelConfig,
-    key_bits: sources.KeyBits,
     device: Any,
     room: Callable[[], int | None],
     memory: threading.Lock,
+    databases: Sequence[Database | None],
     *,
     warm_up: bool,
 ) -> Served:
-    """Opens the files of a model, and serves it.
+    """Opens the files of a model, one of a whole configuration, and serves it.
 
     `room` gives the device's free bytes; None: not known. `memory` is held while some of the device is taken, by all
     models that share it.
     """
-    given = [_open_table(config, table, key_bits) for table in config.tables]
+    given = [_open_table(config, table, whole.key_bits) for table in config.tables]
     dense_model = None
     if config.dense_file:
         tables = {table.name: table for table, _ in given}
         dense_model = load_dense_model("open", config, config.dense_file, tables, device)
     is_cached = config.tier == "cache"
+    if any(databases) and config.tier != "device":
+        stored = StoredVersions(whole, config, given, databases, dense_model)
+        if is_cached:
+            counts = stored.current.num_rows
+            sized = [(table, SizedRecords(counts[table.name], ())) for table, _ in given]
+            _require_room_for_cache(config, sized, device, room())
+        return Cached(config, stored, device, warm_up=warm_up)
     if is_cached:
         _require_room_for_cache(config, given, device, room())
     versions = Versions(
         config,
         given,
-        key_bits=key_bits,
+        key_bits=whole.key_bits,
         device=row_map.host_device() if is_cached else device,
         room=room if config.tier == "device" else lambda: updates.host_free_bytes(),
         can_donate=not is_cached,
@@ -376,7 +391,9 @@ def _open_table(
     return FrozenTable(table.name, table.dim, default, dtype, initial), source
 
 
-def _require_room_for_cache(config: ModelConfig, given: Given, device: Any, free: int | None) -> None:
+def _require_room_for_cache(
+    config: ModelConfig, given: Sequence[tuple[FrozenTable, Any]], device: Any, free: int | None
+) -> None:
     """Refuses a cache that is larger than the free bytes of its device."""
     num_rows = {
         table: max(cache_lib.MIN_ROWS, math.ceil(config.gpucacheper * source.num_rows)) for table, source in given
@@ -389,7 +406,9 @@ def _require_room_for_cache(config: ModelConfig, given: Given, device: Any, free
         )
 
 
-def _rows_of(version: Version) -> backing.HostRows:
+def _rows_of(version: Version) -> backing.RowSource:
+    if isinstance(version, StoredVersion):
+        return version.rows()
     return backing.HostRows(version.tables, version.maps, version=version.number, served=version.served)
 
 

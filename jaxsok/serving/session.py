@@ -16,6 +16,7 @@ import jax
 
 from jaxsok import checks
 from jaxsok.serving import config as config_lib
+from jaxsok.serving import databases as databases_lib
 from jaxsok.serving import row_map, updates
 from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.errors import ConfigError, ServingError, UnknownModelError
@@ -47,6 +48,7 @@ def open(
     Raises:
       ConfigError: the configuration, or a device that is not there.
       ServingError, FileNotFoundError, CorruptFileError, ValueError: files; see `sources.open_table`. Or no room.
+      DatabaseError: Redis or RocksDB cannot be reached.
 
     Cost:
       Reads all files. Memory of a model: `frozen_bytes` of its tables, and 45 bytes a row on the host.
@@ -90,12 +92,15 @@ class Session:
         self._is_closed = False
         self._models: dict[str, Served] = {}
         memory: dict[Any, threading.Lock] = {}  # by device where rows lie
+        self._databases: tuple[databases_lib.Database | None, ...] = (None, None)
         try:
+            if config.has_database and any(model.tier != "device" for model in config.models):
+                self._databases = databases_lib.connect(config)
             for number, model in enumerate(config.models):
                 at = _device(number, model, device)
                 lock = memory.setdefault(at if model.tier == "device" else row_map.host_device(), threading.Lock())
                 room = functools.partial(self._room, at)
-                self._models[model.model] = open_model(model, config.key_bits, at, room, lock, warm_up=warm_up)
+                self._models[model.model] = open_model(config, model, at, room, lock, self._databases, warm_up=warm_up)
         except BaseException:
             self.close()
             raise
@@ -212,6 +217,10 @@ class Session:
         for served in models.values():
             served.stop()  # stop all before waiting for any
         have_ended = [served.close(until) for served in models.values()]
+        databases, self._databases = self._databases, (None, None)
+        for database in databases:
+            if database is not None:
+                database.close()
         return all(have_ended)
 
     def _require_open(self, op: str) -> None:

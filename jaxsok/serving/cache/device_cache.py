@@ -71,6 +71,7 @@ class DeviceCache:
       refresh_fraction: of the cached rows, that `refresh` reads at a time: HPS's
         `cache_refresh_percentage_per_iteration`; 0: all at once.
       max_pending: lookups whose misses may wait for the background thread; more are dropped, and counted.
+      keeps_rows: False: lookups read the source each time, as without a cache.
 
     Raises:
       ValueError: an argument out of range, or a store of more rows than there can be.
@@ -90,6 +91,7 @@ class DeviceCache:
         hit_rate_threshold: float = 0.9,
         refresh_fraction: float = 0.0,
         max_pending: int = 16,
+        keeps_rows: bool = True,
         min_rows: int = MIN_ROWS,
         device: Any = None,
     ) -> None:
@@ -99,6 +101,7 @@ class DeviceCache:
         checks.integer("DeviceCache: max_pending", max_pending, 1)
         checks.integer("DeviceCache: min_rows", min_rows, 1)
         self.hit_rate_threshold, self.refresh_fraction = hit_rate_threshold, refresh_fraction
+        self._keeps_rows = keeps_rows
         self.device = jax.devices()[0] if device is None else device
         spec = FrozenSpec.of(list(source.tables.values()))
         self._shares = {
@@ -355,7 +358,7 @@ class DeviceCache:
             places, keys = found.missed[name]
             rows, is_found = fetch_lines(snapshot.source, name, keys)
             fetched[name] = Fetched(places[is_found], keys[is_found], rows)
-        if fetched:
+        if fetched and self._keeps_rows:
             self.stores.insert({name: (late.keys, late.rows) for name, late in fetched.items()}, snapshot.epoch)
         later = {name: keys for name, (_, keys) in found.missed.items() if name not in waits}
         is_taken = not later or self._fetch_later(later)

@@ -11,7 +11,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxsok.serving.errors import RequestTooLargeError, ServingError, UnknownModelError, UnknownTableError
+from jaxsok.serving.errors import (
+    DatabaseError,
+    RequestTooLargeError,
+    ServingError,
+    UnknownModelError,
+    UnknownTableError,
+)
 from jaxsok.serving.http import wire
 from jaxsok.serving.http.batching import ClosedError, QueueFullError
 
@@ -21,6 +27,7 @@ _STATUSES: dict[type, tuple[int, str]] = {  # the first that fits
     UnknownModelError: (404, "unknown_model"),
     UnknownTableError: (404, "unknown_table"),
     RequestTooLargeError: (413, "too_large"),
+    DatabaseError: (503, "database"),
     ServingError: (400, "bad_request"),
 }
 CLOSE: Mapping[str, str] = {"Connection": "close"}  # for a response before the request was read

@@ -1,0 +1,157 @@
+"""Versions of tables whose rows lie in databases: an update writes rows there, then replaces the cached ones.
+
+A database has one version of a row. So an update is not atomic below the cache: until it ends, and after one that
+failed, a lookup that misses may read new rows beside old ones; cached rows change in one instant. Doing it again
+repairs an update that failed.
+"""
+
+import copy
+import dataclasses
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxsok.serving.backing import RowSource
+from jaxsok.serving.config import Config, ModelConfig
+from jaxsok.serving.databases import Database, DatabaseRows, DatabaseTiers
+from jaxsok.serving.errors import ServingError
+from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, check_records
+from jaxsok.serving.sources import KeyBits, TableSource
+from jaxsok.serving.store_plans import Change
+from jaxsok.serving.updates import InPlace, Reader, Source, Version, open_update
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredVersion(Version):
+    """A version whose `tables` have no arrays: the rows are in databases."""
+
+    tiers: Any = None  # DatabaseTiers
+    replaced: frozenset[str] = frozenset()  # tables that the update to this version has replaced whole
+
+    @functools.cached_property
+    def num_rows(self) -> dict[str, int]:
+        return {name: self.tiers.num_rows(name) for name in self.tables.tables}
+
+    def rows(self) -> RowSource:
+        """The rows, by the number of this version."""
+        tiers = copy.copy(self.tiers)
+        tiers.version, tiers.served = self.number, self.served
+        return tiers
+
+
+class StoredVersions:
+    """The versions of one model's tables in databases, as `updates.Versions` of those in memory. Fills them first."""
+
+    host_bytes = held_bytes = 0
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelConfig,
+        given: Sequence[tuple[FrozenTable, TableSource]],
+        databases: Sequence[Database | None],
+        served: Any,
+    ) -> None:
+        self.name, self._is_read_only = model.model, config.persistent_db.read_only
+        self.key_bits: KeyBits = config.key_bits
+        self._updating = threading.Lock()  # held by one update; it alone sets `_current`
+        self.num_in_place = 0
+        tables = [table for table, _ in given]
+        volatile, persistent = (
+            None if database is None else DatabaseRows(database, model.model, tables, key_bits=config.key_bits)
+            for database in databases
+        )
+        tiers = DatabaseTiers(volatile, persistent, lifts=config.volatile_db.cache_missed_embeddings)
+        is_filled = all([_fill(config, tiers, table, source) for table, source in given])
+        self._current = StoredVersion(
+            number=1,
+            tables=FrozenTables((), FrozenSpec.of(tables)),
+            maps=(),
+            files={table.name: str(source.path) for table, source in given},
+            uuids={table.name: source.uuid if is_filled else None for table, source in given},
+            unknowns={table.name: source.unknown for table, source in given},
+            served=served,
+            dense_file=str(model.dense_file or ""),
+            tiers=tiers,
+        )
+
+    @property
+    def current(self) -> StoredVersion:
+        """The latest version."""
+        return self._current
+
+    def update(
+        self, source: Source | None, *, in_place: InPlace, served: Any, dense_file: str | None, reader: Reader
+    ) -> Version:
+        """Writes the rows of a source into the databases; see `Session.update`.
+
+        ServingError: it cannot be done; nothing has changed. DatabaseError: a database failed; some rows are written.
+        """
+        if in_place is False:
+            raise ServingError(
+                f'update: in_place: got False for model "{self.name}", whose rows lie in databases, wanted True or '
+                '"auto": rows there are changed where they lie.'
+            )
+        if self._is_read_only and source is not None:
+            raise ServingError(
+                f'update: model "{self.name}": source: got one, wanted None: persistent_db is read_only, and rows that '
+                "only volatile_db has can be lost; open it without read_only."
+            )
+        with self._updating:
+            try:
+                old = self._current
+                opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
+                changes = [Change.of(old.tables.tables[name], found) for name, found in opened.items()]
+                new = dataclasses.replace(
+                    old,
+                    number=old.number + 1,
+                    files={**old.files, **{name: str(found.path) for name, found in opened.items()}},
+                    uuids={**old.uuids, **{name: found.uuid for name, found in opened.items()}},
+                    served=old.served if dense_file is None else served,
+                    dense_file=old.dense_file if dense_file is None else dense_file,
+                    replaced=frozenset(change.table.name for change in changes if change.gone is None),
+                )
+                reader.prepare(old, new)
+                changed = {change.table.name: _write(old.tiers, change) for change in changes if not change.is_empty}
+                reader.publish(new, changed)
+                self._current = new
+                self.num_in_place += bool(changed)
+                return new
+            finally:
+                reader.settle(self._current)
+
+
+def _fill(config: Config, tiers: DatabaseTiers, table: FrozenTable, source: TableSource) -> bool:
+    """Writes the rows of a table's file into the databases that are to be filled; returns whether all of them are."""
+    persistent = tiers.persistent if config.persistent_db.initialize_after_startup else None
+    persistent = None if config.persistent_db.read_only else persistent
+    volatile = tiers.volatile if config.volatile_db.initialize_after_startup else None
+    rest = round(config.volatile_db.initial_cache_rate * source.num_rows)  # rows that the volatile one still takes
+    for records in source.chunks() if volatile or persistent else ():
+        check_records("open", table, records)
+        keys, rows = records.keys, records.rows.astype(np.float32)
+        if persistent is not None:
+            persistent.insert(table.name, keys, rows)
+        if volatile is not None:
+            volatile.insert(table.name, keys[:rest], rows[:rest])
+            volatile.erase(table.name, keys[rest:])  # it may have older rows
+            rest = max(0, rest - len(keys))
+    return (persistent is tiers.persistent) and (volatile is tiers.volatile)
+
+
+def _write(tiers: DatabaseTiers, change: Change) -> np.ndarray:
+    """Writes an update of a table; gives the keys that have other rows now, or none."""
+    gone = change.gone
+    if gone is None:
+        new, gone_parts = np.sort(change.keys), [np.zeros(0, np.uint64)]
+        for keys in tiers.keys(change.table.name):
+            places = np.minimum(np.searchsorted(new, keys), max(0, len(new) - 1))
+            gone_parts.append(keys[new[places] != keys] if len(new) else keys)
+        gone = np.concatenate(gone_parts)
+    tiers.erase(change.table.name, gone)
+    for records in change.pieces():
+        tiers.insert(change.table.name, records.keys, records.rows.astype(np.float32))
+    return np.concatenate([change.keys, gone])
