@@ -188,7 +188,7 @@ def _node(text: str) -> tuple[str, int]:
 
 def _connect(nodes: Sequence[tuple[str, int]], options: dict[str, Any]) -> Any:
     """Connects to the first node that answers, and to its cluster, if it is in one."""
-    for host, port in nodes:
+    for number, (host, port) in enumerate(nodes, 1):
         try:
             server = redis.Redis(host, port, retry=Retry(NoBackoff(), 1), **options)
             if not server.info("cluster")["cluster_enabled"]:
@@ -196,6 +196,5 @@ def _connect(nodes: Sequence[tuple[str, int]], options: dict[str, Any]) -> Any:
             server.close()
             return redis.RedisCluster(host=host, port=port, retry=Retry(NoBackoff(), 0), **options)
         except (redis.ConnectionError, redis.TimeoutError, redis.exceptions.RedisClusterException):
-            if (host, port) == nodes[-1]:
+            if number == len(nodes):
                 raise
-    raise AssertionError("there is a node")

@@ -27,7 +27,6 @@ _STATUSES: dict[type, tuple[int, str]] = {  # the first that fits
     UnknownModelError: (404, "unknown_model"),
     UnknownTableError: (404, "unknown_table"),
     RequestTooLargeError: (413, "too_large"),
-    DatabaseError: (503, "database"),
     ServingError: (400, "bad_request"),
 }
 CLOSE: Mapping[str, str] = {"Connection": "close"}  # for a response before the request was read
@@ -63,6 +62,9 @@ def refusal_of(error: Exception, op: str) -> Refusal:
     """Makes the refusal of an error: a client's own error with its reason, an internal one without."""
     if isinstance(error, Refusal):
         return error
+    if isinstance(error, DatabaseError):
+        _log.error("%s: %s", op, error)
+        return Refusal(503, "database", f"{op}: a database does not answer; ask again later.", {"Retry-After": "1"})
     for kind, (status, code) in _STATUSES.items():
         if isinstance(error, kind):
             return Refusal(status, code, str(error))
