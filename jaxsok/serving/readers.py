@@ -18,7 +18,7 @@ from jaxsok.initializers import InitialRows
 from jaxsok.serving import artifact, backing, row_map, sources, updates
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving.config import Config, ModelConfig, TableConfig
-from jaxsok.serving.databases import Database
+from jaxsok.serving.databases import Connected
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenTable, FrozenTables, SizedRecords
 from jaxsok.serving.fused import LookupInput, lookup_with_counts
@@ -330,7 +330,7 @@ def open_model(
     device: Any,
     room: Callable[[], int | None],
     memory: threading.Lock,
-    databases: Sequence[Database | None],
+    databases: Connected,
     *,
     warm_up: bool,
 ) -> Served:

@@ -92,7 +92,7 @@ class Session:
         self._is_closed = False
         self._models: dict[str, Served] = {}
         memory: dict[Any, threading.Lock] = {}  # by device where rows lie
-        self._databases: tuple[databases_lib.Database | None, ...] = (None, None)
+        self._databases: databases_lib.Connected = (None, None)
         try:
             if config.has_database and any(model.tier != "device" for model in config.models):
                 self._databases = databases_lib.connect(config)

@@ -16,30 +16,31 @@ import numpy as np
 
 from jaxsok.serving.backing import RowSource
 from jaxsok.serving.config import Config, ModelConfig
-from jaxsok.serving.databases import Database, DatabaseRows, DatabaseTiers
+from jaxsok.serving.databases import Connected, DatabaseRows
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, check_records
-from jaxsok.serving.sources import KeyBits, TableSource
+from jaxsok.serving.sources import TableSource
 from jaxsok.serving.store_plans import Change
 from jaxsok.serving.updates import InPlace, Reader, Source, Version, open_update
+from jaxsok.types import PADDING_KEY
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredVersion(Version):
     """A version whose `tables` have no arrays: the rows are in databases."""
 
-    tiers: Any = None  # DatabaseTiers
+    stored: Any = None  # DatabaseRows
     replaced: frozenset[str] = frozenset()  # tables that the update to this version has replaced whole
 
     @functools.cached_property
     def num_rows(self) -> dict[str, int]:
-        return {name: self.tiers.num_rows(name) for name in self.tables.tables}
+        return {name: self.stored.num_rows(name) for name in self.tables.tables}
 
     def rows(self) -> RowSource:
-        """The rows, by the number of this version."""
-        tiers = copy.copy(self.tiers)
-        tiers.version, tiers.served = self.number, self.served
-        return tiers
+        """The rows, as those of this version."""
+        rows = copy.copy(self.stored)
+        rows.version, rows.served = self.number, self.served
+        return rows
 
 
 class StoredVersions:
@@ -52,20 +53,22 @@ class StoredVersions:
         config: Config,
         model: ModelConfig,
         given: Sequence[tuple[FrozenTable, TableSource]],
-        databases: Sequence[Database | None],
+        databases: Connected,
         served: Any,
     ) -> None:
-        self.name, self._is_read_only = model.model, config.persistent_db.read_only
-        self.key_bits: KeyBits = config.key_bits
+        self.name, self.key_bits, self._is_read_only = model.model, config.key_bits, config.persistent_db.read_only
         self._updating = threading.Lock()  # held by one update; it alone sets `_current`
         self.num_in_place = 0
         tables = [table for table, _ in given]
-        volatile, persistent = (
-            None if database is None else DatabaseRows(database, model.model, tables, key_bits=config.key_bits)
-            for database in databases
-        )
-        tiers = DatabaseTiers(volatile, persistent, lifts=config.volatile_db.cache_missed_embeddings)
-        is_filled = all([_fill(config, tiers, table, source) for table, source in given])
+        there = [database for database in databases if database is not None]
+        make = functools.partial(DatabaseRows, model=model.model, tables=tables, key_bits=config.key_bits)
+        volatile, persistent = (None if database is None else make([database]) for database in databases)
+        volatile = volatile if config.volatile_db.initialize_after_startup else None
+        is_filled = config.persistent_db.initialize_after_startup and not self._is_read_only
+        persistent = persistent if is_filled else None
+        for table, source in given:
+            _fill(table, source, volatile, config.volatile_db.initial_cache_rate, persistent)
+        is_filled = (volatile is not None) + (persistent is not None) == len(there)
         self._current = StoredVersion(
             number=1,
             tables=FrozenTables((), FrozenSpec.of(tables)),
@@ -75,7 +78,7 @@ class StoredVersions:
             unknowns={table.name: source.unknown for table, source in given},
             served=served,
             dense_file=str(model.dense_file or ""),
-            tiers=tiers,
+            stored=make(there, lifts=config.volatile_db.cache_missed_embeddings),
         )
 
     @property
@@ -115,7 +118,7 @@ class StoredVersions:
                     replaced=frozenset(change.table.name for change in changes if change.gone is None),
                 )
                 reader.prepare(old, new)
-                changed = {change.table.name: _write(old.tiers, change) for change in changes if not change.is_empty}
+                changed = {change.table.name: _write(old.stored, change) for change in changes if not change.is_empty}
                 reader.publish(new, changed)
                 self._current = new
                 self.num_in_place += bool(changed)
@@ -124,12 +127,15 @@ class StoredVersions:
                 reader.settle(self._current)
 
 
-def _fill(config: Config, tiers: DatabaseTiers, table: FrozenTable, source: TableSource) -> bool:
-    """Writes the rows of a table's file into the databases that are to be filled; returns whether all of them are."""
-    persistent = tiers.persistent if config.persistent_db.initialize_after_startup else None
-    persistent = None if config.persistent_db.read_only else persistent
-    volatile = tiers.volatile if config.volatile_db.initialize_after_startup else None
-    rest = round(config.volatile_db.initial_cache_rate * source.num_rows)  # rows that the volatile one still takes
+def _fill(
+    table: FrozenTable,
+    source: TableSource,
+    volatile: DatabaseRows | None,
+    cache_rate: float,
+    persistent: DatabaseRows | None,
+) -> None:
+    """Writes the rows of a table's file into the persistent database, and the first of them into the volatile one."""
+    rest = round(cache_rate * source.num_rows)
     for records in source.chunks() if volatile or persistent else ():
         check_records("open", table, records)
         keys, rows = records.keys, records.rows.astype(np.float32)
@@ -139,19 +145,16 @@ def _fill(config: Config, tiers: DatabaseTiers, table: FrozenTable, source: Tabl
             volatile.insert(table.name, keys[:rest], rows[:rest])
             volatile.erase(table.name, keys[rest:])  # it may have older rows
             rest = max(0, rest - len(keys))
-    return (persistent is tiers.persistent) and (volatile is tiers.volatile)
 
 
-def _write(tiers: DatabaseTiers, change: Change) -> np.ndarray:
+def _write(stored: DatabaseRows, change: Change) -> np.ndarray:
     """Writes an update of a table; gives the keys that have other rows now, or none."""
-    gone = change.gone
+    name, gone = change.table.name, change.gone
     if gone is None:
-        new, gone_parts = np.sort(change.keys), [np.zeros(0, np.uint64)]
-        for keys in tiers.keys(change.table.name):
-            places = np.minimum(np.searchsorted(new, keys), max(0, len(new) - 1))
-            gone_parts.append(keys[new[places] != keys] if len(new) else keys)
-        gone = np.concatenate(gone_parts)
-    tiers.erase(change.table.name, gone)
+        new = np.sort(np.append(change.keys, np.uint64(PADDING_KEY)))  # which is greater than all keys
+        parts = [keys[new[np.searchsorted(new, keys)] != keys] for keys in stored.keys(name)]
+        gone = np.concatenate([np.zeros(0, np.uint64), *parts])
+    stored.erase(name, gone)
     for records in change.pieces():
-        tiers.insert(change.table.name, records.keys, records.rows.astype(np.float32))
+        stored.insert(name, records.keys, records.rows.astype(np.float32))
     return np.concatenate([change.keys, gone])

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import logging
+import shutil
 import struct
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from waiting import wait_until
 from jaxsok import serving
 from jaxsok.serving.artifact import KeysInput, export_model
 from jaxsok.serving.config import PersistentDb, VolatileDb
-from jaxsok.serving.databases import DatabaseRows, DatabaseTiers
+from jaxsok.serving.databases import DatabaseRows
 from jaxsok.serving.errors import DatabaseError, ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
 from jaxsok.serving.fused import LookupInput, lookup
@@ -103,7 +104,7 @@ PARTITIONS = {8: [0, 3, 6, 0, 5, 5, 6, 1, 6], 5: [0, 3, 3, 4, 2, 2, 0, 1, 2]}
 
 @pytest.mark.parametrize("num_partitions", [8, 5])
 def test_redis_has_rows_where_hps_has_them(server, redis, num_partitions):
-    rows = DatabaseRows(redis(num_partitions=num_partitions), "dlrm", [USER])
+    rows = DatabaseRows([redis(num_partitions=num_partitions)], "dlrm", [USER])
     rows.insert("user", np.array(KEYS, np.uint64), rows_for(KEYS, 4))
     wanted = {}
     for key, part in zip(KEYS, PARTITIONS[num_partitions], strict=True):
@@ -115,14 +116,14 @@ def test_redis_has_rows_where_hps_has_them(server, redis, num_partitions):
 def test_rows_that_hps_wrote_are_read(server, redis):
     server.client.hset("hps_et{hps_et.dlrm.user/p3}v", struct.pack("<q", 1), struct.pack("<4f", 1, 2, 3, 4))
     server.client.hset("hps_et{hps_et.dlrm.user/p0}v", struct.pack("<q", 1), struct.pack("<4f", 9, 9, 9, 9))
-    rows = DatabaseRows(redis(), "dlrm", [USER, ITEM])
+    rows = DatabaseRows([redis()], "dlrm", [USER, ITEM])
     check(rows, "user", [1, 0, 2], {1: [1, 2, 3, 4]})  # in partition 3; what is in another is not its row
     check(rows, "item", [1], {})
-    check(DatabaseRows(redis(), "other", [USER]), "user", [1], {})
+    check(DatabaseRows([redis()], "other", [USER]), "user", [1], {})
 
 
 def test_keys_of_32_bits(server, redis):
-    rows = DatabaseRows(redis(), "dlrm", [USER], key_bits=32)
+    rows = DatabaseRows([redis()], "dlrm", [USER], key_bits=32)
     keys = [0, 7, 2**32 - 1]
     rows.insert("user", np.array(keys, np.uint64), rows_for(keys, 4))
     check(rows, "user", [7, 2**32 + 7, PADDING, 2**32 - 1], dict(zip(keys, rows_for(keys, 4), strict=True)))
@@ -139,7 +140,7 @@ def test_rocksdb_has_rows_where_hps_has_them(tmp_path):
     import rocksdict
 
     with contextlib.closing(rocks_at(tmp_path)) as database:
-        DatabaseRows(database, "dlrm", [USER]).insert("user", u64(7, 2**40), rows_for([7, 2**40], 4))
+        DatabaseRows([database], "dlrm", [USER]).insert("user", u64(7, 2**40), rows_for([7, 2**40], 4))
     options = rocksdict.Options(raw_mode=True)
     columns = {"default": options, "hps_et.dlrm.user": options}
     database = rocksdict.Rdict(str(tmp_path), options, columns)
@@ -150,7 +151,7 @@ def test_rocksdb_has_rows_where_hps_has_them(tmp_path):
     column.close()
     database.close()
     with contextlib.closing(rocks_at(tmp_path)) as database:
-        check(DatabaseRows(database, "dlrm", [USER]), "user", [9, 8], {9: [1, 2, 3, 4]})
+        check(DatabaseRows([database], "dlrm", [USER]), "user", [9, 8], {9: [1, 2, 3, 4]})
 
 
 # Against a dict ------------------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ def test_any_reads_and_writes(database):
     @hypothesis.settings(max_examples=10 if database.max_batch_size == 7 else 3)
     @hypothesis.given(st.data())
     def run(data):
-        rows = DatabaseRows(database, f"model-{data.draw(st.integers(0, 10**9))}", [USER, ITEM])
+        rows = DatabaseRows([database], f"model-{data.draw(st.integers(0, 10**9))}", [USER, ITEM])
         content = {"user": {}, "item": {}}
         some = st.lists(st.integers(0, 40) | st.sampled_from([2**63, 2**64 - 2]), max_size=30, unique=True)
         for version in range(4):
@@ -188,7 +189,7 @@ def test_any_reads_and_writes(database):
 
 
 def test_what_is_refused(database):
-    rows = DatabaseRows(database, "dlrm", [USER, ITEM])
+    rows = DatabaseRows([database], "dlrm", [USER, ITEM])
     rows.insert("user", u64(7), rows_for([7], 4))
     for keys, given in ((u64(1, 2), np.zeros((1, 4))), (u64(1), np.zeros((1, 3))), (u64(PADDING), np.zeros((1, 4)))):
         with pytest.raises(ServingError, match=r'^insert: table "user": keys, rows: got rows \[1, \d\] and'):
@@ -197,14 +198,12 @@ def test_what_is_refused(database):
     for op in (lambda: rows.fetch("ad", u64(1)), lambda: rows.num_rows("ad"), lambda: rows.erase("ad", u64(1))):
         with pytest.raises(UnknownTableError, match=r"got 'ad', wanted one of \['item', 'user'\]"):
             op()
-    other = DatabaseRows(database, "dlrm", [FrozenTable("user", dim=5)])
-    with pytest.raises(
-        DatabaseError, match=r'table "user": dim: got rows of \[16\] bytes in "hps_et.dlrm.user", .* 20'
-    ):
+    other = DatabaseRows([database], "dlrm", [FrozenTable("user", dim=5)])
+    with pytest.raises(DatabaseError, match=r'^fetch: dim: got rows of \[16\] bytes in "hps_et.dlrm.user", .* 20'):
         other.fetch("user", u64(1, 7))
     for model, table in (("a.b", "user"), ("dlrm", "us{er"), ("", "user"), ("dlrm", "x" * 121)):
         with pytest.raises(ServingError, match="wanted a name of 1 to 120 letters"):
-            DatabaseRows(database, model, [FrozenTable(table, dim=4)])
+            DatabaseRows([database], model, [FrozenTable(table, dim=4)])
 
 
 # Overflow ------------------------------------------------------------------------------------------------------------
@@ -214,7 +213,7 @@ def test_what_is_refused(database):
 def test_a_partition_that_overflows_shrinks_to_its_target(server, redis, policy):
     """Rows beyond the margin go, by the policy, until 0.5 times the margin is left; other partitions stay."""
     database = redis(num_partitions=1, overflow_margin=20, overflow_policy=policy, overflow_resolution_target=0.5)
-    rows = DatabaseRows(database, "dlrm", [USER])
+    rows = DatabaseRows([database], "dlrm", [USER])
     rows.insert("user", np.arange(20, dtype=np.uint64), rows_for(range(20), 4))
     name = "hps_et{hps_et.dlrm.user/p0}"
     assert server.client.hlen(f"{name}v") == 20
@@ -249,7 +248,7 @@ def test_uses_are_noted_as_hps_does(server, redis):
     for policy in ("evict_least_used", "evict_oldest"):
         server.client.flushall()
         database = redis(overflow_policy=policy)
-        rows = DatabaseRows(database, "dlrm", [USER])
+        rows = DatabaseRows([database], "dlrm", [USER])
         rows.insert("user", u64(1), rows_for([1], 4))
         for _ in range(2):
             rows.fetch("user", u64(1, 2**64 - 3))
@@ -264,32 +263,40 @@ def test_uses_are_noted_as_hps_does(server, redis):
 # Tiers ---------------------------------------------------------------------------------------------------------------
 
 
+class Tiers:
+    """Two databases, together and each by itself."""
+
+    def __init__(self, volatile, persistent):
+        self.both = DatabaseRows([volatile, persistent], "dlrm", [USER], lifts=True)
+        self.volatile, self.persistent = (DatabaseRows([one], "dlrm", [USER]) for one in (volatile, persistent))
+        self.beside = volatile.beside
+
+
 @pytest.fixture
 def tiers(redis, tmp_path):
     with contextlib.closing(rocks_at(tmp_path / "rocks")) as persistent:
-        volatile = DatabaseRows(redis(timeout_s=0.3), "dlrm", [USER])
-        yield DatabaseTiers(volatile, DatabaseRows(persistent, "dlrm", [USER]), lifts=True)
+        yield Tiers(redis(timeout_s=0.3), persistent)
 
 
 def test_the_volatile_database_is_asked_first_and_rows_are_lifted(tiers):
-    both = {key: rows_for([key], 4)[0] for key in range(6)}
+    content = {key: rows_for([key], 4)[0] for key in range(6)}
     tiers.persistent.insert("user", np.arange(6, dtype=np.uint64), rows_for(range(6), 4))
     tiers.volatile.insert("user", u64(0), rows_for([0], 4, version=1))
-    check(tiers, "user", [0, 1, 2, 2, 9, PADDING], {**both, 0: rows_for([0], 4, version=1)[0]})
-    tiers.volatile.database.beside.drain()
-    check(tiers.volatile, "user", [1, 2, 3, 9], {key: both[key] for key in (1, 2)})  # no default of key 9 comes in
-    assert tiers.num_rows("user") == 6 and sum(chunk.num_rows for chunk in tiers.scan("user", 4)) == 6
+    check(tiers.both, "user", [0, 1, 2, 2, 9, PADDING], {**content, 0: rows_for([0], 4, version=1)[0]})
+    tiers.beside.drain()
+    check(tiers.volatile, "user", [1, 2, 3, 9], {key: content[key] for key in (1, 2)})  # no default of key 9 comes in
+    assert tiers.both.num_rows("user") == 6 and sum(chunk.num_rows for chunk in tiers.both.scan("user", 4)) == 6
 
 
 def test_a_lifted_row_does_not_replace_a_newer_one(tiers, monkeypatch):
     tiers.persistent.insert("user", u64(1, 2), rows_for([1, 2], 4))
     lifts = []
-    monkeypatch.setattr(tiers.volatile.database.beside, "offer", lambda name, work: lifts.append(work))
-    tiers.fetch("user", u64(1))
-    tiers.insert("user", u64(1), rows_for([1], 4, version=1))
+    monkeypatch.setattr(tiers.beside, "offer", lambda name, work: lifts.append(work))
+    tiers.both.fetch("user", u64(1))
+    tiers.both.insert("user", u64(1), rows_for([1], 4, version=1))
     check(tiers.volatile, "user", [1], {1: rows_for([1], 4, version=1)[0]})
-    tiers.fetch("user", u64(2))
-    tiers.erase("user", u64(2))
+    tiers.both.fetch("user", u64(2))
+    tiers.both.erase("user", u64(2))
     for lift in lifts:
         lift()
     assert len(lifts) == 2
@@ -301,19 +308,19 @@ def test_the_persistent_database_answers_for_a_volatile_one_that_fails(tmp_path,
     content = {key: rows_for([key], 4)[0] for key in range(50)}
     with running(Server, tmp_path) as server, contextlib.closing(rocks_at(tmp_path / "rocks")) as persistent:
         with contextlib.closing(redis_at(server.address, timeout_s=0.3)) as volatile:
-            tiers = DatabaseTiers(*(DatabaseRows(one, "dlrm", [USER]) for one in (volatile, persistent)), lifts=True)
-            tiers.insert("user", np.arange(50, dtype=np.uint64), rows_for(range(50), 4))
+            tiers = Tiers(volatile, persistent)
+            tiers.both.insert("user", np.arange(50, dtype=np.uint64), rows_for(range(50), 4))
             server.kill()
             with caplog.at_level(logging.WARNING):
-                check(tiers, "user", [1, 49, 50], content)
-                check(tiers, "user", [1, 49, 50], content)
-            assert sum("persistent_db answers alone" in record.getMessage() for record in caplog.records) == 1
+                check(tiers.both, "user", [1, 49, 50], content)
+                check(tiers.both, "user", [1, 49, 50], content)
+            assert sum("the last database answers" in record.getMessage() for record in caplog.records) == 1
             with pytest.raises(DatabaseError, match=r"volatile_db: address: got ConnectionError of Redis at"):
-                tiers.insert("user", u64(1), rows_for([1], 4))
+                tiers.both.insert("user", u64(1), rows_for([1], 4))
             server.start()  # empty: rows are lifted into it
 
             def is_lifted():
-                check(tiers, "user", [1, 49, 50], content)
+                check(tiers.both, "user", [1, 49, 50], content)
                 return server.client.dbsize()
 
             wait_until(is_lifted)
@@ -325,7 +332,7 @@ def test_the_persistent_database_answers_for_a_volatile_one_that_fails(tmp_path,
 
 
 def test_a_server_that_hangs_is_waited_for_no_longer_than_told(redis, server):
-    rows = DatabaseRows(redis(timeout_s=0.2), "dlrm", [USER])
+    rows = DatabaseRows([redis(timeout_s=0.2)], "dlrm", [USER])
     rows.insert("user", u64(1), rows_for([1], 4))
     with server.frozen():
         start = time.monotonic()
@@ -339,7 +346,7 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_told(redis, server):
 
 def test_a_server_that_comes_back_is_used_again(tmp_path):
     with running(Server, tmp_path) as server, contextlib.closing(redis_at(server.address)) as database:
-        rows = DatabaseRows(database, "dlrm", [USER])
+        rows = DatabaseRows([database], "dlrm", [USER])
         for version in range(2):
             rows.insert("user", u64(1), rows_for([1], 4, version))
             server.kill()
@@ -356,7 +363,7 @@ def test_a_node_that_dies_in_the_middle(tmp_path):
     """Threads that look up get their rows, or DatabaseError; when the node is back, all get their rows again."""
     keys = np.arange(2000, dtype=np.uint64)
     with running(Cluster, tmp_path) as cluster, contextlib.closing(redis_at(cluster.address)) as database:
-        rows = DatabaseRows(database, "dlrm", [USER])
+        rows = DatabaseRows([database], "dlrm", [USER])
         rows.insert("user", keys, rows_for(keys.tolist(), 4))
         assert all(server.client.dbsize() for server in cluster.servers)
         counts, wrong, is_over = {"read": 0, "failed": 0}, [], threading.Event()
@@ -394,7 +401,7 @@ def test_the_first_node_that_answers_is_asked_for_the_cluster(cluster):
     for one in cluster.servers:
         one.client.flushall()
     with contextlib.closing(redis_at(f"127.0.0.1:1, {cluster.servers[2].address}")) as database:
-        rows = DatabaseRows(database, "dlrm", [USER])
+        rows = DatabaseRows([database], "dlrm", [USER])
         rows.insert("user", np.arange(99, dtype=np.uint64), rows_for(range(99), 4))
         assert rows.num_rows("user") == 99
     for address in ("", "host:port", "127.0.0.1:7000:1"):
@@ -404,17 +411,16 @@ def test_the_first_node_that_answers_is_asked_for_the_cluster(cluster):
 
 def test_passwords(tmp_path):
     with running(Server, tmp_path, "--user", "serve", "on", ">secret", "~*", "+@all") as server:
-        rows = DatabaseRows(redis_at(server.address, user_name="serve", password="secret"), "dlrm", [USER])
-        rows.insert("user", u64(1), rows_for([1], 4))
+        with contextlib.closing(redis_at(server.address, user_name="serve", password="secret")) as database:
+            DatabaseRows([database], "dlrm", [USER]).insert("user", u64(1), rows_for([1], 4))
         with pytest.raises(DatabaseError, match="AuthenticationError") as caught:
             redis_at(server.address, user_name="serve", password="wrong-word")
         assert "wrong-word" not in str(caught.value)
-        rows.database.close()
 
 
 def test_tls(tmp_path):
     """The server shows a certificate of the CA, and wants one."""
-    if subprocess.run(["openssl", "version"], check=False, capture_output=True).returncode:
+    if shutil.which("openssl") is None:
         pytest.skip("needs openssl, to make certificates")
     ca = [tmp_path / "ca.crt", tmp_path / "ca.key"]
     made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=test".split()
@@ -430,7 +436,7 @@ def test_tls(tmp_path):
         address = f"127.0.0.1:{server.port + 10_000}"
         own = {"tls_client_certificate": str(ca[0]), "tls_client_key": str(ca[1]), "tls_ca_certificate": str(ca[0])}
         with contextlib.closing(redis_at(address, enable_tls=True, **own)) as database:
-            rows = DatabaseRows(database, "dlrm", [USER])
+            rows = DatabaseRows([database], "dlrm", [USER])
             rows.insert("user", u64(1), rows_for([1], 4))
             check(rows, "user", [1], {1: rows_for([1], 4)[0]})
         with pytest.raises(DatabaseError, match="volatile_db: address"):
@@ -443,11 +449,11 @@ def test_tls(tmp_path):
 def test_a_folder_is_opened_by_one_that_writes_and_keeps_its_rows(tmp_path):
     content = {key: rows_for([key], 4)[0] for key in range(100)}
     with contextlib.closing(rocks_at(tmp_path)) as database:
-        DatabaseRows(database, "dlrm", [USER]).insert("user", u64(*content), rows_for(content, 4))
+        DatabaseRows([database], "dlrm", [USER]).insert("user", u64(*content), rows_for(content, 4))
         with pytest.raises(DatabaseError, match=rf'persistent_db: path: got an error of RocksDB at "{tmp_path}"'):
             rocks_at(tmp_path)
     with contextlib.closing(rocks_at(tmp_path, read_only=True)) as database:
-        rows = DatabaseRows(database, "dlrm", [USER, ITEM])
+        rows = DatabaseRows([database], "dlrm", [USER, ITEM])
         check(rows, "user", [5, 99, 100], content)
         check(rows, "item", [5], {})
         assert rows.num_rows("item") == 0 and not list(rows.scan("item", 5))
@@ -473,7 +479,7 @@ def test_more_rows_than_there_is_memory_for(tmp_path):
 
         dim, num_rows, step = 1024, 100_000, 4_000
         database = RocksDatabase(PersistentDb("rocks_db", sys.argv[1], num_threads=2, max_batch_size=step))
-        rows, before = DatabaseRows(database, "dlrm", [FrozenTable("user", dim=dim)]), peak()
+        rows, before = DatabaseRows([database], "dlrm", [FrozenTable("user", dim=dim)]), peak()
         for start in range(0, num_rows, step):
             keys = np.arange(start, start + step, dtype=np.uint64)
             rows.insert("user", keys, np.repeat(keys[:, None], dim, 1).astype(np.float32))

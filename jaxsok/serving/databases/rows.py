@@ -5,14 +5,13 @@ A table is a set of values by key, named "hps_et.<model>.<table>". A key has 8 b
 """
 
 import abc
-import contextlib
 import functools
 import logging
 import re
 import threading
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import final
 
 import numpy as np
@@ -24,14 +23,9 @@ from jaxsok.serving.frozen import FrozenTable
 from jaxsok.serving.ready import Beside
 from jaxsok.types import PADDING_KEY
 
-RETRY_S = 1.0  # after a failure of the volatile database the persistent one answers alone for so long
+RETRY_S = 1.0  # after a failure of the first database the last one answers alone for so long
 _NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")  # of a model or a table, as in HPS
 _log = logging.getLogger(__name__)
-
-
-def bytes_of(keys: np.ndarray) -> list[bytes]:
-    """Keys as a database has them."""
-    return keys.view(f"V{keys.itemsize}").tolist()
 
 
 class Database(abc.ABC):
@@ -59,9 +53,18 @@ class Database(abc.ABC):
         self.beside.close()
 
 
+def bytes_of(keys: np.ndarray) -> list[bytes]:
+    """Keys as a database has them."""
+    return keys.view(f"V{keys.itemsize}").tolist()
+
+
 @final
 class DatabaseRows(RowSource):
-    """The tables of a model in one database, to read and to write; `database` belongs to the caller.
+    """The tables of a model in one database or two, to read and to write.
+
+    Of two databases, the last one has all rows; the first one is asked first. If it fails, the last one answers alone
+    for RETRY_S, and a warning is logged. With `lifts` (HPS's `cache_missed_embeddings`) rows that only the last one had
+    are written into the first one by a thread; not if any were written since they were read, which may be newer.
 
     Raises:
       ServingError: names that HPS does not allow: others than 1 to 120 letters, digits, `_` and `-`.
@@ -71,7 +74,7 @@ class DatabaseRows(RowSource):
       >>> from jaxsok.serving.config import PersistentDb
       >>> from jaxsok.serving.databases.rocksdb import RocksDatabase
       >>> database = RocksDatabase(PersistentDb("rocks_db", path=tempfile.mkdtemp()))
-      >>> rows = DatabaseRows(database, "dlrm", [FrozenTable("user", dim=2)])
+      >>> rows = DatabaseRows([database], "dlrm", [FrozenTable("user", dim=2)])
       >>> rows.insert("user", np.array([7, 9], np.uint64), np.array([[1, 2], [3, 4]], np.float32))
       >>> found, is_found = rows.fetch("user", np.array([9, 8], np.uint64))
       >>> found[0].tolist(), is_found.tolist()
@@ -79,41 +82,80 @@ class DatabaseRows(RowSource):
       >>> database.close()
     """
 
-    def __init__(self, database: Database, model: str, tables: Sequence[FrozenTable], *, key_bits: int = 64) -> None:
+    def __init__(
+        self,
+        databases: Sequence[Database],
+        model: str,
+        tables: Sequence[FrozenTable],
+        *,
+        key_bits: int = 64,
+        lifts: bool = False,
+    ) -> None:
         for name in (model, *(table.name for table in tables)):
             if not _NAME.fullmatch(name):
                 raise ServingError(
                     f"DatabaseRows: model, tables: got {name!r}, wanted a name of 1 to 120 letters, digits, _ and -, "
                     "as HPS has them in databases; rename it."
                 )
-        self.database, self._model = database, model
+        self._databases, self._model, self._lifts = tuple(databases), model, lifts
         self._tables = {table.name: table for table in tables}
         self._key_dtype = np.dtype("<u8" if key_bits == 64 else "<u4")
+        # Of all copies of this object. `lock` is held by a writer, and while rows are lifted; `writes` changes under
+        # it, when a write begins and when it ends.
+        self._shared = types.SimpleNamespace(lock=threading.Lock(), writes=0, skip_until=0.0)
 
     @property
     def tables(self) -> Mapping[str, FrozenTable]:
         return self._tables
 
     def num_rows(self, table: str) -> int:
-        return self.database.count(self._name("num_rows", table))
+        return self._databases[-1].count(self._name("num_rows", table))
 
     def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
-        """See `RowSource.fetch`. DatabaseError: the database fails, or has rows of another dim."""
-        name, dim = self._name("fetch", table), self._tables[table].dim
+        """See `RowSource.fetch`. DatabaseError: no database can answer, or one has rows of another dim."""
+        name, dim, writes = self._name("fetch", table), self._tables[table].dim, self._shared.writes
         keys, inverse = np.unique(np.asarray(keys, np.uint64), return_inverse=True)
         rows, is_found = np.zeros((len(keys), dim), np.float32), np.zeros(len(keys), bool)
-        for where, some in self._batches(keys):
-            values = self.database.read(name, some)
+        missing = np.flatnonzero(self._fit(keys))
+        *first, last = self._databases
+        for database in first:
+            if time.monotonic() < self._shared.skip_until:
+                continue
+            try:
+                self._read(database, name, keys, missing, rows, is_found)
+            except DatabaseError as error:
+                self._shared.skip_until = time.monotonic() + RETRY_S
+                _log.warning("DatabaseRows: table %r: the last database answers for %g s: %s", table, RETRY_S, error)
+            missing = missing[~is_found[missing]]
+        self._read(last, name, keys, missing, rows, is_found)
+        late = missing[is_found[missing]]
+        if self._lifts and first and len(late) and time.monotonic() >= self._shared.skip_until:
+            first[0].beside.offer(None, functools.partial(self._lift, first[0], writes, name, keys[late], rows[late]))
+        return rows[inverse], is_found[inverse]
+
+    def _read(
+        self, database: Database, name: str, keys: Keys, places: np.ndarray, rows: Rows, is_found: IsFound
+    ) -> None:
+        """Reads the rows of the keys at some places, as far as a database has them."""
+        for where, some in self._batches(database, keys, places):
+            values = database.read(name, some)
             there = [value for value in values if value is not None]
-            wrong = {len(value) for value in there} - {4 * dim}
+            wrong = {len(value) for value in there} - {4 * rows.shape[1]}
             if wrong:
                 raise DatabaseError(
-                    f'fetch: table "{table}": dim: got rows of {sorted(wrong)} bytes in "{name}", wanted {4 * dim}: '
-                    f"{dim} float32; another model has written them: rename this one, or erase them."
+                    f'fetch: dim: got rows of {sorted(wrong)} bytes in "{name}", wanted {4 * rows.shape[1]}: '
+                    f"{rows.shape[1]} float32; another model has written them: rename this one, or erase them."
                 )
             is_found[where] = [value is not None for value in values]
-            rows[where[is_found[where]]] = np.frombuffer(b"".join(there), "<f4").reshape(-1, dim)
-        return rows[inverse], is_found[inverse]
+            rows[where[is_found[where]]] = np.frombuffer(b"".join(there), "<f4").reshape(-1, rows.shape[1])
+
+    def _lift(self, database: Database, writes: int, name: str, keys: Keys, rows: Rows) -> None:
+        with self._shared.lock:
+            if writes == self._shared.writes:
+                try:
+                    self._write(database, name, keys, rows)
+                except DatabaseError as error:
+                    _log.warning("DatabaseRows: %s: rows were not lifted: %s", name, error)
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
         for keys in self.keys(table):
@@ -124,14 +166,14 @@ class DatabaseRows(RowSource):
 
     def keys(self, table: str) -> Iterator[Keys]:
         """All keys of a table, uint64, some at a time; of those that come or go meanwhile, any."""
-        for some in self.database.keys(self._name("keys", table)):
+        for some in self._databases[-1].keys(self._name("keys", table)):
             yield np.frombuffer(b"".join(some), self._key_dtype).astype(np.uint64)
 
     def insert(self, table: str, keys: Keys, rows: Rows) -> None:
-        """Inserts or replaces rows of distinct keys.
+        """Inserts or replaces rows of distinct keys, in the last database first.
 
-        ServingError: rows of another shape, PADDING_KEY, or keys that do not fit; nothing is written. DatabaseError:
-        the database fails; some rows may be written.
+        ServingError: rows of another shape, PADDING_KEY, or keys that do not fit; nothing is written. DatabaseError: a
+        database fails; some rows may be written.
         """
         name, dim = self._name("insert", table), self._tables[table].dim
         keys, rows = np.asarray(keys, np.uint64), np.ascontiguousarray(rows, "<f4")
@@ -140,106 +182,41 @@ class DatabaseRows(RowSource):
                 f'insert: table "{table}": keys, rows: got rows {list(rows.shape)} and {np.sum(~self._fit(keys))} keys '
                 f"that are PADDING_KEY or too large, wanted rows [{len(keys)}, {dim}] and no such key."
             )
-        for where, some in self._batches(keys):
-            self.database.write(name, some, rows[where].view(f"V{4 * dim}")[:, 0].tolist())
+        self._change(lambda database: self._write(database, name, keys, rows))
+
+    def _write(self, database: Database, name: str, keys: Keys, rows: Rows) -> None:
+        for where, some in self._batches(database, keys, np.arange(len(keys))):
+            database.write(name, some, rows[where].view(f"V{4 * rows.shape[1]}")[:, 0].tolist())
 
     def erase(self, table: str, keys: Keys) -> None:
-        """Removes the rows of keys, where they are there."""
-        for _, some in self._batches(np.asarray(keys, np.uint64)):
-            self.database.erase(self._name("erase", table), some)
+        """Removes the rows of keys, where they are there, in the last database first."""
+        name, keys = self._name("erase", table), np.asarray(keys, np.uint64)
+
+        def erase(database: Database) -> None:
+            for _, some in self._batches(database, keys, np.flatnonzero(self._fit(keys))):
+                database.erase(name, some)
+
+        self._change(erase)
+
+    def _change(self, change: Callable[[Database], None]) -> None:
+        with self._shared.lock:
+            self._shared.writes += 1
+            try:
+                for database in reversed(self._databases):
+                    change(database)
+            finally:
+                self._shared.writes += 1
 
     def _fit(self, keys: np.ndarray) -> np.ndarray:
         return (keys != np.uint64(PADDING_KEY)) & (keys <= np.iinfo(self._key_dtype).max)
 
-    def _batches(self, keys: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The keys that may be there, as the database has them, and their places."""
-        places, most = np.flatnonzero(self._fit(keys)), self.database.max_batch_size
-        for start in range(0, len(places), most):
-            yield places[start : start + most], keys[places[start : start + most]].astype(self._key_dtype)
+    def _batches(self, database: Database, keys: Keys, places: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The places of some keys in batches, with the keys as a database has them."""
+        for start in range(0, len(places), database.max_batch_size):
+            where = places[start : start + database.max_batch_size]
+            yield where, keys[where].astype(self._key_dtype)
 
     def _name(self, op: str, table: str) -> str:
         if table not in self._tables:
             raise UnknownTableError.of(op, table, self._tables, f'model "{self._model}"')
         return f"hps_et.{self._model}.{table}"
-
-
-@final
-class DatabaseTiers(RowSource):
-    """HPS's databases in its order, the volatile one, then the persistent one; one of them alone is enough.
-
-    Where there are both, the persistent one has all rows. If the volatile one fails, it answers alone for RETRY_S, and
-    a warning is logged. With `lifts` (`cache_missed_embeddings`), rows that it alone had are inserted into the volatile
-    one, by a thread; not if rows were written since they were read, which may be newer.
-    """
-
-    def __init__(self, volatile: DatabaseRows | None, persistent: DatabaseRows | None, *, lifts: bool = False) -> None:
-        self.volatile, self.persistent, self._lifts = volatile, persistent, lifts
-        self.layers = [layer for layer in (volatile, persistent) if layer is not None]
-        # Of all copies of this object. `lock` is held by a writer, and while rows are lifted; `writes` changes under
-        # it, when a write begins and when it ends.
-        self._shared = types.SimpleNamespace(lock=threading.Lock(), writes=0, skip_until=0.0)
-
-    @property
-    def tables(self) -> Mapping[str, FrozenTable]:
-        return self.layers[0].tables
-
-    def num_rows(self, table: str) -> int:
-        return self.layers[-1].num_rows(table)
-
-    def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
-        """See `RowSource.fetch`. DatabaseError: no database can answer."""
-        if self.volatile is None or self.persistent is None:
-            return self.layers[0].fetch(table, keys)
-        writes, keys = self._shared.writes, np.asarray(keys, np.uint64)
-        is_up = time.monotonic() >= self._shared.skip_until
-        rows, is_found = np.zeros((len(keys), self.tables[table].dim), np.float32), np.zeros(len(keys), bool)
-        if is_up:
-            try:
-                rows, is_found = self.volatile.fetch(table, keys)
-            except DatabaseError as error:
-                self._shared.skip_until, is_up = time.monotonic() + RETRY_S, False
-                _log.warning("DatabaseTiers: table %r: persistent_db answers alone for %g s: %s", table, RETRY_S, error)
-        missing = np.flatnonzero(~is_found)
-        if len(missing):
-            rows[missing], is_found[missing] = more, is_there = self.persistent.fetch(table, keys[missing])
-            if self._lifts and is_up and is_there.any():
-                lift = functools.partial(self._lift, writes, table, keys[missing[is_there]], more[is_there])
-                self.volatile.database.beside.offer(None, lift)
-        return rows, is_found
-
-    def _lift(self, writes: int, table: str, keys: np.ndarray, rows: np.ndarray) -> None:
-        keys, first = np.unique(keys, return_index=True)
-        with self._shared.lock:
-            if writes == self._shared.writes and self.volatile is not None:
-                try:
-                    self.volatile.insert(table, keys, rows[first])
-                except DatabaseError as error:
-                    _log.warning("DatabaseTiers: table %r: rows were not lifted: %s", table, error)
-
-    def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
-        return self.layers[-1].scan(table, chunk_rows)
-
-    def keys(self, table: str) -> Iterator[Keys]:
-        """All keys of a table, some at a time."""
-        return self.layers[-1].keys(table)
-
-    def insert(self, table: str, keys: Keys, rows: Rows) -> None:
-        """Writes rows into all databases, the persistent one first; see `DatabaseRows.insert`."""
-        with self._writing():
-            for layer in reversed(self.layers):
-                layer.insert(table, keys, rows)
-
-    def erase(self, table: str, keys: Keys) -> None:
-        """Removes keys from all databases, the persistent one first."""
-        with self._writing():
-            for layer in reversed(self.layers):
-                layer.erase(table, keys)
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        with self._shared.lock:
-            self._shared.writes += 1
-            try:
-                yield
-            finally:
-                self._shared.writes += 1
