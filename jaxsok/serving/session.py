@@ -94,7 +94,7 @@ class Session:
         memory: dict[Any, threading.Lock] = {}  # by device where rows lie
         self._databases: databases_lib.Connected = (None, None)
         try:
-            if config.has_database and any(model.tier != "device" for model in config.models):
+            if config.databases and any(model.tier != "device" for model in config.models):
                 self._databases = databases_lib.connect(config)
             for number, model in enumerate(config.models):
                 at = _device(number, model, device)

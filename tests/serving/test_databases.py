@@ -462,6 +462,9 @@ def test_a_folder_is_opened_by_one_that_writes_and_keeps_its_rows(tmp_path):
                 rows.insert(table, u64(key), np.zeros((1, DIMS[table]), np.float32))
     with pytest.raises(DatabaseError, match="RocksDB at"):
         rocks_at(tmp_path / "none", read_only=True)
+    for op in (rows.num_rows, lambda table: rows.fetch(table, u64(5)), lambda table: list(rows.keys(table))):
+        with pytest.raises(DatabaseError, match="closed, wanted it open"):
+            op("user")
 
 
 def test_more_rows_than_there_is_memory_for(tmp_path):
@@ -583,6 +586,21 @@ def test_sessions(folders, blocks, tier, tmp_path):
         if "persistent_db" in blocks:
             with pytest.raises(ServingError, match="persistent_db is read_only"):
                 session.update({"user": tmp_path / "newer"})
+
+
+def test_filling_again_replaces_what_redis_had(folders, server, tmp_path):
+    """Of rows beyond `initial_cache_rate`, too: the rows of the file are those that are read."""
+    server.client.flushall()
+    volatile = {"type": "redis_cluster", "address": server.address, "num_partitions": 4}
+    persistent = {"type": "rocks_db", "path": str(tmp_path / "rocks")}
+    newer = write(tmp_path / "newer", rows_of(CONTENT["user"], 4, version=1))
+    for rate in (1.0, 0.5):
+        blocks = {"volatile_db": {**volatile, "initial_cache_rate": rate}, "persistent_db": persistent}
+        with serving.open(
+            config_of(model_of(folders, defaults=DEFAULTS, **CACHED), **blocks), warm_up=False
+        ) as session:
+            ask(session, CONTENT, 1)
+            session.update({"user": newer})
 
 
 def test_deltas(blocks, tmp_path):

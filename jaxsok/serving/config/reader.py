@@ -246,31 +246,28 @@ class _Reader:
         self, given: Mapping[str, Any], volatile: VolatileDb, persistent: PersistentDb, is_unused: bool
     ) -> None:
         """Refuses databases that do not fit each other; notes keys that set nothing in these."""
-        is_redis, is_rocks = volatile.type == "redis_cluster", persistent.type == "rocks_db"
         for name, database in (("volatile_db", volatile), ("persistent_db", persistent)):
             if name in given and is_unused and database.type != "disabled":
                 self.note_no_effect(f"{name}.type", database.type, "all rows of all models are on the device")
-            reason = f"it is of a database, and {name} is {database.type}"
-            for key in given.get(name, {}) if not (is_redis, is_rocks)[name == "persistent_db"] else ():
-                if key != "type":
+            if database.type not in ("redis_cluster", "rocks_db"):
+                for key in set(given.get(name, ())) - {"type"}:
+                    reason = f"it is of a database, and {name} is {database.type}"
                     self.note_no_effect(f"{name}.{key}", given[name][key], reason)
+        is_rocks = persistent.type == "rocks_db"
         if is_rocks and volatile.type in ("hash_map", "parallel_hash_map") and not is_unused:
-            remedy = 'a map holds every row in host memory, and none would be read from the disk. Write "volatile_db": '
-            remedy += '{"type": "disabled"}, or take persistent_db out'
-            wanted = '"redis_cluster" or "disabled" above rocks_db'
-            self.refuse("volatile_db.type", volatile.type, wanted, f"without a block it is parallel_hash_map; {remedy}")
-        if not is_redis:
+            remedy = 'a map (as without the block) holds every row in host memory: write {"type": "disabled"}'
+            self.refuse("volatile_db.type", volatile.type, '"redis_cluster" or "disabled" above rocks_db', remedy)
+        if volatile.type != "redis_cluster":
             return
         if volatile.max_batch_size > MOST_IN_REDIS:
-            wanted = f"at most {MOST_IN_REDIS} for redis_cluster"
-            self.refuse("volatile_db.max_batch_size", volatile.max_batch_size, wanted, "larger commands may fail there")
+            self.refuse("volatile_db.max_batch_size", volatile.max_batch_size, f"at most {MOST_IN_REDIS} for Redis")
         if volatile.initial_cache_rate < 1 and not is_rocks:
             remedy = "the other rows would be nowhere; take a persistent_db, which has them all"
             self.refuse("volatile_db.initial_cache_rate", volatile.initial_cache_rate, "1.0", remedy)
         if "num_partitions" not in given["volatile_db"]:
+            took = f"{volatile.num_partitions}, the lesser of 16 and this machine's cores, as HPS"
             self.notes.append(
-                f"volatile_db.num_partitions: got none, took {volatile.num_partitions}, the lesser of 16 and the cores "
-                "of this machine, as HPS; all who share the database must have the same: write it out."
+                f"volatile_db.num_partitions: took {took}; all who share the database must have the same: write it out."
             )
 
     def check_place_of_rows(self, path: str, model: ModelConfig, volatile: str, persistent: str) -> None:

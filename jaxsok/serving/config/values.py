@@ -202,9 +202,14 @@ class Config:
     file: str = dataclasses.field(default="", compare=False)  # where it was read from; "": a mapping
 
     @property
-    def has_database(self) -> bool:
-        """Whether rows that are not on the device are in Redis or on disk, not in host memory."""
-        return self.volatile_db.type == "redis_cluster" or self.persistent_db.type == "rocks_db"
+    def databases(self) -> str:
+        """The databases of rows that are not on the device, in words; "": these rows are in host memory."""
+        places = {
+            "redis_cluster": f"Redis at {self.volatile_db.address}",
+            "rocks_db": f"RocksDB at {self.persistent_db.path}",
+        }
+        types = (self.volatile_db.type, self.persistent_db.type)
+        return " and ".join(places[type] for type in types if type in places)
 
     @property
     def key_bits(self) -> Literal[32, 64]:
@@ -214,11 +219,7 @@ class Config:
     def summary(self) -> list[str]:
         """The configuration as lines of a report: models, tables, notes, keys without effect."""
         lines = [f"configuration: {self.file or '(a mapping)'}; keys of {self.key_bits} bits"]
-        redis, rocks = f"Redis at {self.volatile_db.address}", f"RocksDB at {self.persistent_db.path}"
-        places = [redis] * (self.volatile_db.type == "redis_cluster") + [rocks] * (
-            self.persistent_db.type == "rocks_db"
-        )
-        where = " and ".join(places) or "host memory"
+        where = self.databases or "host memory"
         for model in self.models:
             tier = {
                 "device": "all rows on the device",

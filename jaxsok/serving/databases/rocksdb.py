@@ -33,7 +33,7 @@ class RocksDatabase(Database):
 
     def __init__(self, config: PersistentDb) -> None:
         super().__init__(config.max_batch_size)
-        self._path = config.path
+        self._path, self._is_closed = config.path, False
         self._options = rocksdict.Options(raw_mode=True)
         self._options.create_if_missing(not config.read_only)
         self._options.increase_parallelism(config.num_threads)
@@ -49,7 +49,7 @@ class RocksDatabase(Database):
         self._columns: dict[str, Any] = {name: self._database.get_column_family(name) for name in names}
 
     def read(self, name: str, keys: np.ndarray) -> list[bytes | None]:
-        column = self._columns.get(name)
+        column = self._column(name)
         return [None] * len(keys) if column is None else self._call(lambda: column.get(bytes_of(keys)))
 
     def write(self, name: str, keys: np.ndarray, values: Sequence[bytes]) -> None:
@@ -72,18 +72,25 @@ class RocksDatabase(Database):
         self._call(lambda: self._database.flush_wal(True))
 
     def count(self, name: str) -> int:
-        column = self._columns.get(name)
+        column = self._column(name)
         return 0 if column is None else self._call(lambda: column.property_int_value("rocksdb.estimate-num-keys"))
 
     def keys(self, name: str) -> Iterator[Sequence[bytes]]:
-        keys = self._columns[name].keys() if name in self._columns else iter(())
+        column = self._column(name)
+        keys = iter(()) if column is None else column.keys()
         while some := self._call(lambda: list(itertools.islice(keys, self.max_batch_size))):
             yield some
 
     def close(self) -> None:
         super().close()
+        self._is_closed = True
         self._columns.clear()
         self._database.close()
+
+    def _column(self, name: str) -> Any:
+        if self._is_closed:
+            raise DatabaseError(f'persistent_db: got "{self._path}" closed, wanted it open.')
+        return self._columns.get(name)
 
     def _call(self, run: Callable[[], _Result]) -> _Result:
         try:
