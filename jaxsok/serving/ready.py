@@ -141,6 +141,11 @@ class Ready(Generic[Program]):
                 made.move_to_end(program)
             return program in made
 
+    def need(self, where: Any, program: Program) -> None:
+        """Compiles a program unless it is compiled; the caller is about to call it."""
+        if not self.has(where, program):
+            self.make(where, program)
+
     def make(self, where: Any, program: Program) -> None:
         """Compiles a program unless it is compiled, or waits for the thread that compiles it."""
         name = where, program

@@ -16,12 +16,12 @@ import jax
 
 from jaxsok import checks
 from jaxsok.serving import config as config_lib
-from jaxsok.serving import row_map, updates
+from jaxsok.serving import row_map
 from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.errors import ConfigError, ServingError, UnknownModelError
-from jaxsok.serving.readers import open_model
-from jaxsok.serving.served import Answer, Model, Served
-from jaxsok.serving.updates import InPlace, Source
+from jaxsok.serving.model import updates
+from jaxsok.serving.model.served import Answer, Model, Served, open_model
+from jaxsok.serving.model.updates import InPlace, Source
 
 _log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class Session:
 
     def refresh(self, model: str | None = None) -> None:
         """Reads the rows of a device's cache anew from the tier below; does nothing without a cache."""
-        self._served("refresh", model).refresh()
+        self._served("refresh", model).reader.refresh()
 
     def stats(self, model: str | None = None) -> dict[str, Any]:
         """Counts of a model; `model` may be None if there is one.
@@ -210,8 +210,8 @@ class Session:
         models, self._models = self._models, {}
         until = None if timeout_s is None else time.monotonic() + timeout_s
         for served in models.values():
-            served.stop()  # stop all before waiting for any
-        have_ended = [served.close(until) for served in models.values()]
+            served.reader.stop()  # stop all before waiting for any
+        have_ended = [served.reader.close(until) for served in models.values()]
         return all(have_ended)
 
     def _require_open(self, op: str) -> None:

@@ -44,8 +44,7 @@ class CompiledPrograms:
 
     def make(self, name: str, *sizes: Any) -> None:
         """Compiles a program unless it is compiled."""
-        if not self.has(name, *sizes):
-            self._ready.make(None, (name, *sizes))
+        self._ready.need(None, (name, *sizes))
 
     def _compile(self, _: None, program: tuple[Any, ...]) -> None:
         """Compiles for operands of these shapes, which are neither read nor donated."""

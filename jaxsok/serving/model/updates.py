@@ -31,11 +31,11 @@ from jaxsok.serving.frozen import (
     ready_to_write,
     write_lines,
 )
+from jaxsok.serving.model.store_plans import Change, StorePlan
 from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap
 from jaxsok.serving.sources import TableSource
-from jaxsok.serving.store_plans import Change, StorePlan
 from jaxsok.types import MAX_CAPACITY
 
 InPlace = bool | Literal["auto"]
