@@ -7,7 +7,6 @@ Tables come from folders (sources.py), lie on a device or the host (frozen.py), 
 import functools
 import logging
 import os
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +20,7 @@ from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.errors import ConfigError, ServingError, UnknownModelError
 from jaxsok.serving.model import updates
 from jaxsok.serving.model.served import Answer, Model, Served, open_model
-from jaxsok.serving.model.updates import InPlace, Source
+from jaxsok.serving.model.updates import InPlace, Memory, Source
 
 _log = logging.getLogger(__name__)
 
@@ -89,13 +88,13 @@ class Session:
         self._memory_limit = memory_limit
         self._is_closed = False
         self._models: dict[str, Served] = {}
-        memory: dict[Any, threading.Lock] = {}  # by device where rows lie
+        devices: dict[Any, Memory] = {}
+        host = Memory(row_map.host_device(), lambda: updates.host_free_bytes())
         try:
             for number, model in enumerate(config.models):
                 at = _device(number, model, device)
-                lock = memory.setdefault(at if model.tier == "device" else row_map.host_device(), threading.Lock())
-                room = functools.partial(self._room, at)
-                self._models[model.model] = open_model(model, config.key_bits, at, room, lock, warm_up=warm_up)
+                memory = devices.setdefault(at, Memory(at, functools.partial(self._free_bytes, at)))
+                self._models[model.model] = open_model(model, config.key_bits, memory, host, warm_up=warm_up)
         except BaseException:
             self.close()
             raise
@@ -227,7 +226,7 @@ class Session:
             raise UnknownModelError.of(op, model, models)
         return models[model]
 
-    def _room(self, device: Any) -> int | None:
+    def _free_bytes(self, device: Any) -> int | None:
         here = [model for model in self._models.values() if model.device == device and model.config.gpucache]
         used = sum(model.device_bytes for model in here)
         return updates.free_bytes(device, self._memory_limit, used)

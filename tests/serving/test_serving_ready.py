@@ -277,7 +277,7 @@ def test_an_update_ends_whatever_requests_bring_meanwhile(tmp_path, monkeypatch,
         compile_one = served.reader.ready._compile
 
         def seen(where, program):
-            are_held.append(served.versions._memory.locked())
+            are_held.append(served.versions._memory.lock.locked())
             compile_one(where, program)
 
         monkeypatch.setattr(served.reader.ready, "_compile", seen)

@@ -7,13 +7,12 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-import jax
 import numpy as np
 
-from jaxsok.initializers import InitialRows
-from jaxsok.serving import artifact, row_map, sources
+from jaxsok import keys as keys_lib
+from jaxsok.serving import artifact, sources
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving.config import ModelConfig, TableConfig
 from jaxsok.serving.errors import (
@@ -22,15 +21,14 @@ from jaxsok.serving.errors import (
     ServingError,
     UnknownModelError,
     UnknownTableError,
+    refusals,
 )
-from jaxsok.serving.frozen import FrozenTable, frozen_bytes
+from jaxsok.serving.frozen import FrozenTable, frozen_bytes, table_that_reads
 from jaxsok.serving.model import updates
 from jaxsok.serving.model.predictions import Prediction, PredictRequest, keys_in, load_dense_model
 from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, RowReader
 from jaxsok.serving.model.updates import InPlace, Source, Version, Versions
 from jaxsok.types import PADDING_KEY
-
-Given: TypeAlias = Sequence[tuple[FrozenTable, sources.TableSource]]
 
 
 class Answer(dict):
@@ -128,11 +126,10 @@ class Served:
             if not isinstance(name, str) or name not in self.names:
                 raise UnknownTableError.of(op, name, self.names, f'model "{self.config.model}"')
             what = f'{op}: table "{name}"'
-            array = _integers(given, what)
-            self._check_number(what, name, array.size)
-            keys64 = array.astype(np.int64).view(np.uint64) if array.dtype.kind == "i" else array.astype(np.uint64)
-            self._check_bits(what, keys64)
-            arrays[name] = keys64
+            with refusals():
+                arrays[name] = keys_lib.from_words(keys_lib.words_of(given, "int64", what))
+            self._check_number(what, name, arrays[name].size)
+            check_bits(what, arrays[name], self.versions.key_bits)
         return arrays
 
     def _read_inputs(self, inputs: Any, served: artifact.ServedModel | None) -> PredictRequest:
@@ -154,7 +151,7 @@ class Served:
         for name, spec in served.inputs.items():
             if not isinstance(spec, artifact.ArrayInput):
                 keys = keys_in(leaves[name])
-                self._check_bits(f'{op}: inputs["{name}"]', keys)
+                check_bits(f'{op}: inputs["{name}"]', keys, self.versions.key_bits)
                 num_keys[spec.table] += keys.size
         for table, number in num_keys.items():
             self._check_number(f'{op}: table "{table}"', table, number)
@@ -170,30 +167,14 @@ class Served:
                 f"times {most // self.config.max_batch_size} of a sample."
             )
 
-    def _check_bits(self, what: str, keys: np.ndarray) -> None:
-        if self.versions.key_bits == 64:
-            return
-        wrong = (keys >> np.uint64(32) != 0) & (keys != np.uint64(PADDING_KEY))
-        if wrong.any():
-            raise RequestError(
-                f"{what}: keys: got {keys[wrong].view(np.int64)[0]}, wanted 0 to 4294967295: keys have 32 bits, since "
-                "supportlonglong is false."
-            )
-
     # Versions --------------------------------------------------------------------------------------------------------
 
     def update(self, source: Source | None, dense_file: str | os.PathLike[str] | None, in_place: InPlace) -> int:
-        served = None
+        dense_model = None
         if dense_file is not None:
             tables = self.versions.current.tables.tables
-            served = load_dense_model("update", self.config, dense_file, tables, self.device)
-        version = self.versions.update(
-            source,
-            in_place=in_place,
-            served=served,
-            dense_file=None if dense_file is None else str(dense_file),
-            reader=self,
-        )
+            dense_model = load_dense_model("update", self.config, dense_file, tables, self.device), str(dense_file)
+        version = self.versions.update(source, in_place=in_place, dense_model=dense_model, reader=self)
         self.counts.add("updates", {})
         return version.number
 
@@ -255,6 +236,18 @@ class Served:
         return lines
 
 
+def check_bits(what: str, keys: np.ndarray, key_bits: int) -> None:
+    """Refuses keys above 32 bits, other than PADDING_KEY, where keys have so many."""
+    if key_bits == 64:
+        return
+    wrong = (keys >> np.uint64(32) != 0) & (keys != np.uint64(PADDING_KEY))
+    if wrong.any():
+        raise RequestError(
+            f"{what}: keys: got {keys[wrong].view(np.int64)[0]}, wanted 0 to 4294967295: keys have 32 bits, since "
+            "supportlonglong is false."
+        )
+
+
 _KINDS: tuple[str, ...] = ("keys", "hits", "missing", "padding")
 
 
@@ -265,79 +258,61 @@ class _Counts:
         self._lock = threading.Lock()
         # Changed and read under `_lock`, so that the sums of one answer are seen together.
         self._done = collections.Counter(lookups=0, predicts=0, updates=0)
-        self._tables = {name: collections.Counter(dict.fromkeys(_KINDS, 0)) for name in names}
+        self._tables = {name: np.zeros(len(_KINDS), np.int64) for name in names}
 
     def add(self, done: str, tables: Mapping[str, Sequence[int]]) -> None:
         """Counts one of "lookups", "predicts" and "updates", and the keys that it read: by table, in `_KINDS`."""
         with self._lock:
             self._done[done] += 1
             for name, numbers in tables.items():
-                self._tables[name].update(dict(zip(_KINDS, numbers, strict=True)))
+                self._tables[name] += numbers
 
     def stats(self) -> dict[str, Any]:
         with self._lock:
-            done, tables = dict(self._done), {name: dict(table) for name, table in self._tables.items()}
-        total = {kind: sum(table[kind] for table in tables.values()) for kind in _KINDS}
-        return {**done, **_with_rate(total), "tables": {name: _with_rate(table) for name, table in tables.items()}}
+            done, tables = dict(self._done), {name: _with_rate(table) for name, table in self._tables.items()}
+            return {**done, **_with_rate(sum(self._tables.values())), "tables": tables}
 
 
-def _with_rate(counts: Mapping[str, int]) -> dict[str, Any]:
+def _with_rate(numbers: Any) -> dict[str, Any]:
+    counts = dict(zip(_KINDS, numbers.tolist(), strict=True))
     real = counts["hits"] + counts["missing"]
     return {**counts, "hit_rate": counts["hits"] / real if real else 1.0}
-
-
-def _integers(given: Any, what: str) -> np.ndarray:
-    if isinstance(given, jax.Array):
-        raise RequestError(
-            f"{what}: keys: got a jax.Array, which may be an int64 that JAX narrowed, wanted NumPy integers."
-        )
-    try:
-        array = np.asarray(given)
-    except (ValueError, OverflowError) as error:
-        raise RequestError(f"{what}: keys: got no array ({error}), wanted NumPy integers.") from error
-    if array.dtype.kind not in "iu":
-        raise RequestError(
-            f"{what}: keys: got {array.dtype}{list(array.shape)}, wanted integers; pass NumPy int64 or uint64."
-        )
-    if array.ndim == 0:
-        raise RequestError(f"{what}: keys: got a scalar, wanted an array of at least one axis.")
-    return array
 
 
 def open_model(
     config: ModelConfig,
     key_bits: sources.KeyBits,
-    device: Any,
-    room: Callable[[], int | None],
-    memory: threading.Lock,
+    device: updates.Memory,
+    host: updates.Memory,
     *,
     warm_up: bool,
 ) -> Served:
-    """Opens the files of a model, and serves it.
-
-    `room` gives the device's free bytes; None: not known. `memory` is held while some of the device is taken, by all
-    models that share it.
-    """
+    """Opens the files of a model, and serves it from a device; rows that do not lie there lie on the host."""
     given = [_open_table(config, table, key_bits) for table in config.tables]
     dense_model = None
     if config.dense_file:
         tables = {table.name: table for table, _ in given}
-        dense_model = load_dense_model("open", config, config.dense_file, tables, device)
+        dense_model = load_dense_model("open", config, config.dense_file, tables, device.device)
     is_cached = config.tier == "cache"
     if is_cached:
-        _require_room_for_cache(config, given, device, room())
+        rows = {
+            table: max(cache_lib.MIN_ROWS, math.ceil(config.gpucacheper * source.num_rows)) for table, source in given
+        }
+        needed, why = (
+            sum(cache_lib.cache_bytes(rows).values()),
+            f"its cache; take a gpucacheper below {config.gpucacheper}",
+        )
+        device.require("open", config.model, device.free(), needed, why)
     versions = Versions(
         config,
         given,
         key_bits=key_bits,
-        device=row_map.host_device() if is_cached else device,
-        room=room if config.tier == "device" else lambda: updates.host_free_bytes(),
+        memory=device if config.tier == "device" else host,
         can_donate=not is_cached,
         served=dense_model,
-        memory=memory,
     )
-    reader = CachedRows(config, versions, device) if is_cached else DeviceRows(config, versions)
-    served = Served(config, versions, device, reader, warm_up=warm_up)
+    reader = CachedRows(config, versions, device.device) if is_cached else DeviceRows(config, versions)
+    served = Served(config, versions, device.device, reader, warm_up=warm_up)
     for of_store in versions.current.maps:
         of_store.frequencies = None  # only the first filling of a cache needs them
     return served
@@ -349,29 +324,13 @@ def _open_table(
     source = sources.open_table(
         table.file, table=table.name, dim=table.dim, key_bits=key_bits, hotness=config.is_filled_at_start, op="open"
     )
-    dtype: Any = config.row_dtype or source.dtype
     if table.default is not None:
         source = dataclasses.replace(source, unknown=None)  # the configuration counts
-        return FrozenTable(table.name, table.dim, table.default, dtype), source
-    unknown = source.unknown
-    if isinstance(unknown, str):
+    absent = source.unknown if table.default is None else table.default
+    if isinstance(absent, str):
         raise ServingError(
             f'open: model "{config.model}": table "{table.name}": default_value_for_each_table: got no number, and in '
-            f'training of "{source.path}" a key without a row reads {unknown}, which served tables cannot work '
+            f'training of "{source.path}" a key without a row reads {absent}, which served tables cannot work '
             "out; wanted the number that they serve."
         )
-    default, initial = (0.0, unknown) if isinstance(unknown, InitialRows) else (unknown or 0.0, None)
-    return FrozenTable(table.name, table.dim, default, dtype, initial), source
-
-
-def _require_room_for_cache(config: ModelConfig, given: Given, device: Any, free: int | None) -> None:
-    """Refuses a cache that is larger than the free bytes of its device."""
-    num_rows = {
-        table: max(cache_lib.MIN_ROWS, math.ceil(config.gpucacheper * source.num_rows)) for table, source in given
-    }
-    needed = sum(cache_lib.cache_bytes(num_rows).values())
-    if free is not None and needed > free:
-        raise ServingError(
-            f'open: model "{config.model}": memory: got {free} bytes free on {device}, wanted {needed} for '
-            f"its cache; take a gpucacheper below {config.gpucacheper}."
-        )
+    return table_that_reads(table.name, table.dim, config.row_dtype or source.dtype, absent or 0.0), source
