@@ -26,7 +26,7 @@ from jaxsok.serving.frozen import (
     frozen_bytes,
 )
 from jaxsok.serving.fused import LookupInput, find_rows, lookup, lookup_with_counts
-from jaxsok.serving.served import Answer, Model
+from jaxsok.serving.model.served import Answer, Model
 from jaxsok.serving.session import Session, open
 
 __all__ = [

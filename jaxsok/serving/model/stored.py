@@ -19,9 +19,9 @@ from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.databases import Connected, DatabaseRows
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, check_records
+from jaxsok.serving.model.store_plans import Change
+from jaxsok.serving.model.updates import InPlace, Reader, Source, Version, open_update
 from jaxsok.serving.sources import TableSource
-from jaxsok.serving.store_plans import Change
-from jaxsok.serving.updates import InPlace, Reader, Source, Version, open_update
 from jaxsok.types import PADDING_KEY
 
 
@@ -87,7 +87,7 @@ class StoredVersions:
         return self._current
 
     def update(
-        self, source: Source | None, *, in_place: InPlace, served: Any, dense_file: str | None, reader: Reader
+        self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, reader: Reader
     ) -> Version:
         """Writes the rows of a source into the databases; see `Session.update`.
 
@@ -108,13 +108,14 @@ class StoredVersions:
                 old = self._current
                 opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
                 changes = [Change.of(old.tables.tables[name], found) for name, found in opened.items()]
+                served, dense_file = dense_model or (old.served, old.dense_file)
                 new = dataclasses.replace(
                     old,
                     number=old.number + 1,
                     files={**old.files, **{name: str(found.path) for name, found in opened.items()}},
                     uuids={**old.uuids, **{name: found.uuid for name, found in opened.items()}},
-                    served=old.served if dense_file is None else served,
-                    dense_file=old.dense_file if dense_file is None else dense_file,
+                    served=served,
+                    dense_file=dense_file,
                     replaced=frozenset(change.table.name for change in changes if change.gone is None),
                 )
                 reader.prepare(old, new)
