@@ -19,7 +19,7 @@ from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.databases import Connected, DatabaseRows
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, check_records
-from jaxsok.serving.sources import TableSource
+from jaxsok.serving.sources import KeyBits, TableSource
 from jaxsok.serving.store_plans import Change
 from jaxsok.serving.updates import InPlace, Reader, Source, Version, open_update
 from jaxsok.types import PADDING_KEY
