@@ -24,6 +24,7 @@ from jaxsok.serving.errors import DatabaseError, ServingError
 try:
     import redis
     from redis.backoff import NoBackoff
+    from redis.exceptions import RedisClusterException
     from redis.retry import Retry
 except ImportError as error:
     wanted = "wanted it for volatile_db of type redis_cluster; pip install 'jaxsok[databases]'"
@@ -103,7 +104,7 @@ class RedisDatabase(Database):
         if policy != "evict_random":
             noted = [use or b"" for some in self._cut(fields) for use in self._run([("HMGET", f"{part}t", *some)])[0]]
             is_count = policy == "evict_least_used"
-            uses = [int(use or 0) if is_count else int.from_bytes(use, "little") for use in noted]
+            uses = [int(use.isdigit() and use) if is_count else int.from_bytes(use[:8], "little") for use in noted]
             order = np.argsort(uses, kind="stable")
             fields = [fields[place] for place in order]
             if is_count and 0 < target < len(fields):  # so that old uses count less, as in HPS
@@ -154,7 +155,7 @@ class RedisDatabase(Database):
         with self._places:
             try:
                 return run()
-            except (redis.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
+            except (redis.RedisError, RedisClusterException, OSError) as error:
                 raise DatabaseError(
                     f'volatile_db: address: got {type(error).__name__} of Redis at "{self._config.address}" ({error}), '
                     f"wanted answers in {self._config.timeout_s:g} s; see that its servers run, then try again."
@@ -195,6 +196,6 @@ def _connect(nodes: Sequence[tuple[str, int]], options: dict[str, Any]) -> Any:
                 return server
             server.close()
             return redis.RedisCluster(host=host, port=port, retry=Retry(NoBackoff(), 0), **options)
-        except (redis.ConnectionError, redis.TimeoutError, redis.exceptions.RedisClusterException):
+        except (redis.ConnectionError, redis.TimeoutError, RedisClusterException):
             if number == len(nodes):
                 raise

@@ -21,7 +21,7 @@ from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, check_records
 from jaxsok.serving.model.store_plans import Change
 from jaxsok.serving.model.updates import InPlace, Reader, Source, Version, open_update
-from jaxsok.serving.sources import TableSource
+from jaxsok.serving.sources import KeyBits, TableSource
 from jaxsok.types import PADDING_KEY
 
 
@@ -56,19 +56,21 @@ class StoredVersions:
         databases: Connected,
         served: Any,
     ) -> None:
-        self.name, self.key_bits, self._is_read_only = model.model, config.key_bits, config.persistent_db.read_only
+        self.name, self._is_read_only = model.model, config.persistent_db.read_only
+        self.key_bits: KeyBits = config.key_bits
         self._updating = threading.Lock()  # held by one update; it alone sets `_current`
         self.num_in_place = 0
         tables = [table for table, _ in given]
         there = [database for database in databases if database is not None]
         make = functools.partial(DatabaseRows, model=model.model, tables=tables, key_bits=config.key_bits)
-        volatile, persistent = (None if database is None else make([database]) for database in databases)
-        volatile = volatile if config.volatile_db.initialize_after_startup else None
-        is_filled = config.persistent_db.initialize_after_startup and not self._is_read_only
-        persistent = persistent if is_filled else None
+        filled = (
+            databases[0] is not None and config.volatile_db.initialize_after_startup,
+            databases[1] is not None and config.persistent_db.initialize_after_startup and not self._is_read_only,
+        )
+        volatile, persistent = (make([one]) if yes else None for one, yes in zip(databases, filled, strict=True))
         for table, source in given:
             _fill(table, source, volatile, config.volatile_db.initial_cache_rate, persistent)
-        is_filled = (volatile is not None) + (persistent is not None) == len(there)
+        is_filled = sum(filled) == len(there)
         self._current = StoredVersion(
             number=1,
             tables=FrozenTables((), FrozenSpec.of(tables)),
