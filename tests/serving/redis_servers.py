@@ -25,9 +25,12 @@ def program():
 
 
 def free_port():
-    """A port that is free, as is the port 10,000 above it, which a node of a cluster takes as well."""
+    """A port that is free, as is the port 10,000 above it, which a node of a cluster takes as well.
+
+    Both are below those that Linux gives to outgoing connections.
+    """
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
+        port = random.SystemRandom().randrange(12_000, 22_000)
         with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as other:
             one.bind(("127.0.0.1", port))
             other.bind(("127.0.0.1", port + 10_000))

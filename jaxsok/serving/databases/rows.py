@@ -12,7 +12,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
@@ -182,7 +182,7 @@ class DatabaseRows(RowSource):
                 f'insert: table "{table}": keys, rows: got rows {list(rows.shape)} and {np.sum(~self._fit(keys))} keys '
                 f"that are PADDING_KEY or too large, wanted rows [{len(keys)}, {dim}] and no such key."
             )
-        self._change(lambda database: self._write(database, name, keys, rows))
+        self._change(lambda to: self._write(to, name, keys, rows))
 
     def _write(self, database: Database, name: str, keys: Keys, rows: Rows) -> None:
         for where, some in self._batches(database, keys, np.arange(len(keys))):
@@ -191,14 +191,10 @@ class DatabaseRows(RowSource):
     def erase(self, table: str, keys: Keys) -> None:
         """Removes the rows of keys, where they are there, in the last database first."""
         name, keys = self._name("erase", table), np.asarray(keys, np.uint64)
+        places = np.flatnonzero(self._fit(keys))
+        self._change(lambda to: [to.erase(name, some) for _, some in self._batches(to, keys, places)])
 
-        def erase(database: Database) -> None:
-            for _, some in self._batches(database, keys, np.flatnonzero(self._fit(keys))):
-                database.erase(name, some)
-
-        self._change(erase)
-
-    def _change(self, change: Callable[[Database], None]) -> None:
+    def _change(self, change: Callable[[Database], Any]) -> None:
         with self._shared.lock:
             self._shared.writes += 1
             try:
