@@ -35,7 +35,7 @@ WORKERS ?= $(if $(GPU),0,3)
 ACTIVE := $(if $(VIRTUAL_ENV),$(shell $(VIRTUAL_ENV)/bin/python -c 'import sys; sys.version_info >= (3, 11) and print("yes")' 2>/dev/null))
 VENV ?= $(if $(ACTIVE),$(VIRTUAL_ENV),.venv)
 
-FFI_SOURCES := $(wildcard ffi/CMakeLists.txt ffi/exports.map ffi/*/*.h ffi/*/*.cc ffi/*/*.cu ffi/*/*.cuh)
+FFI_SOURCES := $(wildcard ffi/CMakeLists.txt ffi/exports.map ffi/*/*.h ffi/*/*.cc ffi/*/*.cu ffi/*/*.cuh jaxsok/include/*.h)
 
 # The libraries are built into jaxsok/_lib, for one environment at a time: its stamp names the environment and all that
 # makes another library, and a build takes away the stamps of the others.
@@ -149,7 +149,7 @@ check-build: $(ENVIRONMENT)
 	$(PY) scripts/build_budget.py $(BUDGET_BUILD) --library $(BUDGET_BUILD)/_lib/libjaxsok_cuda.so
 
 PYTHON_SOURCES := $(wildcard jaxsok tests examples benchmarks scripts)
-CPP_SOURCES = $(filter %.h %.cc %.cu %.cuh,$(FFI_SOURCES))
+CPP_SOURCES = $(filter %.h %.cc %.cu %.cuh,$(FFI_SOURCES)) $(wildcard examples/c/*.cc)
 
 lint: $(TOOLS)
 	$(PY) -m ruff check $(PYTHON_SOURCES)

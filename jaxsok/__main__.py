@@ -1,4 +1,4 @@
-"""The command line: `python -m jaxsok demo`, `bench`, `inspect`, `estimate` and `serve`.
+"""The command line: `python -m jaxsok demo`, `bench`, `inspect`, `estimate`, `serve`, `freeze` and `flags`.
 
 A command only finds its program and passes its arguments on.
 """
@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _declare_inspect(commands.add_parser("inspect", help="tells what is in a checkpoint, an export or a file"))
     _declare_estimate(commands.add_parser("estimate", help="counts the bytes that tables will take on each device"))
     _declare_serve(commands.add_parser("serve", help="answers lookups and predictions over HTTP"))
+    _declare_freeze(commands.add_parser("freeze", help="writes tables into a folder for C and C++ programs"))
+    flags = commands.add_parser("flags", help="prints compiler flags for C and C++ programs that use jaxsok.h")
+    flags.add_argument("--cuda", action="store_true", help="of the library for tables on a GPU")
     options, rest = parser.parse_known_args(arguments)
     if options.command in ("demo", "bench"):
         return {"demo": _demo, "bench": _bench}[options.command](rest)
@@ -44,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # the devices of its mesh.
         jax.config.update("jax_platforms", "cpu")
     try:
-        print({"inspect": _inspect, "estimate": _estimate}[options.command](options))
+        commands_with_text = {"inspect": _inspect, "estimate": _estimate, "freeze": _freeze, "flags": _flags}
+        print(commands_with_text[options.command](options))
     except (OSError, ValueError, TypeError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -220,6 +224,37 @@ def _serve(options: argparse.Namespace) -> int:
         sys.stderr.flush()
         os._exit(0)
     return 0
+
+
+def _declare_freeze(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Reads an export, a delta with its chain, a step of a checkpoint, or the tables of an HPS configuration, and "
+        "writes rows and index into a new folder, which jaxsok_open of jaxsok.h maps."
+    )
+    parser.add_argument("source", metavar="SOURCE", help="folder, or the .json file of the configuration")
+    parser.add_argument("folder", metavar="FOLDER", help="a new one")
+    parser.add_argument("--model", metavar="NAME", help="of the configuration, where it has several")
+    parser.add_argument("--dtype", help="of the rows: float32, bfloat16, float16, int8 or float8_e4m3fn")
+
+
+def _freeze(options: argparse.Namespace) -> str:
+    from jaxsok import serving
+    from jaxsok.serving.model import served
+
+    given = served.open_for_export("freeze", options.source, options.model, options.dtype)
+    tables, _ = serving.freeze_records(given)
+    serving.export_frozen(options.folder, tables)
+    return "\n".join(
+        f"{table.name}: {source.num_rows} rows, {table.dtype}[{table.dim}], {table.missing}" for table, source in given
+    )
+
+
+def _flags(options: argparse.Namespace) -> str:
+    from jaxsok.kernels import library
+
+    back_end = "cuda" if options.cuda else "cpu"
+    folder, include = library.require(back_end).parent, pathlib.Path(__file__).parent / "include"
+    return f"-I{include} -L{folder} -Wl,-rpath,{folder} -ljaxsok_{back_end}"
 
 
 def _demo(arguments: Sequence[str]) -> int:

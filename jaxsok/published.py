@@ -9,6 +9,8 @@ import errno
 import fcntl
 import os
 import pathlib
+import secrets
+import shutil
 from collections.abc import Iterator
 
 ENDING = ".writing"
@@ -52,6 +54,24 @@ def publish(op: str, folder: pathlib.Path, path: pathlib.Path) -> None:
                 ) from error
             raise
     sync(path.absolute().parent)
+
+
+@contextlib.contextmanager
+def new_folder(op: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Gives a folder to fill, and publishes it; FileExistsError: the path is taken. After an error nothing is left."""
+    if os.path.lexists(path):
+        raise FileExistsError(f"{op}: path: got {path}, which exists, wanted a new folder.")
+    folder = unfinished(path, secrets.token_hex(8))
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+        for file in folder.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        publish(op, folder, path)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def sync(folder: pathlib.Path) -> None:

@@ -61,10 +61,16 @@ def library_path(back_end: str) -> pathlib.Path:
     return next((place for place in places if place.exists()), places[0])
 
 
-def _load(back_end: str) -> ctypes.CDLL:
+def require(back_end: str) -> pathlib.Path:
+    """Returns the path of a back end's library; ImportError, with the remedy: it is not built."""
     path = library_path(back_end)
     if not path.exists():
         raise ImportError(f"jaxsok: the {back_end} library is missing: {path} does not exist. {_REMEDY[back_end]}")
+    return path
+
+
+def _load(back_end: str) -> ctypes.CDLL:
+    path = require(back_end)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -25,6 +25,7 @@ from jaxsok.serving.frozen import (
     freeze_records,
     frozen_bytes,
 )
+from jaxsok.serving.frozen_files import export_frozen
 from jaxsok.serving.fused import LookupInput, find_rows, lookup, lookup_with_counts
 from jaxsok.serving.model.served import Answer, Model
 from jaxsok.serving.session import Session, open
@@ -46,6 +47,7 @@ __all__ = [
     "SizedRecords",
     "UnknownModelError",
     "UnknownTableError",
+    "export_frozen",
     "find_rows",
     "freeze",
     "freeze_records",

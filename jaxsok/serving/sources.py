@@ -9,7 +9,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from jaxsok.interchange import files as files_lib
 from jaxsok.interchange import hps as hps_lib
 from jaxsok.records import Records
 from jaxsok.serving.errors import ServingError, UnknownTableError
-from jaxsok.serving.frozen import FrozenTable
+from jaxsok.serving.frozen import FrozenTable, table_that_reads
 
 Path = str | os.PathLike[str]
 KeyBits = Literal[32, 64]
@@ -128,6 +128,37 @@ def is_delta(path: Path) -> bool:
 def open_either(op: str, path: Path, table: FrozenTable, key_bits: KeyBits) -> TableSource:
     """Opens a delta alone, or all rows of a table."""
     return open_table(path, table=table.name, dim=table.dim, key_bits=key_bits, alone=True, op=op)
+
+
+Frozen: TypeAlias = tuple[FrozenTable, TableSource]
+
+
+def frozen_as(what: str, source: TableSource, dtype: Any = None, default: float | None = None) -> Frozen:
+    """Describes how a table is served: its rows have `dtype`, keys without a row read `default`; None: as it was saved.
+
+    ServingError, which begins with `what`: served tables cannot compute the rows of such keys.
+    """
+    absent = source.unknown if default is None else default
+    if isinstance(absent, str):
+        raise ServingError(
+            f'{what}: got no number, and in training of "{source.path}" a key without a row reads {absent}, which '
+            "served tables cannot work out; wanted the number that they serve."
+        )
+    if default is not None:
+        source = dataclasses.replace(source, unknown=None)  # what the files say does not count
+    return table_that_reads(source.table, source.dim, dtype or source.dtype, absent or 0.0), source
+
+
+def open_saved(op: str, path: Path) -> list[TableSource]:
+    """Opens all tables of an export, a delta (with its chain) or a step of a checkpoint."""
+    folder, is_hps = _found(op, path, "any")
+    if is_hps:
+        raise ServingError(
+            f'{op}: source: got the HPS directory "{folder}", which does not name its table, wanted the HPS '
+            "configuration (.json) that does."
+        )
+    saved = Source.of(op, folder)
+    return [open_table(folder, table=name, dim=saved.form(name).dim, op=op) for name in saved.manifest["tables"]]
 
 
 def open_all(

@@ -417,7 +417,11 @@ sys.exit(pytest.main(sys.argv[2:], plugins=[Library()]))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "tests",
-    [["tests/kernels/test_damage.py"], ["tests/kernels/test_kernels.py", "-k", "contract and cpu and not large"]],
+    [
+        ["tests/kernels/test_damage.py"],
+        ["tests/kernels/test_kernels.py", "-k", "contract and cpu and not large"],
+        ["tests/serving/test_c_interface.py", "-k", "not program and not example and not header"],
+    ],
     ids=len,
 )
 def test_under_sanitizers(tests):

@@ -2,10 +2,7 @@
 
 import hashlib
 import json
-import os
 import pathlib
-import secrets
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,18 +87,9 @@ def write(path: pathlib.Path, program: bytes, manifest: dict[str, Any]) -> None:
     """Writes both files into a temporary folder, which then gets its name."""
     manifest = {**manifest, "program": {"bytes": len(program), "sha256": hashlib.sha256(program).hexdigest()}}
     manifest["sha256"] = _digest(manifest)
-    folder = published.unfinished(path, secrets.token_hex(8))
-    try:
-        folder.mkdir(parents=True)
-        for name, content in ((PROGRAM, program), (MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())):
-            with open(folder / name, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        published.publish("export_model", folder, path)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with published.new_folder("export_model", path) as folder:
+        (folder / PROGRAM).write_bytes(program)
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

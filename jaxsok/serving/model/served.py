@@ -15,16 +15,16 @@ from jaxsok import keys as keys_lib
 from jaxsok.serving import artifact, sources
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving.config import Config, ModelConfig, TableConfig
+from jaxsok.serving.config import read as read_config
 from jaxsok.serving.databases import Connected
 from jaxsok.serving.errors import (
     RequestError,
     RequestTooLargeError,
-    ServingError,
     UnknownModelError,
     UnknownTableError,
     refusals,
 )
-from jaxsok.serving.frozen import FrozenTable, frozen_bytes, table_that_reads
+from jaxsok.serving.frozen import FrozenTable, frozen_bytes
 from jaxsok.serving.model import updates
 from jaxsok.serving.model.predictions import Prediction, PredictRequest, keys_in, load_dense_model
 from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, RowReader
@@ -329,19 +329,25 @@ def open_model(
     return served
 
 
-def _open_table(
-    config: ModelConfig, table: TableConfig, key_bits: sources.KeyBits
-) -> tuple[FrozenTable, sources.TableSource]:
+def _open_table(config: ModelConfig, table: TableConfig, key_bits: sources.KeyBits) -> sources.Frozen:
     source = sources.open_table(
         table.file, table=table.name, dim=table.dim, key_bits=key_bits, hotness=config.is_filled_at_start, op="open"
     )
-    if table.default is not None:
-        source = dataclasses.replace(source, unknown=None)  # the configuration counts
-    absent = source.unknown if table.default is None else table.default
-    if isinstance(absent, str):
-        raise ServingError(
-            f'open: model "{config.model}": table "{table.name}": default_value_for_each_table: got no number, and in '
-            f'training of "{source.path}" a key without a row reads {absent}, which served tables cannot work '
-            "out; wanted the number that they serve."
-        )
-    return table_that_reads(table.name, table.dim, config.row_dtype or source.dtype, absent or 0.0), source
+    what = f'open: model "{config.model}": table "{table.name}": default_value_for_each_table'
+    return sources.frozen_as(what, source, config.row_dtype, table.default)
+
+
+def open_for_export(op: str, path: str, model: str | None = None, dtype: Any = None) -> list[sources.Frozen]:
+    """Opens the tables of an export, a delta or a checkpoint, or those of a model of an HPS configuration (.json)."""
+    if not path.endswith(".json"):
+        return [
+            sources.frozen_as(f'{op}: table "{source.table}": default', source, dtype)
+            for source in sources.open_saved(op, path)
+        ]
+    config = read_config(path)
+    found = [one for one in config.models if model in (None, one.model)]
+    if len(found) != 1:
+        names = [one.model for one in config.models]
+        raise UnknownModelError(f"{op}: --model: got {model!r}, wanted one of {names}.")
+    chosen = dataclasses.replace(found[0], row_dtype=dtype or found[0].row_dtype)
+    return [_open_table(chosen, table, config.key_bits) for table in chosen.tables]

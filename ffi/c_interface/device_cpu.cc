@@ -1,0 +1,85 @@
+#include <cstring>
+
+#include "../kernels/index_cpu.h"
+#include "device.h"
+#include "error.h"
+
+namespace jaxsok {
+namespace {
+
+/// Runs all tasks in the calling thread: a server has as many threads as it wants, and a lookup costs microseconds.
+class CallingThread final : public Executor {
+ public:
+  int num_threads() const override { return 1; }
+  void ParallelFor(int64_t num_tasks, const std::function<void(int64_t)>& task) override {
+    for (int64_t i = 0; i < num_tasks; ++i) task(i);
+  }
+};
+
+/// Begins to read the rows of features with few keys, of all of them at one time.
+///
+/// The kernels look up one feature after the other, and wait for its bucket and then for its row. 26 features of one
+/// key took 14 us where tables do not fit the caches, and take 4 us with their rows on the way.
+void FetchRows(const FrozenLookup& lookup) {
+  constexpr int64_t kFewKeys = 32;  // of a feature: those of more are fetched ahead by the kernels
+  constexpr int64_t kAtOnce = 128;  // lines of memory that are on the way, and stay in the nearest cache
+  const StoreView& store = lookup.store;
+  const int64_t row_bytes = int64_t{store.dim} * (store.row_dtype == kRowDtypeFloat32 ? 4 : store.scales ? 1 : 2);
+  const uint64_t salt = SaltOf(store.counters);
+  uint64_t keys[kAtOnce] = {};
+  uint32_t tables[kAtOnce] = {}, row_ids[kAtOnce];
+  static_assert(kAtOnce <= kKeysPerChunk);
+  int64_t num_keys = 0;
+  const auto fetch = [&] {
+    FindChunk(store.index, salt, keys, tables, num_keys, row_ids, [](int64_t, uint32_t) {});
+    for (int64_t i = 0; i < num_keys; ++i) {
+      if (row_ids[i] >= store.capacity) continue;
+      PrefetchRow(static_cast<const char*>(store.rows.data[0]) + row_ids[i] * row_bytes,
+                  static_cast<int32_t>(row_bytes));
+      if (store.scales != nullptr) __builtin_prefetch(store.scales + row_ids[i]);
+    }
+    num_keys = 0;
+  };
+  for (int32_t f = 0; f < lookup.batch.num_features; ++f) {
+    const int32_t* words = lookup.batch.features + int64_t{f} * kNumFeatureWords;
+    const int32_t size = words[kFeatureNumKeys];
+    if (size > kFewKeys) continue;
+    if (num_keys + size > kAtOnce) fetch();
+    for (int32_t i = 0; i < size; ++i) {
+      const uint64_t key = lookup.batch.keys[words[kFeatureKeyStart] + i];
+      keys[num_keys] = key;
+      tables[num_keys++] = key == kPaddingKey ? kNoTable : static_cast<uint32_t>(words[kFeatureTable]);
+    }
+  }
+  fetch();
+}
+
+class Host final : public Device {
+ public:
+  const void* Place(const void* data, size_t) override { return data; }
+
+  void Run(void*, FrozenLookup* lookups, int32_t num_lookups) const override {
+    for (int32_t s = 0; s < num_lookups; ++s) {
+      if (lookups[s].batch.num_features > 1) FetchRows(lookups[s]);
+    }
+    CallingThread thread;
+    const LaunchError error = LaunchLookupFrozen(&thread, lookups, num_lookups, nullptr);
+    if (error == nullptr) return;
+    if (std::strcmp(error, kIndexIsDamaged) != 0) Refuse(JAXSOK_BAD_ARGUMENT, "jaxsok_lookup: ", error);
+    Refuse(JAXSOK_BAD_INDEX,
+           "jaxsok_lookup: index: got a row beyond the capacity, wanted one below it; the folder is damaged: open it "
+           "without JAXSOK_UNVERIFIED, which names the file.");
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<Device> Device::Open(int32_t ordinal) {
+  if (ordinal != 0) {
+    Refuse(JAXSOK_BAD_ARGUMENT, "jaxsok_open: device: got ", ordinal,
+           ", wanted 0: this is libjaxsok_cpu.so; link libjaxsok_cuda.so for tables on a GPU.");
+  }
+  return std::make_unique<Host>();
+}
+
+}  // namespace jaxsok

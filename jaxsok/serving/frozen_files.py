@@ -1,0 +1,93 @@
+"""Frozen tables as a folder, which C and C++ programs open (include/jaxsok.h) by mapping its files.
+
+`frozen.json` describes the stores, and its first line has a checksum of the rest. `store_<s>.index`, `.rows` and
+`.scales` are the arrays of a FrozenStore as they are. ffi/c_interface/frozen_folder.cc reads them.
+"""
+
+import json
+import os
+import pathlib
+import zlib
+from typing import Any
+
+import numpy as np
+
+import jaxsok
+from jaxsok import published
+from jaxsok.serving.frozen import SEED, FrozenTables, require_tables
+from jaxsok.types import COUNTERS
+
+_PIECE = 1 << 26  # bytes of an array that are written at a time
+
+
+def export_frozen(path: str | os.PathLike[str], tables: FrozenTables) -> None:
+    """Writes frozen tables into a new folder, which `jaxsok_open` of the C interface opens.
+
+    The folder is there as a whole or not at all. Lookups of the C interface give the bits of `lookup`.
+
+    Raises:
+      FileExistsError: the path is taken, or another process took it while this one wrote.
+      TypeError: `tables` are not FrozenTables.
+
+    Cost:
+      Disk: the bytes of the tables. Host: the largest array of a store, where it lies on another device.
+
+    Example:
+      >>> import tempfile
+      >>> from jaxsok import Records
+      >>> from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
+      >>> records = Records(np.array([7, 9], np.uint64), np.ones((2, 4), np.float32))
+      >>> tables, _ = freeze_records([(FrozenTable("item", dim=4), SizedRecords(2, [records]))])
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     export_frozen(f"{folder}/tables", tables)
+      ...     sorted(file.name for file in pathlib.Path(folder, "tables").iterdir())
+      ['frozen.json', 'store_0.index', 'store_0.rows']
+    """
+    require_tables("export_frozen", tables)
+    with published.new_folder("export_frozen", pathlib.Path(path)) as folder:
+        stores = [_write_store(folder, s, tables) for s in range(len(tables.stores))]
+        body = {
+            "format": "jaxsok-frozen",
+            "version": 1,
+            "jaxsok": jaxsok.__version__,
+            "seed": SEED.tolist(),
+            "stores": stores,
+        }
+        rest = json.dumps(body, ensure_ascii=False).removeprefix("{").encode() + b"\n"
+        (folder / "frozen.json").write_bytes(b'{"checksum": %d,\n%b' % (zlib.crc32(rest), rest))
+
+
+def _write_store(folder: pathlib.Path, s: int, tables: FrozenTables) -> dict[str, Any]:
+    store, spec, words = tables.stores[s], tables.spec.stores[s], tables.spec.words[s]
+    index = np.asarray(store.index)
+    arrays = {"index": index, "rows": store.rows, **({"scales": store.scales[0]} if store.scales else {})}
+    num_rows, counters = _num_rows(index, len(spec)), np.asarray(store.counters)
+    return {
+        "dim": spec[0].dim,
+        "dtype": spec[0].dtype,
+        "capacity": store.capacity,
+        "num_buckets": len(index),
+        "salt": [int(counters[COUNTERS.index(name)]) for name in ("salt_low", "salt_high")],
+        "checksums": {name: _write(folder / f"store_{s}.{name}", array) for name, array in arrays.items()},
+        "tables": [
+            {"name": table.name, "missing": table.missing, "num_rows": rows, "words": line.tolist()}
+            for table, rows, line in zip(spec, num_rows, words, strict=True)
+        ],
+    }
+
+
+def _write(path: pathlib.Path, array: Any) -> int:
+    """Writes an array's bytes; returns their CRC-32."""
+    data, checksum = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)), 0
+    with path.open("wb") as file:
+        for start in range(0, len(data), _PIECE):
+            piece = data[start : start + _PIECE]
+            checksum = zlib.crc32(piece, checksum)
+            file.write(piece)
+    return checksum
+
+
+def _num_rows(index: np.ndarray, num_tables: int) -> list[int]:
+    """Counts the rows of each table by the entries of an index: key, row id, table (core/layout.h)."""
+    owners = index.reshape(-1, 4)[:, 3]
+    return np.bincount(owners[owners < num_tables], minlength=num_tables).tolist()

@@ -1,0 +1,201 @@
+"""The model folder for Triton, with a stand-in for the module that its Python back end brings."""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import re
+import sys
+import types
+
+import numpy as np
+import pytest
+from serving_cases import PLATFORMS, config_of, expected, model_of, rows_of, write
+
+from jaxsok import serving
+from jaxsok.serving.artifact import KeysInput, export_model
+from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
+from jaxsok.serving.fused import lookup
+
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples" / "triton" / "jaxsok_lookup"
+
+
+# Triton --------------------------------------------------------------------------------------------------------------
+
+
+def from_text_proto(text):
+    """A message as text, as Triton gives it to `initialize`: fields, repeated ones as lists, maps of key and value."""
+    tokens = re.findall(r'"[^"]*"|[\w.-]+|[\[\]{}:,]', re.sub(r"#.*", "", text))
+
+    def value():
+        token = tokens.pop(0)
+        if token == "{":
+            return message("}")
+        if token == "[":
+            items = []
+            while tokens[0] != "]":
+                items.append(value())
+                assert tokens[0] in (",", "]")
+                if tokens[0] == ",":
+                    tokens.pop(0)
+            tokens.pop(0)
+            return items
+        return token.strip('"') if not re.fullmatch(r"-?\d+", token) else int(token)
+
+    def message(end):
+        fields = {}
+        while tokens and tokens[0] != end:
+            name = tokens.pop(0)
+            assert re.fullmatch(r"[a-z_]+", name)
+            if tokens[0] == ":":
+                tokens.pop(0)
+            found = value()
+            if name == "parameters":
+                fields.setdefault(name, {})[found["key"]] = found["value"]
+            else:
+                assert name not in fields
+                fields[name] = found
+            if tokens and tokens[0] == ",":
+                tokens.pop(0)
+        assert not end or tokens.pop(0) == end
+        return fields
+
+    return message("")
+
+
+@dataclasses.dataclass
+class Tensor:
+    """pb_utils.Tensor."""
+
+    name: str
+    array: np.ndarray
+
+    def as_numpy(self):
+        return self.array
+
+
+@dataclasses.dataclass
+class Response:
+    """pb_utils.InferenceResponse."""
+
+    output_tensors: list
+    error: object = None
+
+    def arrays(self):
+        assert self.error is None, self.error
+        return {tensor.name: tensor.array for tensor in self.output_tensors}
+
+
+@dataclasses.dataclass
+class Request:
+    """pb_utils.InferenceRequest."""
+
+    tensors: dict
+    wanted: list
+
+    def requested_output_names(self):
+        return self.wanted
+
+
+@pytest.fixture
+def model_class(monkeypatch):
+    """The class of model.py, as the back end loads it."""
+    module = types.ModuleType("triton_python_backend_utils")
+    module.Tensor, module.InferenceResponse, module.TritonError = Tensor, Response, str
+    module.get_input_tensor_by_name = lambda request, name: Tensor(name, request.tensors[name])
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", module)
+    spec = importlib.util.spec_from_file_location("triton_model", FOLDER / "1" / "model.py")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded.TritonPythonModel
+
+
+# Tests ---------------------------------------------------------------------------------------------------------------
+
+DIMS = {"user": 16, "item": 8}
+CONTENT = {table: rows_of(range(40), dim) for table, dim in DIMS.items()}
+
+
+def written(tmp_path, config, **changes):
+    """The arguments of `initialize`, for the HPS configuration and a changed config.pbtxt."""
+    (tmp_path / "hps.json").write_text(json.dumps(config))
+    model_config = from_text_proto((FOLDER / "config.pbtxt").read_text()) | changes
+    model_config["parameters"] = {"config": {"string_value": str(tmp_path / "hps.json")}}
+    return {"model_config": json.dumps(model_config), "model_name": "jaxsok_lookup"}
+
+
+def hps_of(tmp_path, **more):
+    tables = {table: (write(tmp_path / table, content), DIMS[table]) for table, content in CONTENT.items()}
+    return config_of(model_of(tables, defaults={"user": -1.0}, max_batch_size=64, **more))
+
+
+def test_the_configuration_is_whole():
+    """What Triton reads of config.pbtxt fits the folder and the model."""
+    config = from_text_proto((FOLDER / "config.pbtxt").read_text())
+    assert config["name"] == FOLDER.name and config["backend"] == "python"
+    assert config["parameters"]["config"]["string_value"].endswith(".json")
+    for entry, (table, dim) in zip(config["output"], DIMS.items(), strict=True):
+        (keys,) = (one["dims"] for one in config["input"] if one["name"] == table)
+        assert (entry["name"], entry["dims"]) == (f"{table}_embeddings", [*keys, dim])
+
+
+def test_requests_get_rows(model_class, tmp_path):
+    """Several in one call, of other sizes; one that is wrong gets an error alone."""
+    model = model_class()
+    model.initialize(written(tmp_path, hps_of(tmp_path)))
+    rng, requests = np.random.default_rng(0), []
+    for samples in (1, 5, 64):
+        keys = {table: rng.integers(-1, 50, (samples, n)) for table, n in (("user", 1), ("item", 4))}
+        requests.append(Request(keys, ["user_embeddings", "item_embeddings"]))
+    requests.append(Request(requests[0].tensors, ["item_embeddings"]))
+    wrong = {table: keys.astype(np.float32) for table, keys in requests[0].tensors.items()}
+    *answers, refused = model.execute([*requests, Request(wrong, ["user_embeddings"])])
+    for request, answer in zip(requests, answers, strict=True):
+        arrays = answer.arrays()
+        assert list(arrays) == request.wanted
+        for name, rows in arrays.items():
+            table = name.removesuffix("_embeddings")
+            default = {"user": -1.0}.get(table, 0.0)
+            wanted = expected(CONTENT[table], request.tensors[table], default, DIMS[table])
+            np.testing.assert_array_equal(rows, wanted)
+            assert rows.dtype == np.float32
+    assert "keys must be integers" in refused.error and refused.output_tensors == []
+    assert (requests[2].tensors["item"] == -1).any()
+    model.finalize()
+
+
+def test_predictions_come_along(model_class, tmp_path):
+    """An output of the dense model, beside rows."""
+    table = FrozenTable("user", DIMS["user"])
+    tables, _ = freeze_records([(table, SizedRecords(0, []))])
+
+    def dense(tables, inputs):
+        return {"score": lookup(tables, {"user": inputs["user"]})["user"].sum(axis=(1, 2))}
+
+    export_model(tmp_path / "dense", dense, tables, {"user": KeysInput("user", shape=(1,))}, platforms=PLATFORMS)
+    outputs = [{"name": "score"}, {"name": "item_embeddings"}]
+    model = model_class()
+    model.initialize(written(tmp_path, hps_of(tmp_path, dense_file=str(tmp_path / "dense")), output=outputs))
+    keys = {"user": np.array([[3], [4]]), "item": np.array([[3, 4, 5, 6]] * 2)}
+    (answer,) = model.execute([Request(keys, ["score", "item_embeddings"])])
+    rows = expected(CONTENT["user"], keys["user"], -1.0, DIMS["user"])
+    np.testing.assert_allclose(answer.arrays()["score"], rows.sum(axis=(1, 2)), rtol=1e-6)  # another order of sums
+    assert answer.arrays()["item_embeddings"].shape == (2, 4, DIMS["item"])
+    model.finalize()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"output": [{"name": "usr_embeddings"}]}, "got 'usr', wanted one of"),
+        ({"output": [{"name": "score"}]}, "got 'score', wanted one of"),
+        ({"input": [{"name": "item"}]}, "got 'user', wanted one of"),
+        ({"max_batch_size": 65}, "max_batch_size: got 65, wanted at most 64"),
+    ],
+)
+def test_configurations_that_do_not_fit(changes, text, model_class, tmp_path):
+    """Triton refuses the model with words."""
+    with pytest.raises(ValueError, match=re.escape(text)):
+        model_class().initialize(written(tmp_path, hps_of(tmp_path), **changes))
+    with pytest.raises(serving.ConfigError):
+        model_class().initialize(written(tmp_path, {"models": []}))
