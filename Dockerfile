@@ -16,7 +16,7 @@ RUN python3 -m venv /venv && JAXSOK_CUDA=ON /venv/bin/pip wheel --verbose --no-d
 
 FROM python:3.12-slim
 COPY --from=build /wheels /wheels
-RUN pip install --no-cache-dir "$(echo /wheels/jaxsok-*.whl)[cuda13,demo,serving]" && rm -r /wheels
+RUN pip install --no-cache-dir "$(echo /wheels/jaxsok-*.whl)[cuda13,databases,demo,serving]" && rm -r /wheels
 RUN useradd --create-home jaxsok
 USER jaxsok
 WORKDIR /home/jaxsok

@@ -239,9 +239,9 @@ def _declare_freeze(parser: argparse.ArgumentParser) -> None:
 
 def _freeze(options: argparse.Namespace) -> str:
     from jaxsok import serving
-    from jaxsok.serving import readers
+    from jaxsok.serving.model import served
 
-    given = readers.open_for_export("freeze", options.source, options.model, options.dtype)
+    given = served.open_for_export("freeze", options.source, options.model, options.dtype)
     tables, _ = serving.freeze_records(given)
     serving.export_frozen(options.folder, tables)
     return "\n".join(

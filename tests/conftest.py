@@ -85,8 +85,8 @@ def pytest_configure(config):
 
 # Packages of the extras of pyproject.toml, as they are imported. The suite itself needs pytest and Hypothesis alone.
 _EXTRAS = frozenset(
-    "beartype flatbuffers flax grain httpx matplotlib optax orbax polars prometheus_client pyarrow sklearn starlette "
-    "tqdm uvicorn".split()
+    "beartype flatbuffers flax grain httpx matplotlib optax orbax polars prometheus_client pyarrow redis rocksdict "
+    "sklearn starlette tqdm uvicorn".split()
 )
 
 

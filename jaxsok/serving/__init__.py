@@ -9,6 +9,7 @@ from jaxsok.serving.config import Config
 from jaxsok.serving.config import read as read_config
 from jaxsok.serving.errors import (
     ConfigError,
+    DatabaseError,
     RequestError,
     RequestTooLargeError,
     ServingError,
@@ -26,13 +27,14 @@ from jaxsok.serving.frozen import (
 )
 from jaxsok.serving.frozen_files import export_frozen
 from jaxsok.serving.fused import LookupInput, find_rows, lookup, lookup_with_counts
-from jaxsok.serving.served import Answer, Model
+from jaxsok.serving.model.served import Answer, Model
 from jaxsok.serving.session import Session, open
 
 __all__ = [
     "Answer",
     "Config",
     "ConfigError",
+    "DatabaseError",
     "FrozenStore",
     "FrozenTable",
     "FrozenTables",

@@ -47,6 +47,7 @@ class RowSource(abc.ABC):
     """
 
     version: int = 0  # of the rows; part of each answer
+    served: Any = None  # the dense model of the version (`artifact.ServedModel`)
 
     @property
     @abc.abstractmethod
@@ -100,6 +101,9 @@ class RowSource(abc.ABC):
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
         """All rows of a table, at most `chunk_rows` at a time, to fill a cache. With frequencies, if they are known."""
 
+    def ready_as(self, older: Any) -> None:  # noqa: B027 - most compile nothing
+        """Compiles what an older version was asked for."""
+
     def close(self) -> None:  # noqa: B027 - most have nothing to give back
         """Releases what it holds."""
 
@@ -107,7 +111,7 @@ class RowSource(abc.ABC):
 class HostRows(RowSource):
     """Rows in host memory: frozen tables on JAX's CPU device, which do not change, read by threaded kernels.
 
-    `maps` of the rows serve `scan`. A newer version is another object. `served` is the dense model of the version.
+    `maps` of the rows serve `scan`. A newer version is another object.
     """
 
     def __init__(self, tables: FrozenTables, maps: Sequence[RowMap], *, version: int = 0, served: Any = None) -> None:

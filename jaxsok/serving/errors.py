@@ -4,7 +4,8 @@ All are `ValueError`s with a message that names what was got, what was wanted an
 `jaxsok.checkpoint.CorruptFileError` or `ValueError`, as where the files are read.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 
 class ServingError(ValueError):
@@ -51,3 +52,18 @@ class RequestError(ServingError):
 
 class RequestTooLargeError(RequestError):
     """More keys, samples or bytes than the configuration allows."""
+
+
+class DatabaseError(ServingError):
+    """A database that does not answer, or has rows of another form."""
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Turns refusals of training's code into a RequestError."""
+    try:
+        yield
+    except ServingError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise RequestError(str(error)) from error

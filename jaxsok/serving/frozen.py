@@ -251,17 +251,18 @@ def freeze(
                 f'served tables cannot work out; pass defaults={{"{name}": 0.0}}, or another number, to state what '
                 "they serve."
             )
-        is_initial = isinstance(default, initializers.InitialRows)
-        table = FrozenTable(
-            name,
-            specs[name].dim,
-            default=0.0 if is_initial else default,
-            dtype=(dtype.get(name) if isinstance(dtype, Mapping) else dtype) or specs[name].dtype,
-            initial=default if is_initial else None,
-        )
+        stored = (dtype.get(name) if isinstance(dtype, Mapping) else dtype) or specs[name].dtype
+        table = table_that_reads(name, specs[name].dim, stored, default)
         chunks = collection.export_chunks(state, name, with_state=False)
         sources.append((table, SizedRecords(num_rows[name], chunks)))
     return freeze_records(sources, spare_rows=spare_rows, device=device)[0]
+
+
+def table_that_reads(name: str, dim: int, dtype: Any, absent: float | initializers.InitialRows) -> FrozenTable:
+    """Makes a table from what a key reads that is not there."""
+    if isinstance(absent, initializers.InitialRows):
+        return FrozenTable(name, dim, dtype=dtype, initial=absent)
+    return FrozenTable(name, dim, absent, dtype)
 
 
 @without_mesh
@@ -322,7 +323,7 @@ def write_rows(store: FrozenStore, table: FrozenTable, row_ids: np.ndarray, rows
     if len(last) != len(row_ids):
         last.sort()
         row_ids, rows = row_ids[last], rows[last]
-    return write_lines(store, row_ids, lines_of(table, rows), donate=True)
+    return write_lines(store, row_ids, lines_of(table, rows))
 
 
 def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -332,17 +333,12 @@ def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, ...]:
     return quantize.quantized(np.asarray(rows, np.float32), table.dtype)
 
 
-def write_lines(store: FrozenStore, row_ids: np.ndarray, lines: Sequence[np.ndarray], *, donate: bool) -> FrozenStore:
-    """Sets some rows of a store to what `lines_of` gave; row ids are distinct.
-
-    With `donate` the rows are written where they lie, and the store's arrays are gone afterwards. Otherwise they are
-    copied once.
-    """
+def write_lines(store: FrozenStore, row_ids: np.ndarray, lines: Sequence[np.ndarray]) -> FrozenStore:
+    """Sets some rows of a donated store to what `lines_of` gave, where they lie; row ids are distinct."""
     size = padded_size(len(row_ids), _LEAST_ROWS)
     ids = fill_up(np.asarray(row_ids, np.uint32), size, np.uint32(NO_ROW))
     padded = tuple(fill_up(array, size) for array in lines)
-    write = _write_in_place if donate else _write_copy
-    rows, *scales = write((store.rows, *store.scales), *jax.device_put((ids, padded), store.rows.sharding))
+    rows, *scales = _write((store.rows, *store.scales), *jax.device_put((ids, padded), store.rows.sharding))
     return dataclasses.replace(store, rows=rows, scales=tuple(scales))
 
 
@@ -351,7 +347,7 @@ def ready_to_write(store: FrozenStore, num_rows: int) -> None:
     size, arrays = padded_size(num_rows, _LEAST_ROWS), (store.rows, *store.scales)
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=store.rows.sharding)
     lines = tuple(shape((size, *array.shape[1:]), array.dtype) for array in arrays)
-    _write_in_place.lower(arrays, shape((size,), np.uint32), lines).compile()
+    _write.lower(arrays, shape((size,), np.uint32), lines).compile()
 
 
 def rounded(rows: np.ndarray, dtype: str) -> np.ndarray:
@@ -421,11 +417,8 @@ def _empty_store(table: FrozenTable, capacity: int, device: Any) -> FrozenStore:
         return jax.device_put(store, device)
 
 
+@functools.partial(jax.jit, donate_argnums=0)
 def _write(arrays: tuple[Array, ...], row_ids: Array, lines: tuple[Array, ...]) -> tuple[Array, ...]:
     (rows, *scales), (new_rows, *new_scales) = arrays, lines
     written = [old.at[row_ids].set(new, mode="drop") for old, new in zip(scales, new_scales, strict=True)]
     return kernels.scatter(row_ids, new_rows, (rows,))[0], *written
-
-
-_write_in_place = jax.jit(_write, donate_argnums=0)
-_write_copy = jax.jit(_write)

@@ -4,10 +4,9 @@ Works under `jax.jit`, and under `jax.export` with symbolic sizes. Several input
 table needs an input. Nothing is inserted: a missing key reads its table's default, or its initial row in training.
 """
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from jaxsok import checks, features, guards
 from jaxsok import keys as keys_lib
 from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels import table as table_kernels
-from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
+from jaxsok.serving.errors import RequestError, UnknownTableError, refusals
 from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenStore, FrozenTable, FrozenTables, require_tables
 from jaxsok.types import (
     BAGS_PER_TILE,
@@ -113,8 +112,9 @@ def _looked_up(
         return {}, jnp.zeros((len(tables.tables), len(COUNTS)), jnp.int32) if is_counted else None
     operands = [_operands(stores[s], tables.spec.words[s], of_store) for s, of_store in by_store.items()]
     counts, values = kernels.lookup_frozen(operands, jnp.asarray(SEED), is_counted=is_counted)
-    if counts is not None:
-        counts = _of_all_tables(tables, by_store, counts)
+    asked = np.array([i for i, (s, _) in enumerate(tables.spec.places.values()) if s in by_store])
+    if counts is not None and len(asked) < len(tables.tables):
+        counts = jnp.zeros((len(tables.tables), len(COUNTS)), jnp.int32).at[asked].set(counts)
     embeddings = {
         part.name: value if part.is_clipped_in_bags else part.finished(value)
         for part, value in _pairs(by_store, values)
@@ -138,29 +138,39 @@ def _pairs(
 
 
 def _operands(store: FrozenStore, words: np.ndarray, parts: "Sequence[_Part]") -> kernels.FrozenOperands:
-    batch, kinds = _packed(parts)
+    """Packs one store's inputs, with their kinds (FeatureKind in ffi/core/layout.h)."""
+    lines, kinds = [], 0
+    starts: list[Any] = [0] * 5  # of keys, bags, offsets, weights and tiles
+    for part in parts:
+        num_keys, is_bag = part.words.shape[0], part.combiner is not None
+        kinds |= 2 if is_bag else 1
+        is_weighted, is_ragged = is_bag and part.weights is not None, is_bag and part.offsets is not None
+        key, bag, offset, weight, tile = starts
+        line = [part.table, COMBINERS[part.combiner], key, num_keys, bag, part.num_bags]
+        lines.append([*line, part.hotness if is_bag else 1, offset, weight if is_weighted else -1, tile, 0, 0])
+        sizes = (
+            num_keys,
+            part.num_bags,
+            is_ragged * (part.num_bags + 1),
+            is_weighted * num_keys,
+            num_tiles(part.num_bags),
+        )
+        starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+    bags = [part for part in parts if part.combiner is not None]
+    keys = _joined([part.words for part in parts], keys_lib.padding_words((0,)))
+    offsets = _joined([part.offsets for part in bags if part.offsets is not None], np.zeros(0, np.int32))
+    weights = _joined([part.weights for part in bags if part.weights is not None], np.zeros(0, np.float32))
     return kernels.FrozenOperands(
         index=store.index,
         counters=store.counters,
         tables=words,
-        batch=batch,
+        batch=(keys, offsets, weights, _features(lines)),
         rows=store.rows,
         scales=store.scales[0] if store.scales else None,
         embedding_shapes=[(part.num_bags, store.rows.shape[1]) for part in parts],
         embedding_dtype="float32",
         kinds=kinds,
     )
-
-
-def _of_all_tables(tables: FrozenTables, asked: Iterable[int], counts: Int32[Array, "_ num_counts"]) -> Array:
-    """Fills in zeros for the tables of stores that were not looked up."""
-    sizes = [len(spec) if s in asked else 0 for s, spec in enumerate(tables.spec.stores)]
-    parts = jnp.split(counts, np.cumsum(sizes)[:-1])
-    lines = [
-        part if s in asked else jnp.zeros((len(spec), counts.shape[1]), jnp.int32)
-        for s, (spec, part) in enumerate(zip(tables.spec.stores, parts, strict=True))
-    ]
-    return lines[0] if len(lines) == 1 else jnp.concatenate(lines)
 
 
 def find_rows(
@@ -171,7 +181,7 @@ def find_rows(
     Missing keys have the rows that `lookup` gives; PADDING_KEY is not there, and has zeros.
     """
     place = _place(tables, "find_rows", table)
-    with _refusals():
+    with refusals():
         words = keys_lib.words_of(keys, "int32", f'find_rows: table "{table}"').reshape(-1, 2)
     store = tables.stores[place[0]]
     ids = jnp.full(words.shape[0], jnp.uint32(place[1]))
@@ -208,18 +218,7 @@ class _Part:
         return value.reshape(*self.shape, value.shape[-1])
 
 
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    """Turns refusals of training's code into a RequestError."""
-    try:
-        yield
-    except ServingError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise RequestError(str(error)) from error
-
-
-@_refusals()
+@refusals()
 def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
     given = given if isinstance(given, LookupInput) else LookupInput(name, given)
     what = f'lookup: input "{name}"'
@@ -228,16 +227,17 @@ def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
         raise RequestError(f"{what}: combiner: got {given.combiner!r}, wanted one of {list(COMBINERS)}.")
     if given.max_norm is not None and not (checks.is_number(given.max_norm) and 0 <= given.max_norm < math.inf):
         raise RequestError(f"{what}: max_norm: got {given.max_norm!r}, wanted a number from 0, or None.")
-    words = tables.spec.read_by(given.table, keys_lib.words_of(given.keys, "int32", what))
+    bags = given.keys if isinstance(given.keys, features.Bags) else features.Bags(given.keys, offsets=given.offsets)
+    words = tables.spec.read_by(given.table, keys_lib.words_of(bags.keys, "int32", what))
     shape, weights = words.shape[:-1], None
     if given.weights is not None:
         if given.combiner is None:
             raise RequestError(f"{what}: weights: got some without a combiner, in which they would act.")
         weights = features.read_weights(given.weights, shape, what)
-    if given.offsets is not None:
+    if bags.offsets is not None or bags.lengths is not None:
         if given.combiner is None:
             raise RequestError(f"{what}: offsets: got some without a combiner, wanted none: every key has its own row.")
-        offsets = features.read_offsets(features.Bags(given.keys, offsets=given.offsets), words, what)
+        offsets = features.read_offsets(bags, words, what)
         shape = (offsets.shape[0] - 1,)
         hotness: Any = 0
     elif given.combiner is not None:
@@ -250,10 +250,11 @@ def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
         offsets, hotness = None, 1
     words = words.reshape(-1, 2)
     weights = None if weights is None else weights.reshape(-1)
-    combiner, num_bags = given.combiner, shape[0] if given.combiner else words.shape[0]
+    combiner = given.combiner
     is_single = offsets is None and isinstance(hotness, int) and hotness == 1 and weights is None
     if is_single or given.max_norm is not None:
-        combiner, num_bags = None, words.shape[0]
+        combiner = None
+    num_bags = shape[0] if combiner else words.shape[0]
     return _Part(name, store, table, combiner, words, offsets, weights, num_bags, hotness, shape, given)
 
 
@@ -261,34 +262,6 @@ def _place(tables: FrozenTables, what: str, table: str) -> tuple[int, int]:
     if table not in tables.spec.places:
         raise UnknownTableError(f"{what}: table: got {table!r}, wanted one of {list(tables.tables)}.")
     return tables.spec.places[table]
-
-
-def _packed(parts: Sequence[_Part]) -> tuple[kernels.Batch, int]:
-    """The operands of one store's inputs, and their kinds (FeatureKind in ffi/core/layout.h)."""
-    lines, kinds = [], 0
-    key_start: Any = 0
-    bag_start: Any = 0
-    offsets_start: Any = 0
-    weights_start: Any = 0
-    tile_start: Any = 0
-    for part in parts:
-        num_keys = part.words.shape[0]
-        is_bag = part.combiner is not None
-        kinds |= 2 if is_bag else 1
-        is_weighted, is_ragged = is_bag and part.weights is not None, is_bag and part.offsets is not None
-        line = [part.table, COMBINERS[part.combiner], key_start, num_keys, bag_start, part.num_bags]
-        line += [part.hotness if is_bag else 1, offsets_start, weights_start if is_weighted else -1, tile_start, 0, 0]
-        lines.append(line)
-        key_start += num_keys
-        bag_start += part.num_bags
-        offsets_start += part.num_bags + 1 if is_ragged else 0
-        weights_start += num_keys if is_weighted else 0
-        tile_start += num_tiles(part.num_bags)
-    bags = [part for part in parts if part.combiner is not None]
-    keys = _joined([part.words for part in parts], keys_lib.padding_words((0,)))
-    offsets = _joined([part.offsets for part in bags if part.offsets is not None], np.zeros(0, np.int32))
-    weights = _joined([part.weights for part in bags if part.weights is not None], np.zeros(0, np.float32))
-    return (keys, offsets, weights, _features(lines)), kinds
 
 
 def num_tiles(num_bags: Any) -> Any:
@@ -330,13 +303,14 @@ def _clipped_in_bags(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping
     by_store = _by_store(parts)
     operands = []
     for s, of_store in by_store.items():
-        bags = [_bags(part, _weighted(part, _factors(rows[part.name], part.given.max_norm))) for part in of_store]
+        bags = [_summed(part, _factors(rows[part.name], part.given.max_norm)) for part in of_store]
         operands.append(_operands(tables.stores[s], tables.spec.words[s], bags))
     divided = [part for part in parts if part.given.combiner != "sum"]
     if divided:
-        weights = [_weighted(part, jnp.ones(part.words.shape[0], jnp.float32)) for part in divided]
-        squares = [w * w if part.given.combiner == "sqrtn" else w for part, w in zip(divided, weights, strict=True)]
-        ones = [_bags(dataclasses.replace(part, table=0), w) for part, w in zip(divided, squares, strict=True)]
+        ones = [
+            _summed(dataclasses.replace(part, table=0), part.weights if part.given.combiner == "sqrtn" else None)
+            for part in divided
+        ]
         no_keys = FrozenStore(
             index=jnp.full((1, BUCKET_WORDS), jnp.uint32(0xFFFFFFFF)),
             counters=jnp.zeros(len(COUNTERS), jnp.uint32),
@@ -355,9 +329,8 @@ def _clipped_in_bags(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping
 _ONES = FrozenSpec(((FrozenTable("one", dim=1, default=1.0),),))
 
 
-def _weighted(part: _Part, factors: Float32[Array, " num_keys"]) -> Float32[Array, " num_keys"]:
-    return factors if part.weights is None else factors * jnp.asarray(part.weights)
-
-
-def _bags(part: _Part, weights: Float32[Array, " num_keys"]) -> _Part:
+def _summed(part: _Part, factors: Any) -> _Part:
+    """The input whose bags are sums, by its weights times some factors; None: 1."""
+    known = [jnp.asarray(weights) for weights in (factors, part.weights) if weights is not None]
+    weights = math.prod(known, start=jnp.ones(part.words.shape[0], jnp.float32))
     return dataclasses.replace(part, combiner="sum", weights=weights, num_bags=part.shape[0])

@@ -123,8 +123,7 @@ def _read(
             raise RequestError(f"{op}: keys: got Bags without a combiner, wanted an array of keys, or a combiner.")
         if offsets is not None or (weights is not None and keys.weights is not None):
             raise RequestError(f"{op}: got Bags and offsets or weights beside them, wanted each of them once.")
-        offsets, weights = _offsets(op, keys), keys.weights if weights is None else weights
-        keys = keys.keys
+        weights = keys.weights if weights is None else weights
     return LookupInput(spec.table, keys, combiner, offsets=offsets, weights=weights, max_norm=max_norm)
 
 
@@ -145,24 +144,12 @@ def _looked_up(
     return {name: jnp.zeros((*_shape(read), specs[name].dim), jnp.float32) for name, read in inputs.items()}
 
 
-def _offsets(op: str, bags: Bags) -> Any:
-    if bags.lengths is None:
-        return bags.offsets
-    if bags.offsets is not None:
-        raise RequestError(f"{op}: got both lengths and offsets, wanted one of them.")
-    if isinstance(bags.lengths, jax.Array):
-        return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(bags.lengths.astype(jnp.int32))])
-    lengths = np.asarray(bags.lengths)
-    if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer) or (lengths < 0).any():
-        raise RequestError(
-            f"{op}: lengths: got {lengths.dtype}{list(lengths.shape)}, wanted [num_bags] integers from 0."
-        )
-    return np.concatenate([[0], np.cumsum(lengths)])
-
-
 def _shape(given: LookupInput) -> tuple[Any, ...]:
-    if given.offsets is not None:
-        return (given.offsets.shape[0] - 1,)
-    is_words = isinstance(given.keys, jax.Array) and given.keys.dtype == jnp.uint32
-    shape = np.shape(given.keys)[:-1] if is_words else np.shape(given.keys)
+    bags = given.keys if isinstance(given.keys, Bags) else Bags(given.keys, offsets=given.offsets)
+    if bags.lengths is not None:
+        return np.shape(bags.lengths)
+    if bags.offsets is not None:
+        return (bags.offsets.shape[0] - 1,)
+    is_words = isinstance(bags.keys, jax.Array) and bags.keys.dtype == jnp.uint32
+    shape = np.shape(bags.keys)[:-1] if is_words else np.shape(bags.keys)
     return shape[:1] if given.combiner is not None else shape

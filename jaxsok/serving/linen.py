@@ -41,8 +41,8 @@ class LookupLayer(nn.Module):
 
     def __call__(self, keys: Any, max_norm: float | None = None, *, tables: FrozenTables | None = None) -> Array:
         """Looks up; see the class."""
-        op, spec = "LookupLayer", LookupSpec(self.table, dim=self.dim)
-        return group.embedding(op, spec, _tables(op, self, tables), keys, max_norm=max_norm)
+        spec = LookupSpec(self.table, dim=self.dim)
+        return group.embedding("LookupLayer", spec, _tables(self, tables), keys, max_norm=max_norm)
 
 
 class SparseLookupLayer(nn.Module):
@@ -70,7 +70,7 @@ class SparseLookupLayer(nn.Module):
         op = "SparseLookupLayer"
         spec = group.in_bags(op, LookupSpec(self.table, self.combiner, dim=self.dim))
         more = {"weights": weights, "offsets": offsets, "combiner": combiner, "max_norm": max_norm}
-        return group.embedding(op, spec, _tables(op, self, tables), keys, **more)
+        return group.embedding(op, spec, _tables(self, tables), keys, **more)
 
 
 class LookupLayers(nn.Module):
@@ -85,7 +85,7 @@ class LookupLayers(nn.Module):
     def __call__(self, inputs: Mapping[str, Any], *, tables: FrozenTables | None = None) -> dict[str, Array]:
         """Looks up; see the class."""
         op = "LookupLayers"
-        return group.embeddings(op, dict(group.all_of(op, self.specs)), _tables(op, self, tables), inputs)
+        return group.embeddings(op, dict(group.all_of(op, self.specs)), _tables(self, tables), inputs)
 
 
 def set_tables(variables: Mapping[str, Any], tables: FrozenTables) -> dict[str, Any]:
@@ -132,8 +132,9 @@ def _places(op: str, variables: Mapping[str, Any]) -> Any:
     return places
 
 
-def _tables(op: str, layer: nn.Module, given: FrozenTables | None) -> FrozenTables | None:
+def _tables(layer: nn.Module, given: FrozenTables | None) -> FrozenTables | None:
     """The tables of the call, or those in the collection; None in `init` without any."""
+    op = type(layer).__name__
     if layer.is_initializing() and not layer.has_variable(_TABLES, _FROZEN):
         layer.put_variable(_TABLES, _FROZEN, _Unset())
         return None if given is None else group.check_tables(op, given)

@@ -65,8 +65,7 @@ class LookupLayer(nnx.Module):
 
     def __call__(self, keys: Any, max_norm: float | None = None, *, tables: FrozenTables | None = None) -> Array:
         """Looks up; see the class."""
-        op = "LookupLayer"
-        return group.embedding(op, self.spec, _tables(op, self, tables), keys, max_norm=max_norm)
+        return group.embedding("LookupLayer", self.spec, _tables(self, tables), keys, max_norm=max_norm)
 
 
 class SparseLookupLayer(nnx.Module):
@@ -106,9 +105,8 @@ class SparseLookupLayer(nnx.Module):
         tables: FrozenTables | None = None,
     ) -> Float32[Array, "num_bags dim"]:
         """Looks up; see the class."""
-        op = "SparseLookupLayer"
         more = {"weights": weights, "offsets": offsets, "combiner": combiner, "max_norm": max_norm}
-        return group.embedding(op, self.spec, _tables(op, self, tables), keys, **more)
+        return group.embedding("SparseLookupLayer", self.spec, _tables(self, tables), keys, **more)
 
 
 class LookupLayers(nnx.Module):
@@ -137,8 +135,7 @@ class LookupLayers(nnx.Module):
 
     def __call__(self, inputs: Mapping[str, Any], *, tables: FrozenTables | None = None) -> dict[str, Array]:
         """Looks up; see the class."""
-        op = "LookupLayers"
-        return group.embeddings(op, dict(self.specs), _tables(op, self, tables), inputs)
+        return group.embeddings("LookupLayers", dict(self.specs), _tables(self, tables), inputs)
 
 
 def set_tables(model: Any, tables: FrozenTables) -> None:
@@ -183,5 +180,5 @@ def _variable(op: str, tables: Tables) -> FrozenTablesVariable:
     return FrozenTablesVariable(() if tables is None else group.check_tables(op, tables))
 
 
-def _tables(op: str, layer: Any, given: FrozenTables | None) -> FrozenTables:
-    return group.check_tables(op, layer.tables.get_value() if given is None else given)
+def _tables(layer: Any, given: FrozenTables | None) -> FrozenTables:
+    return group.check_tables(type(layer).__name__, layer.tables.get_value() if given is None else given)

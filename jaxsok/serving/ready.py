@@ -6,7 +6,6 @@ A request decides which program it needs: sizes. A version decides for what it i
 
 import atexit
 import collections
-import concurrent.futures
 import functools
 import logging
 import threading
@@ -46,20 +45,18 @@ class Beside:
         with self._changed:
             if self._is_closed or name in self._known or len(self._waiting) >= MOST_BESIDE:
                 return False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="jaxsok-beside", daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError as error:  # too many threads, or Python ends
+                    _log.warning("no program is compiled beside: %s; larger ones do its work", error)
+                    self._thread = None
+                    return False
+                _started.add(self)
             if name is not None:
                 self._known.add(name)
             self._waiting.append(work)
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="jaxsok-beside", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as error:  # too many threads, or Python ends
-                    _log.warning("no program is compiled beside: %s; larger ones do its work", error)
-                    self._known.discard(name)
-                    self._waiting.pop()
-                    return False
-                self._thread = thread
-                _started.add(self)
             return True
 
     def forget(self) -> None:
@@ -112,21 +109,18 @@ def _close_all() -> None:
         beside.close()
 
 
-_NONE: collections.OrderedDict[Any, None] = collections.OrderedDict()
-
-
 class Ready(Generic[Program]):
     """Knows which programs are compiled where, and which were called last."""
 
     def __init__(self, compile: Callable[[Any, Program], None]) -> None:
         self._compile = compile
         self._lock = threading.Lock()
-        # All below is read and changed under `_lock`, which is free while a program is compiled. A program is in
-        # `_running` from the first request for it until it is in `_made`, or could not be compiled.
+        # All below is read and changed under `_lock`, which is free while a program is compiled. Who compiles a program
+        # holds its lock in `_compiling` until the program is in `_made`, or could not be compiled.
         self._made: dict[Any, collections.OrderedDict[Program, None]] = {}
         self._places: Collection[Any] | None = None  # remembered places; None: all
         self._used: collections.OrderedDict[Program, None] = collections.OrderedDict()
-        self._running: dict[tuple[Any, Program], concurrent.futures.Future[bool]] = {}  # whether it is compiled
+        self._compiling: weakref.WeakValueDictionary[tuple[Any, Program], Any] = weakref.WeakValueDictionary()
         self.beside = Beside()
 
     def has(self, where: Any, program: Program) -> bool:
@@ -136,37 +130,31 @@ class Ready(Generic[Program]):
             self._used.move_to_end(program)
             while len(self._used) > MOST_USED:
                 self._used.popitem(last=False)
-            made = self._made.get(where, _NONE)
-            if program in made:
-                made.move_to_end(program)
-            return program in made
+            is_made = program in self._made.get(where, ())
+            if is_made:
+                self._made[where].move_to_end(program)
+            return is_made
+
+    def need(self, where: Any, program: Program) -> None:
+        """Compiles a program unless it is compiled; the caller is about to call it."""
+        if not self.has(where, program):
+            self.make(where, program)
 
     def make(self, where: Any, program: Program) -> None:
-        """Compiles a program unless it is compiled, or waits for the thread that compiles it."""
-        name = where, program
-        while True:
+        """Compiles a program unless it is compiled; waits for another thread that compiles it."""
+        with self._lock:
+            compiling = self._compiling.setdefault((where, program), threading.Lock())
+        with compiling:
             with self._lock:
-                if program in self._made.get(where, _NONE):
+                if program in self._made.get(where, ()):
                     return
-                is_mine = name not in self._running
-                running = self._running.setdefault(name, concurrent.futures.Future())
-            if is_mine:
-                break
-            if running.result():
-                return
-        is_made = False
-        try:
             self._compile(where, program)
-            is_made = True
-        finally:
             with self._lock:
-                if is_made and (self._places is None or where in self._places):
+                if self._places is None or where in self._places:
                     made = self._made.setdefault(where, collections.OrderedDict())
                     made[program] = None
                     while len(made) > MOST_MADE:
                         made.popitem(last=False)
-                del self._running[name]
-            running.set_result(is_made)
 
     def make_beside(self, where: Any, program: Program) -> None:
         """Compiles a program in a thread, for which no request waits."""
@@ -193,7 +181,7 @@ class Form:
             lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), tree
         )
         leaves, structure = jax.tree.flatten(self.tree)
-        self._key = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
+        self._key = structure, tuple(leaves)
         self._hash = hash(self._key)
 
     def __hash__(self) -> int:

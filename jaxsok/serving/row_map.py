@@ -40,7 +40,7 @@ Arrays = TypeVar("Arrays", bound=StoreArrays)
 KEYS_AT_A_TIME = 1 << 20
 _LEAST_KEYS = 1024  # in a call, padded to a power of two, so that programs are few
 _UNUSED = np.uint32(0xFFFFFFFF)
-_SALT = [COUNTERS.index("salt_low"), COUNTERS.index("salt_high")]
+SALT = np.array([COUNTERS.index("salt_low"), COUNTERS.index("salt_high")])
 
 
 class RowMap:
@@ -56,7 +56,7 @@ class RowMap:
         self.num_tables = num_tables
         self.frequencies: np.ndarray | None = None  # how often each row was used, uint32; None: no table knows
         counters = np.zeros(len(COUNTERS), np.uint32)
-        counters[_SALT] = _drawn_salt() if salt is None else (salt & 0xFFFFFFFF, salt >> 32)
+        counters[SALT] = _drawn_salt() if salt is None else (salt & 0xFFFFFFFF, salt >> 32)
         self._arrays = StoreArrays(
             index=_on_host(np.full((buckets_of(capacity), BUCKET_WORDS), _UNUSED)),
             counters=_on_host(counters),
@@ -113,7 +113,7 @@ class RowMap:
                     break
                 # A key found no entry: aimed keys, or bad luck. Both end with another salt and more room.
                 counters = np.array(self._arrays.counters)
-                counters[_SALT] = _drawn_salt()
+                counters[SALT] = _drawn_salt()
                 self._rebuild(_on_host(counters), self.num_buckets + self.num_buckets // 4 + 1)
             placed.append(row_ids[:count])
         return np.concatenate(placed) if placed else np.zeros(0, np.uint32)

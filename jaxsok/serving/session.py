@@ -7,7 +7,6 @@ Tables come from folders (sources.py), lie on a device or the host (frozen.py), 
 import functools
 import logging
 import os
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,12 +15,13 @@ import jax
 
 from jaxsok import checks
 from jaxsok.serving import config as config_lib
-from jaxsok.serving import row_map, updates
+from jaxsok.serving import databases as databases_lib
+from jaxsok.serving import row_map
 from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.errors import ConfigError, ServingError, UnknownModelError
-from jaxsok.serving.readers import open_model
-from jaxsok.serving.served import Answer, Model, Served
-from jaxsok.serving.updates import InPlace, Source
+from jaxsok.serving.model import updates
+from jaxsok.serving.model.served import Answer, Model, Served, open_model
+from jaxsok.serving.model.updates import InPlace, Memory, Source
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ def open(
     Raises:
       ConfigError: the configuration, or a device that is not there.
       ServingError, FileNotFoundError, CorruptFileError, ValueError: files; see `sources.open_table`. Or no room.
+      DatabaseError: Redis or RocksDB cannot be reached.
 
     Cost:
       Reads all files. Memory of a model: `frozen_bytes` of its tables, and 45 bytes a row on the host.
@@ -89,13 +90,16 @@ class Session:
         self._memory_limit = memory_limit
         self._is_closed = False
         self._models: dict[str, Served] = {}
-        memory: dict[Any, threading.Lock] = {}  # by device where rows lie
+        devices: dict[Any, Memory] = {}
+        self._databases: databases_lib.Connected = (None, None)
+        host = Memory(row_map.host_device(), lambda: updates.host_free_bytes())
         try:
+            if config.databases and any(model.tier != "device" for model in config.models):
+                self._databases = databases_lib.connect(config)
             for number, model in enumerate(config.models):
                 at = _device(number, model, device)
-                lock = memory.setdefault(at if model.tier == "device" else row_map.host_device(), threading.Lock())
-                room = functools.partial(self._room, at)
-                self._models[model.model] = open_model(model, config.key_bits, at, room, lock, warm_up=warm_up)
+                memory = devices.setdefault(at, Memory(at, functools.partial(self._free_bytes, at)))
+                self._models[model.model] = open_model(config, model, memory, host, self._databases, warm_up=warm_up)
         except BaseException:
             self.close()
             raise
@@ -178,7 +182,7 @@ class Session:
 
     def refresh(self, model: str | None = None) -> None:
         """Reads the rows of a device's cache anew from the tier below; does nothing without a cache."""
-        self._served("refresh", model).refresh()
+        self._served("refresh", model).reader.refresh()
 
     def stats(self, model: str | None = None) -> dict[str, Any]:
         """Counts of a model; `model` may be None if there is one.
@@ -210,8 +214,12 @@ class Session:
         models, self._models = self._models, {}
         until = None if timeout_s is None else time.monotonic() + timeout_s
         for served in models.values():
-            served.stop()  # stop all before waiting for any
-        have_ended = [served.close(until) for served in models.values()]
+            served.reader.stop()  # stop all before waiting for any
+        have_ended = [served.reader.close(until) for served in models.values()]
+        databases, self._databases = self._databases, (None, None)
+        for database in databases:
+            if database is not None:
+                database.close()
         return all(have_ended)
 
     def _require_open(self, op: str) -> None:
@@ -227,7 +235,7 @@ class Session:
             raise UnknownModelError.of(op, model, models)
         return models[model]
 
-    def _room(self, device: Any) -> int | None:
+    def _free_bytes(self, device: Any) -> int | None:
         here = [model for model in self._models.values() if model.device == device and model.config.gpucache]
         used = sum(model.device_bytes for model in here)
         return updates.free_bytes(device, self._memory_limit, used)

@@ -23,7 +23,7 @@ from jaxsok.interchange import files as files_lib
 from jaxsok.interchange import hps as hps_lib
 from jaxsok.records import Records
 from jaxsok.serving.errors import ServingError, UnknownTableError
-from jaxsok.serving.frozen import FrozenTable
+from jaxsok.serving.frozen import FrozenTable, table_that_reads
 
 Path = str | os.PathLike[str]
 KeyBits = Literal[32, 64]
@@ -138,17 +138,15 @@ def frozen_as(what: str, source: TableSource, dtype: Any = None, default: float 
 
     ServingError, which begins with `what`: served tables cannot compute the rows of such keys.
     """
-    if default is not None:
-        source = dataclasses.replace(source, unknown=None)  # what the files say does not count
-        return FrozenTable(source.table, source.dim, default, dtype or source.dtype), source
-    unknown = source.unknown
-    if isinstance(unknown, str):
+    absent = source.unknown if default is None else default
+    if isinstance(absent, str):
         raise ServingError(
-            f'{what}: got no number, and in training of "{source.path}" a key without a row reads {unknown}, which '
+            f'{what}: got no number, and in training of "{source.path}" a key without a row reads {absent}, which '
             "served tables cannot work out; wanted the number that they serve."
         )
-    number, initial = (0.0, unknown) if isinstance(unknown, InitialRows) else (unknown or 0.0, None)
-    return FrozenTable(source.table, source.dim, number, dtype or source.dtype, initial), source
+    if default is not None:
+        source = dataclasses.replace(source, unknown=None)  # what the files say does not count
+    return table_that_reads(source.table, source.dim, dtype or source.dtype, absent or 0.0), source
 
 
 def open_saved(op: str, path: Path) -> list[TableSource]:

@@ -40,6 +40,7 @@ class Model:
     inputs: dict | None
     outputs: dict | None
     tables: dict = dataclasses.field(default_factory=lambda: {name: Table(name, dim) for name, dim in DIMS.items()})
+    num_rows: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(DIMS, 0))
     max_batch_size: int = MAX_BATCH_SIZE
     max_keys: dict = dataclasses.field(default_factory=lambda: dict(MAX_KEYS))
     key_bits: int = 64

@@ -6,7 +6,10 @@ The defaults below were written from the reference (sok-hps.md, 6.1 to 6.3), not
 import copy
 import dataclasses
 import json
+import os
+import pathlib
 import pickle
+import tempfile
 
 import hypothesis
 import hypothesis.strategies as st
@@ -120,7 +123,8 @@ def test_every_documented_default():
         ("sparse_embedding0", 16, "/models/dlrm/user", 0.0, 2),
         ("sparse_embedding1", 32, "/models/dlrm/item", 1.0, 26),
     ]
-    assert config.volatile_db == VOLATILE_DEFAULTS["type"]
+    assert config.volatile_db.type == VOLATILE_DEFAULTS["type"] and config.persistent_db.type == "disabled"
+    assert not config.databases
     assert config.fuse_embedding_table is None and config.without_effect == () and config.notes == ()
     assert type(model.refresh_interval) is int and type(model.refresh_delay) is float
 
@@ -287,7 +291,7 @@ def test_names_of_tables():
 def test_no_database():
     for keys in ({"gpucacheper": 1.0}, {"use_static_table": True}):
         config = read(whole(keys, volatile_db={"type": "disabled"}))
-        assert config.volatile_db == "disabled" and config.models[0].tier == "device"
+        assert config.volatile_db.type == "disabled" and config.models[0].tier == "device"
     assert read(whole({"gpucacheper": 1.0}, volatile_db={})).notes == (
         "models[0]: without a database HPS answers default values; here all rows are on the device.",
     )
@@ -296,7 +300,7 @@ def test_no_database():
 @pytest.mark.parametrize("kind", ["hash_map", "parallel_hash_map"])
 def test_databases_in_host_memory(kind):
     config = read(whole(volatile_db={"type": kind}))
-    assert config.volatile_db == kind and config.without_effect == ()
+    assert config.volatile_db.type == kind and config.without_effect == ()
     unused = read(whole({"use_static_table": True}, volatile_db={"type": kind}))
     assert effects(unused) == {"volatile_db.type": kind}
 
@@ -383,9 +387,11 @@ def test_a_cache_of_no_rows_is_idle_where_there_is_no_cache(keys):
 def test_other_names_of_databases(name, meant):
     """HPS's parser takes several names for one kind."""
     config = read(whole({"gpucacheper": 1.0}, volatile_db={"type": name}))
-    assert config.volatile_db == meant
-    with pytest.raises(ConfigError, match="Redis is not there"):
-        read(whole(volatile_db={"type": "redis"}))
+    assert config.volatile_db.type == meant
+    assert read(whole(volatile_db={"type": "redis"})).volatile_db.type == "redis_cluster"
+    for name in ("rocks", "rocksdb"):
+        config = read(whole(volatile_db={}, persistent_db={"type": name}))
+        assert config.persistent_db.type == "rocks_db" and config.databases
 
 
 @pytest.mark.parametrize("name", [None, "null", "none"])
@@ -395,6 +401,12 @@ def test_other_names_of_no_updates(name):
         read(whole(update_source={"type": "kafka"}))
 
 
+def written_defaults(defaults):
+    """The keys of a block of which HPS has a default that is the same everywhere, but the type."""
+    written = {key: value for key, value in defaults.items() if key != "type" and value is not None}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in written.items()}
+
+
 @pytest.mark.parametrize("block", ["volatile_db", "persistent_db", "update_source"])
 def test_keys_of_databases_that_are_not_there_are_listed(block):
     defaults = {
@@ -402,15 +414,72 @@ def test_keys_of_databases_that_are_not_there_are_listed(block):
         "persistent_db": PERSISTENT_DEFAULTS,
         "update_source": UPDATE_DEFAULTS,
     }[block]
-    written = {key: value for key, value in defaults.items() if key != "type" and value is not None}
-    written["update_filters"] = ["^hps_.+$"] if "update_filters" in written else ...
-    written = {key: value for key, value in written.items() if value is not ...}
+    written = written_defaults(defaults)
     for key, value in written.items():
         config = read(whole(**{block: {"type": defaults["type"], key: value}}))
         assert list(effects(config)) == [f"{block}.{key}"]
     config = read(whole(**{block: {"type": defaults["type"], **written}}))
     assert sorted(effects(config)) == sorted(f"{block}.{key}" for key in written)
-    assert config.volatile_db == VOLATILE_DEFAULTS["type"]
+    assert config.volatile_db.type == VOLATILE_DEFAULTS["type"]
+
+
+# Of a database that is there: what sets nothing, and what jaxsok adds.
+IDLE_IN_REDIS = [
+    "allocation_rate",
+    "shared_memory_auto_remove",
+    "shared_memory_name",
+    "shared_memory_size",
+    "tls_server_name_identification",
+    "update_filters",
+]
+VOLATILE = {"type": "redis_cluster", "num_partitions": 8}
+
+
+def test_every_default_of_redis():
+    config = read(whole(volatile_db={"type": "redis_cluster"}))
+    fields = dataclasses.asdict(config.volatile_db)
+    assert fields.pop("timeout_s") == 5.0
+    assert fields.pop("num_partitions") == min(16, os.cpu_count())
+    wanted = {key: value for key, value in VOLATILE_DEFAULTS.items() if key not in (*IDLE_IN_REDIS, "num_partitions")}
+    assert fields == {**wanted, "type": "redis_cluster"}
+    (note,) = config.notes  # of a default that differs between machines that share the database
+    assert "volatile_db.num_partitions: took" in note and config.without_effect == ()
+    assert config.databases and "over Redis at 127.0.0.1:7000; device 0" in "\n".join(config.summary())
+
+
+def test_keys_of_redis():
+    given = {
+        **VOLATILE,
+        **{"address": "a:1,b:2", "user_name": "me", "password": "hunter2", "num_node_connections": 3},
+        **{"max_batch_size": 262143, "enable_tls": True, "tls_ca_certificate": "ca", "tls_client_certificate": "crt"},
+        **{"tls_client_key": "key", "overflow_margin": 10, "overflow_resolution_target": 0.25},
+        **{"overflow_policy": "evict_oldest", "cache_missed_embeddings": True, "initialize_after_startup": False},
+    }
+    config = read(whole(volatile_db={**given, "jaxsok": {"timeout_s": 0.5}}))
+    fields = dataclasses.asdict(config.volatile_db)
+    assert fields.pop("timeout_s") == 0.5 and fields.pop("initial_cache_rate") == 1.0 and fields == given
+    assert config.notes == () and config.without_effect == ()
+    assert hash(read(config)) == hash(config) and pickle.loads(pickle.dumps(config)) == config
+    assert "hunter2" not in repr(config) + "\n".join(config.summary())
+    written = written_defaults(VOLATILE_DEFAULTS)
+    config = read(whole(volatile_db={**VOLATILE, **written}))
+    assert sorted(effects(config)) == [f"volatile_db.{key}" for key in IDLE_IN_REDIS]
+    idle = read(whole(volatile_db={"type": "hash_map", "jaxsok": {"timeout_s": 0.5}}))
+    assert list(effects(idle)) == ["volatile_db.jaxsok"] and hash(idle)
+
+
+def test_keys_of_rocksdb():
+    config = read(whole(volatile_db={"type": "disabled"}, persistent_db={"type": "rocks_db"}))
+    path = str(pathlib.Path(tempfile.gettempdir()) / "rocksdb")
+    wanted = {key: value for key, value in PERSISTENT_DEFAULTS.items() if key != "update_filters"}
+    assert dataclasses.asdict(config.persistent_db) == {**wanted, "type": "rocks_db", "path": path}
+    assert config.without_effect == () and f"over RocksDB at {path};" in "\n".join(config.summary())
+    given = {"type": "rocks_db", "path": "/rows", "num_threads": 2, "read_only": True, "max_batch_size": 9}
+    config = read(whole(volatile_db=VOLATILE, persistent_db={**given, "initialize_after_startup": False}))
+    assert dataclasses.asdict(config.persistent_db) == {**given, "initialize_after_startup": False}
+    assert "over Redis at 127.0.0.1:7000 and RocksDB at /rows;" in "\n".join(config.summary())
+    everywhere = read(whole({"gpucacheper": 1.0}, volatile_db=VOLATILE, persistent_db=given))
+    assert effects(everywhere) == {"volatile_db.type": "redis_cluster", "persistent_db.type": "rocks_db"}
 
 
 @pytest.mark.parametrize(
@@ -443,10 +512,21 @@ def test_secrets_are_not_shown():
 # What is refused -----------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "redis": ({}, {"volatile_db": {"type": "redis_cluster"}}, r"^config: volatile_db\.type: .*Redis is not there yet"),
+    "large batches": ({}, {"volatile_db": {**VOLATILE, "max_batch_size": 2**18}}, r"max_batch_size: .* at most 262143"),
+    "rows nowhere": ({}, {"volatile_db": {**VOLATILE, "initial_cache_rate": 0.5}}, "the other rows would be nowhere"),
+    "time-out": (
+        {},
+        {"volatile_db": {**VOLATILE, "jaxsok": {"timeout_s": 0}}},
+        r"volatile_db\.jaxsok\.timeout_s: got 0",
+    ),
+    "unknown of jaxsok": ({}, {"volatile_db": {**VOLATILE, "jaxsok": {"timeout": 1}}}, r'did you mean "timeout_s"'),
+    "rocks below a map": (
+        {},
+        {"persistent_db": {"type": "rocks_db"}},
+        r'volatile_db\.type: .* write {"type": "disabled"}',
+    ),
     "processes": ({}, {"volatile_db": {"type": "multi_process_hash_map"}}, "memory shared by processes"),
     "volatile rocks": ({}, {"volatile_db": {"type": "rocks_db"}}, r"volatile_db\.type: .*RocksDB"),
-    "persistent rocks": ({}, {"persistent_db": {"type": "rocks_db"}}, r"persistent_db\.type: .*RocksDB is not there"),
     "persistent map": ({}, {"persistent_db": {"type": "hash_map"}}, r'persistent_db\.type: got "hash_map", wanted'),
     "kafka": ({}, {"update_source": {"type": "kafka_message_queue"}}, r"update_source\.type: .*Session\.update"),
     "no such database": ({}, {"volatile_db": {"type": "memcached"}}, r'wanted one of "disabled", "hash_map"'),

@@ -15,11 +15,11 @@ from serving_cases import PLATFORMS, config_of, expected, model_of, records_of, 
 from waiting import wait_until
 
 import jaxsok
-from jaxsok.serving import readers
 from jaxsok.serving import ready as ready_lib
 from jaxsok.serving.artifact import ArrayInput, BagsInput, KeysInput, export_model
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
 from jaxsok.serving.fused import LookupInput, lookup
+from jaxsok.serving.model import readers
 from jaxsok.serving.session import open
 
 DIMS = {"user": 4, "ad": 3}
@@ -186,19 +186,19 @@ def test_requests_for_some_tables_wait_for_no_compiler(tmp_path, tier):
                 first = session.lookup(keys)
                 assert COMPILATIONS.since(start) == 0
                 if tier == "cache":
-                    served.cache.drain()
+                    served.reader.cache.drain()
                 else:
-                    served.ready.beside.drain()
+                    served.reader.ready.beside.drain()
                 again = session.lookup(keys)
                 assert COMPILATIONS.since(start) == 0
                 for name in names:
                     np.testing.assert_array_equal(first[name], expected(content[name], keys[name], 0.0, DIMS[name]))
                     assert first[name].tobytes() == again[name].tobytes()
         if tier == "cache":
-            assert {(size, 256) for size in (256, 1024, 2048)} <= served.cache.stores.compiled.query_sizes
-            assert {(256, size) for size in (256, 1024, 2048)} <= served.cache.stores.compiled.query_sizes
+            assert {(size, 256) for size in (256, 1024, 2048)} <= served.reader.cache.stores.compiled.query_sizes
+            assert {(256, size) for size in (256, 1024, 2048)} <= served.reader.cache.stores.compiled.query_sizes
         else:
-            made = served.ready._made[served.place_of(served.versions.current)]
+            made = served.reader.ready._made[served.reader.place_of(served.versions.current)]
             own = {program for program in made if len(program) == 1}
             assert own == {((name, size),) for name in DIMS for size in (640, 1280)}
 
@@ -225,10 +225,12 @@ def test_warm_up_compiles_the_dense_model_over_a_cache(tmp_path):
     options = {"dense_file": dense, "max_batch_size": 32, "per_sample": 2, **TIERS["cache"]}
     with open(config_of(model_of(folders_of(tmp_path, content), **options))) as session:
         served = session._models["dlrm"]
-        compiled = {id(served.ready): len(served.ready._made[None, served.versions.current.served])}
+        compiled = {id(served.reader.ready): len(served.reader.ready._made[None, served.versions.current.served])}
         session.predict(request(32, 1))
         session.predict(request(9, 1))
-        assert compiled == {id(served.ready): len(served.ready._made[None, served.versions.current.served])}
+        assert compiled == {
+            id(served.reader.ready): len(served.reader.ready._made[None, served.versions.current.served])
+        }
         assert session.stats()["lookups"] == 0 and session.stats()["cache"]["lookups"] == 2
 
 
@@ -271,14 +273,14 @@ def test_an_update_ends_whatever_requests_bring_meanwhile(tmp_path, monkeypatch,
         for size in (7, 150):
             session.lookup({name: np.arange(size) for name in DIMS})
         served = session._models["dlrm"]
-        made, are_held = other_sizes(served.ready, monkeypatch), []
-        compile_one = served.ready._compile
+        made, are_held = other_sizes(served.reader.ready, monkeypatch), []
+        compile_one = served.reader.ready._compile
 
         def seen(where, program):
-            are_held.append(served.versions._memory.locked())
+            are_held.append(served.versions._memory.lock.locked())
             compile_one(where, program)
 
-        monkeypatch.setattr(served.ready, "_compile", seen)
+        monkeypatch.setattr(served.reader.ready, "_compile", seen)
         folders_of(tmp_path / "1", content_of(1, 33))
         source = {name: tmp_path / "1" / name for name in DIMS}
         assert session.update(source, dense_file=dense[1], in_place=in_place) == 2
@@ -323,16 +325,16 @@ def test_dense_models_that_went_are_freed(tmp_path, tier):
         session.predict(request(3, 1))
         served, refused = session._models["dlrm"], []
         first = weakref.ref(served.versions.current.served)
-        real = served.ready._compile
+        real = served.reader.ready._compile
 
         def refuse(where, program):
             refused.append(weakref.ref(where[1]))
             raise MemoryError("injected")
 
-        served.ready._compile = refuse
+        served.reader.ready._compile = refuse
         with contextlib.suppress(MemoryError):  # `pytest.raises` would keep what was refused
             session.update(None, dense_file=dense[1])
-        served.ready._compile = real
+        served.reader.ready._compile = real
         gc.collect()
         assert [one() for one in refused] == [None] and first() is not None
         session.update(None, dense_file=dense[1])
@@ -418,12 +420,12 @@ def test_requests_for_some_tables_take_no_memory_for_the_others(tmp_path, monkey
             for name in names:
                 wanted = rows_of(range(9), 4) if name == "item" else content[name]
                 np.testing.assert_array_equal(answer[name], expected(wanted, keys[name], 0.0, tables[name][1]))
-            made = served.ready._made[served.place_of(served.versions.current)]
+            made = served.reader.ready._made[served.reader.place_of(served.versions.current)]
             return {program for program in made if len(program) < len(tables)}
 
         size = 7
         assert own("user", "ad") == set()  # item's rows are as many as may be; theirs is compiled beside
-        served.ready.beside.drain()
+        served.reader.ready.beside.drain()
         assert own("user", "ad") == {(("user", 128), ("ad", 128))}
         size = 200
         first = {(("user", 128), ("ad", 128)), (("user", 256), ("ad", 256))}
@@ -461,7 +463,9 @@ def test_closing_waits_no_longer_than_it_may(tmp_path, tier):
 
     besides = []
     for name, served in session._models.items():
-        besides += [served.ready.beside] + ([served.cache.stores.compiled.beside] if tier == "cache" else [])
+        besides += [served.reader.ready.beside] + (
+            [served.reader.cache.stores.compiled.beside] if tier == "cache" else []
+        )
         for beside in besides[-1:]:
             beside.offer("now", functools.partial(compile_one, name))
             beside.offer("later", functools.partial(begun.append, "later"))

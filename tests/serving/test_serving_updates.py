@@ -15,11 +15,11 @@ from waiting import wait_until
 
 from jaxsok import checkpoint
 from jaxsok.interchange import hps
-from jaxsok.serving import store_plans, updates
 from jaxsok.serving.artifact import ArrayInput, KeysInput, export_model
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, freeze_records
 from jaxsok.serving.fused import lookup
+from jaxsok.serving.model import store_plans, updates
 from jaxsok.serving.session import open
 
 DIMS = {"user": 4, "item": 4, "ad": 3}

@@ -111,8 +111,13 @@ def export_model(
 
     def program(arrays: Any, numbers: Any, words: Any, given: Mapping[str, Any]) -> dict[str, Array]:
         bound = FrozenTables(tuple(FrozenStore(*store) for store in arrays), _TracedSpec(stores, numbers, words))
-        out = function(bound, {name: _from_leaves(inputs[name], leaves) for name, leaves in given.items()})
-        return _named(op, out)
+        inner = {
+            name: Bags(leaves[0], offsets=leaves[1], weights=(*leaves, None)[2])
+            if isinstance(leaves, tuple)
+            else leaves
+            for name, leaves in given.items()
+        }
+        return _named(op, function(bound, inner))
 
     checks = [export.DisabledSafetyCheck.custom_call(target) for target, _ in library.TARGETS]
     shapes, jitted = _argument_shapes(export, tables, inputs), jax.jit(program)
@@ -204,13 +209,6 @@ def _argument_shapes(export: Any, tables: FrozenTables, inputs: Mapping[str, Inp
         for i, (name, spec) in enumerate(inputs.items())
     }
     return tuple(arrays), tuple(numbers), tuple(words), given
-
-
-def _from_leaves(spec: InputSpec, leaves: Any) -> Any:
-    if not isinstance(spec, BagsInput):
-        return leaves
-    words, offsets, *weights = leaves
-    return Bags(words, offsets=offsets, weights=weights[0] if weights else None)
 
 
 def _named(op: str, out: Any) -> dict[str, Array]:

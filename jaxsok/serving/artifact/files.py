@@ -68,15 +68,8 @@ def _check_axis(value: Any) -> None:
     (text() if isinstance(value, str) else integer())(value)
 
 
-def _check_initial(value: Any) -> None:
-    try:
-        InitialRows.from_json(value)
-    except (KeyError, TypeError, ValueError) as error:
-        raise manifests.Wrong(value, f"what InitialRows.to_json gives ({error})") from error
-
-
 _NAME = text(".+", "a name")
-_TABLE = entries({"name": _NAME, "default": manifests.number}, {"initial": _check_initial})
+_TABLE = entries({"name": _NAME, "default": manifests.number})  # `InitialRows.from_json` checks what it reads
 _MODEL = entries(
     {
         "jax": text(),

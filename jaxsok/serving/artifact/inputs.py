@@ -11,7 +11,7 @@ import numpy as np
 from jaxsok import checks
 from jaxsok import keys as keys_lib
 from jaxsok.features import Bags
-from jaxsok.serving.errors import RequestError
+from jaxsok.serving.errors import RequestError, refusals
 from jaxsok.serving.padding import padded_size
 from jaxsok.types import PADDING_KEY
 
@@ -134,7 +134,8 @@ def input_shapes(spec: InputSpec, num_samples: Any, num_keys: Any) -> Any:
 def read_input(what: str, spec: InputSpec, given: Any) -> tuple[Any, int]:
     """Checks an input; gives it in the program's form, with its batch size."""
     if isinstance(spec, KeysInput):
-        words = _words(what, given)
+        with refusals():
+            words = keys_lib.words_of(given, "int32", what)
         if words.ndim < 2 or words.shape[1:-1] != spec.shape:
             raise RequestError(f"{what}: got keys of shape {list(words.shape[:-1])}, wanted {_shape_of(spec)}.")
         return words, words.shape[0]
@@ -163,7 +164,8 @@ def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:
     if (given.weights is not None) != spec.is_weighted:
         got, wanted = ("none", "one for each key") if spec.is_weighted else ("some", "none")
         raise RequestError(f"{what}: weights: got {got}, wanted {wanted}.")
-    words = _words(what, given.keys)
+    with refusals():
+        words = keys_lib.words_of(given.keys, "int32", what)
     shape, offsets = words.shape[:-1], given.offsets
     if given.lengths is not None and offsets is not None:
         raise RequestError(f"{what}: got both lengths and offsets, wanted one of them.")
@@ -198,13 +200,6 @@ def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:
     if num_keys == 0:  # a size of a program is 1 at least; the key is beyond the last bag
         leaves = [_filled(leaves[0], 1, _PADDING_WORD), leaves[1], *(_filled(leaf, 1, 0) for leaf in leaves[2:])]
     return tuple(leaves), len(offsets) - 1
-
-
-def _words(what: str, keys: Any) -> Any:
-    try:
-        return keys_lib.words_of(keys, "int32", what)
-    except (TypeError, ValueError) as error:
-        raise RequestError(str(error)) from error
 
 
 def _integers(what: str, given: Any) -> np.ndarray:

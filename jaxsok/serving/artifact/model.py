@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,14 +60,12 @@ class ServedModel:
           One dispatch; for each new size of batch, bags or tables a program is compiled.
         """
         require_tables("call", tables)
-        bound = self._bound(tables)
         leaves, num_samples = self.read(inputs)
         if num_samples == 0 and not pad:
             raise RequestError("call: inputs: got a batch of no samples, wanted one at least; or pad=True.")
-        out = self._program(*bound, self.padded(leaves, num_samples) if pad else leaves)
+        out = self.run(tables, self.padded(leaves, num_samples) if pad else leaves)
         return {
-            name: out[name][:num_samples] if pad and output.is_batched else out[name]
-            for name, output in self.outputs.items()
+            name: value[:num_samples] if pad and self.outputs[name].is_batched else value for name, value in out.items()
         }
 
     def run(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> dict[str, Array]:
@@ -174,6 +172,19 @@ def jax_export(op: str) -> Any:
     return export
 
 
+def require_fit(what: str, wanted: Iterable[FrozenTable], given: Mapping[str, FrozenTable]) -> None:
+    """Refuses to run a model that wants some tables over others: UnknownTableError, or of another dim or dtype."""
+    for table in wanted:
+        if table.name not in given:
+            raise UnknownTableError(f'{what}: got {sorted(given)}, wanted "{table.name}" among them.')
+        got = given[table.name]
+        if (got.dim, got.dtype) != (table.dim, table.dtype):
+            raise ServingError(
+                f'{what}: got "{table.name}" of {got.dtype}[{got.dim}], wanted {table.dtype}[{table.dim}], as '
+                "the model was exported; freeze, or serve, with that dtype, or export again."
+            )
+
+
 @functools.lru_cache(maxsize=32)
 def _rebound(
     wanted: tuple[tuple[FrozenTable, ...], ...], given: FrozenSpec
@@ -182,17 +193,8 @@ def _rebound(
     op, there = "call", {table.name: table for tables in given.stores for table in tables}
     stores, numbers, words = [], [], []
     for tables in wanted:
-        places = []
-        for table in tables:
-            if table.name not in there:
-                raise UnknownTableError(f'{op}: tables: got {sorted(there)}, wanted "{table.name}" among them.')
-            got = there[table.name]
-            if (got.dim, got.dtype) != (table.dim, table.dtype):
-                raise ServingError(
-                    f'{op}: tables: got "{table.name}" of {got.dtype}[{got.dim}], wanted {table.dtype}[{table.dim}], '
-                    "of which the model was exported; freeze with that dtype, or export again."
-                )
-            places.append(given.places[table.name])
+        require_fit(f"{op}: tables", tables, there)
+        places = [given.places[table.name] for table in tables]
         if len({store for store, _ in places}) != 1:
             names = [table.name for table in tables]
             raise ServingError(f"{op}: tables: got {names} in several stores, wanted one, as freeze makes it.")

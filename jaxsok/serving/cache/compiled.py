@@ -27,7 +27,7 @@ _PROGRAMS = dict(vars(programs))
 class CompiledPrograms:
     """Knows which programs of a cache are compiled; JAX keeps what compiling one makes.
 
-    A program has the name of a function of programs.py, and the sizes that the method of this name below takes.
+    A program has the name of a function of programs.py, and the sizes that `_operands` takes.
     """
 
     def __init__(self, spec: FrozenSpec, layout: programs.Layout, stores: Sequence[programs.CacheStore]) -> None:
@@ -44,47 +44,36 @@ class CompiledPrograms:
 
     def make(self, name: str, *sizes: Any) -> None:
         """Compiles a program unless it is compiled."""
-        if not self.has(name, *sizes):
-            self._ready.make(None, (name, *sizes))
+        self._ready.need(None, (name, *sizes))
 
     def _compile(self, _: None, program: tuple[Any, ...]) -> None:
-        """Compiles for operands of these shapes, which are neither read nor donated."""
         name, *sizes = program
-        _PROGRAMS[name].lower(*getattr(self, f"_{name}")(*sizes)).compile()
+        _PROGRAMS[name].lower(*self._operands(name, *sizes)).compile()
         if name == "query" and sizes[0]:
             self.query_sizes.add(sizes[1])
 
-    def _query(self, is_expanded: bool, sizes: Sizes) -> Any:
-        """The query of `lookup`, which gives each position its row, or of `lookup_tables`."""
-        statistics = tuple(form.statistics for form in self._forms)
-        stores = tuple((form.index, form.counters, form.slabs) for form in self._forms)
-        batches = tuple(map(self._keys, sizes))
-        return self._layout, is_expanded, statistics, stores, batches, np.uint32(0), np.zeros(2, np.uint32)
-
-    def _insert(self, s: int, must_leave: bool, size: int) -> Any:
-        """An insertion of so many rows into a store, with room or without."""
-        return must_leave, self._forms[s], *self._keys(size), self._lines(s, size), np.uint32(0)
-
-    def _overwrite(self, s: int, size: int) -> Any:
-        return self._forms[s], *self._keys(size), self._lines(s, size)
-
-    def _drop(self, s: int, size: int) -> Any:
-        return self._forms[s], *self._keys(size)
-
-    def _find(self, s: int, size: int) -> Any:
-        return self._forms[s].index, self._forms[s].counters, *self._keys(size)
-
-    def _emptied(self, s: int) -> Any:
-        return (self._forms[s],)
-
-    def _copied(self, s: int, field: str) -> Any:
-        return (getattr(self._forms[s], field),)
-
-    def _merged(self, s: int, num_rows: int, num_lines: int) -> Any:
-        """The merge of fetched rows into those of a lookup."""
-        return self._slabs(s, num_rows), self._shape((num_rows,), np.int32), self._slabs(s, num_lines)
-
-    def _hidden(self, s: int, num_rows: int) -> Any:
+    def _operands(self, name: str, of: Any, *sizes: Any) -> tuple[Any, ...]:
+        """The shapes of a program's operands, which are neither read nor donated; `of` is a store, but of a query."""
+        if name == "query":  # of `lookup`, which gives each position its row, or of `lookup_tables`
+            statistics = tuple(form.statistics for form in self._forms)
+            stores = tuple((form.index, form.counters, form.slabs) for form in self._forms)
+            batches = tuple(map(self._keys, *sizes))
+            return self._layout, of, statistics, stores, batches, np.uint32(0), np.zeros(2, np.uint32)
+        form = self._forms[of]
+        match name, sizes:
+            case "insert", (must_leave, size):
+                return must_leave, form, *self._keys(size), self._lines(of, size), np.uint32(0)
+            case "overwrite", (size,):
+                return form, *self._keys(size), self._lines(of, size)
+            case "drop", (size,):
+                return form, *self._keys(size)
+            case "find", (size,):
+                return form.index, form.counters, *self._keys(size)
+            case "copied", (field,):
+                return (getattr(form, field),)
+            case "merged", (num_rows, num_lines):  # of fetched rows into those of a lookup
+                return self._slabs(of, num_rows), self._shape((num_rows,), np.int32), self._slabs(of, num_lines)
+        (num_rows,) = sizes  # "hidden"
         return self._index(num_rows), self._shape((num_rows,), np.bool_)
 
     def padded_sizes(self, least: Sizes) -> Sizes:
@@ -116,11 +105,10 @@ class CompiledPrograms:
                 for step in range((size // LEAST_KEYS).bit_length()):
                     self.make("merged", s, size, LEAST_KEYS << step)
         for s, most in enumerate(map(max, zip(*sizes, strict=True))):
-            size, last = LEAST_KEYS, padded_size(min(most, capacities[s]), LEAST_KEYS)
-            while most and size <= last:
+            last = padded_size(min(most, capacities[s]), LEAST_KEYS)
+            for step in range((last // LEAST_KEYS).bit_length() if most else 0):
                 for must_leave in (False, True):
-                    self.make("insert", s, must_leave, size)
-                size *= 2
+                    self.make("insert", s, must_leave, LEAST_KEYS << step)
 
     def tables_like(self, sizes: Sequence[int]) -> FrozenTables:
         """What `lookup_tables` gives for so many keys of each store, as shapes without arrays."""

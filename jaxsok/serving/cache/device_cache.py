@@ -6,35 +6,29 @@ would push real rows out, and a newer version may have them. They count for the 
 """
 
 import dataclasses
-import logging
 import math
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxsok import checks
-from jaxsok import keys as keys_lib
-from jaxsok.serving.backing import Lines, RowSource, fetch_lines, hottest_rows, joined_lines, round_rows
+from jaxsok.serving.backing import RowSource, joined_lines
 from jaxsok.serving.cache import programs
+from jaxsok.serving.cache.changes import Changes
 from jaxsok.serving.cache.compiled import LEAST_KEYS
+from jaxsok.serving.cache.fetcher import Fetcher
 from jaxsok.serving.cache.requests import Fetched, Found, Request
 from jaxsok.serving.cache.stats import CacheStats, Counter, TableCounts
-from jaxsok.serving.cache.stores import Batch, DeviceStores
+from jaxsok.serving.cache.stores import DeviceStores
 from jaxsok.serving.errors import UnknownTableError
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
 from jaxsok.serving.padding import fill_up, padded_size
-from jaxsok.serving.ready import Beside
 from jaxsok.store import num_buckets_of
-from jaxsok.types import BUCKET_WORDS, MAX_CAPACITY, PADDING_KEY
+from jaxsok.types import BUCKET_WORDS, MAX_CAPACITY
 
 MIN_ROWS: int = 64  # rows of a table's share, at least: 2 slabs of 32 rows, as in HPS
-ROWS_AT_A_TIME = 1 << 17  # rows of one step of a fill, refresh or swap, which bounds their memory on host and device
-
-_NO_KEYS = np.zeros(0, np.uint64)
-_log = logging.getLogger("jaxsok.serving")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +65,7 @@ class DeviceCache:
       refresh_fraction: of the cached rows, that `refresh` reads at a time: HPS's
         `cache_refresh_percentage_per_iteration`; 0: all at once.
       max_pending: lookups whose misses may wait for the background thread; more are dropped, and counted.
+      keeps_rows: False: lookups read the source each time, as without a cache.
 
     Raises:
       ValueError: an argument out of range, or a store of more rows than there can be.
@@ -90,6 +85,7 @@ class DeviceCache:
         hit_rate_threshold: float = 0.9,
         refresh_fraction: float = 0.0,
         max_pending: int = 16,
+        keeps_rows: bool = True,
         min_rows: int = MIN_ROWS,
         device: Any = None,
     ) -> None:
@@ -114,11 +110,8 @@ class DeviceCache:
         self._counter = Counter(source.tables)
         self.stores = DeviceStores(source, spec, capacities, self.device, self._counter)
         self._spec, self._compiled = spec, self.stores.compiled
-        self._changing = threading.Lock()  # held by one refresh or swap, from its search for cached keys to its end
-        self._missed_lock, self._max_pending = threading.Lock(), max_pending
-        self._missed: list[Mapping[str, np.ndarray]] = []
-        """Misses of lookups that are to be fetched, `max_pending` at most: read and changed under `_missed_lock`."""
-        self._background = Beside()
+        self._fetcher = Fetcher(self.stores, self._counter, max_pending, keeps_rows)
+        self._changes = Changes(self.stores)
 
     @property
     def source(self) -> RowSource:
@@ -141,14 +134,7 @@ class DeviceCache:
 
     def cached_keys(self) -> dict[str, np.ndarray]:
         """The keys of each table that are cached now, uint64 (16 bytes a row of capacity are copied to the host)."""
-        keys_of = {}
-        records = self.stores.copies("records", is_required=True)
-        for tables, (of_store,) in zip(self._spec.stores, records, strict=True):
-            lines = np.asarray(of_store)
-            keys = keys_lib.from_words(lines[:, :2])
-            for number, table in enumerate(tables):
-                keys_of[table.name] = keys[(keys != np.uint64(PADDING_KEY)) & (lines[:, 2] == number)]
-        return keys_of
+        return self._changes.cached_keys()
 
     def stats(self) -> CacheStats:
         return self._counter.stats()
@@ -165,7 +151,8 @@ class DeviceCache:
         misses; else also the fetch and, of a table that waits, its insertion.
         """
         request = Request(self._spec, keys, self._compiled.padded_sizes)
-        found, fetched = self._answer(request, is_expanded=True)
+        found = self._ask(request, is_expanded=True)
+        fetched = self._fetcher.fetch(found, request.num_keys, self.hit_rate_threshold)
         rows: dict[str, np.ndarray] = {}
         of_store = {s: np.asarray(found.out.rows[s][0]) for s in {part.store for part in request.parts}}
         for part in request.parts:
@@ -181,10 +168,14 @@ class DeviceCache:
         They are all tables of the source, with one row for each distinct key; tables without keys are empty.
         """
         request = Request(self._spec, keys, lambda least: least)
-        found, fetched = self._answer(request, is_expanded=False)
+        found = self._ask(request, is_expanded=False)
+        fetched = self._fetcher.fetch(found, request.num_keys, self.hit_rate_threshold)
         stores = [self._store_of(s, request, found, fetched) for s in range(len(self._spec.stores))]
         tables, of = FrozenTables(tuple(stores), self._spec), found.snapshot
         return CachedTables(tables, of.version, found.hit_rates, of.source)
+
+    def _ask(self, request: Request, *, is_expanded: bool) -> Found:
+        return Found.of(self._spec, request, *self.stores.query(request.batches, is_expanded))
 
     def _store_of(self, s: int, request: Request, found: Found, fetched: Mapping[str, Fetched]) -> FrozenStore:
         """The rows of a request in one store, as a frozen store of their own."""
@@ -220,14 +211,7 @@ class DeviceCache:
         Takes the hottest rows, or the first ones if the source does not know frequencies. With frequencies this reads
         all rows of the source once, with host memory for twice a table's share.
         """
-        start, num_inserted = self.stores.snapshot(), 0
-        for name, share in self._shares.items():
-            hottest = hottest_rows(start.source.scan(name, ROWS_AT_A_TIME), share)
-            chunks = list(_chunks(hottest.num_rows, ROWS_AT_A_TIME))
-            for chunk in reversed(chunks):  # the hottest come last: they are the most recent
-                of_chunk = _filling(start.source, name, hottest.keys[chunk], hottest.rows[chunk])
-                num_inserted += self.stores.insert({name: of_chunk}, start.epoch)
-        return num_inserted
+        return self._changes.fill(self._shares)
 
     def refresh(self) -> int:
         """Overwrites cached rows in place with the source's, `refresh_fraction` of them at a time; returns how many.
@@ -235,15 +219,7 @@ class DeviceCache:
         Keys that the source does not have any more leave the cache. The order of replacement stays. Use it where rows
         change beneath the source (a database); `swap` brings a new version.
         """
-        with self._changing:
-            num_refreshed, cached = 0, self.cached_keys()
-            num_cached = sum(map(len, cached.values()))
-            share = math.ceil(num_cached * self.refresh_fraction) if self.refresh_fraction else num_cached
-            for name, keys in cached.items():
-                for chunk in _chunks(len(keys), min(max(1, share), ROWS_AT_A_TIME)):
-                    written, gone = self._batches_of(self.source, name, keys[chunk])
-                    num_refreshed += self.stores.rewrite([*written, *self.stores.batches({name: (gone, None)})])
-            return num_refreshed
+        return self._changes.refresh(self.refresh_fraction)
 
     def swap(self, source: RowSource, changed: Mapping[str, Any] | None) -> None:
         """Goes over to another version of the source: each lookup answers from the old or the new one, whole.
@@ -256,18 +232,7 @@ class DeviceCache:
         not cached. Lookups wait while one program is dispatched for each ROWS_AT_A_TIME of these rows, and one for each
         store that rows leave. Device memory: the new rows of the cached keys.
         """
-        if dict(source.tables) != dict(self.source.tables):
-            raise ValueError(
-                f"swap: source: got tables {list(source.tables.values())}, wanted {list(self.source.tables.values())}; "
-                "open another cache."
-            )
-        for name in changed or ():
-            if name not in self._spec.places:
-                raise UnknownTableError.of("swap", name, self._spec.places)
-        with self._changing:
-            leaving = {name: _changed_keys(name, keys) for name, keys in (changed or {}).items()}
-            with self.stores.leaving(leaving):
-                self.stores.rewrite(None if changed is None else self._changed_batches(source, leaving), source)
+        self._changes.swap(source, changed)
         self._counter.add(swaps=1)
 
     def warm_up(self, lookups: Iterable[Mapping[str, int]], *, as_tables: bool = False) -> None:
@@ -296,7 +261,7 @@ class DeviceCache:
 
     def drain(self) -> None:
         """Waits until nothing is left to fetch or compile in the background."""
-        self._background.drain()
+        self._fetcher.background.drain()
         self._compiled.beside.drain()
 
     def stop_compiling(self) -> None:
@@ -309,8 +274,8 @@ class DeviceCache:
         Waits `timeout_s` (None: any time) for a program that is being compiled, and returns whether it has ended.
         """
         self._compiled.beside.stop()
-        self._background.drain()
-        self._background.close()
+        self._fetcher.background.drain()
+        self._fetcher.background.close()
         has_ended = self._compiled.beside.close(timeout_s)
         self.stores.close()
         return has_ended
@@ -320,112 +285,6 @@ class DeviceCache:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # Changes of rows ------------------------------------------------------------------------------------------------
-
-    def _changed_batches(self, source: RowSource, changed: Mapping[str, np.ndarray]) -> list[Batch]:
-        """The changed keys that are cached: with their rows in another source, or to be dropped."""
-        batches: list[Batch] = []
-        gone: dict[str, tuple[np.ndarray, None]] = {}
-        for name, keys in changed.items():
-            of_table = [_NO_KEYS]
-            for chunk in _chunks(len(keys), ROWS_AT_A_TIME):
-                cached = keys[chunk][self.stores.contains(name, keys[chunk])]
-                if len(cached):
-                    written, missing = self._batches_of(source, name, cached)
-                    batches += written
-                    of_table.append(missing)
-            gone[name] = np.concatenate(of_table), None
-        return [*batches, *self.stores.batches(gone)]  # one program a store drops rows, which reads all of it
-
-    def _batches_of(self, source: RowSource, name: str, keys: np.ndarray) -> tuple[list[Batch], np.ndarray]:
-        """The rows of keys, to be written, and the keys that the source does not have."""
-        rows, is_found = fetch_lines(source, name, keys)
-        return list(self.stores.batches({name: (keys[is_found], rows)})), keys[~is_found]
-
-    # Lookups --------------------------------------------------------------------------------------------------------
-
-    def _answer(self, request: Request, *, is_expanded: bool) -> tuple[Found, dict[str, Fetched]]:
-        """Gives what the cache has, and the rows that the lookup waited for."""
-        out, counts, snapshot = self.stores.query(request.batches, is_expanded)
-        found = Found.of(self._spec, request, out, counts, snapshot)
-        waits = {name for name in found.missed if found.hit_rates[name] < self.hit_rate_threshold}
-        fetched: dict[str, Fetched] = {}
-        for name in sorted(waits):
-            places, keys = found.missed[name]
-            rows, is_found = fetch_lines(snapshot.source, name, keys)
-            fetched[name] = Fetched(places[is_found], keys[is_found], rows)
-        if fetched:
-            self.stores.insert({name: (late.keys, late.rows) for name, late in fetched.items()}, snapshot.epoch)
-        later = {name: keys for name, (_, keys) in found.missed.items() if name not in waits}
-        is_taken = not later or self._fetch_later(later)
-        num_missed = {name: len(keys) for name, (_, keys) in found.missed.items()}
-        self._counter.add(
-            lookups=1,
-            keys=request.num_keys,
-            sync=len(fetched),
-            background=len(later),
-            dropped=0 if is_taken else len(later),
-            fetched=sum(num_missed[name] for name in fetched),
-        )
-        for name, num_distinct in found.num_distinct.items():
-            misses = num_missed.get(name, 0)
-            gone = misses - len(fetched[name].keys) if name in fetched else 0
-            self._counter.add(name, distinct=num_distinct, hits=num_distinct - misses, misses=misses, missing=gone)
-        return found, fetched
-
-    def _fetch_later(self, missed: Mapping[str, np.ndarray]) -> bool:
-        """Has misses fetched and inserted in the background; returns whether there was room."""
-        with self._missed_lock:
-            if len(self._missed) >= self._max_pending:
-                return False
-            # Work that was offered for the first of them takes all.
-            if not self._missed and not self._background.offer(None, self._fetch_missed):
-                return False
-            self._missed.append(missed)
-            return True
-
-    def _fetch_missed(self) -> None:
-        """Fetches and inserts the misses of all lookups that wait."""
-        with self._missed_lock:
-            missed, self._missed = self._missed, []
-        names = sorted({name for some in missed for name in some})
-        keys_of = {name: np.unique(np.concatenate([some[name] for some in missed if name in some])) for name in names}
-        snapshot, rows = self.stores.snapshot(), {}
-        try:
-            for name, keys in keys_of.items():
-                lines, is_found = fetch_lines(snapshot.source, name, keys)
-                rows[name] = keys[is_found], lines
-        except Exception:
-            self._counter.add(failed=1)
-            _log.exception("DeviceCache: rows of tables %s could not be fetched; their keys miss again", names)
-            return
-        try:
-            self.stores.insert(rows, snapshot.epoch)
-        except Exception:
-            _log.exception("DeviceCache: an insertion failed; the keys miss again")
-            return
-        self._counter.add(fetched=sum(map(len, keys_of.values())))
-        for name, keys in keys_of.items():
-            self._counter.add(name, missing=len(keys) - len(rows[name][0]))
-
-
-def _filling(source: RowSource, name: str, keys: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, Lines]:
-    """Keys and rows of a scan as the cache stores them; the bits of quantized rows are asked of the source."""
-    if not source.tables[name].is_quantized:
-        return keys, round_rows(source.tables[name], rows)
-    lines, is_found = fetch_lines(source, name, keys)
-    return keys[is_found], lines
-
-
-def _chunks(size: int, most: int) -> Iterator[slice]:
-    return (slice(start, start + most) for start in range(0, size, most))
-
-
-def _changed_keys(name: str, keys: Any) -> np.ndarray:
-    """Distinct keys of a table, sorted."""
-    keys = np.unique(keys_lib.from_words(keys_lib.to_words(np.asarray(keys), f'swap: table "{name}"')))
-    return keys[keys != np.uint64(PADDING_KEY)]
 
 
 def cache_bytes(tables: Mapping[FrozenTable, int]) -> dict[str, int]:

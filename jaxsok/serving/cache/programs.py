@@ -17,14 +17,13 @@ from jaxsok.kernels import evict as evict_kernels
 from jaxsok.kernels import table as kernels
 from jaxsok.kernels.call import StoreArrays
 from jaxsok.serving.frozen import SEED
-from jaxsok.serving.row_map import find_or_insert, release
+from jaxsok.serving.row_map import SALT, find_or_insert, release
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, COUNTERS, COUNTS, NO_ROW, NUM_TABLE_WORDS, PADDING_KEY, RECORD_WORDS
 
 _UNUSED = np.uint32(0xFFFFFFFF)
 _NO_TABLE = np.uint32(2**24 - 1)  # kMaxTables of ffi/core/layout.h, less 1
 _INSERTED, _REFUSED = COUNTS.index("num_inserted"), COUNTS.index("num_refused")
-_SALT = np.array([COUNTERS.index("salt_low"), COUNTERS.index("salt_high")])
 
 Layout = tuple[bytes, ...]  # the words of the tables of each store, hashable: a program is compiled for each
 
@@ -63,7 +62,7 @@ def empty_store(num_tables: int, capacity: int, salt: Any, rows: Array, numbers:
     """Makes a store without keys over the arrays of its rows."""
     return CacheStore(
         index=jnp.full((num_buckets_of(capacity), BUCKET_WORDS), _UNUSED),
-        counters=jnp.zeros(len(COUNTERS), jnp.uint32).at[_SALT].set(salt),
+        counters=jnp.zeros(len(COUNTERS), jnp.uint32).at[SALT].set(salt),
         table_rows=jnp.zeros(num_tables, jnp.uint32),
         rows=(rows,),
         records=(jnp.full((capacity, RECORD_WORDS), _UNUSED),),
@@ -182,14 +181,6 @@ def overwrite(store: CacheStore, words: Array, ids: Array, lines: tuple[Array, .
 def _scatter(store: CacheStore, row_ids: Array, lines: tuple[Array, ...]) -> CacheStore:
     slabs = [kernels.scatter(row_ids, part, (slab,))[0] for part, slab in zip(lines, store.slabs, strict=True)]
     return dataclasses.replace(store, numbers=tuple(slabs[:-1]), rows=(slabs[-1],))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def emptied(store: CacheStore) -> tuple[CacheStore, Array]:
-    """Drops all rows."""
-    flags = (store.records[0][:, :2] != jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).any(axis=1).astype(jnp.uint8)
-    store, released = evict_kernels.release(store, flags)
-    return store, released.sum(dtype=jnp.uint32)
 
 
 @jax.jit

@@ -12,7 +12,7 @@ from jaxsok.serving.backing import Lines
 from jaxsok.serving.cache.compiled import LEAST_KEYS
 from jaxsok.serving.cache.programs import Queried
 from jaxsok.serving.cache.stores import Snapshot
-from jaxsok.serving.errors import RequestError, UnknownTableError
+from jaxsok.serving.errors import RequestError, UnknownTableError, refusals
 from jaxsok.serving.frozen import FrozenSpec
 from jaxsok.serving.padding import padded_size
 from jaxsok.types import NO_ROW, PADDING_KEY
@@ -47,13 +47,9 @@ class Request:
         for name, given in keys.items():
             if name not in spec.places:
                 raise UnknownTableError.of("lookup", name, spec.places)
-            given = np.asarray(given)
-            if given.size == 0 and given.dtype == np.float64:
-                given = given.astype(np.int64)  # an empty list is float64
-            try:
-                of_table = keys_lib.to_words(np.atleast_1d(given), f'lookup: table "{name}"').reshape(-1, 2)
-            except TypeError as error:
-                raise RequestError(str(error)) from error
+            with refusals():
+                given, what = keys_lib.as_array(given, "lookup"), f'lookup: table "{name}"'
+                of_table = keys_lib.to_words(np.atleast_1d(given), what).reshape(-1, 2)
             store, number = spec.places[name]
             words[store].append(of_table)
             ids[store].append(np.full(len(of_table), number, np.uint32))

@@ -76,7 +76,8 @@ class DeviceStores:
         self._most_rows = [0] * len(self.arrays)
         self._clock = 0
         self.source, self._epoch = source, 0
-        self._leaving: Mapping[str, np.ndarray] = {}  # keys by table, sorted, that a swap is about to change
+        self._leaving: Mapping[str, np.ndarray] | None = {}
+        """Keys by table, sorted, that a swap is about to change; None: all."""
         self.compiled = CompiledPrograms(spec, self.layout, self.arrays)
 
     @property
@@ -121,6 +122,8 @@ class DeviceStores:
         """Inserts rows in one tick, if the source is still that of the epoch; returns how many came."""
         while True:
             leaving = self._leaving
+            if leaving is None:
+                return 0
             kept = {name: _without(*some, leaving.get(name, _NO_KEYS)) for name, some in rows.items()}
             batches = list(self.batches(kept, are_bounded=True))
             if not batches:
@@ -159,27 +162,33 @@ class DeviceStores:
             row_ids = programs.find(store.index, store.counters, batch.words, batch.ids)
         return np.asarray(row_ids)[: len(keys)] != NO_ROW
 
-    def rewrite(self, batches: Sequence[Batch] | None, source: RowSource | None = None) -> int:
+    def rewrite(self, batches: Sequence[Batch], source: RowSource | None = None) -> int:
         """Overwrites the cached rows of batches, and drops those of batches without lines; counts what it wrote.
 
-        With batches None it drops all rows. With a source it goes over to that one in the same instant.
+        With a source it goes over to that one in the same instant.
         """
-        if batches is None:
-            needed: list[tuple[Any, ...]] = [("emptied", s) for s in range(len(self.capacities))]
-        else:
-            needed = [("drop" if batch.lines is None else "overwrite", batch.store, batch.size) for batch in batches]
-        for program in needed:
-            self.compiled.make(*program)
+        for batch in batches:
+            self.compiled.make("drop" if batch.lines is None else "overwrite", batch.store, batch.size)
+        counts = []
         with self.lock:
             self.require_open()
-            counts = self._drop_all() if batches is None else self._rewrite(batches)
+            stores = list(self.arrays)
+            for batch in batches:
+                s, operands = batch.store, (stores[batch.store], batch.words, batch.ids)
+                if batch.lines is None:
+                    stores[s], num_dropped = programs.drop(*operands)
+                    counts.append((0, num_dropped))
+                else:
+                    stores[s], num_written = programs.overwrite(*operands, batch.lines)
+                    counts.append((num_written, 0))
+            self.arrays = tuple(stores)
             if source is not None:
                 self.source, self._epoch = source, self._epoch + 1
         return self._count(counts, "refreshed", "removed")
 
     @contextlib.contextmanager
-    def leaving(self, keys: Mapping[str, np.ndarray]) -> Iterator[None]:
-        """Prevents insertions of these keys: only those already cached stay."""
+    def leaving(self, keys: Mapping[str, np.ndarray] | None) -> Iterator[None]:
+        """Prevents insertions of these keys, None: of any; only those already cached stay."""
         with self.lock:
             self.require_open()
             self._leaving = keys
@@ -251,26 +260,9 @@ class DeviceStores:
         stores = []
         for store, lines, of_store in zip(self.arrays, statistics, parts, strict=True):
             lines[:, 0] = of_store
-            stores.append(dataclasses.replace(store, statistics=(self._owned(lines),)))
+            owned = jax.device_put(lines, self.device, may_alias=False)  # as what is donated has to be
+            stores.append(dataclasses.replace(store, statistics=(owned,)))
         self.arrays, self._clock = tuple(stores), len(ticks)
-
-    def _rewrite(self, batches: Sequence[Batch]) -> list[tuple[Any, Any]]:
-        stores, counts = list(self.arrays), []
-        for batch in batches:
-            store = stores[batch.store]
-            if batch.lines is None:
-                stores[batch.store], num_dropped = programs.drop(store, batch.words, batch.ids)
-                counts.append((0, num_dropped))
-            else:
-                stores[batch.store], num_written = programs.overwrite(store, batch.words, batch.ids, batch.lines)
-                counts.append((num_written, 0))
-        self.arrays = tuple(stores)
-        return counts
-
-    def _drop_all(self) -> list[tuple[Any, Any]]:
-        emptied = [programs.emptied(store) for store in self.arrays]
-        self.arrays, self._most_rows = tuple(store for store, _ in emptied), [0] * len(emptied)
-        return [(0, num_removed) for _, num_removed in emptied]
 
     # Not under the lock ----------------------------------------------------------------------------------------------
 
@@ -279,10 +271,6 @@ class DeviceStores:
         sums = {name: sum(int(np.asarray(pair[i])) for pair in pairs) for i, name in enumerate(names)}
         self._counter.add(None, **sums)
         return sums[names[0]]
-
-    def _owned(self, array: np.ndarray) -> Array:
-        """Makes a buffer of the device's own, which may be donated."""
-        return jax.device_put(array, self.device, may_alias=False)
 
     def _new_store(self, num_tables: int, table: FrozenTable, capacity: int) -> programs.CacheStore:
         salt = np.frombuffer(secrets.token_bytes(8), np.uint32)

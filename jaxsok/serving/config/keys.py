@@ -129,10 +129,12 @@ def without_effect(reason: str, kind: Kind, *names: str) -> dict[str, Key]:
     return dict.fromkeys(names, Key(kind, reason=reason))
 
 
-def declare(kind: Kind, default: Any = REQUIRED, *, block: str = "") -> Any:
+def declare(kind: Kind, default: Any = REQUIRED, *, block: str = "", repr: bool = True) -> Any:
     """Declares a field of a dataclass as a key of the same name, in a block of the JSON below that of the dataclass."""
     metadata = {"key": Key(kind, default), "block": block}
-    return dataclasses.field(default=dataclasses.MISSING if default is REQUIRED else default, metadata=metadata)
+    return dataclasses.field(
+        default=dataclasses.MISSING if default is REQUIRED else default, repr=repr, metadata=metadata
+    )
 
 
 def column(name: str, kind: Kind, wanted: str, default: Any = REQUIRED) -> Any:

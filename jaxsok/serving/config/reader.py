@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from jaxsok.serving.config import values as values_lib
 from jaxsok.serving.config.keys import REQUIRED, WRONG, Key, Kind
-from jaxsok.serving.config.values import Config, ModelConfig, TableConfig, WithoutEffect
+from jaxsok.serving.config.values import Config, ModelConfig, PersistentDb, TableConfig, VolatileDb, WithoutEffect
 from jaxsok.serving.errors import ConfigError
 
 _BLOCKS = {
@@ -22,21 +22,19 @@ _BLOCKS = {
     **values_lib.DATABASE_KEYS,
 }
 _WANTED_TYPES = {
-    "volatile_db": 'one of "hash_map", "parallel_hash_map", "disabled"',
-    "persistent_db": '"disabled"',
+    "volatile_db": 'one of "hash_map", "parallel_hash_map", "redis_cluster", "disabled"',
+    "persistent_db": 'one of "rocks_db", "disabled"',
     "update_source": "null",
 }
-_NO_PERSISTENT = "leave the block out; rows come from sparse_files and lie in host memory"
 _REFUSED_TYPES: dict[str, dict[str, str]] = {
     "volatile_db": {
-        "redis_cluster": "Redis is not there yet: rows lie in memory of this process",
-        "multi_process_hash_map": "memory shared by processes is not there: serve from one",
-        "rocks_db": "RocksDB is not there yet, and is no volatile database",
+        "multi_process_hash_map": "memory shared by processes is not there: take redis_cluster, or serve from one",
+        "rocks_db": "RocksDB is no volatile database: take it as the type of persistent_db",
     },
-    "persistent_db": {
-        **dict.fromkeys(("hash_map", "parallel_hash_map", "multi_process_hash_map", "redis_cluster"), _NO_PERSISTENT),
-        "rocks_db": f"RocksDB is not there yet: {_NO_PERSISTENT}",
-    },
+    "persistent_db": dict.fromkeys(
+        ("hash_map", "parallel_hash_map", "multi_process_hash_map", "redis_cluster"),
+        "it is no persistent database: leave the block out, or take the type for volatile_db",
+    ),
     "update_source": {
         "kafka_message_queue": "Kafka is not there yet: leave the block out, and bring updates by Session.update or by "
         "`python -m jaxsok serve --watch`"
@@ -48,6 +46,7 @@ _REFUSED_CACHES = {
     "all of them fit",
     "stochastic": "HPS has disabled it, too: take dynamic",
 }
+MOST_IN_REDIS = 2**18 - 1  # keys in a command: with more, HPS's manual warns of obscure errors
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://")
 _MODEL_NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")
 
@@ -62,7 +61,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
     Raises:
       FileNotFoundError: there is no such file.
       ConfigError: malformed JSON (with line and column), a missing, unknown or repeated key, a value of the wrong type,
-        or what jaxsok does not have (Redis, RocksDB, Kafka, remote files...).
+        or what jaxsok does not have (Kafka, remote files...).
 
     Example:
       >>> config = read({
@@ -148,21 +147,23 @@ class _Reader:
         top = self.block("", given, values_lib.TOP_KEYS)
         if not top["models"]:
             self.refuse("models", [], "at least one model")
-        types = {name: self.database_type(name, top) for name in values_lib.DATABASE_KEYS}
-        database = types["volatile_db"] if "volatile_db" in given else "parallel_hash_map"
+        volatile, persistent, _ = (self.database(name, top) for name in values_lib.DATABASE_KEYS)
+        own = self.block("volatile_db.jaxsok", volatile["jaxsok"] or {}, values_lib.VOLATILE_JAXSOK_KEYS)
+        volatile_db = _made(VolatileDb, volatile | own) if "volatile_db" in given else VolatileDb("parallel_hash_map")
+        persistent_db = _made(PersistentDb, persistent)
         for name in values_lib.OLDER_DATABASES:
             self.block(name, top[name] or {}, values_lib.OLDER_DATABASE_KEYS)
         models = tuple(self.model(f"models[{i}]", model, top) for i, model in enumerate(top["models"]))
         self.check_distinct([model.model for model in models], "models[{}].model", "models[{}]", "rename one of them")
         for i, model in enumerate(models):
-            self.check_place_of_rows(f"models[{i}]", model, database)
-        if "volatile_db" in given and database != "disabled" and all(model.tier == "device" for model in models):
-            self.note_no_effect("volatile_db.type", database, "all rows of all models are on the device")
+            self.check_place_of_rows(f"models[{i}]", model, volatile_db.type, persistent_db.type)
+        self.check_databases(given, volatile_db, persistent_db, all(model.tier == "device" for model in models))
         return Config(
             models=models,
             supportlonglong=top["supportlonglong"],
             fuse_embedding_table=top["fuse_embedding_table"],
-            volatile_db=database,
+            volatile_db=volatile_db,
+            persistent_db=persistent_db,
             without_effect=tuple(sorted(self.without.values(), key=lambda key: _order(key.path))),
             notes=tuple(self.notes),
             file=self.file,
@@ -234,16 +235,44 @@ class _Reader:
         """Notes a key; the first reason stands."""
         self.without.setdefault(path, WithoutEffect(path, _frozen(value), reason))
 
-    def database_type(self, name: str, top: Mapping[str, Any]) -> Any:
-        """Reads the block of a database and gives its type; refuses types that jaxsok does not have."""
-        kind = self.block(name, top[name] or {}, values_lib.DATABASE_KEYS[name])["type"]
-        if (remedy := _REFUSED_TYPES[name].get(kind)) is not None:
-            self.refuse(f"{name}.type", kind, _WANTED_TYPES[name], remedy)
-        return kind
+    def database(self, name: str, top: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads the block of a database; refuses types that jaxsok does not have."""
+        values = self.block(name, top[name] or {}, values_lib.DATABASE_KEYS[name])
+        if (remedy := _REFUSED_TYPES[name].get(values["type"])) is not None:
+            self.refuse(f"{name}.type", values["type"], _WANTED_TYPES[name], remedy)
+        return values
 
-    def check_place_of_rows(self, path: str, model: ModelConfig, database: str) -> None:
+    def check_databases(
+        self, given: Mapping[str, Any], volatile: VolatileDb, persistent: PersistentDb, is_unused: bool
+    ) -> None:
+        """Refuses databases that do not fit each other; notes keys that set nothing in these."""
+        for name, database in (("volatile_db", volatile), ("persistent_db", persistent)):
+            if name in given and is_unused and database.type != "disabled":
+                self.note_no_effect(f"{name}.type", database.type, "all rows of all models are on the device")
+            if database.type not in ("redis_cluster", "rocks_db"):
+                for key in set(given.get(name, ())) - {"type"}:
+                    reason = f"it is of a database, and {name} is {database.type}"
+                    self.note_no_effect(f"{name}.{key}", given[name][key], reason)
+        is_rocks = persistent.type == "rocks_db"
+        if is_rocks and volatile.type in ("hash_map", "parallel_hash_map") and not is_unused:
+            remedy = 'a map (as without the block) holds every row in host memory: write {"type": "disabled"}'
+            self.refuse("volatile_db.type", volatile.type, '"redis_cluster" or "disabled" above rocks_db', remedy)
+        if volatile.type != "redis_cluster":
+            return
+        if volatile.max_batch_size > MOST_IN_REDIS:
+            self.refuse("volatile_db.max_batch_size", volatile.max_batch_size, f"at most {MOST_IN_REDIS} for Redis")
+        if volatile.initial_cache_rate < 1 and not is_rocks:
+            remedy = "the other rows would be nowhere; take a persistent_db, which has them all"
+            self.refuse("volatile_db.initial_cache_rate", volatile.initial_cache_rate, "1.0", remedy)
+        if "num_partitions" not in given["volatile_db"]:
+            took = f"{volatile.num_partitions}, the lesser of 16 and this machine's cores, as HPS"
+            self.notes.append(
+                f"volatile_db.num_partitions: took {took}; all who share the database must have the same: write it out."
+            )
+
+    def check_place_of_rows(self, path: str, model: ModelConfig, volatile: str, persistent: str) -> None:
         """Refuses a model whose rows would have no place; notes where a database stays empty."""
-        if database != "disabled":
+        if volatile != "disabled" or persistent != "disabled":
             return
         if model.tier != "device":
             what = "without gpucache" if model.tier == "host" else f"with gpucacheper {model.gpucacheper:g}"
@@ -280,7 +309,7 @@ class _Reader:
             values["fuse_embedding_table"] = False
         elif "fuse_embedding_table" not in given:
             values["fuse_embedding_table"] = top["fuse_embedding_table"]
-        model = ModelConfig(**{field.name: values[field.name] for field in dataclasses.fields(ModelConfig)})
+        model = _made(ModelConfig, values)
         for key, reason in values_lib.idle_keys(model).items():
             if key in given:
                 self.note_no_effect(f"{path}.{key}", given[key], reason)
@@ -353,11 +382,16 @@ def _order(path: str) -> list[tuple[int, str]]:
     return [(int(number), "") if number else (-1, name) for number, name in re.findall(r"\[(\d+)\]|([^.\[\]]+)", path)]
 
 
+def _made(kind: type, values: Mapping[str, Any]) -> Any:
+    return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
+
+
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
 def _frozen(value: Any) -> Any:
+    value = list(value.items()) if isinstance(value, Mapping) else value
     return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
 
 

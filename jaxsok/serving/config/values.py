@@ -5,6 +5,8 @@ documented, and 24.06 ignores.
 """
 
 import dataclasses
+import os
+import tempfile
 from typing import Any, Literal
 
 from jaxsok.serving.config import keys
@@ -12,14 +14,13 @@ from jaxsok.serving.config.keys import Key, column, declare, without_effect
 from jaxsok.types import MAX_DIM
 
 Tier = Literal["device", "cache", "host"]
-Database = Literal["disabled", "hash_map", "parallel_hash_map"]
+Volatile = Literal["disabled", "hash_map", "parallel_hash_map", "redis_cluster"]
+Persistent = Literal["disabled", "rocks_db"]
+OverflowPolicy = Literal["evict_random", "evict_least_used", "evict_oldest"]
 
 _UNREAD = "HPS does not read it from this file, either"
 _OLDER = "it is of an older HPS: 24.06 does not read it, either"
-_REDIS = "it is of a Redis cluster, which is not there"
-_OF_PROCESS = "the host store is memory of the process"
-_NEVER_OVERFLOWS = "the host store holds every row and evicts none"
-_NO_PERSISTENT = "persistent_db is disabled"
+_OF_PROCESS = "rows in host memory are of this process, in one piece and allocated at once"
 _NO_UPDATES = "update_source has no type"
 
 
@@ -143,6 +144,47 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class VolatileDb:
+    """`volatile_db`: rows under the device's cache, in host memory or in Redis. All keys but `type` are of Redis."""
+
+    type: Volatile = declare(keys.DATABASE, "disabled")
+    """Both maps are the one host store of jaxsok, which holds every row. "disabled" is refused for a model whose rows
+    lie neither all on the device nor in `persistent_db`.
+    """
+    address: str = declare(keys.SOME_TEXT, "127.0.0.1:7000")
+    """`host[:port]` of a node of the cluster, or of a single server; of several, by commas, the first that answers."""
+    user_name: str = declare(keys.TEXT, "default")  # sent with a password alone
+    password: str = declare(keys.TEXT, "", repr=False)
+    num_partitions: int = declare(keys.POSITIVE, min(16, os.cpu_count() or 1))
+    """Hashes that a table is split into. All who share the database must have the same number."""
+    num_node_connections: int = declare(keys.POSITIVE, 5)  # calls at the same time, at most
+    max_batch_size: int = declare(keys.POSITIVE, 65536)  # keys in a call, at most
+    enable_tls: bool = declare(keys.BOOL, False)
+    tls_ca_certificate: str = declare(keys.SOME_TEXT, "cacertbundle.crt")  # a file or a folder
+    tls_client_certificate: str = declare(keys.TEXT, "client_cert.pem")  # "": none is shown
+    tls_client_key: str = declare(keys.TEXT, "client_key.pem")
+    overflow_margin: int = declare(keys.SIZE, 2**64 - 1)  # rows of a partition, at most; then `overflow_policy`
+    overflow_policy: OverflowPolicy = declare(keys.OVERFLOW_POLICY, "evict_random")
+    overflow_resolution_target: float = declare(keys.FRACTION, 0.8)  # of `overflow_margin`: rows that then stay
+    initialize_after_startup: bool = declare(keys.BOOL, True)  # whether opening writes the rows of `sparse_files`
+    initial_cache_rate: float = declare(keys.FRACTION, 1.0)  # of these rows, the first of each table
+    cache_missed_embeddings: bool = declare(keys.BOOL, False)  # whether rows of `persistent_db` that are read come in
+    timeout_s: float = declare(keys.number(0.001), 5.0, block="jaxsok")  # for which a call waits for a node
+
+
+@dataclasses.dataclass(frozen=True)
+class PersistentDb:
+    """`persistent_db`: rows on disk, asked for keys that `volatile_db` does not have."""
+
+    type: Persistent = declare(keys.DATABASE, "disabled")
+    path: str = declare(keys.FILE, os.path.join(tempfile.gettempdir(), "rocksdb"))
+    num_threads: int = declare(keys.POSITIVE, 16)  # of RocksDB, beside
+    read_only: bool = declare(keys.BOOL, False)  # then it is not filled, and models over it take no updates
+    max_batch_size: int = declare(keys.POSITIVE, 65536)  # keys in a call, at most
+    initialize_after_startup: bool = declare(keys.BOOL, True)  # whether opening writes the rows of `sparse_files`
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """A whole configuration, checked and with every default filled in."""
 
@@ -152,15 +194,22 @@ class Config:
     requests with others are refused.
     """
     fuse_embedding_table: bool | None = None  # for models that do not say; see `ModelConfig.fuse_embedding_table`
-    volatile_db: Database = "parallel_hash_map"
-    """The type of `volatile_db`, rows in host memory under the device's cache. Both maps are the one host store of
-    jaxsok. Without a type it is "disabled", without a block "parallel_hash_map", as in HPS. "disabled" is refused for a
-    model whose rows do not all lie on the device.
-    """
+    volatile_db: VolatileDb = VolatileDb("parallel_hash_map")  # without a block; without a type "disabled", as in HPS
+    persistent_db: PersistentDb = PersistentDb()
     without_effect: tuple[WithoutEffect, ...] = ()  # keys that were written and set nothing, by path
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """What would surprise a reader of HPS's manual, as lines of the report."""
     file: str = dataclasses.field(default="", compare=False)  # where it was read from; "": a mapping
+
+    @property
+    def databases(self) -> str:
+        """The databases of rows that are not on the device, in words; "": these rows are in host memory."""
+        places = {
+            "redis_cluster": f"Redis at {self.volatile_db.address}",
+            "rocks_db": f"RocksDB at {self.persistent_db.path}",
+        }
+        types = (self.volatile_db.type, self.persistent_db.type)
+        return " and ".join(places[type] for type in types if type in places)
 
     @property
     def key_bits(self) -> Literal[32, 64]:
@@ -170,11 +219,12 @@ class Config:
     def summary(self) -> list[str]:
         """The configuration as lines of a report: models, tables, notes, keys without effect."""
         lines = [f"configuration: {self.file or '(a mapping)'}; keys of {self.key_bits} bits"]
+        where = self.databases or "host memory"
         for model in self.models:
             tier = {
                 "device": "all rows on the device",
-                "cache": f"a device cache of {model.gpucacheper:g} of the rows, over host memory",
-                "host": "rows in host memory",
+                "cache": f"a device cache of {model.gpucacheper:g} of the rows, over {where}",
+                "host": f"rows in {where}",
             }[model.tier]
             fused = "one call for all tables" if model.is_fused else "one call for each table"
             lines.append(
@@ -216,36 +266,20 @@ MODEL_KEYS: dict[str, Key] = {
 }
 DATABASE_KEYS: dict[str, dict[str, Key]] = {
     "volatile_db": {
-        "type": Key(keys.DATABASE, "disabled"),
-        **without_effect(_REDIS, keys.TEXT, "address", "user_name", "password", "tls_ca_certificate"),
-        **without_effect(_REDIS, keys.TEXT, "tls_client_certificate", "tls_client_key"),
-        **without_effect(_REDIS, keys.TEXT, "tls_server_name_identification"),
-        **without_effect(_REDIS, keys.COUNT, "num_node_connections"),
-        **without_effect(_REDIS, keys.BOOL, "enable_tls"),
-        **without_effect("the host store of a table is one piece", keys.COUNT, "num_partitions"),
-        **without_effect("the host store is allocated at once", keys.SIZE, "allocation_rate"),
-        **without_effect(_OF_PROCESS, keys.SIZE, "shared_memory_size"),
+        **keys.keys_of(VolatileDb),
+        "jaxsok": Key(keys.BLOCK),
+        **without_effect(_OF_PROCESS, keys.SIZE, "allocation_rate", "shared_memory_size"),
         **without_effect(_OF_PROCESS, keys.TEXT, "shared_memory_name"),
         **without_effect(_OF_PROCESS, keys.BOOL, "shared_memory_auto_remove"),
-        **without_effect("rows of the host store are read in one go", keys.COUNT, "max_batch_size"),
-        **without_effect(_NEVER_OVERFLOWS, keys.SIZE, "overflow_margin"),
-        **without_effect(_NEVER_OVERFLOWS, keys.OVERFLOW_POLICY, "overflow_policy"),
-        **without_effect(_NEVER_OVERFLOWS, keys.FRACTION, "overflow_resolution_target"),
-        **without_effect(_UNREAD, keys.BOOL, "initialize_after_startup"),
-        **without_effect("all rows are entered, as in HPS", keys.number(0.0), "initial_cache_rate"),
-        **without_effect("there is no database below whose rows could be lifted", keys.BOOL, "cache_missed_embeddings"),
-        **without_effect("there is no update_source", keys.TEXTS, "update_filters"),
+        **without_effect("redis-py sends the name of the host itself", keys.TEXT, "tls_server_name_identification"),
+        **without_effect(_NO_UPDATES, keys.TEXTS, "update_filters"),
         **without_effect(_OLDER, keys.UNREAD, "max_get_batch_size", "max_set_batch_size", "algorithm"),
         **without_effect(_OLDER, keys.UNREAD, "refresh_time_after_fetch", "partition_overflow_margin"),
         **without_effect(_OLDER, keys.UNREAD, "partition_overflow_resolution_target"),
     },
     "persistent_db": {
-        "type": Key(keys.DATABASE, "disabled"),
-        **without_effect(_NO_PERSISTENT, keys.TEXT, "path"),
-        **without_effect(_NO_PERSISTENT, keys.COUNT, "num_threads", "max_batch_size"),
-        **without_effect(_NO_PERSISTENT, keys.BOOL, "read_only"),
-        **without_effect(_NO_PERSISTENT, keys.TEXTS, "update_filters"),
-        **without_effect(_UNREAD, keys.BOOL, "initialize_after_startup"),
+        **keys.keys_of(PersistentDb),
+        **without_effect(_NO_UPDATES, keys.TEXTS, "update_filters"),
         **without_effect(_OLDER, keys.UNREAD, "max_get_batch_size", "max_set_batch_size"),
     },
     "update_source": {
@@ -257,7 +291,8 @@ DATABASE_KEYS: dict[str, dict[str, Key]] = {
         **without_effect(_OLDER, keys.UNREAD, "max_receive_buffer_size"),
     },
 }
-"""The keys of the blocks of databases. Only `type` is honoured, and only that of `volatile_db` is kept."""
+"""The keys of the blocks of databases."""
+VOLATILE_JAXSOK_KEYS = keys.keys_of(VolatileDb, "jaxsok")
 OLDER_DATABASES = ("cpu_memory_db", "distributed_db")  # the blocks of HPS 3.3 that later became volatile_db
 OLDER_DATABASE_KEYS = without_effect(_OLDER, keys.UNREAD, *DATABASE_KEYS["volatile_db"])
 TOP_KEYS: dict[str, Key] = {

@@ -3,6 +3,7 @@
 All that a client can get wrong is refused here, before a request joins others.
 """
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from jaxsok.features import Bags
 from jaxsok.serving.artifact import BagsInput, KeysInput
 from jaxsok.serving.errors import RequestError, RequestTooLargeError, UnknownTableError
 from jaxsok.serving.http import wire
-from jaxsok.types import PADDING_KEY
+from jaxsok.serving.model.served import check_bits
 
 Arrays = dict[str, np.ndarray]
 _PARTS = ("values", "lengths", "weights")  # of ragged bags
@@ -49,9 +50,6 @@ class _Calls:
     def __init__(self, session: Any, max_keys: int) -> None:
         self._session, self._max_keys = session, max_keys
 
-    def _max_keys_of(self, model: Any, table: str) -> int:
-        return model.max_keys.get(table, self._max_keys)
-
 
 class Lookups(_Calls):
     """The endpoint that gives the rows of keys."""
@@ -60,8 +58,7 @@ class Lookups(_Calls):
 
     def most_values(self, model: Any) -> tuple[int, Sequence[str]]:
         """The most numbers that a request can have, and the names of its arrays."""
-        num_keys = sum(self._max_keys_of(model, name) for name in model.tables)
-        return min(self._max_keys, num_keys), list(model.tables)
+        return min(self._max_keys, sum(model.max_keys.values())), list(model.tables)
 
     def read(self, body: bytes, given: str, model: Any) -> ParsedRequest:
         """Reads keys by table, uint64 of any shape; raises a ServingError for what the model cannot answer."""
@@ -73,8 +70,8 @@ class Lookups(_Calls):
                 raise UnknownTableError.of(op, name[:80], model.tables, f'model "{model.name}"')
         keys = {name: wire.read_keys(value, f'{op}: keys of table "{name}"') for name, value in found.items()}
         for name, array in keys.items():
-            _check_most(wire.extent(array.shape), self._max_keys_of(model, name), f'{op}: table "{name}"')
-            _check_bits(array, model, f'{op}: keys of table "{name}"')
+            _check_most(wire.extent(array.shape), model.max_keys[name], f'{op}: table "{name}"')
+            check_bits(f'{op}: table "{name}"', array, model.key_bits)
         _check_most(sum(wire.extent(array.shape) for array in keys.values()), self._max_keys, op)
         return ParsedRequest(keys, {name: array.size for name, array in keys.items()})
 
@@ -102,30 +99,26 @@ class Predictions(_Calls):
 
     def most_values(self, model: Any) -> tuple[int, Sequence[str]]:
         """The most numbers that a request can have, and the names of its arrays."""
-        keys, rest, names = dict[str, int](), 0, list[str]()
-        weighted = set[str]()
-        for name, spec in model.inputs.items():
-            names += [name, *(f"{name}.{part}" for part in _PARTS)]
-            if not isinstance(spec, BagsInput | KeysInput):
-                rest += model.max_batch_size * wire.extent(spec.shape)
-                continue
-            limit = self._max_keys_of(model, spec.table)
-            if isinstance(spec, KeysInput):
-                most = min(limit, model.max_batch_size * wire.extent(spec.shape))
+        batch, keys, weights, rest = model.max_batch_size, collections.Counter(), collections.Counter(), 0
+        for spec in model.inputs.values():
+            if isinstance(spec, BagsInput):
+                keys[spec.table] += model.max_keys[spec.table]
+                weights[spec.table] += model.max_keys[spec.table] * spec.is_weighted
+                rest += batch  # lengths
+            elif isinstance(spec, KeysInput):
+                keys[spec.table] += batch * wire.extent(spec.shape)
             else:
-                most = limit
-                rest += model.max_batch_size  # lengths
-                if spec.is_weighted:
-                    weighted.add(spec.table)
-            keys[spec.table] = min(limit, keys.get(spec.table, 0) + most)
-        rest += min(self._max_keys, sum(keys[table] for table in weighted))
-        return rest + min(self._max_keys, sum(keys.values())), names
+                rest += batch * wire.extent(spec.shape)
+        for numbers in (keys, weights):
+            most = sum(min(number, model.max_keys[table]) for table, number in numbers.items())
+            rest += min(self._max_keys, most)
+        return rest, [name for given in model.inputs for name in (given, *(f"{given}.{part}" for part in _PARTS))]
 
     def read(self, body: bytes, given: str, model: Any) -> ParsedRequest:
         """Reads inputs of one batch size; raises a ServingError for what the model cannot answer."""
         op, specs, found = self.op, model.inputs, _parse(self, body, given, model)
         if given == "tensors":
-            found = _with_bags(found, specs, op)
+            found = _with_bags(found, specs)
         for name in found:
             if name not in specs:
                 raise RequestError(f"{op}: input: got {wire.brief(name)}, wanted {sorted(specs)}.")
@@ -139,7 +132,7 @@ class Predictions(_Calls):
             sizes[name] = len(array.lengths if isinstance(array, Bags) else array)
             if isinstance(spec, BagsInput | KeysInput):
                 keys = array.keys if isinstance(array, Bags) else array
-                _check_bits(keys, model, what)
+                check_bits(what, keys, model.key_bits)
                 num_keys[spec.table] = num_keys.get(spec.table, 0) + keys.size
         if len(set(sizes.values())) > 1:
             raise RequestError(f"{op}: inputs must have one number of samples, got {sizes}.")
@@ -149,7 +142,7 @@ class Predictions(_Calls):
             raise RequestError(f"{op}: got 0 samples, wanted at least 1.")
         _check_most(sum(num_keys.values()), self._max_keys, op)
         for table, number in num_keys.items():
-            _check_most(number, self._max_keys_of(model, table), f'{op}: table "{table}"')
+            _check_most(number, model.max_keys[table], f'{op}: table "{table}"')
         return ParsedRequest(inputs, num_keys, num_samples)
 
     def run(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
@@ -158,10 +151,10 @@ class Predictions(_Calls):
         Requests share a call if their samples have one shape and each output has a row for each sample. Otherwise each
         has its own call: a mean over the batch, for example, must not mix clients.
         """
-        known = self._session.models[model]
-        groups: dict[Any, list[int]] = {}
+        known, groups = self._session.models[model], dict[Any, list[int]]()
+        can_join = all(output.is_batched for output in known.outputs.values())
         for number, request in enumerate(requests):
-            groups.setdefault(_shapes(request) if _can_join(known) else number, []).append(number)
+            groups.setdefault(_shapes(request) if can_join else number, []).append(number)
         results: list[Any] = [None] * len(requests)
         for numbers in groups.values():
             found = self._run_joined(known, [requests[number] for number in numbers])
@@ -193,19 +186,6 @@ def _parse(kind: Lookups | Predictions, body: bytes, given: str, model: Any) -> 
     return wire.read_json(body, kind.op, kind.request_field)
 
 
-def _can_join(model: Any) -> bool:
-    """Whether all results of a model can be cut between requests."""
-    return model.outputs is not None and all(output.is_batched for output in model.outputs.values())
-
-
-def _check_bits(keys: np.ndarray, model: Any, what: str) -> None:
-    if model.key_bits == 64:
-        return
-    wrong = (keys >> np.uint64(32) != 0) & (keys != np.uint64(PADDING_KEY))
-    if wrong.any():
-        raise RequestError(f"{what}: keys: got {keys[wrong].view(np.int64)[0]}, wanted 0 to 4294967295, or -1.")
-
-
 def _check_most(number: int, limit: int, what: str, noun: str = "keys") -> None:
     if number > limit:
         raise RequestTooLargeError(f"{what}: got {number} {noun}, at most {limit} are taken.")
@@ -235,16 +215,12 @@ def _read_bags(value: Any, spec: BagsInput, max_samples: int, what: str) -> Bags
     return Bags(keys.reshape(-1), lengths=np.full(len(keys), keys.shape[1], np.int32))
 
 
-def _with_bags(found: dict[str, Any], specs: Mapping[str, Any], op: str) -> dict[str, Any]:
+def _with_bags(found: dict[str, Any], specs: Mapping[str, Any]) -> dict[str, Any]:
     """Gathers tensors "x.values", "x.lengths" (and "x.weights") as the parts of the input "x", as JSON has them."""
     for name, spec in specs.items():
-        values, lengths, weights = (f"{name}.{part}" for part in _PARTS)
-        if not isinstance(spec, BagsInput) or name in found or values not in found or lengths not in found:
-            continue
-        if spec.is_weighted and weights not in found:
-            raise RequestError(f'{op}: input "{name}": got no tensor "{weights[:80]}", wanted one.')
-        parts = _PARTS if spec.is_weighted else _PARTS[:2]
-        found[name] = {part: found.pop(f"{name}.{part}") for part in parts}
+        parts = {part: f"{name}.{part}" for part in _PARTS if f"{name}.{part}" in found}
+        if isinstance(spec, BagsInput) and name not in found and parts.keys() >= {"values", "lengths"}:
+            found[name] = {part: found.pop(tensor) for part, tensor in parts.items()}
     return found
 
 

@@ -69,10 +69,6 @@ class Metrics:
         self.is_ready = metric(gauge, "ready", "1 while requests are taken")
         self.registry.register(_AtScrape(stats, depths))
 
-    def count_watched(self, model: str, result: str) -> None:
-        """Counts a folder that --watch found."""
-        self.watched.labels(model, result).inc()
-
     def text(self) -> bytes:
         """All metrics in Prometheus' text format. Asks the session: call it off the event loop."""
         return prometheus_client.generate_latest(self.registry)

@@ -3,15 +3,19 @@
 An internal error is reported without detail; the log has its reason.
 """
 
-import json
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
-from jaxsok.serving.errors import RequestTooLargeError, ServingError, UnknownModelError, UnknownTableError
+from jaxsok.serving.errors import (
+    DatabaseError,
+    RequestTooLargeError,
+    ServingError,
+    UnknownModelError,
+    UnknownTableError,
+)
 from jaxsok.serving.http import wire
 from jaxsok.serving.http.batching import ClosedError, QueueFullError
 
@@ -41,21 +45,19 @@ class Busy(Refusal):
         super().__init__(503, "busy", f"{why}; ask again later.", {"Retry-After": "1", **(headers or {})})
 
 
-def to_json(status: int, value: Any, headers: Mapping[str, str] | None = None) -> Response:
-    """Makes a JSON response."""
-    body = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-    return Response(body, status, headers=dict(headers or {}), media_type=wire.JSON)
-
-
 def refused(refusal: Refusal) -> Response:
     """Makes the response of a refusal."""
-    return to_json(refusal.status, {"error": {"code": refusal.code, "message": str(refusal)}}, refusal.headers)
+    error = {"code": refusal.code, "message": str(refusal)}
+    return JSONResponse({"error": error}, refusal.status, refusal.headers)
 
 
 def refusal_of(error: Exception, op: str) -> Refusal:
     """Makes the refusal of an error: a client's own error with its reason, an internal one without."""
     if isinstance(error, Refusal):
         return error
+    if isinstance(error, DatabaseError):
+        _log.error("%s: %s", op, error)
+        return Refusal(503, "database", f"{op}: a database does not answer; ask again later.", {"Retry-After": "1"})
     for kind, (status, code) in _STATUSES.items():
         if isinstance(error, kind):
             return Refusal(status, code, str(error))

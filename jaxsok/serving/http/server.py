@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -31,7 +31,7 @@ from jaxsok.serving.http import wire
 from jaxsok.serving.http.batching import Batcher, ClosedError
 from jaxsok.serving.http.calls import Lookups, ParsedRequest, Predictions, limits_of
 from jaxsok.serving.http.metrics import Metrics
-from jaxsok.serving.http.responses import CLOSE, Busy, Refusal, formats, http_error, refusal_of, refused, to_json
+from jaxsok.serving.http.responses import CLOSE, Busy, Refusal, formats, http_error, refusal_of, refused
 from jaxsok.serving.http.watch import Watcher
 
 _log = logging.getLogger(__name__)
@@ -86,13 +86,22 @@ class _Request(Request):
 
 
 class _Endpoint:
-    """What a route calls: an ASGI application that sends its response itself."""
+    """What a route calls: an ASGI application that sends its response itself, and counts the request until then."""
 
     def __init__(self, app: "App", name: str, answer: "Answer") -> None:
         self._app, self._name, self._answer = app, name, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app.respond(self._name, self._answer, _Request(scope, receive), send)
+        app, request = self._app, _Request(scope, receive)
+        app.num_taken += 1
+        app.metrics.in_flight.set(app.num_taken)
+        try:
+            response = await app.respond(self._name, self._answer, request)
+            await app.send(response, request, send)
+        finally:
+            app.num_taken -= 1
+            app.held_bytes -= request.num_bytes
+            app.metrics.in_flight.set(app.num_taken)
 
 
 Answer: TypeAlias = Callable[[_Request], Awaitable[Response]]
@@ -118,13 +127,14 @@ class App:
         self.metrics = Metrics(self._stats, self._depths)
         self._watcher = None
         if watch is not None:
-            self._watcher = Watcher(session, watch, interval_s=watch_interval_s, observe=self.metrics.count_watched)
+            count = lambda model, result: self.metrics.watched.labels(model, result).inc()  # noqa: E731
+            self._watcher = Watcher(session, watch, interval_s=watch_interval_s, observe=count)
         self.is_stopping = False
         self.is_closed = False
         """Whether nothing of the session runs any more."""
         self.num_running = 0
         """Calls of the session that have not ended, also those whose clients have gone."""
-        self._num_taken, self._held_bytes = 0, 0
+        self.num_taken, self.held_bytes = 0, 0
         self._batchers: dict[tuple[str, str], Batcher[ParsedRequest, Any]] = {}
         self._lock = threading.Lock()  # guards num_running
         self._pools: list[concurrent.futures.ThreadPoolExecutor] = []
@@ -185,28 +195,16 @@ class App:
             rest_s = max(0.0, until - time.monotonic())
             self.is_closed = bool(await asyncio.to_thread(self.session.close, rest_s))
 
-    async def respond(self, name: str, answer: Answer, request: _Request, send: Send) -> None:
-        """Answers a request, and counts it and its bytes until its response is sent."""
-        self._num_taken += 1
-        self.metrics.in_flight.set(self._num_taken)
-        try:
-            response = await self._response(name, answer, request)
-            await self._send(response, request, send)
-        finally:
-            self._num_taken -= 1
-            self._held_bytes -= request.num_bytes
-            self.metrics.in_flight.set(self._num_taken)
-
-    async def _response(self, name: str, answer: Answer, request: _Request) -> Response:
+    async def respond(self, name: str, answer: Answer, request: _Request) -> Response:
         """Makes the response, also of errors; from now on the request holds its bytes."""
         begin, model = time.perf_counter(), request.path_params.get("model", "")
         # A client may ask for any name; only those that exist become labels.
         labels = (name, model if model in self.session.models else "")
         try:
-            if self._num_taken > self.options.max_requests:
+            if self.num_taken > self.options.max_requests:
                 raise Busy(f"{self.options.max_requests} requests are being answered, the most that are taken")
             response = await answer(request)
-            _check_held(self._held_bytes - request.num_bytes, len(response.body), self.options, name)
+            _check_held(self.held_bytes - request.num_bytes, len(response.body), self.options, name)
         except ClientDisconnect:
             response = refused(Refusal(499, "client_closed", "the client left"))
         except asyncio.CancelledError:
@@ -219,11 +217,11 @@ class App:
         self.metrics.latency.labels(*labels).observe(time.perf_counter() - begin)
         self.metrics.received.labels(*labels).inc(request.num_bytes)
         self.metrics.sent.labels(*labels).inc(len(response.body))
-        self._held_bytes += len(response.body) - request.num_bytes
+        self.held_bytes += len(response.body) - request.num_bytes
         request.num_bytes = len(response.body)
         return response
 
-    async def _send(self, response: Response, request: Request, send: Send) -> None:
+    async def send(self, response: Response, request: Request, send: Send) -> None:
         """Sends in pieces, each when the client has taken most of those before; cuts off clients that are too slow."""
         start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
         body = response.body
@@ -245,9 +243,8 @@ class App:
     async def _ask(self, kind: Lookups | Predictions, request: _Request) -> Response:
         model, options = self._model(request, kind.op), self.options
         if isinstance(kind, Predictions) and model.inputs is None:
-            raise Refusal(
-                404, "no_predict", f'predict: model "{model.name}" has tables only, no dense_file; use lookup.'
-            )
+            message = f'predict: model "{model.name}" has tables only, no dense_file; use lookup.'
+            raise Refusal(404, "no_predict", message)
         given, wanted = formats(request, kind.op)
         body = await self._body(request, self._most_bytes(kind, model, given))
         try:
@@ -265,7 +262,8 @@ class App:
             arrays = payload.arrays.items()
             num_values = sum(wire.extent(array.shape) * model.tables[name].dim for name, array in arrays)
             _check_response(num_values, 4 * num_values, wanted, options, kind.op)
-        arrays, version = await self._submit(kind, model, payload)
+        batcher = self._batchers.get((kind.op, model.name)) or self._batcher(kind, model)
+        arrays, version = await batcher.submit(payload, payload.costs)
         num_values = sum(wire.extent(array.shape) for array in arrays.values())
         num_bytes = sum(wire.extent(array.shape) * array.itemsize for array in arrays.values())
         _check_response(num_values, num_bytes, wanted, options, kind.op)
@@ -301,8 +299,8 @@ class App:
                 async for part in request.stream():
                     parts.append(part)
                     request.num_bytes += len(part)
-                    self._held_bytes += len(part)
-                    is_long, is_much = request.num_bytes > most, self._held_bytes > options.max_held_bytes
+                    self.held_bytes += len(part)
+                    is_long, is_much = request.num_bytes > most, self.held_bytes > options.max_held_bytes
                     if is_long or is_much:
                         parts.clear()
                         await _discard(request, options)
@@ -322,12 +320,6 @@ class App:
         if self._bodies is None:
             raise ClosedError
         return await asyncio.get_running_loop().run_in_executor(self._bodies, work, *arguments)
-
-    async def _submit(self, kind: Lookups | Predictions, model: Any, payload: ParsedRequest) -> Any:
-        batcher = self._batchers.get((kind.op, model.name))
-        if batcher is None:
-            batcher = self._batchers[kind.op, model.name] = self._batcher(kind, model)
-        return await batcher.submit(payload, payload.costs)
 
     def _pool(self, num_threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
         self._pools.append(concurrent.futures.ThreadPoolExecutor(num_threads, name))
@@ -352,7 +344,7 @@ class App:
             self.metrics.batch_size.labels(*labels).observe(sum(payload.size for payload in payloads))
             self.metrics.splits.labels(*labels).inc(is_split)
 
-        return Batcher(
+        self._batchers[labels] = Batcher(
             run,
             limits_of(model),
             # One for each, so that a slow model delays no other.
@@ -362,50 +354,49 @@ class App:
             num_workers=self.options.num_workers,
             observe=observe,
         )
+        return self._batchers[labels]
 
     async def _models(self, request: _Request) -> Response:
         found = [{"name": name, "version": int(model.version)} for name, model in self.session.models.items()]
-        return to_json(200, {"models": found})
+        return JSONResponse({"models": found})
 
     async def _model_page(self, request: _Request) -> Response:
         model, options = self._model(request, "model"), self.options
-        num_rows = dict(getattr(model, "num_rows", None) or {})
         tables = {
             name: {
                 "dim": table.dim,
                 "default": float(table.default) if table.initial is None else str(table.initial),
                 "row_dtype": str(table.dtype),
-                **({"num_rows": int(num_rows[name])} if name in num_rows else {}),
-                **({"max_keys": int(model.max_keys[name])} if name in model.max_keys else {}),
+                "num_rows": int(model.num_rows[name]),
+                "max_keys": int(model.max_keys[name]),
             }
             for name, table in model.tables.items()
-        }
-        limits = {
-            "max_batch_size": model.max_batch_size,
-            "max_keys": options.max_keys,
-            "max_body_bytes": {
-                kind.op: {name: self._most_bytes(kind, model, given) for given, name in wire.MEDIA_TYPES.items()}
-                for kind in self._kinds
-                if kind.op == "lookup" or model.inputs is not None
-            },
-            "max_json_values": options.max_json_values,
-            "max_response_bytes": options.max_response_bytes,
         }
         page = {
             "name": model.name,
             "version": int(model.version),
             "tables": tables,
             "inputs": model.inputs and {name: input_to_json(spec) for name, spec in model.inputs.items()},
-            "limits": limits,
+            "limits": {
+                "max_batch_size": model.max_batch_size,
+                "max_keys": options.max_keys,
+                "max_body_bytes": {
+                    kind.op: {name: self._most_bytes(kind, model, given) for given, name in wire.MEDIA_TYPES.items()}
+                    for kind in self._kinds
+                    if kind.op == "lookup" or model.inputs is not None
+                },
+                "max_json_values": options.max_json_values,
+                "max_response_bytes": options.max_response_bytes,
+            },
             "formats": list(wire.MEDIA_TYPES.values()),
         }
-        return to_json(200, page)
+        return JSONResponse(page)
 
     async def _healthz(self, request: Request) -> Response:
-        return to_json(200, {"status": "ok"})
+        return JSONResponse({"status": "ok"})
 
     async def _readyz(self, request: Request) -> Response:
-        return to_json(200, {"status": "ready"}) if self.is_ready else refused(refusal_of(ClosedError(), "readyz"))
+        return JSONResponse({"status": "ready"}) if self.is_ready else refused(refusal_of(ClosedError(), "readyz"))
 
     async def _metrics(self, request: Request) -> Response:
         return Response(await asyncio.to_thread(self.metrics.text), headers={"Content-Type": self.metrics.content_type})

@@ -106,11 +106,10 @@ class Watcher:
                 continue
             if kind is None:
                 continue
+            made.append(_Found(model, path, kind))
             if model in self._last and _order(path) < self._last[model]:
                 _log.warning("watch: %s stands before what model %s has; it is skipped", path, model)
-                self._skip(_Found(model, path, kind))
-            else:
-                made.append(_Found(model, path, kind))
+                self._skip(made.pop())
         return made
 
     def _apply(self, pending: Sequence[_Found], number: int) -> bool:

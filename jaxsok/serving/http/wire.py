@@ -8,6 +8,7 @@ Nothing here trusts a size, a type or a nesting, and no format can name code or 
 """
 
 import collections
+import email.message
 import itertools
 import json
 import math
@@ -53,17 +54,8 @@ def brief(value: Any) -> str:
 
 
 def read_json(body: bytes, what: str, field: str) -> dict[str, Any]:
-    """Reads a UTF-8 body, an object whose only field is an object with at least one name; gives the inner one."""
-    try:
-        found = _parse_json(body, what)
-    except RequestError:
-        raise
-    except RecursionError:
-        raise RequestError(f"{what}: got JSON nested too deeply; lists may have {MAX_NDIM} levels.") from None
-    except ValueError as error:
-        raise RequestError(f"{what}: the body is no JSON: {error}.") from None
-    if not isinstance(found, dict):
-        raise RequestError(f"{what}: got a JSON {_kind(found)}, wanted an object with {_list([field])}.")
+    """Reads a body, an object whose only field is an object with at least one name; gives the inner one."""
+    found = _parse_object(body, what, "the body", f"an object with {_list([field])}")
     _check_fields(found, [field], f"{what}: got the fields")
     value = found[field]
     if not isinstance(value, dict) or not value:
@@ -72,8 +64,8 @@ def read_json(body: bytes, what: str, field: str) -> dict[str, Any]:
     return value
 
 
-def _parse_json(text: bytes, what: str) -> Any:
-    """Parses JSON in UTF-8; refuses objects with a name twice, and numbers that are not finite."""
+def _parse_object(text: bytes, what: str, part: str, wanted: str) -> dict[str, Any]:
+    """Parses a JSON object in UTF-8; refuses objects with a name twice, and numbers that are not finite."""
 
     def to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
@@ -85,7 +77,17 @@ def _parse_json(text: bytes, what: str) -> Any:
     def refuse_constant(name: str) -> NoReturn:
         raise RequestError(f"{what}: got {name}, which is no JSON; numbers must be finite.")
 
-    return json.loads(text.decode(), object_pairs_hook=to_object, parse_constant=refuse_constant)
+    try:
+        found = json.loads(text.decode(), object_pairs_hook=to_object, parse_constant=refuse_constant)
+    except RequestError:
+        raise
+    except RecursionError:
+        raise RequestError(f"{what}: got JSON nested too deeply; lists may have {MAX_NDIM} levels.") from None
+    except ValueError as error:
+        raise RequestError(f"{what}: {part} is no JSON: {error}; wanted {wanted}.") from None
+    if not isinstance(found, dict):
+        raise RequestError(f"{what}: {part}: got a JSON {_kind(found)}, wanted {wanted}.")
+    return found
 
 
 def _check_fields(value: Mapping[str, Any], wanted: Sequence[str], got: str) -> None:
@@ -149,17 +151,14 @@ def _to_list(array: np.ndarray) -> Any:
     return array.tolist()
 
 
-def _flatten(value: Any, what: str) -> tuple[list[Any], tuple[int, ...], set[type]]:
-    """Gives the items of nested lists, their shape, and the items' types; goes by level, which C does fast."""
+def _flatten(value: Any, what: str, kinds: set[type], wanted: str) -> tuple[list[Any], tuple[int, ...]]:
+    """Gives the items of nested lists, of some types, and their shape; goes by level, which C does fast."""
     if type(value) is not list:
         raise RequestError(f"{what}: got {_with_kind(value)}, wanted a list, or lists of lists of one shape.")
     shape: list[int] = []
     items: list[Any] = [value]
-    while True:
-        kinds = set(map(type, items))
-        if list not in kinds:
-            return items, tuple(shape), kinds
-        if kinds != {list}:
+    while list in (found := set(map(type, items))):
+        if found != {list}:
             other = next(item for item in items if type(item) is not list)
             raise RequestError(f"{what}: lists must have one depth, got {_with_kind(other)} beside a list.")
         lengths = set(map(len, items))
@@ -170,6 +169,10 @@ def _flatten(value: Any, what: str) -> tuple[list[Any], tuple[int, ...], set[typ
             raise RequestError(f"{what}: got more than {MAX_NDIM} levels of lists.")
         shape.append(lengths.pop())
         items = list(itertools.chain.from_iterable(items))
+    if found - kinds:
+        other = next(item for item in items if type(item) not in kinds)
+        raise RequestError(f"{what}: {wanted} are wanted, got {_with_kind(other)}.")
+    return items, tuple(shape)
 
 
 def _kind(value: Any) -> str:
@@ -197,7 +200,12 @@ def read_tensors(body: bytes, what: str) -> dict[str, np.ndarray]:
         raise RequestTooLargeError(message)
     if size > len(body) - 8:
         raise RequestError(f"{what}: the header says that it has {size} bytes, {len(body) - 8} follow.")
-    header = _read_header(body[8 : 8 + size], f"{what}: header")
+    if size and body[8:9] != b"{":
+        raise RequestError(f"{what}: the header: got {body[8:9]!r} first, wanted the brace of a JSON object.")
+    header = _parse_object(body[8 : 8 + size], what, "the header", "a JSON object, in UTF-8, from the first byte")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise RequestError(f"{what}: header: __metadata__ must be an object of strings.")
     num_bytes, arrays, parts = len(body) - 8 - size, {}, []
     for name, entry in header.items():
         dtype, shape, begin, end = _read_entry(entry, f"{what}: tensor {brief(name)}")
@@ -213,21 +221,6 @@ def read_tensors(body: bytes, what: str) -> dict[str, np.ndarray]:
     if place != num_bytes:
         raise RequestError(f"{what}: the tensors have {place} bytes, the data {num_bytes}.")
     return arrays
-
-
-def _read_header(text: bytes, what: str) -> dict[str, Any]:
-    try:
-        header = _parse_json(text, what)
-    except RequestError:
-        raise
-    except (ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict) or not text.startswith(b"{"):
-        raise RequestError(f"{what}: wanted a JSON object, in UTF-8, from the first byte.")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise RequestError(f"{what}: __metadata__ must be an object of strings.")
-    return header
 
 
 def _read_entry(entry: Any, what: str) -> tuple[np.dtype, tuple[int, ...], int, int]:
@@ -279,19 +272,14 @@ def read_keys(value: Any, what: str) -> np.ndarray:
       [[1, 18446744073709551615], [18446744073709551614, 9]]
     """
     if isinstance(value, np.ndarray):
-        if value.dtype.kind not in "iu":
-            raise RequestError(f"{what}: keys must be integers, got {_NAMES[value.dtype]}{list(value.shape)}.")
-        _check_axes(value, what)
+        _check_tensor(value, np.dtype(np.uint64), what)
         return value.astype(np.uint64 if value.dtype.kind == "u" else np.int64).view(np.uint64)
-    flat, shape, kinds = _flatten(value, what)
-    if str in kinds:
+    flat, shape = _flatten(value, what, {int, str}, "integers")
+    if str in set(map(type, flat)):
         for item in flat:
             if type(item) is str and _KEY.fullmatch(item) is None:
                 raise RequestError(f"{what}: got {brief(item)}, wanted an integer or a string of its digits.")
-        flat, kinds = [int(item) if type(item) is str else item for item in flat], (kinds - {str}) | {int}
-    if kinds - {int}:
-        other = next(item for item in flat if type(item) is not int)
-        raise RequestError(f"{what}: keys must be integers, got {_with_kind(other)}.")
+        flat = list(map(int, flat))
     try:
         return np.array(flat, np.int64).view(np.uint64).reshape(shape)
     except OverflowError:
@@ -318,28 +306,21 @@ def read_numbers(value: Any, dtype: Any, what: str) -> np.ndarray:
 
 
 def _check_tensor(array: np.ndarray, dtype: np.dtype, what: str) -> np.ndarray:
-    _check_axes(array, what)
+    if array.ndim == 0:
+        raise RequestError(f"{what}: got a single number, wanted at least one axis.")
     if dtype.kind == "b" and (array.dtype.kind != "u" or (array > 1).any()):
         raise RequestError(f"{what}: booleans are wanted, as U8 of 0 and 1, got {_NAMES[array.dtype]}.")
     if dtype.kind in "iu" and array.dtype.kind not in "iu":
-        raise RequestError(f"{what}: integers are wanted, got {_NAMES[array.dtype]}{list(array.shape)}.")
+        raise RequestError(f"{what}: wanted integers, got {_NAMES[array.dtype]}{list(array.shape)}.")
     return array
-
-
-def _check_axes(array: np.ndarray, what: str) -> None:
-    if array.ndim == 0:
-        raise RequestError(f"{what}: got a single number, wanted at least one axis.")
 
 
 def _array_of(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
     """Makes an array of nested lists, of 64 bits: doubles are what JSON means."""
-    flat, shape, kinds = _flatten(value, what)
-    allowed, wide, wanted = {int, float}, np.float64, "numbers"
+    kinds, wide, wanted = {int, float}, np.float64, "numbers"
     if dtype.kind in "biu":
-        allowed, wide, wanted = ({bool}, np.bool_, "booleans") if dtype.kind == "b" else ({int}, np.int64, "integers")
-    if kinds - allowed:
-        other = next(item for item in flat if type(item) not in allowed)
-        raise RequestError(f"{what}: {wanted} are wanted, got {_with_kind(other)}.")
+        kinds, wide, wanted = ({bool}, np.bool_, "booleans") if dtype.kind == "b" else ({int}, np.int64, "integers")
+    flat, shape = _flatten(value, what, kinds, wanted)
     try:
         array = np.array(flat, wide)
     except OverflowError:
@@ -368,13 +349,11 @@ def read_bags(parts: Mapping[str, Any], is_weighted: bool, what: str) -> Bags:
 
 def media_type_of(content_type: str | None) -> Literal["json", "tensors"] | None:
     """Which format a Content-Type names; None: neither."""
-    if content_type is None:
+    header = email.message.Message()
+    header["Content-Type"] = content_type or ""
+    if header.get_content_charset("utf-8") not in ("utf-8", "utf8"):
         return None
-    name, _, rest = content_type.partition(";")
-    charset = re.search(r"charset\s*=\s*\"?([^\s;\"]+)", rest, re.IGNORECASE)
-    if charset is not None and charset[1].lower() not in ("utf-8", "utf8"):
-        return None
-    return {JSON: "json", TENSORS: "tensors"}.get(name.strip().lower())  # pyright: ignore[reportReturnType]
+    return {JSON: "json", TENSORS: "tensors"}.get(header.get_content_type())  # pyright: ignore[reportReturnType]
 
 
 def accepted(accept: str | None, default: Literal["json", "tensors"]) -> Literal["json", "tensors"] | None:
@@ -386,17 +365,13 @@ def accepted(accept: str | None, default: Literal["json", "tensors"]) -> Literal
     """
     if accept is None or not accept.strip():
         return default
-    weights: dict[str, float] = {}
-    for part in accept.split(","):
-        name, *parameters = (text.strip().lower() for text in part.split(";"))
-        found = [re.fullmatch(r"q\s*=\s*([01](?:\.[0-9]{0,3})?)", parameter) for parameter in parameters]
-        weights[name] = next((float(match[1]) for match in reversed(found) if match), 1.0)
-    json_weight, tensors_weight = (
-        next((weights[asked] for asked in (name, "application/*", "*/*") if asked in weights), 0.0)
-        for name in (JSON, TENSORS)
-    )
-    if max(json_weight, tensors_weight) == 0:
-        return None
-    if json_weight == tensors_weight:
-        return default
-    return "json" if json_weight > tensors_weight else "tensors"
+    asked: dict[str, float] = {}
+    for part in accept.lower().split(","):
+        quality = re.search(r";\s*q\s*=\s*([01](?:\.[0-9]{0,3})?)\s*(?:;|$)", part)
+        asked[part.partition(";")[0].strip()] = 1.0 if quality is None else float(quality[1])
+    weights = {
+        given: next((asked[name] for name in (media_type, "application/*", "*/*") if name in asked), 0.0)
+        for given, media_type in MEDIA_TYPES.items()
+    }
+    best = max(weights, key=lambda given: (weights[given], given == default))
+    return best if weights[best] else None  # pyright: ignore[reportReturnType]

@@ -17,8 +17,9 @@ from jaxsok import keys as keys_lib
 from jaxsok.kernels import table as table_kernels
 from jaxsok.serving import artifact
 from jaxsok.serving.artifact.inputs import LEAST_BATCH, BagsInput
+from jaxsok.serving.artifact.model import require_fit
 from jaxsok.serving.config import ModelConfig
-from jaxsok.serving.errors import ServingError, UnknownTableError
+from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenTable, FrozenTables
 from jaxsok.serving.padding import padded_size
 from jaxsok.types import NO_ROW
@@ -73,11 +74,11 @@ def first_predictions(served: artifact.ServedModel | None, levels: Sequence[int]
     """The programs of a dense model to compile before a request needs them, for so many samples each."""
     if served is None or not served.is_per_sample:  # other models are compiled for each size
         return []
-    found = []
-    for size in (padded_size(level, LEAST_BATCH) for level in levels):  # also as many keys of bags
-        sizes = tuple((size, size if isinstance(spec, BagsInput) else 0) for spec in served.inputs.values())
-        found.append(Prediction(tuple(served.inputs.items()), sizes))
-    return found
+    inputs = tuple(served.inputs.items())
+    sizes = (padded_size(level, LEAST_BATCH) for level in levels)  # also as many keys of bags
+    return [
+        Prediction(inputs, tuple((size, size * isinstance(spec, BagsInput)) for _, spec in inputs)) for size in sizes
+    ]
 
 
 def load_dense_model(
@@ -85,23 +86,15 @@ def load_dense_model(
 ) -> artifact.ServedModel:
     """Loads an artifact; refuses one that does not fit the tables, their tier or their device."""
     served = artifact.load_model(path, device)
-    for name, wanted in served.tables.items():
-        what = f'{op}: model "{config.model}": dense_file: got "{path}", which wants'
-        if name not in tables:
-            raise UnknownTableError(f'{what} a table "{name}", wanted one of tables among {sorted(tables)}.')
-        got = tables[name]
-        if (got.dim, got.dtype) != (wanted.dim, wanted.dtype):
-            raise ServingError(
-                f'{what} table "{name}" of {wanted.dtype}[{wanted.dim}], wanted {got.dtype}[{got.dim}], as it is '
-                "served; export the model over tables of that dtype."
-            )
+    what = f'{op}: model "{config.model}": dense_file: "{path}"'
+    require_fit(f"{what}: tables", served.tables.values(), tables)
     unknown = [name for name, inputs in served.lookups.items() if inputs is None]
     if config.tier == "cache" and unknown:
         raise ServingError(
-            f'{op}: model "{config.model}": dense_file: got "{path}", which reads {unknown} by keys that are not the '
-            "keys of an input (it works them out, or was exported before that was written down), wanted inputs alone: "
-            "over a cache only their rows are fetched. Give those keys as a KeysInput or BagsInput and export again, "
-            "or take a gpucacheper of 1.0, where all rows are on the device."
+            f"{what}: got a model that reads {unknown} by keys that are not the keys of an input (it works them out, "
+            "or was exported before that was written down), wanted inputs alone: over a cache only their rows are "
+            "fetched. Give those keys as a KeysInput or BagsInput and export again, or take a gpucacheper of 1.0, "
+            "where all rows are on the device."
         )
     return served
 

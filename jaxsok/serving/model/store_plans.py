@@ -119,9 +119,11 @@ class StorePlan:
 
     def bytes_beside(self, old: FrozenStore) -> int:
         """Bytes of a copy of the store."""
-        has_rows = any(len(change.keys) for change in self.changes) or self.row_map.capacity != old.capacity
         rows_bytes = self.row_map.capacity * self.changes[0].table.row_bytes
-        return (rows_bytes + self.piece_bytes) * has_rows + self.index_bytes
+        return (rows_bytes + self.piece_bytes) * self._has_rows(old) + self.index_bytes
+
+    def _has_rows(self, old: FrozenStore) -> bool:
+        return any(len(change.keys) for change in self.changes) or self.row_map.capacity != old.capacity
 
     def lines(self) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
         """The changed rows as they are stored: row ids, and what `lines_of` gives."""
@@ -137,23 +139,20 @@ class StorePlan:
 
     def write(self, store: FrozenStore, device: Any) -> FrozenStore:
         """Makes the next version beside the store as it is; shares the rows if none changes."""
-        capacity = self.row_map.capacity
-        is_own = self.is_fresh or capacity != store.capacity  # whether the arrays are those of the next version alone
-        if is_own:
+        if self._has_rows(store):
             with jax.default_device(device):
-                rows, *scales = (_resize(array, capacity, not self.is_fresh) for array in (store.rows, *store.scales))
+                rows, *scales = (self._copied(array) for array in (store.rows, *store.scales))
             store = dataclasses.replace(store, rows=rows, scales=tuple(scales))
-        for row_ids, lines in self.lines():
-            store = write_lines(store, row_ids, lines, donate=is_own)
-            is_own = True
+            for row_ids, lines in self.lines():
+                store = write_lines(store, row_ids, lines)
         index, counters = self.row_map.index(device)
         return dataclasses.replace(store, index=index, counters=counters)
 
-
-def _resize(array: Array, capacity: int, keeps: bool) -> Array:
-    """Makes a larger array where an array lies, with its lines or without."""
-    zeros = jax.device_put(jnp.zeros((capacity, *array.shape[1:]), array.dtype), array.sharding)
-    return _put_first(zeros, array) if keeps else zeros
+    def _copied(self, array: Array) -> Array:
+        """Makes an array for the next version where an array lies, with its lines unless all of them go."""
+        zeros = jnp.zeros((self.row_map.capacity, *array.shape[1:]), array.dtype)
+        zeros = jax.device_put(zeros, array.sharding)
+        return zeros if self.is_fresh else _put_first(zeros, array)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

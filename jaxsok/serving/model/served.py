@@ -1,34 +1,36 @@
 """One model of a session, wherever its rows are read."""
 
-import abc
 import collections
 import dataclasses
+import functools
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-import jax
 import numpy as np
 
-from jaxsok.serving import artifact
-from jaxsok.serving.config import ModelConfig
-from jaxsok.serving.errors import RequestError, RequestTooLargeError, UnknownModelError, UnknownTableError
+from jaxsok import keys as keys_lib
+from jaxsok.serving import artifact, sources
+from jaxsok.serving import cache as cache_lib
+from jaxsok.serving.config import Config, ModelConfig, TableConfig
+from jaxsok.serving.config import read as read_config
+from jaxsok.serving.databases import Connected
+from jaxsok.serving.errors import (
+    RequestError,
+    RequestTooLargeError,
+    UnknownModelError,
+    UnknownTableError,
+    refusals,
+)
 from jaxsok.serving.frozen import FrozenTable, frozen_bytes
-from jaxsok.serving.predictions import Prediction, PredictRequest, keys_in, load_dense_model
-from jaxsok.serving.ready import Ready
-from jaxsok.serving.updates import InPlace, Source, Version, Versions
+from jaxsok.serving.model import updates
+from jaxsok.serving.model.predictions import Prediction, PredictRequest, keys_in, load_dense_model
+from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, RowReader
+from jaxsok.serving.model.stored import StoredVersions
+from jaxsok.serving.model.updates import InPlace, Source, Version, Versions
 from jaxsok.types import PADDING_KEY
-
-LEAST_SAMPLES = 16  # requests are padded to as many samples, or twice as many, up to `max_batch_size`
-
-Lookup: TypeAlias = tuple[tuple[str, int], ...]  # a program of lookups: tables, and to how many keys each is padded
-Program: TypeAlias = Lookup | Prediction
-Counts: TypeAlias = dict[str, tuple[int, ...]]
-"""Keys by table, and of them hits, missing, padding. A cache counts hits and missing itself: 0 here."""
-Found: TypeAlias = tuple[dict[str, np.ndarray], int, Counts]  # values by name, their version, and what was read
 
 
 class Answer(dict):
@@ -60,44 +62,31 @@ class Model:
     version: int
 
 
-class Served(abc.ABC):
+class Served:
     """One model of a session: checks and counts requests, answers each from one version, and makes the next one.
 
-    Many threads call it at the same time. Subclasses (readers.py) say where its rows are read. `device` is where these
-    lie, or are cached.
+    Many threads call it at the same time. `reader` reads the rows, which lie, or are cached, on `device`. It is started
+    here, and belongs to this object.
     """
 
-    def __init__(self, config: ModelConfig, versions: Versions, device: Any, *, warm_up: bool) -> None:
-        self.config, self.versions, self.device, self.is_warmed_up = config, versions, device, warm_up
-        self.ready: Ready[Program] = Ready(self._compile)
-        num_doubled = max(0, math.ceil(math.log2(config.max_batch_size / LEAST_SAMPLES)))
-        self.levels = *(LEAST_SAMPLES << step for step in range(num_doubled)), config.max_batch_size
-        """The numbers of samples that programs are made for: powers of two, and the most there may be."""
-        self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
+    def __init__(
+        self, config: ModelConfig, versions: Versions | StoredVersions, device: Any, reader: RowReader, *, warm_up: bool
+    ) -> None:
+        self.config, self.versions, self.device, self.reader = config, versions, device, reader
+        self._is_warmed_up = warm_up
         self.names = tuple(versions.current.tables.tables)
         self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool)
         self.counts = _Counts(self.names)
-
-    @property
-    @abc.abstractmethod
-    def num_bytes(self) -> int: ...  # device memory
-    @abc.abstractmethod
-    def _lookup(self, keys: Mapping[str, np.ndarray]) -> Found: ...  # of uint64 keys by table
-    @abc.abstractmethod
-    def _predict(self, inputs: Any) -> Found: ...
-    @abc.abstractmethod  # the inputs whose keys count for the limits of each table
-    def inputs_of(self, served: artifact.ServedModel) -> Mapping[str, Sequence[str]]: ...
-    @abc.abstractmethod  # what the programs of a version are compiled for, as a value
-    def place_of(self, version: Version) -> Any: ...
-    @abc.abstractmethod  # those that are compiled before requests come
-    def first_programs(self, served: artifact.ServedModel | None) -> list[Program]: ...
-    @abc.abstractmethod
-    def _compile(self, place: Any, program: Program) -> None: ...
+        try:
+            reader.start(warm_up=warm_up)
+        except BaseException:
+            reader.close(None)
+            raise
 
     @property
     def device_bytes(self) -> int:
         """Bytes of the device's memory, with those of a version that is not served yet."""
-        return self.num_bytes + (self.versions.held_bytes if self.config.tier == "device" else 0)
+        return self.reader.num_bytes + (self.versions.held_bytes if self.config.tier == "device" else 0)
 
     def describe(self) -> Model:
         version = self.versions.current
@@ -117,10 +106,10 @@ class Served(abc.ABC):
 
     def lookup(self, keys: Mapping[str, Any]) -> Answer:
         arrays = self._read_keys(keys)
-        return self._answer("lookups", lambda: self._lookup(arrays))
+        return self._answer("lookups", lambda: self.reader.lookup(arrays))
 
     def predict(self, inputs: Any) -> Answer:
-        return self._answer("predicts", lambda: self._predict(inputs))
+        return self._answer("predicts", lambda: self.reader.predict(functools.partial(self._read_inputs, inputs)))
 
     def _answer(self, done: str, read: Callable[[], Found]) -> Answer:
         with self.workers:
@@ -139,14 +128,13 @@ class Served(abc.ABC):
             if not isinstance(name, str) or name not in self.names:
                 raise UnknownTableError.of(op, name, self.names, f'model "{self.config.model}"')
             what = f'{op}: table "{name}"'
-            array = _integers(given, what)
-            self._check_number(what, name, array.size)
-            keys64 = array.astype(np.int64).view(np.uint64) if array.dtype.kind == "i" else array.astype(np.uint64)
-            self._check_bits(what, keys64)
-            arrays[name] = keys64
+            with refusals():
+                arrays[name] = keys_lib.from_words(keys_lib.words_of(given, "int64", what))
+            self._check_number(what, name, arrays[name].size)
+            check_bits(what, arrays[name], self.versions.key_bits)
         return arrays
 
-    def _read_inputs(self, served: artifact.ServedModel | None, inputs: Any) -> PredictRequest:
+    def _read_inputs(self, inputs: Any, served: artifact.ServedModel | None) -> PredictRequest:
         op = "predict"
         if served is None:
             raise UnknownModelError(
@@ -161,11 +149,14 @@ class Served(abc.ABC):
             )
         if num_samples == 0 and not served.is_per_sample:
             raise RequestError(f"{op}: inputs: got a batch of no samples, wanted one at least.")
-        given = {name: keys_in(leaves[name]) for name, spec in served.inputs.items() if hasattr(spec, "table")}
-        for name, keys in given.items():
-            self._check_bits(f'{op}: inputs["{name}"]', keys)
-        for table, names in self.inputs_of(served).items():
-            self._check_number(f'{op}: table "{table}"', table, sum(given[name].size for name in names))
+        num_keys: collections.Counter[str] = collections.Counter()
+        for name, spec in served.inputs.items():
+            if not isinstance(spec, artifact.ArrayInput):
+                keys = keys_in(leaves[name])
+                check_bits(f'{op}: inputs["{name}"]', keys, self.versions.key_bits)
+                num_keys[spec.table] += keys.size
+        for table, number in num_keys.items():
+            self._check_number(f'{op}: table "{table}"', table, number)
         if served.is_per_sample:
             leaves = served.padded(leaves, num_samples)
         return PredictRequest(served, leaves, num_samples)
@@ -178,58 +169,38 @@ class Served(abc.ABC):
                 f"times {most // self.config.max_batch_size} of a sample."
             )
 
-    def _check_bits(self, what: str, keys: np.ndarray) -> None:
-        if self.versions.key_bits == 64:
-            return
-        wrong = (keys >> np.uint64(32) != 0) & (keys != np.uint64(PADDING_KEY))
-        if wrong.any():
-            raise RequestError(
-                f"{what}: keys: got {keys[wrong].view(np.int64)[0]}, wanted 0 to 4294967295: keys have 32 bits, since "
-                "supportlonglong is false."
-            )
-
     # Versions --------------------------------------------------------------------------------------------------------
 
     def update(self, source: Source | None, dense_file: str | os.PathLike[str] | None, in_place: InPlace) -> int:
-        served = None
+        dense_model = None
         if dense_file is not None:
             tables = self.versions.current.tables.tables
-            served = load_dense_model("update", self.config, dense_file, tables, self.device)
-        version = self.versions.update(
-            source,
-            in_place=in_place,
-            served=served,
-            dense_file=None if dense_file is None else str(dense_file),
-            reader=self,
-        )
+            dense_model = load_dense_model("update", self.config, dense_file, tables, self.device), str(dense_file)
+        version = self.versions.update(source, in_place=in_place, dense_model=dense_model, reader=self)
         self.counts.add("updates", {})
         return version.number
 
     def prepare(self, old: Version, new: Version) -> None:
         """Compiles for a new version the programs that requests have used; raises if it cannot be served."""
-        place, old_place = self.place_of(new), self.place_of(old)
+        reader, ready = self.reader, self.reader.ready
+        place, old_place = reader.place_of(new), reader.place_of(old)
         if place == old_place:
             return
-        self.ready.keep([old_place, place])
-        wanted = [*(self.first_programs(new.served) if self.is_warmed_up else []), *self.ready.used()]
+        ready.keep([old_place, place])
+        wanted = [*(reader.first_programs(new.served) if self._is_warmed_up else []), *ready.used()]
         for _ in range(2):  # requests go on meanwhile, and use more: what comes later still, they wait for
             for program in wanted:
                 if not isinstance(program, Prediction) or program.fits(new.served):
-                    self.ready.make(place, program)
-            wanted = self.ready.used()
+                    ready.make(place, program)
+            wanted = ready.used()
 
-    def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None:  # noqa: B027
-        """Reads a whole new version from here on; without a cache each request takes the latest.
-
-        `changed` has the keys of each table that changed or went.
-        """
+    def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None:
+        """Reads a whole new version from here on; `changed` has the keys of each table that changed or went."""
+        self.reader.publish(new, changed)
 
     def settle(self, now: Version) -> None:
         """Forgets the programs of versions other than the served one; also called after a failure."""
-        self.ready.keep([self.place_of(now)])
-
-    def refresh(self) -> None:  # noqa: B027
-        """Reads cached rows anew; without a cache there is no tier below."""
+        self.reader.ready.keep([self.reader.place_of(now)])
 
     # Reports ---------------------------------------------------------------------------------------------------------
 
@@ -237,20 +208,22 @@ class Served(abc.ABC):
         version, stats = self.versions.current, self.counts.stats()
         for name, of_table in stats["tables"].items():
             of_table |= {"num_rows": version.num_rows[name], "source": version.files[name]}
-        return {
+        stats = {
             "version": version.number,
             "source": dict(version.files),
             "dense_file": version.dense_file,
             **stats,
             "in_place_updates": self.versions.num_in_place,
-            "bytes": self.num_bytes,
+            "bytes": self.reader.num_bytes,
             "host_bytes": self.versions.host_bytes,
         }
+        self.reader.add_stats(stats)
+        return stats
 
     def report(self) -> list[str]:
         version = self.versions.current
         lines = [
-            f'model "{self.config.model}", version {version.number}: {self.num_bytes:,} bytes on {self.device}, '
+            f'model "{self.config.model}", version {version.number}: {self.reader.num_bytes:,} bytes on {self.device}, '
             f"{self.versions.host_bytes:,} bytes of host memory beside"
         ]
         for name, table in version.tables.tables.items():
@@ -264,15 +237,17 @@ class Served(abc.ABC):
             lines.append(f"  dense model of inputs {list(version.served.inputs)}, from {version.dense_file}")
         return lines
 
-    # The end ---------------------------------------------------------------------------------------------------------
 
-    def stop(self) -> None:
-        """Begins nothing more beside requests."""
-        self.ready.beside.stop()
-
-    def close(self, until: float | None = None) -> bool:
-        """Stops, waits for what runs until a time of `time.monotonic`, and returns whether all has ended."""
-        return self.ready.beside.close(rest_s(until))
+def check_bits(what: str, keys: np.ndarray, key_bits: int) -> None:
+    """Refuses keys above 32 bits, other than PADDING_KEY, where keys have so many."""
+    if key_bits == 64:
+        return
+    wrong = (keys >> np.uint64(32) != 0) & (keys != np.uint64(PADDING_KEY))
+    if wrong.any():
+        raise RequestError(
+            f"{what}: keys: got {keys[wrong].view(np.int64)[0]}, wanted 0 to 4294967295: keys have 32 bits, since "
+            "supportlonglong is false."
+        )
 
 
 _KINDS: tuple[str, ...] = ("keys", "hits", "missing", "padding")
@@ -285,45 +260,94 @@ class _Counts:
         self._lock = threading.Lock()
         # Changed and read under `_lock`, so that the sums of one answer are seen together.
         self._done = collections.Counter(lookups=0, predicts=0, updates=0)
-        self._tables = {name: collections.Counter(dict.fromkeys(_KINDS, 0)) for name in names}
+        self._tables = {name: np.zeros(len(_KINDS), np.int64) for name in names}
 
     def add(self, done: str, tables: Mapping[str, Sequence[int]]) -> None:
         """Counts one of "lookups", "predicts" and "updates", and the keys that it read: by table, in `_KINDS`."""
         with self._lock:
             self._done[done] += 1
             for name, numbers in tables.items():
-                self._tables[name].update(dict(zip(_KINDS, numbers, strict=True)))
+                self._tables[name] += numbers
 
     def stats(self) -> dict[str, Any]:
         with self._lock:
-            done, tables = dict(self._done), {name: dict(table) for name, table in self._tables.items()}
-        total = {kind: sum(table[kind] for table in tables.values()) for kind in _KINDS}
-        return {**done, **_with_rate(total), "tables": {name: _with_rate(table) for name, table in tables.items()}}
+            done, tables = dict(self._done), {name: _with_rate(table) for name, table in self._tables.items()}
+            return {**done, **_with_rate(sum(self._tables.values())), "tables": tables}
 
 
-def _with_rate(counts: Mapping[str, int]) -> dict[str, Any]:
+def _with_rate(numbers: Any) -> dict[str, Any]:
+    counts = dict(zip(_KINDS, numbers.tolist(), strict=True))
     real = counts["hits"] + counts["missing"]
     return {**counts, "hit_rate": counts["hits"] / real if real else 1.0}
 
 
-def _integers(given: Any, what: str) -> np.ndarray:
-    if isinstance(given, jax.Array):
-        raise RequestError(
-            f"{what}: keys: got a jax.Array, which may be an int64 that JAX narrowed, wanted NumPy integers."
+def open_model(
+    whole: Config,
+    config: ModelConfig,
+    device: updates.Memory,
+    host: updates.Memory,
+    databases: Connected,
+    *,
+    warm_up: bool,
+) -> Served:
+    """Opens the files of a model, and serves it from a device; rows that do not lie there lie on the host.
+
+    Where the configuration names databases, they lie in these.
+    """
+    given = [_open_table(config, table, whole.key_bits) for table in config.tables]
+    dense_model = None
+    if config.dense_file:
+        tables = {table.name: table for table, _ in given}
+        dense_model = load_dense_model("open", config, config.dense_file, tables, device.device)
+    is_cached = config.tier == "cache"
+    num_rows, stored = {table: source.num_rows for table, source in given}, None
+    if any(databases) and config.tier != "device":
+        stored = StoredVersions(whole, config, given, databases, dense_model)
+        num_rows = {table: stored.current.num_rows[table.name] for table, _ in given}
+    if is_cached:
+        rows = {table: max(cache_lib.MIN_ROWS, math.ceil(config.gpucacheper * n)) for table, n in num_rows.items()}
+        needed, why = (
+            sum(cache_lib.cache_bytes(rows).values()),
+            f"its cache; take a gpucacheper below {config.gpucacheper}",
         )
-    try:
-        array = np.asarray(given)
-    except (ValueError, OverflowError) as error:
-        raise RequestError(f"{what}: keys: got no array ({error}), wanted NumPy integers.") from error
-    if array.dtype.kind not in "iu":
-        raise RequestError(
-            f"{what}: keys: got {array.dtype}{list(array.shape)}, wanted integers; pass NumPy int64 or uint64."
-        )
-    if array.ndim == 0:
-        raise RequestError(f"{what}: keys: got a scalar, wanted an array of at least one axis.")
-    return array
+        device.require("open", config.model, device.free(), needed, why)
+    if stored is not None:
+        reader = CachedRows(config, stored, device.device)
+        return Served(config, stored, device.device, reader, warm_up=warm_up)
+    versions = Versions(
+        config,
+        given,
+        key_bits=whole.key_bits,
+        memory=device if config.tier == "device" else host,
+        can_donate=not is_cached,
+        served=dense_model,
+    )
+    reader = CachedRows(config, versions, device.device) if is_cached else DeviceRows(config, versions)
+    served = Served(config, versions, device.device, reader, warm_up=warm_up)
+    for of_store in versions.current.maps:
+        of_store.frequencies = None  # only the first filling of a cache needs them
+    return served
 
 
-def rest_s(until: float | None) -> float | None:
-    """Seconds until a time of `time.monotonic`."""
-    return None if until is None else max(0.0, until - time.monotonic())
+def _open_table(config: ModelConfig, table: TableConfig, key_bits: sources.KeyBits) -> sources.Frozen:
+    source = sources.open_table(
+        table.file, table=table.name, dim=table.dim, key_bits=key_bits, hotness=config.is_filled_at_start, op="open"
+    )
+    what = f'open: model "{config.model}": table "{table.name}": default_value_for_each_table'
+    return sources.frozen_as(what, source, config.row_dtype, table.default)
+
+
+def open_for_export(op: str, path: str, model: str | None = None, dtype: Any = None) -> list[sources.Frozen]:
+    """Opens the tables of an export, a delta or a checkpoint, or those of a model of an HPS configuration (.json)."""
+    if not path.endswith(".json"):
+        return [
+            sources.frozen_as(f'{op}: table "{source.table}": default', source, dtype)
+            for source in sources.open_saved(op, path)
+        ]
+    config = read_config(path)
+    found = [one for one in config.models if model in (None, one.model)]
+    if len(found) != 1:
+        names = [one.model for one in config.models]
+        raise UnknownModelError(f"{op}: --model: got {model!r}, wanted one of {names}.")
+    chosen = dataclasses.replace(found[0], row_dtype=dtype or found[0].row_dtype)
+    return [_open_table(chosen, table, config.key_bits) for table in chosen.tables]

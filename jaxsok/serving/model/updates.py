@@ -17,7 +17,6 @@ from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
-from jaxtyping import Array
 
 from jaxsok.serving import sources as sources_lib
 from jaxsok.serving.config import ModelConfig
@@ -31,11 +30,11 @@ from jaxsok.serving.frozen import (
     ready_to_write,
     write_lines,
 )
+from jaxsok.serving.model.store_plans import Change, StorePlan
 from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap
 from jaxsok.serving.sources import TableSource
-from jaxsok.serving.store_plans import Change, StorePlan
 from jaxsok.types import MAX_CAPACITY
 
 InPlace = bool | Literal["auto"]
@@ -59,6 +58,10 @@ class Version:
     def form(self) -> Form:
         """The form of the arrays: programs are compiled for it."""
         return Form(self.tables)
+
+    def over(self, stores: Sequence[FrozenStore]) -> "Version":
+        """This version, over other arrays."""
+        return dataclasses.replace(self, tables=dataclasses.replace(self.tables, stores=tuple(stores)))
 
     @functools.cached_property
     def num_rows(self) -> dict[str, int]:
@@ -99,6 +102,21 @@ class Gate:
                 self._changed.notify_all()
 
 
+class Memory:
+    """The memory of a device, or of the host, that models share; `free` gives its free bytes, or None: not known."""
+
+    def __init__(self, device: Any, free: Callable[[], int | None]) -> None:
+        self.device, self.free = device, free
+        self.lock = threading.Lock()  # held while some of it is taken, from asking for free bytes on
+
+    def require(self, op: str, model: str, free: int | None, needed: int, why: str) -> None:
+        """Refuses to take more bytes than are free."""
+        if free is not None and needed > free:
+            raise ServingError(
+                f'{op}: model "{model}": memory: got {free} bytes free on {self.device}, wanted {needed} for {why}.'
+            )
+
+
 class Reader(Protocol):
     """What an update asks of those who read the versions; see `served.Served`."""
 
@@ -108,11 +126,10 @@ class Reader(Protocol):
 
 
 class Versions:
-    """The versions of one model's tables, whose rows all lie on one device. Loads the first one.
+    """The versions of one model's tables, whose rows all lie in one memory. Loads the first one.
 
-    `room` gives the free bytes on the device; None: not known. `can_donate` is False if others read the rows beside
-    `reading`; rows then may not change where they lie. `memory` is a lock of all who share the device, held while an
-    update takes some of it, not while it compiles. ServingError: there is no room.
+    `can_donate` is False if others read the rows beside `reading`; rows then may not change where they lie.
+    ServingError: there is no room.
     """
 
     def __init__(
@@ -121,27 +138,21 @@ class Versions:
         given: Sequence[tuple[FrozenTable, TableSource]],
         *,
         key_bits: sources_lib.KeyBits,
-        device: Any,
-        room: Callable[[], int | None],
+        memory: Memory,
         can_donate: bool,
         served: Any,
-        memory: contextlib.AbstractContextManager[Any],
     ) -> None:
-        self.name, self.device = config.model, device
+        self.name, self._memory = config.model, memory
         self.key_bits: sources_lib.KeyBits = key_bits
         self._spare_rows = config.spare_rows
-        self._room, self._can_donate, self._memory = room, can_donate, memory
+        self._can_donate = can_donate
         # One update at a time holds `_updating`: it alone sets `_current` and closes the gate. Arrays of `_current` are
         # donated only while the gate is closed.
         self._gate, self._updating = Gate(), threading.Lock()
         needed = sum(sum(frozen_bytes(table, source.num_rows + config.spare_rows).values()) for table, source in given)
-        free = room()
-        if free is not None and needed > free:
-            raise ServingError(
-                f'open: model "{self.name}": memory: got {free} bytes free on {device}, wanted {needed} for its '
-                "tables; take a smaller row_dtype, or, where they lie on a device, a gpucacheper below 1."
-            )
-        tables, maps = freeze_records(given, spare_rows=config.spare_rows, device=device)
+        why = "its tables; take a smaller row_dtype, or, where they lie on a device, a gpucacheper below 1"
+        memory.require("open", self.name, memory.free(), needed, why)
+        tables, maps = freeze_records(given, spare_rows=config.spare_rows, device=memory.device)
         self._current = Version(
             number=1,
             tables=tables,
@@ -173,9 +184,9 @@ class Versions:
             yield self._current
 
     def update(
-        self, source: Source | None, *, in_place: InPlace, served: Any, dense_file: str | None, reader: Reader
+        self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, reader: Reader
     ) -> Version:
-        """Makes the next version and serves it; see `Session.update`.
+        """Makes the next version and serves it, with another dense model and its file if given; see `Session.update`.
 
         ServingError: it cannot be done; nothing has changed.
         """
@@ -191,13 +202,14 @@ class Versions:
                 old = self._current
                 opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
                 changes = [Change.of(old.tables.tables[name], found) for name, found in opened.items()]
+                served, dense_file = dense_model or (old.served, old.dense_file)
                 new = dataclasses.replace(
                     old,
                     number=old.number + 1,
                     files={**old.files, **{name: str(found.path) for name, found in opened.items()}},
                     uuids={**old.uuids, **{name: found.uuid for name, found in opened.items()}},
-                    served=old.served if dense_file is None else served,
-                    dense_file=old.dense_file if dense_file is None else dense_file,
+                    served=served,
+                    dense_file=dense_file,
                 )
                 self._update(old, new, changes, in_place, reader)
                 return self._current
@@ -206,38 +218,34 @@ class Versions:
 
     def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Reader) -> None:
         maps = list(old.maps)
-        with self._memory:  # not while programs are compiled, which may take minutes
+        with self._memory.lock:  # not while programs are compiled, which may take minutes
             plans, is_in_place = self._planned(old, changes, in_place)
-            writes, held_bytes, stores = [], 0, {}
+            writes, held_bytes, stores = [], 0, list(old.tables.stores)
             for plan in plans:
-                s, store = plan.store, old.tables.stores[plan.store]
+                s, store = plan.store, stores[plan.store]
                 maps[s] = plan.row_map
                 if is_in_place:
-                    index, counters = plan.row_map.index(self.device)
+                    index, counters = plan.row_map.index(self._memory.device)
                     stores[s] = dataclasses.replace(store, index=index, counters=counters)
                     writes += [
                         _Write(s, row_ids, after, _read_lines(store, row_ids)) for row_ids, after in plan.lines()
                     ]
                     held_bytes += plan.index_bytes
                 else:
-                    stores[s] = plan.write(store, self.device)
+                    stores[s] = plan.write(store, self._memory.device)
                     held_bytes += plan.bytes_beside(store)
-            tables = _with_stores(old.tables, stores)
-            jax.block_until_ready(tables)  # failures are raised here, and no reader waits
-            new = dataclasses.replace(new, maps=tuple(maps), tables=tables)
+            jax.block_until_ready(stores)  # failures are raised here, and no reader waits
+            new = dataclasses.replace(new.over(stores), maps=tuple(maps))
             self.held_bytes = held_bytes
         try:
             reader.prepare(old, new)
             if is_in_place:
                 for write in writes:
-                    ready_to_write(tables.stores[write.store], len(write.row_ids))
-                with self._memory:
-                    free, needed = self._room(), max((plan.piece_bytes for plan in plans), default=0)
-                    if free is not None and needed > free:
-                        raise ServingError(
-                            f'update: model "{self.name}": memory: got {free} bytes free on {self.device}, wanted '
-                            f"{needed} for a piece of rows to update in place; another model has taken them meanwhile."
-                        )
+                    ready_to_write(stores[write.store], len(write.row_ids))
+                with self._memory.lock:
+                    why = "a piece of rows to update in place; another model has taken them meanwhile"
+                    needed = max((plan.piece_bytes for plan in plans), default=0)
+                    self._memory.require("update", self.name, self._memory.free(), needed, why)
                     self._write_in_place(old, new, writes)
                 self.num_in_place += 1
             else:
@@ -262,36 +270,30 @@ class Versions:
                 for s, mine in of_store.items()
             ]
             beside = sum(plan.bytes_beside(tables.stores[plan.store]) for plan in plans)
-            free = self._room()
+            free = self._memory.free()
             is_grown = any(plan.row_map.capacity > tables.stores[plan.store].capacity for plan in plans)
             if free is None or beside <= free or not is_grown:
                 break  # otherwise try without room to grow further
-        within = sum(plan.index_bytes for plan in plans) + max((p.piece_bytes for p in plans), default=0)
         fits = free is None or beside <= free
         if in_place is False or (in_place == "auto" and (fits or not self._can_donate)):
-            if not fits:
-                help_ = "rows below a cache are not changed where they lie; open the tables anew, or with more memory"
-                if self._can_donate:
-                    help_ = 'pass in_place=True (or "auto"), which changes rows where they lie'
-                raise ServingError(
-                    f'update: model "{self.name}": memory: got {free} bytes free on {self.device}, wanted {beside} for '
-                    f"a copy of what changes; {help_}."
-                )
+            why = "a copy of what changes; rows below a cache are not changed where they lie; open the tables anew, or "
+            why += "with more memory"
+            if self._can_donate:
+                why = 'a copy of what changes; pass in_place=True (or "auto"), which changes rows where they lie'
+            self._memory.require("update", self.name, free, beside, why)
             return plans, False
         for plan in plans:
-            if plan.row_map.capacity <= tables.stores[plan.store].capacity:
-                continue
-            names = ", ".join(f'"{table.name}"' for table in spec[plan.store])
-            also = "" if in_place is True else f" A copy needs {beside} bytes, and {free} are free."
-            raise ServingError(
-                f'update: model "{self.name}": rows: got {plan.num_needed} for the tables {names}, wanted at most '
-                f"{tables.stores[plan.store].capacity} to update in place; open with more spare_rows.{also}"
-            )
-        if free is not None and within > free:
-            raise ServingError(
-                f'update: model "{self.name}": memory: got {free} bytes free on {self.device}, wanted {within} for an '
-                f"index and a piece of rows to update in place, or {beside} for a copy of what changes."
-            )
+            capacity = tables.stores[plan.store].capacity
+            if plan.row_map.capacity > capacity:
+                names = ", ".join(f'"{table.name}"' for table in spec[plan.store])
+                also = "" if in_place is True else f" A copy needs {beside} bytes, and {free} are free."
+                raise ServingError(
+                    f'update: model "{self.name}": rows: got {plan.num_needed} for the tables {names}, wanted at most '
+                    f"{capacity} to update in place; open with more spare_rows.{also}"
+                )
+        within = sum(plan.index_bytes for plan in plans) + max((plan.piece_bytes for plan in plans), default=0)
+        why = f"an index and a piece of rows to update in place, or {beside} for a copy of what changes"
+        self._memory.require("update", self.name, free, within, why)
         return plans, True
 
     def _capacity(self, row_map: RowMap, is_roomy: bool, num_needed: int) -> int:
@@ -309,17 +311,17 @@ class Versions:
         with self._gate.writing():
             try:
                 for write in writes:
-                    stores[write.store] = write_lines(stores[write.store], write.row_ids, write.after, donate=True)
+                    stores[write.store] = write_lines(stores[write.store], write.row_ids, write.after)
                     done += 1
                 jax.block_until_ready([store.rows for store in stores])
             except BaseException:
                 for write in writes[:done]:
-                    stores[write.store] = write_lines(stores[write.store], write.row_ids, write.before, donate=True)
+                    stores[write.store] = write_lines(stores[write.store], write.row_ids, write.before)
                 for s, was in enumerate(old.tables.stores):
                     stores[s] = dataclasses.replace(stores[s], index=was.index, counters=was.counters)
-                self._current = dataclasses.replace(old, tables=_with_stores(old.tables, dict(enumerate(stores))))
+                self._current = old.over(stores)
                 raise
-            self._current = dataclasses.replace(new, tables=_with_stores(new.tables, dict(enumerate(stores))))
+            self._current = new.over(stores)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -392,15 +394,6 @@ def host_free_bytes() -> int | None:
     return 1024 * int(found[0]) if found else None
 
 
-def _with_stores(tables: FrozenTables, stores: Mapping[int, FrozenStore]) -> FrozenTables:
-    return dataclasses.replace(tables, stores=tuple(stores.get(s, store) for s, store in enumerate(tables.stores)))
-
-
 def _read_lines(store: FrozenStore, row_ids: np.ndarray) -> tuple[np.ndarray, ...]:
     ids = fill_up(np.asarray(row_ids, np.uint32), padded_size(len(row_ids), 1024))
-    return tuple(np.asarray(array)[: len(row_ids)] for array in _take((store.rows, *store.scales), ids))
-
-
-@jax.jit
-def _take(arrays: tuple[Array, ...], row_ids: Array) -> tuple[Array, ...]:
-    return tuple(array[row_ids] for array in arrays)
+    return tuple(np.asarray(array[ids])[: len(row_ids)] for array in (store.rows, *store.scales))

@@ -1,0 +1,28 @@
+"""Rows in databases: Redis and RocksDB, as HPS lays them out; rows.py says how, and in which order they are asked."""
+
+from jaxsok.serving.config import Config
+from jaxsok.serving.databases.rows import Database, DatabaseRows
+
+__all__ = ["Connected", "Database", "DatabaseRows", "connect"]
+
+Connected = tuple[Database | None, Database | None]
+"""`volatile_db` and `persistent_db`; None: it is not there, or no database."""
+
+
+def connect(config: Config) -> Connected:
+    """Connects to the databases of a configuration. DatabaseError: one cannot be reached."""
+    volatile = persistent = None
+    if config.volatile_db.type == "redis_cluster":
+        from jaxsok.serving.databases.redis import RedisDatabase
+
+        volatile = RedisDatabase(config.volatile_db)
+    if config.persistent_db.type == "rocks_db":
+        from jaxsok.serving.databases.rocksdb import RocksDatabase
+
+        try:
+            persistent = RocksDatabase(config.persistent_db)
+        except BaseException:
+            if volatile is not None:
+                volatile.close()
+            raise
+    return volatile, persistent

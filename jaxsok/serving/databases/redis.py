@@ -1,0 +1,201 @@
+"""Redis as HPS lays rows out in it: each table in `num_partitions` hashes of rows, beside hashes of their uses.
+
+Partition p of a table is the hash `hps_et{<table>/p<p>}v`. With an overflow policy that looks at uses,
+`hps_et{<table>/p<p>}t` has of each key a decimal count (evict_least_used) or 8 bytes of Unix time (evict_oldest). The
+braces put both on one node.
+"""
+
+import functools
+import logging
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from jaxsok.serving.config import VolatileDb
+from jaxsok.serving.databases.rows import Database, bytes_of
+from jaxsok.serving.errors import DatabaseError, ServingError
+
+try:
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.exceptions import RedisClusterException
+    from redis.retry import Retry
+except ImportError as error:
+    wanted = "wanted it for volatile_db of type redis_cluster; pip install 'jaxsok[databases]'"
+    raise ImportError(f"redis: got no such module, {wanted}.", name="redis") from error
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class RedisDatabase(Database):
+    """A Redis cluster, or one server, as `volatile_db` of a configuration declares it.
+
+    The commands of a call go to all nodes at once; `num_node_connections` calls run at the same time, others wait. The
+    next call makes a lost connection anew. A node that hangs fails a call after a few times `timeout_s`.
+
+    Source: HPS of HugeCTR 24.06, `HugeCTR/src/hps/redis_backend.cpp`. Other than there, evict_random evicts (HPS looks
+    for the keys where it does not put them), and no more rows leave than the target says.
+    """
+
+    def __init__(self, config: VolatileDb) -> None:
+        super().__init__(config.max_batch_size)
+        self._config = config
+        self._places = threading.BoundedSemaphore(config.num_node_connections)
+        options: dict[str, Any] = {"socket_timeout": config.timeout_s, "socket_connect_timeout": config.timeout_s}
+        if config.password:  # else HPS sends no name either
+            options |= {"username": config.user_name, "password": config.password}
+        if config.enable_tls:
+            ca = "ssl_ca_path" if os.path.isdir(config.tls_ca_certificate) else "ssl_ca_certs"
+            options |= {"ssl": True, ca: config.tls_ca_certificate, "ssl_check_hostname": False}  # nor does HPS
+            options |= {"ssl_certfile": config.tls_client_certificate, "ssl_keyfile": config.tls_client_key}
+        nodes = [_node(text) for text in re.split("[,;]", config.address)]
+        self._client: Any = self._call(lambda: _connect(nodes, options))
+
+    def read(self, name: str, keys: np.ndarray) -> list[bytes | None]:
+        parts = list(self._parts(name, keys))
+        replies = self._run([("HMGET", f"{part}v", *fields) for part, _, fields in parts])
+        values, uses = np.full(len(keys), None, object), []
+        for (part, where, fields), found in zip(parts, replies, strict=True):
+            values[where] = np.array(found, object)
+            uses += self._uses(part, [field for field, value in zip(fields, found, strict=True) if value is not None])
+        if uses:
+            self.beside.offer(None, functools.partial(self._note, uses))
+        return values.tolist()
+
+    def _note(self, uses: Sequence[tuple[Any, ...]]) -> None:
+        try:
+            self._run(uses)
+        except DatabaseError as error:
+            _log.warning("RedisDatabase: uses of keys were not noted, which may be evicted early: %s", error)
+
+    def _uses(self, part: str, fields: Sequence[bytes]) -> list[tuple[Any, ...]]:
+        """The commands that note one use of each key, now."""
+        if self._config.overflow_policy == "evict_least_used":
+            return [("HINCRBY", f"{part}t", field, 1) for field in fields]
+        if self._config.overflow_policy == "evict_oldest" and fields:
+            return [_set(f"{part}t", fields, [int(time.time()).to_bytes(8, "little")] * len(fields))]
+        return []
+
+    def write(self, name: str, keys: np.ndarray, values: Sequence[bytes]) -> None:
+        commands, parts = [], []
+        for part, where, fields in self._parts(name, keys):
+            parts.append(part)
+            commands += [*self._uses(part, fields), _set(f"{part}v", fields, [values[place] for place in where])]
+        self._run(commands)
+        if self._config.overflow_margin < 2**64 - 1:
+            sizes = self._run([("HLEN", f"{part}v") for part in parts])
+            for part, size in zip(parts, sizes, strict=True):
+                if size > self._config.overflow_margin:
+                    self._evict(part)
+
+    def _evict(self, part: str) -> None:
+        """Removes rows of a partition by the policy, until it has its target size."""
+        policy = self._config.overflow_policy
+        target = int(self._config.overflow_margin * self._config.overflow_resolution_target + 0.5)
+        (fields,) = self._run([("HKEYS", f"{part}v")])
+        random.shuffle(fields)
+        if policy != "evict_random":
+            noted = [use or b"" for some in self._cut(fields) for use in self._run([("HMGET", f"{part}t", *some)])[0]]
+            is_count = policy == "evict_least_used"
+            uses = [int(use.isdigit() and use) if is_count else int.from_bytes(use[:8], "little") for use in noted]
+            order = np.argsort(uses, kind="stable")
+            fields = [fields[place] for place in order]
+            if is_count and 0 < target < len(fields):  # so that old uses count less, as in HPS
+                half = uses[order[-target]] // 2
+                self._run([_set(f"{part}t", some, [half] * len(some)) for some in self._cut(fields[-target:])])
+        for some in self._cut(fields[: max(0, len(fields) - target)]):
+            self._run([("HDEL", f"{part}t", *some), ("HDEL", f"{part}v", *some)])
+
+    def erase(self, name: str, keys: np.ndarray) -> None:
+        parts = self._parts(name, keys)
+        self._run([("HDEL", f"{part}{kind}", *fields) for part, _, fields in parts for kind in "vt"])
+
+    def count(self, name: str) -> int:
+        return sum(self._run([("HLEN", f"{part}v") for part in self._names(name)]))
+
+    def keys(self, name: str) -> Iterator[Sequence[bytes]]:
+        return (self._run([("HKEYS", f"{part}v")])[0] for part in self._names(name))
+
+    def close(self) -> None:
+        super().close()
+        self._client.close()
+
+    def _names(self, name: str) -> list[str]:
+        return [f"hps_et{{{name}/p{part}}}" for part in range(self._config.num_partitions)]
+
+    def _parts(self, name: str, keys: np.ndarray) -> Iterator[tuple[str, np.ndarray, list[bytes]]]:
+        """The partitions of some keys: the name of each, the places of its keys, and these as bytes."""
+        parts, fields, names = partition_of(keys, self._config.num_partitions), bytes_of(keys), self._names(name)
+        for part in np.unique(parts):
+            where = np.flatnonzero(parts == part)
+            yield names[part], where, [fields[place] for place in where]
+
+    def _cut(self, fields: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+        return (fields[start : start + self.max_batch_size] for start in range(0, len(fields), self.max_batch_size))
+
+    def _run(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Sends commands, all at once, and gives their replies."""
+
+        def run() -> list[Any]:
+            pipeline = self._client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            return pipeline.execute()
+
+        return self._call(run) if commands else []
+
+    def _call(self, run: Callable[[], Any]) -> Any:
+        with self._places:
+            try:
+                return run()
+            except (redis.RedisError, RedisClusterException, OSError) as error:
+                raise DatabaseError(
+                    f'volatile_db: address: got {type(error).__name__} of Redis at "{self._config.address}" ({error}), '
+                    f"wanted answers in {self._config.timeout_s:g} s; see that its servers run, then try again."
+                ) from error
+
+
+def partition_of(keys: np.ndarray, num_partitions: int) -> np.ndarray:
+    """The partition of each key: HPS's hash, rrxmrrxmsx_0 of Pelle Evensen, modulo their number.
+
+    Example:
+      >>> partition_of(np.arange(6, dtype=np.uint64), 8).tolist()
+      [0, 3, 6, 0, 5, 5]
+    """
+    mixed = keys.astype(np.uint64)
+    for first, second, factor in ((25, 50, 0xA24BAED4963EE407), (24, 49, 0x9FB21C651E98DF25)):
+        rotated = [mixed >> np.uint64(bits) | mixed << np.uint64(64 - bits) for bits in (first, second)]
+        mixed = (mixed ^ rotated[0] ^ rotated[1]) * np.uint64(factor)
+    return ((mixed ^ mixed >> np.uint64(28)) % np.uint64(num_partitions)).astype(np.int64)
+
+
+def _set(name: str, fields: Sequence[bytes], values: Sequence[Any]) -> tuple[Any, ...]:
+    return "HSET", name, *(word for pair in zip(fields, values, strict=True) for word in pair)
+
+
+def _node(text: str) -> tuple[str, int]:
+    found = re.fullmatch(r"\s*(?:\[([^\]]+)\]|([^:\s]+))(?::(\d{1,5}))?\s*", text)
+    if found is None:
+        raise ServingError(f'volatile_db: address: got "{text}", wanted "host:port"; several with commas between them.')
+    return found[1] or found[2], int(found[3] or 6379)
+
+
+def _connect(nodes: Sequence[tuple[str, int]], options: dict[str, Any]) -> Any:
+    """Connects to the first node that answers, and to its cluster, if it is in one."""
+    for number, (host, port) in enumerate(nodes, 1):
+        try:
+            server = redis.Redis(host, port, retry=Retry(NoBackoff(), 1), **options)
+            if not server.info("cluster")["cluster_enabled"]:
+                return server
+            server.close()
+            return redis.RedisCluster(host=host, port=port, retry=Retry(NoBackoff(), 0), **options)
+        except (redis.ConnectionError, redis.TimeoutError, RedisClusterException):
+            if number == len(nodes):
+                raise

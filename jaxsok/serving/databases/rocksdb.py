@@ -1,0 +1,102 @@
+"""RocksDB as HPS lays rows out in it: a column family for each table, in a folder of this machine."""
+
+import itertools
+import pathlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, final
+
+import numpy as np
+
+from jaxsok.serving.config import PersistentDb
+from jaxsok.serving.databases.rows import Database, bytes_of
+from jaxsok.serving.errors import DatabaseError
+
+try:
+    import rocksdict
+except ImportError as error:
+    wanted = "wanted it for persistent_db of type rocks_db; pip install 'jaxsok[databases]'"
+    raise ImportError(f"rocksdict: got no such module, {wanted}.", name="rocksdict") from error
+
+_Result = TypeVar("_Result")
+_CACHE_MB, _UNWRITTEN_BYTES = 8, 64 << 20  # of a table: blocks that were read (as in HPS), and rows to be written
+
+
+@final
+class RocksDatabase(Database):
+    """A RocksDB folder, as `persistent_db` of a configuration declares it. One process at a time opens it to write.
+
+    Memory: up to about 200 MiB for each table that is written. What was written is on the disk when a call returns.
+
+    Source: HPS of HugeCTR 24.06, `HugeCTR/src/hps/rocksdb_backend.cpp`, whose options these are.
+    """
+
+    def __init__(self, config: PersistentDb) -> None:
+        super().__init__(config.max_batch_size)
+        self._path, self._is_closed = config.path, False
+        self._options = rocksdict.Options(raw_mode=True)
+        self._options.create_if_missing(not config.read_only)
+        self._options.increase_parallelism(config.num_threads)
+        self._options.optimize_for_point_lookup(_CACHE_MB)
+        self._options.optimize_level_style_compaction(_UNWRITTEN_BYTES)
+        kinds = rocksdict.AccessType
+        access = kinds.read_only(False) if config.read_only else kinds.read_write()
+        is_there = (pathlib.Path(config.path) / "CURRENT").is_file()
+        names = self._call(lambda: rocksdict.Rdict.list_cf(config.path, self._options)) if is_there else ["default"]
+        columns = dict.fromkeys(names, self._options)
+        self._database: Any = self._call(lambda: rocksdict.Rdict(config.path, self._options, columns, access))
+        self._creating = threading.Lock()  # held while a column family is made and put into `_columns`
+        self._columns: dict[str, Any] = {name: self._database.get_column_family(name) for name in names}
+
+    def read(self, name: str, keys: np.ndarray) -> list[bytes | None]:
+        column = self._column(name)
+        return [None] * len(keys) if column is None else self._call(lambda: column.get(bytes_of(keys)))
+
+    def write(self, name: str, keys: np.ndarray, values: Sequence[bytes]) -> None:
+        with self._creating:
+            if name not in self._columns:
+                self._columns[name] = self._call(lambda: self._database.create_column_family(name, self._options))
+        self._change(name, lambda batch: [batch.put(*pair) for pair in zip(bytes_of(keys), values, strict=True)])
+
+    def erase(self, name: str, keys: np.ndarray) -> None:
+        # Removing keys that are not there would make the count too low.
+        there = [field for field, row in zip(bytes_of(keys), self.read(name, keys), strict=True) if row is not None]
+        if there:
+            self._change(name, lambda batch: [batch.delete(field) for field in there])
+
+    def _change(self, name: str, fill: Callable[[Any], Any]) -> None:
+        batch = rocksdict.WriteBatch(raw_mode=True)
+        batch.set_default_column_family(self._database.get_column_family_handle(name))
+        fill(batch)
+        self._call(lambda: self._database.write(batch))
+        self._call(lambda: self._database.flush_wal(True))
+
+    def count(self, name: str) -> int:
+        column = self._column(name)
+        return 0 if column is None else self._call(lambda: column.property_int_value("rocksdb.estimate-num-keys"))
+
+    def keys(self, name: str) -> Iterator[Sequence[bytes]]:
+        column = self._column(name)
+        keys = iter(()) if column is None else column.keys()
+        while some := self._call(lambda: list(itertools.islice(keys, self.max_batch_size))):
+            yield some
+
+    def close(self) -> None:
+        super().close()
+        self._is_closed = True
+        self._columns.clear()
+        self._database.close()
+
+    def _column(self, name: str) -> Any:
+        if self._is_closed:
+            raise DatabaseError(f'persistent_db: got "{self._path}" closed, wanted it open.')
+        return self._columns.get(name)
+
+    def _call(self, run: Callable[[], _Result]) -> _Result:
+        try:
+            return run()
+        except Exception as error:  # rocksdict raises no other kind
+            raise DatabaseError(
+                f'persistent_db: path: got an error of RocksDB at "{self._path}" ({error}), wanted a folder that no '
+                "other process has open to write, and space on its disk."
+            ) from error

@@ -1,0 +1,218 @@
+"""The rows of a model in databases: keys and rows to bytes and back, and the order in which databases are asked.
+
+A table is a set of values by key, named "hps_et.<model>.<table>". A key has 8 bytes (4 where keys have 32 bits), a row
+`dim` float32, all little-endian: each of HPS and jaxsok reads what the other wrote.
+"""
+
+import abc
+import functools
+import logging
+import re
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from jaxsok.records import Records
+from jaxsok.serving.backing import IsFound, Keys, Rows, RowSource
+from jaxsok.serving.errors import DatabaseError, ServingError, UnknownTableError
+from jaxsok.serving.frozen import FrozenTable
+from jaxsok.serving.ready import Beside
+from jaxsok.types import PADDING_KEY
+
+RETRY_S = 1.0  # after a failure of the first database the last one answers alone for so long
+_NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")  # of a model or a table, as in HPS
+_log = logging.getLogger(__name__)
+
+
+class Database(abc.ABC):
+    """Values by key, in sets by name, for many threads. Methods raise DatabaseError where they cannot do their work.
+
+    Keys are distinct, little-endian, of uint32 or uint64, and `max_batch_size` at most in a call.
+    """
+
+    def __init__(self, max_batch_size: int) -> None:
+        self.max_batch_size = max_batch_size
+        self.beside = Beside()  # does what no lookup waits for
+
+    @abc.abstractmethod
+    def read(self, name: str, keys: np.ndarray) -> list[bytes | None]: ...  # None: there is none
+    @abc.abstractmethod
+    def write(self, name: str, keys: np.ndarray, values: Sequence[bytes]) -> None: ...  # inserts or replaces
+    @abc.abstractmethod
+    def erase(self, name: str, keys: np.ndarray) -> None: ...
+    @abc.abstractmethod
+    def count(self, name: str) -> int: ...  # of keys, about
+    @abc.abstractmethod
+    def keys(self, name: str) -> Iterator[Sequence[bytes]]: ...  # all, some at a time
+    def close(self) -> None:
+        """Ends what runs beside; disconnects."""
+        self.beside.close()
+
+
+def bytes_of(keys: np.ndarray) -> list[bytes]:
+    """Keys as a database has them."""
+    return keys.view(f"V{keys.itemsize}").tolist()
+
+
+@final
+class DatabaseRows(RowSource):
+    """The tables of a model in one database or two, to read and to write.
+
+    Of two databases, the last one has all rows; the first one is asked first. If it fails, the last one answers alone
+    for RETRY_S, and a warning is logged. With `lifts` (HPS's `cache_missed_embeddings`) rows that only the last one had
+    are written into the first one by a thread; not if any were written since they were read, which may be newer.
+
+    Raises:
+      ServingError: names that HPS does not allow: others than 1 to 120 letters, digits, `_` and `-`.
+
+    Example:
+      >>> import tempfile
+      >>> from jaxsok.serving.config import PersistentDb
+      >>> from jaxsok.serving.databases.rocksdb import RocksDatabase
+      >>> database = RocksDatabase(PersistentDb("rocks_db", path=tempfile.mkdtemp()))
+      >>> rows = DatabaseRows([database], "dlrm", [FrozenTable("user", dim=2)])
+      >>> rows.insert("user", np.array([7, 9], np.uint64), np.array([[1, 2], [3, 4]], np.float32))
+      >>> found, is_found = rows.fetch("user", np.array([9, 8], np.uint64))
+      >>> found[0].tolist(), is_found.tolist()
+      ([3.0, 4.0], [True, False])
+      >>> database.close()
+    """
+
+    def __init__(
+        self,
+        databases: Sequence[Database],
+        model: str,
+        tables: Sequence[FrozenTable],
+        *,
+        key_bits: int = 64,
+        lifts: bool = False,
+    ) -> None:
+        for name in (model, *(table.name for table in tables)):
+            if not _NAME.fullmatch(name):
+                raise ServingError(
+                    f"DatabaseRows: model, tables: got {name!r}, wanted a name of 1 to 120 letters, digits, _ and -, "
+                    "as HPS has them in databases; rename it."
+                )
+        self._databases, self._model, self._lifts = tuple(databases), model, lifts
+        self._tables = {table.name: table for table in tables}
+        self._key_dtype = np.dtype("<u8" if key_bits == 64 else "<u4")
+        # Of all copies of this object. `lock` is held by a writer, and while rows are lifted; `writes` changes under
+        # it, when a write begins and when it ends.
+        self._shared = types.SimpleNamespace(lock=threading.Lock(), writes=0, skip_until=0.0)
+
+    @property
+    def tables(self) -> Mapping[str, FrozenTable]:
+        return self._tables
+
+    def num_rows(self, table: str) -> int:
+        return self._databases[-1].count(self._name("num_rows", table))
+
+    def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
+        """See `RowSource.fetch`. DatabaseError: no database can answer, or one has rows of another dim."""
+        name, dim, writes = self._name("fetch", table), self._tables[table].dim, self._shared.writes
+        keys, inverse = np.unique(np.asarray(keys, np.uint64), return_inverse=True)
+        rows, is_found = np.zeros((len(keys), dim), np.float32), np.zeros(len(keys), bool)
+        missing = np.flatnonzero(self._fit(keys))
+        *first, last = self._databases
+        for database in first:
+            if time.monotonic() < self._shared.skip_until:
+                continue
+            try:
+                self._read(database, name, keys, missing, rows, is_found)
+            except DatabaseError as error:
+                self._shared.skip_until = time.monotonic() + RETRY_S
+                _log.warning("DatabaseRows: table %r: the last database answers for %g s: %s", table, RETRY_S, error)
+            missing = missing[~is_found[missing]]
+        self._read(last, name, keys, missing, rows, is_found)
+        late = missing[is_found[missing]]
+        if self._lifts and first and len(late) and time.monotonic() >= self._shared.skip_until:
+            first[0].beside.offer(None, functools.partial(self._lift, first[0], writes, name, keys[late], rows[late]))
+        return rows[inverse], is_found[inverse]
+
+    def _read(
+        self, database: Database, name: str, keys: Keys, places: np.ndarray, rows: Rows, is_found: IsFound
+    ) -> None:
+        """Reads the rows of the keys at some places, as far as a database has them."""
+        for where, some in self._batches(database, keys, places):
+            values = database.read(name, some)
+            there = [value for value in values if value is not None]
+            wrong = {len(value) for value in there} - {4 * rows.shape[1]}
+            if wrong:
+                raise DatabaseError(
+                    f'fetch: dim: got rows of {sorted(wrong)} bytes in "{name}", wanted {4 * rows.shape[1]}: '
+                    f"{rows.shape[1]} float32; another model has written them: rename this one, or erase them."
+                )
+            is_found[where] = [value is not None for value in values]
+            rows[where[is_found[where]]] = np.frombuffer(b"".join(there), "<f4").reshape(-1, rows.shape[1])
+
+    def _lift(self, database: Database, writes: int, name: str, keys: Keys, rows: Rows) -> None:
+        with self._shared.lock:
+            if writes == self._shared.writes:
+                try:
+                    self._write(database, name, keys, rows)
+                except DatabaseError as error:
+                    _log.warning("DatabaseRows: %s: rows were not lifted: %s", name, error)
+
+    def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
+        for keys in self.keys(table):
+            for start in range(0, len(keys), chunk_rows):
+                some = keys[start : start + chunk_rows]
+                rows, is_found = self.fetch(table, some)
+                yield Records(some[is_found], rows[is_found])
+
+    def keys(self, table: str) -> Iterator[Keys]:
+        """All keys of a table, uint64, some at a time; of those that come or go meanwhile, any."""
+        for some in self._databases[-1].keys(self._name("keys", table)):
+            yield np.frombuffer(b"".join(some), self._key_dtype).astype(np.uint64)
+
+    def insert(self, table: str, keys: Keys, rows: Rows) -> None:
+        """Inserts or replaces rows of distinct keys, in the last database first.
+
+        ServingError: rows of another shape, PADDING_KEY, or keys that do not fit; nothing is written. DatabaseError: a
+        database fails; some rows may be written.
+        """
+        name, dim = self._name("insert", table), self._tables[table].dim
+        keys, rows = np.asarray(keys, np.uint64), np.ascontiguousarray(rows, "<f4")
+        if rows.shape != (len(keys), dim) or not self._fit(keys).all():
+            raise ServingError(
+                f'insert: table "{table}": keys, rows: got rows {list(rows.shape)} and {np.sum(~self._fit(keys))} keys '
+                f"that are PADDING_KEY or too large, wanted rows [{len(keys)}, {dim}] and no such key."
+            )
+        self._change(lambda to: self._write(to, name, keys, rows))
+
+    def _write(self, database: Database, name: str, keys: Keys, rows: Rows) -> None:
+        for where, some in self._batches(database, keys, np.arange(len(keys))):
+            database.write(name, some, rows[where].view(f"V{4 * rows.shape[1]}")[:, 0].tolist())
+
+    def erase(self, table: str, keys: Keys) -> None:
+        """Removes the rows of keys, where they are there, in the last database first."""
+        name, keys = self._name("erase", table), np.asarray(keys, np.uint64)
+        places = np.flatnonzero(self._fit(keys))
+        self._change(lambda to: [to.erase(name, some) for _, some in self._batches(to, keys, places)])
+
+    def _change(self, change: Callable[[Database], Any]) -> None:
+        with self._shared.lock:
+            self._shared.writes += 1
+            try:
+                for database in reversed(self._databases):
+                    change(database)
+            finally:
+                self._shared.writes += 1
+
+    def _fit(self, keys: np.ndarray) -> np.ndarray:
+        return (keys != np.uint64(PADDING_KEY)) & (keys <= np.iinfo(self._key_dtype).max)
+
+    def _batches(self, database: Database, keys: Keys, places: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The places of some keys in batches, with the keys as a database has them."""
+        for start in range(0, len(places), database.max_batch_size):
+            where = places[start : start + database.max_batch_size]
+            yield where, keys[where].astype(self._key_dtype)
+
+    def _name(self, op: str, table: str) -> str:
+        if table not in self._tables:
+            raise UnknownTableError.of(op, table, self._tables, f'model "{self._model}"')
+        return f"hps_et.{self._model}.{table}"

