@@ -268,27 +268,21 @@ class Layered(RowSource):
 
 def fetch_lines(source: RowSource, name: str, keys: np.ndarray) -> tuple[Lines, np.ndarray]:
     """Fetches the rows of those keys that a table has, as a cache stores them, and which keys these are."""
-    table = source.tables[name]
+    table, num_keys = source.tables[name], len(keys)
+    op, stored, scales = "fetch", "float32", []
     if table.is_quantized:
-        numbers, scales, is_found = source.fetch_quantized(name, keys)
-        is_found = np.asarray(is_found, bool)
-        shapes, wanted = (numbers.shape, scales.shape), ((len(keys), table.dim), (len(keys),))
-        dtypes = numbers.dtype, scales.dtype
-        if shapes != wanted or dtypes != (jnp.dtype(table.dtype), np.float32) or is_found.shape != wanted[1]:
-            raise RuntimeError(
-                f'DeviceCache: table "{name}": got {dtypes} of {shapes} of {type(source).__name__}.'
-                f"fetch_quantized, wanted {table.dtype} and float32 of {wanted}."
-            )
-        return (numbers[is_found], scales[is_found]), is_found
-    rows, is_found = source.fetch(name, keys)
+        op, stored, scales = "fetch_quantized", table.dtype, [f"float32[{num_keys}]"]
+    *lines, is_found = getattr(source, op)(name, keys)
     is_found = np.asarray(is_found, bool)
-    wanted = (len(keys), table.dim)
-    if rows.shape != wanted or rows.dtype != np.float32 or is_found.shape != wanted[:1]:
+    got = [f"{array.dtype}{list(array.shape)}" for array in (*lines, is_found)]
+    wanted = [f"{stored}[{num_keys}, {table.dim}]", *scales, f"bool[{num_keys}]"]
+    if got != wanted:
         raise RuntimeError(
-            f'DeviceCache: table "{name}": got {rows.dtype}{list(rows.shape)} and found{list(is_found.shape)} of '
-            f"{type(source).__name__}.fetch, wanted float32{list(wanted)} and bool[{wanted[0]}]."
+            f'DeviceCache: table "{name}": got {", ".join(got)} of {type(source).__name__}.{op}, wanted '
+            f"{', '.join(wanted)}."
         )
-    return round_rows(table, rows[is_found]), is_found
+    rows = tuple(array[is_found] for array in lines)
+    return rows if table.is_quantized else round_rows(table, rows[0]), is_found
 
 
 def round_rows(table: FrozenTable, rows: np.ndarray) -> Lines:
