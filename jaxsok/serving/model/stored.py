@@ -110,16 +110,8 @@ class StoredVersions:
                 old = self._current
                 opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
                 changes = [Change.of(old.tables.tables[name], found) for name, found in opened.items()]
-                served, dense_file = dense_model or (old.served, old.dense_file)
-                new = dataclasses.replace(
-                    old,
-                    number=old.number + 1,
-                    files={**old.files, **{name: str(found.path) for name, found in opened.items()}},
-                    uuids={**old.uuids, **{name: found.uuid for name, found in opened.items()}},
-                    served=served,
-                    dense_file=dense_file,
-                    replaced=frozenset(change.table.name for change in changes if change.gone is None),
-                )
+                replaced = frozenset(change.table.name for change in changes if change.gone is None)
+                new = dataclasses.replace(old.following(opened, dense_model), replaced=replaced)
                 reader.prepare(old, new)
                 changed = {change.table.name: _write(old.stored, change) for change in changes if not change.is_empty}
                 reader.publish(new, changed)

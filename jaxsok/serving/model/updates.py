@@ -13,7 +13,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import jax
 import numpy as np
@@ -58,6 +58,18 @@ class Version:
     def form(self) -> Form:
         """The form of the arrays: programs are compiled for it."""
         return Form(self.tables)
+
+    def following(self, opened: Mapping[str, TableSource], dense_model: tuple[Any, str] | None) -> Self:
+        """The next version, as an update by some tables, and by a dense model and its file, describes it."""
+        served, dense_file = dense_model or (self.served, self.dense_file)
+        return dataclasses.replace(
+            self,
+            number=self.number + 1,
+            files={**self.files, **{name: str(found.path) for name, found in opened.items()}},
+            uuids={**self.uuids, **{name: found.uuid for name, found in opened.items()}},
+            served=served,
+            dense_file=dense_file,
+        )
 
     def over(self, stores: Sequence[FrozenStore]) -> "Version":
         """This version, over other arrays."""
@@ -202,15 +214,7 @@ class Versions:
                 old = self._current
                 opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
                 changes = [Change.of(old.tables.tables[name], found) for name, found in opened.items()]
-                served, dense_file = dense_model or (old.served, old.dense_file)
-                new = dataclasses.replace(
-                    old,
-                    number=old.number + 1,
-                    files={**old.files, **{name: str(found.path) for name, found in opened.items()}},
-                    uuids={**old.uuids, **{name: found.uuid for name, found in opened.items()}},
-                    served=served,
-                    dense_file=dense_file,
-                )
+                new = old.following(opened, dense_model)
                 self._update(old, new, changes, in_place, reader)
                 return self._current
             finally:
