@@ -65,7 +65,7 @@ class Steps:
             else:
                 state, in_flight = self._indexed(state, following, _step_after(state, plan.updates_before))
             state = dataclasses.replace(state, ahead=(*state.ahead, in_flight))
-        return embeddings, dataclasses.replace(state, drains=state.drains and bool(state.ahead)), plan
+        return embeddings, state, plan
 
     def _looked_up(self, state: State, plan: Plan, clock: UInt32[Array, ""] | None) -> tuple[Embeddings, State, Plan]:
         embeddings: Embeddings = {}
@@ -156,7 +156,9 @@ class Steps:
             nonfinite.append(num_nonfinite)
             num_stale = num_stale + num_stale_uses
         after = {"step": _step_after(state, 1), "tickets": redeemed.tickets}
-        state = dataclasses.replace(state, stores=tuple(stores), **after)
+        # Draining ends with a step, which may have several lookups.
+        drains = state.drains and bool(state.ahead)
+        state = dataclasses.replace(state, stores=tuple(stores), drains=drains, **after)
         found = [there(plan.found) for plan in plans]
         stats = self._stats(state, found, nonfinite, num_stale, redeemed.num_misused)
         if state.ahead and state.ahead[-1].embeddings is None:
@@ -276,11 +278,11 @@ def _used(s: int, plans: Sequence[Plan], gradients: Sequence[Gradients], is_live
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _everywhere(steps: Steps, name: str, state: State, *args: Any) -> Any:
     split, same, of_state = steps.shards.spec, P(), specs_of(steps.shards, state)
-    looked_up = dataclasses.replace(of_state, drains=state.drains and len(state.ahead) > 1)
+    updated = dataclasses.replace(of_state, drains=state.drains and bool(state.ahead))
     in_specs, out_specs = {
-        "lookup": ((split, same), (split, looked_up, split)),
+        "lookup": ((split, same), (split, of_state, split)),
         "find": ((split,), (split, same)),
-        "update": ((split, split, same), (of_state, same)),
+        "update": ((split, split, same), (updated, same)),
         "gradient_norm": ((split, split), same),
     }[name]
     return steps.shards.run(getattr(steps, name), (state, *args), (of_state, *in_specs), out_specs)
