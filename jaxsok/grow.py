@@ -104,7 +104,7 @@ class GrowthTracker:
     num_evictions: int = 0
     """How often rows of a store left to make room."""
     following: tuple[Features, tuple[Features, ...]] | None = None
-    """The batch that a pipeline handed out last, and those that its step looks up ahead."""
+    """The batch that a pipeline handed out last, and those of which its step looks some up ahead."""
     warned: set[str] = dataclasses.field(default_factory=set)
     """The warnings that were given: each comes once."""
 
