@@ -61,7 +61,9 @@ class Steps:
         for following in () if state.drains else plan.following[len(state.ahead) :]:
             if plan.staleness:
                 values, state, done = self._looked_up(state, following, None)
-                in_flight = InFlight(there(done.found), there(done.ticket), following.sample(), values)
+                in_flight = InFlight(
+                    there(done.found), there(done.ticket), following.sample(), following.form(), values
+                )
             else:
                 state, in_flight = self._indexed(state, following, _step_after(state, plan.updates_before))
             state = dataclasses.replace(state, ahead=(*state.ahead, in_flight))
@@ -99,7 +101,7 @@ class Steps:
             digests.append(digest)
         after, ticket = tickets.issue(state, stores, plan.features, digests)
         state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
-        return state, InFlight(tuple(found), ticket, plan.sample())
+        return state, InFlight(tuple(found), ticket, plan.sample(), plan.form())
 
     def _read(self, state: State, plan: Plan, in_flight: InFlight) -> tuple[State, InFlight]:
         """Does the rest of a lookup."""
@@ -113,9 +115,14 @@ class Steps:
         return state, dataclasses.replace(in_flight, found=tuple(found), embeddings=embeddings)
 
     def _landed(self, state: State, plan: Plan) -> tuple[Embeddings, State, Plan]:
-        """Takes the oldest lookup out of those in flight."""
+        """Takes the oldest lookup out of those in flight; an exact one reads its rows now, after all updates."""
         in_flight, *ahead = state.ahead
-        if in_flight.embeddings is None:  # a micro-batch: no update came between
+        if plan.form() != in_flight.form:
+            raise ValueError(
+                f"lookup: features: got {plan.features!r}, wanted the batch in flight, which has another size; go on "
+                "with the pipeline that looked it up, or call drain before its last step."
+            )
+        if in_flight.embeddings is None:
             state, in_flight = self._read(state, plan, in_flight)
         plan = dataclasses.replace(plan, found=in_flight.found, ticket=_ticket_for(plan, in_flight))
         return there(in_flight.embeddings), dataclasses.replace(state, ahead=tuple(ahead)), plan
@@ -161,11 +168,6 @@ class Steps:
         state = dataclasses.replace(state, stores=tuple(stores), drains=drains, **after)
         found = [there(plan.found) for plan in plans]
         stats = self._stats(state, found, nonfinite, num_stale, redeemed.num_misused)
-        if state.ahead and state.ahead[-1].embeddings is None:
-            following = plans[-1].following[0]
-            state, in_flight = self._read(state, following, state.ahead[-1])
-            in_flight = dataclasses.replace(in_flight, ticket=_ticket_for(following, in_flight))
-            state = dataclasses.replace(state, ahead=(in_flight,))
         # `grow` reads the state, and warns even if the caller ignores Stats.
         refused = (stats.num_refused - stats.num_unadmitted).astype(jnp.uint32)
         return dataclasses.replace(state, num_refused=state.num_refused + refused), stats

@@ -314,8 +314,6 @@ def test_steps_in_a_scan(num_shards):
     state, *_ = step_of(collection)(collection.init(seed=3, salt=5), plans[0])
     of_one_form = [plan for plan in plans[1:] if jax.tree.structure(plan) == jax.tree.structure(plans[1])]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_one_form)
-    if num_shards is not None:
-        stacked = jax.tree.map(lambda leaf: leaf, stacked)
     state, _ = jax.lax.scan(lambda state, plan: (step_of(collection)(state, plan)[0], None), state, stacked)
     for plan in plans[1 + len(of_one_form) :]:
         state, *_ = step_of(collection)(state, plan)
@@ -421,6 +419,46 @@ def test_the_plan_of_another_batch_changes_no_row(num_shards):
         state, *_ = step_of(collection)(collection.init(seed=3, salt=5), first)
         with pytest.raises(ValueError, match="lookup: features: got those of a batch where lookups are in flight"):
             step_of(collection)(state, second.features)
+
+
+@pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 1}], ids=["exact", "stale"])
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_a_batch_of_another_size_than_the_one_in_flight_is_refused(num_shards, options):
+    """As that of another pipeline may be."""
+    collection = collection_of("full", num_shards)
+    sizes = (NUM_SAMPLES, NUM_SAMPLES // 2)
+    first, second = ([{"user": np.arange(size) + step} for step in range(2)] for size in sizes)
+    _, plan = next(iter(collection.pipeline(first, **options)))
+    state, *_ = step_of(collection)(collection.init(seed=3, salt=5), plan)
+    _, plan = next(iter(collection.pipeline(second, **options)))
+    with pytest.raises(ValueError, match=r"lookup: features: got Features.*wanted the batch in flight"):
+        step_of(collection)(state, plan)
+
+
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_an_update_that_is_left_out(num_shards):
+    """By a condition on the device, as where a loss is not finite: the next batch reads rows that were not stepped."""
+    collection = collection_of("plain", num_shards)
+
+    @jax.jit
+    def step(state, plan, is_updated):
+        embeddings, state, plan = collection.lookup(state, plan)
+        gradients = jax.tree.map(jnp.ones_like, embeddings)
+        updated = jax.lax.cond(
+            is_updated, lambda state: collection.update(state, plan, gradients)[0], lambda state: state, state
+        )
+        return updated, embeddings
+
+    def loop(**options):
+        state, results = collection.init(seed=3, salt=5), []
+        for number, (_, plan) in enumerate(collection.pipeline(raw_batches(collection.features), **options)):
+            state, embeddings = step(state, plan, number != 2)
+            results.append(embeddings)
+        return state, results
+
+    (want, results), (got, ahead) = loop(), loop(lookahead=1)
+    jax.tree.map(np.testing.assert_array_equal, results, ahead)
+    programs.assert_same_state(want, got, index=False)
 
 
 def test_requests_that_need_rounds_wait_for_their_turn():
