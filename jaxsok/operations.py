@@ -202,9 +202,10 @@ def coming_of(collection: Declared, batch: Any, steps: int) -> coming.Coming:
 def following_of(collection: Declared, batch: Any) -> tuple[Features, ...]:
     """Returns the batches after those that `grow` takes, of which their step looks some up ahead."""
     last = batch[-1] if isinstance(batch, (list, tuple)) and batch else batch
-    features, handed_out = _features_of(last), collection.growth.following
-    if handed_out is not None and (handed_out[0] is features or not _is_one_batch(features)):
-        return handed_out[1]
+    features = _features_of(last)
+    for handed_out, following in reversed(collection.growth.following):
+        if handed_out() is features or not _is_one_batch(features):
+            return following
     return tuple(plan.features for plan in last.following) if isinstance(last, plan_lib.Plan) else ()
 
 

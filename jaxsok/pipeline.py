@@ -16,6 +16,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -150,11 +151,14 @@ class Pipeline:
     def _with_following(self, batch: Batch, plan: Plan) -> Plan:
         """Gives a plan those that its lookup looks up ahead, and tells the growth of the tables about their keys."""
         self._num_handed_out += 1
+        if not self._ahead.num_batches:
+            return plan
         coming = tuple(one.features for one, _ in itertools.islice(self._ready, self._ahead.reach))
         following = itertools.islice(self._ready, self._ahead.num_batches)
         # Requests that need rounds are looked up when their turn comes, and so are those behind them.
         plans = tuple(one for _, one in itertools.takewhile(lambda ready: _is_in_one_round(ready[1]), following))
-        self._collection.growth.following = (batch.features, coming) if plans else None
+        handed_out = [one for one in self._collection.growth.following if one[0]() is not None]
+        self._collection.growth.following = [*handed_out, (weakref.ref(batch.features), coming if plans else ())]
         if not plans:
             return plan
         is_updated = self._num_handed_out % self._ahead.micro_batches == 0

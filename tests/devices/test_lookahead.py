@@ -245,13 +245,14 @@ GROWS = {
 
 
 @pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 2}], ids=["exact", "stale"])
-@pytest.mark.parametrize("grow", GROWS.values(), ids=GROWS)
-def test_growth_makes_room_for_the_batches_ahead(grow, options):
+@pytest.mark.parametrize(("fetches", "grow"), [(False, grow) for grow in GROWS.values()] + [(True, GROWS["features"])])
+def test_growth_makes_room_for_the_batches_ahead(fetches, grow, options):
     """Whatever `grow` is given: no key of a batch that is looked up ahead is refused."""
     collection = jaxsok.Collection([jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=16)], FEATURES[:1])
     raws = [{"user": np.arange(NUM_SAMPLES) + NUM_SAMPLES * step} for step in range(6)]
-    state = collection.init(seed=3)
-    for number, (batch, plan) in enumerate(collection.pipeline(raws, **options)):
+    state, handed_out = collection.init(seed=3), collection.pipeline(raws, **options)
+    # Each batch has its own that follow, also where a caller fetches several beforehand.
+    for number, (batch, plan) in enumerate(list(handed_out) if fetches else handed_out):
         state, _, stats = step_of(collection)(grow(collection, state, batch, plan, number), plan)
         assert programs.total(stats, "num_refused") == 0
     assert collection.num_rows(state) == {"user": 6 * NUM_SAMPLES}
