@@ -144,6 +144,47 @@ def test_rows_leave_at_the_step_at_which_they_would_without_lookups_ahead(num_sh
     programs.assert_same_state(want, got, index=False)
 
 
+@pytest.mark.filterwarnings("ignore:grow")
+@pytest.mark.parametrize(
+    ("num_shards", "eviction", "admission"),
+    [
+        (None, policies.SmallNorm(0.5), None),
+        (None, policies.TimeToLive(2), policies.AdmitByCount(2, delayed=True)),
+        (4, policies.TimeToLive(2), policies.AdmitByProbability(0.5)),
+        (4, policies.LeastFrequentlyUsed(), policies.AdmitByBloom(2, num_keys=100)),
+    ],
+)
+def test_policies_see_what_they_would_without_lookups_ahead(num_shards, eviction, admission):
+    """Also where too few rows leave, and keys are refused."""
+    options = {"capacity": 32, "max_capacity": 48, "eviction": eviction, "admission": admission}
+    spec = jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), **options)
+    make = jaxsok.Collection if num_shards is None else functools.partial(programs.over, num_shards)
+    rng = np.random.default_rng(5)
+    raws = [{"user": rng.integers(0, 14, NUM_SAMPLES) + 4 * step} for step in range(40)]
+    plain, pipelined = make([spec], FEATURES[:1]), make([spec], FEATURES[:1])
+    want, results = trained(plain, raws)
+    got, ahead = trained(pipelined, raws, lookahead=1)
+    assert plain.growth.num_evictions == pipelined.growth.num_evictions >= 1
+    assert_same_results(results, ahead)
+    programs.assert_same_state(want, got, index=False)
+
+
+def test_a_loop_that_breaks_off_is_drained_and_saved(tmp_path):
+    """With the batches in flight, from the same pipeline."""
+    collection = collection_of("plain", None)
+    handed_out = collection.pipeline(raw_batches(collection.features), staleness=2)
+    state = collection.init(seed=3, salt=5)
+    for number, (batch, plan) in enumerate(handed_out):
+        state, *_ = step_of(collection)(collection.grow(state, batch), plan)
+        if number == 1:
+            break
+    state = collection.drain(state)
+    for _, (batch, plan) in zip(state.ahead, handed_out, strict=False):
+        state, _, stats = step_of(collection)(collection.grow(state, batch), plan)
+        stats.check()
+    checkpoint.export_full(tmp_path / "run", collection, state)
+
+
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize("num_shards", [None, 4])
 def test_rows_miss_as_many_updates_as_asked(num_shards, staleness):
