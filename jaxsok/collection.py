@@ -323,7 +323,9 @@ class Collection:
                 "gave with the batch."
             )
         self.growth.saw_features([plan.features])
-        guards.expect_the_end_of(state.ahead)  # the last batch leaves none in its place, a smaller one smaller arrays
+        guards.expect_the_end_of(
+            state.ahead, self.shards.num_shards
+        )  # the last batch leaves none in its place, a smaller one smaller arrays
         state, plan, now = guards.whole("lookup", state=state, features=plan, clock=now)
         return self._steps.call("lookup", state, plan, now)
 
@@ -802,11 +804,13 @@ class Collection:
         coming = self.growth.seen(steps) if batch is None else operations.coming_of(self, batch, steps)
         following = () if state.drains else operations.following_of(self, batch)
         if following:
-            given = batch if isinstance(batch, (list, tuple)) else [batch]
             if not state.ahead:
                 state = grow_lib.grow(self.growth, state, coming, steps, now, hand_over)
-            coming = operations.coming_of(self, [*given, *following][len(state.ahead) :], 1)
-            return grow_lib.grow(self.growth, state, coming, 1, now, is_ahead=True)
+            coming = operations.with_following(self, batch, steps, coming, following, len(state.ahead))
+            try:
+                return grow_lib.grow(self.growth, state, coming, steps, now, is_ahead=True)
+            except MemoryError:  # there is room for this step; without lookups ahead the next one would raise
+                return dataclasses.replace(state, drains=True)
         if batch is None and not any(coming.positions):
             self.growth.warn_once(
                 "batch",

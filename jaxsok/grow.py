@@ -103,8 +103,8 @@ class GrowthTracker:
     """How often in a row the state moved and its former array was gone."""
     num_evictions: int = 0
     """How often rows of a store left to make room."""
-    following: tuple[Features, tuple[Features, ...]] | None = None
-    """The batch that a pipeline handed out last, and those that its step looks up ahead."""
+    following: list[tuple[weakref.ref, tuple[Features, ...]]] = dataclasses.field(default_factory=list)
+    """The batches that pipelines handed out and callers hold, and those of which their steps look some up ahead."""
     warned: set[str] = dataclasses.field(default_factory=set)
     """The warnings that were given: each comes once."""
 

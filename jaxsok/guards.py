@@ -20,14 +20,17 @@ def whole(op: str, **arguments: Any) -> tuple[Any, ...]:
     return tuple(_guarded(op, name, tree) for name, tree in arguments.items())
 
 
-def expect_the_end_of(tree: Any) -> None:
+def expect_the_end_of(tree: Any, num_shards: int) -> None:
     """Keeps JAX from warning that a step cannot use the memory of these donated arrays, which end in it.
 
     A warning that names any other array comes as ever. Called while a step is traced.
     """
     if not tree:
         return
-    avals = {f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(tree)}
+    leaves = jax.tree.leaves(tree)
+    # Where axes are explicit, JAX names the part of a shard.
+    shapes = [(one.dtype, one.shape[0] // parts, *one.shape[1:]) for one in leaves for parts in (1, num_shards)]
+    avals = {f"{dtype}[{','.join(map(str, shape))}]" for dtype, *shape in shapes}
     one = f"(?:{'|'.join(map(re.escape, sorted(avals)))})"
     message = rf"Some donated buffers were not usable: {one}(?:, {one})*\."
     warnings.filterwarnings("ignore", message, UserWarning)

@@ -6,7 +6,7 @@ donates the store that it changes; inside a jitted step it is a part of that pro
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -164,7 +164,7 @@ def coming_of(collection: Declared, batch: Any, steps: int) -> coming.Coming:
     positions, uncounted = [0] * len(collection.stores), [0] * len(collection.stores)
     counted, num_steps = [], 0
     for given in batch if is_list else (batch,):
-        features = given.features if isinstance(given, (Batch, plan_lib.Plan)) else given
+        features = _features_of(given)
         num_stacked = 0
         if isinstance(features, Features):
             check_features("grow", collection, features)
@@ -200,13 +200,38 @@ def coming_of(collection: Declared, batch: Any, steps: int) -> coming.Coming:
 
 
 def following_of(collection: Declared, batch: Any) -> tuple[Features, ...]:
-    """Returns the batches that the step of a batch, as `grow` takes it, looks up ahead."""
+    """Returns the batches after those that `grow` takes, of which their step looks some up ahead."""
     last = batch[-1] if isinstance(batch, (list, tuple)) and batch else batch
-    if isinstance(last, plan_lib.Plan):
-        return tuple(plan.features for plan in last.following)
-    features = last.features if isinstance(last, Batch) else last
-    handed_out = collection.growth.following
-    return handed_out[1] if handed_out is not None and handed_out[0] is features else ()
+    features = _features_of(last)
+    for handed_out, following in reversed(collection.growth.following):
+        if handed_out() is features or not _is_one_batch(features):
+            return following
+    return tuple(plan.features for plan in last.following) if isinstance(last, plan_lib.Plan) else ()
+
+
+def with_following(
+    collection: Declared, batch: Any, steps: int, own: coming.Coming, following: Sequence[Features], num_in_flight: int
+) -> coming.Coming:
+    """Adds the batches that follow to what those that `grow` takes ask for (`own`), which may be in flight."""
+    given = batch if isinstance(batch, (list, tuple)) else [batch]
+    if steps == 1 and all(_is_one_batch(_features_of(one)) for one in given):
+        return coming_of(collection, [*given, *following][num_in_flight:], 1)
+    more = coming_of(collection, list(following), 1)
+
+    def added(first: list[int], second: list[int]) -> list[int]:
+        return [a + b for a, b in zip(first, second, strict=True)]
+
+    uncounted = added(own.uncounted, more.uncounted)
+    positions = added(own.positions, more.positions)
+    return coming.Coming(positions, own.features + more.features, uncounted, own.is_given)
+
+
+def _features_of(given: Any) -> Any:
+    return given.features if isinstance(given, (Batch, plan_lib.Plan)) else given
+
+
+def _is_one_batch(features: Any) -> bool:
+    return isinstance(features, Features) and not coming.num_stacked(features)
 
 
 # On every shard ------------------------------------------------------------------------------------------------------

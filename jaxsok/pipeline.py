@@ -16,6 +16,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -58,6 +59,11 @@ class LookAhead:
     num_batches: int = 0
     staleness: int = 0
     micro_batches: int = 1
+
+    @property
+    def reach(self) -> int:
+        """Batches for whose keys there must be room: those of the next step too, since no row leaves within a step."""
+        return self.num_batches and max(self.num_batches, self.micro_batches)
 
 
 class Pipeline:
@@ -112,7 +118,7 @@ class Pipeline:
         try:
             self._make_ready(1)
             while ready:
-                self._make_ready(1 + self._ahead.num_batches)
+                self._make_ready(1 + self._ahead.reach)
                 self._pack(self._prefetch)
                 batch, plan = ready.popleft()
                 plan = self._with_following(batch, plan)
@@ -145,10 +151,14 @@ class Pipeline:
     def _with_following(self, batch: Batch, plan: Plan) -> Plan:
         """Gives a plan those that its lookup looks up ahead, and tells the growth of the tables about their keys."""
         self._num_handed_out += 1
+        if not self._ahead.num_batches:
+            return plan
+        coming = tuple(one.features for one, _ in itertools.islice(self._ready, self._ahead.reach))
         following = itertools.islice(self._ready, self._ahead.num_batches)
         # Requests that need rounds are looked up when their turn comes, and so are those behind them.
         plans = tuple(one for _, one in itertools.takewhile(lambda ready: _is_in_one_round(ready[1]), following))
-        self._collection.growth.following = (batch.features, tuple(one.features for one in plans)) if plans else None
+        handed_out = [one for one in self._collection.growth.following if one[0]() is not None]
+        self._collection.growth.following = [*handed_out, (weakref.ref(batch.features), coming if plans else ())]
         if not plans:
             return plan
         is_updated = self._num_handed_out % self._ahead.micro_batches == 0

@@ -6,6 +6,7 @@ ordered by owner, are its requests to the others (exchange.py). A plan is never 
 """
 
 import dataclasses
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +158,11 @@ class Plan:
             return tuple(part.keys[:_NUM_SAMPLED] for part in self.features.stores)
         return tuple(one.digest for one in self.asked if one is not None)
 
+    def form(self) -> int:
+        """Returns a number that follows from the shapes and layouts of its arrays."""
+        leaves, structure = jax.tree.flatten((self.features, self.asked))
+        return zlib.crc32(repr((structure, [leaf.shape for leaf in leaves])).encode())
+
     def __repr__(self) -> str:
         """Names its features and progress; reads no array, so it waits for nothing."""
         is_exchanged = any(one is not None for one in self.asked or ())
@@ -179,8 +185,9 @@ class InFlight:
     ticket: Ticket
     sample: tuple[Array, ...]
     """Keys or digests that tell the batch from others (`Plan.sample`)."""
+    form: int = dataclasses.field(metadata={"static": True})
     embeddings: dict[str, Array] | None = None
-    """None: rows are read after the next update."""
+    """None: rows are read when the batch is looked up."""
 
 
 def distinct_keys(features: StoreFeatures) -> Distinct:

@@ -51,4 +51,5 @@ def _is_split(node: Any) -> Any:
     if not isinstance(node, State):
         return True
     others = dict.fromkeys(("step", "seed", "partition_owners", "lineage", "num_refused"), False)
-    return dataclasses.replace(node, stores=jax.tree.map(lambda _: True, node.stores), tickets=True, **others)
+    stores, ahead = jax.tree.map(lambda _: True, (node.stores, node.ahead))
+    return dataclasses.replace(node, stores=stores, tickets=True, ahead=ahead, **others)

@@ -153,6 +153,14 @@ class Stats:
         """
         host = on_host(self)
         counts = host.to_dict()
+        stale, misused = int(host.count("num_stale")), int(host.count("num_misused_plans"))
+        if misused:  # first, since rows of another batch do not count
+            raise StalePlanError(
+                f"update: plan: got {misused} plans that are not open in this state ({stale} uses), wanted plans whose "
+                "lookup this state came from, each in one update only, at most 256 lookups later; they changed "
+                "nothing. Pass on the state that lookup returns: `embeddings, state, plan = collection.lookup(state, "
+                "...)`, then `state, stats = collection.update(state, plan, ...)`."
+            )
         num_full = {table: c["num_refused"] - c["num_unadmitted"] for table, c in counts.items()}
         refused = []
         for table, capacity, s in zip(self.tables, self.capacities, self.stores, strict=True):
@@ -174,14 +182,6 @@ class Stats:
             raise NonFiniteGradientError(
                 f"update: gradients: infinite or NaN for {nonfinite} rows (by table); those rows were left alone. "
                 "Look for overflow in the loss, or lower the learning rate."
-            )
-        stale, misused = int(host.count("num_stale")), int(host.count("num_misused_plans"))
-        if misused:
-            raise StalePlanError(
-                f"update: plan: got {misused} plans that are not open in this state ({stale} uses), wanted plans whose "
-                "lookup this state came from, each in one update only, at most 256 lookups later; they changed "
-                "nothing. Pass on the state that lookup returns: `embeddings, state, plan = collection.lookup(state, "
-                "...)`, then `state, stats = collection.update(state, plan, ...)`."
             )
         if stale:
             raise StalePlanError(

@@ -61,11 +61,13 @@ class Steps:
         for following in () if state.drains else plan.following[len(state.ahead) :]:
             if plan.staleness:
                 values, state, done = self._looked_up(state, following, None)
-                in_flight = InFlight(there(done.found), there(done.ticket), following.sample(), values)
+                in_flight = InFlight(
+                    there(done.found), there(done.ticket), following.sample(), following.form(), values
+                )
             else:
                 state, in_flight = self._indexed(state, following, _step_after(state, plan.updates_before))
             state = dataclasses.replace(state, ahead=(*state.ahead, in_flight))
-        return embeddings, dataclasses.replace(state, drains=state.drains and bool(state.ahead)), plan
+        return embeddings, state, plan
 
     def _looked_up(self, state: State, plan: Plan, clock: UInt32[Array, ""] | None) -> tuple[Embeddings, State, Plan]:
         embeddings: Embeddings = {}
@@ -99,7 +101,7 @@ class Steps:
             digests.append(digest)
         after, ticket = tickets.issue(state, stores, plan.features, digests)
         state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
-        return state, InFlight(tuple(found), ticket, plan.sample())
+        return state, InFlight(tuple(found), ticket, plan.sample(), plan.form())
 
     def _read(self, state: State, plan: Plan, in_flight: InFlight) -> tuple[State, InFlight]:
         """Does the rest of a lookup."""
@@ -113,9 +115,14 @@ class Steps:
         return state, dataclasses.replace(in_flight, found=tuple(found), embeddings=embeddings)
 
     def _landed(self, state: State, plan: Plan) -> tuple[Embeddings, State, Plan]:
-        """Takes the oldest lookup out of those in flight."""
+        """Takes the oldest lookup out of those in flight; an exact one reads its rows now, after all updates."""
         in_flight, *ahead = state.ahead
-        if in_flight.embeddings is None:  # a micro-batch: no update came between
+        if plan.form() != in_flight.form:
+            raise ValueError(
+                f"lookup: features: got {plan.features!r}, wanted the batch in flight, which has another size; go on "
+                "with the pipeline that looked it up, or call drain before its last step."
+            )
+        if in_flight.embeddings is None:
             state, in_flight = self._read(state, plan, in_flight)
         plan = dataclasses.replace(plan, found=in_flight.found, ticket=_ticket_for(plan, in_flight))
         return there(in_flight.embeddings), dataclasses.replace(state, ahead=tuple(ahead)), plan
@@ -156,14 +163,11 @@ class Steps:
             nonfinite.append(num_nonfinite)
             num_stale = num_stale + num_stale_uses
         after = {"step": _step_after(state, 1), "tickets": redeemed.tickets}
-        state = dataclasses.replace(state, stores=tuple(stores), **after)
+        # Draining ends with a step, which may have several lookups.
+        drains = state.drains and bool(state.ahead)
+        state = dataclasses.replace(state, stores=tuple(stores), drains=drains, **after)
         found = [there(plan.found) for plan in plans]
         stats = self._stats(state, found, nonfinite, num_stale, redeemed.num_misused)
-        if state.ahead and state.ahead[-1].embeddings is None:
-            following = plans[-1].following[0]
-            state, in_flight = self._read(state, following, state.ahead[-1])
-            in_flight = dataclasses.replace(in_flight, ticket=_ticket_for(following, in_flight))
-            state = dataclasses.replace(state, ahead=(in_flight,))
         # `grow` reads the state, and warns even if the caller ignores Stats.
         refused = (stats.num_refused - stats.num_unadmitted).astype(jnp.uint32)
         return dataclasses.replace(state, num_refused=state.num_refused + refused), stats
@@ -276,11 +280,11 @@ def _used(s: int, plans: Sequence[Plan], gradients: Sequence[Gradients], is_live
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _everywhere(steps: Steps, name: str, state: State, *args: Any) -> Any:
     split, same, of_state = steps.shards.spec, P(), specs_of(steps.shards, state)
-    looked_up = dataclasses.replace(of_state, drains=state.drains and len(state.ahead) > 1)
+    updated = dataclasses.replace(of_state, drains=state.drains and bool(state.ahead))
     in_specs, out_specs = {
-        "lookup": ((split, same), (split, looked_up, split)),
+        "lookup": ((split, same), (split, of_state, split)),
         "find": ((split,), (split, same)),
-        "update": ((split, split, same), (of_state, same)),
+        "update": ((split, split, same), (updated, same)),
         "gradient_norm": ((split, split), same),
     }[name]
     return steps.shards.run(getattr(steps, name), (state, *args), (of_state, *in_specs), out_specs)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import programs
 import pytest
 from compiled_cases import addresses, table_copies
+from jax.sharding import AxisType
 
 import jaxsok
 from jaxsok import checkpoint, policies
@@ -149,6 +151,47 @@ def test_rows_leave_at_the_step_at_which_they_would_without_lookups_ahead(num_sh
     programs.assert_same_state(want, got, index=False)
 
 
+@pytest.mark.filterwarnings("ignore:grow")
+@pytest.mark.parametrize(
+    ("num_shards", "eviction", "admission"),
+    [
+        (None, policies.SmallNorm(0.5), None),
+        (None, policies.TimeToLive(2), policies.AdmitByCount(2, delayed=True)),
+        (4, policies.TimeToLive(2), policies.AdmitByProbability(0.5)),
+        (4, policies.LeastFrequentlyUsed(), policies.AdmitByBloom(2, num_keys=100)),
+    ],
+)
+def test_policies_see_what_they_would_without_lookups_ahead(num_shards, eviction, admission):
+    """Also where too few rows leave, and keys are refused."""
+    options = {"capacity": 32, "max_capacity": 48, "eviction": eviction, "admission": admission}
+    spec = jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), **options)
+    make = jaxsok.Collection if num_shards is None else functools.partial(programs.over, num_shards)
+    rng = np.random.default_rng(5)
+    raws = [{"user": rng.integers(0, 14, NUM_SAMPLES) + 4 * step} for step in range(40)]
+    plain, pipelined = make([spec], FEATURES[:1]), make([spec], FEATURES[:1])
+    want, results = trained(plain, raws)
+    got, ahead = trained(pipelined, raws, lookahead=1)
+    assert plain.growth.num_evictions == pipelined.growth.num_evictions >= 1
+    assert_same_results(results, ahead)
+    programs.assert_same_state(want, got, index=False)
+
+
+def test_a_loop_that_breaks_off_is_drained_and_saved(tmp_path):
+    """With the batches in flight, from the same pipeline."""
+    collection = collection_of("plain", None)
+    handed_out = collection.pipeline(raw_batches(collection.features), staleness=2)
+    state = collection.init(seed=3, salt=5)
+    for number, (batch, plan) in enumerate(handed_out):
+        state, *_ = step_of(collection)(collection.grow(state, batch), plan)
+        if number == 1:
+            break
+    state = collection.drain(state)
+    for _, (batch, plan) in zip(state.ahead, handed_out, strict=False):
+        state, _, stats = step_of(collection)(collection.grow(state, batch), plan)
+        stats.check()
+    checkpoint.export_full(tmp_path / "run", collection, state)
+
+
 @pytest.mark.parametrize(("num_shards", "staleness"), [(None, 1), (None, 4), (4, 2)])
 def test_rows_miss_as_many_updates_as_asked(num_shards, staleness):
     """Batch k reads what the updates before k - staleness made of its rows: an oracle of a dict and the rule of SGD."""
@@ -191,11 +234,8 @@ def test_one_and_several_devices_agree_when_stale():
     programs.assert_close_tables((reference, collection), states, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("num_shards", [None, 4])
-def test_micro_batches(num_shards):
-    """The second lookup of a step comes before its update, and the first of the next one after it."""
-    collection = collection_of("statistics", num_shards)
-    raws = raw_batches(collection.features)
+def trained_by_two(collection, raws, drained=(), **options):
+    """The state after steps of two micro-batches each, and what came out of each; some steps leave a drained state."""
 
     @jax.jit
     def step(state, first, second):
@@ -206,19 +246,109 @@ def test_micro_batches(num_shards):
         state, stats = collection.update(state, plans, gradients)
         return state, embeddings, stats
 
-    def loop(**options):
-        state, results = collection.init(seed=3, salt=5), []
-        handed_out = iter(collection.pipeline(raws, **options))
-        for first, second in zip(handed_out, handed_out, strict=True):
-            state = collection.grow(state, [first[0], second[0]])
-            state, embeddings, stats = step(state, first[1], second[1])
-            results += [(embeddings[0], stats), (embeddings[1], stats)]
-        return state, results
+    state, results = collection.init(seed=3, salt=5), []
+    handed_out = iter(collection.pipeline(raws, **options))
+    for number, (first, second) in enumerate(zip(handed_out, handed_out, strict=True)):
+        state = collection.drain(state) if number in drained else state
+        state = collection.grow(state, [first[0], second[0]])
+        state, embeddings, stats = step(state, first[1], second[1])
+        assert number not in drained or (state.ahead == () and not state.drains)
+        results += [(embeddings[0], stats), (embeddings[1], stats)]
+    return state, results
 
-    want, results = loop()
-    got, ahead = loop(lookahead=1, micro_batches=2)
+
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_micro_batches(num_shards):
+    """The second lookup of a step comes before its update, and the first of the next one after it."""
+    collection = collection_of("statistics", num_shards)
+    raws = raw_batches(collection.features)
+    want, results = trained_by_two(collection, raws)
+    got, ahead = trained_by_two(collection, raws, drained=(1,), lookahead=1, micro_batches=2)
     assert_same_results(results, ahead)
     programs.assert_same_state(want, got, index=False)
+
+
+def test_rows_leave_between_steps_of_micro_batches():
+    """There is room for all batches of the next step before the first of them is looked up."""
+    spec = jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), capacity=64, eviction=LRU, max_capacity=64)
+    raws = [{"user": np.arange(NUM_SAMPLES) % 11 + 6 * step} for step in range(24)]
+    plain, pipelined = (jaxsok.Collection([spec], FEATURES[:1]) for _ in range(2))
+    want, results = trained_by_two(plain, raws)
+    got, ahead = trained_by_two(pipelined, raws, lookahead=1, micro_batches=2)
+    assert plain.growth.num_evictions == pipelined.growth.num_evictions >= 3
+    assert_same_results(results, ahead)
+    programs.assert_same_state(want, got, index=False)
+
+
+GROWS = {
+    "none": lambda one, state, batch, _, number: one.grow(state),
+    "a number": lambda one, state, batch, _, number: one.grow(state, NUM_SAMPLES),
+    "features": lambda one, state, batch, _, number: one.grow(state, batch.features),
+    "a plan": lambda one, state, _, plan, number: one.grow(state, plan),
+    "twice": lambda one, state, batch, _, number: one.grow(one.grow(state, batch), batch),
+    "two steps": lambda one, state, batch, _, number: state if number % 2 else one.grow(state, batch, steps=2),
+}
+
+
+@pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 2}], ids=["exact", "stale"])
+@pytest.mark.parametrize(("fetches", "grow"), [(False, grow) for grow in GROWS.values()] + [(True, GROWS["features"])])
+def test_growth_makes_room_for_the_batches_ahead(fetches, grow, options):
+    """Whatever `grow` is given: no key of a batch that is looked up ahead is refused."""
+    collection = jaxsok.Collection([jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=16)], FEATURES[:1])
+    raws = [{"user": np.arange(NUM_SAMPLES) + NUM_SAMPLES * step} for step in range(6)]
+    state, handed_out = collection.init(seed=3), collection.pipeline(raws, **options)
+    # Each batch has its own that follow, also where a caller fetches several beforehand.
+    for number, (batch, plan) in enumerate(list(handed_out) if fetches else handed_out):
+        state, _, stats = step_of(collection)(grow(collection, state, batch, plan, number), plan)
+        assert programs.total(stats, "num_refused") == 0
+    assert collection.num_rows(state) == {"user": 6 * NUM_SAMPLES}
+
+
+def test_growth_makes_room_for_the_batch_after_stacked_ones():
+    """The last step of a scan looks up a batch that was not stacked."""
+    spec = jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=48)
+    collection = jaxsok.Collection([spec], FEATURES[:1])
+    raws = [{"user": np.arange(NUM_SAMPLES) + NUM_SAMPLES * (step if step else 1)} for step in range(5)]
+    batches, plans = zip(*itertools.islice(collection.pipeline(raws, lookahead=1), 4), strict=True)
+    state, *_ = step_of(collection)(collection.init(seed=3), plans[0])
+    stacked, of_steps = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *some[1:]) for some in (batches, plans))
+    state = collection.grow(state, stacked)
+    state, _ = jax.lax.scan(lambda state, plan: (step_of(collection)(state, plan)[0], None), state, of_steps)
+    assert collection.num_rows(state) == {"user": 4 * NUM_SAMPLES}
+
+
+def test_a_table_that_cannot_grow_says_so_at_its_own_step(monkeypatch):
+    """Where there is no memory for the batch ahead, the step before it is trained, and the state is drained."""
+    collection = jaxsok.Collection([jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=16)], FEATURES[:1])
+    raws = [{"user": np.arange(NUM_SAMPLES) + NUM_SAMPLES * step} for step in range(3)]
+    handed_out = iter(collection.pipeline(raws, lookahead=1))
+    (batch, plan), state = next(handed_out), collection.init(seed=3)
+    monkeypatch.setattr("jaxsok.grow.free_bytes", lambda: 0)
+    state, _, stats = step_of(collection)(collection.grow(state, batch), plan)
+    stats.check()
+    with pytest.raises(MemoryError, match="grow"):
+        collection.grow(state, next(handed_out)[0])
+    assert state.ahead == () and collection.num_rows(state) == {"user": NUM_SAMPLES}
+
+
+def test_lookups_in_flight_are_stacked_and_unstacked():
+    """As `jax.pmap` takes them, and back: bit by bit."""
+    collection = collection_of("plain", 4)
+    _, plan = next(iter(collection.pipeline(raw_batches(collection.features), lookahead=1)))
+    state, *_ = step_of(collection)(collection.init(seed=3, salt=5), plan)
+    want = jax.device_get(state)
+    programs.assert_same_state(want, collection.unstack(collection.stack(state)))
+
+
+def test_explicit_axes(recwarn):
+    """The bits are the same, and JAX does not warn of the arrays that end with the last step."""
+    collection = programs.over(4, *CASES["plain"], axis_type=AxisType.Explicit)
+    raws = raw_batches(collection.features)
+    want, results = trained(collection, raws)
+    got, ahead = trained(collection, raws, lookahead=1)
+    assert_same_results(results, ahead)
+    programs.assert_same_state(want, got, index=False)
+    assert not [warning for warning in recwarn if "donated" in str(warning.message)]
 
 
 @pytest.mark.parametrize("num_shards", [None, 4])
@@ -336,6 +466,46 @@ def test_the_plan_of_another_batch_changes_no_row(num_shards):
         state, *_ = step_of(collection)(collection.init(seed=3, salt=5), first)
         with pytest.raises(ValueError, match="lookup: features: got those of a batch where lookups are in flight"):
             step_of(collection)(state, second.features)
+
+
+@pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 1}], ids=["exact", "stale"])
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_a_batch_of_another_size_than_the_one_in_flight_is_refused(num_shards, options):
+    """As that of another pipeline may be."""
+    collection = collection_of("full", num_shards)
+    sizes = (NUM_SAMPLES, NUM_SAMPLES // 2)
+    first, second = ([{"user": np.arange(size) + step} for step in range(2)] for size in sizes)
+    _, plan = next(iter(collection.pipeline(first, **options)))
+    state, *_ = step_of(collection)(collection.init(seed=3, salt=5), plan)
+    _, plan = next(iter(collection.pipeline(second, **options)))
+    with pytest.raises(ValueError, match=r"lookup: features: got Features.*wanted the batch in flight"):
+        step_of(collection)(state, plan)
+
+
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_an_update_that_is_left_out(num_shards):
+    """By a condition on the device, as where a loss is not finite: the next batch reads rows that were not stepped."""
+    collection = collection_of("plain", num_shards)
+
+    @jax.jit
+    def step(state, plan, is_updated):
+        embeddings, state, plan = collection.lookup(state, plan)
+        gradients = jax.tree.map(jnp.ones_like, embeddings)
+        updated = jax.lax.cond(
+            is_updated, lambda state: collection.update(state, plan, gradients)[0], lambda state: state, state
+        )
+        return updated, embeddings
+
+    def loop(**options):
+        state, results = collection.init(seed=3, salt=5), []
+        for number, (_, plan) in enumerate(collection.pipeline(raw_batches(collection.features), **options)):
+            state, embeddings = step(state, plan, number != 2)
+            results.append(embeddings)
+        return state, results
+
+    (want, results), (got, ahead) = loop(), loop(lookahead=1)
+    jax.tree.map(np.testing.assert_array_equal, results, ahead)
+    programs.assert_same_state(want, got, index=False)
 
 
 def test_requests_that_need_rounds_wait_for_their_turn():

@@ -82,7 +82,7 @@ class Cluster:
         self.servers = []
         for number in range(3):
             options = ["--cluster-enabled", "yes", "--cluster-config-file", f"{number}.conf"]
-            self.servers.append(Server(folder, *options, "--cluster-node-timeout", "1000"))
+            self.servers.append(Server(folder, *options, "--cluster-node-timeout", "15000"))
         self.address = ",".join(server.address for server in self.servers)
         for server, start, end in zip(self.servers, (0, 5461, 10_923), (5461, 10_923, 16_384), strict=True):
             server.client.execute_command("CLUSTER ADDSLOTS", *range(start, end))
