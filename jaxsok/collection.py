@@ -323,9 +323,8 @@ class Collection:
                 "gave with the batch."
             )
         self.growth.saw_features([plan.features])
-        guards.expect_the_end_of(
-            state.ahead, self.shards.num_shards
-        )  # the last batch leaves none in its place, a smaller one smaller arrays
+        # The last batch leaves none in its place, and a smaller one smaller arrays.
+        guards.expect_the_end_of(state.ahead, self.shards.num_shards)
         state, plan, now = guards.whole("lookup", state=state, features=plan, clock=now)
         return self._steps.call("lookup", state, plan, now)
 
