@@ -47,7 +47,8 @@ from jaxsok.exchange import Route
 from jaxsok.features import Batch
 from jaxsok.kernels import lookup as lookup_kernels
 from jaxsok.kernels import update as update_kernels
-from jaxsok.pipeline import Pipeline
+from jaxsok.pack import Packing
+from jaxsok.pipeline import LookAhead, Pipeline
 from jaxsok.types import COUNTERS, NO_ROW, REQUEST_WORDS, ROUNDINGS, ROW_GRADIENTS
 
 from . import fill, limits, peers, records, workloads
@@ -167,13 +168,13 @@ class Packed:
         self.plan = collection.plan
         self.packer = self
 
-    def begin(self, raw: Batch, pad_to: int | None) -> Batch:
+    def begin(self, raw: Batch, pad_to: int | None) -> Packing:
         """The batch itself."""
-        return raw
+        return Packing(raw, ())
 
-    def finish(self, packing: Batch) -> Batch:
+    def finish(self, packing: Packing) -> Batch:
         """The batch itself."""
-        return packing
+        return packing.batch
 
 
 class Sharded:
@@ -218,7 +219,7 @@ class Sharded:
 
     def _plan_all(self) -> None:
         jax.block_until_ready(self.filled.state)
-        pipeline = Pipeline(Packed(self.collection), self.batches, None)
+        pipeline = Pipeline(Packed(self.collection), self.batches)
         for _ in pipeline:
             pass
         # The largest that it chose: one program serves all sets.
@@ -375,7 +376,10 @@ class Sharded:
         timed(records.OWNER_UPDATE, update, sets, state=state)
 
     def dlrm(self) -> None:
-        """A whole step of MLPerf's DLRM on these tables, pipelined: dense parameters repeated, Adagrad, global mean."""
+        """A whole step of MLPerf's DLRM on these tables, pipelined: dense parameters repeated, Adagrad, global mean.
+
+        Then the same with lookups ahead, exact and one update stale.
+        """
         import optax
 
         from benchmarks import dlrm
@@ -397,23 +401,29 @@ class Sharded:
             dense_part = lax.with_sharding_constraint((optax.apply_updates(params, updates), opt_state), same)
             return (state, *dense_part), (loss, stats)
 
-        pipeline = Pipeline(Packed(collection), itertools.cycle(self.batches), None)
-        batches = iter(pipeline)
-
-        def pipelined(carry, _):
+        def pipelined(batches, carry):
             batch, plan = next(batches)
             return step(carry, plan, batch["dense"], batch["label"])
 
         carry = (self.filled.state, *jax.jit(make, out_shardings=same)())
-        carry, (loss, stats) = pipelined(carry, None)
-        stats.check()
-        if not np.isfinite(float(loss)):
-            raise RuntimeError(f"{self.workload.name}: the loss of the first step is {float(loss)}.")
-        measured = Step(pipelined, donates=True, is_compiled=True)
-        timing, (self.filled.state, *_) = measured.measure(carry, [None] * len(self.batches), self.protocol)
         sent = self._sent_bytes(self.send_capacity, "float32", keys=1, rows=2)
-        program = "pipelined" if self.num_devices > 1 else "single"
-        self._add(records.DLRM, timing, program=program, sent_bytes=sent, **_choices(pipeline))
+        whole = "pipelined" if self.num_devices > 1 else "single"
+        for program, ahead in ((whole, LookAhead()), ("exact ahead", LookAhead(1)), ("stale ahead", LookAhead(1, 1))):
+            pipeline = Pipeline(Packed(collection), itertools.cycle(self.batches), ahead=ahead)
+            batches = iter(pipeline)
+            for _ in range(2):  # the first step is a program of its own
+                carry, (loss, stats) = pipelined(batches, carry)
+            stats.check()
+            if not np.isfinite(float(loss)):
+                raise RuntimeError(f"{self.workload.name}: the loss of the second step is {float(loss)}.")
+            run = functools.partial(pipelined, batches)
+            measured = Step(lambda carry, _, run=run: run(carry), donates=True, is_compiled=True)
+            timing, carry = measured.measure(carry, [None] * len(self.batches), self.protocol)
+            while carry[0].ahead:
+                carry, _ = run((collection.drain(carry[0]), *carry[1:]))
+            batches.close()
+            self._add(records.DLRM, timing, program=program, sent_bytes=sent, **_choices(pipeline))
+        self.filled.state = carry[0]
 
     def pmap(self) -> None:
         """The planned step under `pmap`; takes the state for good, so it comes last.
@@ -487,7 +497,7 @@ class Sharded:
         return dataclasses.replace(timing, call_ms=call_ms)
 
     def _pipelined(self, step: Step) -> tuple[Timing, dict[str, Any]]:
-        pipeline = Pipeline(Packed(self.collection), itertools.cycle(self.batches), None)
+        pipeline = Pipeline(Packed(self.collection), itertools.cycle(self.batches))
         batches = iter(pipeline)
 
         def run(state, _):

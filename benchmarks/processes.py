@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace) -> None:
         collection.batch({name: rng.integers(0, workload.num_rows, num_samples) for name in names})
         for _ in range(NUM_KEY_SETS)
     ]
-    pipeline = Pipeline(Packed(collection), itertools.cycle(batches), None)
+    pipeline = Pipeline(Packed(collection), itertools.cycle(batches))
     pairs = iter(pipeline)
 
     @functools.partial(jax.jit, donate_argnums=0)

@@ -73,9 +73,9 @@ class Pipeline:
         self,
         collection: Planner,
         batches: Iterable[Mapping[str, Any]],
-        pad_to: int | None,
-        ahead: LookAhead,
-        prefetch: int,
+        pad_to: int | None = None,
+        ahead: LookAhead = LookAhead(),
+        prefetch: int = PACKED_AHEAD,
     ):
         self._collection, self._ahead, self._prefetch = collection, ahead, prefetch
         self._batches = iter(batches)

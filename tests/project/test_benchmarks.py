@@ -527,7 +527,6 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
     assert path.with_suffix("").is_dir() == (plots.why_none() is None)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_a_quick_run_on_a_mesh_measures_everything(tmp_path, monkeypatch, small_m1):
     monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")
@@ -564,7 +563,8 @@ def test_a_quick_run_on_a_mesh_measures_everything(tmp_path, monkeypatch, small_
         | {(getattr(records, part), "apart", "float32", "jit") for part in parts}
         | {(records.ALL_TO_ALL, "alone", wire, "jit") for wire in ("float32", "bfloat16")}
         | {(records.FORWARD, "take", "float32", "jit"), (records.STEP, "take", "float32", "jit")}
-        | {(records.PLAN, "plan", "float32", "jit"), (records.DLRM, "pipelined", "float32", "jit")}
+        | {(records.PLAN, "plan", "float32", "jit")}
+        | {(records.DLRM, program, "float32", "jit") for program in ("pipelined", "exact ahead", "stale ahead")}
         | {(records.STEP, "planned", "float32", "pmap")}
     )
     assert all(one.timing.ms > 0 for one in found)
