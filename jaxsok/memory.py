@@ -218,7 +218,8 @@ def memory_estimate(
         number for all. A feature without one has `max_keys` shared out, else one key (or `max_hotness`) a sample.
       exchange: as the collection gets it: its send capacity.
       steps: between two calls of `grow`: so much is held in reserve.
-      lookahead: batches that are looked up ahead (`Collection.pipeline`): of each the batch, plan and embeddings.
+      lookahead: batches that are looked up ahead (`Collection.pipeline`): of each the batch, its plan, and embeddings,
+        which only stale lookups hold.
       device_bytes: memory of one device: whether the total fits, and how many rows would.
       memory_fraction: the part of `device_bytes` that XLA gives to arrays: XLA_CLIENT_MEM_FRACTION, by default 0.75.
 
