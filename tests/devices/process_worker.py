@@ -75,11 +75,11 @@ def train_step(collection):
     return jax.jit(step, donate_argnums=0, compiler_options=options)
 
 
-def train(collection, process=0, num_processes=1, *, in_step=lambda step: None):
+def train(collection, process=0, num_processes=1, *, in_step=lambda step: None, lookahead=0):
     """Some steps with growth, of the pipeline; state, losses and counts."""
     state, step, results = collection.init(seed=4), train_step(collection), []
     raws = (raw_batch(number, process, num_processes) for number in range(NUM_STEPS))
-    for number, (batch, plan) in enumerate(collection.pipeline(raws)):
+    for number, (batch, plan) in enumerate(collection.pipeline(raws, lookahead=lookahead)):
         in_step(number)
         state = collection.grow(state)
         state, loss, stats = step(state, plan, batch["label"])
@@ -199,7 +199,7 @@ def do_job(job, number, num_processes, folder):
         if job == "killed" and number == 1 and step == KILLED_IN_STEP:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    state, results = train(collection, number, num_processes, in_step=in_step)
+    state, results = train(collection, number, num_processes, in_step=in_step, lookahead=int(job == "train ahead"))
     losses, inserted = zip(*results, strict=True)
     capacities = [store.capacity for store in state.stores]
     num_rows = collection.num_rows(state)

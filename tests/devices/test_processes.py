@@ -85,6 +85,7 @@ def one_process(num_shards, wire="float32"):
     params=[
         pytest.param(None, id="2 processes x 2 devices"),
         pytest.param(("train narrow", 4, 1), id="4 processes x 1 device, narrow on the wire", marks=pytest.mark.slow),
+        pytest.param(("train ahead", 2, 2), id="2 processes x 2 devices, lookups ahead", marks=pytest.mark.slow),
     ],
 )
 def trained(request, tmp_path_factory):
@@ -92,7 +93,7 @@ def trained(request, tmp_path_factory):
     if request.param is None:
         return "float32", request.getfixturevalue("together")["train"]
     job, *sizes = request.param
-    return "narrow", results_of(job, tmp_path_factory.mktemp("trained"), *sizes)
+    return "narrow" if job == "train narrow" else "float32", results_of(job, tmp_path_factory.mktemp("trained"), *sizes)
 
 
 def union(results, table, columns):
