@@ -537,9 +537,7 @@ def test_a_million_rows():
     collection = programs.one_table(capacity=1 << 12, dim=8)
     state = collection.init(seed=0)
     for start in range(0, 1 << 20, 1 << 15):
-        state = collection.grow(state)
-        state, stats = programs.learn(
-            collection, state, programs.batch(collection, user=np.arange(start, start + (1 << 15)) * 7919)
-        )
+        batch = programs.batch(collection, user=np.arange(start, start + (1 << 15)) * 7919)
+        state, stats = programs.learn(collection, collection.grow(state, batch), batch)
         stats.check()
     assert collection.num_rows(state) == {"user": 1 << 20}
