@@ -56,7 +56,7 @@ KEYS = ("zipf1.05", "uniform")
 OPTIMIZERS = ("adagrad", "rowwise_adagrad")
 
 SECONDS = 120.0
-"""Of each of the timed runs."""
+"""Seconds of each timed run."""
 
 NUM_RUNS = 3
 
@@ -67,7 +67,7 @@ _NUM_PACKED = 2  # batches in rotation where no input takes part
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a run is asked for."""
+    """The options of a run."""
 
     devices: Sequence[int] = ()
     """Numbers of devices; none: all."""

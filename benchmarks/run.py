@@ -58,7 +58,7 @@ QUICK_WORKLOADS = ("W1", "W5")
 """Of a quick run that names none: single keys and bags, beside XLA. Others are run by their names."""
 
 QUICK_SECONDS = 0.2
-"""Of a timed run of training."""
+"""Seconds of each timed run of training, with --quick."""
 
 CPU_SCALE = 0.01
 """Of a run on a CPU that names none: full size takes tens of gigabytes."""

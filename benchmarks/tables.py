@@ -582,7 +582,7 @@ DCNV2_COLUMNS = (
     "threads",
     "cores",
 )
-"""Of the DLRM-DCNv2: the wire has the dtypes of rows and of gradients; threads are those that read."""
+"""Columns for DLRM-DCNv2: the wire has the dtypes of rows and of gradients; threads are those that read."""
 
 
 def dcnv2_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:

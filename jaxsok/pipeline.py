@@ -84,11 +84,12 @@ class Pipeline:
         self._next: list[int | None] = [None] * len(collection.stores)
         # Batches that are being read and packed, and those that are packed; with the iterator's state after each.
         self._packed: deque[concurrent.futures.Future[tuple[Packing, Any] | None]] = deque()
-        # Both also for a second loop, after one that breaks off.
+        # Batches with plans under way, then with plans whose capacities suffice, and the iterator's state after each.
+        # After a loop that breaks off a second one goes on with them.
         self._under_way: deque[tuple[Batch, Plan]] = deque()
-        self._ready: deque[tuple[Batch, Plan]] = deque()  # with plans whose capacities suffice
+        self._ready: deque[tuple[Batch, Plan]] = deque()
+        self._states: deque[Any] = deque()
         self._num_handed_out = 0
-        self._states: deque[Any] = deque()  # of the batches under way
         self._state = self._state_of_batches()
         self._is_read = False  # by the thread: there is nothing more to read, or reading failed
         self._failed: BaseException | None = None  # raised in its turn: the batches before it are handed out first

@@ -103,16 +103,16 @@ class Steps:
         state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
         return state, InFlight(tuple(found), ticket, plan.sample(), plan.form())
 
-    def _read(self, state: State, plan: Plan, in_flight: InFlight) -> tuple[State, InFlight]:
-        """Does the rest of a lookup."""
-        stores, found = list(state.stores), list(in_flight.found)
+    def _read(self, state: State, plan: Plan) -> tuple[Embeddings, State, Plan]:
+        """Does the rest of a lookup: reads and combines the rows that a plan has found."""
+        stores, found = list(state.stores), list(there(plan.found))
         embeddings: Embeddings = {}
         for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
             if features.layouts:
                 stores[s], found[s], values = self.strategy.read(spec, s, state, plan, found[s])
                 embeddings |= lookup_lib.named(features, values)
         state = dataclasses.replace(state, stores=tuple(stores))
-        return state, dataclasses.replace(in_flight, found=tuple(found), embeddings=embeddings)
+        return embeddings, state, dataclasses.replace(plan, found=tuple(found))
 
     def _landed(self, state: State, plan: Plan) -> tuple[Embeddings, State, Plan]:
         """Takes the oldest lookup out of those in flight; an exact one reads its rows now, after all updates."""
@@ -122,10 +122,11 @@ class Steps:
                 f"lookup: features: got {plan.features!r}, wanted the batch in flight, which has another size; go on "
                 "with the pipeline that looked it up, or call drain before its last step."
             )
-        if in_flight.embeddings is None:
-            state, in_flight = self._read(state, plan, in_flight)
+        state = dataclasses.replace(state, ahead=tuple(ahead))
         plan = dataclasses.replace(plan, found=in_flight.found, ticket=_ticket_for(plan, in_flight))
-        return there(in_flight.embeddings), dataclasses.replace(state, ahead=tuple(ahead)), plan
+        if in_flight.embeddings is None:
+            return self._read(state, plan)
+        return in_flight.embeddings, state, plan
 
     def find(self, state: State, plan: Plan) -> tuple[Embeddings, Stats]:
         """Looks up a batch and changes nothing; keys without a row read what their table's `unknown` says."""
