@@ -48,6 +48,15 @@ COUNTERS: tuple[str, ...] = (
 )
 """The words of a store's counters, in order."""
 
+FRESH: int = 2**32 - 1
+"""The place of a row in host memory that was never written: it is what its table's initializer says."""
+
+IN_HOST: int = 2**32 - 2
+"""The place of a row that only host memory has."""
+
+TIER_COUNTERS: tuple[str, ...] = ("clock", "num_hits", "num_fetched", "num_written")
+"""The words of the counters of a store in host memory, in order."""
+
 COUNTS: tuple[str, ...] = (
     "num_found",
     "num_inserted",

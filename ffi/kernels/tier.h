@@ -1,0 +1,100 @@
+// Rows that lie in host memory, and the cache of some of them on the device.
+//
+//   host     uint8[capacity][host_bytes]  slabs: what a row owns in one piece: its numbers, then its optimizer state
+//   places   uint32[capacity]             slabs: the slot of a row, or kInHost, or kFresh
+//   rows     RowDtype[num_slots][dim]     the rows in the cache, by slot
+//   states   float[num_slots][1|dim]      their optimizer state, an array for each piece
+//   owners   Record[num_slots]            whose row a slot holds; free_id is its row id, kNoRow: the slot is free
+//   last_use uint32[num_slots]            the clock of the last call that used the slot
+//   counters uint32[kNumTierCounters]
+//
+// Row ids, index, records, statistics and policies know nothing of this (design D19): a call that reads or writes the
+// numbers of rows first brings them, and then works on slots as if they were row ids. What is not in the cache and does
+// not fit it is staged: in slots beyond the cache, which last for one call.
+//
+// One record a row, because a kernel fetches about 30 M records a second over the link whatever their size.
+//
+// A row that was never brought is fresh: nothing is read for it, it is what its table's initializer says.
+#ifndef JAXSOK_KERNELS_TIER_H_
+#define JAXSOK_KERNELS_TIER_H_
+
+#include "table.h"
+
+namespace jaxsok {
+
+constexpr uint32_t kFresh = ~uint32_t{0};       // of a place: never written; types.py FRESH
+constexpr uint32_t kInHost = ~uint32_t{0} - 1;  // of a place: the record in host memory counts; types.py IN_HOST
+constexpr uint32_t kMostSlots = uint32_t{1} << 30;
+
+/// Words of the counters of a tier; types.py names them too.
+enum TierCounter : int {
+  kTierClock = 0,    // calls that kept rows, so far
+  kTierHits = 1,     // distinct rows that were in the cache, modulo 2^32
+  kTierFetched = 2,  // distinct rows that were read from host memory
+  kTierWritten = 3,  // rows written to host memory
+  kNumTierCounters = 4,
+};
+
+/// A row's bytes in host memory: its numbers, then its states from a multiple of 4 bytes on, in whole lines of 16.
+constexpr int64_t HostRecordBytes(int64_t row_bytes, int64_t num_state_words) {
+  return ((row_bytes + 3) / 4 * 4 + num_state_words * 4 + 15) / 16 * 16;
+}
+
+struct TierView {
+  SlabStarts starts;
+  uint32_t capacity;
+  Slabs<Record> records;
+  Slabs<uint8_t> host;
+  int64_t host_bytes;
+  Slabs<uint32_t> places;
+
+  RowDtype row_dtype;
+  int32_t dim;
+  StateView states;  // data[k].data[0] is the cache's, data[k].data[1] what is staged
+  void* rows;
+  Record* owners;
+  uint32_t* last_use;
+  uint32_t num_slots;  // that may be used; the arrays have one at least
+  uint32_t* counters;  // [kNumTierCounters]
+
+  void* staged_rows;
+  Record* staged_owners;
+  uint32_t num_lines;   // slots of the arrays of the cache: what is staged has slot numbers from here on
+  uint32_t num_staged;  // room
+
+  const uint32_t* tables;  // [num_tables, kNumTableWords]
+  const uint32_t* seed;    // [2]
+  int32_t num_tables;
+};
+
+/// Bytes of workspace for LaunchBring: by position its rank, the winner of each rank and its victim; counts of them and
+/// of slots.
+constexpr int64_t kAges = 1026;  // ages of slots that are told apart, the last for free ones
+constexpr int64_t BringWorkspaceBytes(int64_t num_keys, int64_t num_slots) {
+  return kControlBytes + PaddedToLine(kAges) * 4 + 3 * PaddedToLine(num_keys) * 4 + CountsBytes(num_keys) +
+         CountsBytes(num_slots);
+}
+
+/// Gives every row of a call a slot.
+///
+/// Pre    : row_ids are those of rows in use, or not below the capacity (kNoRow); with `keeps` num_staged is at least
+///          num_keys - num_slots, else num_keys.
+/// Post   : slots[i] is the slot of row_ids[i], the same for equal rows; kNoRow where there is no row. Each slot holds
+///          the numbers of its row. With `keeps` rows that were not in the cache take the slots that have not been used
+///          for longest, free ones first, of equal age the first ones; the rows that had them are written to host
+///          memory. No slot of this call's rows is taken. Without `keeps` nothing but `slots` and what is staged
+///          changes, and counters. staged_owners has kNoRow in slots that are not used.
+/// Order  : of first occurrence; the same places on every run and both back ends.
+/// Cost   : per position 12 B; per row that was not here a record in, and one out; 8 B a slot where there are such rows.
+LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, bool keeps,
+                        uint32_t* slots, void* workspace);
+
+/// Writes staged rows to host memory, after a call has changed them.
+LaunchError LaunchReturn(Stream stream, const TierView& tier);
+
+/// Writes the rows of the cache to host memory; they stay in the cache too.
+LaunchError LaunchFlush(Stream stream, const TierView& tier);
+
+}  // namespace jaxsok
+
+#endif  // JAXSOK_KERNELS_TIER_H_
