@@ -1,4 +1,4 @@
-// Handlers of the tier noun: bring, return, flush.
+// Handlers of the tier noun: bring, peek, return, flush.
 #include "../kernels/tier.h"
 
 #include "buffers.h"
@@ -6,24 +6,27 @@
 namespace jaxsok {
 namespace {
 
-/// Reads host slabs and the arrays of a tier, which all come back.
-TierView ReadTier(Call& call) {
+/// Reads host slabs and the arrays of a tier; `changes`: they all come back.
+TierView ReadTier(Call& call, bool changes = true) {
   TierView tier{};
+  const auto next = [&](const char* name, ffi::DataType dtype, Shape shape) {
+    return changes ? call.InPlace(name, dtype, shape) : call.Operand(name, dtype, shape);
+  };
   const auto num_slabs = call.Attribute<int32_t>("num_slabs"), num_states = call.Attribute<int32_t>("num_states");
   call.Require(num_states >= 0 && num_states <= kMaxStates, "num_states", "got ", num_states, ", wanted 0 to ",
                +kMaxStates);
   SlabReader slabs(call, num_slabs);
   tier.host_bytes = slabs.Read(
-      "host", [&] { return call.InPlace("host", ffi::U8, {-1, -1}); },
+      "host", [&] { return next("host", ffi::U8, {-1, -1}); },
       [&](int s, const Array& slab) { tier.host.data[s] = slab.as<uint8_t>(); });
   const int64_t words = slabs.Read(
-      "places", [&] { return call.InPlace("places", ffi::U32, {-1, 1}); },
+      "places", [&] { return next("places", ffi::U32, {-1, 1}); },
       [&](int s, const Array& slab) { tier.places.data[s] = slab.as<uint32_t>(); });
   call.Require(words == 1, "places", "got ", words, " words a row, wanted 1");
   tier.starts = slabs.starts();
   tier.capacity = slabs.capacity();
 
-  const Array rows = call.InPlace("rows");
+  const Array rows = changes ? call.InPlace("rows") : call.Operand("rows");
   const std::optional<RowDtype> dtype = RowDtypeOf(rows.dtype());
   call.Require(dtype.has_value() && rows.dims().size() == 2, "rows",
                "wanted float32, bfloat16 or float16 [slots, dim]");
@@ -37,7 +40,7 @@ TierView ReadTier(Call& call) {
   tier.states.num_states = call.failed() ? 0 : num_states;
   int64_t begin = (tier.RowBytes() + 3) / 4 * 4, num_state_words = 0;
   for (int32_t k = 0; k < tier.states.num_states; ++k) {
-    const Array state = call.InPlace("states", ffi::F32, {num_lines, -1});
+    const Array state = next("states", ffi::F32, {num_lines, -1});
     tier.states.data[k].data[0] = state.as<float>();
     tier.states.width[k] = static_cast<int32_t>(state.size(1));
     tier.state_begin[k] = begin + num_state_words * 4;
@@ -45,9 +48,10 @@ TierView ReadTier(Call& call) {
   }
   const int64_t wanted_bytes = HostRecordBytes(tier.RowBytes(), num_state_words);
   call.Require(tier.host_bytes == wanted_bytes, "host", "got ", tier.host_bytes, " bytes a row, wanted ", wanted_bytes);
-  tier.owners = call.InPlace("owners", ffi::U32, {num_lines, 4}).as<Record>();
-  tier.last_use = call.InPlace("last_use", ffi::U32, {num_lines}).as<uint32_t>();
-  tier.counters = call.InPlace("counters", ffi::U32, {kNumTierCounters}).as<uint32_t>();
+  tier.owners = next("owners", ffi::U32, {num_lines, 4}).as<Record>();
+  tier.last_use = next("last_use", ffi::U32, {num_lines}).as<uint32_t>();
+  tier.counters = next("counters", ffi::U32, {kNumTierCounters}).as<uint32_t>();
+  next("order", ffi::U32, {kNumCounters});
   return tier;
 }
 
@@ -69,9 +73,15 @@ void ReadStaged(Call& call, TierView& tier, const Next& next) {
   tier.num_staged = static_cast<uint32_t>(num_staged);
 }
 
-/// Gives every row of a call a slot.
-ffi::Error Bring(Call& call) {
-  TierView tier = ReadTier(call);
+struct Asked {
+  TierView tier;
+  Array row_ids, slots;
+};
+
+/// Reads the rows that a call asks for, and where their slots and what is staged go.
+Asked ReadAsked(Call& call, bool changes) {
+  Asked asked{ReadTier(call, changes), {}, {}};
+  TierView& tier = asked.tier;
   const auto num_slots = call.Attribute<int32_t>("num_slots");
   call.Require(num_slots >= 0 && static_cast<uint32_t>(num_slots) <= tier.num_lines, "num_slots", "got ", num_slots,
                ", wanted 0 to ", tier.num_lines);
@@ -80,24 +90,39 @@ ffi::Error Bring(Call& call) {
   const int64_t words = slabs.Read(
       "records", [&] { return call.Operand("records", ffi::U32, {-1, 4}); },
       [&](int s, const Array& slab) { tier.records.data[s] = slab.as<Record>(); });
-  call.Require(call.failed() || (words == 4 && slabs.capacity() == tier.capacity), "records", "got ", slabs.capacity(),
-               " rows, wanted ", tier.capacity);
+  call.Require(words == 4 && slabs.capacity() == tier.capacity, "records", "got ", slabs.capacity(), " rows, wanted ",
+               tier.capacity);
   const Array tables = call.Operand("tables", ffi::U32, {-1, kNumTableWords});
   tier.tables = tables.as<uint32_t>();
   tier.num_tables = static_cast<int32_t>(tables.size(0));
   tier.seed = call.Operand("seed", ffi::U32, {2}).as<uint32_t>();
-  const Array row_ids = call.Operand("row_ids", ffi::U32, {-1});
-  const int64_t n = row_ids.size(0);
+  asked.row_ids = call.Operand("row_ids", ffi::U32, {-1});
+  const int64_t n = asked.row_ids.size(0);
   call.Require(n < kMostSlots, "row_ids", "got ", n, ", wanted below ", kMostSlots);
-  const auto keeps = call.Attribute<int32_t>("keeps");
   ReadInitial(call, tier.states);
-  const Array slots = call.Result("slots", ffi::U32, {n});
+  asked.slots = call.Result("slots", ffi::U32, {n});
   ReadStaged(call, tier, [&](const char* name) { return call.Result(name); });
-  const int64_t wanted = keeps != 0 ? std::max<int64_t>(0, n - num_slots) : n;
+  const int64_t wanted = changes ? std::max<int64_t>(0, n - num_slots) : n;
   call.Require(tier.num_staged >= wanted, "staged_rows", "got ", tier.num_staged, " slots, wanted ", wanted);
-  void* workspace = call.Workspace(BringWorkspaceBytes(n, num_slots));
+  return asked;
+}
+
+/// Gives every row of a call a slot.
+ffi::Error Bring(Call& call) {
+  const Asked asked = ReadAsked(call, true);
+  const int64_t n = asked.row_ids.size(0);
+  void* workspace = call.Workspace(BringWorkspaceBytes(n, asked.tier.num_slots));
   return call.Launch([&](Stream stream) {
-    return LaunchBring(stream, tier, row_ids.as<uint32_t>(), n, keeps != 0, slots.as<uint32_t>(), workspace);
+    return LaunchBring(stream, asked.tier, asked.row_ids.as<uint32_t>(), n, asked.slots.as<uint32_t>(), workspace);
+  });
+}
+
+/// The same, and changes nothing.
+ffi::Error Peek(Call& call) {
+  const Asked asked = ReadAsked(call, false);
+  return call.Launch([&](Stream stream) {
+    return LaunchPeek(stream, asked.tier, asked.row_ids.as<uint32_t>(), asked.row_ids.size(0),
+                      asked.slots.as<uint32_t>());
   });
 }
 
@@ -117,6 +142,7 @@ ffi::Error Flush(Call& call) {
 }  // namespace
 
 JAXSOK_DEFINE_HANDLER(JaxsokTierBring, "tier_bring", Bring);
+JAXSOK_DEFINE_HANDLER(JaxsokTierPeek, "tier_peek", Peek);
 JAXSOK_DEFINE_HANDLER(JaxsokTierReturn, "tier_return", Return);
 JAXSOK_DEFINE_HANDLER(JaxsokTierFlush, "tier_flush", Flush);
 

@@ -108,18 +108,25 @@ constexpr int64_t BringWorkspaceBytes(int64_t num_keys, int64_t num_slots) {
 
 /// Gives every row of a call a slot.
 ///
-/// Pre    : row_ids are those of rows in use, or not below the capacity (kNoRow); with `keeps` num_staged is at least
-///          num_keys - num_slots, else num_keys.
+/// Pre    : row_ids are those of rows in use, or not below the capacity (kNoRow); num_staged is at least
+///          num_keys - num_slots.
 /// Post   : slots[i] is the slot of row_ids[i], the same for equal rows; kNoRow where there is no row. Each slot holds
-///          the numbers of its row. With `keeps` rows that were not in the cache take the slots that have not been used
-///          for longest, free ones first, of equal age the first ones; the rows that had them are written to host
-///          memory. No slot of this call's rows is taken. Without `keeps` only what is staged changes. staged_owners
-///          has kNoRow in slots that are not used.
+///          the numbers of its row. Rows that were not in the cache take the slots that have not been used for longest,
+///          free ones first, of equal age the first ones; the rows that had them are written to host memory. No slot of
+///          this call's rows is taken. staged_owners has kNoRow in slots that are not used.
 /// Order  : of first occurrence; the same places on every run and both back ends.
 /// Cost   : per position 12 B; per row that was not here a record in, and one out; 8 B a slot where there are such
 /// rows.
-LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, bool keeps,
-                        uint32_t* slots, void* workspace);
+LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
+                        void* workspace);
+
+/// Gives every position a slot that holds the numbers of its row, and changes nothing but what is staged.
+///
+/// Pre    : as LaunchBring; num_staged is at least num_keys.
+/// Post   : slots[i] is the slot of row_ids[i] in the cache, or the i-th of those that are staged; kNoRow where there
+///          is no row. staged_owners has kNoRow in slots that are not used.
+/// Cost   : per position 12 B, and a record where its row is not in the cache.
+LaunchError LaunchPeek(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots);
 
 /// Writes staged rows to host memory, after a call has changed them.
 LaunchError LaunchReturn(Stream stream, const TierView& tier);

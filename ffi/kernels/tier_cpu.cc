@@ -44,8 +44,8 @@ void MakeFresh(const TierView& tier, const Record& record, uint32_t slot) {
 
 }  // namespace
 
-LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, bool keeps,
-                        uint32_t* slots, void* workspace) {
+LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
+                        void* workspace) {
   WorkspaceCutter cut(workspace);
   int64_t* ages = cut.Take<int64_t>(kAges);
   uint32_t* missing = cut.Take<uint32_t>(num_keys);  // the positions of rows that are not here, first occurrences
@@ -59,7 +59,7 @@ LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row
     if (row_ids[i] >= tier.capacity) continue;
     uint32_t* place = tier.PlaceAt(row_ids[i]);
     if (*place < tier.num_slots) {
-      if (keeps && tier.last_use[*place] != now) {
+      if (tier.last_use[*place] != now) {
         tier.last_use[*place] = now;
         ++num_hits;
       }
@@ -70,7 +70,7 @@ LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row
   }
 
   int64_t num_victims = 0;
-  if (keeps && num_missing > 0) {
+  if (num_missing > 0) {
     std::fill_n(ages, kAges, 0);
     for (uint32_t slot = 0; slot < tier.num_slots; ++slot) ++ages[tier.AgeOf(tier.last_use[slot], now)];
     int oldest = kAges - 1;  // the youngest age that leaves: all older slots do, and the first ones of this age
@@ -120,12 +120,32 @@ LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row
     uint32_t* place = tier.PlaceAt(row_ids[missing[rank]]);
     *place = rank < num_victims ? victims[rank] : *place >= kPendingFresh ? kFresh : kInHost;
   }
-  if (keeps) {
-    tier.counters[kTierClock] = now;
-    tier.counters[kTierHits] += num_hits;
-    tier.counters[kTierFetched] += num_fetched.load();
-    tier.counters[kTierWritten] += num_written.load();
-  }
+  tier.counters[kTierClock] = now;
+  tier.counters[kTierHits] += num_hits;
+  tier.counters[kTierFetched] += num_fetched.load();
+  tier.counters[kTierWritten] += num_written.load();
+  return nullptr;
+}
+
+LaunchError LaunchPeek(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
+                       uint32_t* slots) {
+  RunRanges(stream, num_keys, kRowsPerTask, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const uint32_t row_id = row_ids[i], staged = tier.num_lines + static_cast<uint32_t>(i);
+      const uint32_t place = row_id < tier.capacity ? *tier.PlaceAt(row_id) : kNoRow;
+      Record* owner = tier.OwnerAt(staged);
+      *owner = {kPaddingKey, kNoRow, kNoRow};
+      slots[i] = row_id >= tier.capacity ? kNoRow : place < tier.num_slots ? place : staged;
+      if (slots[i] != staged) continue;
+      const Record& record = *tier.records.At(tier.starts, row_id, 1);
+      if (place == kInHost) {
+        ReadFromHost(tier, row_id, staged);
+      } else {
+        MakeFresh(tier, record, staged);
+      }
+      *owner = {record.key, record.table, row_id};
+    }
+  });
   return nullptr;
 }
 

@@ -32,7 +32,6 @@ struct Bringing {
   TierView tier;
   const uint32_t* row_ids;
   int64_t num_keys;
-  bool keeps;
   uint32_t* slots;
 
   BringControl* control;
@@ -66,7 +65,7 @@ __global__ void __launch_bounds__(kBlock) MarkKernel(const __grid_constant__ Bri
     uint32_t* place = b.tier.PlaceAt(row_id);
     const uint32_t found = *reinterpret_cast<volatile uint32_t*>(place);
     if (found < b.tier.num_slots) {
-      if (b.keeps && atomicExch(b.tier.last_use + found, now) != now) ++num_hits;
+      if (atomicExch(b.tier.last_use + found, now) != now) ++num_hits;
     } else if (found >= kPendingInHost) {
       const bool is_fresh = found == kFresh || (found >= kPendingFresh && found != kInHost);
       atomicMin(place, (is_fresh ? kPendingFresh : kPendingInHost) + static_cast<uint32_t>(i));
@@ -310,11 +309,36 @@ __global__ void __launch_bounds__(kBlock) EndKernel(const __grid_constant__ Brin
     uint32_t* place = b.tier.PlaceAt(b.row_ids[b.missing[rank]]);
     *place = *place >= kPendingFresh ? kFresh : kInHost;
   }
-  if (!b.keeps || blockIdx.x != 0 || threadIdx.x != 0) return;
+  if (blockIdx.x != 0 || threadIdx.x != 0) return;
   b.tier.counters[kTierClock] += 1;
   b.tier.counters[kTierHits] += b.control->num_hits;
   b.tier.counters[kTierFetched] += b.control->num_fetched;
   b.tier.counters[kTierWritten] += b.control->num_written;
+}
+
+// One warp, one position.
+__global__ void __launch_bounds__(kBlock)
+    PeekKernel(const __grid_constant__ TierView tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots) {
+  const int lane = static_cast<int>(threadIdx.x % kWarp);
+  for (int64_t i = (int64_t{blockIdx.x} * kBlock + threadIdx.x) / kWarp; i < num_keys;
+       i += int64_t{gridDim.x} * kBlock / kWarp) {
+    const uint32_t row_id = row_ids[i], staged = tier.num_lines + static_cast<uint32_t>(i);
+    const uint32_t place = row_id < tier.capacity ? *tier.PlaceAt(row_id) : kNoRow;
+    const uint32_t slot = row_id >= tier.capacity ? kNoRow : place < tier.num_slots ? place : staged;
+    Record owner{kPaddingKey, kNoRow, kNoRow};
+    if (slot == staged) {
+      const Record record = *tier.records.At(tier.starts, row_id, 1);
+      if (place == kInHost) {
+        ReadFromHost(tier, row_id, staged, lane);
+      } else {
+        MakeFresh(tier, record, staged, lane);
+      }
+      owner = {record.key, record.table, row_id};
+    }
+    if (lane != 0) continue;
+    *tier.OwnerAt(staged) = owner;
+    slots[i] = slot;
+  }
 }
 
 // One warp, one slot.
@@ -338,15 +362,14 @@ LaunchError LaunchWrite(Stream stream, const TierView& tier, uint32_t begin, uin
 
 }  // namespace
 
-LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, bool keeps,
-                        uint32_t* slots, void* workspace) {
+LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
+                        void* workspace) {
   if (num_keys == 0) return nullptr;
   WorkspaceCutter cut(workspace);
   Bringing b{};
   b.tier = tier;
   b.row_ids = row_ids;
   b.num_keys = num_keys;
-  b.keeps = keeps;
   b.slots = slots;
   b.control = cut.Take<BringControl>(1);
   b.ages = cut.Take<uint32_t>(kAges);
@@ -368,7 +391,7 @@ LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row
   CountMissingKernel<<<key_chunks, kScanBlock, 0, stream>>>(b);
   SumMissingKernel<<<1, kScanBlock, 0, stream>>>(b);
   RankKernel<<<key_chunks, kScanBlock, 0, stream>>>(b);
-  if (keeps && tier.num_slots != 0) {
+  if (tier.num_slots != 0) {
     const unsigned slot_chunks =
         static_cast<unsigned>(std::min<int64_t>(CeilDiv<int64_t>(tier.num_slots, kScanBlock), wave));
     AgesKernel<<<BlocksFor(tier.num_slots, wave), kBlock, 0, stream>>>(b);
@@ -380,6 +403,13 @@ LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row
   MoveKernel<<<BlocksFor(num_keys * kWarp, wave), kBlock, 0, stream>>>(b);
   SlotsKernel<<<BlocksFor(num_keys, wave), kBlock, 0, stream>>>(b);
   EndKernel<<<BlocksFor(num_keys, wave), kBlock, 0, stream>>>(b);
+  return LastLaunchError();
+}
+
+LaunchError LaunchPeek(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
+                       uint32_t* slots) {
+  if (num_keys == 0) return nullptr;
+  PeekKernel<<<BlocksFor(num_keys * kWarp, BlocksOfWave()), kBlock, 0, stream>>>(tier, row_ids, num_keys, slots);
   return LastLaunchError();
 }
 

@@ -38,6 +38,7 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("jaxsok_tickets_redeem", "JaxsokTicketsRedeem"),
     ("jaxsok_update", "JaxsokUpdate"),
     ("jaxsok_tier_bring", "JaxsokTierBring"),
+    ("jaxsok_tier_peek", "JaxsokTierPeek"),
     ("jaxsok_tier_return", "JaxsokTierReturn"),
     ("jaxsok_tier_flush", "JaxsokTierFlush"),
     ("jaxsok_window_exchange", "JaxsokWindowExchange"),
