@@ -14,7 +14,7 @@ from jaxsok.plan import Plan
 from jaxsok.planner import Proposal, TableProposal, propose
 from jaxsok.records import Records
 from jaxsok.sources import Coo, from_kjt
-from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, Placement, StoreSpec, TableSpec, on
+from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, HostMemory, Placement, StoreSpec, TableSpec, on
 from jaxsok.stats import Stats
 from jaxsok.store import State, StoreState
 from jaxsok.types import NO_ROW, PADDING_KEY, NonFiniteGradientError, StalePlanError, TableFullError
@@ -35,6 +35,7 @@ __all__ = [
     "ExchangeSpec",
     "FeatureSpec",
     "Features",
+    "HostMemory",
     "MemoryEstimate",
     "NonFiniteGradientError",
     "Placement",

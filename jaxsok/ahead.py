@@ -23,7 +23,7 @@ from jaxsok.annotations import annotated
 from jaxsok.grow import LOOK_EVERY, GrowthTracker, free_bytes, next_capacity
 from jaxsok.settings import current_settings, in_settings
 from jaxsok.specs import StoreSpec
-from jaxsok.store import State, StoreState, capacities_of, num_buckets_of, with_slab
+from jaxsok.store import Slab, State, StoreState, capacities_of, num_buckets_of, with_slab
 
 _log = logging.getLogger(__name__)
 
@@ -284,7 +284,13 @@ def _grown(store: StoreState, num_shards: int, capacity: int) -> StoreState:
     def resize(leaf: jax.ShapeDtypeStruct, size: int) -> jax.ShapeDtypeStruct:
         return leaf.update(shape=(size, *leaf.shape[1:]))
 
-    first = (store.rows[0], store.records[0], tuple(slabs[0] for slabs in store.states), store.statistics[:1])
+    first = Slab(
+        store.rows[:1],
+        store.records[0],
+        tuple(slabs[0] for slabs in store.states),
+        store.statistics[:1],
+        store.tier[0].places[:1] if store.tier else (),
+    )
     slab = jax.tree.map(lambda leaf: resize(leaf, num_shards * capacity - store.capacity), first)
     index = resize(store.index, num_shards * num_buckets_of(capacity))
     return dataclasses.replace(with_slab(store, slab), index=index)

@@ -24,6 +24,7 @@ from jaxsok import pack as pack_lib
 from jaxsok import pipeline as pipeline_lib
 from jaxsok import plan as plan_lib
 from jaxsok.features import Batch, Features
+from jaxsok.host_slabs import with_host_slabs
 from jaxsok.kernels import library
 from jaxsok.lookup import Embeddings
 from jaxsok.operations import check_features, check_state, check_untraced, clock_of, lineage_of, no_tickets
@@ -162,7 +163,7 @@ class Collection:
         lineage = np.random.SeedSequence([int(seed), int(self.fingerprint, 16)]).generate_state(2)
         lives.IN_THIS_PROCESS.begin(lineage, drawn[:2])
         state = State(
-            stores=shards.make(init_stores, self.stores, operands=(salt_words,)),
+            stores=with_host_slabs(self.stores, shards.make(init_stores, self.stores, operands=(salt_words,))),
             tickets=no_tickets(self.shards),
             step=step,
             seed=seed_words,

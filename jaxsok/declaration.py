@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, check_forms
-from jaxsok.types import MAX_CAPACITY, MAX_FEATURES
+from jaxsok.types import MAX_CAPACITY, MAX_FEATURES, MAX_SLOTS
 
 
 def check_specs(
@@ -60,6 +60,11 @@ def check_stores(
             raise ValueError(
                 f'Collection: features: got exchange="bags" of tables {names} on {num_shards} shards, wanted "rows" on '
                 f"more than {MAX_FEATURES}."
+            )
+        if store.memory is not None and store.num_slots > MAX_SLOTS:
+            raise ValueError(
+                f"Collection: tables {names}: memory: got {store.memory}, {store.num_slots} rows for a device, wanted "
+                f"at most {MAX_SLOTS}."
             )
         if store.capacity > MAX_CAPACITY:
             raise ValueError(

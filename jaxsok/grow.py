@@ -42,6 +42,7 @@ from jaxsok import evict as evict_lib
 from jaxsok.checks import there
 from jaxsok.coming import Coming
 from jaxsok.features import Features
+from jaxsok.host_slabs import with_host_slab
 from jaxsok.shards import ONE_DEVICE, Shards
 from jaxsok.specs import StoreSpec, TableSpec, pinned_and_spread
 from jaxsok.store import State, StoreState, capacities_of, new_slab, num_buckets_of, row_bytes, with_slab
@@ -595,7 +596,7 @@ def _enlarging(
         store = state.stores[s]
         if s in capacities:
             num_rows = spec.num_shards * capacities[s] - store.capacity
-            slabs[s] = shards.make(new_slab, spec, num_rows)
+            slabs[s] = with_host_slab(spec, shards.make(new_slab, spec, num_rows))
             store = with_slab(store, slabs[s])
         if s in capacities or is_resalted[s]:
             num_buckets = num_buckets_of(store.capacity // spec.num_shards)

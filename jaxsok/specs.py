@@ -130,6 +130,37 @@ def on(device: int) -> Placement:
     return Placement("on", checks.integer("on: device", device, 0, wanted="the number of a shard, from 0"))
 
 
+def _device_rows(what: str, value: Any) -> int | float:
+    """Checks a number of rows, or a share of them."""
+    if isinstance(value, (float, np.floating)):
+        return checks.number(what, value, checks.ABOVE_ZERO, 1, "a share above 0, at most 1.0")
+    return checks.integer(what, value, 0, MAX_CAPACITY, f"rows, 0 to {MAX_CAPACITY}, or a share of the capacity")
+
+
+@dataclasses.dataclass(frozen=True)
+class HostMemory:
+    """Puts rows and optimizer state of a table in host memory, with a cache of some rows on each device.
+
+    Index, keys and statistics stay on the device. A call brings the rows that it uses into the cache, in place of those
+    that were not used for longest; what does not fit there is staged for the call alone. Results have the same bits as
+    those of a table on the device. On a CPU all of this is ordinary memory.
+
+    Raises:
+      ValueError: when declared; the message names the argument.
+
+    Example:
+      >>> HostMemory(device_rows=0.25)
+      HostMemory(device_rows=0.25)
+    """
+
+    device_rows: int | float | None = checks.declare(None, checks.optional(_device_rows))
+    """Rows of the cache of a store, on all shards together; as a float up to 1.0, a share of the store's declared
+    capacity. 0: no cache, every row that is used crosses the link. None: a tenth of the declared capacity."""
+
+    def __post_init__(self) -> None:
+        checks.check_fields(self, "HostMemory")
+
+
 _WIRE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 _ON_WIRE = {"choices": (None, *_WIRE_DTYPES), "wanted": f"None or one of {_WIRE_DTYPES}"}
 
@@ -167,9 +198,9 @@ class ExchangeSpec:
 class TableSpec:
     """A table: a named map from 64-bit keys to rows of `dim` numbers.
 
-    Tables with the same dim, dtype, embedding_dtype, rounding, optimizer, row_gradient and eviction share one store; on
-    a mesh replicated tables share none with others. Equal keys in different tables never collide. Rows of 16 bits take
-    half the memory; optimizer state and arithmetic are float32 all the same.
+    Tables with the same dim, dtype, embedding_dtype, rounding, optimizer, row_gradient, eviction and memory share one
+    store; on a mesh replicated tables share none with others. Equal keys in different tables never collide. Rows of 16
+    bits take half the memory; optimizer state and arithmetic are float32 all the same.
 
     Raises:
       TypeError, ValueError: when declared; the message names the table and the argument.
@@ -217,6 +248,8 @@ class TableSpec:
     statistics: bool = checks.declare(False, checks.flag)
     """Whether each row keeps its frequency and last step: 8 bytes. Kept too where `eviction` needs them, and for all
     tables of a store if one of them asks."""
+    memory: HostMemory | None = None
+    """Where its rows and optimizer state lie: `jaxsok.HostMemory(...)`, or None: on the device."""
 
     def __post_init__(self) -> None:
         _name("TableSpec", self.name)
@@ -255,6 +288,15 @@ class TableSpec:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, kind) or type(value) is kind):
                 raise TypeError(f"{what}: {name}: got {value!r}, wanted None or one of jaxsok.policies.")
+        if self.memory is None:
+            return
+        if not isinstance(self.memory, HostMemory):
+            raise TypeError(f"{what}: memory: got {self.memory!r}, wanted None or jaxsok.HostMemory(device_rows=...).")
+        if self.placement.kind == "replicated":
+            raise ValueError(
+                f"{what}: memory: got {self.memory!r} with placement REPLICATED, wanted None: every batch reads a "
+                "replicated table; spread it (SHARDED) or put it on one device (jaxsok.on(device))."
+            )
 
     @property
     def refused_read_initial(self) -> bool:
@@ -332,7 +374,7 @@ class FeatureSpec:
 
 @dataclasses.dataclass(frozen=True)
 class StoreSpec:
-    """Tables of one store: one dim, dtypes, rounding, optimizer, row_gradient, eviction; all or none replicated."""
+    """Tables of one store: the same in all that `group_into_stores` looks at; all or none replicated."""
 
     tables: tuple[TableSpec, ...]
     num_shards: int = 1
@@ -378,6 +420,19 @@ class StoreSpec:
     def state_specs(self) -> tuple[RowState, ...]:
         """The optimizer state of a row."""
         return self.optimizer.state_specs(self.dim)
+
+    @property
+    def memory(self) -> HostMemory | None:
+        """Where rows and optimizer state lie; None: on the device."""
+        return self.tables[0].memory
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of a shard's cache, where rows lie in host memory."""
+        asked = there(self.memory).device_rows
+        asked = 0.1 if asked is None else asked
+        slots = math.ceil(asked * self.capacity) if isinstance(asked, float) else -(-asked // self.num_shards)
+        return min(slots, self.max_capacity or MAX_CAPACITY)
 
     @property
     def keeps_statistics(self) -> bool:
@@ -542,14 +597,15 @@ def group_into_stores(
         sends_bags = num_shards > 1 and not is_replicated and table.name in of_bags
         is_wide = table.dtype == "float32"
         form = (table.dtype, table.embedding_dtype or table.dtype, None if is_wide else table.rounding)
-        # A store's capacity is one budget, so its tables share one eviction policy.
+        # A store's capacity is one budget, so its tables share one eviction policy; and so is its cache.
         key = (sends_bags, table.dim, form, table.optimizer, table.row_gradient, is_replicated, table.eviction)
+        key += (table.memory,)
         groups.setdefault(key, []).append(table)
     return tuple(StoreSpec(tuple(group), num_shards, key[0]) for key, group in groups.items())
 
 
 def fingerprint(stores: Sequence[StoreSpec]) -> str:
-    """Hashes the form of a state: its tables, stores, placements, dims, dtypes, optimizer states and new rows.
+    """Hashes the form of a state: its tables, stores, placements, dims, dtypes, optimizer states, new rows and caches.
 
     Capacities, learning rates, schedules and rounding may change between runs; they are not in it.
     """
@@ -577,6 +633,7 @@ def described(stores: Sequence[StoreSpec]) -> list[str]:
         for s, store in enumerate(stores)
         if (globals_ := store.optimizer.init_globals(store.dim))
     ]
+    lines += [f"{s}:memory:{store.num_slots}" for s, store in enumerate(stores) if store.memory is not None]
     if stores[0].num_shards == 1:
         return lines
     placements = [f":{table.placement} of {store.num_shards}" for store in stores for table in store.tables]

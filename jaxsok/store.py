@@ -6,7 +6,7 @@ each array of a store is split along its first dimension, and a shard's part is 
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,27 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from jaxsok.kernels.call import StoreArrays
+from jaxsok.kernels.tier import Tier, host_bytes
 from jaxsok.printed import condition_of, in_short, in_units, listed
 from jaxsok.specs import StoreSpec
-from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, RECORD_WORDS
+from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, FRESH, RECORD_WORDS, TIER_COUNTERS
 
 NUM_STATISTICS = 2  # words of a row's statistics: last step, frequency
 MIN_SIGHTINGS = 4096  # buckets for waiting keys, at least; `grow` adds more
 MIN_BUCKETS = 16  # 1 KiB; below it the index costs nothing worth saving
 
-Slab = tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]
-"""Rows, records, states and statistics (none or one) of a slab."""
+
+class Slab(NamedTuple):
+    """What a slab adds to the arrays of a store."""
+
+    rows: tuple[Array, ...]
+    """One array; none before the host slab is there."""
+    records: Array
+    states: tuple[Array, ...]
+    statistics: tuple[Array, ...]
+    """None or one."""
+    places: tuple[Array, ...]
+    """One where rows lie in host memory."""
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +44,9 @@ class StoreState(StoreArrays):
 
     globals_: tuple[Array, ...] = ()
     """Optimizer state that belongs to no row: an equal line for each shard."""
+    tier: tuple[Tier, ...] = ()
+    """One where rows lie in host memory: `rows` are then records of bytes, with the optimizer state, and `states` are
+    empty."""
 
     def __repr__(self) -> str:
         """Names its size; reads no array, so it waits for nothing."""
@@ -44,16 +58,20 @@ class StoreState(StoreArrays):
         leaves = jax.tree.leaves(self)
         if not all(isinstance(getattr(leaf, "shape", None), tuple) for leaf in leaves) or not leaves:
             return f"leaves {listed(sorted({in_short(leaf) for leaf in leaves}))}"
-        num_rows = sum(math.prod(slab.shape[:-1]) for slab in self.rows)
-        size = f"{num_rows:,} rows of {self.rows[0].shape[-1]} {self.rows[0].dtype}"
-        widths = [str(slabs[0].shape[-1]) for slabs in self.states if slabs]
+        num_rows = sum(math.prod(slab.shape[:-1]) for slab in self.records)
+        tier = self.tier[0] if self.tier else None
+        rows = self.rows[0] if tier is None else tier.rows
+        states = [slabs[0] for slabs in self.states if slabs] if tier is None else tier.states
+        size = f"{num_rows:,} rows of {rows.shape[-1]} {rows.dtype}"
+        widths = [str(state.shape[-1]) for state in states]
         size += f" and state of {' + '.join(widths)}" if widths else ""
-        return size + (f" in {len(self.rows)} slabs" if len(self.rows) > 1 else "")
+        size += f" in {len(self.records)} slabs" if len(self.records) > 1 else ""
+        return size + ("" if tier is None else f" in host memory, cache of {math.prod(rows.shape[:-1]):,} rows")
 
     @property
     def capacity(self) -> int:
         """Rows allocated."""
-        return sum(slab.shape[0] for slab in self.rows)
+        return sum(slab.shape[0] for slab in self.records)
 
     @property
     def generation(self) -> UInt32[Array, ""]:
@@ -131,16 +149,27 @@ def bloom_words(spec: StoreSpec) -> int:
 
 
 def row_bytes(spec: StoreSpec) -> int:
-    """Returns the bytes of one row of capacity: row, optimizer state, record, its share of the index.
+    """Returns the bytes of one row of capacity on the device: row, optimizer state, record, its share of the index.
 
-    64 float32 with rowwise Adagrad take 256 + 4 + 16 + 32 = 308; 64 bfloat16 take 128 less.
+    64 float32 with rowwise Adagrad take 256 + 4 + 16 + 32 = 308; 64 bfloat16 take 128 less. Of a row in host memory
+    the device has the record, its place and its share of the index: 52.
     """
     return sum(_bytes_by_row(spec).values()) + 4 * BUCKET_WORDS * 2 // ENTRIES_PER_BUCKET
 
 
+def host_row_bytes(spec: StoreSpec) -> int:
+    """Returns the bytes of a row's numbers and optimizer state in host memory; 0: they lie on the device."""
+    if spec.memory is None:
+        return 0
+    return host_bytes(spec.itemsize * spec.dim, [state.dim for state in spec.state_specs])
+
+
 def store_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
-    """Returns the bytes of a shard's arrays, by their content; `capacity` is that of the shard."""
+    """Returns the bytes of a shard's arrays on its device, by their content; `capacity` is that of the shard."""
     sizes = {name: capacity * num_bytes for name, num_bytes in _bytes_by_row(spec).items()}
+    if spec.memory is not None:
+        line = sum(_bytes_of_numbers(spec).values()) + 4 * RECORD_WORDS + 4
+        sizes["cache"] = _num_lines(spec) * line + 4 * len(TIER_COUNTERS)
     sizes["index"] = 4 * BUCKET_WORDS * num_buckets_of(capacity)
     globals_ = map(np.asarray, spec.optimizer.init_globals(spec.dim))
     num_evicted = len(spec.tables) if spec.tables[0].eviction else 0
@@ -151,33 +180,46 @@ def store_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
     return sizes | ({"admission": admission} if admission else {})
 
 
+def _bytes_of_numbers(spec: StoreSpec) -> dict[str, int]:
+    """Returns the bytes of a row's numbers and of its optimizer state in kernels' arrays."""
+    return {"rows": spec.itemsize * spec.dim, "optimizer_state": 4 * sum(state.dim for state in spec.state_specs)}
+
+
 def _bytes_by_row(spec: StoreSpec) -> dict[str, int]:
-    """Returns the bytes of one row in the slabs, by their content."""
-    return {
-        "rows": spec.itemsize * spec.dim,
-        "optimizer_state": 4 * sum(state.dim for state in spec.state_specs),
-        "records": 4 * RECORD_WORDS,
-    } | ({"statistics": 4 * NUM_STATISTICS} if spec.keeps_statistics else {})
+    """Returns the bytes of one row in the slabs on the device, by their content."""
+    numbers = _bytes_of_numbers(spec) if spec.memory is None else {"places": 4}
+    return (
+        numbers | {"records": 4 * RECORD_WORDS} | ({"statistics": 4 * NUM_STATISTICS} if spec.keeps_statistics else {})
+    )
+
+
+def _num_lines(spec: StoreSpec) -> int:
+    """Returns the lines of the cache's arrays in a shard: no slots are one line that is never used."""
+    return max(1, spec.num_slots)
 
 
 def new_slab(spec: StoreSpec, size: int) -> Slab:
-    """Makes the arrays of a slab, each its own buffer, to be donated."""
-    rows = jnp.zeros((size, spec.dim), spec.dtype)
+    """Makes the arrays of a slab, each its own buffer, to be donated; host slabs are not among them (host_slabs.py)."""
     records = jnp.full((size, RECORD_WORDS), np.uint32(0xFFFFFFFF))
-    states = tuple(jnp.full((size, state.dim), np.float32(state.initial_value)) for state in spec.state_specs)
     statistics = (jnp.zeros((size, NUM_STATISTICS), jnp.uint32),) if spec.keeps_statistics else ()
-    return rows, records, states, statistics
+    if spec.memory is not None:
+        return Slab((), records, (), statistics, (jnp.full((size, 1), np.uint32(FRESH)),))
+    return Slab((jnp.zeros((size, spec.dim), spec.dtype),), records, _initial_states(spec, size), statistics, ())
+
+
+def _initial_states(spec: StoreSpec, size: int) -> tuple[Array, ...]:
+    return tuple(jnp.full((size, state.dim), np.float32(state.initial_value)) for state in spec.state_specs)
 
 
 def with_slab(store: StoreState, slab: Slab) -> StoreState:
     """Appends a slab to every per-row array."""
-    rows, records, states, statistics = slab
     return dataclasses.replace(
         store,
-        rows=(*store.rows, rows),
-        records=(*store.records, records),
-        states=tuple((*slabs, new) for slabs, new in zip(store.states, states, strict=True)),
-        statistics=(*store.statistics, *statistics),
+        rows=(*store.rows, *slab.rows),
+        records=(*store.records, slab.records),
+        states=tuple((*slabs, new) for slabs, new in zip(store.states, slab.states, strict=True)),
+        statistics=(*store.statistics, *slab.statistics),
+        tier=tuple(dataclasses.replace(tier, places=(*tier.places, *slab.places)) for tier in store.tier),
     )
 
 
@@ -197,9 +239,12 @@ def init_stores(specs: tuple[StoreSpec, ...], salts: UInt32[Array, "num_stores 2
 
 
 def init_store(spec: StoreSpec, salt: UInt32[Array, "2"]) -> StoreState:
-    """Makes an empty store of the declared capacity, for all shards; `salt`, low word first, is in all its hashes."""
+    """Makes an empty store of the declared capacity, for all shards; `salt`, low word first, is in all its hashes.
+
+    Where rows lie in host memory, `rows` is empty: `host_slabs.with_host_slabs` makes the host slab.
+    """
     capacity, num_shards = spec.capacity, spec.num_shards
-    rows, records, states, statistics = new_slab(spec, num_shards * capacity)
+    slab = new_slab(spec, num_shards * capacity)
     counters = jnp.zeros((num_shards, len(COUNTERS)), jnp.uint32)
     counters = counters.at[:, COUNTERS.index("salt_low")].set(salt[0])
     counters = counters.at[:, COUNTERS.index("salt_high")].set(salt[1])
@@ -207,17 +252,31 @@ def init_store(spec: StoreSpec, salt: UInt32[Array, "2"]) -> StoreState:
         index=jnp.full((num_shards * num_buckets_of(capacity), BUCKET_WORDS), np.uint32(0xFFFFFFFF)),
         counters=counters.reshape(-1),
         table_rows=jnp.zeros(num_shards * len(spec.tables), jnp.uint32),
-        rows=(rows,),
-        records=(records,),
-        states=tuple((state,) for state in states),
+        rows=slab.rows,
+        records=(slab.records,),
+        states=tuple((state,) for state in slab.states),
         globals_=tuple(
             jnp.asarray(np.broadcast_to(leaf, (num_shards, *np.shape(leaf))))
             for leaf in spec.optimizer.init_globals(spec.dim)
         ),
-        statistics=statistics,
+        statistics=slab.statistics,
         sightings=(jnp.full((num_shards * first_sightings(capacity), BUCKET_WORDS), np.uint32(0xFFFFFFFF)),)
         if spec.counts_sightings
         else (),
         bloom=(jnp.zeros(num_shards * bloom_words(spec), jnp.uint32),) if bloom_words(spec) else (),
         table_evicted=(jnp.zeros(num_shards * len(spec.tables), jnp.uint32),) if spec.tables[0].eviction else (),
+        tier=(_new_tier(spec, slab.places),) if spec.memory is not None else (),
+    )
+
+
+def _new_tier(spec: StoreSpec, places: tuple[Array, ...]) -> Tier:
+    """Makes an empty cache, for all shards."""
+    num_lines = spec.num_shards * _num_lines(spec)
+    return Tier(
+        places=places,
+        rows=jnp.zeros((num_lines, spec.dim), spec.dtype),
+        states=_initial_states(spec, num_lines),
+        owners=jnp.full((num_lines, RECORD_WORDS), np.uint32(0xFFFFFFFF)),
+        last_use=jnp.zeros(num_lines, jnp.uint32),
+        counters=jnp.zeros(spec.num_shards * len(TIER_COUNTERS), jnp.uint32),
     )

@@ -54,6 +54,9 @@ FRESH: int = 2**32 - 1
 IN_HOST: int = 2**32 - 2
 """The place of a row that only host memory has."""
 
+MAX_SLOTS: int = 2**30
+"""The most rows in the cache of a shard."""
+
 TIER_COUNTERS: tuple[str, ...] = ("clock", "num_hits", "num_fetched", "num_written")
 """The words of the counters of a store in host memory, in order."""
 

@@ -28,7 +28,7 @@ class Tier:
     """Key low, key high, table and row id of the row in each slot; all ones where it is free."""
     last_use: UInt32[Array, " num_lines"]
     """The clock of the last call that used the slot."""
-    counters: UInt32[Array, "4"]
+    counters: UInt32[Array, " num_counters"]
     """`jaxsok.types.TIER_COUNTERS`."""
 
 
