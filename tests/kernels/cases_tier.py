@@ -1,6 +1,6 @@
 """Cases of tiers: rows in host memory that are brought into a cache, changed and given back. See kernel_scripts.py."""
 
-import itertools
+from collections.abc import Callable
 
 import numpy as np
 from kernel_model import ADAGRAD, ADAM, EMPTY, F32, NO_ROW, ROWWISE_ADAGRAD, SGD, Store, from_words, nearest
@@ -35,6 +35,7 @@ class TieredStore(Store):
             "owners": self.owners.copy(),
             "last_use": self.last_use.copy(),
             "counters": self.tier_counters.copy(),
+            "order": np.zeros(len(self.counters), np.uint32),
         }
         host = tuple(part.copy() for part in np.split(self._host(), ends))
         return super().arrays() | {"rows": host, "states": (), "tier": (tier,)}
@@ -66,37 +67,47 @@ class TieredStore(Store):
                 column[row_id] = value
         return columns
 
-    def bring(self, row_ids: np.ndarray, keeps: bool) -> dict:
+    def bring(self, row_ids: np.ndarray) -> dict:
         """What `LaunchBring` says, row by row."""
-        counters = self.tier_counters if keeps else np.zeros(4, np.uint32)  # those of other calls are not kept
+        counters = self.tier_counters
         counters[CLOCK] += 1
         wanted = dict.fromkeys(row_ids[row_ids < self.capacity].tolist())
         slot_of = {row_id: int(self.places[row_id]) for row_id in wanted if self.places[row_id] < IN_HOST}
-        counters[HITS] += len(slot_of)
+        counters[[HITS]] += np.uint32(len(slot_of))  # an array: it wraps
         missed = [row_id for row_id in wanted if row_id not in slot_of]
         counters[FETCHED] += sum(self.places[row_id] == IN_HOST for row_id in missed)
-        victims = iter(self._victims(set(slot_of.values()), len(missed)) if keeps else ())
-        room = max(0, len(row_ids) - self.num_slots) if keeps else len(row_ids)
-        staged_rows = np.zeros((room, self.dim), self.dtype)
-        staged_states = [np.zeros((room, state.shape[1]), F32) for state in self.states]
-        staged_owners, num_staged = np.full((room, 4), EMPTY), itertools.count()
-        for row_id in missed:
-            numbers, slot = self._numbers(row_id), next(victims, None)
-            if slot is None:
-                at, arrays, owners = next(num_staged), (staged_rows, *staged_states), staged_owners
-                slot_of[row_id] = self.num_lines + at
-            else:
-                at, arrays, owners = slot, (self.cached_rows, *self.cached_states), self.owners
-                self._leave(slot)
-                slot_of[row_id] = self.places[row_id] = slot
-            for array, number in zip(arrays, numbers, strict=True):
+        victims = self._victims(set(slot_of.values()), len(missed))
+        kept, rest = missed[: len(victims)], missed[len(victims) :]
+        for row_id, slot in zip(kept, victims, strict=True):
+            numbers = self._numbers(row_id)
+            self._leave(slot)
+            for array, number in zip((self.cached_rows, *self.cached_states), numbers, strict=True):
+                array[slot] = number
+            self.owners[slot] = *self.records[row_id, :3], row_id
+            slot_of[row_id] = self.places[row_id] = slot
+        self.last_use[list(slot_of.values())] = counters[CLOCK]
+        slot_of |= {row_id: self.num_lines + at for at, row_id in enumerate(rest)}
+        slots = np.array([slot_of.get(row_id, NO_ROW) for row_id in row_ids.tolist()], np.uint32)
+        return {"slots": slots, **self._staged(dict(enumerate(rest)), max(0, len(row_ids) - self.num_slots))}
+
+    def peek(self, row_ids: np.ndarray) -> dict:
+        """What `LaunchPeek` says: each position that is not in the cache has a line of its own."""
+        slots, lines = np.full(len(row_ids), NO_ROW, np.uint32), {}
+        for i, row_id in enumerate(row_ids.tolist()):
+            if row_id < self.capacity:
+                slots[i] = self.places[row_id] if self.places[row_id] < IN_HOST else self.num_lines + i
+                lines |= {} if self.places[row_id] < IN_HOST else {i: row_id}
+        return {"slots": slots, **self._staged(lines, len(row_ids))}
+
+    def _staged(self, lines: dict[int, int], room: int) -> dict:
+        """What is staged, by line the row."""
+        rows, owners = np.zeros((room, self.dim), self.dtype), np.full((room, 4), EMPTY)
+        states = tuple(np.zeros((room, state.shape[1]), F32) for state in self.states)
+        for at, row_id in lines.items():
+            for array, number in zip((rows, *states), self._numbers(row_id), strict=True):
                 array[at] = number
             owners[at] = *self.records[row_id, :3], row_id
-        if keeps:
-            self.last_use[[slot for slot in slot_of.values() if slot < self.num_lines]] = counters[CLOCK]
-        slots = np.array([slot_of.get(row_id, NO_ROW) for row_id in row_ids.tolist()], np.uint32)
-        names = ("slots", "staged_rows", "staged_states", "staged_owners")
-        return dict(zip(names, (slots, staged_rows, tuple(staged_states), staged_owners), strict=True))
+        return {"staged_rows": rows, "staged_states": states, "staged_owners": owners}
 
     def _victims(self, used: set[int], num: int) -> list[int]:
         """The slots that are taken: those that are older than the youngest of them, then those of its age."""
@@ -118,15 +129,14 @@ class TieredStore(Store):
 
     def _leave(self, slot: int) -> None:
         if (row_id := self.owners[slot, 3]) != NO_ROW:
-            self.write(int(row_id), self.cached_rows[slot], [state[slot] for state in self.cached_states])
+            self.write(row_id, self.cached_rows[slot], *(state[slot] for state in self.cached_states))
             self.places[row_id] = IN_HOST
             self.tier_counters[WRITTEN] += 1
 
-    def write(self, row_id: int, row: np.ndarray, states) -> None:
-        """To host memory."""
-        self.rows[row_id] = row
-        for array, numbers in zip(self.states, states, strict=True):
-            array[row_id] = numbers
+    def write(self, row_id: int, *numbers: np.ndarray) -> None:
+        """Writes a row and its state to host memory."""
+        for array, number in zip((self.rows, *self.states), numbers, strict=True):
+            array[row_id] = number
 
 
 class TierScript(Script):
@@ -165,24 +175,29 @@ class TierScript(Script):
         rows[self.rng.random(rows.shape) < 0.02] = -0.0
         return [rows, *(self.normal(num, state.shape[1]) for state in store.states)]
 
-    def bring(self, row_ids, *, keeps: bool = True) -> None:
+    def bring(self, row_ids) -> None:
+        self._ask("tier_bring", self.store.bring, row_ids)
+
+    def peek(self, row_ids) -> None:
+        self._ask("tier_peek", self.store.peek, row_ids)
+
+    def _ask(self, op: str, ask: Callable[[np.ndarray], dict], row_ids) -> None:
         self._begin()
         store, row_ids = self.store, np.asarray(row_ids, np.uint32)
-        want = self.last = store.bring(row_ids, keeps)
-        statics = {"initial": store.initial, "num_slots": store.num_slots, "keeps": keeps}
-        inputs = {"seed": store.seed, "row_ids": row_ids}
-        self._add("tier_bring", inputs, {**self._tables(), **statics, "is_number": store.is_number()}, want)
+        self.last = ask(row_ids)
+        statics = {"initial": store.initial, "num_slots": store.num_slots, "is_number": store.is_number()}
+        self._add(op, {"seed": store.seed, "row_ids": row_ids}, {**self._tables(), **statics}, self.last)
 
     def give_back(self) -> None:
-        """Changes all rows of the last call, and gives them back."""
+        """Changes all rows of the last call, and gives them back; equal rows have equal numbers."""
         store, last = self.store, self.last
         slots, rows = np.unique(last["slots"][last["slots"] < store.num_lines]), last["staged_owners"][:, 3]
         cached = [store.cached_rows, *store.cached_states]
         for array, numbers in zip(cached, self._any_numbers(len(slots)), strict=True):
             array[slots] = numbers
-        row, *states = staged = self._any_numbers(len(rows))
+        staged = [numbers[np.minimum(rows, store.capacity)] for numbers in self._any_numbers(store.capacity + 1)]
         for at in np.flatnonzero(rows != NO_ROW):
-            store.write(rows[at], row[at], [state[at] for state in states])
+            store.write(rows[at], *(numbers[at] for numbers in staged))
             store.places[rows[at]] = IN_HOST
         names = ("rows", "states", "staged_rows", "staged_states")
         numbers = (cached[0].copy(), tuple(array.copy() for array in cached[1:]), staged[0], tuple(staged[1:]))
@@ -193,8 +208,7 @@ class TierScript(Script):
         self._begin()
         store = self.store
         for slot in np.flatnonzero(store.owners[:, 3] != NO_ROW):
-            states = [state[slot] for state in store.cached_states]
-            store.write(store.owners[slot, 3], store.cached_rows[slot], states)
+            store.write(store.owners[slot, 3], store.cached_rows[slot], *(state[slot] for state in store.cached_states))
         self._add("tier_flush", {}, {"is_number": store.is_number()}, {})
 
     def some(self, row_ids: np.ndarray, num: int) -> np.ndarray:
@@ -208,7 +222,7 @@ class TierScript(Script):
         for number in range(4):
             self.bring(self.some(row_ids[number::2] if number % 2 else row_ids, num))
             self.give_back()
-            self.bring(self.some(row_ids, num), keeps=False)
+            self.peek(self.some(row_ids, num))
             if number == 1:
                 self.give_back()
             if number == 2:

@@ -193,7 +193,7 @@ def _combine_transpose(s, x, features, num_unique, num_tiles, dtype):
     return dict(zip(names, results, strict=True)), s
 
 
-def _tier_bring(s, x, tables, initial, num_slots, keeps, is_number):
+def _tier_bring(s, x, tables, initial, num_slots, is_number, keeps=True):
     tables = np.array(tables, np.uint32)
     moved, host, brought = tier.bring(
         s.tier[0], s.rows, s.records, tables, x["seed"], x["row_ids"], initial, num_slots, keeps=keeps
@@ -205,6 +205,10 @@ def _tier_bring(s, x, tables, initial, num_slots, keeps, is_number):
     owners = jnp.where(is_used, brought.staged_owners, jnp.uint32(kernel_model.NO_ROW))
     outputs = {"slots": brought.slots, **staged, "staged_owners": owners}
     return outputs, _with_tier(s, moved, host, is_number)
+
+
+def _tier_peek(s, x, **statics):
+    return _tier_bring(s, x, **statics, keeps=False)
 
 
 def _tier_give_back(s, x, is_number):
@@ -246,6 +250,7 @@ OPS = {
     "jaxsok_lookup_planned": _lookup_planned,
     "jaxsok_update": _update,
     "jaxsok_tier_bring": _tier_bring,
+    "jaxsok_tier_peek": _tier_peek,
     "jaxsok_tier_return": _tier_give_back,
     "jaxsok_tier_flush": _tier_flush,
 }
@@ -431,7 +436,7 @@ def test_brought_rows_are_those_of_a_dict(back_end, num_slots, calls, seed):
     script.begin(30)
     columns = script.store.values()
     for row_ids, keeps, gives_back, flushes in calls:
-        script.bring(row_ids, keeps=keeps)
+        (script.bring if keeps else script.peek)(row_ids)
         if gives_back:
             script.give_back()
         if flushes:
@@ -439,7 +444,7 @@ def test_brought_rows_are_those_of_a_dict(back_end, num_slots, calls, seed):
     for number, (step, got) in enumerate(zip(script.steps, run(script, back_end), strict=True)):
         what = f"call {number}, {step.op}"
         assert_same_bits(got, flat({**step.want, "state": step.state}), what)
-        if step.op == "tier_bring":
+        if step.op in ("tier_bring", "tier_peek"):
             is_row = step.inputs["row_ids"] < 30
             row_ids, slots = step.inputs["row_ids"][is_row], got["slots"][is_row]
             for name, column in columns.items():
