@@ -13,9 +13,12 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
-from jaxsok.kernels.call import Store, StoreArrays
+from jaxsok import tiers
+from jaxsok.kernels.call import StoreArrays
 from jaxsok.kernels.table import scatter
 from jaxsok.shards import without_mesh
+from jaxsok.specs import StoreSpec
+from jaxsok.store import StoreState
 from jaxsok.types import RowIds
 
 
@@ -56,21 +59,25 @@ def cut_lines(slabs: Any, start: Int32[Array, ""], size: int) -> Any:
 
 
 def write_lines(
-    store: Store,
+    spec: StoreSpec,
+    store: StoreState,
+    seed: UInt32[Array, "2"],
     row_ids: RowIds,
     rows: Float[Array, "num_keys dim"],
     states: Mapping[int, Float32[Array, "num_keys _"]],
     statistics: UInt32[Array, "num_keys 2"] | None = None,
-) -> Store:
+) -> StoreState:
     """Overwrites rows in the donated store; NO_ROW is ignored.
 
     Equal row ids must have equal lines. `rows` have the dtype of the store; `states` has optimizer state by number.
     State that is not named, and statistics if None, stay as they are.
     """
+    store, view, slots = tiers.brought(spec, store, seed, row_ids)
     new_states = tuple(
-        scatter(row_ids, states[k], slabs) if k in states else slabs for k, slabs in enumerate(store.states)
+        scatter(slots, states[k], slabs) if k in states else slabs for k, slabs in enumerate(view.states)
     )
-    store = dataclasses.replace(store, rows=scatter(row_ids, rows, store.rows), states=new_states)
+    view = dataclasses.replace(view, rows=scatter(slots, rows, view.rows), states=new_states)
+    store = tiers.returned(store, view, writes=True)
     if statistics is None:
         return store
     return dataclasses.replace(store, statistics=scatter(row_ids, statistics, store.statistics))

@@ -169,7 +169,7 @@ def store_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
     sizes = {name: capacity * num_bytes for name, num_bytes in _bytes_by_row(spec).items()}
     if spec.memory is not None:
         line = sum(_bytes_of_numbers(spec).values()) + 4 * RECORD_WORDS + 4
-        sizes["cache"] = _num_lines(spec) * line + 4 * len(TIER_COUNTERS)
+        sizes["cache"] = _num_lines(spec) * line + 4 * (len(TIER_COUNTERS) + len(COUNTERS))
     sizes["index"] = 4 * BUCKET_WORDS * num_buckets_of(capacity)
     globals_ = map(np.asarray, spec.optimizer.init_globals(spec.dim))
     num_evicted = len(spec.tables) if spec.tables[0].eviction else 0
@@ -279,4 +279,5 @@ def _new_tier(spec: StoreSpec, places: tuple[Array, ...]) -> Tier:
         owners=jnp.full((num_lines, RECORD_WORDS), np.uint32(0xFFFFFFFF)),
         last_use=jnp.zeros(num_lines, jnp.uint32),
         counters=jnp.zeros(spec.num_shards * len(TIER_COUNTERS), jnp.uint32),
+        order=jnp.zeros(spec.num_shards * len(COUNTERS), jnp.uint32),
     )

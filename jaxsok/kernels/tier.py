@@ -31,8 +31,8 @@ class Tier:
     counters: UInt32[Array, " num_counters"]
     """`jaxsok.types.TIER_COUNTERS`."""
     order: UInt32[Array, " num_counters"]
-    """Zeros, in place of a store's counters: every call that reads the cache takes and returns them, so that a later one
-    that changes the cache comes after it, and XLA makes no copy."""
+    """Zeros, in place of a store's counters: a call that reads the cache takes and returns them, so that a later one
+    which changes the cache comes after it, and XLA makes no copy."""
 
 
 class Brought(NamedTuple):
