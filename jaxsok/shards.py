@@ -331,6 +331,11 @@ def without_mesh(function: Callable) -> Callable:
     return call
 
 
+def on_host(word: Array) -> np.ndarray:
+    """Reads an array that is the same on all devices, as a state's seed, without its mesh (waits for the device)."""
+    return np.asarray(word.addressable_data(0))
+
+
 def local_parts(array: Array, num_parts: int, *, is_once: bool = False) -> dict[int, Array]:
     """Returns this process's parts of a split array, each on one device, by shard number, ascending.
 
@@ -341,8 +346,10 @@ def local_parts(array: Array, num_parts: int, *, is_once: bool = False) -> dict[
     for shard in array.addressable_shards:
         if not is_once or shard.replica_id == 0:
             parts.setdefault((shard.index[0].start or 0) // size, shard.data)
-    # A sharding, not a device: JAX would keep the explicit axes of the type.
-    return {
-        number: jax.device_put(parts[number], SingleDeviceSharding(next(iter(parts[number].devices()))))
-        for number in sorted(parts)
-    }
+
+    def placed(part: Array) -> Array:
+        # A sharding, not a device: JAX would keep the explicit axes of the type. In the memory where it lies.
+        (device,) = part.devices()
+        return jax.device_put(part, SingleDeviceSharding(device, memory_kind=part.sharding.memory_kind))
+
+    return {number: placed(parts[number]) for number in sorted(parts)}
