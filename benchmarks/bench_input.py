@@ -6,7 +6,8 @@ Limit:    as many bytes copied from array to array by as many threads; of the co
           pinned copy shows. The fed step is compared with the same step on batches packed before.
 Command:  `python -m jaxsok bench --only input`
 Last result: 2026-11-23, H200, 16 cores (docs/performance.md): 8 threads pack W1 in 0.80 ms and W5 in 1.88; fed steps
-          take 1.17 and 1.15 times those on batches packed before.
+          take 1.17 and 1.15 times those on batches packed before, and 1.63 and 1.30 times on a slower host. W5's
+          were timed while memory was still being pinned; in longer runs 8 threads hide its input, and not W1's.
 
 "Packed" is the time of `collection.batch`, which on a GPU does not wait for its copy. "Fed" takes raw batches through
 `collection.pipeline`, one after the other.
@@ -36,6 +37,9 @@ WORKLOADS = ("W1", "W5")
 THREADS = (1, 2, 4, 8, 16, 32)
 """Numbers of threads, up to the cores of the host."""
 
+_WARM_UP_STEPS = 64
+"""Fed steps before any is timed, on a GPU: the first sixty of W5 took longer, while further memory was pinned."""
+
 
 def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_quick: bool = False) -> None:
     """Measures packing, copies and the fed step of each workload."""
@@ -51,6 +55,7 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_
             _measure_host(_Input(workload, recorder, protocol), id_sets, threads)
             _measure_steps(_Input(workload, recorder, protocol), id_sets)
         gc.collect()
+        recorder.write()
     bench_paths.measure(recorder, protocol, scale, is_quick)
 
 
@@ -167,7 +172,7 @@ def _measure_steps(given: _Input, id_sets: Sequence[np.ndarray]) -> None:
             jax.block_until_ready((seen.state, outputs))
             return time.perf_counter() - begin
 
-        steps(3)
+        steps(_WARM_UP_STEPS if jax.default_backend() == "gpu" else 3)
         count = max(10, given.protocol.dispatches(packed.ms * 1e-3))
         times = [steps(count) * 1e3 / count for _ in range(given.protocol.affordable(packed.ms * 1e-3))]
         pipeline.close()

@@ -27,6 +27,7 @@ from . import (
     bench_small,
     bench_table,
     bench_tickets,
+    bench_tiers,
     bench_update,
     fill,
     limits,
@@ -50,7 +51,7 @@ ON_FILLED = {
 
 WITHOUT_TABLES = {"plan": bench_plan, "combine": bench_combine}
 
-OWN_TABLES = ("insert", "scale", "dims", "evict", "life", "serving", "input", "cpu")
+OWN_TABLES = ("insert", "scale", "dims", "evict", "life", "serving", "input", "tiers", "cpu")
 """The parts with tables of their own, in the order in which they are measured."""
 
 
@@ -86,6 +87,7 @@ def one_device(options: argparse.Namespace, protocol: Protocol, recorder: Record
         "life": lambda: bench_life.measure(recorder, brief, seed, scale, is_quick),
         "serving": lambda: bench_serving.measure(recorder, brief, seed, copy_gb_s, scale, is_quick),
         "input": lambda: bench_input.measure(recorder, brief, seed, scale, is_quick),
+        "tiers": lambda: bench_tiers.measure(recorder, brief, seed, scale, is_quick),
         "cpu": lambda: bench_cpu.measure(recorder, protocol, seed, scale, is_quick),
     }
     for part in OWN_TABLES:

@@ -60,6 +60,7 @@ PACK = "pack a batch"
 HOST_COPY = "copy on the host"
 LINK = "copy to the device"
 READ = "read, pack and copy"
+BRING = "bring random rows"
 
 # The parts of a step on a mesh, and what is measured around it.
 DISTINCT = "distinct keys"

@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from . import limits, plots, records, tables, targets, workloads
+from . import bench_dcnv2, limits, plots, records, tables, targets, workloads
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -162,10 +162,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _protocol(options: dict[str, Any]) -> str:
-    """How often, where the run told it."""
+    """How often, where the run told it; of training from files also how long, and the options that it was given."""
     if "repetitions" not in options:
         return ""
-    return f"{options['repetitions']} repetitions of {options['batch_ms']:g} ms; "
+    training = ""
+    if "seconds" in options:
+        given = f", `{options['train']}`" if options["train"] else ""
+        training = f"training {bench_dcnv2.NUM_RUNS} runs of {options['seconds']:g} s{given}; parts "
+    return f"{training}{options['repetitions']} repetitions of {options['batch_ms']:g} ms; "
 
 
 def _one_line(text: str) -> str:

@@ -126,6 +126,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.exchange = _listed("--exchange", options.exchange, EXCHANGE_PARTS)
         options.devices = tuple(int(one) for one in options.devices.split(",")) if options.devices else None
         if DCNV2 in options.parts:
+            options.seconds = options.seconds or (QUICK_SECONDS if options.quick else bench_dcnv2.SECONDS)
             options.keys = _listed("--keys", options.keys, bench_dcnv2.KEYS)
             options.optimizers = _listed(
                 "--optimizers", options.optimizers, bench_dcnv2.OPTIMIZERS[:1], bench_dcnv2.OPTIMIZERS
@@ -236,7 +237,7 @@ def measure_dcnv2(options: argparse.Namespace, protocol: Protocol, recorder: Rec
         devices=options.devices or (),
         keys=options.keys,
         optimizers=options.optimizers,
-        seconds=options.seconds or (QUICK_SECONDS if options.quick else bench_dcnv2.SECONDS),
+        seconds=options.seconds,
         folder=options.files,
         train=shlex.split(options.train),
         scale=options.scale,

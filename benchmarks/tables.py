@@ -605,6 +605,45 @@ def dcnv2_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     ]
 
 
+TIER_COLUMNS = (
+    "workload",
+    "optimizer",
+    "rows",
+    "what",
+    "ms",
+    "spread",
+    "÷ on the device",
+    "hits",
+    "read",
+    "written",
+    "limit ms",
+    "of limit",
+)
+"""Columns for tables in host memory: the throughput against all rows on the device; distinct rows of a step."""
+
+
+def tier_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Steps with caches of several sizes."""
+    return [
+        (
+            record.workload,
+            record.optimizer,
+            record.variant,
+            _what(record),
+            f"{record.timing.ms:.4g}",
+            record.timing.spread_text,
+            f"{record.notes['throughput']:.2f}" if record.notes.get("throughput") else NOTHING,
+            *(
+                f"{record.notes[name]:,}" if name in record.notes else NOTHING
+                for name in ("num_hits", "num_fetched", "num_written")
+            ),
+            NOTHING if record.limit_ms is None else f"{record.limit_ms:.4g}",
+            NOTHING if record.limit_ms is None else f"{record.limit_ms / record.timing.ms:.2f}",
+        )
+        for record in records
+    ]
+
+
 PARTS: dict[str, tuple[str, Sequence[str], Callable[[Sequence[Record]], list[tuple[str, ...]]]]] = {
     "small": ("Small batches (W1's tables):", SMALL_COLUMNS, small_rows),
     "skew": ("Skew:", SKEW_COLUMNS, skew_rows),
@@ -615,6 +654,7 @@ PARTS: dict[str, tuple[str, Sequence[str], Callable[[Sequence[Record]], list[tup
     "life": ("Statistics, admission and export (W1, rowwise Adagrad):", LIFE_COLUMNS, life_rows),
     "serving": ("Frozen tables, looked up in three ways:", SERVING_COLUMNS, serving_rows),
     "input": ("From a reader's arrays to the device:", INPUT_COLUMNS, input_rows),
+    "tiers": ("Rows in host memory, a cache on the device:", TIER_COLUMNS, tier_rows),
     "cpu": ("A static table on this CPU (SGD):", CPU_COLUMNS, cpu_rows),
     "dcnv2": ("DLRM-DCNv2, from files:", DCNV2_COLUMNS, dcnv2_rows),
 }

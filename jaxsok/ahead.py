@@ -17,12 +17,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jaxsok import checks
 from jaxsok.annotations import annotated
 from jaxsok.grow import LOOK_EVERY, GrowthTracker, free_bytes, next_capacity
-from jaxsok.host_slabs import abstract_place, available_bytes
+from jaxsok.host_slabs import available_bytes
 from jaxsok.settings import current_settings, in_settings
+from jaxsok.shards import HOST_KIND, host_place
 from jaxsok.specs import StoreSpec
 from jaxsok.store import Slab, State, StoreState, capacities_of, num_buckets_of, with_slab
 
@@ -284,7 +286,9 @@ def _abstract(leaf: Any) -> Any:
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return leaf
     aval, place = _type_and_place(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=abstract_place(place))
+    if isinstance(place, SingleDeviceSharding) and place.memory_kind == HOST_KIND:
+        place = host_place(*place.device_set)  # of another place JAX believes, without an array, that it is the device
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=place)
 
 
 def _grown(store: StoreState, num_shards: int, capacity: int) -> StoreState:

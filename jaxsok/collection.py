@@ -621,7 +621,7 @@ class Collection:
         """
         resolved = operations.resolve("export_table", self, state, table)
         check_untraced("export_table", state)
-        return export_lib.export_table(resolved.spec, state.stores[resolved.store], resolved.number)
+        return export_lib.export_table(resolved.spec, state.stores[resolved.store], state.seed, resolved.number)
 
     def export_chunks(
         self,
@@ -668,7 +668,7 @@ class Collection:
                     "TableSpec(statistics=True), or export all."
                 )
         chunks = export_lib.export_chunks(
-            spec, store, resolved.number, chunk_rows=chunk_rows, since=since, with_state=with_state
+            spec, store, state.seed, resolved.number, chunk_rows=chunk_rows, since=since, with_state=with_state
         )
         return (chunk.records for chunk in chunks)
 

@@ -25,12 +25,13 @@ from jaxsok.kernels import evict as kernels
 from jaxsok.keys import from_words
 from jaxsok.policies import Eviction, RowFacts
 from jaxsok.records import Records
-from jaxsok.rows import RowSlab, cut_lines, read_lines, slabs_of
-from jaxsok.shards import ONE_DEVICE, Shards, local_parts
+from jaxsok.rows import RowSlab, cut_lines, numbers_in_host_memory, slabs_of
+from jaxsok.shards import ONE_DEVICE, Shards, local_parts, on_host
 from jaxsok.specs import StoreSpec
-from jaxsok.store import StoreState, row_bytes
+from jaxsok.store import StoreState, host_row_bytes, row_bytes
 
 CHUNK_BYTES = 32 << 20  # rows handed over at a time: bounds host memory
+READ_ROWS = 1 << 16  # rows in host memory that a policy reads at a time
 WINDOW_ROWS = 1 << 24  # rows whose flags the host reads together, a byte each
 
 HandOver = Callable[[str, Records], None]
@@ -84,6 +85,7 @@ class Leaving:
 def select(
     spec: StoreSpec,
     store: StoreState,
+    seed: UInt32[Array, "2"],
     policy: Eviction,
     clock: UInt32[Array, ""],
     num_kept: UInt32[Array, ""],
@@ -96,33 +98,61 @@ def select(
     `is_used`, which the coming batch asks for, get no flag even if too few others leave. They are still counted.
 
     Streams what the policy reads and 16 bytes a row of records, then a byte and a score a row for each digit of the
-    score (`LaunchSelect`). Memory: a byte of flags and 4 or 8 bytes of scores a row; 8 with `is_used`.
+    score (`LaunchSelect`). Memory: a byte of flags and 4 or 8 bytes of scores a row; 8 with `is_used`. Rows in host
+    memory cross the link if the policy reads them, READ_ROWS at a time.
     """
+    judge = policy.scores if policy.has_score else policy.expired
     scores: list[list[Array]] = []
     mask: list[Array] = []
-    start = 0
-    for records, rows, _, statistics in slabs_of(store):
-        num_rows = records.shape[0]
+    for slab in slabs_of(spec, store, seed):
+        num_rows, start = slab.size, slab.start
         stays = None if is_used is None else is_used[start : start + num_rows]
-        start += num_rows
-        none = jnp.zeros(num_rows, jnp.uint32)
-        facts = RowFacts(
-            keys=records[:, :2],
-            last_step=none if statistics is None else statistics[:, 0],
-            frequency=none if statistics is None else statistics[:, 1],
-            rows=rows,
-            clock=clock,
-        )
+        check = functools.partial(_score_words if policy.has_score else _mask, policy)
+        judged = _judged(slab, clock, lambda facts, check=check: check(judge(facts), facts.keys.shape[0]))
         if policy.has_score:
-            words = _above_others(stays, _score_words(policy, policy.scores(facts), num_rows))
+            words = _above_others(stays, judged)
             scores = scores or [[] for _ in words]
             for array, word in zip(scores, words, strict=True):
                 array.append(word)
         else:
-            mask.append(_mask(policy, policy.expired(facts), num_rows))
+            mask += judged
     table = kernels.ALL_TABLES if number is None or len(spec.tables) == 1 else number
     flags, num_selected = kernels.select(num_kept, store.records, scores, mask, len(spec.tables), table)
     return flags if is_used is None else jnp.where(is_used, jnp.uint8(0), flags), num_selected
+
+
+def _judged(
+    slab: RowSlab, clock: UInt32[Array, ""], judge: Callable[[RowFacts], tuple[Array, ...]]
+) -> tuple[Array, ...]:
+    """Returns what a policy says of every row of a slab."""
+    statistics = jnp.zeros((slab.size, 2), jnp.uint32) if slab.statistics is None else slab.statistics
+
+    def facts_of(records: Array, statistics: Array, rows: Any) -> RowFacts:
+        return RowFacts(records[:, :2], statistics[:, 0], statistics[:, 1], rows, clock)
+
+    if not slab.store.tier:
+        return judge(facts_of(slab.records, statistics, slab.rows))
+    like = jax.ShapeDtypeStruct((slab.size, slab.spec.dim), slab.spec.dtype)
+    closed, forms = jax.make_jaxpr(lambda rows: judge(facts_of(slab.records, statistics, rows)), return_shape=True)(
+        like
+    )
+    (rows,) = closed.jaxpr.invars
+    if not any(rows is used for equation in closed.jaxpr.eqns for used in equation.invars):
+        return judge(facts_of(slab.records, statistics, jnp.zeros(like.shape, like.dtype)))
+    size = min(slab.size, READ_ROWS)
+
+    def judge_some(i: Array, done: tuple[Array, ...]) -> tuple[Array, ...]:
+        start = jnp.minimum(i * size, slab.size - size)  # the last ones begin where they still fit
+        lines = [lax.dynamic_slice_in_dim(array, start, size) for array in (slab.records, statistics)]
+        row_ids = (slab.start + start + jnp.arange(size, dtype=jnp.int32)).astype(jnp.uint32)
+        rows, _ = numbers_in_host_memory(slab.spec, slab.store, slab.seed, row_ids)
+        words = judge(facts_of(*lines, rows))
+        return tuple(
+            lax.dynamic_update_slice_in_dim(array, word, start, 0) for array, word in zip(done, words, strict=True)
+        )
+
+    none = tuple(jnp.zeros_like(slab.records[:, 0], dtype=form.dtype) for form in forms)
+    return lax.fori_loop(0, -(-slab.size // size), judge_some, none)
 
 
 def _above_others(stays: Bool[Array, " _"] | None, words: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -151,10 +181,10 @@ def _score_words(policy: Eviction, scores: Any, num_rows: int) -> tuple[Array, .
     return words
 
 
-def _mask(policy: Eviction, expired: Any, num_rows: int) -> Array:
+def _mask(policy: Eviction, expired: Any, num_rows: int) -> tuple[Array]:
     if (got := _form_of(expired)) != f"bool[{num_rows}]":
         raise TypeError(f"evict: policy: got {got} of {policy!r}, wanted bool[{num_rows}].")
-    return expired.astype(jnp.uint8)
+    return (expired.astype(jnp.uint8),)
 
 
 def _form_of(value: Any) -> str:
@@ -190,14 +220,14 @@ def share_of(shards: Shards, num_rows: UInt32[Array, ""], mine: UInt32[Array, ""
 
 
 def _selected(
-    leaving: Leaving, store: StoreState, clock: Array, num_rows: Array, is_used: Array | None = None
+    leaving: Leaving, store: StoreState, is_used: Array | None, seed: Array, clock: Array, num_rows: Array
 ) -> tuple[Array, Array]:
     spec, shards = leaving.spec, leaving.shards
     num_kept = num_rows
     if leaving.policy.has_score and leaving.is_shared and shards.is_mesh and not spec.is_replicated:
         mine = store.table_rows if leaving.number is None else store.table_rows[leaving.number]
         num_kept = share_of(shards, num_rows, mine.sum(dtype=jnp.uint32))
-    return select(spec, store, leaving.policy, clock, num_kept, leaving.number, is_used)
+    return select(spec, store, seed, leaving.policy, clock, num_kept, leaving.number, is_used)
 
 
 def _released(leaving: Leaving, store: StoreState, flags: Array) -> tuple[StoreState, Array]:
@@ -212,12 +242,12 @@ def _released(leaving: Leaving, store: StoreState, flags: Array) -> tuple[StoreS
 
 @functools.partial(jax.jit, static_argnums=0)
 def _select(
-    leaving: Leaving, store: StoreState, clock: Array, num_rows: Array, is_used: Array | None
+    leaving: Leaving, store: StoreState, seed: Array, clock: Array, num_rows: Array, is_used: Array | None
 ) -> tuple[Array, Array]:
     """Returns flags for all shards, and by shard and table how many rows the policy chose."""
     shards = leaving.shards
     body = functools.partial(_selected, leaving)
-    args, specs = (store, clock, num_rows, is_used), (shards.spec, P(), P(), shards.spec)
+    args, specs = (store, is_used, seed, clock, num_rows), (shards.spec, shards.spec, P(), P(), P())
     return shards.run(body, args, specs, shards.spec)
 
 
@@ -233,29 +263,33 @@ def _release(
 def _evict(
     leaving: tuple[Leaving, ...],
     stores: tuple[StoreState, ...],
+    seed: Array,
     clock: Array,
     num_rows: tuple[Array, ...],
     is_used: tuple[Array | None, ...],
 ) -> tuple[tuple[StoreState, Array], ...]:
-    def body(leaving: Leaving, store: StoreState, *args: Any) -> tuple[StoreState, Array]:
-        flags, _ = _selected(leaving, store, *args)
+    def body(leaving: Leaving, store: StoreState, is_used: Array | None, *same: Array) -> tuple[StoreState, Array]:
+        flags, _ = _selected(leaving, store, is_used, *same)
         return _released(leaving, store, flags)
 
     parts = zip(leaving, stores, num_rows, is_used, strict=True)
-    return tuple(_of_shards(body, rule, store, clock, num_kept, used) for rule, store, num_kept, used in parts)
+    return tuple(_of_shards(body, rule, store, used, seed, clock, num_kept) for rule, store, num_kept, used in parts)
 
 
-def _of_shards(body: Callable, leaving: Leaving, store: StoreState, *args: Array) -> tuple[StoreState, Array]:
-    """Calls `body` on the shards of a store, which get their parts of arrays and the same scalars."""
+def _of_shards(
+    body: Callable, leaving: Leaving, store: StoreState, flags: Array | None, *same: Array
+) -> tuple[StoreState, Array]:
+    """Calls `body` on the shards of a store, which get their parts of flags and the same other arguments."""
     shards = leaving.shards
-    specs = [P() if arg is None or arg.ndim == 0 else shards.spec for arg in args]
     body = functools.partial(body, leaving)
-    return shards.run(body, (store, *args), (shards.spec, *specs), (shards.spec, P()))
+    specs = (shards.spec, shards.spec, *[P()] * len(same))
+    return shards.run(body, (store, flags, *same), specs, (shards.spec, P()))
 
 
 def evict(
     leaving: Mapping[int, Leaving],
     stores: Sequence[StoreState],
+    seed: UInt32[Array, "2"],
     clock: Any,
     num_rows: Mapping[int, Any],
     hand_over: HandOver | None = None,
@@ -271,11 +305,11 @@ def evict(
     budgets = {s: jnp.asarray(num_rows.get(s, 0), jnp.uint32) for s in leaving}
     rules, old = tuple(leaving.values()), tuple(stores[s] for s in leaving)
     if hand_over is None:
-        results = _evict(rules, old, clock, tuple(budgets.values()), tuple(used.get(s) for s in leaving))
+        results = _evict(rules, old, seed, clock, tuple(budgets.values()), tuple(used.get(s) for s in leaving))
     else:
-        flags = [_select(rule, stores[s], clock, budgets[s], used.get(s))[0] for s, rule in leaving.items()]
+        flags = [_select(rule, stores[s], seed, clock, budgets[s], used.get(s))[0] for s, rule in leaving.items()]
         for rule, store, of_store in zip(rules, old, flags, strict=True):
-            for name, records in selected_records(rule.spec, store, of_store):
+            for name, records in selected_records(rule.spec, store, seed, of_store):
                 hand_over(name, records)
         results = _release(rules, old, tuple(flags))
     new, counts = list(stores), {}
@@ -288,28 +322,27 @@ def evict(
 
 
 def selected_records(
-    spec: StoreSpec, store: StoreState, flags: UInt8[Array, " capacity"]
+    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], flags: UInt8[Array, " capacity"]
 ) -> Iterator[tuple[str, Records]]:
     """Yields the rows with a flag, by table, in chunks: shard by shard, in the order of their row ids.
 
     In several processes each gives the rows of its own shards; those of a replicated store are given once in all. Takes
     CHUNK_BYTES and WINDOW_ROWS bytes of host memory; a byte for each row of capacity crosses the link, and the rows.
     """
-    leaves, structure = jax.tree.flatten((slabs_of(store), flags))
+    leaves, structure = jax.tree.flatten((store, flags))
     parts = [local_parts(leaf, spec.num_shards, is_once=True) for leaf in leaves]
     for shard in parts[0]:
         if shard != 0 and spec.is_replicated:
             continue
         of_shard, shard_flags = jax.tree.unflatten(structure, [part[shard] for part in parts])
-        start = 0
-        for slab in of_shard:
-            num_rows = slab.records.shape[0]
+        for slab in slabs_of(spec, of_shard, on_host(seed)):
+            num_rows = slab.size
             # A power of two, or a whole slab.
-            chunk_rows = min(num_rows, 1 << max(0, (CHUNK_BYTES // row_bytes(spec)).bit_length() - 1))
-            for places in _flagged(shard_flags, start, num_rows):
+            line_bytes = row_bytes(spec) + host_row_bytes(spec)
+            chunk_rows = min(num_rows, 1 << max(0, (CHUNK_BYTES // line_bytes).bit_length() - 1))
+            for places in _flagged(shard_flags, slab.start, num_rows):
                 for at in range(0, len(places), chunk_rows):
                     yield from _by_table(spec, _read(slab, places[at : at + chunk_rows], chunk_rows))
-            start += num_rows
 
 
 def _flagged(flags: Array, start: int, size: int) -> Iterator[np.ndarray]:
@@ -324,7 +357,7 @@ def _flagged(flags: Array, start: int, size: int) -> Iterator[np.ndarray]:
 
 def _read(slab: RowSlab, places: np.ndarray, num_lines: int) -> Any:
     """Reads lines of a slab as NumPy arrays; always asks for `num_lines` of them, so that one program serves all."""
-    lines = read_lines(slab, np.resize(places, num_lines))
+    lines = slab.read(np.resize(places, num_lines))
     return jax.tree.map(lambda array: np.asarray(array)[: len(places)], lines)
 
 

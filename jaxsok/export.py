@@ -19,8 +19,8 @@ from jaxtyping import Array
 from jaxsok import records as records_lib
 from jaxsok.keys import from_words
 from jaxsok.records import Records
-from jaxsok.rows import RowSlab, cut_lines, read_lines, slabs_of
-from jaxsok.shards import local_parts
+from jaxsok.rows import RowSlab, cut_lines, slabs_of
+from jaxsok.shards import local_parts, on_host
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import PADDING_KEY
@@ -52,13 +52,14 @@ def default_chunk_rows(spec: StoreSpec, *, with_state: bool = True) -> int:
 def export_chunks(
     spec: StoreSpec,
     store: StoreState,
+    seed: Array,
     number: int,
     *,
     chunk_rows: int | None = None,
     since: int | None = None,
     with_state: bool = True,
 ) -> Iterator[Chunk]:
-    """Streams one table of a store: this process's shards one after the other, rows by row id.
+    """Streams one table of a store: this process's shards one after the other, rows by row id. `seed` is the state's.
 
     The store must not be donated before the last chunk is there. A chunk ends with its slab. With `since` only rows
     with at least this `last_step` come, of stores with statistics. Reads 16 bytes a row of capacity, 24 with
@@ -68,27 +69,24 @@ def export_chunks(
     names = [state.name for state in spec.state_specs] if with_state else []
 
     def sent() -> Iterator[tuple]:
-        for shard, slabs in _parts(spec, store):
-            start = 0
-            for slab in slabs:
-                arrays = (slab.rows, *slab.states[: len(names)])
+        for shard, part in _parts(spec, store):
+            for slab in slabs_of(spec, part, on_host(seed)):
                 lines = _lines_of(slab.records, slab.statistics, number, since)
                 for piece in records_lib.regrouped(lines, num_rows, _joined):
-                    yield shard, start, piece, _gather(arrays, piece.places, num_rows), names
-                start += slab.records.shape[0]
+                    yield shard, slab.start, piece, _gather(slab, piece.places, num_rows, with_state), names
 
     # Nothing holds the device arrays of a chunk while the reader has the chunk, the last ones included.
     yield from itertools.starmap(_arrived, sent_ahead(sent()))
 
 
-def export_table(spec: StoreSpec, store: StoreState, number: int) -> dict[str, Any]:
+def export_table(spec: StoreSpec, store: StoreState, seed: Array, number: int) -> dict[str, Any]:
     """Collects the rows of one table of a store, shard by shard, in the order of their row ids.
 
     Returns `keys` uint64, `rows` in the table's dtype, `row_ids` uint32 within the shard, and `state`, a dict of
     float32[num_rows, dim or 1] by name; where statistics are kept also `last_step` and `frequency`, and on a mesh
     `shards`, each uint32. Waits for the device.
     """
-    chunks = list(export_chunks(spec, store, number))
+    chunks = list(export_chunks(spec, store, seed, number))
     records = records_lib.joined([no_records(spec), *(chunk.records for chunk in chunks)])
     no_ids = [np.zeros(0, np.uint32)]
     table: dict[str, Any] = {"keys": records.keys, "rows": records.rows}
@@ -109,9 +107,9 @@ def no_records(spec: StoreSpec) -> Records:
     return Records(np.zeros(0, np.uint64), np.zeros((0, spec.dim), jnp.dtype(spec.dtype)), states, none, none)
 
 
-def _parts(spec: StoreSpec, store: StoreState) -> Iterator[tuple[int, list[RowSlab]]]:
-    """Yields the number and the slabs of each shard that this process has; of a replicated store only one."""
-    leaves, structure = jax.tree.flatten(slabs_of(store))
+def _parts(spec: StoreSpec, store: StoreState) -> Iterator[tuple[int, StoreState]]:
+    """Yields the number and the part of each shard that this process has; of a replicated store only one."""
+    leaves, structure = jax.tree.flatten(store)
     by_shard = [local_parts(leaf, spec.num_shards) for leaf in leaves]
     for shard in list(by_shard[0])[: 1 if spec.is_replicated else None]:
         yield shard, jax.tree.unflatten(structure, [parts[shard] for parts in by_shard])
@@ -198,9 +196,9 @@ def _arrived(shard: int, start: int, lines: _Lines, arrays: tuple[Array, ...], n
     return Chunk(shard, (lines.places + start).astype(np.uint32), records)
 
 
-def _gather(arrays: tuple[Array, ...], places: np.ndarray, num_rows: int) -> tuple[Array, ...]:
+def _gather(slab: RowSlab, places: np.ndarray, num_rows: int, with_state: bool) -> tuple[Array, ...]:
     padded = min(num_rows, max(_LEAST_ROWS, 1 << (len(places) - 1).bit_length()))
-    gathered = read_lines(arrays, np.resize(places, padded).astype(np.int32))
-    for array in gathered:
+    rows, states = slab.read_numbers(np.resize(places, padded), with_state=with_state)
+    for array in (rows, *states):
         array.copy_to_host_async()
-    return gathered
+    return rows, *states

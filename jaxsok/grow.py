@@ -470,7 +470,7 @@ def _evict(
         if leaving[s].policy.has_score and left[s] + need.num_new > specs[s].max_capacity:
             _warn_of_shortage(tracker, specs[s], left[s], need)
     now = state.step if clock is None else clock
-    stores, _ = evict_lib.evict(leaving, state.stores, now, kept, hand_over, used)
+    stores, _ = evict_lib.evict(leaving, state.stores, state.seed, now, kept, hand_over, used)
     state = dataclasses.replace(state, stores=stores)
     tracker.num_evictions += len(full)
     if all(rule.policy.has_score for rule in leaving.values()):

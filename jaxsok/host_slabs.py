@@ -12,18 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxsok.kernels.host_memory import HostBytes
-from jaxsok.shards import Shards
+from jaxsok.shards import HOST_KIND, Shards, in_host_memory
 from jaxsok.specs import StoreSpec
 from jaxsok.store import Slab, StoreState, host_row_bytes
-
-KIND = "pinned_host"
-"""JAX's memory kind of host slabs on GPUs."""
 
 
 def with_host_slabs(specs: Sequence[StoreSpec], stores: Sequence[StoreState], shards: Shards) -> tuple[StoreState, ...]:
@@ -45,21 +39,11 @@ def settled(tree: Any) -> Any:
     What a program returns lies there for good, since its operands do: else every step would be compiled twice.
     """
     leaves = [leaf for leaf in jax.tree.leaves(tree) if not isinstance(leaf, jax.core.Tracer)]
-    devices = {device for leaf in leaves if leaf.sharding.memory_kind == KIND for device in leaf.devices()}
+    devices = {device for leaf in leaves if leaf.sharding.memory_kind == HOST_KIND for device in leaf.devices()}
     if len(devices) != 1:  # on a mesh they are
         return tree
     (device,) = devices
     return jax.tree.map(lambda leaf: leaf if leaf.committed else jax.device_put(leaf, device), tree)
-
-
-def abstract_place(place: Any) -> Any:
-    """Returns the sharding by which JAX knows, without an array, that a slab is in host memory.
-
-    Of a shape on one device without a mesh it believes that it lies on the device.
-    """
-    if not isinstance(place, SingleDeviceSharding) or place.memory_kind != KIND:
-        return place
-    return NamedSharding(Mesh(np.array(list(place.device_set)), ("rows",)), P(), memory_kind=KIND)
 
 
 def _new_host_slab(spec: StoreSpec, records: Array, shards: Shards) -> Array:
@@ -70,13 +54,9 @@ def _new_host_slab(spec: StoreSpec, records: Array, shards: Shards) -> Array:
     if isinstance(records, jax.core.Tracer):  # in a program there is only XLA's own pool
         return jax.device_put(shards.make(_zeros, *shape), jax.memory.Space.Host)
     parts = [_pinned(part.device, (part.data.shape[0], shape[1])) for part in records.addressable_shards]
-    if shards.is_mesh:
-        return jax.make_array_from_single_device_arrays(shape, records.sharding.with_memory_kind(KIND), parts)
-    # Only with a mesh an array gets the type that says where it lies; it keeps this type without one.
-    (device,) = records.devices()
-    place = SingleDeviceSharding(device, memory_kind=KIND)
-    slab = jax.make_array_from_single_device_arrays(shape, abstract_place(place), parts)
-    return jax.device_put(slab, place)
+    if not shards.is_mesh:
+        return in_host_memory(*parts)
+    return jax.make_array_from_single_device_arrays(shape, records.sharding.with_memory_kind(HOST_KIND), parts)
 
 
 def _zeros(num_rows: int, width: int) -> Array:

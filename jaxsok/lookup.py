@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
-from jaxsok import admission, annotations, table
+from jaxsok import admission, annotations, table, tiers
 from jaxsok.checks import there
 from jaxsok.exchange import (
     SCALED_DTYPES,
@@ -215,13 +215,14 @@ def _read_in_windows(
     received, windows = asked.received, there(owner.exchange.windows)
     dtype = gathered_dtype(owner.exchange.spec.rows, spec.dtype)
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
+    store, view, slots = tiers.brought(spec, store, owner.seed, found.row_ids, keeps=not owner.is_find)
     counters, absent, counts, values = kernels.lookup_window(
         windows.number,
-        store,
+        view,
         spec.table_words() if owner.is_find else spec.refused_words(),
         owner.seed,
         received,
-        found.row_ids,
+        slots,
         features.operands(),
         asked.slots,
         _shapes(features, spec),
@@ -230,7 +231,7 @@ def _read_in_windows(
         is_find=owner.is_find,
         dtype=dtype,
     )
-    store = dataclasses.replace(store, counters=counters)
+    store = tiers.returned(store, dataclasses.replace(view, counters=counters))
     values = [table.rounded(value, spec.embedding_dtype) for value in values]
     counts = _with_owners_counts(counts, found.counts, absent, is_find=owner.is_find)
     return store, dataclasses.replace(found, counts=counts), values
@@ -284,9 +285,9 @@ def find_here(
     spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], features: StoreFeatures
 ) -> tuple[Found, list[Array]]:
     """Looks up one store whose rows are all here, and changes nothing."""
-    if _reads_traced(spec, features):
+    if _reads_traced(spec, features) or spec.memory is not None:
         row_ids = table.find(store, features.keys, _table_ids(features))
-        _, counts, values = _combined(spec, store, seed, features, row_ids, store.rows, is_find=True)
+        _, counts, values = _read(spec, store, seed, features, row_ids, is_find=True)
         counts = counts.at[:, _MISSING].set(counts[:, _REFUSED]).at[:, _REFUSED].set(0)
         return Found(_no_row_ids(), counts, _rounds(0)), values
     counts, values = kernels.lookup_find(
@@ -311,7 +312,7 @@ def lookup_here(
     clock: UInt32[Array, ""],
 ) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
     """Looks up one store whose rows are all here, in one call if possible; also returns the digest of the keys."""
-    if distinct is None and not _reads_traced(spec, features):
+    if distinct is None and not _reads_traced(spec, features) and spec.memory is None:
         return _lookup_fused(spec, store, seed, features, step, clock)
     indexed = index_here(spec, store, seed, features, distinct, step, clock)
     return *read_here(spec, features, seed, *indexed), tickets_digest(features.keys)
@@ -371,7 +372,7 @@ def read_here(
     spec: StoreSpec, features: StoreFeatures, seed: UInt32[Array, "2"], store: StoreState, found: Found
 ) -> tuple[StoreState, Found, list[Array]]:
     """Does the second part of a lookup: combines the rows that the first one found."""
-    store, counts, values = _combined(spec, store, seed, features, found.row_ids, store.rows)
+    store, counts, values = _read(spec, store, seed, features, found.row_ids)
     # Every new key is its own first occurrence; the rest of its occurrences are found.
     inserted = found.counts[:, _INSERTED]
     counts = counts.at[:, _INSERTED].set(inserted).at[:, _FOUND].add(-inserted)
@@ -380,6 +381,21 @@ def read_here(
 
 
 # Rows into embeddings ------------------------------------------------------------------------------------------------
+
+
+def _read(
+    spec: StoreSpec,
+    store: StoreState,
+    seed: UInt32[Array, "2"],
+    features: StoreFeatures,
+    row_ids: RowIds,
+    *,
+    is_find: bool = False,
+) -> tuple[StoreState, Int32[Array, "num_tables num_counts"], list[Array]]:
+    """Combines the store's own rows into embeddings, as `_combined` does."""
+    store, view, slots = tiers.brought(spec, store, seed, row_ids, keeps=not is_find)
+    view, counts, values = _combined(spec, view, seed, features, slots, view.rows, is_find=is_find)
+    return tiers.returned(store, view), counts, values
 
 
 def _combined(

@@ -136,7 +136,7 @@ def evict(
     (state,) = guards.whole("evict", state=state)
     now = state.step if now is None else now
     budgets = {} if num_rows is None else dict.fromkeys(leaving, num_rows)
-    stores, by_store = evict_lib.evict(leaving, state.stores, now, budgets, hand_over)
+    stores, by_store = evict_lib.evict(leaving, state.stores, state.seed, now, budgets, hand_over)
     counts = {
         spec.name: count
         for s, by_table in by_store.items()
@@ -380,7 +380,7 @@ def check_state(op: str, collection: Declared, state: State) -> None:
             "use the collection that made it."
         )
     if state.fingerprint != collection.fingerprint:
-        dims = [store.rows[0].shape[-1] for store in state.stores]
+        dims = [(store.tier[0].rows if store.tier else store.rows[0]).shape[-1] for store in state.stores]
         own = [spec.dim for spec in collection.stores]
         differ = f"fingerprint {state.fingerprint}), wanted {collection.fingerprint}"
         if dims != own:

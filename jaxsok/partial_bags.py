@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from jaxsok import annotations, norms, table, update
+from jaxsok import annotations, norms, table, tiers, update
 from jaxsok.checks import there
 from jaxsok.exchange import (
     SCALED_DTYPES,
@@ -187,14 +187,15 @@ def read(
     fits_kernels = owner.exchange.spec.rows not in SCALED_DTYPES and (dtype == "float32" or spec.dtype != "float16")
     if windows is not None and not is_by_xla and fits_kernels:
         windows.reserve(jnp.dtype(dtype).itemsize * spec.dim * lines.shape[0])
+        store, view, slots = tiers.brought(spec, store, owner.seed, row_ids, keeps=not owner.is_find)
         counters, values = lookup_kernels.lookup_bags_window(
             windows.number,
-            store,
+            view,
             _words_to_read(spec, is_find=owner.is_find),
             owner.seed,
             received.features.operands(),
             received.features.num_tiles,
-            row_ids,
+            slots,
             received.table_ids,
             sums_of.operands(),
             lines,
@@ -202,6 +203,7 @@ def read(
             features.num_tiles,
             dtype,
         )
+        store = tiers.returned(store, dataclasses.replace(view, counters=counters))
     else:
         store, sums = _partial_bags(spec, store, received, row_ids, owner)
         sums = sent(sums, owner.exchange.spec.rows, owner.exchange.all_to_all)
@@ -209,11 +211,11 @@ def read(
         counters, _, values = lookup_kernels.lookup_planned(
             store.counters, words, seed, sums_of.operands(), lines, (sums,), shapes, features.num_tiles
         )
+        store = dataclasses.replace(store, counters=counters)
     values = [
         table.rounded(_scaled(value, uses.scales, layout), spec.embedding_dtype)
         for value, layout in zip(values, features.layouts, strict=True)
     ]
-    store = dataclasses.replace(store, counters=counters)
     return store, found, values
 
 
@@ -237,28 +239,33 @@ def _partial_bags(
     spec: StoreSpec, store: StoreState, received: _Received, row_ids: RowIds, owner: Owner
 ) -> tuple[StoreState, Float32[Array, "num_bags_of_all dim"]]:
     """Sums the rows of this shard in every bag of every shard, each times its weight."""
-    features, slabs = received.features, store.rows
-    if table.given_by_xla(spec, is_find=owner.is_find):
+    features = received.features
+    if is_by_xla := bool(table.given_by_xla(spec, is_find=owner.is_find)):
         ones = jnp.ones((features.keys.shape[0], 1), jnp.uint32)
         requests = jnp.concatenate([features.keys, received.table_ids[:, None], ones], axis=1)
         store, rows, _ = table.gather(
             spec, store, owner.seed, requests, row_ids, is_find=owner.is_find, dtype="float32"
         )
-        slabs, row_ids = (rows,), jnp.arange(rows.shape[0], dtype=jnp.uint32)
+        view = dataclasses.replace(store, rows=(rows,))
+        slots = jnp.arange(rows.shape[0], dtype=jnp.uint32)
+    else:
+        store, view, slots = tiers.brought(spec, store, owner.seed, row_ids, keeps=not owner.is_find)
     (num_bags,) = {layout.num_bags for layout in features.layouts}
     counters, _, (sums,) = lookup_kernels.lookup_planned(
-        store.counters,
+        view.counters,
         _words_to_read(spec, is_find=owner.is_find),
         owner.seed,
         features.operands(),
-        row_ids,
-        slabs,
+        slots,
+        view.rows,
         [(len(features.layouts) * num_bags, spec.dim)],
         features.num_tiles,
         "float32",
         received.table_ids,
     )
-    return dataclasses.replace(store, counters=counters), sums
+    if is_by_xla:
+        return dataclasses.replace(store, counters=counters), sums
+    return tiers.returned(store, dataclasses.replace(view, counters=counters)), sums
 
 
 def _words_to_read(spec: StoreSpec, *, is_find: bool) -> np.ndarray:
@@ -346,15 +353,18 @@ def update_exchanged(
     """Steps the rows of one store that this shard owns; counts as `update_here` does."""
     _check_num_features("update", spec, used)
     batch, num_tiles, row_ids, table_ids = _join_received(spec, s, used)
-    step = update.step_of(spec, inputs, batch, num_tiles, row_ids, used.is_live, spec.row_gradient, table_ids)
+    store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
+    step = update.step_of(spec, inputs, batch, num_tiles, slots, used.is_live, spec.row_gradient, table_ids)
     windows, wire = exchange.windows, exchange.spec.gradients
     if windows is not None and len(used.plans) == 1 and wire not in SCALED_DTYPES:
         lines = _scaled_gradients(spec, used.plans[0], used.gradients[0], s)
         lines = table.rounded(lines, gathered_dtype(wire, "float32"))
         windows.reserve(spec.num_shards * lines.size * lines.dtype.itemsize)
-        return update_kernels.update_bags_window(windows.number, store, step, lines)
-    gradients = [_to_owners(exchange, spec, *pair, s) for pair in zip(used.plans, used.gradients, strict=True)]
-    return update_kernels.update(store, step, gradients)
+        view, num_nonfinite, num_stale = update_kernels.update_bags_window(windows.number, view, step, lines)
+    else:
+        gradients = [_to_owners(exchange, spec, *pair, s) for pair in zip(used.plans, used.gradients, strict=True)]
+        view, num_nonfinite, num_stale = update_kernels.update(view, step, gradients)
+    return tiers.returned(store, view, writes=True), num_nonfinite, num_stale
 
 
 @annotations.by_store

@@ -10,35 +10,120 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
-from jaxsok.kernels.call import Store, StoreArrays
+from jaxsok import tiers
 from jaxsok.kernels.table import scatter
 from jaxsok.shards import without_mesh
+from jaxsok.specs import StoreSpec
+from jaxsok.store import StoreState
 from jaxsok.types import RowIds
 
-
-class RowSlab(NamedTuple):
-    """Everything that one slab has of each row."""
-
-    records: UInt32[Array, "size 4"]
-    rows: Float[Array, "size dim"]
-    states: tuple[Float32[Array, "size _"], ...]
-    statistics: UInt32[Array, "size 2"] | None
+Numbers = tuple[Float[Array, "num_lines dim"], tuple[Float32[Array, "num_lines _"], ...]]
+"""Rows and their optimizer state."""
 
 
-def slabs_of(store: StoreArrays) -> list[RowSlab]:
-    """Returns the slabs of a store (or of one shard's parts) in the order of row ids."""
-    return [
-        RowSlab(
-            store.records[s],
-            store.rows[s],
-            tuple(slabs[s] for slabs in store.states),
-            store.statistics[s] if store.statistics else None,
-        )
-        for s in range(len(store.records))
-    ]
+class RowLines(NamedTuple):
+    """Everything that some rows have."""
+
+    records: UInt32[Array, "num_lines 4"]
+    rows: Float[Array, "num_lines dim"]
+    states: tuple[Float32[Array, "num_lines _"], ...]
+    statistics: UInt32[Array, "num_lines 2"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSlab:
+    """One slab of a store, or of a shard's part of one, to be read by place."""
+
+    spec: StoreSpec
+    store: StoreState
+    seed: UInt32[Array, "2"] | UInt32[np.ndarray, "2"]
+    number: int
+
+    @property
+    def records(self) -> UInt32[Array, "size 4"]:
+        """Whose the rows are."""
+        return self.store.records[self.number]
+
+    @property
+    def statistics(self) -> UInt32[Array, "size 2"] | None:
+        """Last step and frequency of each row; None: not kept."""
+        return self.store.statistics[self.number] if self.store.statistics else None
+
+    @property
+    def rows(self) -> Float[Array, "size dim"]:
+        """The rows, where they lie on the device."""
+        return self.store.rows[self.number]
+
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return self.records.shape[0]
+
+    @property
+    def start(self) -> int:
+        """The row id of the first row."""
+        return sum(records.shape[0] for records in self.store.records[: self.number])
+
+    def read(self, places: Int32[np.ndarray, " num_lines"]) -> RowLines:
+        """Reads lines by place."""
+        if not self.store.tier:
+            return read_lines(self._lines, places)
+        records, statistics = read_lines((self.records, self.statistics), places)
+        return RowLines(records, *self.read_numbers(places), statistics)
+
+    def cut(self, start: int, size: int) -> RowLines:
+        """Copies consecutive lines."""
+        if not self.store.tier:
+            return cut_lines(self._lines, np.int32(start), size)
+        records, statistics = cut_lines((self.records, self.statistics), np.int32(start), size)
+        return RowLines(records, *self.read_numbers(np.arange(start, start + size)), statistics)
+
+    def read_numbers(self, places: np.ndarray, *, with_state: bool = True) -> Numbers:
+        """Reads rows, and if asked for their state, by place."""
+        if self.store.tier:
+            row_ids = (places + self.start).astype(np.uint32)
+            rows, states = _read_through_tier(self.spec, self.store, self.seed, row_ids)
+            return rows, states if with_state else ()
+        lines = self._lines
+        return read_lines((lines.rows, lines.states if with_state else ()), places.astype(np.int32))
+
+    @property
+    def _lines(self) -> RowLines:
+        states = tuple(slabs[self.number] for slabs in self.store.states)
+        return RowLines(self.records, self.rows, states, self.statistics)
+
+
+def slabs_of(spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"] | UInt32[np.ndarray, "2"]) -> list[RowSlab]:
+    """Returns the slabs of a store (or of one shard's parts) in the order of row ids.
+
+    Numbers of rows in host memory are read through the device, and the cache stays as it is; `seed` is the state's,
+    from which rows are made that were never written.
+    """
+    return [RowSlab(spec, store, seed, number) for number in range(len(store.records))]
+
+
+def numbers_in_host_memory(spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], row_ids: RowIds) -> Numbers:
+    """Reads rows of a store in host memory by row id, and leaves its cache as it is."""
+    _, view, slots = tiers.brought(spec, store, seed, row_ids, keeps=False)
+
+    def lines_of(slabs: tuple[Array, ...]) -> Array:
+        cached, *others = slabs
+        lines = cached.at[slots].get(mode="clip")
+        for staged in others:  # one at most
+            is_staged = slots >= jnp.uint32(cached.shape[0])
+            others_lines = staged.at[slots - jnp.uint32(cached.shape[0])].get(mode="clip")
+            lines = jnp.where(is_staged[:, None], others_lines, lines)
+        return lines
+
+    return lines_of(view.rows), tuple(lines_of(slabs) for slabs in view.states)
+
+
+_read_through_tier = without_mesh(jax.jit(numbers_in_host_memory, static_argnums=0))
 
 
 @without_mesh
@@ -56,21 +141,25 @@ def cut_lines(slabs: Any, start: Int32[Array, ""], size: int) -> Any:
 
 
 def write_lines(
-    store: Store,
+    spec: StoreSpec,
+    store: StoreState,
+    seed: UInt32[Array, "2"],
     row_ids: RowIds,
     rows: Float[Array, "num_keys dim"],
     states: Mapping[int, Float32[Array, "num_keys _"]],
     statistics: UInt32[Array, "num_keys 2"] | None = None,
-) -> Store:
+) -> StoreState:
     """Overwrites rows in the donated store; NO_ROW is ignored.
 
     Equal row ids must have equal lines. `rows` have the dtype of the store; `states` has optimizer state by number.
     State that is not named, and statistics if None, stay as they are.
     """
+    store, view, slots = tiers.brought(spec, store, seed, row_ids)
     new_states = tuple(
-        scatter(row_ids, states[k], slabs) if k in states else slabs for k, slabs in enumerate(store.states)
+        scatter(slots, states[k], slabs) if k in states else slabs for k, slabs in enumerate(view.states)
     )
-    store = dataclasses.replace(store, rows=scatter(row_ids, rows, store.rows), states=new_states)
+    view = dataclasses.replace(view, rows=scatter(slots, rows, view.rows), states=new_states)
+    store = tiers.returned(store, view, writes=True)
     if statistics is None:
         return store
     return dataclasses.replace(store, statistics=scatter(row_ids, statistics, store.statistics))

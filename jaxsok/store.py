@@ -183,8 +183,8 @@ def cache_bytes(spec: StoreSpec) -> int:
     """Returns the bytes of a shard's cache, which does not grow; 0: it has none."""
     if spec.memory is None:
         return 0
-    owner_and_use = 4 * RECORD_WORDS + 4
-    return _num_lines(spec) * (sum(_bytes_of_numbers(spec).values()) + owner_and_use) + 4 * len(TIER_COUNTERS)
+    line = sum(_bytes_of_numbers(spec).values()) + 4 * RECORD_WORDS + 4
+    return _num_lines(spec) * line + 4 * (len(TIER_COUNTERS) + len(COUNTERS))
 
 
 def _bytes_of_numbers(spec: StoreSpec) -> dict[str, int]:
@@ -286,4 +286,5 @@ def _new_tier(spec: StoreSpec, places: tuple[Array, ...]) -> Tier:
         owners=jnp.full((num_lines, RECORD_WORDS), np.uint32(0xFFFFFFFF)),
         last_use=jnp.zeros(num_lines, jnp.uint32),
         counters=jnp.zeros(spec.num_shards * len(TIER_COUNTERS), jnp.uint32),
+        order=jnp.zeros(spec.num_shards * len(COUNTERS), jnp.uint32),
     )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8, UInt32
 
-from jaxsok import admission
+from jaxsok import admission, tiers
 from jaxsok import rows as rows_lib
 from jaxsok.kernels import evict as evict_kernels
 from jaxsok.kernels import table as kernels
@@ -67,7 +67,7 @@ def find_or_insert(
     )
     counts = counts.at[:, _FOUND].add(found).at[:, _PADDING].add(-found)
     to_write = jnp.where(_is_one_of(ids, spec.traced_tables), new, jnp.uint32(NO_ROW))
-    store = rows_lib.write_lines(store, to_write, initial_rows(spec, keys, table_ids), {})
+    store = rows_lib.write_lines(spec, store, seed, to_write, initial_rows(spec, keys, table_ids), {})
     return store, jnp.where(is_known, known, new), counts
 
 
@@ -81,7 +81,8 @@ def _inserted(
     uses: Array | None,
 ) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
     deciding = admission.operands(spec, step, uses)
-    return kernels.find_or_insert(store, spec.table_words(), seed, keys, table_ids, deciding)
+    has_rows = spec.memory is None  # else a row is initialized when it is first brought
+    return kernels.find_or_insert(store, spec.table_words(), seed, keys, table_ids, deciding, has_rows=has_rows)
 
 
 def gather(
@@ -102,23 +103,25 @@ def gather(
     tables with `unknown="zeros"`; PADDING_KEY gives zeros. The store does not change, but an update of the returned one
     comes after this read.
     """
+    store, view, slots = tiers.brought(spec, store, seed, row_ids, keeps=not is_find)
     counters, rows, num_absent = kernels.gather(
-        store.counters,
+        view.counters,
         spec.table_words() if is_find else spec.refused_words(),
         seed,
         requests,
-        row_ids,
-        store.rows,
+        slots,
+        view.rows,
         is_find=is_find,
         dtype=dtype,
     )
+    store = tiers.returned(store, dataclasses.replace(view, counters=counters))
     # The kernel fills in zeros and other constants for keys without a row.
     given = given_by_xla(spec, is_find=is_find)
     if given:
         keys, table_ids = requests[:, :2], requests[:, 2]
         is_initial = (row_ids == jnp.uint32(NO_ROW)) & is_key(keys) & _is_one_of(table_ids, given)
         rows = jnp.where(is_initial[:, None], rounded(initial_rows(spec, keys, table_ids), dtype), rows)
-    return dataclasses.replace(store, counters=counters), rows, num_absent
+    return store, rows, num_absent
 
 
 def assign(
@@ -150,7 +153,9 @@ def assign(
     place = row_ids if is_distinct else _last_of_each(row_ids)
     names = [state.name for state in spec.state_specs]
     store = rows_lib.write_lines(
+        spec,
         store,
+        seed,
         place,
         rounded(rows, spec.dtype),
         {names.index(name): lines for name, lines in states.items()},
@@ -286,8 +291,9 @@ def release(
     Costs a byte a row of capacity where no row goes; else also the records twice (32 bytes a row) and the index once
     (32 bytes a row read, and changed buckets written). Workspace: 2 bits a row.
     """
-    initial_values = [state.initial_value for state in spec.state_specs]
+    initial_values = [state.initial_value for state in spec.state_specs if spec.memory is None]
     store, num_released = evict_kernels.release(store, flags, initial_values, counts_evicted=is_eviction)
+    store = tiers.released(store, flags)
     return admission.forget(spec, store, num_released), num_released
 
 

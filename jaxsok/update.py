@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
-from jaxsok import annotations
+from jaxsok import annotations, tiers
 from jaxsok.checks import there
 from jaxsok.exchange import Exchange, gathered_dtype
 from jaxsok.gradients import (
@@ -86,8 +86,10 @@ def update_here(
     ]
     if any(gradient.dtype != spec.embedding_dtype for gradient in flat):
         flat = [gradient.astype(jnp.float32) for gradient in flat]
-    step = step_of(spec, inputs, batch, num_tiles, row_ids, used.is_live, spec.row_gradient)
-    return kernels.update(store, step, flat)
+    store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
+    step = step_of(spec, inputs, batch, num_tiles, slots, used.is_live, spec.row_gradient)
+    view, num_nonfinite, num_stale = kernels.update(view, step, flat)
+    return tiers.returned(store, view, writes=True), num_nonfinite, num_stale
 
 
 def step_of(
@@ -129,7 +131,7 @@ def _step_of_lines(
     spec: StoreSpec,
     inputs: StepInputs,
     received: Sequence[UInt32[Array, "_ 4"]],
-    row_ids: Sequence[RowIds],
+    row_ids: RowIds,
     is_live: Bool[Array, " num_plans"],
     total: Array | None,
 ) -> kernels.Step:
@@ -139,8 +141,7 @@ def _step_of_lines(
     # One feature has keys of all tables, and random rounding depends on the table.
     is_random = spec.dtype != "float32" and spec.rounding == "stochastic"
     table_ids = concatenated([part[:, 2] for part in received]) if is_random else None
-    rows = concatenated(row_ids)
-    return step_of(spec, inputs, (keys, *batch), num_tiles, rows, is_live, "sum", table_ids, total)
+    return step_of(spec, inputs, (keys, *batch), num_tiles, row_ids, is_live, "sum", table_ids, total)
 
 
 @annotations.by_store
@@ -155,9 +156,11 @@ def update_exchanged(
     def step(carry: tuple[StoreState, Array, Array], arrived: list[Arrived]) -> tuple[StoreState, Array, Array]:
         store, num_nonfinite, num_stale = carry
         sums, total = scaled_by_uses(spec, arrived, is_live, counts_uses=inputs.stepping.counts_uses)
-        received, row_ids = [one.received for one in arrived], [one.row_ids for one in arrived]
-        step_of_round = _step_of_lines(spec, inputs, received, row_ids, is_live, total)
-        store, more_nonfinite, _ = kernels.update(store, step_of_round, sums)
+        received, row_ids = [one.received for one in arrived], concatenated([one.row_ids for one in arrived])
+        store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
+        step_of_round = _step_of_lines(spec, inputs, received, slots, is_live, total)
+        view, more_nonfinite, _ = kernels.update(view, step_of_round, sums)
+        store = tiers.returned(store, view, writes=True)
         more_stale = sum(jnp.where(is_live[p], 0, one.uses.sum()) for p, one in enumerate(arrived))
         return store, num_nonfinite + more_nonfinite, num_stale + more_stale
 
@@ -184,14 +187,15 @@ def _update_in_windows(
     dtype = gathered_dtype(exchange.spec.gradients, "float32")
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
     _, *bags = part.operands()
-    store, num_nonfinite, _ = kernels.update_window(
+    store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
+    view, num_nonfinite, _ = kernels.update_window(
         windows.number,
-        store,
-        _step_of_lines(spec, inputs, [received], [row_ids], used.is_live, total),
+        view,
+        _step_of_lines(spec, inputs, [received], slots, used.is_live, total),
         asked.slots,
         bags,
         by_bag(spec, part, gradients),
         part.num_tiles,
         dtype,
     )
-    return store, num_nonfinite, jnp.where(used.is_live[0], 0, uses.sum())
+    return tiers.returned(store, view, writes=True), num_nonfinite, jnp.where(used.is_live[0], 0, uses.sum())

@@ -5,7 +5,7 @@
 //   rows     RowDtype[num_slots][dim]     the rows in the cache, by slot
 //   states   float[num_slots][1|dim]      their optimizer state, an array for each piece
 //   owners   Record[num_slots]            whose row a slot holds; free_id is its row id, kNoRow: the slot is free
-//   last_use uint32[num_slots]            the clock of the last call that used the slot
+//   last_use uint32[num_slots]            the clock of the last call that used the slot; 0: the slot is free
 //   counters uint32[kNumTierCounters]
 //
 // Row ids, index, records, statistics and policies know nothing of this (design D19): a call that reads or writes the
@@ -19,6 +19,7 @@
 #define JAXSOK_KERNELS_TIER_H_
 
 #include "table.h"
+#include "workspace.h"
 
 namespace jaxsok {
 
@@ -40,6 +41,12 @@ constexpr int64_t HostRecordBytes(int64_t row_bytes, int64_t num_state_words) {
   return ((row_bytes + 3) / 4 * 4 + num_state_words * 4 + 15) / 16 * 16;
 }
 
+constexpr int kAges =
+    1025;  // ages of slots that are told apart, in calls: the last but one is "or older", the last free
+
+/// Pending places, inside one call: the base says what the place was, the rest is the smallest position of the row.
+constexpr uint32_t kPendingInHost = kMostSlots, kPendingFresh = kMostSlots * 2;
+
 struct TierView {
   SlabStarts starts;
   uint32_t capacity;
@@ -50,7 +57,8 @@ struct TierView {
 
   RowDtype row_dtype;
   int32_t dim;
-  StateView states;  // data[k].data[0] is the cache's, data[k].data[1] what is staged
+  StateView states;                 // data[k].data[0] is the cache's, data[k].data[1] what is staged
+  int64_t state_begin[kMaxStates];  // in a record in host memory
   void* rows;
   Record* owners;
   uint32_t* last_use;
@@ -65,29 +73,60 @@ struct TierView {
   const uint32_t* tables;  // [num_tables, kNumTableWords]
   const uint32_t* seed;    // [2]
   int32_t num_tables;
+
+  JAXSOK_HOST_DEVICE int64_t RowBytes() const { return int64_t{dim} * (row_dtype == kRowDtypeFloat32 ? 4 : 2); }
+  JAXSOK_HOST_DEVICE bool IsStaged(uint32_t slot) const { return slot >= num_lines; }
+  JAXSOK_HOST_DEVICE char* RowAt(uint32_t slot) const {
+    return IsStaged(slot) ? static_cast<char*>(staged_rows) + (slot - num_lines) * RowBytes()
+                          : static_cast<char*>(rows) + slot * RowBytes();
+  }
+  JAXSOK_HOST_DEVICE float* StateAt(int k, uint32_t slot) const {
+    return IsStaged(slot) ? states.data[k].data[1] + int64_t{slot - num_lines} * states.width[k]
+                          : states.data[k].data[0] + int64_t{slot} * states.width[k];
+  }
+  JAXSOK_HOST_DEVICE Record* OwnerAt(uint32_t slot) const {
+    return IsStaged(slot) ? staged_owners + (slot - num_lines) : owners + slot;
+  }
+  JAXSOK_HOST_DEVICE char* HostAt(uint32_t row_id) const {
+    return reinterpret_cast<char*>(host.At(starts, row_id, host_bytes));
+  }
+  JAXSOK_HOST_DEVICE uint32_t* PlaceAt(uint32_t row_id) const { return places.At(starts, row_id, 1); }
+  /// The bin of a slot's age, where `now` is the clock of this call.
+  JAXSOK_HOST_DEVICE int AgeOf(uint32_t used, uint32_t now) const {
+    if (used == 0) return kAges - 1;
+    const uint32_t age = now - used, oldest = kAges - 2;
+    return static_cast<int>(age < oldest ? age : oldest);
+  }
 };
 
 /// Bytes of workspace for LaunchBring: by position its rank, the winner of each rank and its victim; counts of them and
 /// of slots.
-constexpr int64_t kAges = 1026;  // ages of slots that are told apart, the last for free ones
 constexpr int64_t BringWorkspaceBytes(int64_t num_keys, int64_t num_slots) {
-  return kControlBytes + PaddedToLine(kAges) * 4 + 3 * PaddedToLine(num_keys) * 4 + CountsBytes(num_keys) +
+  return kControlBytes + PaddedToLine(kAges) * 8 + 3 * PaddedToLine(num_keys) * 4 + CountsBytes(num_keys) +
          CountsBytes(num_slots);
 }
 
 /// Gives every row of a call a slot.
 ///
-/// Pre    : row_ids are those of rows in use, or not below the capacity (kNoRow); with `keeps` num_staged is at least
-///          num_keys - num_slots, else num_keys.
+/// Pre    : row_ids are those of rows in use, or not below the capacity (kNoRow); num_staged is at least
+///          num_keys - num_slots.
 /// Post   : slots[i] is the slot of row_ids[i], the same for equal rows; kNoRow where there is no row. Each slot holds
-///          the numbers of its row. With `keeps` rows that were not in the cache take the slots that have not been used
-///          for longest, free ones first, of equal age the first ones; the rows that had them are written to host
-///          memory. No slot of this call's rows is taken. Without `keeps` nothing but `slots` and what is staged
-///          changes, and counters. staged_owners has kNoRow in slots that are not used.
+///          the numbers of its row. Rows that were not in the cache take the slots that have not been used for longest,
+///          free ones first, of equal age the first ones; the rows that had them are written to host memory. No slot of
+///          this call's rows is taken. staged_owners has kNoRow in slots that are not used.
 /// Order  : of first occurrence; the same places on every run and both back ends.
-/// Cost   : per position 12 B; per row that was not here a record in, and one out; 8 B a slot where there are such rows.
-LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, bool keeps,
-                        uint32_t* slots, void* workspace);
+/// Cost   : per position 12 B; per row that was not here a record in, and one out; 8 B a slot where there are such
+/// rows.
+LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
+                        void* workspace);
+
+/// Gives every position a slot that holds the numbers of its row, and changes nothing but what is staged.
+///
+/// Pre    : as LaunchBring; num_staged is at least num_keys.
+/// Post   : slots[i] is the slot of row_ids[i] in the cache, or the i-th of those that are staged; kNoRow where there
+///          is no row. staged_owners has kNoRow in slots that are not used.
+/// Cost   : per position 12 B, and a record where its row is not in the cache.
+LaunchError LaunchPeek(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots);
 
 /// Writes staged rows to host memory, after a call has changed them.
 LaunchError LaunchReturn(Stream stream, const TierView& tier);

@@ -164,10 +164,9 @@ class Saving:
         LOG.info("%s: %d bytes on the host after %.3f s", self.op, self.report.num_bytes, self.report.pause_s)
 
     def _pieces(self) -> Iterator[Piece]:
-        for s, (spec, store) in enumerate(zip(self.collection.stores, self.state.stores, strict=True)):
-            yield from pieces(
-                s, spec, store, self.collection.shards, piece_bytes=self.options.bytes_of_piece, since=self.since
-            )
+        state, shards, piece_bytes = self.state, self.collection.shards, self.options.bytes_of_piece
+        for s, (spec, store) in enumerate(zip(self.collection.stores, state.stores, strict=True)):
+            yield from pieces(s, spec, store, state.seed, shards, piece_bytes=piece_bytes, since=self.since)
 
     def _put(self, piece: Piece, is_alive: Callable[[], None]) -> None:
         with self._changed:

@@ -12,10 +12,11 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from jaxsok.checks import there
 from jaxsok.export import sent_ahead
 from jaxsok.keys import from_words
-from jaxsok.rows import cut_lines, read_lines, slabs_of
-from jaxsok.shards import Shards, local_parts
+from jaxsok.rows import RowSlab, cut_lines, slabs_of
+from jaxsok.shards import Shards, local_parts, on_host
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import COUNTERS, PADDING_KEY
@@ -72,20 +73,27 @@ def shard_parts(array: Array, spec: StoreSpec, shards: Shards) -> dict[int, Arra
 
 
 def pieces(
-    number: int, spec: StoreSpec, store: StoreState, shards: Shards, *, piece_bytes: int, since: int | None = None
+    number: int,
+    spec: StoreSpec,
+    store: StoreState,
+    seed: Array,
+    shards: Shards,
+    *,
+    piece_bytes: int,
+    since: int | None = None,
 ) -> Iterator[Piece]:
     """Copies all pieces of a store that this process saves; it must not be donated before the last has come.
 
     A piece has at most `piece_bytes`, give or take a row. With `since`, only rows with a later or equal last step are
     kept; where they are few they are picked on the device.
     """
-    return map(_UnderWay.wait, sent_ahead(_start(number, spec, store, shards, piece_bytes, since), UNDER_WAY))
+    return map(_UnderWay.wait, sent_ahead(_start(number, spec, store, seed, shards, piece_bytes, since), UNDER_WAY))
 
 
 def _start(
-    number: int, spec: StoreSpec, store: StoreState, shards: Shards, piece_bytes: int, since: int | None
+    number: int, spec: StoreSpec, store: StoreState, seed: Array, shards: Shards, piece_bytes: int, since: int | None
 ) -> Iterator["_UnderWay"]:
-    yield from _start_rows(number, spec, store, shards, piece_bytes, since)
+    yield from _start_rows(number, spec, store, seed, shards, piece_bytes, since)
     for kind, arrays in (("waiting", store.sightings), ("bloom", store.bloom)):
         for array in arrays:
             for shard, words in shard_parts(array, spec, shards).items():
@@ -96,36 +104,35 @@ def _start(
 
 
 def _start_rows(
-    number: int, spec: StoreSpec, store: StoreState, shards: Shards, piece_bytes: int, since: int | None
+    number: int, spec: StoreSpec, store: StoreState, seed: Array, shards: Shards, piece_bytes: int, since: int | None
 ) -> Iterator["_UnderWay"]:
-    slabs = [jax.tree.leaves(slab) for slab in slabs_of(store)]
-    most = _lines_of(slabs[0], piece_bytes)
+    line_bytes = 16 + spec.itemsize * spec.dim + 4 * sum(state.dim for state in spec.state_specs)
+    most = max(1, piece_bytes // (line_bytes + 8 * spec.keeps_statistics))
     num_states = len(spec.state_specs)
 
     def make(records: np.ndarray, rows: np.ndarray, *rest: np.ndarray) -> RowsPiece:
         return RowsPiece(number, records, rows, rest[:num_states], rest[-1] if rest[num_states:] else None)
 
-    parts_of = [[shard_parts(array, spec, shards) for array in slab] for slab in slabs]
-    for shard, counters in shard_parts(store.counters, spec, shards).items():
+    leaves, structure = jax.tree.flatten(store)
+    parts_of = [shard_parts(leaf, spec, shards) for leaf in leaves]
+    for shard in parts_of[0]:
+        part = jax.tree.unflatten(structure, [parts[shard] for parts in parts_of])
         # Rows lie below the row ids that were ever given out.
-        begin, end = 0, int(np.asarray(counters)[COUNTERS.index("num_allocated")])
-        for slab in parts_of:
-            arrays = tuple(parts[shard] for parts in slab)
-            size = arrays[0].shape[0]
-            for start in range(0, min(size, end - begin), most):
-                stop = min(start + most, size, end - begin)
+        end = int(np.asarray(part.counters)[COUNTERS.index("num_allocated")])
+        for slab in slabs_of(spec, part, on_host(seed)):
+            for start in range(0, min(slab.size, end - slab.start), most):
+                stop = min(start + most, slab.size, end - slab.start)
                 if since is None:
-                    yield _UnderWay(make, *_cut(arrays, start, stop, most))
+                    yield _UnderWay(make, *_whole(slab, start, stop, most))
                 else:
-                    yield from _start_since(make, arrays, start, stop, most, since)
-            begin += size
+                    yield from _start_since(make, slab, start, stop, most, since)
 
 
 def _start_since(
-    make: Callable[..., Piece], arrays: tuple[Array, ...], start: int, stop: int, most: int, since: int
+    make: Callable[..., Piece], slab: RowSlab, start: int, stop: int, most: int, since: int
 ) -> Iterator["_UnderWay"]:
     # A delta has few rows as a rule: the keys and statistics of all rows tell which.
-    cut, lines = _cut((arrays[0], arrays[-1]), start, stop, most)
+    cut, lines = _cut((slab.records, there(slab.statistics)), start, stop, most)
     words, seen = (np.asarray(array)[lines] for array in cut)
     is_wanted = (from_words(words[:, :2]) != np.uint64(PADDING_KEY)) & (seen[:, 0] >= np.uint32(since))
     wanted = np.flatnonzero(is_wanted)
@@ -133,10 +140,10 @@ def _start_since(
         return
     if 2 * wanted.size < stop - start:
         size = 1 << (int(wanted.size) - 1).bit_length()  # few sizes, few programs
-        picked = read_lines(arrays, np.resize((wanted + start).astype(np.int32), size))
-        yield _UnderWay(make, picked, slice(0, wanted.size))
+        picked = slab.read(np.resize((wanted + start).astype(np.int32), size))
+        yield _UnderWay(make, tuple(jax.tree.leaves(picked)), slice(0, wanted.size))
     else:
-        yield _UnderWay(make, *_cut(arrays, start, stop, most))
+        yield _UnderWay(make, *_whole(slab, start, stop, most))
 
 
 def _lines_of(arrays: Sequence[Array], piece_bytes: int) -> int:
@@ -163,6 +170,17 @@ class _UnderWay:
 
 def _cut(arrays: tuple[Array, ...], start: int, stop: int, most: int) -> tuple[tuple[Array, ...], slice]:
     """Copies a range of arrays, and returns where it lies in the copy; all copies have one length, for one program."""
-    size = min(most, arrays[0].shape[0])
-    first = min(start, arrays[0].shape[0] - size)
-    return cut_lines(arrays, np.int32(first), size), slice(start - first, stop - first)
+    first, size, lines = _range(arrays[0].shape[0], start, stop, most)
+    return cut_lines(arrays, np.int32(first), size), lines
+
+
+def _whole(slab: RowSlab, start: int, stop: int, most: int) -> tuple[tuple[Array, ...], slice]:
+    """Does `_cut` with all that a slab has."""
+    first, size, lines = _range(slab.size, start, stop, most)
+    return tuple(jax.tree.leaves(slab.cut(first, size))), lines
+
+
+def _range(num_lines: int, start: int, stop: int, most: int) -> tuple[int, int, slice]:
+    size = min(most, num_lines)
+    first = min(start, num_lines - size)
+    return first, size, slice(start - first, stop - first)

@@ -38,6 +38,7 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("jaxsok_tickets_redeem", "JaxsokTicketsRedeem"),
     ("jaxsok_update", "JaxsokUpdate"),
     ("jaxsok_tier_bring", "JaxsokTierBring"),
+    ("jaxsok_tier_peek", "JaxsokTierPeek"),
     ("jaxsok_tier_return", "JaxsokTierReturn"),
     ("jaxsok_tier_flush", "JaxsokTierFlush"),
     ("jaxsok_window_exchange", "JaxsokWindowExchange"),
@@ -131,6 +132,7 @@ def load_cpu() -> ctypes.CDLL:
         "JaxsokPlanRequestsWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokPlanUsesWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokUpdateWorkspaceBytes": (ctypes.c_int64, ctypes.c_int32),
+        "JaxsokBringWorkspaceBytes": (ctypes.c_int64, ctypes.c_int64),
         "JaxsokPackBags": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),
         "JaxsokPackKeys": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),
     }.items():

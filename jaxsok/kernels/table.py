@@ -57,11 +57,14 @@ def find_or_insert(
     keys: Keys,
     table_ids: TableIds,
     admission: Admission | None = None,
+    *,
+    has_rows: bool = True,
 ) -> tuple[Store, RowIds, Int32[Array, "num_tables num_counts"]]:
     """Finds row ids of (table, key) pairs; unseen pairs get rows. The store is donated.
 
-    See `LaunchFindOrInsert` in ffi/kernels/table.h.
+    Without `has_rows` no numbers of new rows are written. See `LaunchFindOrInsert` in ffi/kernels/table.h.
     """
+    rows = ("rows",) if has_rows else ()
     num_keys = keys.shape[0]
     deciding, asked = admission_operands(admission)
     results = {
@@ -74,7 +77,7 @@ def find_or_insert(
         store,
         {"tables": tables, "seed": seed, "keys": keys, "table_ids": table_ids} | deciding,
         results,
-        changes=("index", "counters", "table_rows", "rows", "records", *(ADMITTING if asked else ())),
+        changes=("index", "counters", "table_rows", *rows, "records", *(ADMITTING if asked else ())),
         admission=asked,
     )
     return store, out["row_ids"], out["counts"]

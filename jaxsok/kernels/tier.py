@@ -30,6 +30,9 @@ class Tier:
     """The clock of the last call that used the slot."""
     counters: UInt32[Array, " num_counters"]
     """`jaxsok.types.TIER_COUNTERS`."""
+    order: UInt32[Array, " num_counters"]
+    """Zeros, in place of a store's counters: a call that reads the cache takes and returns them, so that a later one
+    which changes the cache comes after it, and XLA makes no copy."""
 
 
 class Brought(NamedTuple):
@@ -76,13 +79,14 @@ def bring(
 ) -> tuple[Tier, tuple[HostSlab, ...], Brought]:
     """Gives every row of a call a slot that holds its numbers. See `LaunchBring` in ffi/kernels/tier.h.
 
-    Tier and host slabs are donated. `initial_values` are those of optimizer state, for fresh rows. Without `keeps` the
-    cache stays as it is, and all rows are staged but those that it has.
+    Tier and host slabs are donated. `initial_values` are those of optimizer state, for fresh rows. Without `keeps`
+    nothing changes, nor is donated: what the cache does not have is staged, once for each position (`LaunchPeek`).
     """
     num_keys = row_ids.shape[0]
     room = num_staged(num_keys, num_slots, keeps=keeps)
+    size = {"workspace": workspace(row_ids, "JaxsokBringWorkspaceBytes", num_keys, num_slots)} if keeps else {}
     out = call(
-        "jaxsok_tier_bring",
+        "jaxsok_tier_bring" if keeps else "jaxsok_tier_peek",
         {
             "host": tuple(host),
             "tier": tier,
@@ -96,17 +100,16 @@ def bring(
             "staged_rows": result(row_ids, (room, tier.rows.shape[1]), tier.rows.dtype),
             "staged_states": tuple(result(row_ids, (room, state.shape[1]), "float32") for state in tier.states),
             "staged_owners": result(row_ids, (room, RECORD_WORDS), "uint32"),
-            "workspace": workspace(row_ids, "JaxsokBringWorkspaceBytes", num_keys, num_slots),
-        },
-        in_place=("host", "tier"),
+        }
+        | size,
+        in_place=("host", "tier") if keeps else (),
         num_slabs=len(host),
         num_states=len(tier.states),
         num_slots=num_slots,
         initial=np.asarray(initial_values, np.float32),
-        keeps=keeps,
     )
     brought = Brought(out["slots"], out["staged_rows"], out["staged_states"], out["staged_owners"])
-    return out["tier"], out["host"], brought
+    return (out["tier"], out["host"], brought) if keeps else (tier, tuple(host), brought)
 
 
 def give_back(

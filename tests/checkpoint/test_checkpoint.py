@@ -169,7 +169,8 @@ def test_a_piece_keeps_no_more_memory_than_it_counts():
     state = collection.lookup(state, features[1], clock=2)[1]
     (spec,), (store,) = collection.stores, state.stores
     for since in (None, 2):
-        found = list(snapshot.pieces(0, spec, store, collection.shards, piece_bytes=16 * (3 + 4 + 2) * 4, since=since))
+        size = 16 * (3 + 4 + 2) * 4
+        found = list(snapshot.pieces(0, spec, store, state.seed, collection.shards, piece_bytes=size, since=since))
         assert sum(len(piece.records) for piece in found) >= 3
         for piece in found:
             for array in (piece.records, piece.rows, *piece.states, piece.statistics):

@@ -13,6 +13,7 @@ import cases_evict
 import cases_lookup
 import cases_plan
 import cases_table
+import cases_tier
 import cases_update
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,14 @@ import numpy as np
 import oracle
 import pytest
 import strategies
+from hypothesis import given
+from hypothesis import strategies as st
 
-from jaxsok.kernels import combine, evict, library, lookup, plan, table, update
+from jaxsok.kernels import combine, evict, library, lookup, plan, table, tier, update
 from jaxsok.store import StoreState
 
 # Their scripts are in `kernel_scripts.CASES` once they are imported.
-CASES_OF_NOUNS = (cases_combine, cases_evict, cases_lookup, cases_plan, cases_table, cases_update)
+CASES_OF_NOUNS = (cases_combine, cases_evict, cases_lookup, cases_plan, cases_table, cases_tier, cases_update)
 BACK_ENDS = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 
@@ -190,6 +193,42 @@ def _combine_transpose(s, x, features, num_unique, num_tiles, dtype):
     return dict(zip(names, results, strict=True)), s
 
 
+def _tier_bring(s, x, tables, initial, num_slots, is_number, keeps=True):
+    tables = np.array(tables, np.uint32)
+    moved, host, brought = tier.bring(
+        s.tier[0], s.rows, s.records, tables, x["seed"], x["row_ids"], initial, num_slots, keeps=keeps
+    )
+    # Lines of which nothing is promised.
+    is_used = (brought.staged_owners[:, 3] != jnp.uint32(kernel_model.NO_ROW))[:, None]
+    staged = {name: value for name, value in brought._asdict().items() if name != "slots"}
+    staged = jax.tree.map(lambda lines: jnp.where(is_used, lines, jnp.zeros_like(lines)), staged)
+    owners = jnp.where(is_used, brought.staged_owners, jnp.uint32(kernel_model.NO_ROW))
+    outputs = {"slots": brought.slots, **staged, "staged_owners": owners}
+    return outputs, _with_tier(s, moved, host, is_number)
+
+
+def _tier_peek(s, x, **statics):
+    return _tier_bring(s, x, **statics, keeps=False)
+
+
+def _tier_give_back(s, x, is_number):
+    changed = dataclasses.replace(s.tier[0], rows=x["rows"], states=x["states"])
+    return {}, _with_tier(s, *tier.give_back(changed, s.rows, *(x[name] for name in STAGED)), is_number)
+
+
+STAGED = ("staged_rows", "staged_states", "staged_owners")
+
+
+def _tier_flush(s, x, is_number):
+    return {}, _with_tier(s, *tier.flush(s.tier[0], s.rows), is_number)
+
+
+def _with_tier(s, moved, host, is_number):
+    """A store after a call; bytes of host memory that hold no number are zeros."""
+    mask = jnp.array(is_number, jnp.uint8)[None, :]
+    return dataclasses.replace(s, tier=(moved,), rows=tuple(slab * mask for slab in host))
+
+
 OPS = {
     "jaxsok_table_find": _find,
     "jaxsok_table_find_or_insert": _find_or_insert,
@@ -210,6 +249,10 @@ OPS = {
     "jaxsok_lookup_find": _lookup_find,
     "jaxsok_lookup_planned": _lookup_planned,
     "jaxsok_update": _update,
+    "jaxsok_tier_bring": _tier_bring,
+    "jaxsok_tier_peek": _tier_peek,
+    "jaxsok_tier_return": _tier_give_back,
+    "jaxsok_tier_flush": _tier_flush,
 }
 JUDGED_ELSEWHERE = {
     "jaxsok_lookup_frozen",  # several stores in one call: test_lookup_frozen.py
@@ -249,14 +292,15 @@ def flat(tree) -> dict[str, np.ndarray]:
 
 def state_arrays(state: StoreState) -> dict:
     """A state as the model has it."""
-    names = ("index", "counters", "table_rows", "rows", "records", "states", "sightings", "bloom")
+    names = ("index", "counters", "table_rows", "rows", "records", "states", "sightings", "bloom", "tier")
     return {name: getattr(state, name) for name in names}
 
 
 def run(script: kernel_scripts.Script, back_end: str) -> list[dict[str, np.ndarray]]:
     """All outputs and states of a script, call by call."""
     device = jax.devices("cpu" if back_end == "cpu" else "gpu")[0]
-    state = StoreState(**on(device, script.initial))
+    tiers = tuple(tier.Tier(**arrays) for arrays in script.initial.get("tier", ()))
+    state = StoreState(**on(device, script.initial | {"tier": tiers}))
     results = []
     for step in script.steps:
         static = (step.op, tuple(sorted(step.statics.items())))
@@ -377,6 +421,39 @@ def test_home_bucket():
     for salt, num_buckets in ((0, 1), (2**64 - 1, 12345), (77, 2**31 - 1)):
         got = strategies.home_bucket(kernel_model.words(keys), tables, salt=salt, num_buckets=num_buckets)
         np.testing.assert_array_equal(got, kernel_model.home_buckets(keys, tables, salt, num_buckets))
+
+
+some_rows = st.lists(st.one_of(st.integers(0, 29), st.just(kernel_model.NO_ROW)), min_size=12, max_size=12)
+tier_calls = st.lists(st.tuples(some_rows, st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize("num_slots", [0, 1, 7, 30])
+@given(calls=tier_calls, seed=st.integers(0, 2**32 - 1))
+def test_brought_rows_are_those_of_a_dict(back_end, num_slots, calls, seed):
+    """Law 11 for any calls: whatever the cache holds, a row's numbers are those that were last given back."""
+    script = cases_tier.TierScript(seed=seed, slabs=(5, 25), dim=3, optimizer=kernel_model.ADAGRAD, num_slots=num_slots)
+    script.begin(30)
+    columns = script.store.values()
+    for row_ids, keeps, gives_back, flushes in calls:
+        (script.bring if keeps else script.peek)(row_ids)
+        if gives_back:
+            script.give_back()
+        if flushes:
+            script.flush()
+    for number, (step, got) in enumerate(zip(script.steps, run(script, back_end), strict=True)):
+        what = f"call {number}, {step.op}"
+        assert_same_bits(got, flat({**step.want, "state": step.state}), what)
+        if step.op in ("tier_bring", "tier_peek"):
+            is_row = step.inputs["row_ids"] < 30
+            row_ids, slots = step.inputs["row_ids"][is_row], got["slots"][is_row]
+            for name, column in columns.items():
+                brought = np.concatenate([got[f"state.tier.0.{name}"], got[f"staged_{name}"]])[slots]
+                assert_same_bits({name: brought}, {name: column[row_ids]}, what)
+        if step.op == "tier_give_back":
+            given_back = flat(step.inputs)
+            for name, column in columns.items():
+                column[row_ids] = np.concatenate([given_back[name], given_back[f"staged_{name}"]])[slots]
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)

@@ -610,6 +610,9 @@ def test_a_quick_run_of_training_measures_the_whole_and_its_parts(tmp_path, monk
     assert len(shown) == 1 and len(shown[0]) == len(found)
     if number == 1:
         wanted = 256 / whole.timing.ms * 1e-3
-        (reading,) = [target.reading for target in targets.TARGETS if "rowwise Adagrad" in target.name]
-        assert reading(targets.Found(found)) == pytest.approx(wanted)
-    assert "read, pack and copy, page cache" in report.section(path)
+        (target,) = [target for target in targets.TARGETS if "rowwise Adagrad" in target.name]
+        assert target.reading(targets.Found(found)) == pytest.approx(wanted)
+        assert target.row(targets.Found(found))[2].startswith(f"{wanted:.2f} (short: 3 runs of ")
+    told = report.section(path)
+    assert "read, pack and copy, page cache" in told
+    assert "training 3 runs of 0.01 s, `--wire bfloat16 --num-threads 1`; parts 2 repetitions of 1 ms" in told

@@ -1,0 +1,177 @@
+"""Tables in host memory with a cache on the device: MLPerf's DLRM, and the same with all rows on the device.
+
+Question: how much of the throughput is left when half, a tenth and a fiftieth of the rows fit the device?
+Workload: M1 (26 tables of 1,000,000 rows, 8,192 samples, one key a bag), Zipf 1.05 over all rows; 128 floats with
+          rowwise Adagrad, and 64 with Adam. Every step has keys of its own. All rows are in the tables, and in host
+          memory, before anything is timed; they were filled from the rarest to the most frequent, so that the cache
+          begins with about what it would hold after a long run.
+Limit:    the larger of the step on the device and the records that crossed the link over the rate of that path ("bring
+          random rows": nearly all of them are read, and as many written).
+Command:  `python -m jaxsok bench --only tiers`
+Last result: none yet.
+"""
+
+import dataclasses
+import functools
+import gc
+import itertools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxsok
+from jaxsok import tiers
+from jaxsok.types import TIER_COUNTERS
+
+from . import dlrm, fill, records, workloads
+from .records import Record, Recorder
+from .timing import Protocol, Timing, summary
+from .workloads import Workload
+
+RUNS = (("M1", "rowwise_adagrad"), ("M1-64", "adam"))
+
+SHARES = (None, 0.5, 0.1, 0.02)
+"""Of the rows, in the cache; None: all rows lie on the device."""
+
+NUM_BATCHES = 160
+"""Batches with keys of their own; the first half fills caches and compiles."""
+
+_FILL_IDS = 1 << 14
+"""Ids of each table in one step that fills."""
+
+
+def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_quick: bool = False) -> None:
+    """Measures each optimizer, first with all rows on the device."""
+    for name, optimizer in RUNS[: 1 if is_quick else None]:
+        workload = workloads.on_mesh(name).scaled(scale)
+        ids = workloads.draw_batches(workload, "zipf1.05", 12 if is_quick else NUM_BATCHES, seed)
+        on_device = None
+        for share in SHARES:
+            if recorder.has_time(f"tiers of {name} at {share}"):
+                with recorder.attempt(f"{name} with a cache of {share}"):
+                    bench = _Bench(workload, optimizer, share, recorder)
+                    on_device = bench.measure(ids, on_device)
+                    del bench
+                gc.collect()
+                recorder.write()
+
+
+class _Bench:
+    """One table group, filled, and the model."""
+
+    def __init__(self, workload: Workload, optimizer: str, share: float | None, recorder: Recorder):
+        self._workload, self._optimizer, self._share, self._recorder = workload, optimizer, share, recorder
+        memory = None if share is None else jaxsok.HostMemory(device_rows=share)
+        self._collection = fill.collection_of(workload, optimizer, memory=memory)
+        begin = time.perf_counter()
+        state = self._collection.init(seed=0)
+        recorder.say(f"{workload.name}, cache of {share}: tables made in {time.perf_counter() - begin:.1f} s")
+        begin, step = time.perf_counter(), jax.jit(self._filling, donate_argnums=0)
+        for first in reversed(range(0, workload.num_rows, min(_FILL_IDS, workload.num_rows))):
+            first = max(0, min(first, workload.num_rows - _FILL_IDS))
+            ids = np.arange(first, first + min(_FILL_IDS, workload.num_rows), dtype=np.int32)
+            state = step(state, self._pack(np.broadcast_to(ids[None, :, None], (workload.num_tables, ids.size, 1))))
+        self._state = jax.block_until_ready(state)
+        recorder.say(f"{workload.num_tables * workload.num_rows:,} rows filled in {time.perf_counter() - begin:.1f} s")
+
+    def _pack(self, ids: np.ndarray) -> jaxsok.Features:
+        return fill.pack(self._collection, self._workload, ids)
+
+    def _filling(self, state: jaxsok.State, features: jaxsok.Features) -> jaxsok.State:
+        """Makes rows and writes them, as a step with gradients of zero does."""
+        embeddings, state, plan = self._collection.lookup(state, features)
+        return self._collection.update(state, plan, jax.tree.map(jnp.zeros_like, embeddings))[0]
+
+    def measure(self, ids: list[np.ndarray], on_device: Timing | None) -> Timing | None:
+        """Times the step; returns the time with all rows on the device, by which the others are judged."""
+        workload, collection = self._workload, self._collection
+        tx = optax.adagrad(0.01)
+        params = dlrm.init(jax.random.key(0), len(collection.features), workload.dim)
+        dense = jnp.asarray(np.random.default_rng(0).random((workload.num_bags, dlrm.NUM_DENSE), np.float32))
+        labels = jnp.asarray(np.arange(workload.num_bags) % 2, jnp.float32)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(carry, features):
+            state, params, opt_state = carry
+            embeddings, state, plan = collection.lookup(state, features)
+            loss, (g_params, g_embeddings) = jax.value_and_grad(dlrm.loss, (0, 1))(params, embeddings, dense, labels)
+            state, stats = collection.update(state, plan, g_embeddings)
+            updates, opt_state = tx.update(g_params, opt_state, params)
+            return (state, optax.apply_updates(params, updates), opt_state), (loss, stats)
+
+        batches = [self._pack(one) for one in ids]
+        carry = (self._state, params, tx.init(params))
+        del self._state
+        half = len(batches) // 2
+        for features in batches[:half]:
+            carry, (loss, stats) = step(carry, features)
+        stats.check()
+        if not np.isfinite(float(loss)):
+            raise RuntimeError(f"{workload.name}: the loss is {float(loss)}.")
+        before, times, size = self._counters(carry[0]), [], max(1, half // 8)
+        for begin in range(half, 2 * half - size + 1, size):
+            start = time.perf_counter()
+            for features in itertools.islice(batches, begin, begin + size):
+                carry, out = step(carry, features)
+            jax.block_until_ready((carry, out))
+            times.append((time.perf_counter() - start) * 1e3 / size)
+        timing, num_steps = summary(times, size), len(times) * size
+        moved = {name: (count - before[name]) / num_steps for name, count in self._counters(carry[0]).items()}
+        limit_ms = None
+        if self._share is not None:
+            bring, moved_alone = self._measure_bring(carry[0])
+            self._add(records.BRING, bring, moved_alone)
+            rate = sum(moved_alone[name] for name in ("num_fetched", "num_written")) / bring.ms
+            crossed = (moved["num_fetched"] + moved["num_written"]) / rate
+            limit_ms = max(crossed, 0.0 if on_device is None else on_device.ms)
+        throughput = None if on_device is None else on_device.ms / timing.ms
+        self._add(records.DLRM, timing, moved, limit_ms, throughput=throughput)
+        return timing if self._share is None else on_device
+
+    def _counters(self, state: jaxsok.State) -> dict[str, int]:
+        (store,) = state.stores
+        return {
+            name: int(count)
+            for tier in store.tier
+            for name, count in zip(TIER_COUNTERS, np.asarray(tier.counters), strict=True)
+        }
+
+    def _measure_bring(self, state: jaxsok.State) -> tuple[Timing, dict[str, float]]:
+        """Brings random rows by themselves, as many as a batch has keys."""
+        (spec,), (store,) = self._collection.stores, state.stores
+        num_keys, num_rows = self._workload.num_keys, self._workload.num_rows * self._workload.num_tables
+        rng = np.random.default_rng(1)
+        row_ids = [jnp.asarray(rng.integers(0, num_rows, num_keys), jnp.uint32) for _ in range(12)]
+        bring = jax.jit(lambda store, row_ids: tiers.brought(spec, store, state.seed, row_ids)[0], donate_argnums=0)
+        store = jax.block_until_ready(bring(store, row_ids[0]))
+        state = dataclasses.replace(state, stores=(store,))
+        before, times = self._counters(state), []
+        for one in row_ids[1:]:
+            start = time.perf_counter()
+            store = jax.block_until_ready(bring(store, one))
+            times.append((time.perf_counter() - start) * 1e3)
+        state = dataclasses.replace(state, stores=(store,))
+        moved = {name: (count - before[name]) / len(times) for name, count in self._counters(state).items()}
+        return summary(times, 1), moved
+
+    def _add(
+        self, what: str, timing: Timing, moved: dict[str, float], limit_ms: float | None = None, **notes: Any
+    ) -> None:
+        self._recorder.add(
+            Record(
+                self._workload.name,
+                what,
+                "jaxsok",
+                timing,
+                distribution="zipf1.05" if what == records.DLRM else "uniform",
+                optimizer=self._optimizer,
+                variant="all on the device" if self._share is None else f"{self._share:.0%} in the cache",
+                num_keys=self._workload.num_keys,
+                limit_ms=limit_ms,
+                notes={"part": "tiers", **{name: round(count) for name, count in moved.items()}, **notes},
+            )
+        )

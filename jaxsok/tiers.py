@@ -1,0 +1,101 @@
+"""Rows in host memory with a cache on the device: the one door to their numbers (decision 0024).
+
+An op that reads or writes numbers of rows first brings the rows: it gets a *view*, a store whose rows and optimizer
+state are those of the cache and of what is staged for this op, and *slots*, which stand for row ids in the view.
+Kernels work on a view as on any store. Where rows lie on the device, the view is the store and slots are row ids.
+
+    store, view, slots = tiers.brought(spec, store, seed, row_ids)
+    view = ...                                   # a kernel reads or writes the rows of the slots
+    store = tiers.returned(store, view, writes=True)
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, UInt8, UInt32
+
+from jaxsok.kernels import tier as kernels
+from jaxsok.specs import StoreSpec
+from jaxsok.store import StoreState
+from jaxsok.types import FRESH, NO_ROW, RowIds
+
+
+def brought(
+    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], row_ids: RowIds, *, keeps: bool = True
+) -> tuple[StoreState, StoreState, RowIds]:
+    """Returns the store, a view that has the numbers of rows, and the slots of the rows in it; NO_ROW stays so.
+
+    Rows that were not in the cache take the places of those that were not used for longest; what does not fit is
+    staged. With `keeps=False`, for ops that change nothing, the cache stays as it is and the store is not donated.
+
+    Costs nothing where rows lie on the device. Else a pass over the row ids; where rows are missing a pass over the
+    slots (8 bytes each), and over the link a record in, and one out if it makes room, for each. Staged rows take device
+    memory for the op: one for each row id beyond the slots, with `keeps=False` one for each.
+    """
+    if not store.tier:
+        return store, store, row_ids
+    (tier,) = store.tier
+    tier, host, new = kernels.bring(
+        tier,
+        store.rows,
+        store.records,
+        spec.table_words(),
+        seed,
+        row_ids,
+        [state.initial_value for state in spec.state_specs],
+        spec.num_slots,
+        keeps=keeps,
+    )
+    store = dataclasses.replace(store, rows=host, tier=(tier,))
+    has_staged = new.staged_owners.shape[0] > 0
+    view = dataclasses.replace(
+        store,
+        rows=(tier.rows, *([new.staged_rows] if has_staged else [])),
+        records=(tier.owners, *([new.staged_owners] if has_staged else [])),
+        states=tuple(
+            (cached, *([staged] if has_staged else []))
+            for cached, staged in zip(tier.states, new.staged_states, strict=True)
+        ),
+        counters=tier.order,
+        tier=(),
+    )
+    return store, view, new.slots
+
+
+def returned(store: StoreState, view: StoreState, *, writes: bool = False) -> StoreState:
+    """Returns the store after an op on its view; `writes`: numbers of rows were written."""
+    if not store.tier:
+        return view
+    (tier,) = store.tier
+    rows, *staged_rows = view.rows
+    tier = dataclasses.replace(tier, rows=rows, states=tuple(slabs[0] for slabs in view.states), order=view.counters)
+    host = store.rows
+    if writes and staged_rows:
+        states = [slabs[1] for slabs in view.states]
+        tier, host = kernels.give_back(tier, host, staged_rows[0], states, view.records[1])
+    return dataclasses.replace(store, rows=host, tier=(tier,))
+
+
+def released(store: StoreState, flags: UInt8[Array, " capacity"]) -> StoreState:
+    """Forgets the numbers of rows that left, by row id: their places become fresh, and their slots free."""
+    if not store.tier:
+        return store
+    (tier,) = store.tier
+    places, begin = [], 0
+    for slab in tier.places:
+        gone = flags[begin : begin + slab.shape[0], None] != 0
+        places.append(jnp.where(gone, jnp.uint32(FRESH), slab))
+        begin += slab.shape[0]
+    is_gone = flags.at[tier.owners[:, 3]].get(mode="fill", fill_value=0) != 0  # a free slot's row id is beyond all
+    owners = jnp.where(is_gone[:, None], jnp.uint32(NO_ROW), tier.owners)
+    last_use = jnp.where(is_gone, jnp.uint32(0), tier.last_use)
+    tier = dataclasses.replace(tier, places=tuple(places), owners=owners, last_use=last_use)
+    return dataclasses.replace(store, tier=(tier,))
+
+
+def flushed(store: StoreState) -> StoreState:
+    """Writes the rows of the cache to host memory too, so that host slabs have all that is not fresh."""
+    if not store.tier:
+        return store
+    tier, host = kernels.flush(store.tier[0], store.rows)
+    return dataclasses.replace(store, rows=host, tier=(tier,))

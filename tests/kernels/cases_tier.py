@@ -1,0 +1,293 @@
+"""Cases of tiers: rows in host memory that are brought into a cache, changed and given back. See kernel_scripts.py."""
+
+from collections.abc import Callable
+
+import numpy as np
+from kernel_model import ADAGRAD, ADAM, EMPTY, F32, NO_ROW, ROWWISE_ADAGRAD, SGD, Store, from_words, nearest
+from kernel_scripts import HALVES, SLABS, Script, case, cases
+
+FRESH, IN_HOST = 2**32 - 1, 2**32 - 2
+CLOCK, HITS, FETCHED, WRITTEN = range(4)
+OLDEST = 1023  # ages from here on are one
+
+
+class TieredStore(Store):
+    """A store whose rows lie in host memory: `rows` and `states` are what is written there."""
+
+    def __init__(self, *, num_slots: int, num_lines: int | None = None, **store):
+        """`num_lines`: of the arrays of the cache, where some are not used."""
+        super().__init__(**store)
+        self.num_slots, self.num_lines = num_slots, num_lines or max(1, num_slots)
+        self.places = np.full(self.capacity, FRESH, np.uint32)
+        self.cached_rows = np.full((self.num_lines, self.dim), -7, self.dtype)
+        self.cached_states = [np.full((self.num_lines, state.shape[1]), F32(-8)) for state in self.states]
+        self.owners = np.full((self.num_lines, 4), EMPTY)
+        self.last_use = np.zeros(self.num_lines, np.uint32)
+        self.tier_counters = np.zeros(4, np.uint32)
+
+    def arrays(self) -> dict:
+        """Copies of all arrays; host memory by the byte, with zeros between the numbers of rows."""
+        ends = np.cumsum(self.slabs)[:-1]
+        tier = {
+            "places": tuple(part.copy() for part in np.split(self.places[:, None], ends)),
+            "rows": self.cached_rows.copy(),
+            "states": tuple(state.copy() for state in self.cached_states),
+            "owners": self.owners.copy(),
+            "last_use": self.last_use.copy(),
+            "counters": self.tier_counters.copy(),
+            "order": np.zeros(len(self.counters), np.uint32),
+        }
+        host = tuple(part.copy() for part in np.split(self._host(), ends))
+        return super().arrays() | {"rows": host, "states": (), "tier": (tier,)}
+
+    def _host(self) -> np.ndarray:
+        def lines(array: np.ndarray) -> np.ndarray:
+            return np.ascontiguousarray(array).view(np.uint8).reshape(self.capacity, -1)
+
+        rows = lines(self.rows)
+        parts = [rows, np.zeros((self.capacity, -rows.shape[1] % 4), np.uint8), *map(lines, self.states)]
+        size = sum(part.shape[1] for part in parts)
+        return np.concatenate([*parts, np.zeros((self.capacity, -size % 16), np.uint8)], axis=1)
+
+    def is_number(self) -> tuple[int, ...]:
+        """Which bytes of a row's record in host memory are its numbers."""
+        row_bytes = self.dim * self.dtype.itemsize
+        state_bytes = 4 * sum(state.shape[1] for state in self.states)
+        begin = -(-row_bytes // 4) * 4
+        return tuple(int(at < row_bytes or begin <= at < begin + state_bytes) for at in range(self._host().shape[1]))
+
+    def values(self) -> dict[str, np.ndarray]:
+        """The numbers of all rows in use, wherever they lie, by row id."""
+        columns = {"rows": self.rows.copy()} | {f"states.{k}": state.copy() for k, state in enumerate(self.states)}
+        cached = self.cached_rows, *self.cached_states
+        for row_id in self.row_of.values():
+            slot = self.places[row_id]
+            numbers = [array[slot] for array in cached] if slot < IN_HOST else self._numbers(row_id)
+            for column, value in zip(columns.values(), numbers, strict=True):
+                column[row_id] = value
+        return columns
+
+    def bring(self, row_ids: np.ndarray) -> dict:
+        """What `LaunchBring` says, row by row."""
+        counters = self.tier_counters
+        counters[CLOCK] += 1
+        wanted = dict.fromkeys(row_ids[row_ids < self.capacity].tolist())
+        slot_of = {row_id: int(self.places[row_id]) for row_id in wanted if self.places[row_id] < IN_HOST}
+        counters[[HITS]] += np.uint32(len(slot_of))  # an array: it wraps
+        missed = [row_id for row_id in wanted if row_id not in slot_of]
+        counters[FETCHED] += sum(self.places[row_id] == IN_HOST for row_id in missed)
+        victims = self._victims(set(slot_of.values()), len(missed))
+        kept, rest = missed[: len(victims)], missed[len(victims) :]
+        for row_id, slot in zip(kept, victims, strict=True):
+            numbers = self._numbers(row_id)
+            self._leave(slot)
+            for array, number in zip((self.cached_rows, *self.cached_states), numbers, strict=True):
+                array[slot] = number
+            self.owners[slot] = *self.records[row_id, :3], row_id
+            slot_of[row_id] = self.places[row_id] = slot
+        self.last_use[list(slot_of.values())] = counters[CLOCK]
+        slot_of |= {row_id: self.num_lines + at for at, row_id in enumerate(rest)}
+        slots = np.array([slot_of.get(row_id, NO_ROW) for row_id in row_ids.tolist()], np.uint32)
+        return {"slots": slots, **self._staged(dict(enumerate(rest)), max(0, len(row_ids) - self.num_slots))}
+
+    def peek(self, row_ids: np.ndarray) -> dict:
+        """What `LaunchPeek` says: each position that is not in the cache has a line of its own."""
+        slots, lines = np.full(len(row_ids), NO_ROW, np.uint32), {}
+        for i, row_id in enumerate(row_ids.tolist()):
+            if row_id < self.capacity:
+                slots[i] = self.places[row_id] if self.places[row_id] < IN_HOST else self.num_lines + i
+                lines |= {} if self.places[row_id] < IN_HOST else {i: row_id}
+        return {"slots": slots, **self._staged(lines, len(row_ids))}
+
+    def _staged(self, lines: dict[int, int], room: int) -> dict:
+        """What is staged, by line the row."""
+        rows, owners = np.zeros((room, self.dim), self.dtype), np.full((room, 4), EMPTY)
+        states = tuple(np.zeros((room, state.shape[1]), F32) for state in self.states)
+        for at, row_id in lines.items():
+            for array, number in zip((rows, *states), self._numbers(row_id), strict=True):
+                array[at] = number
+            owners[at] = *self.records[row_id, :3], row_id
+        return {"staged_rows": rows, "staged_states": states, "staged_owners": owners}
+
+    def _victims(self, used: set[int], num: int) -> list[int]:
+        """The slots that are taken: those that are older than the youngest of them, then those of its age."""
+
+        def age(slot: int) -> int:
+            clock, last_use = int(self.tier_counters[CLOCK]), int(self.last_use[slot])
+            return min(clock - last_use, OLDEST) if last_use else OLDEST + 1
+
+        slots = sorted((slot for slot in range(self.num_slots) if slot not in used), key=lambda slot: -age(slot))
+        youngest = age(slots[num - 1]) if 0 < num <= len(slots) else 1
+        return sorted(slots[:num], key=lambda slot: (age(slot) == youngest, slot))
+
+    def _numbers(self, row_id: int) -> list:
+        """The row and its state of a row that is not in the cache."""
+        if self.places[row_id] == IN_HOST:
+            return [self.rows[row_id], *(state[row_id] for state in self.states)]
+        key = from_words(self.records[None, row_id, :2])
+        return [self.initial_rows(key, self.records[None, row_id, 2].astype(np.int64))[0], *self.initial]
+
+    def _leave(self, slot: int) -> None:
+        if (row_id := self.owners[slot, 3]) != NO_ROW:
+            self.write(row_id, self.cached_rows[slot], *(state[slot] for state in self.cached_states))
+            self.places[row_id] = IN_HOST
+            self.tier_counters[WRITTEN] += 1
+
+    def write(self, row_id: int, *numbers: np.ndarray) -> None:
+        """Writes a row and its state to host memory."""
+        for array, number in zip((self.rows, *self.states), numbers, strict=True):
+            array[row_id] = number
+
+
+class TierScript(Script):
+    """Calls on a tiered store."""
+
+    store: TieredStore
+
+    def __init__(self, seed: int = 0, **store):
+        super().__init__(seed)
+        self.store = TieredStore(**store)
+        self.last: dict = {}
+
+    def begin(self, num_rows: int, fresh=0.3, cached=0.5, free=0.2, ages=6) -> np.ndarray:
+        """Rows in use, some fresh, some in the cache; returns their ids. `free` is of the slots."""
+        store, rng = self.store, self.rng
+        self.fill(self.distinct(num_rows), rng.integers(0, store.num_tables, num_rows))
+        row_ids = np.arange(num_rows, dtype=np.uint32)
+        store.places[:num_rows] = np.where(rng.random(num_rows) < fresh, FRESH, IN_HOST)
+        store.tier_counters[:] = 3 * OLDEST, 2**32 - 3, 5, 6  # hits wrap
+        slots = rng.permutation(np.flatnonzero(rng.random(store.num_slots) >= free))
+        rows = rng.permutation(row_ids)[: min(len(slots), int(cached * num_rows))]
+        slots = slots[: len(rows)]
+        store.places[rows] = slots
+        store.owners[slots, :3], store.owners[slots, 3] = store.records[rows, :3], rows
+        store.last_use[slots] = store.tier_counters[CLOCK] - rng.integers(0, ages, len(slots))
+        store.cached_rows[slots], *states = self._any_numbers(len(slots))
+        for array, numbers in zip(store.cached_states, states, strict=True):
+            array[slots] = numbers
+        return row_ids
+
+    def _any_numbers(self, num: int) -> list[np.ndarray]:
+        """Rows and states; what is not finite, and negative zeros, are moved as other numbers are."""
+        store = self.store
+        rows = nearest(self.normal(num, store.dim), store.dtype)
+        rows[self.rng.random(rows.shape) < 0.02] = np.inf
+        rows[self.rng.random(rows.shape) < 0.02] = -0.0
+        return [rows, *(self.normal(num, state.shape[1]) for state in store.states)]
+
+    def bring(self, row_ids) -> None:
+        self._ask("tier_bring", self.store.bring, row_ids)
+
+    def peek(self, row_ids) -> None:
+        self._ask("tier_peek", self.store.peek, row_ids)
+
+    def _ask(self, op: str, ask: Callable[[np.ndarray], dict], row_ids) -> None:
+        self._begin()
+        store, row_ids = self.store, np.asarray(row_ids, np.uint32)
+        self.last = ask(row_ids)
+        statics = {"initial": store.initial, "num_slots": store.num_slots, "is_number": store.is_number()}
+        self._add(op, {"seed": store.seed, "row_ids": row_ids}, {**self._tables(), **statics}, self.last)
+
+    def give_back(self) -> None:
+        """Changes all rows of the last call, and gives them back; equal rows have equal numbers."""
+        store, last = self.store, self.last
+        slots, rows = np.unique(last["slots"][last["slots"] < store.num_lines]), last["staged_owners"][:, 3]
+        cached = [store.cached_rows, *store.cached_states]
+        for array, numbers in zip(cached, self._any_numbers(len(slots)), strict=True):
+            array[slots] = numbers
+        staged = [numbers[np.minimum(rows, store.capacity)] for numbers in self._any_numbers(store.capacity + 1)]
+        for at in np.flatnonzero(rows != NO_ROW):
+            store.write(rows[at], *(numbers[at] for numbers in staged))
+            store.places[rows[at]] = IN_HOST
+        names = ("rows", "states", "staged_rows", "staged_states")
+        numbers = (cached[0].copy(), tuple(array.copy() for array in cached[1:]), staged[0], tuple(staged[1:]))
+        inputs = dict(zip(names, numbers, strict=True)) | {"staged_owners": last["staged_owners"]}
+        self._add("tier_give_back", inputs, {"is_number": store.is_number()}, {})
+
+    def flush(self) -> None:
+        self._begin()
+        store = self.store
+        for slot in np.flatnonzero(store.owners[:, 3] != NO_ROW):
+            store.write(store.owners[slot, 3], store.cached_rows[slot], *(state[slot] for state in store.cached_states))
+        self._add("tier_flush", {}, {"is_number": store.is_number()}, {})
+
+    def some(self, row_ids: np.ndarray, num: int) -> np.ndarray:
+        """Row ids with repeats, some of no row and some beyond the capacity."""
+        asked = self.rng.choice(np.r_[row_ids, NO_ROW], num)
+        beyond = self.rng.choice([NO_ROW, NO_ROW - 1, self.store.capacity, 2**31], num)
+        return np.where(self.rng.random(num) < 0.1, beyond, asked).astype(np.uint32)
+
+    def mixed_calls(self, row_ids: np.ndarray, num: int) -> None:
+        """Lookups, steps and reads, each with rows of the one before and others."""
+        for number in range(4):
+            self.bring(self.some(row_ids[number::2] if number % 2 else row_ids, num))
+            self.give_back()
+            self.peek(self.some(row_ids, num))
+            if number == 1:
+                self.give_back()
+            if number == 2:
+                self.flush()
+
+
+@cases(*((number, slots) for number in (0, 1, 33, 256, 1000) for slots in ("none", "one", "some", "all")))
+def tier_sizes(num_keys: int, slots: str) -> Script:
+    """Caches of any size; slabs, tables and optimizers in turn."""
+    num_slots = {"none": 0, "one": 1, "some": 100, "all": 312}[slots]
+    script = TierScript(
+        seed=num_keys + num_slots,
+        slabs=SLABS[(num_keys + num_slots) % 3],
+        dim=(4, 3, 8)[num_keys % 3],
+        num_tables=(1, 3, 70)[num_keys % 3],
+        optimizer=(SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM)[(num_keys + num_slots) % 4],
+        num_slots=num_slots,
+    )
+    script.mixed_calls(script.begin(250), num_keys)
+    return script
+
+
+@cases(*((dim, dtype) for dim in (1, 3, 13, 64, 301, 1024) for dtype in ("float32", *HALVES)))
+def tier_dims(dim: int, dtype: str) -> Script:
+    """Rows of any length, at the end of whose records bytes stay free."""
+    optimizer = (SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM)[dim % 4]
+    script = TierScript(
+        seed=dim, slabs=(5, 35), dim=dim, num_tables=4, optimizer=optimizer, num_slots=12, dtype=HALVES.get(dtype, F32)
+    )
+    script.mixed_calls(script.begin(40), 30)
+    return script
+
+
+@cases("float32", *HALVES)
+def small_tier(dtype: str) -> Script:
+    """All three calls."""
+    script = TierScript(
+        slabs=(5, 40), dim=3, num_tables=3, optimizer=ROWWISE_ADAGRAD, num_slots=8, dtype=HALVES.get(dtype, F32)
+    )
+    script.mixed_calls(script.begin(45), 20)
+    return script
+
+
+@case()
+def tier_large() -> Script:
+    """Several blocks of positions and of slots."""
+    script = TierScript(slabs=(5, 7, 8_000), dim=4, num_tables=3, optimizer=ADAGRAD, num_slots=3_000)
+    script.mixed_calls(script.begin(8_000), 6_000)
+    return script
+
+
+@cases(1, 600, OLDEST, 3 * OLDEST)
+def tier_ages(ages: int) -> Script:
+    """Slots are taken by age; those that nobody used for long are equally old."""
+    script = TierScript(seed=ages, slabs=(900,), num_slots=300)
+    row_ids = script.begin(900, ages=ages, free=0.05)
+    for num in (5, 40, 200, 300):
+        script.bring(script.rng.permutation(row_ids)[:num])
+        script.give_back()
+    return script
+
+
+@case()
+def tier_unused_lines() -> Script:
+    """The arrays of the cache are longer than it: what is staged comes after all of their lines."""
+    script = TierScript(slabs=(5, 35), num_slots=6, num_lines=11)
+    script.mixed_calls(script.begin(40), 15)
+    return script
