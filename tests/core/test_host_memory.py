@@ -242,7 +242,7 @@ def pinned(monkeypatch):
         made = jax.device_put(np.zeros(shape, np.uint8), place)
         return jax.make_array_from_single_device_arrays(shape, place, [made])  # of the type that DLPack gives
 
-    monkeypatch.setattr(host_slabs, "_pins", lambda: True)
+    monkeypatch.setattr(host_slabs, "_is_pinned", lambda records: True)
     monkeypatch.setattr(host_slabs, "_pinned", part)
 
 
