@@ -418,6 +418,8 @@ def _combined(
     absent = None
     if may_lack_rows and _reads_traced(spec, features):
         row_ids, slabs, absent = _with_initial_rows(spec, features, row_ids, slabs, is_find=is_find)
+    # With them the kernel looks whether a table reads zeros.
+    table_ids = jnp.asarray(_table_ids(features)) if is_find and absent is None else None
     is_own = slabs[0].dtype == jnp.dtype(spec.dtype)
     counters, counts, values = kernels.lookup_planned(
         store.counters,
@@ -429,6 +431,7 @@ def _combined(
         _shapes(features, spec),
         features.num_tiles,
         spec.embedding_dtype if is_own else "float32",
+        table_ids,
     )
     values = [table.rounded(value, spec.embedding_dtype) for value in values]
     if absent is not None:

@@ -1,0 +1,436 @@
+"""Law 11: tables in host memory have the bits of tables on the device, whatever their cache holds."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import programs
+import pytest
+
+import jaxsok
+from jaxsok import checkpoint, grow, policies, tiers
+from jaxsok.records import Records
+from jaxsok.stats import PER_STEP, PER_STORE, PER_TABLE
+
+NUM_SAMPLES = 16
+NUM_STEPS = 20
+CACHES = (0, 1, 24, 1 << 16)  # rows: none, one of a shard, some of what a step uses, all
+LRU = policies.LeastRecentlyUsed()
+
+
+def of_key(words, columns):
+    """Rows that XLA computes: the low word, and the column."""
+    return (words[0] % jnp.uint32(7)).astype(jnp.float32) / 8 + columns.astype(jnp.float32)
+
+
+def norm_of(facts):
+    """A user's score that reads rows."""
+    return (jnp.abs(facts.rows.astype(jnp.float32)).sum(axis=1) * 1000).astype(jnp.uint32)
+
+
+LIFTED = jaxsok.optim.lift(optax.adam(0.05))
+UNIFORM = jaxsok.initializers.uniform(0.5, 1.0)
+BIG = {"capacity": 64, "statistics": True}
+SPECS = {
+    "statistics": [jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), **BIG)],
+    "one table": [jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)],
+    "stores": [
+        jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), initializer=UNIFORM, **BIG),
+        jaxsok.TableSpec("item", 4, jaxsok.optim.adam(0.05), row_gradient="sum", unknown="zeros", **BIG),
+        jaxsok.TableSpec("ad", 3, jaxsok.optim.rowwise_adagrad(0.05), capacity=64, row_gradient="mean"),
+        jaxsok.TableSpec("half", 5, LIFTED, capacity=64, dtype="bfloat16"),
+    ],
+    "rows of 16 bits": [
+        jaxsok.TableSpec("user", 7, jaxsok.optim.sgd(0.1), capacity=64, dtype="float16", embedding_dtype="float32"),
+        jaxsok.TableSpec("half", 7, jaxsok.optim.adagrad(0.1), capacity=64, dtype="bfloat16"),
+    ],
+    "rows by XLA": [
+        jaxsok.TableSpec(
+            "user", 4, jaxsok.optim.adam(0.05), capacity=64, initializer=jaxsok.initializers.function(of_key, "of_key")
+        ),
+        jaxsok.TableSpec("item", 4, jaxsok.optim.adam(0.05), capacity=64, admission=policies.AdmitByCount(2)),
+    ],
+}
+EVICTIONS = {
+    "least recently used": LRU,
+    "least frequently used": policies.LeastFrequentlyUsed(),
+    "a score that reads rows": policies.LowestScore(norm_of),
+    "time to live": policies.TimeToLive(2),
+    "small norm": policies.SmallNorm(0.9),
+}
+SPECS |= {
+    name: [jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), capacity=48, max_capacity=96, eviction=policy)]
+    for name, policy in EVICTIONS.items()
+}
+
+
+def features_of(specs, exchange):
+    """A feature of single keys and one of weighted bags for each table."""
+    single = [jaxsok.FeatureSpec(spec.name, spec.name, exchange=exchange) for spec in specs]
+    options = {"max_keys": 4 * NUM_SAMPLES, "weighted": True, "exchange": exchange}
+    return single + [jaxsok.FeatureSpec(f"{spec.name}_bag", spec.name, combiner="mean", **options) for spec in specs]
+
+
+@functools.cache
+def collection_of(name, device_rows=None, num_shards=None, exchange="rows", **options):
+    """Its tables in host memory with a cache of so many rows; None: on the device."""
+    memory = None if device_rows is None else jaxsok.HostMemory(device_rows=device_rows)
+    specs = [dataclasses.replace(spec, memory=memory) for spec in SPECS[name]]
+    features = features_of(specs, exchange)
+    if num_shards is None:
+        return jaxsok.Collection(specs, features)
+    return programs.over(num_shards, specs, features, **options)
+
+
+def raw_batches(collection, num_steps=NUM_STEPS, num_keys=30):
+    """Batches of which each asks for keys of the ones before, and for new ones."""
+    rng, batches = np.random.default_rng(7), []
+    for step in range(num_steps):
+        pool, raw = np.arange(num_keys, dtype=np.int64) + 6 * step, {}
+        for spec in collection.features:
+            if not spec.weighted:
+                raw[spec.name] = rng.choice(pool, NUM_SAMPLES)
+                continue
+            lengths = rng.integers(0, 4, NUM_SAMPLES)
+            weights = rng.uniform(0.5, 2.0, lengths.sum()).astype(np.float32)
+            raw[spec.name] = jaxsok.Bags(rng.choice(pool, lengths.sum()), lengths=lengths, weights=weights)
+        batches.append(raw)
+    return batches
+
+
+@functools.cache
+def step_of(collection):
+    """A step whose gradients depend on the embeddings, so that a wrong row shows in all that follows."""
+
+    def step(state, plan):
+        embeddings, state, plan = collection.lookup(state, plan)
+        gradients = jax.tree.map(lambda rows: rows + jnp.asarray(0.1, rows.dtype), embeddings)
+        norm = collection.gradient_norm(state, plan, gradients)
+        state, stats = collection.update(state, plan, gradients)
+        return state, embeddings, norm, stats
+
+    return jax.jit(step, donate_argnums=0, compiler_options=programs.quickly())
+
+
+def trained(collection, raws, between=lambda number, state: state, state=None, **options):
+    """The state after a loop, and what came out of each step; without a state from the beginning."""
+    if state is None:
+        # What other tests taught it must not decide when it grows.
+        collection.growth = grow.GrowthTracker.of(collection.stores, collection.tables, collection.shards)
+        state = collection.init(seed=3, salt=5)
+    results = []
+    for number, (batch, plan) in enumerate(collection.pipeline(raws, **options)):
+        state = between(number, collection.grow(state, batch))
+        state, *out = step_of(collection)(state, plan)
+        results.append(jax.device_get(out))
+    return state, results
+
+
+def assert_same_results(first, second):
+    """Embeddings and norms by their bits, and all counts."""
+    for (embeddings, norm, stats), (others, other_norm, counts) in zip(first, second, strict=True):
+        jax.tree.map(assert_same_bits, (embeddings, norm), (others, other_norm))
+        for name in (*PER_TABLE, *PER_STORE, *PER_STEP):
+            if name == "longest_probe":  # `grow` may know a step earlier that the index is too small
+                continue
+            np.testing.assert_array_equal(stats.count(name), counts.count(name), err_msg=name)
+
+
+def assert_same_bits(a, b, message=""):
+    np.testing.assert_array_equal(programs.bits(a), programs.bits(b), err_msg=message)
+
+
+def assert_law(plain, state, tiered, other):
+    """Two states: one on the device, one in host memory. What a table holds, and all that does not lie in a tier."""
+    for spec in plain.tables:
+        columns, others = plain.export_table(state, spec.name), tiered.export_table(other, spec.name)
+        assert columns.keys() == others.keys()
+        for name in columns:
+            jax.tree.map(
+                functools.partial(assert_same_bits, message=f"{spec.name}: {name}"), columns[name], others[name]
+            )
+    for store, in_host in zip(state.stores, other.stores, strict=True):
+        assert in_host.tier and not store.tier
+        names = ("rows", "states", "tier")
+        kept = [dataclasses.replace(one, **dict.fromkeys(names, ())) for one in (store, in_host)]
+        programs.assert_same_state(*kept, index=False)
+
+
+# --------------------------------------------------------------------------------------------------------- any cache
+
+
+def some_fast(fast, *axes):
+    """All combinations of some axes, of which those that `fast` does not name are slow."""
+    return [
+        pytest.param(*values, marks=() if values in fast else pytest.mark.slow) for values in itertools.product(*axes)
+    ]
+
+
+TRAINED = [name for name in SPECS if name not in EVICTIONS and name != "statistics"]
+ALL_CACHES = [("one table", device_rows) for device_rows in CACHES]
+
+
+@functools.cache
+def on_device(name, num_shards=None, exchange="rows"):
+    """The run that the others are compared with."""
+    plain = collection_of(name, None, num_shards, exchange)
+    return plain, *trained(plain, raw_batches(plain))
+
+
+@pytest.mark.parametrize(
+    ("name", "device_rows"), some_fast([*ALL_CACHES, *((name, 24) for name in TRAINED)], TRAINED, CACHES)
+)
+def test_a_tiered_table_is_the_same_table(name, device_rows):
+    """New keys, growth, several tables, optimizers and dtypes, single keys and weighted bags."""
+    (plain, want, results), tiered = on_device(name), collection_of(name, device_rows)
+    got, others = trained(tiered, raw_batches(tiered))
+    assert_same_results(results, others)
+    assert_law(plain, want, tiered, got)
+    assert all(len(store.records) > 1 for store in got.stores)
+
+
+@functools.cache
+def bringing(collection):
+    """Jitted: brings rows of every store, by row id, and changes none."""
+
+    def bring(state, row_ids):
+        stores = []
+        for spec, store, wanted in zip(collection.stores, state.stores, row_ids, strict=True):
+            store, view, _ = tiers.brought(spec, store, state.seed, wanted)
+            stores.append(tiers.returned(store, view))
+        return dataclasses.replace(state, stores=tuple(stores))
+
+    return jax.jit(bring, donate_argnums=0)
+
+
+def used_rows(store):
+    """The row ids of a store's rows."""
+    records = np.concatenate([np.asarray(slab) for slab in store.records])
+    return np.flatnonzero((records[:, :2] != 2**32 - 1).any(axis=1)).astype(np.uint32)
+
+
+@pytest.mark.parametrize("device_rows", [24, pytest.param(1, marks=pytest.mark.slow)])
+def test_another_cache_at_each_step(device_rows):
+    """Between the steps any rows are brought, and at times all of the cache is written to host memory."""
+    (plain, want, results), tiered = on_device("stores"), collection_of("stores", device_rows)
+    rng = np.random.default_rng(11)
+
+    def between(number, state):
+        asked = [np.r_[used_rows(store), np.uint32(2**32 - 1)] for store in state.stores]
+        state = bringing(tiered)(state, [rng.choice(row_ids, 12) for row_ids in asked])
+        if number % 5 == 4:
+            state = dataclasses.replace(state, stores=tuple(tiers.flushed(store) for store in state.stores))
+        return state
+
+    got, others = trained(tiered, raw_batches(tiered), between)
+    assert_same_results(results, others)
+    assert_law(plain, want, tiered, got)
+    clocks = [int(store.tier[0].counters[0]) for store in got.stores]
+    assert all(clock >= 3 * NUM_STEPS for clock in clocks)  # brought, looked up, updated
+
+
+def test_the_cache_is_used():
+    """With room for all rows nothing crosses the link after a row was first brought."""
+    tiered = collection_of("one table", 1 << 16)
+    state, _ = trained(tiered, raw_batches(tiered))
+    _, num_hits, num_fetched, num_written = np.asarray(state.stores[0].tier[0].counters)
+    assert num_hits > 0 and num_fetched == num_written == 0
+
+
+# ------------------------------------------------------------------------------------------------- rows leave, or come
+
+
+@pytest.mark.filterwarnings("ignore:grow")
+@pytest.mark.parametrize(
+    ("name", "device_rows"),
+    some_fast([(name, 24) for name in EVICTIONS] + [("small norm", 0)], EVICTIONS, CACHES),
+)
+def test_rows_leave_by_policy(name, device_rows):
+    """In `grow` and when asked for; those that leave are handed over with their numbers, and row ids come again."""
+
+    def run(collection):
+        handed = []
+        raws = [{"user": one["user"], "user_bag": one["user_bag"]} for one in raw_batches(collection, num_keys=20)]
+        state, results = trained(collection, raws)
+        evicted = functools.partial(collection.evict, hand_over=lambda table, records: handed.append((table, records)))
+        has_score = EVICTIONS[name].has_score
+        state, gone = evicted(state, num_rows=30) if has_score else evicted(state, clock=NUM_STEPS + 1)
+        state, more = trained(collection, raws[-4:], state=state)
+        return state, results + more, handed, gone.to_dict()
+
+    plain, tiered = collection_of(name), collection_of(name, device_rows)
+    want, results, handed, gone = run(plain)
+    got, others, handed_too, gone_too = run(tiered)
+    assert_same_results(results, others)
+    assert_law(plain, want, tiered, got)
+    assert gone == gone_too and handed
+    assert plain.growth.num_evictions == tiered.growth.num_evictions >= 1
+    for (_, records), (_, other) in zip(handed, handed_too, strict=True):
+        jax.tree.map(assert_same_bits, vars(records), vars(other))
+
+
+@pytest.mark.parametrize("device_rows", [24, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (0, 1, 1 << 16))])
+def test_other_operations(device_rows):
+    """Find, erase, assign, clear and import between steps; the same row ids are given out again."""
+
+    def run(collection):
+        raws = raw_batches(collection, num_steps=8)
+        state, results = trained(collection, raws[:4])
+        found, counts = collection.find(state, collection.batch(raws[5]).features)
+        state, num_erased = collection.erase(state, "user", np.arange(10, 25))
+        rows = np.arange(24, dtype=np.float32).reshape(6, 4)
+        state, *num_assigned = collection.assign(state, "user", np.array([0, 1, 2, 900, 901, 902]), rows)
+        state, num_cleared = collection.clear(state, "item")
+        half = Records(np.arange(40, 60, dtype=np.uint64), np.ones((20, 5), jnp.bfloat16))
+        state = collection.import_table(state, "half", [half])
+        state, more = trained(collection, raws[4:], state=state)
+        return state, results + more, (found, counts, num_erased, num_assigned, num_cleared)
+
+    plain, tiered = collection_of("stores"), collection_of("stores", device_rows)
+    (want, results, said), (got, others, said_too) = run(plain), run(tiered)
+    assert_same_results(results, others)
+    jax.tree.map(assert_same_bits, said, said_too)
+    assert_law(plain, want, tiered, got)
+
+
+@pytest.mark.parametrize("device_rows", [24, 1 << 16])
+def test_a_stale_plan_brings_nothing(device_rows):
+    """A plan whose rows have left: their ids are of other keys later, which get rows of their own."""
+
+    def run(collection):
+        raws = raw_batches(collection, num_steps=3)
+        state, _ = trained(collection, raws[:1])
+        embeddings, state, plan = programs.lookup(collection)(state, collection.batch(raws[0]).features)
+        state, num_erased = collection.erase(state, "user", np.arange(30))
+        assert num_erased > 10
+        state, stats = programs.update(collection)(state, plan, embeddings)
+        assert stats.num_stale.sum() > 0
+        return trained(collection, raws[1:], state=state)
+
+    plain, tiered = collection_of("one table"), collection_of("one table", device_rows)
+    (want, results), (got, others) = run(plain), run(tiered)
+    assert_same_results(results, others)
+    assert_law(plain, want, tiered, got)
+
+
+# ------------------------------------------------------------------------------------------------------ ways of running
+
+
+@pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 1}], ids=["exact", "stale"])
+@pytest.mark.parametrize("device_rows", [24, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (0, 1, 1 << 16))])
+def test_lookups_ahead(device_rows, options):
+    """Rows that a lookup in flight found may leave the cache before they are read."""
+    plain, tiered = collection_of("stores"), collection_of("stores", device_rows)
+    (want, results), (got, others) = (trained(one, raw_batches(one, 8), **options) for one in (plain, tiered))
+    assert_same_results(results, others)
+    assert_law(plain, want, tiered, got)
+
+
+@pytest.mark.parametrize("device_rows", [24, pytest.param(0, marks=pytest.mark.slow)])
+def test_micro_batches(device_rows):
+    """One update of the plans of three lookups steps each row once."""
+
+    def run(collection):
+        @jax.jit
+        def step(state, parts):
+            plans, gradients = [], []
+            for features in parts:
+                embeddings, state, plan = collection.lookup(state, features)
+                plans.append(plan)
+                gradients.append(embeddings)
+            state, stats = collection.update(state, plans, gradients)
+            return state, gradients, stats
+
+        raws, state, results = raw_batches(collection, num_steps=12, num_keys=20), collection.init(seed=3, salt=5), []
+        for number in range(0, 12, 3):
+            batches = [collection.batch(raw) for raw in raws[number : number + 3]]
+            state = collection.grow(state, batches)
+            state, embeddings, stats = step(state, [batch.features for batch in batches])
+            results.append((embeddings, 0.0, stats))
+        return state, results
+
+    plain, tiered = collection_of("stores"), collection_of("stores", device_rows)
+    (want, results), (got, others) = run(plain), run(tiered)
+    assert_same_results(results, others)
+    assert_law(plain, want, tiered, got)
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "device_rows", "exchange"),
+    some_fast([(1, 24, "rows"), (2, 24, "bags"), (4, 24, "rows")], (1, 2, 4), (0, 4, 24, 1 << 16), ("rows", "bags")),
+)
+def test_shards(num_shards, device_rows, exchange):
+    """Each with a cache of its own; rows or partial bags on the wire."""
+    plain, want, results = on_device("stores", num_shards, exchange)
+    tiered = collection_of("stores", device_rows, num_shards, exchange)
+    got, others = trained(tiered, raw_batches(tiered))
+    assert_same_results(results, others)
+    assert_law(plain, want, tiered, got)
+
+
+@pytest.mark.parametrize("num_shards", [4])
+def test_rounds_and_evictions_on_shards(num_shards):
+    """Requests that need several rounds, each of which brings its rows; then rows that leave by what they hold."""
+    plain = collection_of("small norm", None, num_shards, send_capacity=2)
+    tiered = collection_of("small norm", 24, num_shards, send_capacity=2)
+    (want, results), (got, others) = (trained(one, raw_batches(one, 8, num_keys=16)) for one in (plain, tiered))
+    assert_same_results(results, others)
+    (want, gone), (got, gone_too) = (one.evict(state) for one, state in ((plain, want), (tiered, got)))
+    assert gone.to_dict() == gone_too.to_dict() and 0 < gone.to_dict()["user"]
+    assert_law(plain, want, tiered, got)
+
+
+# ---------------------------------------------------------------------------------------------------------- saved state
+
+
+@pytest.mark.parametrize(
+    ("saved_rows", "restored_rows"), [(24, None), (None, 24), pytest.param(24, 0, marks=pytest.mark.slow)]
+)
+def test_a_checkpoint_does_not_depend_on_memory(tmp_path, saved_rows, restored_rows):
+    """Of a tiered table into a plain one, and back; the run goes on with the same bits."""
+    saved, restored = collection_of("stores", saved_rows), collection_of("stores", restored_rows)
+    raws = raw_batches(saved)
+    state, _ = trained(saved, raws[:6])
+    checkpoint.export_full(tmp_path / "full", saved, state)
+    state, _ = trained(saved, raws[6:8], state=state)
+    other = checkpoint.load(tmp_path / "full", restored)
+    other, _ = trained(restored, raws[6:8], state=other)
+    for spec in saved.tables:
+        columns, others = (programs.by_key(*pair, spec.name) for pair in ((saved, state), (restored, other)))
+        jax.tree.map(assert_same_bits, columns, others)
+
+
+@pytest.mark.parametrize("num_shards", [None, pytest.param(4, marks=pytest.mark.slow)])
+def test_files_of_tiered_tables_are_those_of_plain_ones(tmp_path, num_shards):
+    """To the byte, whatever the cache."""
+    folders = []
+    for device_rows in (None, 24):
+        collection = collection_of("stores", device_rows, num_shards)
+        state, _ = trained(collection, raw_batches(collection, 6))
+        folders.append(tmp_path / str(device_rows))
+        checkpoint.export_full(folders[-1], collection, state)
+    first, second = (sorted(folder.rglob("*.arrow")) for folder in folders)
+    assert len(first) == len(second) == len(SPECS["stores"])
+    for one, other in zip(first, second, strict=True):
+        assert one.name == other.name and one.read_bytes() == other.read_bytes(), one.name
+
+
+def test_deltas(tmp_path):
+    """One of few rows, which are picked, and one of most of them: from a tiered table into a plain one, and back."""
+    tiered, plain = collection_of("statistics", 24), collection_of("statistics")
+    raws = raw_batches(tiered, 6)
+    few = {"user": np.arange(NUM_SAMPLES) % 3, "user_bag": raws[0]["user_bag"]}
+    for first, second in ((tiered, plain), (plain, tiered)):
+        folders = [tmp_path / f"{name} of {first.stores[0].memory}" for name in ("full", "few", "most")]
+        state, _ = trained(first, raws)
+        checkpoint.export_full(folders[0], first, state)
+        for before, folder, more in zip(folders, folders[1:], ([few], raws), strict=False):
+            state, _ = trained(first, more, state=state)
+            checkpoint.export_delta(folder, first, state, before)
+        other = checkpoint.load(folders[-1], second)
+        columns, others = (programs.by_key(*pair, "user") for pair in ((first, state), (second, other)))
+        jax.tree.map(assert_same_bits, columns, others)
