@@ -30,7 +30,7 @@ class Tier:
     """The clock of the last call that used the slot."""
     counters: UInt32[Array, " num_counters"]
     """`jaxsok.types.TIER_COUNTERS`."""
-    order: UInt32[Array, " num_counters"]
+    order: UInt32[Array, " num_words"]
     """Zeros, in place of a store's counters: a call that reads the cache takes and returns them, so that a later one
     which changes the cache comes after it, and XLA makes no copy."""
 
