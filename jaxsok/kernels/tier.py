@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from jaxsok.types import RECORD_WORDS, RowIds
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+@no_type_check  # trees of shapes and types have this form, too
 class Tier:
     """Where the rows of a store in host memory are, and the cache: `TierView` in ffi/kernels/tier.h."""
 
