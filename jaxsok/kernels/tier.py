@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxsok.types import IN_HOST, NO_ROW, RECORD_WORDS, RowIds
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+@no_type_check  # trees of shapes and types have this form, too
 class Tier:
     """Where the rows of a store in host memory are, and the cache: `TierView` in ffi/kernels/tier.h."""
 
@@ -31,7 +32,7 @@ class Tier:
     """The clock of the last call that used the slot."""
     counters: UInt32[Array, " num_counters"]
     """`jaxsok.types.TIER_COUNTERS`."""
-    order: UInt32[Array, " num_counters"]
+    order: UInt32[Array, " num_words"]
     """Zeros, in place of a store's counters: a call that reads the cache takes and returns them, so that a later one
     which changes the cache comes after it, and XLA makes no copy."""
 
