@@ -17,11 +17,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jaxsok import checks
 from jaxsok.annotations import annotated
 from jaxsok.grow import LOOK_EVERY, GrowthTracker, free_bytes, next_capacity
+from jaxsok.host_slabs import available_bytes
 from jaxsok.settings import current_settings, in_settings
+from jaxsok.shards import HOST_KIND, host_place
 from jaxsok.specs import StoreSpec
 from jaxsok.store import Slab, State, StoreState, capacities_of, num_buckets_of, with_slab
 
@@ -195,10 +198,15 @@ class Ahead:
         for s, needed in filling.items():
             num_shards = self._specs[s].num_shards
             old = stores[s].capacity // num_shards
-            capacity = next_capacity(self._specs[s], old, needed, free_bytes())
+            capacity = next_capacity(self._specs[s], old, needed, *self._free(self._specs[s]))
             if capacity > old and len(stores[s].rows) < self._specs[s].max_slabs:
                 stores[s] = _grown(stores[s], num_shards, capacity)
                 yield dataclasses.replace(state, stores=tuple(stores))
+
+    def _free(self, spec: StoreSpec) -> tuple[int | None, int | None]:
+        """Guesses the free bytes by which `grow` will decide, on the device and in host memory."""
+        on_host = available_bytes() if spec.memory is not None else None
+        return free_bytes(), None if on_host is None else on_host // len(self._tracker.shards.local())
 
     def _start(self, signature: Any, args: tuple, kwargs: dict, settings: tuple) -> None:
         program = _Program(capacities_of(args[self._state_argnum]), is_ahead=True)
@@ -249,8 +257,11 @@ def _signature(leaves: Sequence[Any], tree: Any, settings: tuple) -> Any:
     # On one device it does not matter which arrays were put there and which only came to lie there. A new slab is of
     # the second kind until the step returns it as the first: without this, growth would compile twice.
     chosen = {place for place in places if place is not None}
-    devices = {(*place.device_set, place.memory_kind) for place in chosen}
-    where = next(iter(devices), None) if len(devices) <= 1 and all(len(p.device_set) == 1 for p in chosen) else None
+    devices = {device for place in chosen for device in place.device_set}
+    where = None
+    if len(devices) == 1:
+        usual = next(iter(devices)).default_memory().kind
+        where = *devices, *(usual if place is None else place.memory_kind for place in places)
     return tree, settings, tuple(types), (where or tuple(places)) if chosen else None
 
 
@@ -275,6 +286,8 @@ def _abstract(leaf: Any) -> Any:
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return leaf
     aval, place = _type_and_place(leaf)
+    if isinstance(place, SingleDeviceSharding) and place.memory_kind == HOST_KIND:
+        place = host_place(*place.device_set)  # of another place JAX believes, without an array, that it is the device
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=place)
 
 

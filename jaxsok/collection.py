@@ -24,7 +24,7 @@ from jaxsok import pack as pack_lib
 from jaxsok import pipeline as pipeline_lib
 from jaxsok import plan as plan_lib
 from jaxsok.features import Batch, Features
-from jaxsok.host_slabs import with_host_slabs
+from jaxsok.host_slabs import settled, with_host_slabs
 from jaxsok.kernels import library
 from jaxsok.lookup import Embeddings
 from jaxsok.operations import check_features, check_state, check_untraced, clock_of, lineage_of, no_tickets
@@ -148,8 +148,9 @@ class Collection:
                 "init",
                 [f"mesh: {shards}", f"seed: {seed}", f"salt: {salt}", *described(self.stores), *sizes, *features],
             )
-        free = grow_lib.agreed_free_bytes(shards)
-        grow_lib.require_memory([(store, store.capacity) for store in self.stores], "init", free)
+        free, free_on_host = grow_lib.agreed_free_bytes(shards), grow_lib.agreed_free_host_bytes(self.stores, shards)
+        asked = [(store, store.capacity) for store in self.stores]
+        grow_lib.require_memory(asked, "init", free, free_on_host, is_new=True)
         # The first words name the state's life in exports, which others read, so the salts come from other words.
         drawn = processes.drawn(is_shared=shards.num_processes > 1, num_words=6)
         entropy = drawn[2:].tolist() if salt is None else int(salt)
@@ -163,7 +164,7 @@ class Collection:
         lineage = np.random.SeedSequence([int(seed), int(self.fingerprint, 16)]).generate_state(2)
         lives.IN_THIS_PROCESS.begin(lineage, drawn[:2])
         state = State(
-            stores=with_host_slabs(self.stores, shards.make(init_stores, self.stores, operands=(salt_words,))),
+            stores=with_host_slabs(self.stores, shards.make(init_stores, self.stores, operands=(salt_words,)), shards),
             tickets=no_tickets(self.shards),
             step=step,
             seed=seed_words,
@@ -174,7 +175,7 @@ class Collection:
             mesh=str(self.shards),
         )
         self.growth.forget()
-        return state
+        return settled(state)
 
     def batch(self, raw: Mapping[str, Any], *, pad_to: int | None = None) -> Batch:
         """Packs a raw batch: features into few arrays of static size, everything else untouched.

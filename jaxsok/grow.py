@@ -23,7 +23,6 @@ import collections
 import dataclasses
 import functools
 import math
-import pathlib
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -42,10 +41,20 @@ from jaxsok import evict as evict_lib
 from jaxsok.checks import there
 from jaxsok.coming import Coming
 from jaxsok.features import Features
-from jaxsok.host_slabs import with_host_slab
+from jaxsok.host_slabs import available_bytes, with_host_slab
 from jaxsok.shards import ONE_DEVICE, Shards
 from jaxsok.specs import StoreSpec, TableSpec, pinned_and_spread
-from jaxsok.store import State, StoreState, capacities_of, new_slab, num_buckets_of, row_bytes, with_slab
+from jaxsok.store import (
+    State,
+    StoreState,
+    cache_bytes,
+    capacities_of,
+    host_row_bytes,
+    new_slab,
+    num_buckets_of,
+    row_bytes,
+    with_slab,
+)
 from jaxsok.types import COUNTERS, ENTRIES_PER_BUCKET, MAX_CAPACITY
 
 GROWTH_FACTOR = 2.0  # capacity after growing over capacity before: the number of programs compiled is logarithmic
@@ -410,9 +419,11 @@ def _rows_to_grow_to(
         elif tracker.num_counts[s] % MOST_COUNTS == 0:
             tired[s] = tracker.in_use(s) + positions[s]
     free = agreed_free_bytes(tracker.shards) if tired else None
+    free_on_host = agreed_free_host_bytes([specs[s] for s in tired], tracker.shards)
     for s, rows in tired.items():
         limit = min(specs[s].max_capacity or MAX_CAPACITY, MAX_CAPACITY)
-        if free is None or (min(rows, limit) - capacities[s]) * row_bytes(specs[s]) <= free // 2:
+        halves = [None if one is None else one // 2 for one in (free, free_on_host)]
+        if fits([(specs[s], min(rows, limit) - capacities[s])], *halves):
             wanted[s] = rows
             tracker.num_counts[s] = 0
     return wanted
@@ -550,29 +561,43 @@ def _warn_of_copies(tracker: GrowthTracker, state: State) -> None:
         )
 
 
-def next_capacity(spec: StoreSpec, capacity: int, needed: int, free: int | None) -> int:
-    """Returns the capacity that a shard grows to: twice, or a quarter more where that would not fit, or `needed`."""
+def next_capacity(
+    spec: StoreSpec, capacity: int, needed: int, free: int | None, free_on_host: int | None = None
+) -> int:
+    """Returns the capacity that a shard grows to: twice, or a quarter more where that would not fit, or `needed`.
+
+    `free` are bytes of the device, and `free_on_host` of host memory, for a shard; None: unknown, or without a limit.
+    """
     limit = min(spec.max_capacity or MAX_CAPACITY, MAX_CAPACITY)
     wanted = min(limit, max(needed, int(capacity * GROWTH_FACTOR)))
     gentle = min(limit, max(needed, int(capacity * GENTLE_FACTOR)))
-    fits = free is None or (wanted - capacity) * row_bytes(spec) <= free
-    return wanted if fits else gentle
+    return wanted if fits([(spec, wanted - capacity)], free, free_on_host) else gentle
+
+
+def fits(asked: Sequence[tuple[StoreSpec, int]], free: int | None, free_on_host: int | None) -> bool:
+    """Returns whether there is memory for stores with their rows (of a shard)."""
+    limits = ((row_bytes, free), (host_row_bytes, free_on_host))
+    return all(
+        limit is None or sum(num_rows * bytes_of(spec) for spec, num_rows in asked) <= limit
+        for bytes_of, limit in limits
+    )
 
 
 def _new_capacities(tracker: GrowthTracker, state: State, needed: dict[int, int]) -> dict[int, int]:
     """Returns what the shards of each short store grow to; raises, before anything has changed, if it will not fit."""
     capacities, specs = {}, tracker.specs
     free = agreed_free_bytes(tracker.shards) if needed else None
+    free_on_host = agreed_free_host_bytes([specs[s] for s in needed], tracker.shards)
     for s, rows in needed.items():
         capacity, num_slabs = state.stores[s].capacity // specs[s].num_shards, len(state.stores[s].rows)
-        capacities[s] = next_capacity(specs[s], capacity, rows, free)
+        capacities[s] = next_capacity(specs[s], capacity, rows, free, free_on_host)
         if capacities[s] <= capacity or num_slabs >= specs[s].max_slabs:
             raise MemoryError(
                 f"grow: store of tables {_names(specs[s])}: got {capacity} rows in {num_slabs} slabs, wanted {rows} "
                 f"rows, beyond {MAX_CAPACITY} rows or {specs[s].max_slabs} slabs; start with a larger capacity."
             )
     more = [(specs[s], new - state.stores[s].capacity // specs[s].num_shards) for s, new in capacities.items()]
-    require_memory(more, "grow", free)
+    require_memory(more, "grow", free, free_on_host)
     return capacities
 
 
@@ -596,7 +621,7 @@ def _enlarging(
         store = state.stores[s]
         if s in capacities:
             num_rows = spec.num_shards * capacities[s] - store.capacity
-            slabs[s] = with_host_slab(spec, shards.make(new_slab, spec, num_rows))
+            slabs[s] = with_host_slab(spec, shards.make(new_slab, spec, num_rows), shards)
             store = with_slab(store, slabs[s])
         if s in capacities or is_resalted[s]:
             num_buckets = num_buckets_of(store.capacity // spec.num_shards)
@@ -647,51 +672,77 @@ def _names(spec: StoreSpec) -> str:
 
 def agreed_free_bytes(shards: Shards) -> int | None:
     """Returns the least free memory for a shard over the devices of all processes; None: unknown."""
-    free = free_bytes()
-    if shards.num_processes > 1:
-        unknown = 1 << 61
-        free = processes.least(unknown if free is None else free)
-        free = None if free == unknown else free
+    free = _agreed(free_bytes(), shards)
     # Shards on CPU devices share the memory of their host.
     return free // len(shards.local()) if free is not None and jax.default_backend() == "cpu" else free
+
+
+def agreed_free_host_bytes(specs: Sequence[StoreSpec], shards: Shards) -> int | None:
+    """Returns the least host memory that is available for a shard; None: unknown, or no store has rows there."""
+    if all(spec.memory is None for spec in specs):
+        return None
+    free = _agreed(available_bytes(), shards)
+    return None if free is None else free // len(shards.local())
+
+
+def _agreed(free: int | None, shards: Shards) -> int | None:
+    """Returns the least of all processes; None: one does not know."""
+    if shards.num_processes == 1:
+        return free
+    unknown = 1 << 61
+    free = processes.least(unknown if free is None else free)
+    return None if free == unknown else free
 
 
 def free_bytes() -> int | None:
     """Returns the free memory on the default device; None where it does not report it."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        return _free_host_bytes()
+        return available_bytes()
     stats = device.memory_stats() or {}
     return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0)) if "bytes_limit" in stats else None
 
 
-def _free_host_bytes() -> int | None:
-    """Returns what Linux can give without swapping (its page cache included), within the limit of the control group."""
-    try:
-        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-    group = pathlib.Path("/sys/fs/cgroup")
-    try:
-        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text()
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, int(limit) - int(used))
+def require_memory(
+    asked: Sequence[tuple[StoreSpec, int]],
+    op: str,
+    free: int | None,
+    free_on_host: int | None = None,
+    *,
+    is_new: bool = False,
+) -> None:
+    """Raises MemoryError if stores with their rows (of a shard) will not fit together, before anything changes.
 
-
-def require_memory(asked: Sequence[tuple[StoreSpec, int]], op: str, free: int | None) -> None:
-    """Raises MemoryError if stores with their rows (of a shard) will not fit together, before anything changes."""
-    total = sum(num_rows * row_bytes(spec) for spec, num_rows in asked)
+    With `is_new` the stores are made, and their caches with them.
+    """
+    caches = sum(cache_bytes(spec) for spec, _ in asked) if is_new else 0
+    total = caches + sum(num_rows * row_bytes(spec) for spec, num_rows in asked)
     if free is not None and total > free:
         parts = "; ".join(
             f"store of tables {_names(spec)}: {num_rows} rows of {row_bytes(spec)} bytes "
-            f"(row {spec.itemsize * spec.dim}, the rest optimizer state, record and index)"
+            + (
+                f"(row {spec.itemsize * spec.dim}, the rest optimizer state, record and index)"
+                if spec.memory is None
+                else f"(record, place and index){f' and {cache_bytes(spec)} bytes of cache' if is_new else ''}"
+            )
             for spec, num_rows in asked
         )
+        caches_too = " device_rows," if caches else ""
         raise MemoryError(
-            f"{op}: capacity: got {total} bytes ({parts}), wanted at most {free} that are free; lower capacity, dim or "
-            "the optimizer's state."
+            f"{op}: capacity: got {total} bytes ({parts}), wanted at most {free} that are free; lower{caches_too} "
+            "capacity, dim or the optimizer's state."
+        )
+    total = sum(num_rows * host_row_bytes(spec) for spec, num_rows in asked)
+    if free_on_host is not None and total > free_on_host:
+        parts = "; ".join(
+            f"store of tables {_names(spec)}: {num_rows} rows of {host_row_bytes(spec)} bytes"
+            for spec, num_rows in asked
+            if spec.memory is not None
+        )
+        raise MemoryError(
+            f"{op}: capacity: got {total} bytes of host memory for a device ({parts}), wanted at most {free_on_host} "
+            "that are available to it (MemAvailable of /proc/meminfo, and memory.max of the control group); lower "
+            "capacity, dim or the optimizer's state."
         )
 
 
@@ -707,9 +758,9 @@ def grow_to(
                 f"{op}: store of tables {_names(specs[s])}: got {rows} rows for a shard, wanted at most {MAX_CAPACITY} "
                 f"in {specs[s].max_slabs} slabs; use more shards, or start with a larger capacity."
             )
-    free = agreed_free_bytes(shards)
+    free, free_on_host = agreed_free_bytes(shards), agreed_free_host_bytes([specs[s] for s in capacities], shards)
     more = [(specs[s], new - state.stores[s].capacity // specs[s].num_shards) for s, new in capacities.items()]
-    require_memory(more, op, free)
+    require_memory(more, op, free, free_on_host)
     return _enlarging(specs, state, capacities, [False] * len(specs), {}, shards)(state)
 
 

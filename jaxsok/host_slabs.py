@@ -1,35 +1,96 @@
 """Slabs of rows in host memory: records of bytes, one for each row, that kernels of a device read and write.
 
-They are made outside of programs, beside the arrays of a slab that lie on the device. On a CPU they are ordinary
-arrays.
+They are made outside of programs, beside the arrays of a slab that lie on the device. For GPUs they are pinned memory
+of the library's own (ffi/kernels/host_memory.h), of JAX's memory kind `pinned_host`; on a CPU they are ordinary arrays.
 """
 
 import dataclasses
+import pathlib
+import resource
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxsok.kernels.host_memory import HostBytes
+from jaxsok.shards import HOST_KIND, Shards, in_host_memory
 from jaxsok.specs import StoreSpec
 from jaxsok.store import Slab, StoreState, host_row_bytes
 
 
-def with_host_slabs(specs: Sequence[StoreSpec], stores: Sequence[StoreState]) -> tuple[StoreState, ...]:
-    """Gives new stores whose rows lie in host memory their first host slabs."""
+def with_host_slabs(specs: Sequence[StoreSpec], stores: Sequence[StoreState], shards: Shards) -> tuple[StoreState, ...]:
+    """Gives new stores whose rows lie in host memory their first host slabs. MemoryError: the system gives no more."""
     return tuple(
-        store if spec.memory is None else dataclasses.replace(store, rows=(_new_host_slab(spec, store.records[0]),))
+        dataclasses.replace(store, rows=(_new_host_slab(spec, store.records[0], shards),)) if spec.memory else store
         for spec, store in zip(specs, stores, strict=True)
     )
 
 
-def with_host_slab(spec: StoreSpec, slab: Slab) -> Slab:
-    """Completes a new slab: with a host slab, where rows lie in host memory."""
-    return slab if spec.memory is None else slab._replace(rows=(_new_host_slab(spec, slab.records),))
+def with_host_slab(spec: StoreSpec, slab: Slab, shards: Shards) -> Slab:
+    """Completes a new slab: with a host slab, where rows lie in host memory. MemoryError: the system gives no more."""
+    return settled(slab._replace(rows=(_new_host_slab(spec, slab.records, shards),))) if spec.memory else slab
 
 
-def _new_host_slab(spec: StoreSpec, records: Array) -> Array:
+def settled(tree: Any) -> Any:
+    """Commits all arrays to their device, if one of them is a host slab of pinned memory.
+
+    What a program returns lies there for good, since its operands do: else every step would be compiled twice.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if not isinstance(leaf, jax.core.Tracer)]
+    devices = {device for leaf in leaves if leaf.sharding.memory_kind == HOST_KIND for device in leaf.devices()}
+    if len(devices) != 1:  # on a mesh they are
+        return tree
+    (device,) = devices
+    return jax.tree.map(lambda leaf: leaf if leaf.committed else jax.device_put(leaf, device), tree)
+
+
+def _new_host_slab(spec: StoreSpec, records: Array, shards: Shards) -> Array:
     """Makes the host slab for the rows of new records, on their devices and split as they are."""
     shape = (records.shape[0], host_row_bytes(spec))
-    place = records.sharding if records.committed else None
-    return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=place)(shape, "uint8")
+    if not _pins():
+        return shards.make(_zeros, *shape)
+    if isinstance(records, jax.core.Tracer):  # in a program there is only XLA's own pool
+        return jax.device_put(shards.make(_zeros, *shape), jax.memory.Space.Host)
+    parts = [_pinned(part.device, (part.data.shape[0], shape[1])) for part in records.addressable_shards]
+    if not shards.is_mesh:
+        return in_host_memory(*parts)
+    return jax.make_array_from_single_device_arrays(shape, records.sharding.with_memory_kind(HOST_KIND), parts)
+
+
+def _zeros(num_rows: int, width: int) -> Array:
+    return jnp.zeros((num_rows, width), jnp.uint8)
+
+
+def _pins() -> bool:
+    """Returns whether devices need host memory to be pinned."""
+    return jax.default_backend() != "cpu"
+
+
+def _pinned(device: Any, shape: tuple[int, int]) -> Array:
+    try:
+        return jax.dlpack.from_dlpack(HostBytes(device.platform, device.local_hardware_id, *shape))
+    except RuntimeError as error:
+        locked, available = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], available_bytes()
+        raise MemoryError(
+            f"host memory: got {shape[0] * shape[1]} bytes ({shape[0]} rows of {shape[1]}) for {device}, wanted what "
+            f"the system gives and the driver pins: {error}. Available are {available} bytes, and RLIMIT_MEMLOCK is "
+            f"{'without limit' if locked == resource.RLIM_INFINITY else f'{locked} bytes'}; lower capacity, or raise "
+            "the limit (ulimit -l)."
+        ) from error
+
+
+def available_bytes() -> int | None:
+    """Returns what Linux can give without swapping (its page cache included), within the limit of the control group."""
+    try:
+        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    group = pathlib.Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text()
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, int(limit) - int(used))

@@ -348,8 +348,28 @@ def local_parts(array: Array, num_parts: int, *, is_once: bool = False) -> dict[
             parts.setdefault((shard.index[0].start or 0) // size, shard.data)
 
     def placed(part: Array) -> Array:
-        # A sharding, not a device: JAX would keep the explicit axes of the type. In the memory where it lies.
+        # A sharding, not a device: JAX would keep the explicit axes of the type.
         (device,) = part.devices()
-        return jax.device_put(part, SingleDeviceSharding(device, memory_kind=part.sharding.memory_kind))
+        kind = part.sharding.memory_kind
+        return in_host_memory(part) if kind == HOST_KIND else jax.device_put(part, SingleDeviceSharding(device))
 
     return {number: placed(parts[number]) for number in sorted(parts)}
+
+
+HOST_KIND = "pinned_host"
+"""JAX's memory kind of host memory that a device reads and writes."""
+
+
+def host_place(device: Any) -> NamedSharding:
+    """Returns the place of an array in the host memory of one device, in the form from which JAX makes its type."""
+    return NamedSharding(Mesh(np.array([device]), ("rows",)), P(), memory_kind=HOST_KIND)
+
+
+def in_host_memory(part: Array) -> Array:
+    """Returns an array on one device, which lies in host memory, with the type that says so; copies nothing.
+
+    JAX makes this type only of a place on a mesh. An array keeps it without one.
+    """
+    (device,) = part.devices()
+    typed = jax.make_array_from_single_device_arrays(part.shape, host_place(device), [part])
+    return jax.device_put(typed, SingleDeviceSharding(device, memory_kind=HOST_KIND))

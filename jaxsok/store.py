@@ -168,8 +168,7 @@ def store_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
     """Returns the bytes of a shard's arrays on its device, by their content; `capacity` is that of the shard."""
     sizes = {name: capacity * num_bytes for name, num_bytes in _bytes_by_row(spec).items()}
     if spec.memory is not None:
-        line = sum(_bytes_of_numbers(spec).values()) + 4 * RECORD_WORDS + 4
-        sizes["cache"] = _num_lines(spec) * line + 4 * (len(TIER_COUNTERS) + len(COUNTERS))
+        sizes["cache"] = cache_bytes(spec)
     sizes["index"] = 4 * BUCKET_WORDS * num_buckets_of(capacity)
     globals_ = map(np.asarray, spec.optimizer.init_globals(spec.dim))
     num_evicted = len(spec.tables) if spec.tables[0].eviction else 0
@@ -178,6 +177,14 @@ def store_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
     sightings = BUCKET_WORDS * first_sightings(capacity) if spec.counts_sightings else 0
     admission = 4 * (sightings + bloom_words(spec))
     return sizes | ({"admission": admission} if admission else {})
+
+
+def cache_bytes(spec: StoreSpec) -> int:
+    """Returns the bytes of a shard's cache, which does not grow; 0: it has none."""
+    if spec.memory is None:
+        return 0
+    line = sum(_bytes_of_numbers(spec).values()) + 4 * RECORD_WORDS + 4
+    return _num_lines(spec) * line + 4 * (len(TIER_COUNTERS) + len(COUNTERS))
 
 
 def _bytes_of_numbers(spec: StoreSpec) -> dict[str, int]:

@@ -1,8 +1,8 @@
 // Windows on a GPU: kernels write into the memory of peers, and a kernel of one block waits for theirs.
 #include <algorithm>
 #include <cstdlib>
-#include <thread>
 
+#include "device_cuda.cuh"
 #include "launch_cuda.cuh"
 #include "window.h"
 
@@ -11,20 +11,6 @@ namespace {
 
 constexpr int kFlight = 8;            // loads of 16 bytes that a thread has under way
 constexpr int kMostPushBlocks = 264;  // beyond 64 blocks of 512 threads the wire of an H200 is nearly full
-
-/// Calls `work` with a device made current, in a thread of its own.
-///
-/// The calling thread keeps its device and its last error. To make its device current again would make a context there,
-/// on a GPU that may belong to another process; and an error left behind would be taken for one of its next launch.
-template <typename Work>
-LaunchError OnDevice(int32_t device, const Work& work) {
-  LaunchError error = nullptr;
-  std::thread([&] {
-    const cudaError_t chosen = cudaSetDevice(device);
-    error = chosen == cudaSuccess ? work() : cudaGetErrorString(chosen);
-  }).join();
-  return error;
-}
 
 __device__ __forceinline__ uint64_t LoadAcquire(const uint64_t* at) {
   uint64_t value;

@@ -29,7 +29,7 @@ from jaxsok.operations import check_state, check_untraced, locate
 from jaxsok.plan import partitions_of
 from jaxsok.records import Records
 from jaxsok.specs import StoreSpec, TableSpec, name_word
-from jaxsok.store import State, row_bytes
+from jaxsok.store import State
 from jaxsok.types import MAX_CAPACITY, NUM_PARTITIONS, TableFullError
 
 LOG = logging.getLogger("jaxsok.checkpoint")
@@ -311,11 +311,12 @@ def with_room(
         if is_new and with_step > capacity:
             roomy[s] = with_step
     free = grow_lib.agreed_free_bytes(collection.shards) if roomy else None
+    free_on_host = grow_lib.agreed_free_host_bytes([collection.stores[s] for s in roomy], collection.shards)
     more = [
-        (rows - state.stores[s].capacity // collection.stores[s].num_shards) * row_bytes(collection.stores[s])
+        (collection.stores[s], rows - state.stores[s].capacity // collection.stores[s].num_shards)
         for s, rows in (capacities | roomy).items()
     ]
-    if free is None or sum(more) <= free:
+    if grow_lib.fits(more, free, free_on_host):
         capacities |= roomy
     return grow_lib.grow_to(source.op, collection.stores, state, capacities, collection.shards)
 

@@ -99,6 +99,8 @@ def _load(back_end: str) -> ctypes.CDLL:
         ("JaxsokWindowMap", ctypes.c_char_p, ctypes.c_int32, ctypes.c_char_p),
         ("JaxsokWindowSettle", None, ctypes.c_int32, ctypes.c_int32),
         ("JaxsokWindowResume", None, ctypes.c_int32),
+        ("JaxsokHostMemoryNew", ctypes.c_char_p, ctypes.c_int32, *[ctypes.c_int64] * 2, ctypes.c_void_p),
+        ("JaxsokHostMemoryDelete", None, ctypes.c_void_p),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

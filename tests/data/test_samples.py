@@ -335,6 +335,8 @@ def test_columns_are_chosen(tmp_path, name):
 @pytest.mark.parametrize("as_file", [False, True])
 def test_nulls(tmp_path, as_file):
     """Keys become PADDING_KEY, lists empty ones, lists of one size padding; all as 64 bits where types are narrow."""
+    if as_file and int(pa.__version__.split(".")[0]) < 26:
+        pytest.skip("pyarrow 25 raises ArrowInvalid where it reads a null list of one size from Parquet")
     columns = {
         "key": pa.array([1, None, 3, None], pa.int32()),
         "unsigned": pa.array([1, None, 2**64 - 2, None], pa.uint64()),

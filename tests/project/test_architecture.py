@@ -135,7 +135,7 @@ def test_no_kernel_or_handler_without_a_noun():
     names = [
         pathlib.Path(name) for name in sources("ffi/kernels/*_cpu.cc", "ffi/kernels/*_cuda.cu", "ffi/handlers/*.cc")
     ]
-    assert not [name.as_posix() for name in names if not name.stem.startswith((*NOUNS, "window", "pack"))]
+    assert not [name.as_posix() for name in names if not name.stem.startswith((*NOUNS, "window", "pack", "host_memory"))]
 
 
 def test_cmake_lists_the_sources():
@@ -205,12 +205,17 @@ def test_handlers_neither_allocate_device_memory_nor_wait_for_the_device():
 def test_launches_neither_allocate_device_memory_nor_wait():
     """The same for what a handler calls; workspaces are results of a known size.
 
-    Windows are opened and grow while a program is traced, in functions that no handler calls.
+    Windows are opened and grow while a program is traced, in functions that no handler calls; and host slabs are made
+    between programs.
     """
     files = sources("ffi/kernels/*.cu*", "ffi/kernels/*.h")
     while_traced = re.compile(r"^\S[^\n]* \*?(TakeWindow|ReturnWindow|WaitForDevice|TakeFailure)\(.*?^}", re.M | re.S)
     files["ffi/kernels/window_cuda.cu"], count = while_traced.subn("", files["ffi/kernels/window_cuda.cu"])
     assert count == 4
+    between = re.compile(r"^\S[^\n]* (Unpin|Pin)HostMemory\(.*?^}", re.M | re.S)
+    name = "ffi/kernels/host_memory_cuda.cu"
+    files[name], count = between.subn("", files[name])
+    assert count == 2
     assert not occurrences(
         files, r"cuda(Malloc|Free|HostAlloc|HostRegister)|Synchronize|StreamQuery|EventQuery|thrust::"
     )

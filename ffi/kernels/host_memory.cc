@@ -1,0 +1,96 @@
+// Maps memory of the host in huge pages, touches it with threads, and owns it until its tensor is deleted.
+#include "host_memory.h"
+
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "../core/platform.h"
+
+namespace jaxsok {
+namespace {
+
+constexpr int64_t kHugePage = 2 << 20;
+constexpr int64_t kPage = 4096;
+constexpr int32_t kMostNodes = 1024;
+constexpr int kPreferred = 1;  // MPOL_PREFERRED of <numaif.h>, which belongs to a library
+
+/// A tensor, its shape and its memory.
+struct HostBlock {
+  DLManagedTensor managed;
+  int64_t shape[2];
+  int64_t num_bytes;  // mapped
+  int32_t device;
+};
+
+/// Prefers the memory next to the device. Where that is used up, or the system forbids to choose, any will do.
+void PlaceNear(int32_t device, void* data, int64_t num_bytes) {
+  const int32_t node = NodeOfDevice(device);
+  if (node < 0 || node >= kMostNodes) return;
+  unsigned long nodes[kMostNodes / (8 * sizeof(unsigned long))] = {};
+  nodes[node / (8 * sizeof(unsigned long))] = 1ul << (node % (8 * sizeof(unsigned long)));
+  syscall(SYS_mbind, data, static_cast<unsigned long>(num_bytes), kPreferred, nodes, kMostNodes, 0u);
+}
+
+/// Has the system give all pages now, by many threads: it clears them, which takes the time.
+void Touch(char* data, int64_t num_bytes) {
+  const int64_t num_pages = num_bytes / kHugePage;
+  const int64_t num_threads = std::min<int64_t>(std::max(1u, std::thread::hardware_concurrency()), num_pages);
+  std::vector<std::thread> threads;
+  for (int64_t t = 0; t < num_threads; ++t) {
+    threads.emplace_back([=] {
+      const int64_t end = num_pages * (t + 1) / num_threads * kHugePage;
+      for (int64_t at = num_pages * t / num_threads * kHugePage; at < end; at += kPage) {
+        static_cast<volatile char*>(data)[at] = 0;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+void Delete(DLManagedTensor* managed) {
+  HostBlock* block = static_cast<HostBlock*>(managed->owner);
+  UnpinHostMemory(block->device, managed->tensor.data);
+  munmap(managed->tensor.data, static_cast<size_t>(block->num_bytes));
+  delete block;
+}
+
+}  // namespace
+}  // namespace jaxsok
+
+#define JAXSOK_VISIBLE extern "C" __attribute__((visibility("default")))
+
+/// Makes uint8[num_rows][width], zeros, for a device; its deleter gives the memory back. Returns nullptr, or what went
+/// wrong.
+JAXSOK_VISIBLE const char* JaxsokHostMemoryNew(int32_t device, int64_t num_rows, int64_t width, DLManagedTensor** out) {
+  using namespace jaxsok;
+  const int64_t num_bytes = CeilDiv(std::max<int64_t>(1, num_rows * width), kHugePage) * kHugePage;
+  void* data = mmap(nullptr, static_cast<size_t>(num_bytes), PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (data == MAP_FAILED) return "the system maps no memory of this size";
+  madvise(data, static_cast<size_t>(num_bytes), MADV_HUGEPAGE);
+  PlaceNear(device, data, num_bytes);
+  Touch(static_cast<char*>(data), num_bytes);
+  if (const LaunchError error = PinHostMemory(device, data, num_bytes)) {
+    munmap(data, static_cast<size_t>(num_bytes));
+    return error;
+  }
+  auto block = std::make_unique<HostBlock>();
+  block->shape[0] = num_rows;
+  block->shape[1] = width;
+  block->num_bytes = num_bytes;
+  block->device = device;
+  block->managed.tensor = DLTensor{data, {HostMemoryType(), device}, 2, {kUnsigned, 8, 1}, block->shape, nullptr, 0};
+  block->managed.owner = block.get();
+  block->managed.deleter = Delete;
+  *out = &block.release()->managed;
+  return nullptr;
+}
+
+/// Deletes a tensor that nobody took.
+JAXSOK_VISIBLE void JaxsokHostMemoryDelete(DLManagedTensor* managed) { managed->deleter(managed); }

@@ -1,0 +1,44 @@
+"""Door to memory of the host that a device reads and writes: `JaxsokHostMemoryNew` in ffi/kernels/host_memory.cc."""
+
+import ctypes
+from typing import Any
+
+from jaxsok.kernels import library
+
+_TYPES = {"cpu": 1, "gpu": 3}  # kOnHost and kPinnedOnHost in ffi/kernels/host_memory.h
+_NAME = b"dltensor"  # of a capsule whose tensor nobody took
+
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_is_capsule = ctypes.pythonapi.PyCapsule_IsValid
+_is_capsule.restype, _is_capsule.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
+
+
+class HostBytes:
+    """uint8[num_rows, width], zeros, which `jax.dlpack.from_dlpack` takes over; what it does not take is given back.
+
+    RuntimeError: the system does not give so much, or the driver does not pin it; says why.
+    """
+
+    def __init__(self, platform: str, ordinal: int, num_rows: int, width: int):
+        self._library = library.of_platform(platform)
+        self._device = _TYPES[platform], ordinal
+        tensor = ctypes.c_void_p()
+        error = self._library.JaxsokHostMemoryNew(ordinal, num_rows, width, ctypes.byref(tensor))
+        if error is not None:
+            raise RuntimeError(error.decode())
+        self._tensor = tensor.value
+        self._capsule = _new_capsule(self._tensor, _NAME, None)
+
+    def __del__(self) -> None:
+        # Who takes a tensor renames its capsule.
+        if hasattr(self, "_capsule") and _is_capsule(self._capsule, _NAME):
+            self._library.JaxsokHostMemoryDelete(self._tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Returns DLPack's type of the memory, and the ordinal of the device."""
+        return self._device
+
+    def __dlpack__(self, **_: Any) -> Any:
+        """Returns the capsule; only the first taker gets the tensor."""
+        return self._capsule
