@@ -438,3 +438,19 @@ def test_deltas(tmp_path):
         other = checkpoint.load(folders[-1], second)
         columns, others = (programs.by_key(*pair, "user") for pair in ((first, state), (second, other)))
         jax.tree.map(assert_same_bits, columns, others)
+
+
+@pytest.mark.parametrize("device_rows", [0, 24])
+def test_chunks(device_rows):
+    """Of any size, with and without optimizer state, and of the rows that were used since."""
+    (plain, want, _), tiered = on_device("statistics"), collection_of("statistics", device_rows)
+    got, _ = trained(tiered, raw_batches(tiered))
+    before = jax.tree.map(np.asarray, got)
+    for options in ({"chunk_rows": 7}, {"with_state": False}, {"since": 15, "chunk_rows": 10}):
+        chunks, others = (
+            list(one.export_chunks(state, "user", **options)) for one, state in ((plain, want), (tiered, got))
+        )
+        assert len(chunks) == len(others) >= 1
+        for chunk, other in zip(chunks, others, strict=True):
+            jax.tree.map(assert_same_bits, vars(chunk), vars(other))
+    programs.assert_same_state(before, got)
