@@ -10,6 +10,9 @@ a line (sent and received, or received and decoded, whatever the dtype on the wi
 sums of gradients), requests of 16 bytes sent and received, and 32 bytes a line for row ids and uses. With the window
 wire the two rows a line are the halves of a window, outside of the memory that XLA gives to arrays. Batches and plans
 are counted as `collection.pipeline` holds them: two ahead of the one in use and of those looked up ahead.
+
+Of rows in host memory a device has places and a cache, and in a step what is staged: a row with its optimizer state for
+each key beyond the slots of the cache. Their bytes in host memory are counted apart, for each device.
 """
 
 import dataclasses
@@ -30,14 +33,14 @@ from jaxsok.pipeline import PLANS_AHEAD
 from jaxsok.planner import REQUEST_BYTES, check_declared, keys_of
 from jaxsok.printed import aligned, each_device, in_units
 from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, bag_tables, group_into_stores
-from jaxsok.store import num_buckets_of, row_bytes, store_bytes
+from jaxsok.store import host_row_bytes, num_buckets_of, row_bytes, staged_bytes, store_bytes
 from jaxsok.tickets import NUM_LINES
 from jaxsok.types import COUNTS, ENTRIES_PER_BUCKET, MAX_CAPACITY, NUM_PARTITIONS
 
 MEMORY_FRACTION = 0.75  # XLA's default share of a GPU, see XLA_CLIENT_MEM_FRACTION
 
-STATE = ("rows", "optimizer_state", "records", "statistics", "index", "counters", "admission")
-STEP = ("batch", "plan", "embeddings", "gradients", "exchange", "workspace")
+STATE = ("rows", "optimizer_state", "places", "cache", "records", "statistics", "index", "counters", "admission")
+STEP = ("batch", "plan", "embeddings", "gradients", "exchange", "staged", "workspace")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +59,17 @@ class StoreMemory:
     """Bytes of one row of capacity: its numbers, optimizer state, record, and share of the index."""
     state: Mapping[str, int]
     """Bytes of the arrays: "rows", "optimizer_state", "records", "index", "counters", and where there are any
-    "statistics" and "admission"."""
+    "statistics" and "admission". Of rows in host memory "places" and "cache", in place of the first two."""
     reserve: int
     """The part of these bytes that `grow` keeps free for the keys of coming steps."""
     num_keys: int
     """Positions for keys in one batch of a device."""
     step: Mapping[str, int]
     """Bytes that a step needs besides: "batch" and "plan" (of all batches under way), "embeddings", "gradients",
-    "exchange" (0 on one device), "workspace" (of lookup, plan or update, the largest)."""
+    "exchange" (0 on one device), "staged" (0 where rows lie on the device), "workspace" (of lookup, plan or update, the
+    largest)."""
+    host_bytes: int = 0
+    """Bytes of rows and optimizer state in host memory, for a device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +91,11 @@ class MemoryEstimate:
     def state_bytes(self) -> int:
         """Bytes of all arrays of the state."""
         return self.other + sum(sum(store.state.values()) for store in self.stores)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of rows in host memory, for a device: a host with several devices needs so much for each."""
+        return sum(store.host_bytes for store in self.stores)
 
     @property
     def step_bytes(self) -> int:
@@ -163,9 +174,10 @@ class MemoryEstimate:
         ]
         lines = aligned(head, body, is_text=(0,))
         if any(store.num_keys for store in self.stores):
-            head = ("step", "keys", *STEP, "reserve")
+            parts = [part for part in STEP if part != "staged" or self.host_bytes]
+            head = ("step", "keys", *parts, "reserve")
             body = [
-                (name, f"{store.num_keys:,}", *(in_units(store.step[part]) for part in STEP), in_units(store.reserve))
+                (name, f"{store.num_keys:,}", *(in_units(store.step[part]) for part in parts), in_units(store.reserve))
                 for name, store in zip(names, self.stores, strict=True)
             ]
             lines += ["", *aligned(head, body, is_text=(0,))]
@@ -175,6 +187,8 @@ class MemoryEstimate:
             f"{in_units(self.total)} on {each}: state {in_units(self.state_bytes)}, step {in_units(self.step_bytes)}. "
             f"{self.bytes_per_key:.1f} bytes a key.",
         ]
+        if self.host_bytes:
+            lines.append(f"{in_units(self.host_bytes)} of host memory for {each}.")
         if self.device_bytes is not None and self.memory_bytes is not None:
             verdict = "enough" if self.total <= self.memory_bytes else "too little"
             largest, most = self.largest_capacities(), {table.name: table.max_capacity for table in self.tables}
@@ -304,6 +318,7 @@ def estimated(
                 reserve=min(reserved, capacity) * row_bytes(spec),
                 num_keys=sum(layout.num_keys for layout in part.layouts),
                 step=_step_bytes(spec, part, exchange or ExchangeSpec(), lookahead),
+                host_bytes=capacity * host_row_bytes(spec),
             )
         )
     other = 4 + 8 + 8 + 4 * (NUM_PARTITIONS if num_shards > 1 else 1) + 4 * len(tables) + 8 * NUM_LINES
@@ -391,7 +406,7 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec
         workspace = max(lookup + initial * num_keys, update)
         parts["batch"] *= 1 + lookahead + min(1, lookahead)  # the last is on its way
         plan = (1 + lookahead) * (4 * num_keys + found)
-        return parts | {"plan": plan, "exchange": 0, "workspace": workspace}
+        return parts | {"plan": plan, "exchange": 0, "workspace": workspace} | _staged(spec, num_keys, workspace)
     capacity = exchange.send_capacity or default_send_capacity(spec, features)
     batches = 1 + lookahead + PLANS_AHEAD
     parts["batch"] *= batches
@@ -409,7 +424,9 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec
             sizes.JaxsokUpdateWorkspaceBytes(received, spec.dim),
         )
         num_bytes = 2 * sums + REQUEST_BYTES * (num_keys + 2 * spec.num_shards * capacity)
-        return parts | {"plan": plan, "exchange": num_bytes, "workspace": workspace}
+        return (
+            parts | {"plan": plan, "exchange": num_bytes, "workspace": workspace} | _staged(spec, received, workspace)
+        )
     num_owners = 1 if spec.is_replicated else spec.num_shards
     sent, received = num_owners * capacity, spec.num_shards * capacity
     of_line = REQUEST_BYTES + 4
@@ -425,4 +442,13 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec
         sizes.JaxsokUpdateWorkspaceBytes(max(num_keys, received), spec.dim),
     )
     plan = max(batches * planned, planned + listed)
-    return parts | {"plan": plan, "exchange": num_bytes + of_line * room, "workspace": workspace}
+    parts |= {"plan": plan, "exchange": num_bytes + of_line * room, "workspace": workspace}
+    return parts | _staged(spec, room, workspace)
+
+
+def _staged(spec: StoreSpec, num_keys: int, workspace: int) -> dict[str, int]:
+    """Counts what a call with so many keys stages of rows in host memory; and the larger workspace."""
+    if spec.memory is None:
+        return {"staged": 0}
+    bring = library.load_cpu().JaxsokBringWorkspaceBytes(num_keys, spec.num_slots)
+    return {"staged": staged_bytes(spec, num_keys), "workspace": max(workspace, bring)}

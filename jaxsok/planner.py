@@ -407,6 +407,8 @@ def _proposed(
             reason += ", less if others balance it" if placement.kind == "on" else ""
     elif model.num_shards == 1:
         reason = "one device"
+    elif table.memory is not None:
+        reason = "rows in host memory are not replicated"
     elif replicated >= sharded:
         reason = f"replicated sends {replicated / max(sharded, 1):.1f} times as much" if sharded else "no keys"
     elif num_bytes > replicated_bytes:

@@ -48,6 +48,7 @@ _OF_TABLES = {
     "optimizer": ("optim", "tx", "learning_rate"),
     "admission": ("filter_option", "entry"),
     "eviction": ("evict_option", "evict_strategy", "score_strategy"),
+    "memory": ("local_hbm_for_values", "cache_load_factor", "cache_params", "compute_kernel", "location", "caching"),
     "FeatureSpec(name, table=...)": ("feature_names", "feature_name"),
     "FeatureSpec(combiner=...)": ("combiner", "pooling", "mode"),
     "FeatureSpec(key_dtype=...)": ("key_dtype",),

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from jaxsok.kernels.call import StoreArrays
-from jaxsok.kernels.tier import Tier, host_bytes
+from jaxsok.kernels.tier import Tier, host_bytes, num_staged
 from jaxsok.printed import condition_of, in_short, in_units, listed
 from jaxsok.specs import StoreSpec
 from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, FRESH, RECORD_WORDS, TIER_COUNTERS
@@ -183,8 +183,17 @@ def cache_bytes(spec: StoreSpec) -> int:
     """Returns the bytes of a shard's cache, which does not grow; 0: it has none."""
     if spec.memory is None:
         return 0
-    line = sum(_bytes_of_numbers(spec).values()) + 4 * RECORD_WORDS + 4
-    return _num_lines(spec) * line + 4 * (len(TIER_COUNTERS) + len(COUNTERS))
+    return _num_lines(spec) * (_staged_line(spec) + 4) + 4 * (len(TIER_COUNTERS) + len(COUNTERS))
+
+
+def staged_bytes(spec: StoreSpec, num_keys: int) -> int:
+    """Returns the bytes of what a call with so many keys stages beside the cache, and of its slots."""
+    return num_staged(num_keys, spec.num_slots, keeps=True) * _staged_line(spec) + 4 * num_keys
+
+
+def _staged_line(spec: StoreSpec) -> int:
+    """Returns the bytes of a row on the device, with its owner."""
+    return sum(_bytes_of_numbers(spec).values()) + 4 * RECORD_WORDS
 
 
 def _bytes_of_numbers(spec: StoreSpec) -> dict[str, int]:

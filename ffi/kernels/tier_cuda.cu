@@ -364,7 +364,6 @@ LaunchError LaunchWrite(Stream stream, const TierView& tier, uint32_t begin, uin
 
 LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
                         void* workspace) {
-  if (num_keys == 0) return nullptr;
   WorkspaceCutter cut(workspace);
   Bringing b{};
   b.tier = tier;
@@ -377,7 +376,8 @@ LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row
   b.rank_of = cut.Take<uint32_t>(num_keys);
   b.missing = cut.Take<uint32_t>(num_keys);
   b.victims = cut.Take<uint32_t>(num_keys);
-  const int64_t num_chunks = CeilDiv<int64_t>(num_keys, kCountedTogether);
+  const int64_t num_blocked = std::max<int64_t>(num_keys, 1);  // a grid has a block at least
+  const int64_t num_chunks = CeilDiv<int64_t>(num_blocked, kCountedTogether);
   b.key_counts = cut.Take<uint32_t>(num_chunks);
   b.slot_counts = cut.Take<uint64_t>(CeilDiv<int64_t>(tier.num_slots, kCountedTogether));
   if (cut.used() > BringWorkspaceBytes(num_keys, tier.num_slots)) return "bring: the workspace is too small";
@@ -387,7 +387,7 @@ LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row
     JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(tier.staged_owners, 0xff, tier.num_staged * sizeof(Record), stream));
   }
   const unsigned key_chunks = static_cast<unsigned>(num_chunks);
-  MarkKernel<<<BlocksFor(num_keys, wave), kBlock, 0, stream>>>(b);
+  MarkKernel<<<BlocksFor(num_blocked, wave), kBlock, 0, stream>>>(b);
   CountMissingKernel<<<key_chunks, kScanBlock, 0, stream>>>(b);
   SumMissingKernel<<<1, kScanBlock, 0, stream>>>(b);
   RankKernel<<<key_chunks, kScanBlock, 0, stream>>>(b);
@@ -400,9 +400,9 @@ LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row
     SumSlotsKernel<<<1, kScanBlock, 0, stream>>>(b);
     ChooseSlotsKernel<<<slot_chunks, kScanBlock, 0, stream>>>(b);
   }
-  MoveKernel<<<BlocksFor(num_keys * kWarp, wave), kBlock, 0, stream>>>(b);
-  SlotsKernel<<<BlocksFor(num_keys, wave), kBlock, 0, stream>>>(b);
-  EndKernel<<<BlocksFor(num_keys, wave), kBlock, 0, stream>>>(b);
+  MoveKernel<<<BlocksFor(num_blocked * kWarp, wave), kBlock, 0, stream>>>(b);
+  SlotsKernel<<<BlocksFor(num_blocked, wave), kBlock, 0, stream>>>(b);
+  EndKernel<<<BlocksFor(num_blocked, wave), kBlock, 0, stream>>>(b);
   return LastLaunchError();
 }
 

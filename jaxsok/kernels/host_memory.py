@@ -8,10 +8,10 @@ from jaxsok.kernels import library
 _TYPES = {"cpu": 1, "gpu": 3}  # kOnHost and kPinnedOnHost in ffi/kernels/host_memory.h
 _NAME = b"dltensor"  # of a capsule whose tensor nobody took
 
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_is_capsule = ctypes.pythonapi.PyCapsule_IsValid
-_is_capsule.restype, _is_capsule.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
+_python = ctypes.PyDLL(None)  # and not ctypes.pythonapi, whose functions are of the types that others gave them
+_python.PyCapsule_New.restype = ctypes.py_object
+_python.PyCapsule_New.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+_python.PyCapsule_IsValid.argtypes = ctypes.py_object, ctypes.c_char_p
 
 
 class HostBytes:
@@ -28,11 +28,11 @@ class HostBytes:
         if error is not None:
             raise RuntimeError(error.decode())
         self._tensor = tensor.value
-        self._capsule = _new_capsule(self._tensor, _NAME, None)
+        self._capsule = _python.PyCapsule_New(self._tensor, _NAME, None)
 
     def __del__(self) -> None:
         # Who takes a tensor renames its capsule.
-        if hasattr(self, "_capsule") and _is_capsule(self._capsule, _NAME):
+        if hasattr(self, "_capsule") and _python.PyCapsule_IsValid(self._capsule, _NAME):
             self._library.JaxsokHostMemoryDelete(self._tensor)
 
     def __dlpack_device__(self) -> tuple[int, int]:

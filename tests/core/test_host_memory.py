@@ -1,0 +1,317 @@
+"""Tables in host memory: declared, allocated, grown and counted; what they compute is in other files."""
+
+import gc
+import re
+
+import jax
+import numpy as np
+import programs
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+import jaxsok
+from jaxsok import REPLICATED, FeatureSpec, HostMemory, TableSpec, grow, host_slabs, memory_estimate, on
+from jaxsok.kernels.host_memory import HostBytes
+from jaxsok.specs import described, group_into_stores
+from jaxsok.types import FRESH, NO_ROW
+
+ADAM = jaxsok.optim.adam(0.1)
+FEATURES = [FeatureSpec("user", table="user")]
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="acts as if the CPU needed pinned memory")
+
+
+def table(name="user", *, memory=0.1, dim=6, optimizer=ADAM, **options):
+    """A table in host memory, of 6 float32 with Adam unless it is said otherwise; `memory`: the cache."""
+    return TableSpec(name, dim, optimizer, memory=None if memory is None else HostMemory(memory), **options)
+
+
+def store_of(*tables, num_shards=1):
+    (store,) = group_into_stores(tables, num_shards)
+    return store
+
+
+def nbytes(tree, device=None):
+    """Bytes of arrays, or of their parts on one device."""
+    parts = [part for leaf in jax.tree.leaves(tree) for part in leaf.addressable_shards]
+    return sum(part.data.nbytes for part in parts if device in (None, part.device))
+
+
+# Declared ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device_rows", "num_shards", "num_slots"),
+    [(0, 1, 0), (1, 1, 1), (1, 4, 1), (100, 1, 100), (101, 4, 26), (0.25, 1, 250), (1.0, 1, 1000), (None, 1, 100)],
+)
+def test_slots_of_a_shard(device_rows, num_shards, num_slots):
+    assert store_of(table(memory=device_rows or 0, capacity=1000), num_shards=1).memory is not None
+    spec = TableSpec("user", 6, ADAM, capacity=1000, memory=HostMemory(device_rows))
+    assert store_of(spec, num_shards=num_shards).num_slots == num_slots
+
+
+def test_a_share_is_of_the_shards_capacity_and_no_cache_is_larger_than_its_store():
+    spread = store_of(table(memory=0.5, capacity=1000), num_shards=4)
+    assert spread.capacity == 314 and spread.num_slots == 157
+    assert store_of(table(memory=5000, capacity=10, max_capacity=300)).num_slots == 300
+    assert store_of(table(memory=5000, capacity=10)).num_slots == 5000  # it may grow to so many
+
+
+@pytest.mark.parametrize(
+    ("device_rows", "text"),
+    [
+        (-1, "device_rows: got -1, wanted rows, 0 to 2147483647, or a share of the capacity"),
+        (0.0, "device_rows: got 0.0, wanted a share above 0, at most 1.0"),
+        (1.5, "device_rows: got 1.5, wanted a share above 0, at most 1.0"),
+        (float("nan"), "device_rows: got nan, wanted a share above 0, at most 1.0"),
+        (True, "device_rows: got True, wanted rows, 0 to 2147483647, or a share of the capacity"),
+        ("all", "device_rows: got 'all', wanted rows, 0 to 2147483647, or a share of the capacity"),
+    ],
+)
+def test_wrong_caches(device_rows, text):
+    with pytest.raises(ValueError, match=re.escape(f"HostMemory: {text}.")):
+        HostMemory(device_rows)
+
+
+def test_wrong_tables():
+    with pytest.raises(TypeError, match=re.escape("memory: got 'host', wanted None or jaxsok.HostMemory(device_rows")):
+        TableSpec("user", 6, ADAM, memory="host")
+    with pytest.raises(ValueError, match=re.escape('TableSpec "user": memory: got HostMemory(device_rows=0.1) with')):
+        table(placement=REPLICATED)
+    with pytest.raises(TypeError, match="cache_load_factor: got an argument of that name, wanted memory"):
+        TableSpec("user", 6, ADAM, cache_load_factor=0.2)
+    with pytest.raises(ValueError, match=re.escape("got HostMemory(device_rows=1073741825), 1073741825 rows for a")):
+        jaxsok.Collection([table(memory=2**30 + 1)], FEATURES)
+
+
+def test_tables_of_one_memory_share_a_store():
+    tables = [table("a"), table("b", memory=None), table("c"), table("d", memory=0.2)]
+    stores = group_into_stores(tables)
+    assert [[one.name for one in store.tables] for store in stores] == [["a", "c"], ["b"], ["d"]]
+    assert [store.memory for store in stores] == [HostMemory(0.1), None, HostMemory(0.2)]
+
+
+def test_the_cache_is_in_the_fingerprint_where_there_is_one():
+    """States of tables on the device keep the fingerprint that they had."""
+    plain, cached = (described(group_into_stores([table(memory=memory, capacity=50)])) for memory in (None, 10))
+    assert cached == [*plain, "0:memory:10"]
+
+
+def test_rows_in_host_memory_are_not_proposed_on_every_device():
+    for memory, placement in ((None, REPLICATED), (5, jaxsok.SHARDED)):
+        proposal = jaxsok.propose(
+            [table(capacity=7, memory=memory)], FEATURES, num_shards=4, keys_per_step=1000, finds_per_step=100
+        )
+        assert [line.table.placement for line in proposal.lines] == [placement]
+
+
+# Allocated -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "host_bytes", "widths"),
+    [
+        ("float32", jaxsok.optim.sgd(0.1), 32, []),
+        ("float32", ADAM, 80, [6, 6]),
+        ("bfloat16", jaxsok.optim.rowwise_adagrad(0.1), 16, [1]),
+    ],
+)
+@pytest.mark.parametrize("memory", [0, 5])
+def test_an_empty_state(dtype, optimizer, host_bytes, widths, memory):
+    spec = table(memory=memory, dtype=dtype, optimizer=optimizer, capacity=20, statistics=True)
+    collection = jaxsok.Collection([spec], FEATURES)
+    store = collection.init(seed=0).stores[0]
+    (tier,), num_lines = store.tier, max(1, memory)
+    assert [(slab.shape, slab.dtype) for slab in store.rows] == [((20, host_bytes), np.uint8)]
+    assert store.states == () and store.capacity == 20 and store.records[0].shape == (20, 4)
+    assert store.statistics[0].shape == (20, 2)
+    assert tier.rows.shape == (num_lines, 6) and tier.rows.dtype.name == dtype
+    assert [state.shape for state in tier.states] == [(num_lines, width) for width in widths]
+    assert tier.places[0].shape == (20, 1) and (np.asarray(tier.places[0]) == FRESH).all()
+    assert tier.owners.shape == (num_lines, 4) and (np.asarray(tier.owners) == NO_ROW).all()
+    assert not np.asarray(tier.last_use).any() and not np.asarray(tier.counters).any()
+    state = f" and state of {' + '.join(map(str, widths))}" if widths else ""
+    assert f"20 rows of 6 {dtype}{state} in host memory, cache of {num_lines} rows" in repr(store)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_the_estimate_is_what_each_device_allocates(num_shards):
+    """To the byte, on the device and in host memory; before there is a collection, with one, and after growth."""
+    tables = [
+        table(capacity=300, memory=40),
+        table("item", capacity=70, memory=40, placement=on(0)),
+        table("day", capacity=90, memory=0, dim=3, dtype="float16"),
+        table("ad", capacity=50, memory=None),
+    ]
+    collection = programs.over(num_shards, tables, FEATURES)
+    state = collection.init(seed=0)
+    larger = {s: 500 for s in range(3)}
+    grown = grow.grow_to("grow", collection.stores, collection.init(seed=0), larger, collection.shards)
+    estimates = [memory_estimate(tables, num_shards=num_shards), *map(collection.memory_estimate, (None, state, grown))]
+    assert estimates[0] == estimates[1] == estimates[2]
+    for estimate, made in zip(estimates[2:], (state, grown), strict=True):
+        for device in collection.shards.mesh.devices.flat:
+            host_rows = [store.rows if store.tier else () for store in made.stores]
+            assert [one.host_bytes for one in estimate.stores] == [nbytes(rows, device) for rows in host_rows]
+            assert estimate.host_bytes == nbytes(host_rows, device) > 0
+            assert estimate.state_bytes == nbytes(made, device) - estimate.host_bytes
+            for one, store in zip(estimate.stores, made.stores, strict=True):
+                assert one.state.get("places", 0) == nbytes([tier.places for tier in store.tier], device)
+                assert ("rows" in one.state) == (not store.tier)
+
+
+def test_the_estimate_counts_what_is_staged():
+    """24 bytes of a row, 48 of Adam's state, 16 of an owner, for each of 900 keys beyond 100 slots; 4 for each key."""
+    features = [FeatureSpec("user", table="user", combiner=None)]
+    staged = [
+        memory_estimate([table(memory=rows, capacity=5000)], features, num_samples=1000).stores[0].step["staged"]
+        for rows in (100, 1000, None)
+    ]
+    assert staged[:2] == [900 * 88 + 4000, 4000]
+    plain = memory_estimate([TableSpec("user", 6, ADAM, capacity=5000)], features, num_samples=1000)
+    assert plain.stores[0].step["staged"] == plain.host_bytes == 0
+    assert "staged" not in str(plain) and "host memory" not in str(plain)
+    text = str(memory_estimate([table(memory=100, capacity=5000)], features, num_samples=1000))
+    assert "staged" in text and "390.6 KiB of host memory for the device." in text  # 5000 records of 80 bytes
+
+
+# Grown ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_growth_appends(num_shards):
+    """A host slab, records, places and statistics; what was there stays, and so does the cache."""
+    collection = programs.over(num_shards, [table(memory=8, capacity=16, statistics=True)], FEATURES)
+    state, step = collection.init(seed=0), programs.donated_step(collection)
+    before = state.stores[0].capacity
+    for number in range(6):
+        features = programs.batch(collection, user=np.arange(16) + 16 * number)
+        state = collection.grow(state, features)
+        state, _, stats = step(state, features)
+        stats.check()
+    (store,) = state.stores
+    sizes = [slab.shape[0] for slab in store.rows]
+    assert len(sizes) > 1 and sum(sizes) == store.capacity > before == sizes[0]
+    for slabs in (store.records, store.tier[0].places, store.statistics):
+        assert [slab.shape[0] for slab in slabs] == sizes
+    assert {slab.shape[1] for slab in store.rows} == {80} and store.states == ()
+    assert store.tier[0].rows.shape[0] == num_shards * collection.stores[0].num_slots
+    assert len(collection.export_table(state, "user")["keys"]) == 96
+
+
+def test_host_memory_that_there_is_not(monkeypatch):
+    """Said before anything has changed, with the bytes asked and those that are available."""
+    collection = jaxsok.Collection([table(memory=8, capacity=1000)], FEATURES)
+    state = collection.init(seed=0)
+    monkeypatch.setattr(grow, "available_bytes", lambda: 79_999)
+    text = (
+        'got 80000 bytes of host memory for a device (store of tables "user": 1000 rows of 80 bytes), wanted at most 7'
+    )
+    with pytest.raises(MemoryError, match=re.escape(f"init: capacity: {text}")):
+        collection.init(seed=0)
+    with pytest.raises(MemoryError, match=re.escape(f"grow: capacity: {text}")):
+        grow.grow_to("grow", collection.stores, state, {0: 2000}, collection.shards)
+    assert state.stores[0].capacity == 1000 and not state.stores[0].index.is_deleted()
+    # Twice does not fit, a quarter more does.
+    assert grow.next_capacity(collection.stores[0], 1000, 1001, None, 79_999) == 1250
+    assert grow.next_capacity(collection.stores[0], 1000, 1001, None, 80_000) == 2000
+
+
+def test_device_memory_that_there_is_not(monkeypatch):
+    """Of a new store the cache counts, too: 8 slots of 92 bytes, and 52 for each row and the counters."""
+    collection = jaxsok.Collection([table(memory=8, capacity=10)], FEATURES)
+    needed = collection.memory_estimate().stores[0].state["cache"] + 52 * 10
+    for free, is_enough in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(grow, "agreed_free_bytes", lambda shards, free=free: free)
+        if is_enough:
+            collection.init(seed=0)
+        else:
+            with pytest.raises(MemoryError, match=f"got {needed} bytes .* bytes of cache.*lower device_rows, capacity"):
+                collection.init(seed=0)
+
+
+# Pinned --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """The CPU as a device that needs pinned memory, for which JAX has a memory kind there too."""
+
+    def part(device, shape):
+        place = SingleDeviceSharding(device, memory_kind="pinned_host")
+        made = jax.device_put(np.zeros(shape, np.uint8), place)
+        return jax.make_array_from_single_device_arrays(shape, place, [made])  # of the type that DLPack gives
+
+    monkeypatch.setattr(host_slabs, "_pins", lambda: True)
+    monkeypatch.setattr(host_slabs, "_pinned", part)
+
+
+def types_of(store):
+    """How JAX prints the types of host slabs."""
+    return [str(jax.typeof(slab)).split("[")[0] for slab in store.rows]
+
+
+@on_cpu
+@pytest.mark.parametrize("num_shards", [None, 2, 4])
+def test_slabs_keep_their_memory(pinned, num_shards):
+    """Through steps and growth, without a second compilation; None: no mesh."""
+    tables = [table(memory=8, capacity=64)]
+    collection = programs.over(num_shards, tables, FEATURES) if num_shards else jaxsok.Collection(tables, FEATURES)
+    assert jax.eval_shape(collection.init).stores[0].rows[0].shape[1] == 80
+    state, step = collection.init(seed=0), jax.jit(programs.train_step(collection), donate_argnums=0)
+    for number in range(4):
+        if number == 2:
+            state = grow.grow_to("grow", collection.stores, state, {0: 100}, collection.shards)
+        state, _, stats = step(state, programs.batch(collection, user=np.arange(16) + 8 * number))
+        stats.check()
+        assert types_of(state.stores[0]) == ["uint8<host>"] * (1 + number // 2)
+        assert {slab.sharding.memory_kind for slab in state.stores[0].rows} == {"pinned_host"}
+    assert step._cache_size() == 2
+    assert len(collection.export_table(state, "user")["keys"]) == 40
+
+
+@on_cpu
+def test_programs_for_growth_are_compiled_ahead(pinned):
+    collection = jaxsok.Collection([table(memory=8, capacity=16)], FEATURES)
+    step = collection.ahead(jax.jit(programs.train_step(collection), donate_argnums=0))
+    state = collection.init(seed=0)
+    for number in range(8):
+        features = programs.batch(collection, user=np.arange(8) + 8 * number)
+        state = collection.grow(jax.block_until_ready(state), features)
+        state, _, stats = step(state, features)
+        stats.check()
+        step.wait()
+    assert state.stores[0].capacity == 64 and types_of(state.stores[0]) == ["uint8<host>"] * 3
+    assert (step.num_compiled, step.num_hits_ahead) == (1, 2)
+
+
+def is_mapped(address):
+    """Whether this process has memory there."""
+    with open("/proc/self/maps") as lines:
+        ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+    return any(begin <= address < end for begin, end in ranges)
+
+
+@on_cpu
+def test_jax_takes_the_memory_over():
+    """Without a copy; it goes with the array, and by itself where nobody took it."""
+    slab = jax.dlpack.from_dlpack(HostBytes("cpu", 0, 10_000, 528))
+    assert slab.shape == (10_000, 528) and slab.dtype == np.uint8 and not np.asarray(slab).any()
+    address = slab.unsafe_buffer_pointer()
+    assert is_mapped(address)
+    del slab
+    gc.collect()
+    assert not is_mapped(address)
+    untaken = HostBytes("cpu", 0, 10_000, 528)
+    address = untaken._tensor
+    assert is_mapped(address)
+    del untaken
+    assert not is_mapped(address)
+
+
+@on_cpu
+def test_memory_that_the_system_does_not_give():
+    device = jax.devices()[0]
+    with pytest.raises(
+        MemoryError, match=r"got \d+ bytes \(\d+ rows of 1048576\) for .*the system maps no memory of.*"
+    ):
+        host_slabs._pinned(device, (2**40, 2**20))
