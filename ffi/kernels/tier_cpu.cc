@@ -63,7 +63,7 @@ LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row
         tier.last_use[*place] = now;
         ++num_hits;
       }
-    } else if (*place == kFresh || *place == kInHost) {
+    } else if ((*place == kFresh || *place == kInHost) && tier.IsUsed(row_ids[i], *place)) {
       *place = (*place == kFresh ? kPendingFresh : kPendingInHost) + static_cast<uint32_t>(num_missing);
       missing[num_missing++] = static_cast<uint32_t>(i);
     }
@@ -111,9 +111,14 @@ LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row
     }
   });
   for (int64_t i = 0; i < num_keys; ++i) {
-    const uint32_t place = row_ids[i] < tier.capacity ? *tier.PlaceAt(row_ids[i]) : kNoRow;
+    if (row_ids[i] >= tier.capacity) {
+      slots[i] = kNoRow;
+      continue;
+    }
+    const uint32_t place = *tier.PlaceAt(row_ids[i]);
     slots[i] = place < tier.num_slots                   ? place
                : place < kInHost && place >= kMostSlots ? slot_of(place % kMostSlots)
+               : place == kFresh                        ? 0
                                                         : kNoRow;
   }
   for (int64_t rank = 0; rank < num_missing; ++rank) {
@@ -135,7 +140,8 @@ LaunchError LaunchPeek(Stream stream, const TierView& tier, const uint32_t* row_
       const uint32_t place = row_id < tier.capacity ? *tier.PlaceAt(row_id) : kNoRow;
       Record* owner = tier.OwnerAt(staged);
       *owner = {kPaddingKey, kNoRow, kNoRow};
-      slots[i] = row_id >= tier.capacity ? kNoRow : place < tier.num_slots ? place : staged;
+      const bool is_row = row_id < tier.capacity && tier.IsUsed(row_id, place);
+      slots[i] = !is_row ? kNoRow : place < tier.num_slots ? place : staged;
       if (slots[i] != staged) continue;
       const Record& record = *tier.records.At(tier.starts, row_id, 1);
       if (place == kInHost) {
