@@ -143,10 +143,10 @@ def _judged(
 
     def judge_some(i: Array, done: tuple[Array, ...]) -> tuple[Array, ...]:
         start = jnp.minimum(i * size, slab.size - size)  # the last ones begin where they still fit
-        lines = [lax.dynamic_slice_in_dim(array, start, size) for array in (slab.records, statistics)]
+        records, seen = (lax.dynamic_slice_in_dim(array, start, size) for array in (slab.records, statistics))
         row_ids = (slab.start + start + jnp.arange(size, dtype=jnp.int32)).astype(jnp.uint32)
-        rows, _ = numbers_in_host_memory(slab.spec, slab.store, slab.seed, row_ids)
-        words = judge(facts_of(*lines, rows))
+        rows, _ = numbers_in_host_memory(slab.spec, slab.store, jnp.asarray(slab.seed), row_ids)
+        words = judge(facts_of(records, seen, rows))
         return tuple(
             lax.dynamic_update_slice_in_dim(array, word, start, 0) for array, word in zip(done, words, strict=True)
         )

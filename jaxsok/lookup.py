@@ -419,7 +419,7 @@ def _combined(
     if may_lack_rows and _reads_traced(spec, features):
         row_ids, slabs, absent = _with_initial_rows(spec, features, row_ids, slabs, is_find=is_find)
     # With them the kernel looks whether a table reads zeros.
-    table_ids = jnp.asarray(_table_ids(features)) if is_find and absent is None else None
+    table_ids = jnp.asarray(_table_ids(features)) if is_find and may_lack_rows and absent is None else None
     is_own = slabs[0].dtype == jnp.dtype(spec.dtype)
     counters, counts, values = kernels.lookup_planned(
         store.counters,

@@ -94,6 +94,10 @@ struct TierView {
     return reinterpret_cast<char*>(host.At(starts, row_id, host_bytes));
   }
   JAXSOK_HOST_DEVICE uint32_t* PlaceAt(uint32_t row_id) const { return places.At(starts, row_id, 1); }
+  /// Whether a row is in use; stale plans name rows that have left, whose places are fresh.
+  JAXSOK_HOST_DEVICE bool IsUsed(uint32_t row_id, uint32_t place) const {
+    return place != kFresh || records.At(starts, row_id, 1)->key != kPaddingKey;
+  }
   /// The bin of a slot's age, where `now` is the clock of this call.
   JAXSOK_HOST_DEVICE int AgeOf(uint32_t used, uint32_t now) const {
     if (used == 0) return kAges - 1;
@@ -120,14 +124,16 @@ constexpr int64_t BringWorkspaceBytes(int64_t num_keys, int64_t num_slots) {
 
 /// Gives every row of a call a slot, and lists what has to be moved; LaunchWrite and LaunchRead, in this order, do it.
 ///
-/// Pre    : row_ids are those of rows in use, or not below the capacity (kNoRow); num_staged is at least
-///          num_keys - num_slots. No numbers of rows are looked at: of the tier only records, places, owners, last_use,
+/// Pre    : num_staged is at least num_keys - num_slots. The places of rows that are not in use are kFresh. No numbers
+/// of rows are looked at: of the tier only records, places, owners, last_use,
 ///          counters and staged_owners.
-/// Post   : slots[i] is the slot of row_ids[i], the same for equal rows; kNoRow where there is no row. Rows that were
-///          not in the cache take the slots that have not been used for longest, free ones first, of equal age the
-///          first ones; no slot of this call's rows is taken. staged_owners has kNoRow in slots that are not used, as
-///          have moves[num_keys] that are not needed.
-/// Order  : of first occurrence; the same places on every run and both back ends.
+/// Post   : slots[i] is the slot of row_ids[i], the same for equal rows; kNoRow for row ids that are not below the
+///          capacity, and 0 for rows that are not in use: stale plans name them, whose uses are counted but neither
+///          read nor write. Rows that were not in the cache take the slots that have not been used for longest, free
+///          ones first, of equal age the first ones; no slot of this call's rows is taken. staged_owners has kNoRow in
+///          slots that are not used, as have moves[num_keys] that are not needed.
+/// Order  : of first occurrence; they take first the slots that are older than the youngest one taken, or than one
+///          call if there are not enough, then the others, both by number: the same on every run and both back ends.
 /// Cost   : per position 28 B; 8 B a slot where rows are not in the cache.
 LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
                         Move* moves, void* workspace);
@@ -145,7 +151,7 @@ LaunchError LaunchRead(Stream stream, const TierView& tier, const Move* moves, i
 ///
 /// Pre    : as LaunchBring; num_staged is at least num_keys.
 /// Post   : slots[i] is the slot of row_ids[i] in the cache, or the i-th of those that are staged; kNoRow where there
-///          is no row. staged_owners has kNoRow in slots that are not used.
+///          is no row, or none in use. staged_owners has kNoRow in slots that are not used.
 /// Cost   : per position 12 B, and a record where its row is not in the cache.
 LaunchError LaunchPeek(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots);
 

@@ -59,7 +59,7 @@ LaunchError LaunchBring(Stream, const TierView& tier, const uint32_t* row_ids, i
     if (*place < tier.num_slots) {
       if (tier.last_use[*place] != now) ++tier.counters[kTierHits];
       tier.last_use[*place] = now;
-    } else if (*place == kFresh || *place == kInHost) {
+    } else if ((*place == kFresh || *place == kInHost) && tier.IsUsed(row_ids[i], *place)) {
       *place = (*place == kFresh ? kPendingFresh : kPendingInHost) + static_cast<uint32_t>(num_missing);
       missing[num_missing++] = static_cast<uint32_t>(i);
     }
@@ -102,9 +102,12 @@ LaunchError LaunchBring(Stream, const TierView& tier, const uint32_t* row_ids, i
     if (rank < num_victims) tier.last_use[slot] = now;
   }
   for (int64_t i = 0; i < num_keys; ++i) {
-    const uint32_t place = row_ids[i] < tier.capacity ? *tier.PlaceAt(row_ids[i]) : kNoRow;
-    const bool is_pending = place >= kPendingInHost && place < kInHost;
-    slots[i] = is_pending ? slot_of(place % kMostSlots) : place < tier.num_slots ? place : kNoRow;
+    slots[i] = kNoRow;
+    if (row_ids[i] >= tier.capacity) continue;
+    const uint32_t place = *tier.PlaceAt(row_ids[i]);
+    if (place < tier.num_slots) slots[i] = place;
+    if (place >= kPendingInHost && place < kInHost) slots[i] = slot_of(place % kMostSlots);
+    if (place == kFresh) slots[i] = 0;
   }
   for (int64_t rank = 0; rank < num_missing; ++rank) {
     uint32_t* place = tier.PlaceAt(row_ids[missing[rank]]);
@@ -149,7 +152,8 @@ LaunchError LaunchPeek(Stream stream, const TierView& tier, const uint32_t* row_
       const uint32_t place = row_id < tier.capacity ? *tier.PlaceAt(row_id) : kNoRow;
       Record* owner = tier.OwnerAt(staged);
       *owner = {kPaddingKey, kNoRow, kNoRow};
-      slots[i] = row_id >= tier.capacity ? kNoRow : place < tier.num_slots ? place : staged;
+      const bool is_row = row_id < tier.capacity && tier.IsUsed(row_id, place);
+      slots[i] = !is_row ? kNoRow : place < tier.num_slots ? place : staged;
       if (slots[i] != staged) continue;
       const Record& record = *tier.records.At(tier.starts, row_id, 1);
       if (place == kInHost) {

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kBlock) MarkKernel(const __grid_constant__ Bri
     const uint32_t found = *reinterpret_cast<volatile uint32_t*>(place);
     if (found < b.tier.num_slots) {
       if (atomicExch(b.tier.last_use + found, now) != now) ++num_hits;
-    } else if (found >= kPendingInHost) {
+    } else if (found >= kPendingInHost && b.tier.IsUsed(row_id, found)) {
       const bool is_fresh = found == kFresh || (found >= kPendingFresh && found != kInHost);
       atomicMin(place, (is_fresh ? kPendingFresh : kPendingInHost) + static_cast<uint32_t>(i));
     }
@@ -282,10 +282,11 @@ __global__ void __launch_bounds__(kBlock) MoveKernel(const __grid_constant__ Bri
 // One thread, one position.
 __global__ void __launch_bounds__(kBlock) SlotsKernel(const __grid_constant__ Bringing b) {
   for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < b.num_keys; i += int64_t{gridDim.x} * kBlock) {
-    uint32_t place = b.IsRow(b.row_ids[i]) ? *b.tier.PlaceAt(b.row_ids[i]) : kNoRow;
+    uint32_t place = kNoRow;
+    if (b.IsRow(b.row_ids[i])) place = *b.tier.PlaceAt(b.row_ids[i]) == kFresh ? 0 : *b.tier.PlaceAt(b.row_ids[i]);
     if (place >= kPendingInHost && place < kInHost) {
       place = b.SlotOfRank(b.rank_of[min(static_cast<int64_t>(place % kMostSlots), b.num_keys - 1)]);
-    } else if (place >= b.tier.num_slots) {
+    } else if (place != 0 && place >= b.tier.num_slots) {
       place = kNoRow;
     }
     b.slots[i] = place;
@@ -315,7 +316,8 @@ __global__ void __launch_bounds__(kBlock)
        i += int64_t{gridDim.x} * kBlock / kWarp) {
     const uint32_t row_id = row_ids[i], staged = tier.num_lines + static_cast<uint32_t>(i);
     const uint32_t place = row_id < tier.capacity ? *tier.PlaceAt(row_id) : kNoRow;
-    const uint32_t slot = row_id >= tier.capacity ? kNoRow : place < tier.num_slots ? place : staged;
+    const bool is_row = row_id < tier.capacity && tier.IsUsed(row_id, place);
+    const uint32_t slot = !is_row ? kNoRow : place < tier.num_slots ? place : staged;
     Record owner{kPaddingKey, kNoRow, kNoRow};
     if (slot == staged) {
       const Record record = *tier.records.At(tier.starts, row_id, 1);

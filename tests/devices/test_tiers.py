@@ -36,6 +36,10 @@ LIFTED = jaxsok.optim.lift(optax.adam(0.05))
 UNIFORM = jaxsok.initializers.uniform(0.5, 1.0)
 BIG = {"capacity": 64, "statistics": True}
 SPECS = {
+    "two": [
+        jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), **BIG),
+        jaxsok.TableSpec("half", 5, LIFTED, capacity=64, dtype="bfloat16"),
+    ],
     "statistics": [jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), **BIG)],
     "one table": [jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)],
     "stores": [
@@ -170,15 +174,15 @@ def some_fast(fast, *axes):
     ]
 
 
-TRAINED = [name for name in SPECS if name not in EVICTIONS and name != "statistics"]
+TRAINED = ["one table", "stores", "rows of 16 bits", "rows by XLA"]
 ALL_CACHES = [("one table", device_rows) for device_rows in CACHES]
 
 
 @functools.cache
-def on_device(name, num_shards=None, exchange="rows"):
+def on_device(name, num_shards=None, exchange="rows", num_steps=NUM_STEPS):
     """The run that the others are compared with."""
     plain = collection_of(name, None, num_shards, exchange)
-    return plain, *trained(plain, raw_batches(plain))
+    return plain, *trained(plain, raw_batches(plain, num_steps))
 
 
 @pytest.mark.parametrize(
@@ -324,7 +328,7 @@ def test_a_stale_plan_brings_nothing(device_rows):
 @pytest.mark.parametrize("device_rows", [24, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (0, 1, 1 << 16))])
 def test_lookups_ahead(device_rows, options):
     """Rows that a lookup in flight found may leave the cache before they are read."""
-    plain, tiered = collection_of("stores"), collection_of("stores", device_rows)
+    plain, tiered = collection_of("two"), collection_of("two", device_rows)
     (want, results), (got, others) = (trained(one, raw_batches(one, 8), **options) for one in (plain, tiered))
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
@@ -353,7 +357,7 @@ def test_micro_batches(device_rows):
             results.append((embeddings, 0.0, stats))
         return state, results
 
-    plain, tiered = collection_of("stores"), collection_of("stores", device_rows)
+    plain, tiered = collection_of("two"), collection_of("two", device_rows)
     (want, results), (got, others) = run(plain), run(tiered)
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
@@ -361,18 +365,18 @@ def test_micro_batches(device_rows):
 
 @pytest.mark.parametrize(
     ("num_shards", "device_rows", "exchange"),
-    some_fast([(1, 24, "rows"), (2, 24, "bags"), (4, 24, "rows")], (1, 2, 4), (0, 4, 24, 1 << 16), ("rows", "bags")),
+    some_fast([(2, 24, "bags")], (1, 2, 4), (0, 4, 24, 1 << 16), ("rows", "bags")),
 )
 def test_shards(num_shards, device_rows, exchange):
     """Each with a cache of its own; rows or partial bags on the wire."""
-    plain, want, results = on_device("stores", num_shards, exchange)
-    tiered = collection_of("stores", device_rows, num_shards, exchange)
-    got, others = trained(tiered, raw_batches(tiered))
+    plain, want, results = on_device("two", num_shards, exchange, 8)
+    tiered = collection_of("two", device_rows, num_shards, exchange)
+    got, others = trained(tiered, raw_batches(tiered, 8))
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
 
 
-@pytest.mark.parametrize("num_shards", [4])
+@pytest.mark.parametrize("num_shards", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_rounds_and_evictions_on_shards(num_shards):
     """Requests that need several rounds, each of which brings its rows; then rows that leave by what they hold."""
     plain = collection_of("small norm", None, num_shards, send_capacity=2)
@@ -434,3 +438,19 @@ def test_deltas(tmp_path):
         other = checkpoint.load(folders[-1], second)
         columns, others = (programs.by_key(*pair, "user") for pair in ((first, state), (second, other)))
         jax.tree.map(assert_same_bits, columns, others)
+
+
+@pytest.mark.parametrize("device_rows", [0, 24])
+def test_chunks(device_rows):
+    """Of any size, with and without optimizer state, and of the rows that were used since."""
+    (plain, want, _), tiered = on_device("statistics"), collection_of("statistics", device_rows)
+    got, _ = trained(tiered, raw_batches(tiered))
+    before = jax.tree.map(np.asarray, got)
+    for options in ({"chunk_rows": 7}, {"with_state": False}, {"since": 15, "chunk_rows": 10}):
+        chunks, others = (
+            list(one.export_chunks(state, "user", **options)) for one, state in ((plain, want), (tiered, got))
+        )
+        assert len(chunks) == len(others) >= 1
+        for chunk, other in zip(chunks, others, strict=True):
+            jax.tree.map(assert_same_bits, vars(chunk), vars(other))
+    programs.assert_same_state(before, got)
