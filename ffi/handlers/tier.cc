@@ -112,8 +112,7 @@ class TierReader {
     return width;
   }
   void TakeNumLines(int64_t num_lines) {
-    call_.Require(num_lines >= 1 && num_lines < kMostSlots, "slots", "got ", num_lines, ", wanted 1 to ",
-                  kMostSlots - 1);
+    call_.Require(num_lines < kMostSlots, "slots", "got ", num_lines, ", wanted at most ", kMostSlots - 1);
     const bool is_same = tier_.num_lines == 0 || tier_.num_lines == num_lines;
     call_.Require(is_same, "slots", "got ", num_lines, ", wanted ", tier_.num_lines);
     tier_.num_lines = static_cast<uint32_t>(num_lines);
