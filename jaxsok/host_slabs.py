@@ -49,7 +49,7 @@ def settled(tree: Any) -> Any:
 def _new_host_slab(spec: StoreSpec, records: Array, shards: Shards) -> Array:
     """Makes the host slab for the rows of new records, on their devices and split as they are."""
     shape = (records.shape[0], host_row_bytes(spec))
-    if not _pins():
+    if not _is_pinned(records):
         return shards.make(_zeros, *shape)
     if isinstance(records, jax.core.Tracer):  # in a program there is only XLA's own pool
         return jax.device_put(shards.make(_zeros, *shape), jax.memory.Space.Host)
@@ -63,9 +63,10 @@ def _zeros(num_rows: int, width: int) -> Array:
     return jnp.zeros((num_rows, width), jnp.uint8)
 
 
-def _pins() -> bool:
-    """Returns whether devices need host memory to be pinned."""
-    return jax.default_backend() != "cpu"
+def _is_pinned(records: Array) -> bool:
+    """Returns whether the devices of new records, or those of a program, need host memory to be pinned."""
+    is_traced = isinstance(records, jax.core.Tracer)
+    return (jax.default_backend() if is_traced else next(iter(records.devices())).platform) != "cpu"
 
 
 def _pinned(device: Any, shape: tuple[int, int]) -> Array:

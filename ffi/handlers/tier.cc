@@ -1,4 +1,4 @@
-// Handlers of the tier noun: bring, peek, return, flush.
+// Handlers of the tier noun: bring, write, read, peek.
 #include "../kernels/tier.h"
 
 #include "buffers.h"
@@ -6,145 +6,204 @@
 namespace jaxsok {
 namespace {
 
-/// Reads host slabs and the arrays of a tier; `changes`: they all come back.
-TierView ReadTier(Call& call, bool changes = true) {
-  TierView tier{};
-  const auto next = [&](const char* name, ffi::DataType dtype, Shape shape) {
-    return changes ? call.InPlace(name, dtype, shape) : call.Operand(name, dtype, shape);
-  };
-  const auto num_slabs = call.Attribute<int32_t>("num_slabs"), num_states = call.Attribute<int32_t>("num_states");
-  call.Require(num_states >= 0 && num_states <= kMaxStates, "num_states", "got ", num_states, ", wanted 0 to ",
-               +kMaxStates);
-  SlabReader slabs(call, num_slabs);
-  tier.host_bytes = slabs.Read(
-      "host", [&] { return next("host", ffi::U8, {-1, -1}); },
-      [&](int s, const Array& slab) { tier.host.data[s] = slab.as<uint8_t>(); });
-  const int64_t words = slabs.Read(
-      "places", [&] { return next("places", ffi::U32, {-1, 1}); },
-      [&](int s, const Array& slab) { tier.places.data[s] = slab.as<uint32_t>(); });
-  call.Require(words == 1, "places", "got ", words, " words a row, wanted 1");
-  tier.starts = slabs.starts();
-  tier.capacity = slabs.capacity();
-
-  const Array rows = changes ? call.InPlace("rows") : call.Operand("rows");
-  const std::optional<RowDtype> dtype = RowDtypeOf(rows.dtype());
-  call.Require(dtype.has_value() && rows.dims().size() == 2, "rows",
-               "wanted float32, bfloat16 or float16 [slots, dim]");
-  tier.row_dtype = dtype.value_or(kRowDtypeFloat32);
-  tier.rows = rows.as<void>();
-  tier.dim = static_cast<int32_t>(rows.size(1));
-  const int64_t num_lines = rows.size(0);
-  call.Require(num_lines >= 1 && num_lines < kMostSlots, "rows", "got ", num_lines, " slots, wanted 1 to ",
-               kMostSlots - 1);
-  tier.num_lines = static_cast<uint32_t>(num_lines);
-  tier.states.num_states = call.failed() ? 0 : num_states;
-  int64_t begin = (tier.RowBytes() + 3) / 4 * 4, num_state_words = 0;
-  for (int32_t k = 0; k < tier.states.num_states; ++k) {
-    const Array state = next("states", ffi::F32, {num_lines, -1});
-    tier.states.data[k].data[0] = state.as<float>();
-    tier.states.width[k] = static_cast<int32_t>(state.size(1));
-    tier.state_begin[k] = begin + num_state_words * 4;
-    num_state_words += tier.states.width[k];
+/// Reads the arrays of one kind of the tier, by operands that come back or not.
+class TierReader {
+ public:
+  TierReader(Call& call, bool changes) : call_(call), changes_(changes) {
+    const auto num_slabs = call.Attribute<int32_t>("num_slabs");
+    tier_.states.num_states = call.Attribute<int32_t>("num_states");
+    const int32_t num_states = tier_.states.num_states;
+    call.Require(num_states >= 0 && num_states <= kMaxStates, "num_states", "got ", num_states, ", wanted 0 to ",
+                 +kMaxStates);
+    call.Require(num_slabs >= 1 && num_slabs <= kMaxSlabs, "num_slabs", "got ", num_slabs, ", wanted 1 to ", kMaxSlabs);
+    num_slabs_ = call.failed() ? 0 : num_slabs;
+    if (call.failed()) tier_.states.num_states = 0;
   }
-  const int64_t wanted_bytes = HostRecordBytes(tier.RowBytes(), num_state_words);
-  call.Require(tier.host_bytes == wanted_bytes, "host", "got ", tier.host_bytes, " bytes a row, wanted ", wanted_bytes);
-  tier.owners = next("owners", ffi::U32, {num_lines, 4}).as<Record>();
-  tier.last_use = next("last_use", ffi::U32, {num_lines}).as<uint32_t>();
-  tier.counters = next("counters", ffi::U32, {kNumTierCounters}).as<uint32_t>();
-  next("order", ffi::U32, {kNumCounters});
-  return tier;
-}
 
-/// Reads staged rows, which are operands or results.
-template <typename Next>
-void ReadStaged(Call& call, TierView& tier, const Next& next) {
-  const Array rows = next("staged_rows");
-  const int64_t num_staged = rows.size(0);
-  call.CheckShape("staged_rows", rows.dims(), {num_staged, tier.dim});
-  tier.staged_rows = rows.as<void>();
-  for (int32_t k = 0; k < tier.states.num_states; ++k) {
-    const Array state = next("staged_states");
-    call.CheckShape("staged_states", state.dims(), {num_staged, tier.states.width[k]});
-    tier.states.data[k].data[1] = state.as<float>();
+  TierView& tier() { return tier_; }
+
+  void ReadPlaces() {
+    const int64_t words = ReadSlabs("places", ffi::U32, changes_,
+                                    [&](int s, const Array& slab) { tier_.places.data[s] = slab.as<uint32_t>(); });
+    call_.Require(words == 1, "places", "got ", words, " words a row, wanted 1");
   }
-  const Array owners = next("staged_owners");
-  call.CheckShape("staged_owners", owners.dims(), {num_staged, 4});
-  tier.staged_owners = owners.as<Record>();
-  tier.num_staged = static_cast<uint32_t>(num_staged);
-}
+  void ReadRecords() {
+    const int64_t words = ReadSlabs("records", ffi::U32, false,
+                                    [&](int s, const Array& slab) { tier_.records.data[s] = slab.as<Record>(); });
+    call_.Require(words == 4, "records", "got ", words, " words a row, wanted 4");
+  }
+  /// After the rows and states, whose bytes a record has.
+  void ReadHost(bool changes) {
+    tier_.host_bytes =
+        ReadSlabs("host", ffi::U8, changes, [&](int s, const Array& slab) { tier_.host.data[s] = slab.as<uint8_t>(); });
+    const int64_t wanted = HostRecordBytes(tier_.RowBytes(), num_state_words_);
+    call_.Require(tier_.host_bytes == wanted, "host", "got ", tier_.host_bytes, " bytes a row, wanted ", wanted);
+  }
+  void ReadRows() {
+    const Array rows = changes_ ? call_.InPlace("rows") : call_.Operand("rows");
+    const std::optional<RowDtype> dtype = RowDtypeOf(rows.dtype());
+    call_.Require(dtype.has_value() && rows.dims().size() == 2, "rows", "wanted float32, bfloat16 or float16 [_, dim]");
+    tier_.row_dtype = dtype.value_or(kRowDtypeFloat32);
+    tier_.rows = rows.as<void>();
+    tier_.dim = static_cast<int32_t>(rows.size(1));
+    TakeNumLines(rows.size(0));
+    for (int32_t k = 0; k < tier_.states.num_states; ++k) {
+      const Array state = Next("states", ffi::F32, {tier_.num_lines, -1});
+      tier_.states.data[k].data[0] = state.as<float>();
+      tier_.states.width[k] = static_cast<int32_t>(state.size(1));
+      tier_.state_begin[k] = (tier_.RowBytes() + 3) / 4 * 4 + num_state_words_ * 4;
+      num_state_words_ += tier_.states.width[k];
+    }
+  }
+  void ReadOwners() {
+    const Array owners = Next("owners", ffi::U32, {-1, 4});
+    TakeNumLines(owners.size(0));
+    tier_.owners = owners.as<Record>();
+  }
+  void ReadClocks() {
+    tier_.last_use = Next("last_use", ffi::U32, {tier_.num_lines}).as<uint32_t>();
+    tier_.counters = Next("counters", ffi::U32, {kNumTierCounters}).as<uint32_t>();
+    Next("order", ffi::U32, {kNumCounters});
+  }
+  void ReadNumSlots() {
+    const auto num_slots = call_.Attribute<int32_t>("num_slots");
+    call_.Require(num_slots >= 0 && static_cast<uint32_t>(num_slots) <= tier_.num_lines, "num_slots", "got ", num_slots,
+                  ", wanted 0 to ", tier_.num_lines);
+    tier_.num_slots = static_cast<uint32_t>(num_slots);
+  }
+  void ReadInitialRows() {
+    const Array tables = call_.Operand("tables", ffi::U32, {-1, kNumTableWords});
+    tier_.tables = tables.as<uint32_t>();
+    tier_.num_tables = static_cast<int32_t>(tables.size(0));
+    tier_.seed = call_.Operand("seed", ffi::U32, {2}).as<uint32_t>();
+    ReadInitial(call_, tier_.states);
+  }
+  void ReadStagedOwners(bool is_result) {
+    const Array owners = is_result ? call_.Result("staged_owners", ffi::U32, {-1, 4})
+                                   : call_.Operand("staged_owners", ffi::U32, {-1, 4});
+    tier_.staged_owners = owners.as<Record>();
+    tier_.num_staged = static_cast<uint32_t>(owners.size(0));
+  }
+  void ReadStagedRows() {
+    const Array rows = call_.Result("staged_rows");
+    call_.CheckShape("staged_rows", rows.dims(), {tier_.num_staged, tier_.dim});
+    tier_.staged_rows = rows.as<void>();
+    for (int32_t k = 0; k < tier_.states.num_states; ++k) {
+      const Array state = call_.Result("staged_states", ffi::F32, {tier_.num_staged, tier_.states.width[k]});
+      tier_.states.data[k].data[1] = state.as<float>();
+    }
+  }
 
-struct Asked {
-  TierView tier;
-  Array row_ids, slots;
+ private:
+  Array Next(const char* name, ffi::DataType dtype, Shape shape) {
+    return changes_ ? call_.InPlace(name, dtype, shape) : call_.Operand(name, dtype, shape);
+  }
+  template <typename Take>
+  int64_t ReadSlabs(const char* name, ffi::DataType dtype, bool changes, const Take& take) {
+    SlabReader slabs(call_, num_slabs_);
+    const auto next = [&] {
+      return changes ? call_.InPlace(name, dtype, {-1, -1}) : call_.Operand(name, dtype, {-1, -1});
+    };
+    const int64_t width = slabs.Read(name, next, take);
+    const bool is_same = tier_.capacity == 0 || tier_.capacity == slabs.capacity();
+    call_.Require(is_same, name, "got ", slabs.capacity(), " rows, wanted ", tier_.capacity);
+    tier_.starts = slabs.starts();
+    tier_.capacity = slabs.capacity();
+    return width;
+  }
+  void TakeNumLines(int64_t num_lines) {
+    call_.Require(num_lines >= 1 && num_lines < kMostSlots, "slots", "got ", num_lines, ", wanted 1 to ",
+                  kMostSlots - 1);
+    const bool is_same = tier_.num_lines == 0 || tier_.num_lines == num_lines;
+    call_.Require(is_same, "slots", "got ", num_lines, ", wanted ", tier_.num_lines);
+    tier_.num_lines = static_cast<uint32_t>(num_lines);
+  }
+
+  Call& call_;
+  bool changes_;
+  int32_t num_slabs_ = 0;
+  int64_t num_state_words_ = 0;
+  TierView tier_{};
 };
 
-/// Reads the rows that a call asks for, and where their slots and what is staged go.
-Asked ReadAsked(Call& call, bool changes) {
-  Asked asked{ReadTier(call, changes), {}, {}};
-  TierView& tier = asked.tier;
-  const auto num_slots = call.Attribute<int32_t>("num_slots");
-  call.Require(num_slots >= 0 && static_cast<uint32_t>(num_slots) <= tier.num_lines, "num_slots", "got ", num_slots,
-               ", wanted 0 to ", tier.num_lines);
-  tier.num_slots = static_cast<uint32_t>(num_slots);
-  SlabReader slabs(call, tier.starts.num_slabs);
-  const int64_t words = slabs.Read(
-      "records", [&] { return call.Operand("records", ffi::U32, {-1, 4}); },
-      [&](int s, const Array& slab) { tier.records.data[s] = slab.as<Record>(); });
-  call.Require(words == 4 && slabs.capacity() == tier.capacity, "records", "got ", slabs.capacity(), " rows, wanted ",
-               tier.capacity);
-  const Array tables = call.Operand("tables", ffi::U32, {-1, kNumTableWords});
-  tier.tables = tables.as<uint32_t>();
-  tier.num_tables = static_cast<int32_t>(tables.size(0));
-  tier.seed = call.Operand("seed", ffi::U32, {2}).as<uint32_t>();
-  asked.row_ids = call.Operand("row_ids", ffi::U32, {-1});
-  const int64_t n = asked.row_ids.size(0);
-  call.Require(n < kMostSlots, "row_ids", "got ", n, ", wanted below ", kMostSlots);
-  ReadInitial(call, tier.states);
-  asked.slots = call.Result("slots", ffi::U32, {n});
-  ReadStaged(call, tier, [&](const char* name) { return call.Result(name); });
-  const int64_t wanted = changes ? std::max<int64_t>(0, n - num_slots) : n;
-  call.Require(tier.num_staged >= wanted, "staged_rows", "got ", tier.num_staged, " slots, wanted ", wanted);
-  return asked;
+void RequireStaged(Call& call, const TierView& tier, int64_t wanted) {
+  call.Require(tier.num_staged >= wanted, "staged_owners", "got ", tier.num_staged, " slots, wanted ", wanted);
 }
 
-/// Gives every row of a call a slot.
+/// Gives every row of a call a slot, and lists what has to be moved.
 ffi::Error Bring(Call& call) {
-  const Asked asked = ReadAsked(call, true);
-  const int64_t n = asked.row_ids.size(0);
-  void* workspace = call.Workspace(BringWorkspaceBytes(n, asked.tier.num_slots));
+  TierReader reader(call, true);
+  reader.ReadPlaces();
+  reader.ReadOwners();
+  reader.ReadClocks();
+  reader.ReadRecords();
+  reader.ReadNumSlots();
+  const TierView& tier = reader.tier();
+  const Array row_ids = call.Operand("row_ids", ffi::U32, {-1});
+  const int64_t n = row_ids.size(0);
+  call.Require(n < kMostSlots, "row_ids", "got ", n, ", wanted below ", kMostSlots);
+  const Array slots = call.Result("slots", ffi::U32, {n});
+  reader.ReadStagedOwners(true);
+  RequireStaged(call, tier, n - tier.num_slots);
+  const Array moves = call.Result("moves", ffi::U32, {n, 4});
+  void* workspace = call.Workspace(BringWorkspaceBytes(n, tier.num_slots));
   return call.Launch([&](Stream stream) {
-    return LaunchBring(stream, asked.tier, asked.row_ids.as<uint32_t>(), n, asked.slots.as<uint32_t>(), workspace);
+    return LaunchBring(stream, tier, row_ids.as<uint32_t>(), n, slots.as<uint32_t>(), moves.as<Move>(), workspace);
   });
 }
 
-/// The same, and changes nothing.
+/// Writes rows that leave to one slab.
+ffi::Error Write(Call& call) {
+  TierReader reader(call, false);
+  reader.ReadRows();
+  const Array moves = call.Operand("moves", ffi::U32, {-1, 4});
+  const auto begin = call.Attribute<int32_t>("begin");
+  reader.ReadHost(true);
+  return call.Launch([&](Stream stream) {
+    return LaunchWrite(stream, reader.tier(), moves.as<Move>(), moves.size(0), static_cast<uint32_t>(begin));
+  });
+}
+
+/// Reads rows that come, or initializes them.
+ffi::Error Read(Call& call) {
+  TierReader reader(call, true);
+  reader.ReadRows();
+  reader.ReadHost(false);
+  const Array owners = call.Operand("owners", ffi::U32, {reader.tier().num_lines, 4});
+  reader.tier().owners = owners.as<Record>();
+  reader.ReadStagedOwners(false);
+  const Array moves = call.Operand("moves", ffi::U32, {-1, 4});
+  reader.ReadInitialRows();
+  reader.ReadStagedRows();
+  return call.Launch([&](Stream stream) { return LaunchRead(stream, reader.tier(), moves.as<Move>(), moves.size(0)); });
+}
+
+/// Gives every position a slot with the numbers of its row; changes nothing.
 ffi::Error Peek(Call& call) {
-  const Asked asked = ReadAsked(call, false);
+  TierReader reader(call, false);
+  reader.ReadPlaces();
+  reader.ReadRows();
+  reader.ReadHost(false);
+  reader.ReadRecords();
+  reader.ReadNumSlots();
+  const Array row_ids = call.Operand("row_ids", ffi::U32, {-1});
+  const int64_t n = row_ids.size(0);
+  reader.ReadInitialRows();
+  const Array slots = call.Result("slots", ffi::U32, {n});
+  reader.ReadStagedOwners(true);
+  RequireStaged(call, reader.tier(), n);
+  reader.ReadStagedRows();
   return call.Launch([&](Stream stream) {
-    return LaunchPeek(stream, asked.tier, asked.row_ids.as<uint32_t>(), asked.row_ids.size(0),
-                      asked.slots.as<uint32_t>());
+    return LaunchPeek(stream, reader.tier(), row_ids.as<uint32_t>(), n, slots.as<uint32_t>());
   });
-}
-
-/// Writes staged rows to host memory.
-ffi::Error Return(Call& call) {
-  TierView tier = ReadTier(call);
-  ReadStaged(call, tier, [&](const char* name) { return call.Operand(name); });
-  return call.Launch([&](Stream stream) { return LaunchReturn(stream, tier); });
-}
-
-/// Writes the rows of the cache to host memory.
-ffi::Error Flush(Call& call) {
-  const TierView tier = ReadTier(call);
-  return call.Launch([&](Stream stream) { return LaunchFlush(stream, tier); });
 }
 
 }  // namespace
 
 JAXSOK_DEFINE_HANDLER(JaxsokTierBring, "tier_bring", Bring);
+JAXSOK_DEFINE_HANDLER(JaxsokTierWrite, "tier_write", Write);
+JAXSOK_DEFINE_HANDLER(JaxsokTierRead, "tier_read", Read);
 JAXSOK_DEFINE_HANDLER(JaxsokTierPeek, "tier_peek", Peek);
-JAXSOK_DEFINE_HANDLER(JaxsokTierReturn, "tier_return", Return);
-JAXSOK_DEFINE_HANDLER(JaxsokTierFlush, "tier_flush", Flush);
 
 }  // namespace jaxsok
 

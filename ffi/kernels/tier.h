@@ -12,6 +12,9 @@
 // numbers of rows first brings them, and then works on slots as if they were row ids. What is not in the cache and does
 // not fit it is staged: in slots beyond the cache, which last for one call.
 //
+// XLA follows a buffer in host memory only through calls with one result (jaxsok/kernels/tier.py), so a slab is written
+// by calls of its own.
+//
 // One record a row, because a kernel fetches about 30 M records a second over the link whatever their size.
 //
 // A row that was never brought is fresh: nothing is read for it, it is what its table's initializer says.
@@ -103,28 +106,45 @@ struct TierView {
   }
 };
 
-/// Bytes of workspace for LaunchBring: by position its rank, the winner of each rank and its victim; counts of them and
-/// of slots.
+/// What becomes of a slot in one call. No entry has numbers of rows that it does not need: kNoRow stands for none.
+struct alignas(16) Move {
+  uint32_t slot;
+  uint32_t leaving;   // the row that is to be written to host memory
+  uint32_t coming;    // the row that is to be read
+  uint32_t is_fresh;  // 1: it is initialized instead
+};
+static_assert(sizeof(Move) == 16, "four words of a uint32[num_moves, 4]");
+
+/// Bytes of workspace for LaunchBring: by position its rank, the first position of each rank and its slot; counts of
+/// positions and of slots.
 constexpr int64_t BringWorkspaceBytes(int64_t num_keys, int64_t num_slots) {
   return kControlBytes + PaddedToLine(kAges) * 8 + 3 * PaddedToLine(num_keys) * 4 + CountsBytes(num_keys) +
          CountsBytes(num_slots);
 }
 
-/// Gives every row of a call a slot.
+/// Gives every row of a call a slot, and lists what has to be moved; LaunchWrite and LaunchRead, in this order, do it.
 ///
-/// Pre    : num_staged is at least num_keys - num_slots. The places of rows that are not in use are kFresh.
+/// Pre    : num_staged is at least num_keys - num_slots. The places of rows that are not in use are kFresh. No numbers
+///          of rows are looked at: of the tier only records, places, owners, last_use, counters and staged_owners.
 /// Post   : slots[i] is the slot of row_ids[i], the same for equal rows; kNoRow for row ids that are not below the
 ///          capacity, and 0 for rows that are not in use: stale plans name them, whose uses are counted but neither
-///          read nor write. Each other slot holds the numbers of its row. Rows that were not in the cache take the
-///          slots that have not been used for longest, free ones first, of equal age the first ones; the rows that had
-///          them are written to host memory. No slot of this call's rows is taken. staged_owners has kNoRow in slots
-///          that are not used.
+///          read nor write. Rows that were not in the cache take the slots that have not been used for longest, free
+///          ones first, of equal age the first ones; no slot of this call's rows is taken. staged_owners has kNoRow in
+///          slots that are not used, as have moves[num_keys] that are not needed.
 /// Order  : of first occurrence; they take first the slots that are older than the youngest one taken, or than one
 ///          call if there are not enough, then the others, both by number: the same on every run and both back ends.
-/// Cost   : per position 12 B; per row that was not here a record in, and one out; 8 B a slot where there are such
-/// rows.
+/// Cost   : per position 28 B; 8 B a slot where rows are not in the cache.
 LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
-                        void* workspace);
+                        Move* moves, void* workspace);
+
+/// Writes rows that leave to one slab of host memory, which has the rows from `begin` on.
+///
+/// Pre    : of the tier rows and states, by slot; host.data[0] is the slab, of `capacity` rows.
+/// Cost   : per row that leaves a record in and out.
+LaunchError LaunchWrite(Stream stream, const TierView& tier, const Move* moves, int64_t num_moves, uint32_t begin);
+
+/// Reads rows that come from host memory into their slots, or initializes them.
+LaunchError LaunchRead(Stream stream, const TierView& tier, const Move* moves, int64_t num_moves);
 
 /// Gives every position a slot that holds the numbers of its row, and changes nothing but what is staged.
 ///
@@ -133,12 +153,6 @@ LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row
 ///          is no row, or none in use. staged_owners has kNoRow in slots that are not used.
 /// Cost   : per position 12 B, and a record where its row is not in the cache.
 LaunchError LaunchPeek(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots);
-
-/// Writes staged rows to host memory, after a call has changed them.
-LaunchError LaunchReturn(Stream stream, const TierView& tier);
-
-/// Writes the rows of the cache to host memory; they stay in the cache too.
-LaunchError LaunchFlush(Stream stream, const TierView& tier);
 
 }  // namespace jaxsok
 

@@ -33,6 +33,7 @@ struct Bringing {
   const uint32_t* row_ids;
   int64_t num_keys;
   uint32_t* slots;
+  Move* moves;
 
   BringControl* control;
   uint32_t* ages;         // [kAges]: slots of each
@@ -245,45 +246,35 @@ __device__ void MakeFresh(const TierView& tier, const Record& record, uint32_t s
   }
 }
 
-// One warp, one row that comes. Positions still find their row's rank in its place, if it is staged.
+// One thread, one row that comes. Positions still find their row's rank in its place, if it is staged.
 __global__ void __launch_bounds__(kBlock) MoveKernel(const __grid_constant__ Bringing b) {
   const uint32_t num_missing = b.control->num_missing;
   const TierView& tier = b.tier;
   const uint32_t now = b.Now();
-  const int lane = static_cast<int>(threadIdx.x % kWarp);
   uint32_t num_fetched = 0, num_written = 0;
-  for (uint32_t rank = (blockIdx.x * kBlock + threadIdx.x) / kWarp; rank < num_missing;
-       rank += gridDim.x * kBlock / kWarp) {
+  for (uint32_t rank = blockIdx.x * kBlock + threadIdx.x; rank < num_missing; rank += gridDim.x * kBlock) {
     const uint32_t row_id = b.row_ids[b.missing[rank]], slot = b.SlotOfRank(rank);
     const bool is_kept = rank < b.control->num_victims;
     if (!is_kept && rank - b.control->num_victims >= tier.num_staged) continue;  // not of a state that is whole
     Record* owner = tier.OwnerAt(slot);
-    const uint32_t leaving = is_kept ? owner->free_id : kNoRow;
-    const bool is_fresh = *tier.PlaceAt(row_id) >= kPendingFresh;
-    __syncwarp();
-    if (leaving < tier.capacity) {
-      WriteToHost(tier, slot, leaving, lane);
-      if (lane == 0) *tier.PlaceAt(leaving) = kInHost;
+    Move move{slot, kNoRow, row_id, *tier.PlaceAt(row_id) >= kPendingFresh ? 1u : 0u};
+    if (is_kept && owner->free_id < tier.capacity) {
+      move.leaving = owner->free_id;
+      *tier.PlaceAt(owner->free_id) = kInHost;
       ++num_written;
-      __syncwarp();  // the record has been read before the next row overwrites the slot
     }
-    const Record record = *tier.records.At(tier.starts, row_id, 1);
-    if (is_fresh) {
-      MakeFresh(tier, record, slot, lane);
-    } else {
-      ReadFromHost(tier, row_id, slot, lane);
-      ++num_fetched;
+    num_fetched += 1 - move.is_fresh;
+    b.moves[rank] = move;
+    const Record& record = *tier.records.At(tier.starts, row_id, 1);
+    *owner = {record.key, record.table, row_id};
+    if (is_kept) {
+      tier.last_use[slot] = now;
+      *tier.PlaceAt(row_id) = slot;
     }
-    if (lane == 0) {
-      *owner = {record.key, record.table, row_id};
-      if (is_kept) {
-        tier.last_use[slot] = now;
-        *tier.PlaceAt(row_id) = slot;
-      }
-    }
-    __syncwarp();
   }
-  if (lane != 0) return;
+  num_fetched = __reduce_add_sync(~0u, num_fetched);
+  num_written = __reduce_add_sync(~0u, num_written);
+  if (threadIdx.x % kWarp != 0) return;
   if (num_fetched != 0) atomicAdd(&b.control->num_fetched, num_fetched);
   if (num_written != 0) atomicAdd(&b.control->num_written, num_written);
 }
@@ -348,35 +339,46 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-// One warp, one slot.
+// One warp, one row that leaves.
 __global__ void __launch_bounds__(kBlock)
-    WriteKernel(const __grid_constant__ TierView tier, uint32_t begin, uint32_t num_slots, bool is_staged) {
+    WriteKernel(const __grid_constant__ TierView tier, const Move* moves, int64_t num_moves, uint32_t begin) {
   const int lane = static_cast<int>(threadIdx.x % kWarp);
-  for (uint32_t i = (blockIdx.x * kBlock + threadIdx.x) / kWarp; i < num_slots; i += gridDim.x * kBlock / kWarp) {
-    const uint32_t row_id = tier.OwnerAt(begin + i)->free_id;
-    if (row_id >= tier.capacity) continue;
-    WriteToHost(tier, begin + i, row_id, lane);
-    if (is_staged && lane == 0) *tier.PlaceAt(row_id) = kInHost;
+  for (int64_t i = (int64_t{blockIdx.x} * kBlock + threadIdx.x) / kWarp; i < num_moves;
+       i += int64_t{gridDim.x} * kBlock / kWarp) {
+    const Move move = moves[i];
+    const uint32_t row_id = move.leaving - begin;  // one of another slab is beyond the capacity
+    if (move.leaving == kNoRow || row_id >= tier.capacity || move.slot >= tier.num_lines) continue;
+    WriteToHost(tier, move.slot, row_id, lane);
   }
 }
 
-LaunchError LaunchWrite(Stream stream, const TierView& tier, uint32_t begin, uint32_t num_slots, bool is_staged) {
-  if (num_slots == 0) return nullptr;
-  WriteKernel<<<BlocksFor(int64_t{num_slots} * kWarp, BlocksOfWave()), kBlock, 0, stream>>>(tier, begin, num_slots,
-                                                                                            is_staged);
-  return LastLaunchError();
+// One warp, one row that comes.
+__global__ void __launch_bounds__(kBlock)
+    ReadKernel(const __grid_constant__ TierView tier, const Move* moves, int64_t num_moves) {
+  const int lane = static_cast<int>(threadIdx.x % kWarp);
+  for (int64_t i = (int64_t{blockIdx.x} * kBlock + threadIdx.x) / kWarp; i < num_moves;
+       i += int64_t{gridDim.x} * kBlock / kWarp) {
+    const Move move = moves[i];
+    if (move.coming >= tier.capacity || move.slot >= tier.num_lines + tier.num_staged) continue;
+    if (move.is_fresh != 0) {
+      MakeFresh(tier, *tier.OwnerAt(move.slot), move.slot, lane);
+    } else {
+      ReadFromHost(tier, move.coming, move.slot, lane);
+    }
+  }
 }
 
 }  // namespace
 
 LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
-                        void* workspace) {
+                        Move* moves, void* workspace) {
   WorkspaceCutter cut(workspace);
   Bringing b{};
   b.tier = tier;
   b.row_ids = row_ids;
   b.num_keys = num_keys;
   b.slots = slots;
+  b.moves = moves;
   b.control = cut.Take<BringControl>(1);
   b.ages = cut.Take<uint32_t>(kAges);
   JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(workspace, 0, static_cast<size_t>(cut.used()), stream));
@@ -390,6 +392,7 @@ LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row
   if (cut.used() > BringWorkspaceBytes(num_keys, tier.num_slots)) return "bring: the workspace is too small";
 
   const int wave = BlocksOfWave();
+  JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(moves, 0xff, static_cast<size_t>(num_keys) * sizeof(Move), stream));
   if (tier.num_staged != 0) {  // all ones: kPaddingKey and kNoRow
     JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(tier.staged_owners, 0xff, tier.num_staged * sizeof(Record), stream));
   }
@@ -407,7 +410,7 @@ LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row
     SumSlotsKernel<<<1, kScanBlock, 0, stream>>>(b);
     ChooseSlotsKernel<<<slot_chunks, kScanBlock, 0, stream>>>(b);
   }
-  MoveKernel<<<BlocksFor(num_blocked * kWarp, wave), kBlock, 0, stream>>>(b);
+  MoveKernel<<<BlocksFor(num_blocked, wave), kBlock, 0, stream>>>(b);
   SlotsKernel<<<BlocksFor(num_blocked, wave), kBlock, 0, stream>>>(b);
   EndKernel<<<BlocksFor(num_blocked, wave), kBlock, 0, stream>>>(b);
   return LastLaunchError();
@@ -420,12 +423,16 @@ LaunchError LaunchPeek(Stream stream, const TierView& tier, const uint32_t* row_
   return LastLaunchError();
 }
 
-LaunchError LaunchReturn(Stream stream, const TierView& tier) {
-  return LaunchWrite(stream, tier, tier.num_lines, tier.num_staged, true);
+LaunchError LaunchWrite(Stream stream, const TierView& tier, const Move* moves, int64_t num_moves, uint32_t begin) {
+  if (num_moves == 0) return nullptr;
+  WriteKernel<<<BlocksFor(num_moves * kWarp, BlocksOfWave()), kBlock, 0, stream>>>(tier, moves, num_moves, begin);
+  return LastLaunchError();
 }
 
-LaunchError LaunchFlush(Stream stream, const TierView& tier) {
-  return LaunchWrite(stream, tier, 0, tier.num_lines, false);
+LaunchError LaunchRead(Stream stream, const TierView& tier, const Move* moves, int64_t num_moves) {
+  if (num_moves == 0) return nullptr;
+  ReadKernel<<<BlocksFor(num_moves * kWarp, BlocksOfWave()), kBlock, 0, stream>>>(tier, moves, num_moves);
+  return LastLaunchError();
 }
 
 }  // namespace jaxsok

@@ -1,20 +1,22 @@
 """Doors of the tier noun: bring, give_back, flush. Rows lie in host memory, some also in a cache on the device."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, no_type_check
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, UInt8, UInt32
 
 from jaxsok.kernels.call import RecordSlab, call, result, workspace
 from jaxsok.kernels.table import Tables
-from jaxsok.types import RECORD_WORDS, RowIds
+from jaxsok.types import IN_HOST, NO_ROW, RECORD_WORDS, RowIds
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+@no_type_check  # trees of shapes and types have this form, too
 class Tier:
     """Where the rows of a store in host memory are, and the cache: `TierView` in ffi/kernels/tier.h."""
 
@@ -28,11 +30,16 @@ class Tier:
     """Key low, key high, table and row id of the row in each slot; all ones where it is free."""
     last_use: UInt32[Array, " num_lines"]
     """The clock of the last call that used the slot."""
-    counters: UInt32[Array, " num_counters"]
+    counters: UInt32[Array, " num_tier_counters"]
     """`jaxsok.types.TIER_COUNTERS`."""
-    order: UInt32[Array, " num_counters"]
+    order: UInt32[Array, " num_words"]
     """Zeros, in place of a store's counters: a call that reads the cache takes and returns them, so that a later one
     which changes the cache comes after it, and XLA makes no copy."""
+
+
+_TIER_ARRAYS = tuple(field.name for field in dataclasses.fields(Tier))
+
+_MOVE_WORDS = 4  # `Move` in ffi/kernels/tier.h
 
 
 class Brought(NamedTuple):
@@ -84,32 +91,92 @@ def bring(
     """
     num_keys = row_ids.shape[0]
     room = num_staged(num_keys, num_slots, keeps=keeps)
-    size = {"workspace": workspace(row_ids, "JaxsokBringWorkspaceBytes", num_keys, num_slots)} if keeps else {}
-    out = call(
-        "jaxsok_tier_bring" if keeps else "jaxsok_tier_peek",
-        {
-            "host": tuple(host),
-            "tier": tier,
-            "records": tuple(records),
-            "tables": tables,
-            "seed": seed,
-            "row_ids": row_ids,
+    states = tuple(result(row_ids, (room, state.shape[1]), "float32") for state in tier.states)
+    staged = {"staged_rows": result(row_ids, (room, tier.rows.shape[1]), tier.rows.dtype), "staged_states": states}
+    owners = {"staged_owners": result(row_ids, (room, RECORD_WORDS), "uint32")}
+    slots = {"slots": result(row_ids, (num_keys,), "uint32")}
+    sizes = {"num_slabs": len(host), "num_states": len(tier.states)}
+    fresh = {"tables": tables, "seed": seed}
+    initial = np.asarray(initial_values, np.float32)
+    if not keeps:
+        read = {"places": tier.places, "rows": tier.rows, "states": tier.states, "host": tuple(host)}
+        out = call(
+            "jaxsok_tier_peek",
+            read | {"records": tuple(records), "row_ids": row_ids} | fresh,
+            slots | owners | staged,
+            num_slots=num_slots,
+            initial=initial,
+            **sizes,
+        )
+        return tier, tuple(host), _brought(out)
+    changed = {name: getattr(tier, name) for name in ("places", "owners", "last_use", "counters", "order")}
+    placed = call(
+        "jaxsok_tier_bring",
+        changed | {"records": tuple(records), "row_ids": row_ids},
+        slots
+        | owners
+        | {
+            "moves": result(row_ids, (num_keys, _MOVE_WORDS), "uint32"),
+            "workspace": workspace(row_ids, "JaxsokBringWorkspaceBytes", num_keys, num_slots),
         },
-        {
-            "slots": result(row_ids, (num_keys,), "uint32"),
-            "staged_rows": result(row_ids, (room, tier.rows.shape[1]), tier.rows.dtype),
-            "staged_states": tuple(result(row_ids, (room, state.shape[1]), "float32") for state in tier.states),
-            "staged_owners": result(row_ids, (room, RECORD_WORDS), "uint32"),
-        }
-        | size,
-        in_place=("host", "tier") if keeps else (),
-        num_slabs=len(host),
-        num_states=len(tier.states),
+        in_place=tuple(changed),
         num_slots=num_slots,
-        initial=np.asarray(initial_values, np.float32),
+        **sizes,
     )
-    brought = Brought(out["slots"], out["staged_rows"], out["staged_states"], out["staged_owners"])
-    return (out["tier"], out["host"], brought) if keeps else (tier, tuple(host), brought)
+    host = _written(host, tier.rows, tier.states, placed["moves"])
+    out = call(
+        "jaxsok_tier_read",
+        {
+            "rows": tier.rows,
+            "states": tier.states,
+            "host": host,
+            "owners": placed["owners"],
+            "staged_owners": placed["staged_owners"],
+            "moves": placed["moves"],
+        }
+        | fresh,
+        staged,
+        in_place=("rows", "states"),
+        initial=initial,
+        **sizes,
+    )
+    tier = Tier(**{name: (out if name in ("rows", "states") else placed)[name] for name in _TIER_ARRAYS})
+    return tier, host, _brought(placed | out)
+
+
+def _brought(out: Mapping[str, Any]) -> Brought:
+    return Brought(**{name: out[name] for name in Brought._fields})
+
+
+def _written(
+    host: Sequence[HostSlab],
+    rows: Float[Array, "_ dim"],
+    states: Sequence[Float32[Array, "_ _"]],
+    moves: UInt32[Array, "num_moves 4"],
+) -> tuple[HostSlab, ...]:
+    """Writes the rows that leave to donated host slabs, with a call for each. See `LaunchWrite`.
+
+    XLA takes any result of a call for the buffer in host memory that the call changes, so it can be the only one.
+    """
+    begins = np.cumsum([0, *(slab.shape[0] for slab in host)])
+    return tuple(
+        call(
+            "jaxsok_tier_write",
+            {"rows": rows, "states": tuple(states), "moves": moves, "host": slab},
+            {},
+            in_place=("host",),
+            num_slabs=1,
+            num_states=len(states),
+            begin=int(begin),
+        )["host"]
+        for slab, begin in zip(host, begins, strict=False)
+    )
+
+
+def _moves_of(owners: UInt32[Array, "num_lines 4"]) -> UInt32[Array, "num_lines 4"]:
+    """Lists the rows of slots as rows that leave."""
+    row_ids, none = owners[:, 3], jnp.full(owners.shape[0], jnp.uint32(NO_ROW))
+    return jnp.stack([jnp.arange(owners.shape[0], dtype=jnp.uint32), row_ids, none, none], axis=1)
 
 
 def give_back(
@@ -119,32 +186,18 @@ def give_back(
     staged_states: Sequence[Float32[Array, "num_staged _"]],
     staged_owners: UInt32[Array, "num_staged 4"],
 ) -> tuple[Tier, tuple[HostSlab, ...]]:
-    """Writes staged rows to host memory; tier and host slabs are donated. See `LaunchReturn`."""
-    out = call(
-        "jaxsok_tier_return",
-        {
-            "host": tuple(host),
-            "tier": tier,
-            "staged_rows": staged_rows,
-            "staged_states": tuple(staged_states),
-            "staged_owners": staged_owners,
-        },
-        {},
-        in_place=("host", "tier"),
-        num_slabs=len(host),
-        num_states=len(tier.states),
-    )
-    return out["tier"], out["host"]
+    """Writes staged rows to host memory; tier and host slabs are donated."""
+    if staged_owners.shape[0] == 0:
+        return tier, tuple(host)
+    host = _written(host, staged_rows, staged_states, _moves_of(staged_owners))
+    places, begin = [], 0
+    for slab in tier.places:
+        lines = staged_owners[:, 3] - jnp.uint32(begin)  # those of other slabs are beyond this one
+        places.append(slab.at[lines].set(jnp.uint32(IN_HOST), mode="drop"))
+        begin += slab.shape[0]
+    return dataclasses.replace(tier, places=tuple(places)), host
 
 
 def flush(tier: Tier, host: Sequence[HostSlab]) -> tuple[Tier, tuple[HostSlab, ...]]:
-    """Writes the rows of the cache to host memory too; tier and host slabs are donated. See `LaunchFlush`."""
-    out = call(
-        "jaxsok_tier_flush",
-        {"host": tuple(host), "tier": tier},
-        {},
-        in_place=("host", "tier"),
-        num_slabs=len(host),
-        num_states=len(tier.states),
-    )
-    return out["tier"], out["host"]
+    """Writes the rows of the cache to host memory too; host slabs are donated."""
+    return tier, _written(host, tier.rows, tier.states, _moves_of(tier.owners))

@@ -1,5 +1,6 @@
 """Tables in host memory: declared, allocated, grown and counted; what they compute is in other files."""
 
+import ctypes
 import gc
 import re
 
@@ -241,7 +242,7 @@ def pinned(monkeypatch):
         made = jax.device_put(np.zeros(shape, np.uint8), place)
         return jax.make_array_from_single_device_arrays(shape, place, [made])  # of the type that DLPack gives
 
-    monkeypatch.setattr(host_slabs, "_pins", lambda: True)
+    monkeypatch.setattr(host_slabs, "_is_pinned", lambda records: True)
     monkeypatch.setattr(host_slabs, "_pinned", part)
 
 
@@ -302,7 +303,7 @@ def test_jax_takes_the_memory_over():
     gc.collect()
     assert not is_mapped(address)
     untaken = HostBytes("cpu", 0, 10_000, 528)
-    address = untaken._tensor
+    address = ctypes.c_void_p.from_address(untaken._tensor).value  # its first word
     assert is_mapped(address)
     del untaken
     assert not is_mapped(address)

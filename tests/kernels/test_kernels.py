@@ -251,10 +251,10 @@ OPS = {
     "jaxsok_update": _update,
     "jaxsok_tier_bring": _tier_bring,
     "jaxsok_tier_peek": _tier_peek,
-    "jaxsok_tier_return": _tier_give_back,
-    "jaxsok_tier_flush": _tier_flush,
+    "jaxsok_tier_write": _tier_give_back,
 }
 JUDGED_ELSEWHERE = {
+    "jaxsok_tier_read",  # the last part of bring
     "jaxsok_lookup_frozen",  # several stores in one call: test_lookup_frozen.py
     "jaxsok_tickets_digest",  # no store is theirs: test_tickets.py
     "jaxsok_tickets_issue",
@@ -265,7 +265,7 @@ JUDGED_ELSEWHERE = {
     "jaxsok_lookup_bags_window",
     "jaxsok_update_bags_window",
 }
-_BY_NAME = {op.__name__[1:]: op for op in OPS.values()}
+_BY_NAME = {op.__name__[1:]: op for op in (*OPS.values(), _tier_flush)}
 
 
 @functools.partial(jax.jit, static_argnums=2)

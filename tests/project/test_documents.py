@@ -627,6 +627,7 @@ API = {
     "jaxsok.FeatureSpec": lambda: members_of(jaxsok.FeatureSpec),
     "jaxsok.StoreSpec": lambda: members_of(jaxsok.StoreSpec),
     "jaxsok.ExchangeSpec": lambda: members_of(jaxsok.ExchangeSpec),
+    "jaxsok.HostMemory": lambda: members_of(jaxsok.HostMemory),
     "jaxsok.Placement": lambda: members_of(jaxsok.Placement),
     "jaxsok.Proposal": lambda: members_of(jaxsok.Proposal),
     "jaxsok.TableProposal": lambda: members_of(jaxsok.TableProposal),
