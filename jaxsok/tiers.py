@@ -35,10 +35,11 @@ def brought(
     if not store.tier:
         return store, store, row_ids
     (tier,) = store.tier
-    tier, host, new = kernels.bring(
+    tier, host, counters, new = kernels.bring(
         tier,
         store.rows,
         store.records,
+        store.counters,
         spec.table_words(),
         seed,
         row_ids,
@@ -46,7 +47,7 @@ def brought(
         spec.num_slots,
         keeps=keeps,
     )
-    store = dataclasses.replace(store, rows=host, tier=(tier,))
+    store = dataclasses.replace(store, rows=host, counters=counters, tier=(tier,))
     has_staged = new.staged_owners.shape[0] > 0
     view = dataclasses.replace(
         store,

@@ -139,6 +139,7 @@ ffi::Error Bring(Call& call) {
   reader.ReadRecords();
   reader.ReadNumSlots();
   const TierView& tier = reader.tier();
+  call.InPlace("store_counters", ffi::U32, {kNumCounters});  // a call that changes records comes after this one
   const Array row_ids = call.Operand("row_ids", ffi::U32, {-1});
   const int64_t n = row_ids.size(0);
   call.Require(n < kMostSlots, "row_ids", "got ", n, ", wanted below ", kMostSlots);

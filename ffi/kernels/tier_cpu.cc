@@ -105,8 +105,8 @@ LaunchError LaunchBring(Stream, const TierView& tier, const uint32_t* row_ids, i
     slots[i] = kNoRow;
     if (row_ids[i] >= tier.capacity) continue;
     const uint32_t place = *tier.PlaceAt(row_ids[i]);
-    const bool is_pending = place >= kPendingInHost && place < kInHost;
-    if (is_pending || place < tier.num_slots) slots[i] = is_pending ? slot_of(place % kMostSlots) : place;
+    if (place < tier.num_slots) slots[i] = place;
+    if (place >= kPendingInHost && place < kInHost) slots[i] = slot_of(place % kMostSlots);
     if (place == kFresh) slots[i] = 0;
   }
   for (int64_t rank = 0; rank < num_missing; ++rank) {

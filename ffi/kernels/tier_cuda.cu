@@ -282,16 +282,11 @@ __global__ void __launch_bounds__(kBlock) MoveKernel(const __grid_constant__ Bri
 // One thread, one position.
 __global__ void __launch_bounds__(kBlock) SlotsKernel(const __grid_constant__ Bringing b) {
   for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < b.num_keys; i += int64_t{gridDim.x} * kBlock) {
-    if (!b.IsRow(b.row_ids[i])) {
-      b.slots[i] = kNoRow;
-      continue;
-    }
-    uint32_t place = *b.tier.PlaceAt(b.row_ids[i]);
-    if (place == kFresh) {
-      place = 0;
-    } else if (place >= kPendingInHost && place < kInHost) {
+    uint32_t place = kNoRow;
+    if (b.IsRow(b.row_ids[i])) place = *b.tier.PlaceAt(b.row_ids[i]) == kFresh ? 0 : *b.tier.PlaceAt(b.row_ids[i]);
+    if (place >= kPendingInHost && place < kInHost) {
       place = b.SlotOfRank(b.rank_of[min(static_cast<int64_t>(place % kMostSlots), b.num_keys - 1)]);
-    } else if (place >= b.tier.num_slots) {
+    } else if (place != 0 && place >= b.tier.num_slots) {
       place = kNoRow;
     }
     b.slots[i] = place;

@@ -76,6 +76,7 @@ def bring(
     tier: Tier,
     host: Sequence[HostSlab],
     records: Sequence[RecordSlab],
+    counters: UInt32[Array, " num_counters"],
     tables: Tables,
     seed: UInt32[Array, "2"],
     row_ids: RowIds,
@@ -83,10 +84,11 @@ def bring(
     num_slots: int,
     *,
     keeps: bool,
-) -> tuple[Tier, tuple[HostSlab, ...], Brought]:
+) -> tuple[Tier, tuple[HostSlab, ...], UInt32[Array, " num_counters"], Brought]:
     """Gives every row of a call a slot that holds its numbers. See `LaunchBring` in ffi/kernels/tier.h.
 
-    Tier and host slabs are donated. `initial_values` are those of optimizer state, for fresh rows. Without `keeps`
+    Tier, host slabs and the store's counters are donated; the counters do not change, but an op that takes them, as one
+    that changes records, comes after this one. `initial_values` are those of optimizer state, for fresh rows. Without `keeps`
     nothing changes, nor is donated: what the cache does not have is staged, once for each position (`LaunchPeek`).
     """
     num_keys = row_ids.shape[0]
@@ -108,18 +110,18 @@ def bring(
             initial=initial,
             **sizes,
         )
-        return tier, tuple(host), _brought(out)
+        return tier, tuple(host), counters, _brought(out)
     changed = {name: getattr(tier, name) for name in ("places", "owners", "last_use", "counters", "order")}
     placed = call(
         "jaxsok_tier_bring",
-        changed | {"records": tuple(records), "row_ids": row_ids},
+        changed | {"records": tuple(records), "store_counters": counters, "row_ids": row_ids},
         slots
         | owners
         | {
             "moves": result(row_ids, (num_keys, _MOVE_WORDS), "uint32"),
             "workspace": workspace(row_ids, "JaxsokBringWorkspaceBytes", num_keys, num_slots),
         },
-        in_place=tuple(changed),
+        in_place=(*changed, "store_counters"),
         num_slots=num_slots,
         **sizes,
     )
@@ -141,7 +143,7 @@ def bring(
         **sizes,
     )
     tier = Tier(**{name: (out if name in ("rows", "states") else placed)[name] for name in _TIER_ARRAYS})
-    return tier, host, _brought(placed | out)
+    return tier, host, placed["store_counters"], _brought(placed | out)
 
 
 def _brought(out: Mapping[str, Any]) -> Brought:
