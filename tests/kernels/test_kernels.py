@@ -195,8 +195,8 @@ def _combine_transpose(s, x, features, num_unique, num_tiles, dtype):
 
 def _tier_bring(s, x, tables, initial, num_slots, is_number, keeps=True):
     tables = np.array(tables, np.uint32)
-    moved, host, brought = tier.bring(
-        s.tier[0], s.rows, s.records, tables, x["seed"], x["row_ids"], initial, num_slots, keeps=keeps
+    moved, host, counters, brought = tier.bring(
+        s.tier[0], s.rows, s.records, s.counters, tables, x["seed"], x["row_ids"], initial, num_slots, keeps=keeps
     )
     # Lines of which nothing is promised.
     is_used = (brought.staged_owners[:, 3] != jnp.uint32(kernel_model.NO_ROW))[:, None]
@@ -204,7 +204,7 @@ def _tier_bring(s, x, tables, initial, num_slots, is_number, keeps=True):
     staged = jax.tree.map(lambda lines: jnp.where(is_used, lines, jnp.zeros_like(lines)), staged)
     owners = jnp.where(is_used, brought.staged_owners, jnp.uint32(kernel_model.NO_ROW))
     outputs = {"slots": brought.slots, **staged, "staged_owners": owners}
-    return outputs, _with_tier(s, moved, host, is_number)
+    return outputs, _with_tier(dataclasses.replace(s, counters=counters), moved, host, is_number)
 
 
 def _tier_peek(s, x, **statics):
