@@ -125,8 +125,7 @@ constexpr int64_t BringWorkspaceBytes(int64_t num_keys, int64_t num_slots) {
 /// Gives every row of a call a slot, and lists what has to be moved; LaunchWrite and LaunchRead, in this order, do it.
 ///
 /// Pre    : num_staged is at least num_keys - num_slots. The places of rows that are not in use are kFresh. No numbers
-/// of rows are looked at: of the tier only records, places, owners, last_use,
-///          counters and staged_owners.
+///          of rows are looked at: of the tier only records, places, owners, last_use, counters and staged_owners.
 /// Post   : slots[i] is the slot of row_ids[i], the same for equal rows; kNoRow for row ids that are not below the
 ///          capacity, and 0 for rows that are not in use: stale plans name them, whose uses are counted but neither
 ///          read nor write. Rows that were not in the cache take the slots that have not been used for longest, free

@@ -30,7 +30,7 @@ class Tier:
     """Key low, key high, table and row id of the row in each slot; all ones where it is free."""
     last_use: UInt32[Array, " num_lines"]
     """The clock of the last call that used the slot."""
-    counters: UInt32[Array, " num_counters"]
+    counters: UInt32[Array, " num_tier_counters"]
     """`jaxsok.types.TIER_COUNTERS`."""
     order: UInt32[Array, " num_words"]
     """Zeros, in place of a store's counters: a call that reads the cache takes and returns them, so that a later one
@@ -189,6 +189,8 @@ def give_back(
     staged_owners: UInt32[Array, "num_staged 4"],
 ) -> tuple[Tier, tuple[HostSlab, ...]]:
     """Writes staged rows to host memory; tier and host slabs are donated."""
+    if staged_owners.shape[0] == 0:
+        return tier, tuple(host)
     host = _written(host, staged_rows, staged_states, _moves_of(staged_owners))
     places, begin = [], 0
     for slab in tier.places:
