@@ -634,7 +634,7 @@ def described(stores: Sequence[StoreSpec]) -> list[str]:
         for s, store in enumerate(stores)
         if (globals_ := store.optimizer.init_globals(store.dim))
     ]
-    lines += [f"{s}:memory:{store.num_slots}" for s, store in enumerate(stores) if store.memory is not None]
+    lines += [f"{s}:{store.memory}" for s, store in enumerate(stores) if store.memory is not None]
     if stores[0].num_shards == 1:
         return lines
     placements = [f":{table.placement} of {store.num_shards}" for store in stores for table in store.tables]

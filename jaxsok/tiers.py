@@ -44,7 +44,7 @@ def brought(
         seed,
         row_ids,
         [state.initial_value for state in spec.state_specs],
-        spec.num_slots,
+        tier.rows.shape[0] if spec.num_slots else 0,  # a declared share follows the capacity, the arrays do not
         keeps=keeps,
     )
     store = dataclasses.replace(store, rows=host, counters=counters, tier=(tier,))

@@ -54,7 +54,7 @@ FRESH: int = 2**32 - 1
 IN_HOST: int = 2**32 - 2
 """The place of a row that only host memory has."""
 
-MAX_SLOTS: int = 2**30
+MAX_SLOTS: int = 2**30 - 1
 """The most rows in the cache of a shard."""
 
 TIER_COUNTERS: tuple[str, ...] = ("clock", "num_hits", "num_fetched", "num_written")
