@@ -1,10 +1,10 @@
 """Tables in host memory with a cache on the device: MLPerf's DLRM, and the same with all rows on the device.
 
 Question: how much of the throughput is left when half, a tenth and a fiftieth of the rows fit the device?
-Workload: M1 with 1,000,000 rows in each of its 26 tables, 8,192 samples, one key a bag, Zipf 1.05 over all rows; 128 floats with
-          rowwise Adagrad, and 64 with Adam. Every step has keys of its own. All rows are in the tables, and in host
-          memory, before anything is timed; they were filled from the rarest to the most frequent, so that the cache
-          begins with about what it would hold after a long run.
+Workload: M1 with 1,000,000 rows in each of its 26 tables, 8,192 samples, one key a bag, Zipf 1.05 over all rows; 128
+          floats with rowwise Adagrad, and 64 with Adam. Every step has keys of its own. All rows are in the tables, and
+          in host memory, before anything is timed; they were filled from the rarest to the most frequent, so that the
+          cache begins with about what it would hold after a long run.
 Limit:    the larger of the step on the device and the records that crossed the link over the rate of that path ("bring
           random rows": nearly all of them are read, and as many written).
 Command:  `python -m jaxsok bench --only tiers`

@@ -88,8 +88,9 @@ def bring(
     """Gives every row of a call a slot that holds its numbers. See `LaunchBring` in ffi/kernels/tier.h.
 
     Tier, host slabs and the store's counters are donated; the counters do not change, but an op that takes them, as one
-    that changes records, comes after this one. `initial_values` are those of optimizer state, for fresh rows. Without `keeps`
-    nothing changes, nor is donated: what the cache does not have is staged, once for each position (`LaunchPeek`).
+    that changes records, comes after this one. `initial_values` are those of optimizer state, for fresh rows. Without
+    `keeps` nothing changes, nor is donated: what the cache does not have is staged, once for each position
+    (`LaunchPeek`).
     """
     num_keys = row_ids.shape[0]
     room = num_staged(num_keys, num_slots, keeps=keeps)
