@@ -87,6 +87,8 @@ class Config:
     """How many devices to use; None: all. In several processes always all."""
     placement: str = "auto"
     """Where tables live, if there are several devices: "auto" asks the planner; "sharded" spreads all of them."""
+    device_rows: float | None = None
+    """Share of the rows that devices have, all others being in host memory alone; None: all rows are on the devices."""
     lookahead: int = 0
     """1: each step looks the next batch up too, with the same results (docs/lookups_ahead.md)."""
     staleness: int = 0
@@ -99,6 +101,11 @@ class Config:
     """Which of them this is, where the launcher does not say; None: $PROCESS_ID."""
     heartbeat_timeout_s: int = 100
     """After so many seconds without a word from a process, or of waiting for one at the end, all of them end."""
+
+    @property
+    def memory(self) -> jaxsok.HostMemory | None:
+        """Where rows of the tables lie."""
+        return None if self.device_rows is None else jaxsok.HostMemory(self.device_rows)
 
     def of_process(self: AnyConfig) -> AnyConfig:
         """Returns the configuration of this process: only the first one shows progress, and streams are counted."""
@@ -356,6 +363,8 @@ def add_options(parser: argparse.ArgumentParser, default: Config, optimizers: It
     add("--dim", type=int, default=default.dim, help="dim of the tables")
     add("--optimizer", choices=sorted(optimizers), default=default.optimizer, help="optimizer of the tables")
     add("--learning-rate", type=float, default=default.learning_rate, help="learning rate of the tables")
+    add("--device-rows", type=float, metavar="SHARE",
+        help="keep the tables in host memory, with a cache of this share of their rows on the devices")  # fmt: skip
     add("--dense-learning-rate", type=float, default=default.dense_learning_rate,
         help="learning rate of the dense part")  # fmt: skip
     add("--bottom", nargs="*", type=int, default=default.bottom, metavar="WIDTH",

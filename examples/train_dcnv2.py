@@ -174,6 +174,7 @@ def declare(config: Config) -> tuple[list[jaxsok.TableSpec], list[jaxsok.Feature
             dtype=config.row_dtype,
             embedding_dtype="float32",
             initializer=jaxsok.initializers.uniform(-1 / math.sqrt(rows), 1 / math.sqrt(rows)),
+            memory=config.memory,
         )
         for name, rows in config.table_rows.items()
     ]

@@ -112,7 +112,10 @@ def make_model(config: Config) -> DLRM:
 def make_collection(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxsok.Collection:
     """Declares a table and a feature for each category; with a mesh they are split over its devices."""
     optimizer = OPTIMIZERS[config.optimizer](config.learning_rate)
-    tables = [jaxsok.TableSpec(name, config.dim, optimizer, capacity=config.capacity) for name in criteo.CATEGORY_NAMES]
+    tables = [
+        jaxsok.TableSpec(name, config.dim, optimizer, capacity=config.capacity, memory=config.memory)
+        for name in criteo.CATEGORY_NAMES
+    ]
     features = [jaxsok.FeatureSpec(name, table=name) for name in criteo.CATEGORY_NAMES]
     if mesh is None:
         return jaxsok.Collection(tables, features)

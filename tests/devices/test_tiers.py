@@ -454,3 +454,40 @@ def test_chunks(device_rows):
         for chunk, other in zip(chunks, others, strict=True):
             jax.tree.map(assert_same_bits, vars(chunk), vars(other))
     programs.assert_same_state(before, got)
+
+
+def test_flax_layers():
+    """A layer of a model trains tables in host memory as it trains those on a device."""
+    nnx = pytest.importorskip("flax.nnx")
+    from jaxsok.layers import nnx as layers
+
+    def train(memory):
+        tables = [jaxsok.TableSpec("item", 4, jaxsok.optim.adam(0.1), capacity=64, memory=memory)]
+        collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+
+        class Model(nnx.Module):
+            def __init__(self):
+                self.embed = layers.Embeddings(collection, seed=0)
+
+        model, losses = Model(), []
+
+        @functools.partial(nnx.jit, donate_argnums=0)
+        def step(model, batch):
+            loss, grads = layers.value_and_grad(lambda m: jnp.mean((m.embed(batch.features)["clicked"] - 1) ** 2))(
+                model
+            )
+            return loss, model.embed.update(grads)
+
+        for number in range(6):
+            batch = collection.batch({"clicked": np.random.default_rng(number).integers(0, 90, 40)})
+            model.embed.grow(batch)
+            loss, stats = step(model, batch)
+            stats.check()
+            losses.append(float(loss))
+        return losses, collection.export_table(model.embed.tables.get_value(), "item")
+
+    losses, plain = train(None)
+    tiered_losses, tiered = train(jaxsok.HostMemory(device_rows=24))
+    assert tiered_losses == losses and losses[-1] < losses[0]
+    for name in ("keys", "rows"):
+        np.testing.assert_array_equal(tiered[name], plain[name])
