@@ -129,7 +129,7 @@ def _measure(recorder: Recorder, copy_gb_s: float, dim: int, num_rows: int, repe
     _renew(one, begin, 0, 0)
     samples: dict[str, list[float]] = {what: [] for what in (records.SELECT, records.RELEASE, records.EVICT)}
     for number in range(repetitions + 1):  # the first compiles
-        ms, (flags, _) = _timed(lambda: evict._select(leaving, one.store, clock, kept, None))
+        ms, (flags, _) = _timed(lambda: evict._select(leaving, one.store, one.state.seed, clock, kept, None))
         samples[records.SELECT].append(ms)
         if number == 0:
             _require_the_oldest(one.store.statistics, flags, one.store.records, num_gone)
@@ -138,7 +138,7 @@ def _measure(recorder: Recorder, copy_gb_s: float, dim: int, num_rows: int, repe
         del flags
         one.require_rows(num_rows - num_gone)
         _renew(one, begin, num_gone, 2 * number + 1)
-        call = functools.partial(evict._evict, (leaving,), (one.store,), clock, (kept,), (None,))
+        call = functools.partial(evict._evict, (leaving,), (one.store,), one.state.seed, clock, (kept,), (None,))
         ms, ((one.store, _),) = _timed(call)
         samples[records.EVICT].append(ms)
         one.require_rows(num_rows - num_gone)
@@ -185,11 +185,11 @@ def _measure(recorder: Recorder, copy_gb_s: float, dim: int, num_rows: int, repe
 def _hand_over(one: OneTable, leaving: evict.Leaving, clock: jax.Array, num_rows: int) -> tuple[list[float], int]:
     """Milliseconds of reading who leaves, and their bytes; nobody leaves."""
     num_gone = max(1, min(num_rows // SHARE, HAND_OVER_ROWS))
-    flags, _ = evict._select(leaving, one.store, clock, jnp.uint32(num_rows - num_gone), None)
+    flags, _ = evict._select(leaving, one.store, one.state.seed, clock, jnp.uint32(num_rows - num_gone), None)
     times, num_bytes, seen = [], 0, 0
     for _ in range(2):  # the first compiles
         begin, num_bytes, seen = time.perf_counter(), 0, 0
-        for _, part in evict.selected_records(one.store_spec, one.store, flags):
+        for _, part in evict.selected_records(one.store_spec, one.store, one.state.seed, flags):
             seen += part.num_rows
             arrays = (part.keys, part.rows, *part.state.values(), part.last_step, part.frequency)
             num_bytes += sum(array.nbytes for array in arrays if array is not None)

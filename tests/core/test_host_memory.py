@@ -94,7 +94,7 @@ def test_tables_of_one_memory_share_a_store():
 def test_the_cache_is_in_the_fingerprint_where_there_is_one():
     """States of tables on the device keep the fingerprint that they had."""
     plain, cached = (described(group_into_stores([table(memory=memory, capacity=50)])) for memory in (None, 10))
-    assert cached == [*plain, "0:memory:10"]
+    assert cached == [*plain, "0:HostMemory(device_rows=10)"]
 
 
 def test_rows_in_host_memory_are_not_proposed_on_every_device():

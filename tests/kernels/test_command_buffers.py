@@ -178,6 +178,7 @@ def single_cases(abstract):
             ),
         }
         | life_cases(abstract)
+        | tier_cases(abstract)
         | frozen_cases(abstract)
     )
 
@@ -241,6 +242,19 @@ def life_cases(abstract):
     }
 
 
+def tier_cases(abstract):
+    """A step and an evaluation whose rows lie in host memory, which topologies do not have: in memory of the device."""
+    memory = jaxsok.HostMemory(device_rows=100)
+    item = jaxsok.TableSpec("item", 8, jaxsok.optim.adagrad(0.1), capacity=4096, memory=memory)
+    collection = jaxsok.Collection([item], [jaxsok.FeatureSpec("clicked", table="item")])
+    state = jax.tree.map(abstract, collection.init(seed=0))
+    features = jax.tree.map(abstract, collection.batch({"clicked": np.arange(64)}).features)
+    return {
+        "tiered step": (programs.train_step(collection), (state, features)),
+        "tiered find": (collection.find, (state, features)),
+    }
+
+
 def combined(rows, inverse):
     """Both ways between rows and bags of three."""
     offsets = jnp.arange(0, 10, 3, dtype=jnp.int32)
@@ -275,6 +289,8 @@ SMALL = (
     "assign",
     "evict",
     "wait",
+    "tiered step",
+    "tiered find",
     "frozen",
     "release",
 )  # fewer commands than XLA takes the trouble for, unless told so
@@ -315,7 +331,9 @@ def compile_for_h200(marks):
         cases = {"train step": cases["train step"]}
     results = {}
     for name, (function, arguments) in cases.items():
-        lowered = jax.jit(function, donate_argnums=() if name in ("find", "plan", "frozen") else 0).lower(*arguments)
+        lowered = jax.jit(
+            function, donate_argnums=() if name in ("find", "tiered find", "plan", "frozen") else 0
+        ).lower(*arguments)
         with tempfile.TemporaryDirectory() as folder:
             # The defaults, as users get them; but XLA leaves out graphs of fewer than five commands.
             least = {} if name in SINGLE else {"xla_gpu_graph_min_graph_size": 1}
