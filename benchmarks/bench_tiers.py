@@ -38,7 +38,7 @@ NUM_ROWS = 1_000_000
 """Rows of each of the 26 tables."""
 
 SHARES = (None, 0.5, 0.1, 0.02)
-"""Of the rows, in the cache; None: all rows lie on the device."""
+"""Shares of the rows that the cache has; None: all rows lie on the device."""
 
 NUM_BATCHES = 160
 """Batches with keys of their own; the first half fills caches and compiles."""

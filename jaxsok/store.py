@@ -25,7 +25,7 @@ MIN_BUCKETS = 16  # 1 KiB; below it the index costs nothing worth saving
 
 
 class Slab(NamedTuple):
-    """What a slab adds to the arrays of a store."""
+    """The arrays that a slab adds to a store."""
 
     rows: tuple[Array, ...]
     """One array; none before the host slab is there."""

@@ -46,7 +46,7 @@ class Brought(NamedTuple):
     """Rows that a call may read and write, by slot: slots below `num_lines` are the cache's, the others are staged."""
 
     slots: RowIds
-    """Of each row asked for; NO_ROW where there is none."""
+    """The slot of each row asked for; NO_ROW where there is none."""
     staged_rows: Float[Array, "num_staged dim"]
     """Without lines where everything fits the cache."""
     staged_states: tuple[Float32[Array, "num_staged _"], ...]
@@ -54,7 +54,7 @@ class Brought(NamedTuple):
 
 
 HostSlab = UInt8[Array, "_ host_bytes"]
-"""What each row owns in one piece: its numbers, then its optimizer state from a multiple of 4 bytes on."""
+"""A record for each row: its numbers, then its optimizer state from a multiple of 4 bytes on."""
 
 
 def host_bytes(row_bytes: int, state_widths: Sequence[int]) -> int:
