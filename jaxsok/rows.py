@@ -46,7 +46,7 @@ class RowSlab:
 
     @property
     def records(self) -> UInt32[Array, "size 4"]:
-        """Whose the rows are."""
+        """The key and table of each row."""
         return self.store.records[self.number]
 
     @property

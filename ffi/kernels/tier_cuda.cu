@@ -1,9 +1,9 @@
 // Tiers on a GPU (tier.h says what).
 //
 // A call marks the rows that are not here with the smallest of their positions, numbers these, takes as many slots that
-// have not been used for longest, and moves the rows: a warp writes the record of the row that leaves and reads that of
-// the row that comes, both over the link. Everything is decided on the device; passes that have nothing to do end at
-// once.
+// have not been used for longest, and lists the moves. Two more calls make them: a warp writes the record of a row that
+// leaves, and later one reads that of a row that comes. Everything is decided on the device; passes that have nothing
+// to do end at once.
 #include <cub/block/block_scan.cuh>
 
 #include "../core/initialize.h"
