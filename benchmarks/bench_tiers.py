@@ -1,6 +1,7 @@
 """Tables in host memory with a cache on the device: MLPerf's DLRM, and the same with all rows on the device.
 
-Question: how much of the throughput is left when half, a tenth and a fiftieth of the rows fit the device?
+Question: how much of the throughput is left when half, a tenth and a fiftieth of the rows fit the device, with and
+          without lookups ahead, which bring the rows of the next batch while the model runs?
 Workload: M1 with 1,000,000 rows in each of its 26 tables, 8,192 samples, one key a bag, Zipf 1.05 over all rows; 128
           floats with rowwise Adagrad, and 64 with Adam. Every step has keys of its own. All rows are in the tables, and
           in host memory, before anything is timed; they were filled from the rarest to the most frequent, so that the
@@ -25,6 +26,7 @@ import optax
 
 import jaxsok
 from jaxsok import tiers
+from jaxsok.plan import Plan
 from jaxsok.types import TIER_COUNTERS
 
 from . import dlrm, fill, records, workloads
@@ -40,8 +42,8 @@ NUM_ROWS = 1_000_000
 SHARES = (None, 0.5, 0.1, 0.02)
 """Shares of the rows that the cache has; None: all rows lie on the device."""
 
-NUM_BATCHES = 160
-"""Batches with keys of their own; the first half fills caches and compiles."""
+NUM_BATCHES = 240
+"""Batches with keys of their own: a third fills caches, one is timed, and one is timed with lookups ahead."""
 
 _FILL_IDS = 1 << 14
 """Ids of each table in one step that fills."""
@@ -51,7 +53,7 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_
     """Measures each optimizer, first with all rows on the device."""
     for name, optimizer in RUNS[: 1 if is_quick else None]:
         workload = dataclasses.replace(workloads.on_mesh(name), num_rows=NUM_ROWS).scaled(scale)
-        ids = workloads.draw_batches(workload, "zipf1.05", 12 if is_quick else NUM_BATCHES, seed)
+        ids = workloads.draw_batches(workload, "zipf1.05", 18 if is_quick else NUM_BATCHES, seed)
         on_device = None
         for share in SHARES:
             if recorder.has_time(f"tiers of {name} at {share}"):
@@ -61,6 +63,12 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_
                     del bench
                 gc.collect()
                 recorder.write()
+
+
+def _looked_up_ahead(plans: list[Plan]) -> list[Plan]:
+    """Gives each plan the next one, as `Collection.pipeline(lookahead=1)` does."""
+    pairs = itertools.pairwise(plans)
+    return [*(dataclasses.replace(plan, following=(following,)) for plan, following in pairs), plans[-1]]
 
 
 class _Bench:
@@ -98,42 +106,55 @@ class _Bench:
         labels = jnp.asarray(np.arange(workload.num_bags) % 2, jnp.float32)
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def step(carry, features):
+        def step(carry, plan):
             state, params, opt_state = carry
-            embeddings, state, plan = collection.lookup(state, features)
+            embeddings, state, plan = collection.lookup(state, plan)
             loss, (g_params, g_embeddings) = jax.value_and_grad(dlrm.loss, (0, 1))(params, embeddings, dense, labels)
             state, stats = collection.update(state, plan, g_embeddings)
             updates, opt_state = tx.update(g_params, opt_state, params)
             return (state, optax.apply_updates(params, updates), opt_state), (loss, stats)
 
-        batches = [self._pack(one) for one in ids]
+        plans = [Plan(self._pack(one)) for one in ids]
         carry = (self._state, params, tx.init(params))
         del self._state
-        half = len(batches) // 2
-        for features in batches[:half]:
-            carry, (loss, stats) = step(carry, features)
+        third = len(plans) // 3
+        for plan in plans[:third]:
+            carry, (loss, stats) = step(carry, plan)
         stats.check()
         if not np.isfinite(float(loss)):
             raise RuntimeError(f"{workload.name}: the loss is {float(loss)}.")
-        before, times, size = self._counters(carry[0]), [], max(1, half // 8)
-        for begin in range(half, 2 * half - size + 1, size):
+        carry, timing, moved = self._time(step, carry, plans[third : 2 * third])
+        if self._share is None:
+            self._add(records.DLRM, timing, moved)
+            return timing
+        carry, ahead, moved_ahead = self._time(step, carry, _looked_up_ahead(plans[2 * third :]))
+        bring, moved_alone = self._measure_bring(carry[0])
+        self._add(records.BRING, bring, moved_alone)
+        rate = sum(moved_alone[name] for name in ("num_fetched", "num_written")) / bring.ms
+        of_device = 0.0 if on_device is None else on_device.ms
+        for suffix, steps, counts in (("", timing, moved), (", looked up ahead", ahead, moved_ahead)):
+            limit_ms = max((counts["num_fetched"] + counts["num_written"]) / rate, of_device)
+            throughput = of_device / steps.ms if on_device else None
+            self._add(records.DLRM, steps, counts, limit_ms, suffix, throughput=throughput)
+        return on_device
+
+    def _time(self, step: Any, carry: Any, plans: list[Plan]) -> tuple[Any, Timing, dict[str, float]]:
+        """Times steps with keys of their own; also returns what moved in each. The first of two groups compiles."""
+        size = max(1, len(plans) // 8)
+        for plan in plans[: 2 * size]:
+            carry, out = step(carry, plan)
+        before, times = self._counters(jax.block_until_ready(carry)[0]), []
+        for begin in range(2 * size, len(plans) - size, size):
             start = time.perf_counter()
-            for features in itertools.islice(batches, begin, begin + size):
-                carry, out = step(carry, features)
+            for plan in plans[begin : begin + size]:
+                carry, out = step(carry, plan)
             jax.block_until_ready((carry, out))
             times.append((time.perf_counter() - start) * 1e3 / size)
-        timing, num_steps = summary(times, size), len(times) * size
+        num_steps = len(times) * size
         moved = {name: (count - before[name]) / num_steps for name, count in self._counters(carry[0]).items()}
-        limit_ms = None
-        if self._share is not None:
-            bring, moved_alone = self._measure_bring(carry[0])
-            self._add(records.BRING, bring, moved_alone)
-            rate = sum(moved_alone[name] for name in ("num_fetched", "num_written")) / bring.ms
-            crossed = (moved["num_fetched"] + moved["num_written"]) / rate
-            limit_ms = max(crossed, 0.0 if on_device is None else on_device.ms)
-        throughput = None if on_device is None else on_device.ms / timing.ms
-        self._add(records.DLRM, timing, moved, limit_ms, throughput=throughput)
-        return timing if self._share is None else on_device
+        for plan in plans[2 * size + num_steps :]:  # the last leaves nothing in flight
+            carry, _ = step(carry, plan)
+        return jax.block_until_ready(carry), summary(times, size), moved
 
     def _counters(self, state: jaxsok.State) -> dict[str, int]:
         (store,) = state.stores
@@ -162,7 +183,13 @@ class _Bench:
         return summary(times, 1), moved
 
     def _add(
-        self, what: str, timing: Timing, moved: dict[str, float], limit_ms: float | None = None, **notes: Any
+        self,
+        what: str,
+        timing: Timing,
+        moved: dict[str, float],
+        limit_ms: float | None = None,
+        suffix: str = "",
+        **notes: Any,
     ) -> None:
         self._recorder.add(
             Record(
@@ -172,7 +199,7 @@ class _Bench:
                 timing,
                 distribution="zipf1.05" if what == records.DLRM else "uniform",
                 optimizer=self._optimizer,
-                variant="all on the device" if self._share is None else f"{self._share:.0%} in the cache",
+                variant="all on the device" if self._share is None else f"{self._share:.0%} in the cache{suffix}",
                 num_keys=self._workload.num_keys,
                 limit_ms=limit_ms,
                 notes={"part": "tiers", **{name: round(count) for name, count in moved.items()}, **notes},

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok import lookup as lookup_lib
 from jaxsok import stats as stats_lib
-from jaxsok import tickets
+from jaxsok import tickets, tiers
 from jaxsok.checks import there
 from jaxsok.features import Features
 from jaxsok.gradients import Gradients, Used
@@ -97,6 +97,7 @@ class Steps:
                 found.append(lookup_lib.nothing(spec))
                 continue
             stores[s], of_store, digest = self.strategy.index(spec, s, state, plan, step)
+            stores[s] = tiers.brought_ahead(spec, stores[s], of_store.row_ids)
             found.append(of_store)
             digests.append(digest)
         after, ticket = tickets.issue(state, stores, plan.features, digests)

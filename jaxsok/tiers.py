@@ -44,7 +44,7 @@ def brought(
         seed,
         row_ids,
         [state.initial_value for state in spec.state_specs],
-        tier.rows.shape[0] if spec.num_slots else 0,  # a declared share follows the capacity, the arrays do not
+        _num_slots(spec, store),
         keeps=keeps,
     )
     store = dataclasses.replace(store, rows=host, counters=counters, tier=(tier,))
@@ -61,6 +61,26 @@ def brought(
         tier=(),
     )
     return store, view, new.slots
+
+
+def brought_ahead(spec: StoreSpec, store: StoreState, row_ids: RowIds) -> StoreState:
+    """Begins to bring rows that a later op brings: the numbers of rows change nowhere, and no place does.
+
+    On a GPU their records are read, and those of rows that make room are written, while other work runs; the op that
+    brings the rows waits for both. What is done with the store in between may undo the advantage, but nothing else.
+    Does nothing where the op might stage rows: those are written to host memory after each op.
+    """
+    num_keys, num_slots = row_ids.shape[0], _num_slots(spec, store)
+    if num_keys > num_slots:
+        return store
+    (tier,) = store.tier
+    tier, host, counters = kernels.bring_ahead(tier, store.rows, store.records, store.counters, row_ids, num_slots)
+    return dataclasses.replace(store, rows=host, counters=counters, tier=(tier,))
+
+
+def _num_slots(spec: StoreSpec, store: StoreState) -> int:
+    """Returns the slots of the cache; a declared share follows the capacity, but the arrays do not."""
+    return store.tier[0].rows.shape[0] if store.tier and spec.num_slots else 0
 
 
 def returned(store: StoreState, view: StoreState, *, writes: bool = False) -> StoreState:

@@ -195,8 +195,8 @@ class Call {
       },                                                                                                               \
       ffi::Ffi::Bind().Ctx<StreamContext>().RemainingArgs().RemainingRets().Attrs())
 
-/// The same for a handler that exchanges through windows: it knows its device, and is not captured in CUDA graphs.
-#define JAXSOK_DEFINE_WINDOW_HANDLER(symbol, op, Impl)                                       \
+/// The same for a handler that is not captured in CUDA graphs: it also knows its device.
+#define JAXSOK_DEFINE_EAGER_HANDLER(symbol, op, Impl)                                        \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                             \
       symbol,                                                                                \
       [](StreamArgument stream, int32_t device, ffi::RunId run, ffi::RemainingArgs operands, \

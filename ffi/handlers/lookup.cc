@@ -148,8 +148,8 @@ ffi::Error LookupBagsWindow(Call& call) {
 
 }  // namespace
 
-JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokLookupBagsWindow, "lookup_bags_window", LookupBagsWindow);
-JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokLookupWindow, "lookup_window", LookupWindow);
+JAXSOK_DEFINE_EAGER_HANDLER(JaxsokLookupBagsWindow, "lookup_bags_window", LookupBagsWindow);
+JAXSOK_DEFINE_EAGER_HANDLER(JaxsokLookupWindow, "lookup_window", LookupWindow);
 JAXSOK_DEFINE_HANDLER(JaxsokLookup, "lookup", Lookup);
 JAXSOK_DEFINE_HANDLER(JaxsokLookupFind, "lookup_find", LookupFind);
 JAXSOK_DEFINE_HANDLER(JaxsokLookupPlanned, "lookup_planned", LookupPlanned);

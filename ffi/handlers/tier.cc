@@ -1,4 +1,4 @@
-// Handlers of the tier noun: bring, write, read, peek.
+// Handlers of the tier noun: bring, write and read, each also ahead, and peek.
 #include "../kernels/tier.h"
 
 #include "buffers.h"
@@ -32,10 +32,11 @@ class TierReader {
                                     [&](int s, const Array& slab) { tier_.records.data[s] = slab.as<Record>(); });
     call_.Require(words == 4, "records", "got ", words, " words a row, wanted 4");
   }
+  /// Host slabs, which do not change.
+  void ReadHostAddresses() { ReadHostSlabs(false); }
   /// After the rows and states, whose bytes a record has.
   void ReadHost(bool changes) {
-    tier_.host_bytes =
-        ReadSlabs("host", ffi::U8, changes, [&](int s, const Array& slab) { tier_.host.data[s] = slab.as<uint8_t>(); });
+    ReadHostSlabs(changes);
     const int64_t wanted = HostRecordBytes(tier_.RowBytes(), num_state_words_);
     call_.Require(tier_.host_bytes == wanted, "host", "got ", tier_.host_bytes, " bytes a row, wanted ", wanted);
   }
@@ -60,9 +61,10 @@ class TierReader {
     TakeNumLines(owners.size(0));
     tier_.owners = owners.as<Record>();
   }
+  void ReadTierCounters() { tier_.counters = Next("counters", ffi::U32, {kNumTierCounters}).as<uint32_t>(); }
   void ReadClocks() {
     tier_.last_use = Next("last_use", ffi::U32, {tier_.num_lines}).as<uint32_t>();
-    tier_.counters = Next("counters", ffi::U32, {kNumTierCounters}).as<uint32_t>();
+    ReadTierCounters();
     Next("order", ffi::U32, {kNumCounters});
   }
   void ReadNumSlots() {
@@ -111,6 +113,12 @@ class TierReader {
     tier_.capacity = slabs.capacity();
     return width;
   }
+  void ReadHostSlabs(bool changes) {
+    tier_.host_bytes =
+        ReadSlabs("host", ffi::U8, changes, [&](int s, const Array& slab) { tier_.host.data[s] = slab.as<uint8_t>(); });
+    call_.Require(tier_.host_bytes > 0, "host", "got rows of 0 bytes, wanted some");
+    if (!call_.failed()) tier_.area = AreaOf(tier_.host.data[0]);
+  }
   void TakeNumLines(int64_t num_lines) {
     call_.Require(num_lines < kMostSlots, "slots", "got ", num_lines, ", wanted at most ", kMostSlots - 1);
     const bool is_same = tier_.num_lines == 0 || tier_.num_lines == num_lines;
@@ -129,40 +137,76 @@ void RequireStaged(Call& call, const TierView& tier, int64_t wanted) {
   call.Require(tier.num_staged >= wanted, "staged_owners", "got ", tier.num_staged, " slots, wanted ", wanted);
 }
 
+/// Reads the operands of a call that gives rows slots, or foresees one: of host slabs only the addresses.
+struct Bringing {
+  Bringing(Call& call, bool is_ahead) : reader(call, true) {
+    reader.ReadPlaces();
+    reader.ReadOwners();
+    reader.ReadClocks();
+    reader.ReadRecords();
+    reader.ReadHostAddresses();
+    reader.ReadNumSlots();
+    call.InPlace("store_counters", ffi::U32, {kNumCounters});  // a call that changes records comes after this one
+    row_ids = call.Operand("row_ids", ffi::U32, {-1});
+    n = row_ids.size(0);
+    call.Require(n < kMostSlots, "row_ids", "got ", n, ", wanted below ", kMostSlots);
+    if (!is_ahead) {
+      slots = call.Result("slots", ffi::U32, {n});
+      reader.ReadStagedOwners(true);
+      RequireStaged(call, reader.tier(), n - reader.tier().num_slots);
+    }
+    moves.leaving = call.Result("leaving", ffi::U32, {n, 4}).as<Move>();
+    moves.coming = call.Result("coming", ffi::U32, {n, 4}).as<Move>();
+    moves.counts = call.Result("counts", ffi::U32, {kNumMoveCounts}).as<uint32_t>();
+    workspace = call.Workspace(BringWorkspaceBytes(n, reader.tier().num_slots));
+  }
+
+  TierReader reader;
+  Array row_ids, slots;
+  int64_t n;
+  Moves moves{};
+  void* workspace;
+};
+
 /// Gives every row of a call a slot, and lists what has to be moved.
 ffi::Error Bring(Call& call) {
-  TierReader reader(call, true);
-  reader.ReadPlaces();
-  reader.ReadOwners();
-  reader.ReadClocks();
-  reader.ReadRecords();
-  reader.ReadNumSlots();
-  const TierView& tier = reader.tier();
-  call.InPlace("store_counters", ffi::U32, {kNumCounters});  // a call that changes records comes after this one
-  const Array row_ids = call.Operand("row_ids", ffi::U32, {-1});
-  const int64_t n = row_ids.size(0);
-  call.Require(n < kMostSlots, "row_ids", "got ", n, ", wanted below ", kMostSlots);
-  const Array slots = call.Result("slots", ffi::U32, {n});
-  reader.ReadStagedOwners(true);
-  RequireStaged(call, tier, n - tier.num_slots);
-  const Array moves = call.Result("moves", ffi::U32, {n, 4});
-  void* workspace = call.Workspace(BringWorkspaceBytes(n, tier.num_slots));
+  Bringing b(call, false);
   return call.Launch([&](Stream stream) {
-    return LaunchBring(stream, tier, row_ids.as<uint32_t>(), n, slots.as<uint32_t>(), moves.as<Move>(), workspace);
+    return LaunchBring(stream, b.reader.tier(), b.row_ids.as<uint32_t>(), b.n, b.slots.as<uint32_t>(), b.moves,
+                       b.workspace);
   });
 }
 
-/// Writes rows that leave to one slab.
-ffi::Error Write(Call& call) {
+/// Lists what a call would move.
+ffi::Error BringAhead(Call& call) {
+  Bringing b(call, true);
+  return call.Launch([&](Stream stream) {
+    return LaunchBringAhead(stream, b.reader.tier(), b.row_ids.as<uint32_t>(), b.n, b.moves, b.workspace);
+  });
+}
+
+/// Reads the operands that name moves.
+struct Moving {
+  Moving(Call& call, const char* name)
+      : moves(call.Operand(name, ffi::U32, {-1, 4})), counts(call.Operand("counts", ffi::U32, {kNumMoveCounts})) {}
+  Array moves, counts;
+};
+
+/// Writes rows that leave to one slab, with `launch`.
+template <typename Launcher>
+ffi::Error WriteWith(Call& call, const Launcher& launch) {
   TierReader reader(call, false);
   reader.ReadRows();
-  const Array moves = call.Operand("moves", ffi::U32, {-1, 4});
+  const Moving leaving(call, "leaving");
   const auto begin = call.Attribute<int32_t>("begin");
   reader.ReadHost(true);
   return call.Launch([&](Stream stream) {
-    return LaunchWrite(stream, reader.tier(), moves.as<Move>(), moves.size(0), static_cast<uint32_t>(begin));
+    return launch(stream, reader.tier(), leaving.moves.as<Move>(), leaving.counts.as<uint32_t>(), leaving.moves.size(0),
+                  static_cast<uint32_t>(begin));
   });
 }
+ffi::Error Write(Call& call) { return WriteWith(call, LaunchWrite); }
+ffi::Error WriteAhead(Call& call) { return WriteWith(call, LaunchWriteAhead); }
 
 /// Reads rows that come, or initializes them.
 ffi::Error Read(Call& call) {
@@ -172,10 +216,25 @@ ffi::Error Read(Call& call) {
   const Array owners = call.Operand("owners", ffi::U32, {reader.tier().num_lines, 4});
   reader.tier().owners = owners.as<Record>();
   reader.ReadStagedOwners(false);
-  const Array moves = call.Operand("moves", ffi::U32, {-1, 4});
+  const Moving coming(call, "coming");
   reader.ReadInitialRows();
   reader.ReadStagedRows();
-  return call.Launch([&](Stream stream) { return LaunchRead(stream, reader.tier(), moves.as<Move>(), moves.size(0)); });
+  return call.Launch([&](Stream stream) {
+    return LaunchRead(stream, reader.tier(), coming.moves.as<Move>(), coming.counts.as<uint32_t>(),
+                      coming.moves.size(0));
+  });
+}
+
+/// Reads rows to memory of the library's own.
+ffi::Error ReadAhead(Call& call) {
+  TierReader reader(call, true);
+  reader.ReadTierCounters();
+  reader.ReadHostAddresses();
+  const Moving coming(call, "coming");
+  return call.Launch([&](Stream stream) {
+    return LaunchReadAhead(stream, reader.tier(), coming.moves.as<Move>(), coming.counts.as<uint32_t>(),
+                           coming.moves.size(0));
+  });
 }
 
 /// Gives every position a slot with the numbers of its row; changes nothing.
@@ -203,6 +262,9 @@ ffi::Error Peek(Call& call) {
 JAXSOK_DEFINE_HANDLER(JaxsokTierBring, "tier_bring", Bring);
 JAXSOK_DEFINE_HANDLER(JaxsokTierWrite, "tier_write", Write);
 JAXSOK_DEFINE_HANDLER(JaxsokTierRead, "tier_read", Read);
+JAXSOK_DEFINE_HANDLER(JaxsokTierBringAhead, "tier_bring_ahead", BringAhead);
+JAXSOK_DEFINE_EAGER_HANDLER(JaxsokTierWriteAhead, "tier_write_ahead", WriteAhead);
+JAXSOK_DEFINE_EAGER_HANDLER(JaxsokTierReadAhead, "tier_read_ahead", ReadAhead);
 JAXSOK_DEFINE_HANDLER(JaxsokTierPeek, "tier_peek", Peek);
 
 }  // namespace jaxsok

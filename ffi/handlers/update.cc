@@ -149,9 +149,9 @@ ffi::Error UpdateBagsWindow(Call& call) {
 
 }  // namespace
 
-JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokUpdateBagsWindow, "update_bags_window", UpdateBagsWindow);
+JAXSOK_DEFINE_EAGER_HANDLER(JaxsokUpdateBagsWindow, "update_bags_window", UpdateBagsWindow);
 JAXSOK_DEFINE_HANDLER(JaxsokUpdate, "update", Update);
-JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokUpdateWindow, "update_window", UpdateWindow);
+JAXSOK_DEFINE_EAGER_HANDLER(JaxsokUpdateWindow, "update_window", UpdateWindow);
 
 }  // namespace jaxsok
 

@@ -23,6 +23,6 @@ ffi::Error Exchange(Call& call) {
 
 }  // namespace
 
-JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokWindowExchange, "window_exchange", Exchange);
+JAXSOK_DEFINE_EAGER_HANDLER(JaxsokWindowExchange, "window_exchange", Exchange);
 
 }  // namespace jaxsok

@@ -55,6 +55,7 @@ void Touch(char* data, int64_t num_bytes) {
 
 void Delete(DLManagedTensor* managed) {
   HostBlock* block = static_cast<HostBlock*>(managed->owner);
+  CloseArea(block->device, managed->tensor.data);
   UnpinHostMemory(block->device, managed->tensor.data);
   munmap(managed->tensor.data, static_cast<size_t>(block->num_bytes));
   delete block;
@@ -77,6 +78,11 @@ JAXSOK_VISIBLE const char* JaxsokHostMemoryNew(int32_t device, int64_t num_rows,
   PlaceNear(device, data, num_bytes);
   Touch(static_cast<char*>(data), num_bytes);
   if (const LaunchError error = PinHostMemory(device, data, num_bytes)) {
+    munmap(data, static_cast<size_t>(num_bytes));
+    return error;
+  }
+  if (const LaunchError error = OpenArea(device, data)) {
+    UnpinHostMemory(device, data);
     munmap(data, static_cast<size_t>(num_bytes));
     return error;
   }

@@ -51,6 +51,9 @@ int32_t NodeOfDevice(int32_t device);
 LaunchError PinHostMemory(int32_t device, void* data, int64_t num_bytes);
 /// Takes this back, once the device has nothing to do with it.
 void UnpinHostMemory(int32_t device, void* data);
+/// Has rows of a slab be read and written ahead (tier.h), until it is closed; this waits for the device.
+LaunchError OpenArea(int32_t device, const void* slab);
+void CloseArea(int32_t device, const void* slab);
 
 }  // namespace jaxsok
 

@@ -18,8 +18,14 @@
 // One record a row, because a kernel fetches about 30 M records a second over the link whatever their size.
 //
 // A row that was never brought is fresh: nothing is read for it, it is what its table's initializer says.
+//
+// Ahead of a call, the rows that it will bring may be read, and those that will make room be written, while other work
+// runs. Both are only hints. What is read ahead goes to memory of the library's own (host_memory.h), and counts if no
+// row was moved since; what is written ahead goes to records of rows that are in the cache, which nobody reads.
 #ifndef JAXSOK_KERNELS_TIER_H_
 #define JAXSOK_KERNELS_TIER_H_
+
+#include <algorithm>
 
 #include "table.h"
 #include "workspace.h"
@@ -29,14 +35,19 @@ namespace jaxsok {
 constexpr uint32_t kFresh = ~uint32_t{0};       // of a place: never written; types.py FRESH
 constexpr uint32_t kInHost = ~uint32_t{0} - 1;  // of a place: the record in host memory counts; types.py IN_HOST
 constexpr uint32_t kMostSlots = uint32_t{1} << 30;
+// Of a last use: the row in the slot is among the next to leave, and was written ahead at the ticket of the counters.
+constexpr uint32_t kMarked = ~uint32_t{0};
+constexpr uint32_t kOnceMarked = 1;  // of a last use: the slot was marked at another ticket
 
 /// Words of the counters of a tier; types.py names them too.
 enum TierCounter : int {
   kTierClock = 0,    // calls that kept rows, so far
   kTierHits = 1,     // distinct rows that were in the cache, modulo 2^32
   kTierFetched = 2,  // distinct rows that were read from host memory
-  kTierWritten = 3,  // rows written to host memory
-  kNumTierCounters = 4,
+  kTierWritten = 3,  // rows that left the cache for host memory
+  kTierTicket = 4,   // the clock of what was read and written ahead; 0: it counts no more
+  kTierAhead = 5,    // of the rows that were read, those that were read ahead
+  kNumTierCounters = 6,
 };
 
 /// A row's bytes in host memory: its numbers, then its states from a multiple of 4 bytes on, in whole lines of 16.
@@ -45,10 +56,21 @@ constexpr int64_t HostRecordBytes(int64_t row_bytes, int64_t num_state_words) {
 }
 
 constexpr int kAges =
-    1025;  // ages of slots that are told apart, in calls: the last but one is "or older", the last free
+    1025;  // ages of slots that are told apart, in calls: the last but one is "or older", the last free or marked
 
 /// Pending places, inside one call: the base says what the place was, the rest is the smallest position of the row.
 constexpr uint32_t kPendingInHost = kMostSlots, kPendingFresh = kMostSlots * 2;
+
+/// Rows of one store that are read or written ahead, at most, and bytes of their records.
+constexpr int64_t kMostAhead = 1 << 16;
+constexpr int64_t kMostBytesAhead = 64 << 20;
+constexpr int64_t MostAhead(int64_t host_bytes) { return std::min(kMostAhead, kMostBytesAhead / host_bytes); }
+
+struct AheadArea;  // tier_cuda.cuh
+
+/// What is read and written ahead for a slab, on its device; nullptr: the slab is not pinned memory of the library's
+/// own.
+AheadArea* AreaOf(const void* slab);
 
 struct TierView {
   SlabStarts starts;
@@ -77,6 +99,8 @@ struct TierView {
   const uint32_t* seed;    // [2]
   int32_t num_tables;
 
+  AheadArea* area;  // of the first slab, on the device; nullptr: the memory is not the library's own
+
   JAXSOK_HOST_DEVICE int64_t RowBytes() const { return int64_t{dim} * (row_dtype == kRowDtypeFloat32 ? 4 : 2); }
   JAXSOK_HOST_DEVICE bool IsStaged(uint32_t slot) const { return slot >= num_lines; }
   JAXSOK_HOST_DEVICE char* RowAt(uint32_t slot) const {
@@ -100,25 +124,45 @@ struct TierView {
   }
   /// The bin of a slot's age, where `now` is the clock of this call.
   JAXSOK_HOST_DEVICE int AgeOf(uint32_t used, uint32_t now) const {
-    if (used == 0) return kAges - 1;
+    if (used == 0 || used == kMarked) return kAges - 1;
     const uint32_t age = now - used, oldest = kAges - 2;
     return static_cast<int>(age < oldest ? age : oldest);
   }
 };
 
-/// What becomes of a slot in one call. No entry has numbers of rows that it does not need: kNoRow stands for none.
+/// What becomes of a row in one call. A move that has no row has kNoRow.
 struct alignas(16) Move {
-  uint32_t slot;
-  uint32_t leaving;   // the row that is to be written to host memory
-  uint32_t coming;    // the row that is to be read
-  uint32_t is_fresh;  // 1: it is initialized instead
+  uint32_t slot;  // that it leaves or comes to; of a row that is read ahead, its rank
+  uint32_t row_id;
+  uint32_t is_fresh;  // of a row that comes: it is initialized
+  uint32_t ahead;     // of a row that comes: its rank among what was read ahead, or kNoRow
 };
 static_assert(sizeof(Move) == 16, "four words of a uint32[num_moves, 4]");
 
-/// Bytes of workspace for LaunchBring: by position its rank, the first position of each rank and its slot; counts of
-/// positions and of slots.
+enum MoveCount : int {
+  kNumLeaving = 0,
+  kNumFromHost = 1,  // of those that come: the first ones
+  kNumNotFresh = 2,  // with those after them, which were read ahead
+  kNumComing = 3,    // with those that are fresh
+  kNumMoveCounts = 4,
+};
+
+/// The moves of one call, in ascending parts of host memory: the link takes up to twice as many records so.
+struct Moves {
+  Move* leaving;     // [num_keys]
+  Move* coming;      // [num_keys]: first those that are read from host memory
+  uint32_t* counts;  // [kNumMoveCounts]
+};
+
+/// Parts of host memory by which moves are ordered.
+constexpr int kParts = 4096;
+constexpr int kListParts = kParts + 2;  // of a list of moves: then rows that were read ahead, and fresh ones
+
+/// Bytes of workspace for LaunchBring: by position its rank, the first position of each rank and its slot, and two
+/// moves; counts of positions, of slots and of parts.
 constexpr int64_t BringWorkspaceBytes(int64_t num_keys, int64_t num_slots) {
-  return kControlBytes + PaddedToLine(kAges) * 8 + 3 * PaddedToLine(num_keys) * 4 + CountsBytes(num_keys) +
+  return kControlBytes + (PaddedToLine(kAges) + 2 * PaddedToLine(kListParts)) * 4 +
+         (3 * PaddedToLine(num_keys) + 2 * PaddedToLine(4 * num_keys)) * 4 + CountsBytes(num_keys) +
          CountsBytes(num_slots);
 }
 
@@ -129,22 +173,42 @@ constexpr int64_t BringWorkspaceBytes(int64_t num_keys, int64_t num_slots) {
 /// Post   : slots[i] is the slot of row_ids[i], the same for equal rows; kNoRow for row ids that are not below the
 ///          capacity, and 0 for rows that are not in use: stale plans name them, whose uses are counted but neither
 ///          read nor write. Rows that were not in the cache take the slots that have not been used for longest, free
-///          ones first, of equal age the first ones; no slot of this call's rows is taken. staged_owners has kNoRow in
-///          slots that are not used, as have moves[num_keys] that are not needed.
+///          and marked ones first, of equal age the first ones; no slot of this call's rows is taken. staged_owners has
+///          kNoRow in slots that are not used. What was written ahead is not written again.
 /// Order  : of first occurrence; they take first the slots that are older than the youngest one taken, or than one
 ///          call if there are not enough, then the others, both by number: the same on every run and both back ends.
-/// Cost   : per position 28 B; 8 B a slot where rows are not in the cache.
+/// Cost   : per position 28 B, and 80 B where its row is not in the cache; 8 B a slot if there is such a row.
 LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
-                        Move* moves, void* workspace);
+                        const Moves& moves, void* workspace);
+
+/// Lists what LaunchBring of the same rows would move, but for what does not fit kMostAhead; LaunchWriteAhead and
+/// LaunchReadAhead, in this order, do it.
+///
+/// Post   : rows of the call that are in the cache have been used now; slots of rows that would leave are marked, and
+/// no others.
+LaunchError LaunchBringAhead(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
+                             const Moves& moves, void* workspace);
 
 /// Writes rows that leave to one slab of host memory, which has the rows from `begin` on.
 ///
-/// Pre    : of the tier rows and states, by slot; host.data[0] is the slab, of `capacity` rows.
+/// Pre    : of the tier rows and states, by slot; host.data[0] is the slab, of `capacity` rows, and `area` its area.
 /// Cost   : per row that leaves a record in and out.
-LaunchError LaunchWrite(Stream stream, const TierView& tier, const Move* moves, int64_t num_moves, uint32_t begin);
+LaunchError LaunchWrite(Stream stream, const TierView& tier, const Move* leaving, const uint32_t* counts,
+                        int64_t most_moves, uint32_t begin);
 
-/// Reads rows that come from host memory into their slots, or initializes them.
-LaunchError LaunchRead(Stream stream, const TierView& tier, const Move* moves, int64_t num_moves);
+/// Reads rows that come from host memory, or from what was read ahead, into their slots, or initializes them.
+LaunchError LaunchRead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
+                       int64_t most_moves);
+
+/// Does what LaunchWrite does, while the stream goes on: from a copy of the rows.
+LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* leaving, const uint32_t* counts,
+                             int64_t most_moves, uint32_t begin);
+
+/// Reads rows to the area, while the stream goes on, and gives it the ticket of the counters.
+///
+/// Pre    : of the tier host slabs, counters and area; LaunchWriteAhead was called for all slabs.
+LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
+                            int64_t most_moves);
 
 /// Gives every position a slot that holds the numbers of its row, and changes nothing but what is staged.
 ///

@@ -1,4 +1,4 @@
-"""Doors of the tier noun: bring, give_back, flush. Rows lie in host memory, some also in a cache on the device."""
+"""Doors of the tier noun: bring, bring_ahead, give_back, flush. Rows lie in host memory, some also in a cache."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32, UInt8, UInt32
 
 from jaxsok.kernels.call import RecordSlab, call, result, workspace
 from jaxsok.kernels.table import Tables
-from jaxsok.types import IN_HOST, NO_ROW, RECORD_WORDS, RowIds
+from jaxsok.types import IN_HOST, RECORD_WORDS, TIER_COUNTERS, RowIds
 
 
 @jax.tree_util.register_dataclass
@@ -38,8 +38,10 @@ class Tier:
 
 
 _TIER_ARRAYS = tuple(field.name for field in dataclasses.fields(Tier))
+_PLACING_ARRAYS = ("places", "owners", "last_use", "counters", "order")
 
 _MOVE_WORDS = 4  # `Move` in ffi/kernels/tier.h
+_MOVE_COUNTS = 4  # `MoveCount`
 
 
 class Brought(NamedTuple):
@@ -112,21 +114,8 @@ def bring(
             **sizes,
         )
         return tier, tuple(host), counters, _brought(out)
-    changed = {name: getattr(tier, name) for name in ("places", "owners", "last_use", "counters", "order")}
-    placed = call(
-        "jaxsok_tier_bring",
-        changed | {"records": tuple(records), "store_counters": counters, "row_ids": row_ids},
-        slots
-        | owners
-        | {
-            "moves": result(row_ids, (num_keys, _MOVE_WORDS), "uint32"),
-            "workspace": workspace(row_ids, "JaxsokBringWorkspaceBytes", num_keys, num_slots),
-        },
-        in_place=(*changed, "store_counters"),
-        num_slots=num_slots,
-        **sizes,
-    )
-    host = _written(host, tier.rows, tier.states, placed["moves"])
+    placed = _placed("jaxsok_tier_bring", tier, host, records, counters, row_ids, num_slots, slots | owners)
+    host = _written(host, tier.rows, tier.states, placed["leaving"], placed["counts"])
     out = call(
         "jaxsok_tier_read",
         {
@@ -135,7 +124,8 @@ def bring(
             "host": host,
             "owners": placed["owners"],
             "staged_owners": placed["staged_owners"],
-            "moves": placed["moves"],
+            "coming": placed["coming"],
+            "counts": placed["counts"],
         }
         | fresh,
         staged,
@@ -147,6 +137,65 @@ def bring(
     return tier, host, placed["store_counters"], _brought(placed | out)
 
 
+def bring_ahead(
+    tier: Tier,
+    host: Sequence[HostSlab],
+    records: Sequence[RecordSlab],
+    counters: UInt32[Array, " num_counters"],
+    row_ids: RowIds,
+    num_slots: int,
+) -> tuple[Tier, tuple[HostSlab, ...], UInt32[Array, " num_counters"]]:
+    """Begins to move what `bring` of the same rows will move; no place changes. See `LaunchBringAhead`.
+
+    Tier, host slabs and the store's counters are donated, as by `bring`. On a GPU records cross the link while other
+    work runs: slabs of pinned memory that the library made get it, others nothing.
+    """
+    listed = _placed("jaxsok_tier_bring_ahead", tier, host, records, counters, row_ids, num_slots, {})
+    moved = listed["leaving"], listed["counts"]
+    host = _written(host, tier.rows, tier.states, *moved, target="jaxsok_tier_write_ahead")
+    out = call(
+        "jaxsok_tier_read_ahead",
+        {"counters": listed["counters"], "host": host, "coming": listed["coming"], "counts": listed["counts"]},
+        {},
+        in_place=("counters",),
+        num_slabs=len(host),
+        num_states=len(tier.states),
+    )
+    changed = {name: listed[name] for name in _PLACING_ARRAYS} | {"counters": out["counters"]}
+    return dataclasses.replace(tier, **changed), host, listed["store_counters"]
+
+
+def _placed(
+    target: str,
+    tier: Tier,
+    host: Sequence[HostSlab],
+    records: Sequence[RecordSlab],
+    counters: UInt32[Array, " num_counters"],
+    row_ids: RowIds,
+    num_slots: int,
+    results: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Calls a target that lists moves; also returns the arrays of the tier that it changes, and the counters."""
+    changed = {name: getattr(tier, name) for name in _PLACING_ARRAYS}
+    num_keys = row_ids.shape[0]
+    moves = result(row_ids, (num_keys, _MOVE_WORDS), "uint32")
+    return call(
+        target,
+        changed | {"records": tuple(records), "host": tuple(host), "store_counters": counters, "row_ids": row_ids},
+        dict(results)
+        | {
+            "leaving": moves,
+            "coming": moves,
+            "counts": result(row_ids, (_MOVE_COUNTS,), "uint32"),
+            "workspace": workspace(row_ids, "JaxsokBringWorkspaceBytes", num_keys, num_slots),
+        },
+        in_place=(*changed, "store_counters"),
+        num_slots=num_slots,
+        num_slabs=len(host),
+        num_states=len(tier.states),
+    )
+
+
 def _brought(out: Mapping[str, Any]) -> Brought:
     return Brought(**{name: out[name] for name in Brought._fields})
 
@@ -155,7 +204,9 @@ def _written(
     host: Sequence[HostSlab],
     rows: Float[Array, "_ dim"],
     states: Sequence[Float32[Array, "_ _"]],
-    moves: UInt32[Array, "num_moves 4"],
+    leaving: UInt32[Array, "num_moves 4"],
+    counts: UInt32[Array, "4"],
+    target: str = "jaxsok_tier_write",
 ) -> tuple[HostSlab, ...]:
     """Writes the rows that leave to donated host slabs, with a call for each. See `LaunchWrite`.
 
@@ -164,8 +215,8 @@ def _written(
     begins = np.cumsum([0, *(slab.shape[0] for slab in host)])
     return tuple(
         call(
-            "jaxsok_tier_write",
-            {"rows": rows, "states": tuple(states), "moves": moves, "host": slab},
+            target,
+            {"rows": rows, "states": tuple(states), "leaving": leaving, "counts": counts, "host": slab},
             {},
             in_place=("host",),
             num_slabs=1,
@@ -176,10 +227,16 @@ def _written(
     )
 
 
-def _moves_of(owners: UInt32[Array, "num_lines 4"]) -> UInt32[Array, "num_lines 4"]:
-    """Lists the rows of slots as rows that leave."""
-    row_ids, none = owners[:, 3], jnp.full(owners.shape[0], jnp.uint32(NO_ROW))
-    return jnp.stack([jnp.arange(owners.shape[0], dtype=jnp.uint32), row_ids, none, none], axis=1)
+def _written_of(
+    host: Sequence[HostSlab],
+    rows: Float[Array, "num_lines dim"],
+    states: Sequence[Float32[Array, "num_lines _"]],
+    owners: UInt32[Array, "num_lines 4"],
+) -> tuple[HostSlab, ...]:
+    """Writes the rows of all slots, as if they left."""
+    row_ids, zeros = owners[:, 3], jnp.zeros(owners.shape[0], jnp.uint32)
+    leaving = jnp.stack([jnp.arange(owners.shape[0], dtype=jnp.uint32), row_ids, zeros, zeros], axis=1)
+    return _written(host, rows, states, leaving, jnp.asarray([owners.shape[0], 0, 0, 0], jnp.uint32))
 
 
 def give_back(
@@ -192,15 +249,16 @@ def give_back(
     """Writes staged rows to host memory; tier and host slabs are donated."""
     if staged_owners.shape[0] == 0:
         return tier, tuple(host)
-    host = _written(host, staged_rows, staged_states, _moves_of(staged_owners))
+    host = _written_of(host, staged_rows, staged_states, staged_owners)
     places, begin = [], 0
     for slab in tier.places:
         lines = staged_owners[:, 3] - jnp.uint32(begin)  # those of other slabs are beyond this one
         places.append(slab.at[lines].set(jnp.uint32(IN_HOST), mode="drop"))
         begin += slab.shape[0]
-    return dataclasses.replace(tier, places=tuple(places)), host
+    counters = tier.counters.at[TIER_COUNTERS.index("ticket")].set(0)  # what was read ahead may be of these rows
+    return dataclasses.replace(tier, places=tuple(places), counters=counters), host
 
 
 def flush(tier: Tier, host: Sequence[HostSlab]) -> tuple[Tier, tuple[HostSlab, ...]]:
     """Writes the rows of the cache to host memory too; host slabs are donated."""
-    return tier, _written(host, tier.rows, tier.states, _moves_of(tier.owners))
+    return tier, _written_of(host, tier.rows, tier.states, tier.owners)

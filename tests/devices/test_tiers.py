@@ -15,6 +15,7 @@ import jaxsok
 from jaxsok import checkpoint, grow, policies, tiers
 from jaxsok.records import Records
 from jaxsok.stats import PER_STEP, PER_STORE, PER_TABLE
+from jaxsok.types import TIER_COUNTERS
 
 NUM_SAMPLES = 16
 NUM_STEPS = 20
@@ -241,8 +242,8 @@ def test_the_cache_is_used():
     """With room for all rows nothing crosses the link after a row was first brought."""
     tiered = collection_of("one table", 1 << 16)
     state, _ = trained(tiered, raw_batches(tiered))
-    _, num_hits, num_fetched, num_written = np.asarray(state.stores[0].tier[0].counters)
-    assert num_hits > 0 and num_fetched == num_written == 0
+    counters = dict(zip(TIER_COUNTERS, np.asarray(state.stores[0].tier[0].counters), strict=True))
+    assert counters["num_hits"] > 0 and counters["num_fetched"] == counters["num_written"] == 0
 
 
 # ------------------------------------------------------------------------------------------------- rows leave, or come
@@ -332,6 +333,26 @@ def test_lookups_ahead(device_rows, options):
     (want, results), (got, others) = (trained(one, raw_batches(one, 8), **options) for one in (plain, tiered))
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "device_rows"), some_fast([(None, 90), (2, 90)], (None, 2, 4), (84, 90, 120))
+)
+def test_rows_brought_ahead(num_shards, device_rows):
+    """The cache has room for a batch: rows of the next one are read, and others written, while a step runs."""
+    plain, tiered = (collection_of("two", rows, num_shards) for rows in (None, device_rows))
+    (want, results), (got, others) = (trained(one, 2 * raw_batches(one), lookahead=1) for one in (plain, tiered))
+    assert_same_results(results, others)
+    assert_law(plain, want, tiered, got)
+    fetched, ahead = (
+        sum(
+            int(np.asarray(store.tier[0].counters).reshape(-1, len(TIER_COUNTERS))[:, at].sum()) for store in got.stores
+        )
+        for at in map(TIER_COUNTERS.index, ("num_fetched", "num_ahead"))
+    )
+    assert ahead <= fetched and fetched > 0
+    if jax.default_backend() == "gpu" and num_shards is None:
+        assert ahead > fetched / 2 > 0
 
 
 @pytest.mark.parametrize("device_rows", [24, pytest.param(0, marks=pytest.mark.slow)])

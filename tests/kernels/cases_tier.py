@@ -1,5 +1,6 @@
 """Cases of tiers: rows in host memory that are brought into a cache, changed and given back. See kernel_scripts.py."""
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -7,8 +8,9 @@ from kernel_model import ADAGRAD, ADAM, EMPTY, F32, NO_ROW, ROWWISE_ADAGRAD, SGD
 from kernel_scripts import HALVES, SLABS, Script, case, cases
 
 FRESH, IN_HOST = 2**32 - 1, 2**32 - 2
-CLOCK, HITS, FETCHED, WRITTEN = range(4)
+CLOCK, HITS, FETCHED, WRITTEN, TICKET = range(5)  # the last counts what a GPU reads ahead
 OLDEST = 1023  # ages from here on are one
+MARKED, ONCE_MARKED = 2**32 - 1, 1
 
 
 class TieredStore(Store):
@@ -23,10 +25,13 @@ class TieredStore(Store):
         self.cached_states = [np.full((self.num_lines, state.shape[1]), F32(-8)) for state in self.states]
         self.owners = np.full((self.num_lines, 4), EMPTY)
         self.last_use = np.zeros(self.num_lines, np.uint32)
-        self.tier_counters = np.zeros(4, np.uint32)
+        self.tier_counters = np.zeros(6, np.uint32)
 
     def arrays(self) -> dict:
-        """Copies of all arrays; host memory by the byte, with zeros between the numbers of rows."""
+        """Copies of all arrays; host memory by the byte, with zeros between the numbers of rows.
+
+        Records of rows in the cache are zeros, too: they have no meaning.
+        """
         ends = np.cumsum(self.slabs)[:-1]
         tier = {
             "places": tuple(part.copy() for part in np.split(self.places[:, None], ends)),
@@ -37,7 +42,7 @@ class TieredStore(Store):
             "counters": self.tier_counters.copy(),
             "order": np.zeros(len(self.counters), np.uint32),
         }
-        host = tuple(part.copy() for part in np.split(self._host(), ends))
+        host = tuple(np.split(np.where(self.places[:, None] < IN_HOST, np.uint8(0), self._host()), ends))
         return super().arrays() | {"rows": host, "states": (), "tier": (tier,)}
 
     def _host(self) -> np.ndarray:
@@ -48,6 +53,10 @@ class TieredStore(Store):
         parts = [rows, np.zeros((self.capacity, -rows.shape[1] % 4), np.uint8), *map(lines, self.states)]
         size = sum(part.shape[1] for part in parts)
         return np.concatenate([*parts, np.zeros((self.capacity, -size % 16), np.uint8)], axis=1)
+
+    def host(self) -> tuple[np.ndarray, ...]:
+        """Host memory with the records of all rows."""
+        return tuple(np.split(self._host(), np.cumsum(self.slabs)[:-1]))
 
     def is_number(self) -> tuple[int, ...]:
         """Which bytes of a row's record in host memory are its numbers."""
@@ -86,11 +95,25 @@ class TieredStore(Store):
             self.owners[slot] = *self.records[row_id, :3], row_id
             slot_of[row_id] = self.places[row_id] = slot
         self.last_use[list(slot_of.values())] = counters[CLOCK]
+        counters[TICKET] *= not missed
         slot_of |= {row_id: self.num_lines + at for at, row_id in enumerate(rest)}
         # Of rows that are not in use 0, which a stale plan's uses are counted by.
         none = np.where(row_ids < self.capacity, 0, NO_ROW).tolist()
         slots = np.array([slot_of.get(*pair) for pair in zip(row_ids.tolist(), none, strict=True)], np.uint32)
         return {"slots": slots, **self._staged(dict(enumerate(rest)), max(0, len(row_ids) - self.num_slots))}
+
+    def bring_ahead(self, row_ids: np.ndarray) -> None:
+        """What `LaunchBringAhead` says: no place changes, but slots are used and marked."""
+        self.tier_counters[CLOCK] += 1
+        places = self.places[list(dict.fromkeys(filter(self._is_row, row_ids.tolist())))]
+        here = places[places < IN_HOST]
+        self.last_use[here] = self.tier_counters[CLOCK]
+        self.tier_counters[TICKET] = self.tier_counters[CLOCK] * (len(here) < len(places))
+        if len(here) == len(places):
+            return
+        self.last_use[self.last_use == MARKED] = ONCE_MARKED
+        victims = np.array(self._victims(set(here.tolist()), len(places) - len(here)), np.int64)
+        self.last_use[victims[self.owners[victims, 3] != NO_ROW]] = MARKED
 
     def _is_row(self, row_id: int) -> bool:
         return row_id < self.capacity and bool((self.records[row_id, :2] != EMPTY).any())
@@ -119,7 +142,7 @@ class TieredStore(Store):
 
         def age(slot: int) -> int:
             clock, last_use = int(self.tier_counters[CLOCK]), int(self.last_use[slot])
-            return min(clock - last_use, OLDEST) if last_use else OLDEST + 1
+            return min(clock - last_use, OLDEST) if last_use not in (0, MARKED) else OLDEST + 1
 
         slots = sorted((slot for slot in range(self.num_slots) if slot not in used), key=lambda slot: -age(slot))
         youngest = age(slots[num - 1]) if 0 < num <= len(slots) else 1
@@ -160,7 +183,7 @@ class TierScript(Script):
         self.fill(self.distinct(num_rows), rng.integers(0, store.num_tables, num_rows))
         row_ids = np.arange(num_rows, dtype=np.uint32)
         store.places[:num_rows] = np.where(rng.random(num_rows) < fresh, FRESH, IN_HOST)
-        store.tier_counters[:] = 3 * OLDEST, 2**32 - 3, 5, 6  # hits wrap
+        store.tier_counters[:] = 3 * OLDEST, 2**32 - 3, 5, 6, 0, 0  # hits wrap
         slots = rng.permutation(np.flatnonzero(rng.random(store.num_slots) >= free))
         rows = rng.permutation(row_ids)[: min(len(slots), int(cached * num_rows))]
         slots = slots[: len(rows)]
@@ -183,6 +206,13 @@ class TierScript(Script):
     def bring(self, row_ids) -> None:
         self._ask("tier_bring", self.store.bring, row_ids)
 
+    def bring_ahead(self, row_ids) -> None:
+        self._begin()
+        row_ids = np.asarray(row_ids, np.uint32)
+        self.store.bring_ahead(row_ids)
+        statics = {"num_slots": self.store.num_slots, "is_number": self.store.is_number()}
+        self._add("tier_bring_ahead", {"row_ids": row_ids}, statics, {})
+
     def peek(self, row_ids) -> None:
         self._ask("tier_peek", self.store.peek, row_ids)
 
@@ -204,6 +234,7 @@ class TierScript(Script):
         for at in np.flatnonzero(rows != NO_ROW):
             store.write(rows[at], *(numbers[at] for numbers in staged))
             store.places[rows[at]] = IN_HOST
+        store.tier_counters[TICKET] *= len(rows) == 0
         names = ("rows", "states", "staged_rows", "staged_states")
         numbers = (cached[0].copy(), tuple(array.copy() for array in cached[1:]), staged[0], tuple(staged[1:]))
         inputs = dict(zip(names, numbers, strict=True)) | {"staged_owners": last["staged_owners"]}
@@ -214,7 +245,11 @@ class TierScript(Script):
         store = self.store
         for slot in np.flatnonzero(store.owners[:, 3] != NO_ROW):
             store.write(store.owners[slot, 3], store.cached_rows[slot], *(state[slot] for state in store.cached_states))
-        self._add("tier_flush", {}, {"is_number": store.is_number()}, {})
+        self._add("tier_flush", {}, {"is_number": store.is_number()}, {"host": self._numbers_of_host()})
+
+    def _numbers_of_host(self) -> tuple[np.ndarray, ...]:
+        mask = np.array(self.store.is_number(), np.uint8)
+        return tuple(slab * mask for slab in self.store.host())
 
     def some(self, row_ids: np.ndarray, num: int) -> np.ndarray:
         """Row ids with repeats, some of no row, some beyond the capacity, and some that are not in use."""
@@ -223,9 +258,14 @@ class TierScript(Script):
         return np.where(self.rng.random(num) < 0.1, beyond, asked).astype(np.uint32)
 
     def mixed_calls(self, row_ids: np.ndarray, num: int) -> None:
-        """Lookups, steps and reads, each with rows of the one before and others."""
+        """Lookups, steps and reads, each with rows of the one before and others; some are foreseen."""
         for number in range(4):
-            self.bring(self.some(row_ids[number::2] if number % 2 else row_ids, num))
+            asked = self.some(row_ids[number::2] if number % 2 else row_ids, num)
+            if number != 1:
+                self.bring_ahead(asked)
+            if number == 2:  # other rows come first
+                self.bring(self.some(row_ids, 3))
+            self.bring(asked)
             self.give_back()
             self.peek(self.some(row_ids, num))
             if number == 1:
@@ -295,4 +335,26 @@ def tier_unused_lines() -> Script:
     """The arrays of the cache are longer than it: what is staged comes after all of their lines."""
     script = TierScript(slabs=(5, 35), num_slots=6, num_lines=11)
     script.mixed_calls(script.begin(40), 15)
+    return script
+
+
+@case()
+def tier_ahead() -> Script:
+    """Calls that were foreseen, changed rows among those that are marked, and calls that come otherwise."""
+    script = TierScript(slabs=(40, 5, 155), dim=5, num_tables=3, optimizer=ADAGRAD, num_slots=90)
+    row_ids = script.begin(200, cached=0.9, free=0.02)
+    asked = [script.some(row_ids, 40) for _ in range(8)]
+    for now, following in itertools.pairwise(asked):
+        script.bring(now)
+        script.bring_ahead(following)
+        script.bring(now)  # as an update does
+        script.give_back()
+    script.bring_ahead(asked[0])
+    script.bring_ahead(asked[1])  # and the first never comes
+    script.bring(script.some(row_ids, 90))  # marked rows are used, or leave
+    script.give_back()
+    script.bring(asked[1])
+    script.bring_ahead(asked[2])
+    script.flush()
+    script.bring(asked[2])
     return script

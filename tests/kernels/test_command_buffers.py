@@ -28,13 +28,15 @@ from jaxsok import policies
 from jaxsok.kernels import library
 from jaxsok.kernels import table as table_door
 from jaxsok.kernels.call import StoreArrays
+from jaxsok.plan import Plan
 from jaxsok.serving import frozen, fused, row_map
 
 CAPTURABLE = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
 # The host counts the exchanges of windows, and what these calls launch has the addresses of today's windows: a graph
-# that is replayed would use the half of an earlier exchange, or memory that was given back.
-OF_WINDOWS = {name for name, _ in library.TARGETS if "window" in name}
-MARKS = {name: 0 if name in OF_WINDOWS else CAPTURABLE for name, _ in library.TARGETS}
+# that is replayed would use the half of an earlier exchange, or memory that was given back. What is moved ahead goes on
+# beside the stream, and a graph would end only after it.
+EAGER = {name for name, _ in library.TARGETS if "window" in name} | {"jaxsok_tier_write_ahead", "jaxsok_tier_read_ahead"}
+MARKS = {name: 0 if name in EAGER else CAPTURABLE for name, _ in library.TARGETS}
 
 
 # Marks ---------------------------------------------------------------------------------------------------------------
@@ -95,7 +97,7 @@ def listened(handler, answers, name, *, is_marking):
 
 
 def test_handlers_of_cuda_are_marked():
-    """All but those of windows, in the library as it is built; those of the CPU are not."""
+    """All but the eager ones, in the library as it is built; those of the CPU are not."""
     if not library.library_path("cuda").exists():
         pytest.skip("the CUDA library is not built")
     assert compiled("marked")["marks"] == MARKS
@@ -103,14 +105,14 @@ def test_handlers_of_cuda_are_marked():
 
 
 def test_all_handlers_of_cuda_are_defined_with_the_mark():
-    """The source: there is one way to define a handler, which marks under CUDA, and one for handlers of windows."""
+    """The source: there is one way to define a handler, which marks under CUDA, and one for eager handlers."""
     handlers = pathlib.Path(jaxsok.__file__).parents[1] / "ffi/handlers"
     cuda, cpu = handlers.joinpath("bind.h").read_text().split("#else")
     assert "{ffi::Traits::kCmdBufferCompatible})" in cuda and "kCmdBufferCompatible" not in cpu
     sources = {path.name: path.read_text() for path in handlers.glob("*.cc")}
     assert not [name for name, text in sources.items() if "XLA_FFI_DEFINE_HANDLER" in text]
-    defined = re.findall(r"JAXSOK_DEFINE_(WINDOW_)?HANDLER\(\s*(\w+),", "".join(sources.values()))
-    wanted = [("WINDOW_" if name in OF_WINDOWS else "", symbol) for name, symbol in library.TARGETS]
+    defined = re.findall(r"JAXSOK_DEFINE_(EAGER_)?HANDLER\(\s*(\w+),", "".join(sources.values()))
+    wanted = [("EAGER_" if name in EAGER else "", symbol) for name, symbol in library.TARGETS]
     assert sorted(defined) == sorted(wanted)
 
 
@@ -249,8 +251,10 @@ def tier_cases(abstract):
     collection = jaxsok.Collection([item], [jaxsok.FeatureSpec("clicked", table="item")])
     state = jax.tree.map(abstract, collection.init(seed=0))
     features = jax.tree.map(abstract, collection.batch({"clicked": np.arange(64)}).features)
+    ahead = Plan(features, following=(Plan(features),))
     return {
         "tiered step": (programs.train_step(collection), (state, features)),
+        "tiered step ahead": (programs.train_step(collection), (state, ahead)),
         "tiered find": (collection.find, (state, features)),
     }
 
@@ -306,7 +310,7 @@ def compile_for_h200(marks):
     handlers = library.load_cuda() if is_built and marks == "marked" else library.load_cpu()
     answers = {}
     for name, symbol in library.TARGETS:
-        is_marking = marks == "marked" and not is_built and name not in OF_WINDOWS
+        is_marking = marks == "marked" and not is_built and name not in EAGER
         handler = listened(getattr(handlers, symbol), answers, name, is_marking=is_marking)
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="CUDA")
 
@@ -403,6 +407,15 @@ def test_every_call_is_captured(name):
     inside, outside = split(thunks)
     assert len(inside) == sum(target.startswith("jaxsok_") for target in targets) > 0
     assert not outside
+
+
+def test_what_is_moved_ahead_stays_outside():
+    """Two calls of a step that looks up ahead, of which the second goes on beside all that follows."""
+    thunks, targets = compiled("marked")["cases"]["tiered step ahead"]
+    inside, outside = split(thunks)
+    eager = [target for target in targets if target in EAGER]
+    assert sorted(eager) == ["jaxsok_tier_read_ahead", "jaxsok_tier_write_ahead"] and len(outside) == len(eager)
+    assert len(inside) == len(targets) - len(eager) > 0
 
 
 def test_every_target_is_among_the_cases():

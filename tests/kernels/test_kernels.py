@@ -219,14 +219,23 @@ def _tier_give_back(s, x, is_number):
 STAGED = ("staged_rows", "staged_states", "staged_owners")
 
 
+def _tier_bring_ahead(s, x, num_slots, is_number):
+    moved, host, counters = tier.bring_ahead(s.tier[0], s.rows, s.records, s.counters, x["row_ids"], num_slots)
+    return {}, _with_tier(dataclasses.replace(s, counters=counters), moved, host, is_number)
+
+
 def _tier_flush(s, x, is_number):
-    return {}, _with_tier(s, *tier.flush(s.tier[0], s.rows), is_number)
+    moved, host = tier.flush(s.tier[0], s.rows)
+    return {"host": _numbers_of(host, is_number)}, _with_tier(s, moved, host, is_number)
 
 
 def _with_tier(s, moved, host, is_number):
     """A store after a call; bytes of host memory that hold no number are zeros."""
-    mask = jnp.array(is_number, jnp.uint8)[None, :]
-    return dataclasses.replace(s, tier=(moved,), rows=tuple(slab * mask for slab in host))
+    return dataclasses.replace(s, tier=(moved,), rows=_numbers_of(host, is_number))
+
+
+def _numbers_of(host, is_number):
+    return tuple(slab * jnp.array(is_number, jnp.uint8)[None, :] for slab in host)
 
 
 OPS = {
@@ -250,11 +259,14 @@ OPS = {
     "jaxsok_lookup_planned": _lookup_planned,
     "jaxsok_update": _update,
     "jaxsok_tier_bring": _tier_bring,
+    "jaxsok_tier_bring_ahead": _tier_bring_ahead,
     "jaxsok_tier_peek": _tier_peek,
     "jaxsok_tier_write": _tier_give_back,
 }
 JUDGED_ELSEWHERE = {
     "jaxsok_tier_read",  # the last part of bring
+    "jaxsok_tier_write_ahead",  # parts of bring_ahead
+    "jaxsok_tier_read_ahead",
     "jaxsok_lookup_frozen",  # several stores in one call: test_lookup_frozen.py
     "jaxsok_tickets_digest",  # no store is theirs: test_tickets.py
     "jaxsok_tickets_issue",
@@ -290,6 +302,14 @@ def flat(tree) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in leaves}
 
 
+def _with_meaning(result: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A result with zeros for records of host memory that have no meaning: those of rows in the cache."""
+    for name in [name for name in result if name.startswith("state.tier.0.places.")]:
+        rows = name.replace("tier.0.places", "rows")
+        result[rows] = np.where(result[name] < cases_tier.IN_HOST, np.uint8(0), result[rows])
+    return result
+
+
 def state_arrays(state: StoreState) -> dict:
     """A state as the model has it."""
     names = ("index", "counters", "table_rows", "rows", "records", "states", "sightings", "bloom", "tier")
@@ -305,7 +325,7 @@ def run(script: kernel_scripts.Script, back_end: str) -> list[dict[str, np.ndarr
     for step in script.steps:
         static = (step.op, tuple(sorted(step.statics.items())))
         outputs, state = call(state, on(device, step.inputs), static)
-        results.append(flat({**outputs, "state": state_arrays(state)}))
+        results.append(_with_meaning(flat({**outputs, "state": state_arrays(state)})))
     return results
 
 
@@ -424,7 +444,7 @@ def test_home_bucket():
 
 
 some_rows = st.lists(st.one_of(st.integers(0, 29), st.just(kernel_model.NO_ROW)), min_size=12, max_size=12)
-tier_calls = st.lists(st.tuples(some_rows, st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=8)
+tier_calls = st.lists(st.tuples(some_rows, *[st.booleans()] * 4), min_size=1, max_size=8)
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
@@ -435,7 +455,9 @@ def test_brought_rows_are_those_of_a_dict(back_end, num_slots, calls, seed):
     script = cases_tier.TierScript(seed=seed, slabs=(5, 25), dim=3, optimizer=kernel_model.ADAGRAD, num_slots=num_slots)
     script.begin(30)
     columns = script.store.values()
-    for row_ids, keeps, gives_back, flushes in calls:
+    for row_ids, is_foreseen, keeps, gives_back, flushes in calls:
+        if is_foreseen:
+            script.bring_ahead(row_ids)
         (script.bring if keeps else script.peek)(row_ids)
         if gives_back:
             script.give_back()

@@ -1,0 +1,495 @@
+// Rows on their way between host memory and a GPU (tier.h says what).
+//
+// The link takes some 30 M random records a second, reads and writes together: each costs a translation of its address,
+// for 64 KB at a time. In ascending parts of memory, and with few records under way at once, it takes 45 to 65 M (one
+// H200, records of 528 bytes in 14 GB). So few blocks move records, each warp several at a time.
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "../core/initialize.h"
+#include "../core/row_dtype.h"
+#include "device_cuda.cuh"
+#include "host_memory.h"
+#include "tier_cuda.cuh"
+
+namespace jaxsok {
+namespace {
+
+constexpr int kLine = 16;         // bytes that a lane moves at once
+constexpr int kLinesPerLane = 9;  // under way at once: eight records of 528 bytes a warp
+constexpr int kLinkBlocks = 16;   // that move records over the link; more are slower
+constexpr int kAheadBlocks = 8;   // the same beside other work: nearly as fast, and it slows the others less
+
+__device__ __forceinline__ Ends EndsOfLane(const Ends& own, int lane) {
+  const uint64_t host = __shfl_sync(~0u, reinterpret_cast<uint64_t>(own.host), lane);
+  return {reinterpret_cast<char*>(host), __shfl_sync(~0u, own.here, lane)};
+}
+
+/// The lanes of a warp move the lines of several records at once: all are loaded before one is stored.
+template <typename EndsOf, typename Load, typename Store>
+__device__ __forceinline__ void MoveLines(int64_t num_records, int num_lines, const EndsOf& ends_of, const Load& load,
+                                          const Store& store) {
+  const int lane = static_cast<int>(threadIdx.x % kWarp);
+  const int together = min(kWarp, max(1, kLinesPerLane * kWarp / num_lines));
+  const int64_t stride = int64_t{gridDim.x} * (kBlock / kWarp) * together;
+  int64_t first = (int64_t{blockIdx.x} * kBlock + threadIdx.x) / kWarp * together;
+  const auto own_of = [&](int64_t begin) {
+    return lane < together && begin + lane < num_records ? ends_of(begin + lane) : Ends{nullptr, 0};
+  };
+  Ends next = own_of(first);
+  for (; first < num_records; first += stride) {
+    const int num = static_cast<int>(min(int64_t{together}, num_records - first));
+    const Ends own = next;
+    next = own_of(first + stride);
+    for (int begin = 0; begin < num * num_lines; begin += kLinesPerLane * kWarp) {
+      uint4 lines[kLinesPerLane];
+#pragma unroll
+      for (int j = 0; j < kLinesPerLane; ++j) {
+        const int at = begin + j * kWarp + lane, record = at / num_lines;
+        const Ends ends = EndsOfLane(own, record);
+        if (ends.host != nullptr && record < num) lines[j] = load(ends, (at - record * num_lines) * kLine);
+      }
+#pragma unroll
+      for (int j = 0; j < kLinesPerLane; ++j) {
+        const int at = begin + j * kWarp + lane, record = at / num_lines;
+        const Ends ends = EndsOfLane(own, record);
+        if (ends.host != nullptr && record < num) store(ends, (at - record * num_lines) * kLine, lines[j]);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ bool IsAligned(const void* at, int bytes) {
+  return reinterpret_cast<uint64_t>(at) % bytes == 0;
+}
+
+/// Where a record's bytes from `at` on lie in the cache; `left`: how many of this piece follow, 0 between pieces.
+struct Piece {
+  char* data;
+  int64_t left;
+};
+__device__ __forceinline__ Piece PieceAt(const TierView& tier, uint32_t slot, int64_t at) {
+  const int64_t row_bytes = tier.RowBytes();
+  if (at < row_bytes) return {tier.RowAt(slot) + at, row_bytes - at};
+  for (int k = 0; k < tier.states.num_states; ++k) {
+    const int64_t in = at - tier.state_begin[k], size = int64_t{tier.states.width[k]} * 4;
+    if (in >= 0 && in < size) return {reinterpret_cast<char*>(tier.StateAt(k, slot)) + in, size - in};
+  }
+  return {nullptr, 0};
+}
+
+/// A line of the record of a slot; zeros between its pieces.
+__device__ __forceinline__ uint4 LoadLine(const TierView& tier, uint32_t slot, int at) {
+  const Piece piece = PieceAt(tier, slot, at);
+  if (piece.left >= kLine && IsAligned(piece.data, kLine)) return *reinterpret_cast<const uint4*>(piece.data);
+  uint32_t words[kLine / 4] = {};
+  if (tier.RowBytes() % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kLine / 4; ++i) {
+      const Piece word = PieceAt(tier, slot, at + 4 * i);
+      if (word.left != 0) words[i] = *reinterpret_cast<const uint32_t*>(word.data);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kLine / 2; ++i) {
+      const Piece half = PieceAt(tier, slot, at + 2 * i);
+      if (half.left != 0) words[i / 2] |= uint32_t{*reinterpret_cast<const uint16_t*>(half.data)} << (i % 2 * 16);
+    }
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+__device__ __forceinline__ void StoreLine(const TierView& tier, uint32_t slot, int at, uint4 line) {
+  const Piece piece = PieceAt(tier, slot, at);
+  if (piece.left >= kLine && IsAligned(piece.data, kLine)) {
+    *reinterpret_cast<uint4*>(piece.data) = line;
+    return;
+  }
+  const uint32_t words[kLine / 4] = {line.x, line.y, line.z, line.w};
+  if (tier.RowBytes() % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kLine / 4; ++i) {
+      const Piece word = PieceAt(tier, slot, at + 4 * i);
+      if (word.left != 0) *reinterpret_cast<uint32_t*>(word.data) = words[i];
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kLine / 2; ++i) {
+    const Piece half = PieceAt(tier, slot, at + 2 * i);
+    if (half.left != 0) *reinterpret_cast<uint16_t*>(half.data) = static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
+  }
+}
+
+template <typename Row>
+__device__ void Initialize(const RowInitializer& values, char* row, int32_t dim, int lane) {
+  for (int column = lane; column < dim; column += kWarp) {
+    reinterpret_cast<Row*>(row)[column] = RowNumber<Row>::Nearest(values.At(column));
+  }
+}
+
+__device__ void MakeFresh(const TierView& tier, const Record& record, uint32_t slot, int lane) {
+  const uint32_t table = min(record.table, static_cast<uint32_t>(tier.num_tables) - 1);
+  const RowInitializer values = RowInitializer::Of(tier.tables + table * kNumTableWords, tier.seed, record.key);
+  if (tier.row_dtype == kRowDtypeFloat32) {
+    Initialize<float>(values, tier.RowAt(slot), tier.dim, lane);
+  } else if (tier.row_dtype == kRowDtypeBfloat16) {
+    Initialize<BFloat16>(values, tier.RowAt(slot), tier.dim, lane);
+  } else {
+    Initialize<Float16>(values, tier.RowAt(slot), tier.dim, lane);
+  }
+  for (int k = 0; k < tier.states.num_states; ++k) {
+    for (int i = lane; i < tier.states.width[k]; i += kWarp) tier.StateAt(k, slot)[i] = tier.states.initial[k];
+  }
+}
+
+/// Waits for what was begun ahead on the slab of an area. Only kernels of few blocks may: that work needs some, too.
+__device__ __forceinline__ void WaitForArea(const AheadArea* area) {
+  if (area != nullptr && threadIdx.x == 0) {
+    while (!area->HasEnded()) __nanosleep(200);
+    __threadfence_system();
+  }
+  __syncthreads();
+}
+
+__global__ void WaitKernel(const AheadArea* area) { WaitForArea(area); }
+
+/// Where a row that leaves goes. Rows of other slabs are beyond the capacity.
+__device__ __forceinline__ Ends EndsOfLeaving(const TierView& tier, const Move& move, uint32_t begin) {
+  const bool is_here = move.row_id != kNoRow && move.row_id - begin < tier.capacity && move.slot < tier.num_lines;
+  return {is_here ? tier.HostAt(move.row_id - begin) : nullptr, move.slot};
+}
+
+// Warps write rows that leave to a slab.
+__global__ void __launch_bounds__(kBlock) WriteKernel(const __grid_constant__ TierView tier, const Move* leaving,
+                                                      const uint32_t* counts, int64_t most_moves, uint32_t begin) {
+  const int64_t num_moves = min(int64_t{counts[kNumLeaving]}, most_moves);
+  if (num_moves == 0) return;
+  WaitForArea(tier.area);
+  MoveLines(
+      num_moves, static_cast<int>(tier.host_bytes / kLine),
+      [&](int64_t i) { return EndsOfLeaving(tier, leaving[i], begin); },
+      [&](const Ends& ends, int at) { return LoadLine(tier, static_cast<uint32_t>(ends.here), at); },
+      [&](const Ends& ends, int at, uint4 line) { *reinterpret_cast<uint4*>(ends.host + at) = line; });
+}
+
+/// Whether a move of a state that is whole comes to a slot.
+__device__ __forceinline__ bool Comes(const TierView& tier, const Move& move) {
+  return move.row_id < tier.capacity && move.slot < tier.num_lines + tier.num_staged;
+}
+
+/// Records are read from `ends.host` into slots.
+__device__ __forceinline__ uint4 LoadRecord(const Ends& ends, int at) {
+  return *reinterpret_cast<const uint4*>(ends.host + at);
+}
+
+// Warps read rows that come from host memory.
+__global__ void __launch_bounds__(kBlock)
+    ReadKernel(const __grid_constant__ TierView tier, const Move* coming, const uint32_t* counts, int64_t most_moves) {
+  if (counts[kNumComing] == 0) return;
+  WaitForArea(tier.area);
+  MoveLines(
+      min(int64_t{counts[kNumFromHost]}, most_moves), static_cast<int>(tier.host_bytes / kLine),
+      [&](int64_t i) {
+        const Move move = coming[i];
+        return Ends{Comes(tier, move) ? tier.HostAt(move.row_id) : nullptr, move.slot};
+      },
+      LoadRecord,
+      [&](const Ends& ends, int at, uint4 line) { StoreLine(tier, static_cast<uint32_t>(ends.here), at, line); });
+}
+
+// Warps take rows that come from what was read ahead, and initialize those that are fresh.
+__global__ void __launch_bounds__(kBlock) ReadHereKernel(const __grid_constant__ TierView tier, const Move* coming,
+                                                         const uint32_t* counts, int64_t most_moves) {
+  const int lane = static_cast<int>(threadIdx.x % kWarp);
+  const int64_t first = counts[kNumFromHost], fresh = counts[kNumNotFresh];
+  const int64_t end = min(int64_t{counts[kNumComing]}, most_moves);
+  for (int64_t i = fresh + (int64_t{blockIdx.x} * kBlock + threadIdx.x) / kWarp; i < end;
+       i += int64_t{gridDim.x} * kBlock / kWarp) {
+    const Move move = coming[i];
+    if (Comes(tier, move)) MakeFresh(tier, *tier.OwnerAt(move.slot), move.slot, lane);
+  }
+  if (first == fresh) return;
+  char* const records = tier.area->records;
+  MoveLines(
+      min(fresh, most_moves) - first, static_cast<int>(tier.host_bytes / kLine),
+      [&](int64_t i) {
+        const Move move = coming[first + i];
+        return Ends{Comes(tier, move) ? records + int64_t{move.ahead} * tier.host_bytes : nullptr, move.slot};
+      },
+      LoadRecord,
+      [&](const Ends& ends, int at, uint4 line) { StoreLine(tier, static_cast<uint32_t>(ends.here), at, line); });
+}
+
+// One warp, one position.
+__global__ void __launch_bounds__(kBlock)
+    PeekKernel(const __grid_constant__ TierView tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots) {
+  const int lane = static_cast<int>(threadIdx.x % kWarp);
+  for (int64_t i = (int64_t{blockIdx.x} * kBlock + threadIdx.x) / kWarp; i < num_keys;
+       i += int64_t{gridDim.x} * kBlock / kWarp) {
+    const uint32_t row_id = row_ids[i], staged = tier.num_lines + static_cast<uint32_t>(i);
+    const uint32_t place = row_id < tier.capacity ? *tier.PlaceAt(row_id) : kNoRow;
+    const bool is_row = row_id < tier.capacity && tier.IsUsed(row_id, place);
+    const uint32_t slot = !is_row ? kNoRow : place < tier.num_slots ? place : staged;
+    Record owner{kPaddingKey, kNoRow, kNoRow};
+    if (slot == staged) {
+      const Record record = *tier.records.At(tier.starts, row_id, 1);
+      if (place == kInHost) {
+        for (int at = lane * kLine; at < tier.host_bytes; at += kWarp * kLine) {
+          StoreLine(tier, staged, at, *reinterpret_cast<const uint4*>(tier.HostAt(row_id) + at));
+        }
+      } else {
+        MakeFresh(tier, record, staged, lane);
+      }
+      owner = {record.key, record.table, row_id};
+    }
+    if (lane != 0) continue;
+    *tier.OwnerAt(staged) = owner;
+    slots[i] = slot;
+  }
+}
+
+// Ahead ---------------------------------------------------------------------------------------------------------------
+
+/// The second stream of a device.
+struct Link {
+  std::mutex mutex;  // held while a job is launched
+  cudaStream_t stream = nullptr;
+  cudaEvent_t event = nullptr;
+  Jobs* jobs = nullptr;  // on the device
+};
+
+/// An area, and what its addresses on the device are.
+struct Area {
+  int32_t device;
+  Link* link;
+  AheadArea* on_device = nullptr;
+  AheadArea buffers{};  // without what changes there
+  int64_t host_bytes = 0;
+};
+
+std::mutex areas_mutex;                              // of both
+std::map<int32_t, std::unique_ptr<Link>> links;      // by device; they last until the process ends
+std::map<const void*, std::unique_ptr<Area>> areas;  // by slab
+
+LaunchError OpenLink(Link* link) {
+  JAXSOK_RETURN_IF_CUDA(cudaStreamCreateWithFlags(&link->stream, cudaStreamNonBlocking));
+  JAXSOK_RETURN_IF_CUDA(cudaEventCreateWithFlags(&link->event, cudaEventDisableTiming));
+  JAXSOK_RETURN_IF_CUDA(cudaMalloc(&link->jobs, sizeof(Jobs)));
+  JAXSOK_RETURN_IF_CUDA(cudaMemset(link->jobs, 0, sizeof(Jobs)));
+  return nullptr;
+}
+
+Area* FindArea(const void* slab) {
+  const std::lock_guard<std::mutex> lock(areas_mutex);
+  const auto found = areas.find(slab);
+  return found == areas.end() ? nullptr : found->second.get();
+}
+
+/// Makes room for the records of an area when it is first used.
+LaunchError Reserve(Area* area, int64_t host_bytes) {
+  if (area->host_bytes == host_bytes) return nullptr;
+  const LaunchError error = OnDevice(area->device, [&]() -> LaunchError {
+    const int64_t most = MostAhead(host_bytes);
+    AheadArea& to = area->buffers;
+    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.coming, most * sizeof(Ends)));
+    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.row_ids, most * sizeof(uint32_t)));
+    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.records, most * host_bytes));
+    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.leaving, most * sizeof(Ends)));
+    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.leaving_records, most * host_bytes));
+    JAXSOK_RETURN_IF_CUDA(cudaMemcpy(area->on_device, &to, sizeof(to), cudaMemcpyHostToDevice));
+    area->host_bytes = host_bytes;
+    return nullptr;
+  });
+  return error == nullptr ? nullptr
+                          : "the device has no memory outside of XLA's for rows that are read ahead; see "
+                            "docs/host_memory.md";
+}
+
+__device__ void BeginJob(AheadArea* area) { area->last_job = ++area->jobs->num_begun; }
+
+__global__ void EndJobKernel(Jobs* jobs) {
+  __threadfence_system();
+  *const_cast<volatile uint32_t*>(&jobs->num_ended) += 1;
+}
+
+// Copies the rows of a slab that leave, and lists where the copies go.
+__global__ void __launch_bounds__(kBlock) CopyLeavingKernel(const __grid_constant__ TierView tier, const Move* leaving,
+                                                            const uint32_t* counts, int64_t most, uint32_t begin) {
+  AheadArea* area = tier.area;
+  const int64_t num_moves = min(int64_t{counts[kNumLeaving]}, most);
+  char* const copies = area->leaving_records;
+  Ends* const list = area->leaving;
+  for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < num_moves; i += int64_t{gridDim.x} * kBlock) {
+    list[i] = {EndsOfLeaving(tier, leaving[i], begin).host, reinterpret_cast<uint64_t>(copies + i * tier.host_bytes)};
+  }
+  MoveLines(
+      num_moves, static_cast<int>(tier.host_bytes / kLine),
+      [&](int64_t i) {
+        const bool is_here = EndsOfLeaving(tier, leaving[i], begin).host != nullptr;
+        return Ends{is_here ? copies + i * tier.host_bytes : nullptr, leaving[i].slot};
+      },
+      [&](const Ends& ends, int at) { return LoadLine(tier, static_cast<uint32_t>(ends.here), at); },
+      [&](const Ends& ends, int at, uint4 line) { *reinterpret_cast<uint4*>(ends.host + at) = line; });
+  if (blockIdx.x != 0 || threadIdx.x != 0) return;
+  area->num_leaving = static_cast<uint32_t>(num_moves);
+  BeginJob(area);
+}
+
+// Lists the rows that come.
+__global__ void __launch_bounds__(kBlock)
+    ListComingKernel(const __grid_constant__ TierView tier, const Move* coming, const uint32_t* counts, int64_t most) {
+  AheadArea* area = tier.area;
+  const int64_t num_moves = min(int64_t{counts[kNumFromHost]}, most);
+  for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < num_moves; i += int64_t{gridDim.x} * kBlock) {
+    const Move move = coming[i];  // its slot is its rank
+    const bool comes = move.row_id < tier.capacity && move.slot < most;
+    char* const here = area->records + int64_t{move.slot} * tier.host_bytes;
+    area->coming[i] = {comes ? tier.HostAt(move.row_id) : nullptr, reinterpret_cast<uint64_t>(here)};
+    if (comes) area->row_ids[move.slot] = move.row_id;
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) area->num_coming = static_cast<uint32_t>(num_moves);
+}
+
+// Copies records from the device to the host, or back.
+template <bool kToHost>
+__global__ void __launch_bounds__(kBlock) CopyKernel(const Ends* list, const uint32_t* num, int num_lines) {
+  MoveLines(
+      *num, num_lines, [&](int64_t i) { return list[i]; },
+      [&](const Ends& ends, int at) {
+        return *reinterpret_cast<const uint4*>((kToHost ? reinterpret_cast<char*>(ends.here) : ends.host) + at);
+      },
+      [&](const Ends& ends, int at, uint4 line) {
+        *reinterpret_cast<uint4*>((kToHost ? ends.host : reinterpret_cast<char*>(ends.here)) + at) = line;
+      });
+}
+
+struct Areas {
+  AheadArea* of_slab[kMaxSlabs];
+  int num_slabs;
+};
+
+// One thread.
+__global__ void TicketKernel(const __grid_constant__ Areas areas, const uint32_t* counters) {
+  areas.of_slab[0]->ticket = counters[kTierTicket];
+  BeginJob(areas.of_slab[0]);
+  for (int s = 1; s < areas.num_slabs; ++s) areas.of_slab[s]->last_job = areas.of_slab[0]->last_job;
+}
+
+/// Has the device's second stream go on from here with `launch`, which begins with what the stream has done.
+template <typename Launch>
+LaunchError BeginBeside(Stream stream, Link* link, const Launch& launch) {
+  JAXSOK_RETURN_IF_CUDA(cudaEventRecord(link->event, stream));
+  JAXSOK_RETURN_IF_CUDA(cudaStreamWaitEvent(link->stream, link->event, 0));
+  launch(link->stream);
+  EndJobKernel<<<1, 1, 0, link->stream>>>(link->jobs);
+  return LastLaunchError();
+}
+
+}  // namespace
+
+AheadArea* AreaOf(const void* slab) {
+  Area* area = FindArea(slab);
+  return area == nullptr ? nullptr : area->on_device;
+}
+
+LaunchError OpenArea(int32_t device, const void* slab) {
+  return OnDevice(device, [&]() -> LaunchError {
+    const std::lock_guard<std::mutex> lock(areas_mutex);
+    std::unique_ptr<Link>& link = links[device];
+    if (link == nullptr) {
+      auto opened = std::make_unique<Link>();
+      if (const LaunchError error = OpenLink(opened.get())) return error;
+      link = std::move(opened);
+    }
+    auto area = std::make_unique<Area>();
+    area->device = device;
+    area->link = link.get();
+    area->buffers.jobs = link->jobs;
+    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&area->on_device, sizeof(AheadArea)));
+    JAXSOK_RETURN_IF_CUDA(cudaMemcpy(area->on_device, &area->buffers, sizeof(AheadArea), cudaMemcpyHostToDevice));
+    areas[slab] = std::move(area);
+    return nullptr;
+  });
+}
+
+void CloseArea(int32_t device, const void* slab) {
+  std::unique_ptr<Area> area;
+  {
+    const std::lock_guard<std::mutex> lock(areas_mutex);
+    const auto found = areas.find(slab);
+    if (found == areas.end()) return;
+    area = std::move(found->second);
+    areas.erase(found);
+  }
+  OnDevice(device, [&]() -> LaunchError {
+    cudaDeviceSynchronize();
+    void* const memory[] = {area->buffers.coming,  area->buffers.row_ids,         area->buffers.records,
+                            area->buffers.leaving, area->buffers.leaving_records, area->on_device};
+    for (void* at : memory) cudaFree(at);
+    return nullptr;
+  });
+}
+
+LaunchError LaunchWrite(Stream stream, const TierView& tier, const Move* leaving, const uint32_t* counts,
+                        int64_t most_moves, uint32_t begin) {
+  if (most_moves == 0) return nullptr;
+  WriteKernel<<<kLinkBlocks, kBlock, 0, stream>>>(tier, leaving, counts, most_moves, begin);
+  return LastLaunchError();
+}
+
+LaunchError LaunchRead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
+                       int64_t most_moves) {
+  if (most_moves == 0) return nullptr;
+  ReadKernel<<<kLinkBlocks, kBlock, 0, stream>>>(tier, coming, counts, most_moves);
+  ReadHereKernel<<<BlocksFor(most_moves * kWarp, BlocksOfWave()), kBlock, 0, stream>>>(tier, coming, counts,
+                                                                                       most_moves);
+  return LastLaunchError();
+}
+
+LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* leaving, const uint32_t* counts,
+                             int64_t most_moves, uint32_t begin) {
+  Area* area = FindArea(tier.host.data[0]);
+  if (area == nullptr || most_moves == 0) return nullptr;
+  if (const LaunchError error = Reserve(area, tier.host_bytes)) return error;
+  const std::lock_guard<std::mutex> lock(area->link->mutex);
+  const int64_t most = std::min(most_moves, MostAhead(tier.host_bytes));
+  WaitKernel<<<1, 1, 0, stream>>>(area->on_device);
+  CopyLeavingKernel<<<BlocksFor(most * kWarp, BlocksOfWave()), kBlock, 0, stream>>>(tier, leaving, counts, most, begin);
+  return BeginBeside(stream, area->link, [&](cudaStream_t beside) {
+    CopyKernel<true><<<kAheadBlocks, kBlock, 0, beside>>>(area->buffers.leaving, &area->on_device->num_leaving,
+                                                          static_cast<int>(tier.host_bytes / kLine));
+  });
+}
+
+LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
+                            int64_t most_moves) {
+  Areas areas{};
+  Area* area = FindArea(tier.host.data[0]);
+  for (int s = 0; s < tier.starts.num_slabs; ++s) areas.of_slab[s] = AreaOf(tier.host.data[s]);
+  const bool are_open = std::all_of(areas.of_slab, areas.of_slab + tier.starts.num_slabs,
+                                    [](const AheadArea* of_slab) { return of_slab != nullptr; });
+  if (!are_open || most_moves == 0) return nullptr;
+  if (const LaunchError error = Reserve(area, tier.host_bytes)) return error;
+  areas.num_slabs = tier.starts.num_slabs;
+  const std::lock_guard<std::mutex> lock(area->link->mutex);
+  const int64_t most = std::min(most_moves, MostAhead(tier.host_bytes));
+  JAXSOK_RETURN_IF_CUDA(
+      cudaMemsetAsync(area->buffers.row_ids, 0xff, MostAhead(tier.host_bytes) * sizeof(uint32_t), stream));
+  ListComingKernel<<<BlocksFor(most, BlocksOfWave()), kBlock, 0, stream>>>(tier, coming, counts, most);
+  TicketKernel<<<1, 1, 0, stream>>>(areas, tier.counters);
+  return BeginBeside(stream, area->link, [&](cudaStream_t beside) {
+    CopyKernel<false><<<kAheadBlocks, kBlock, 0, beside>>>(area->buffers.coming, &area->on_device->num_coming,
+                                                           static_cast<int>(tier.host_bytes / kLine));
+  });
+}
+
+LaunchError LaunchPeek(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
+                       uint32_t* slots) {
+  if (num_keys == 0) return nullptr;
+  PeekKernel<<<BlocksFor(num_keys * kWarp, BlocksOfWave()), kBlock, 0, stream>>>(tier, row_ids, num_keys, slots);
+  return LastLaunchError();
+}
+
+}  // namespace jaxsok
