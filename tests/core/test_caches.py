@@ -39,6 +39,9 @@ def zipf_batches(num_batches, batch_size, num_keys, seed=0):
     return [draw.zipf(1.2, batch_size) % num_keys for _ in range(num_batches)]
 
 
+BATCHES = zipf_batches(20, 32, 200)
+
+
 # In plain Python -----------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +150,16 @@ def test_tables_of_a_store_share_a_cache():
         (("user",), 1, 512),
         (("item",), 3, None),
     ]
+
+
+def test_rows_of_all_tables_compete():
+    """Two tables of a store are one of other keys; on four shards too, whose caches count together."""
+    names = ("user", "item")
+    sample = [{name: keys for name, keys in zip(names, np.split(batch, 2), strict=True)} for batch in BATCHES]
+    (estimate,) = cache_estimate(tables_of(41, names), features_of(names), sample, num_shards=4)
+    alone = estimate_of([np.concatenate([raw["user"], raw["item"] + 1000]) for raw in sample])
+    np.testing.assert_array_equal(estimate.num_hits, alone.num_hits)
+    assert estimate.device_rows == 44  # 11 of each shard
 
 
 def test_without_repeats_nothing_is_known():
@@ -268,6 +281,18 @@ def test_shards_are_counted_together(num_shards):
         assert getattr(together, name) == getattr(alone, name), name
 
 
+def test_readings_with_lookups_in_flight():
+    """Between the steps of a loop that looks a batch ahead, which reads the rows of a batch in its own step."""
+    collection, read = collection_of(40), []
+    state = collection.init(seed=0, salt=1)
+    for batch, plan in collection.pipeline(({"item": keys} for keys in BATCHES), lookahead=1):
+        state, _, _ = programs.donated_step(collection)(collection.grow(state, batch), plan)
+        (reading,) = collection.cache_stats(state)
+        read.append(reading.num_read)
+    _, readings = trained(collection, BATCHES)
+    assert read == [reading.num_read for reading in readings[1:]] and read[-1] > 0
+
+
 def test_a_cache_of_nothing():
     """All rows are read, in the lookup and in the update, but for new ones."""
     _, readings = trained(collection_of(0), [[1, 2, 3], [1, 2, 3]])
@@ -278,5 +303,7 @@ def test_a_cache_of_nothing():
 def test_tables_on_the_device_have_no_cache():
     collection = collection_of(None)
     assert collection.cache_stats(collection.init()) == ()
+    with pytest.raises(ValueError, match=r"cache_stats: state"):
+        collection.cache_stats(collection_of(40).init())
     with pytest.raises(TypeError, match=r"cache_stats: state: got one that is traced"):
         jax.eval_shape(collection.cache_stats, collection.init())
