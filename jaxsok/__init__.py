@@ -6,6 +6,7 @@ an update moves the rows that were used. Start with `Collection`.
 
 from jaxsok import initializers, policies
 from jaxsok import optimizers as optim
+from jaxsok.caches import CacheEstimate, CacheStats, cache_estimate
 from jaxsok.collection import Collection
 from jaxsok.evict import Evicted
 from jaxsok.features import Bags, Batch, Features
@@ -29,6 +30,8 @@ __all__ = [
     "SHARDED",
     "Bags",
     "Batch",
+    "CacheEstimate",
+    "CacheStats",
     "Collection",
     "Coo",
     "Evicted",
@@ -52,6 +55,7 @@ __all__ = [
     "TableFullError",
     "TableProposal",
     "TableSpec",
+    "cache_estimate",
     "from_kjt",
     "initializers",
     "memory_estimate",

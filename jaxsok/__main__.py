@@ -96,13 +96,25 @@ def _declare_estimate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=1, metavar="N", help="between two calls of grow")
     parser.add_argument("--device-bytes", metavar="B", help="memory of one device: whether it is enough")
     parser.add_argument("--picture", metavar="FILE", help="draws the parts: .png, .svg or .pdf")
+    parser.add_argument(
+        "--sample",
+        metavar="FILE",
+        help=".npz with an array for each feature, a line for each sample: hit rates of caches by their size; needs "
+        "--num-samples",
+    )
+    parser.add_argument("--cache-picture", metavar="FILE", help="draws hit rates by cache size: .png, .svg or .pdf")
 
 
 def _estimate(options: argparse.Namespace) -> str:
     from jaxsok import inspection
+    from jaxsok.caches import cache_estimate
     from jaxsok.memory import memory_estimate
 
     _check_outputs(options)
+    if options.sample is not None and options.num_samples is None:
+        raise ValueError("estimate: --sample: got no --num-samples, wanted how many samples a device has in a batch.")
+    if options.cache_picture is not None and options.sample is None:
+        raise ValueError("estimate: --cache-picture: got no --sample, wanted the file with the keys of some batches.")
     declared = inspection.read_spec(options.spec)
     num_shards = options.shards if options.shards is not None else declared.num_shards or 1
     estimate = memory_estimate(
@@ -117,17 +129,25 @@ def _estimate(options: argparse.Namespace) -> str:
     )
     if options.picture is not None:
         inspection.draw_estimate(estimate, options.picture)
-    return str(estimate)
+    if options.sample is None:
+        return str(estimate)
+    batches = inspection.read_batches(options.sample, declared.features, num_shards * options.num_samples)
+    caches = cache_estimate(declared.tables, declared.features, batches, num_shards=num_shards)
+    if options.cache_picture is not None:
+        inspection.draw_cache_estimates(caches, options.cache_picture)
+    return "\n\n".join(map(str, (estimate, *caches)))
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
     """Checks the output paths before a long pass."""
-    for name in ("json", "picture"):
-        path = getattr(options, name, None)
-        if path is not None and not pathlib.Path(path).resolve().parent.is_dir():
+    for name in ("json", "picture", "cache-picture"):
+        path = getattr(options, name.replace("-", "_"), None)
+        if path is None:
+            continue
+        if not pathlib.Path(path).resolve().parent.is_dir():
             raise FileNotFoundError(f"{options.command}: --{name}: got {path}, wanted a file in a folder that exists.")
-    if options.picture is not None and pathlib.Path(options.picture).suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"{options.command}: --picture: got {options.picture}, wanted a file .png, .svg or .pdf.")
+        if name != "json" and pathlib.Path(path).suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"{options.command}: --{name}: got {path}, wanted a file .png, .svg or .pdf.")
 
 
 def _rows_of(given: Sequence[str], tables: Sequence[str]) -> int | dict[str, int] | None:

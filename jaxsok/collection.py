@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jaxsok import ahead as ahead_lib
 from jaxsok import annotations, checks, declaration, guards, lives, operations, policies, processes, stacking
+from jaxsok import caches as caches_lib
 from jaxsok import evict as evict_lib
 from jaxsok import export as export_lib
 from jaxsok import features as features_lib
@@ -749,6 +750,35 @@ class Collection:
         check_state("num_rows", self, state)
         check_untraced("num_rows", state, "inside a jitted function use the Stats of update")
         return operations.num_rows(self, state)
+
+    @annotations.annotated("jaxsok.cache_stats")
+    def cache_stats(self, state: State) -> "tuple[caches_lib.CacheStats, ...]":
+        """Reads what the caches of tables in host memory have done, for each store (waits for the device).
+
+        Counts begin with the state; the difference of two readings is what happened between them.
+
+        Cost:
+          Reads 4 bytes for each row of a cache on its device; a few numbers cross to the host.
+
+        Example:
+          >>> import jaxsok
+          >>> adam, memory = jaxsok.optim.adam(0.01), jaxsok.HostMemory(device_rows=4)
+          >>> tables = [jaxsok.TableSpec("item", dim=4, optimizer=adam, capacity=16, memory=memory)]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> state, readings = collection.init(seed=0), []
+          >>> for keys in ([1, 2], [3, 4], [5, 4], [1, 2]):  # 5 takes the place of 1, which comes back for 3
+          ...     batch = collection.batch({"clicked": np.array(keys)})
+          ...     embeddings, state, plan = collection.lookup(state, batch.features)
+          ...     readings += collection.cache_stats(state)
+          >>> print(readings[-1])
+          item: 5 rows in host memory, 4 of them in a cache of 4; hit rate 0.667, 1 rows read (48 B), 2 written (96 B)
+          >>> last = readings[-1] - readings[-2]
+          >>> last.num_hits, last.num_read, last.bytes_read, last.hit_rate
+          (1, 1, 48, 0.5)
+        """
+        check_state("cache_stats", self, state)
+        check_untraced("cache_stats", state)
+        return operations.cache_stats(self, state)
 
     @annotations.annotated("jaxsok.grow")
     def grow(

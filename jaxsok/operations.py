@@ -21,6 +21,7 @@ from jaxsok import evict as evict_lib
 from jaxsok import keys as keys_lib
 from jaxsok import plan as plan_lib
 from jaxsok import table as table_lib
+from jaxsok.caches import CacheStats
 from jaxsok.checks import there
 from jaxsok.features import Batch, Features
 from jaxsok.kernels import table as kernels
@@ -30,7 +31,16 @@ from jaxsok.store import State, StoreState
 from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY
 
 _INSERTED, _REFUSED = COUNTS.index("num_inserted"), COUNTS.index("num_refused")
-_OPS_WITH_LOOKUPS_AHEAD = ("lookup", "update", "gradient_norm", "grow", "drain", "num_rows", "memory_estimate")
+_OPS_WITH_LOOKUPS_AHEAD = (
+    "lookup",
+    "update",
+    "gradient_norm",
+    "grow",
+    "drain",
+    "num_rows",
+    "cache_stats",
+    "memory_estimate",
+)
 
 
 class Declared(Protocol):
@@ -156,6 +166,35 @@ def num_rows(collection: Declared, state: State) -> dict[str, int]:
         by_table = by_shard[0] if spec.is_replicated else by_shard.sum(axis=0)
         in_use |= {table.name: int(rows) for table, rows in zip(spec.tables, by_table, strict=True)}
     return in_use
+
+
+def cache_stats(collection: Declared, state: State) -> tuple[CacheStats, ...]:
+    """See `Collection.cache_stats`."""
+    in_use, shards, found = num_rows(collection, state), collection.shards, []
+    for spec, store in zip(collection.stores, state.stores, strict=True):
+        for tier in store.tier:
+            names = tuple(table.name for table in spec.tables)
+            found.append(
+                CacheStats(
+                    tables=names,
+                    num_rows=sum(in_use[name] for name in names),
+                    num_slots=tier.rows.shape[0] if spec.num_slots else 0,
+                    num_cached=int(shards.read(_num_cached(shards, tier.last_use)).sum(dtype=np.int64)),
+                    record_bytes=store.rows[0].shape[-1],
+                    words=tuple(map(tuple, shards.read(tier.counters).reshape(spec.num_shards, -1).tolist())),
+                )
+            )
+    return tuple(found)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _num_cached(shards: Shards, last_use: UInt32[Array, " num_lines"]) -> UInt32[Array, " num_shards"]:
+    """Counts the slots in use, by shard."""
+
+    def count(last_use: Array) -> Array:
+        return (last_use != 0).sum(dtype=jnp.uint32, keepdims=True)
+
+    return shards.run(count, (last_use,), (shards.spec,), shards.spec)
 
 
 def coming_of(collection: Declared, batch: Any, steps: int) -> coming.Coming:

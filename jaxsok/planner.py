@@ -51,7 +51,7 @@ from jaxsok.specs import (
     on,
     pinned_and_spread,
 )
-from jaxsok.store import row_bytes, store_bytes
+from jaxsok.store import host_row_bytes, row_bytes, store_bytes
 from jaxsok.types import PADDING_KEY
 
 REQUEST_BYTES = 16  # key, table and uses: four words
@@ -69,7 +69,7 @@ class TableProposal:
     distinct_keys: float
     """Distinct ones of these; where all devices are alike, so many lines travel."""
     num_bytes: int
-    """Bytes of its rows, with optimizer state, records and index, once."""
+    """Bytes of its rows, with optimizer state, records and index, once; of rows in host memory what devices have."""
     wire_bytes: Mapping[str, int]
     """Bytes received by a device in a step: "sharded", "on" (alone on its device), "replicated"; with a sample also
     "bags" (sharded, with partial bags), where the features of the table can."""
@@ -93,6 +93,8 @@ class Proposal:
     the unevenness of hashing."""
     features: tuple[FeatureSpec, ...]
     """The features with what they exchange, for the collection."""
+    host_bytes: int = 0
+    """Bytes of rows in host memory, for each device, as `init` makes them."""
 
     @property
     def tables(self) -> tuple[TableSpec, ...]:
@@ -122,7 +124,8 @@ class Proposal:
             [
                 *rows,
                 f"A step sends {in_units(self.wire_bytes)} to {each}. Full tables take {' to '.join(used)} of the "
-                f"{in_units(self.allocated_bytes)} allocated on {each}.",
+                f"{in_units(self.allocated_bytes)} allocated on {each}."
+                + (f" {in_units(self.host_bytes)} of host memory for {each}." if self.host_bytes else ""),
             ]
         )
 
@@ -200,6 +203,7 @@ def propose(
         _bytes_per_device(placed, num_shards),
         _allocated_bytes(placed, num_shards),
         tuple(dataclasses.replace(feature, exchange=form[feature.table]) for feature in features),
+        sum(store.capacity * host_row_bytes(store) for store in group_into_stores(placed, num_shards)),
     )
 
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxsok.inspection.counts import Bin
-from jaxsok.inspection.declared import Declared, read_spec
+from jaxsok.inspection.declared import Declared, read_batches, read_spec
 from jaxsok.inspection.kinds import open_tables
-from jaxsok.inspection.pictures import draw_estimate, draw_reports
+from jaxsok.inspection.pictures import draw_cache_estimates, draw_estimate, draw_reports
 from jaxsok.inspection.report import Ages, Norms, TableReport, Uses, overview, report
 
 __all__ = [
@@ -24,9 +24,11 @@ __all__ = [
     "Norms",
     "TableReport",
     "Uses",
+    "draw_cache_estimates",
     "draw_estimate",
     "draw_reports",
     "inspect",
+    "read_batches",
     "read_spec",
     "report",
 ]

@@ -8,6 +8,7 @@ or a table of its name and arguments:
     dim = 64
     optimizer = {name = "adam", learning_rate = 0.001}
     eviction = "LeastRecentlyUsed"
+    memory = {device_rows = 0.1}
 """
 
 import dataclasses
@@ -18,13 +19,16 @@ import pathlib
 import runpy
 import tomllib
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxsok import initializers, policies
 from jaxsok import optimizers as optim
 from jaxsok.collection import Collection
-from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, Placement, TableSpec, on
+from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, HostMemory, Placement, TableSpec, on
 
 LEARNING_RATE = 0.01
 """The rate of an optimizer whose file gives none: bytes do not depend on it."""
@@ -71,6 +75,38 @@ def read_spec(path: str | os.PathLike[str]) -> Declared:
     except (ValueError, RecursionError) as error:  # of both parsers, and of text that is none
         raise ValueError(f"estimate: {path}: got no {path.suffix[1:].upper()}: {error}.") from error
     return _of_data(_Place(str(path)), data)
+
+
+def read_batches(
+    path: str | os.PathLike[str], features: Sequence[FeatureSpec], num_samples: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Cuts a `.npz` file with an array for each feature, a line for each sample, into raw batches.
+
+    Samples at the end that do not fill a batch are left out.
+
+    Raises:
+      FileNotFoundError, ValueError: no such file, a feature without an array, fewer samples than a batch has.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     np.savez(pathlib.Path(folder, "log.npz"), user=np.arange(5))
+      ...     [batch["user"] for batch in read_batches(f"{folder}/log.npz", [FeatureSpec("user", "user")], 2)]
+      [array([0, 1]), array([2, 3])]
+    """
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
+            arrays = {feature.name: stored[feature.name] for feature in features}
+    except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        wanted = [feature.name for feature in features]
+        raise ValueError(f"estimate: {path}: got {error}, wanted a .npz file with the arrays {wanted}.") from error
+    sizes = {len(array) if array.ndim else 0 for array in arrays.values()}
+    if len(sizes) != 1 or min(sizes) < num_samples:
+        raise ValueError(
+            f"estimate: {path}: got arrays of {sorted(sizes)} samples, wanted at least {num_samples}, the same of all."
+        )
+    for begin in range(0, min(sizes) - num_samples + 1, num_samples):
+        yield {name: array[begin : begin + num_samples] for name, array in arrays.items()}
 
 
 def _of_python(path: pathlib.Path) -> Declared:
@@ -172,6 +208,7 @@ def _table(place: _Place, data: Any) -> TableSpec:
         "admission": lambda at, value: at.call(value, _policies(policies.Admission), "a policy of admission"),
         "eviction": lambda at, value: at.call(value, _policies(policies.Eviction), "a policy of eviction"),
         "placement": _placement,
+        "memory": lambda at, value: at.make(HostMemory, value),
     }
     for name, make in makers.items():
         if name in fields:

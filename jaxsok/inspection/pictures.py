@@ -1,9 +1,12 @@
-"""Pictures of what `report` and `memory_estimate` found. Needs Matplotlib, and no display."""
+"""Pictures of what `report`, `memory_estimate` and `cache_estimate` found. Needs Matplotlib, and no display."""
 
 import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from jaxsok.caches import CacheEstimate
 from jaxsok.inspection.counts import Bin
 from jaxsok.inspection.report import TableReport
 from jaxsok.memory import STATE, STEP, MemoryEstimate
@@ -75,12 +78,42 @@ def draw_estimate(estimate: MemoryEstimate, path: str | os.PathLike[str]) -> Non
     title = f"{in_units(estimate.total)} on {each_device(estimate.num_shards)}"
     if estimate.memory_bytes is not None:
         title += f", of {in_units(estimate.memory_bytes)} for arrays"
+    if estimate.host_bytes:
+        title += f"; {in_units(estimate.host_bytes)} of host memory"
     axes.set_title(title, loc="left")
     order = [part.replace("_", " ") for part in (*STATE, *STEP)]
     handles, labels = axes.get_legend_handles_labels()
     by_label = dict(zip(labels, handles, strict=True))
     handles = [by_label[label] for label in order if label in by_label]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
+    figure.savefig(path)
+
+
+def draw_cache_estimates(estimates: Sequence[CacheEstimate], path: str | os.PathLike[str]) -> None:
+    """Draws hit rates by the rows of the cache, a panel for each store; as `draw_reports`.
+
+    The area is between the rate that takes first uses as reads and the one that leaves them out; the line is the
+    declared cache.
+
+    Example:
+      `draw_cache_estimates(cache_estimate(tables, features, batches), "caches.png")`
+    """
+    figure = _figure((1.6 * _INCHES[0], _INCHES[1] * len(estimates)))
+    for axes, estimate in zip(figure.subplots(len(estimates), squeeze=False)[:, 0], estimates, strict=True):
+        # More points than a picture can show would take long.
+        rows = np.unique(np.geomspace(1, max(1, estimate.num_keys), 500).astype(np.int64))[: estimate.num_keys]
+        rates, least = estimate.hit_rates[rows], estimate.least_hit_rates[rows]
+        axes.fill_between(rows, least, rates, color=_COLOURS[5], alpha=0.4, label="first uses are reads, or left out")
+        axes.plot(rows, rates, color=_COLOURS[0])
+        if estimate.device_rows is not None:
+            axes.axvline(estimate.device_rows, color=_COLOURS[3], label=f"declared, {estimate.device_rows:,}")
+        axes.set_xscale("log")
+        axes.set_ylim(0, 1)
+        axes.set_xlabel("rows of the cache")
+        axes.set_ylabel("hit rate")
+        names = ", ".join(estimate.tables)
+        axes.set_title(names if len(names) <= 60 else f"{names[:57]}...", loc="left")
+        axes.legend(loc="upper left", fontsize=8, frameon=False)
     figure.savefig(path)
 
 

@@ -257,6 +257,26 @@ def test_pictures_have_what_was_counted(tmp_path, monkeypatch):
     assert axes.get_xlabel() == "MiB"
 
 
+def test_pictures_of_caches_have_the_curve(tmp_path, monkeypatch):
+    """Its points, the area below and the declared cache; a panel for each store, also where no key is repeated."""
+    figure_of = pytest.importorskip("matplotlib.figure").Figure
+    figures = []
+    monkeypatch.setattr(figure_of, "savefig", lambda figure, path: figures.append(figure))
+    tables = [jaxsok.TableSpec("user", 4, SGD, memory=jaxsok.HostMemory(7)), jaxsok.TableSpec("item", 4, SGD)]
+    features = [jaxsok.FeatureSpec("user", "user"), jaxsok.FeatureSpec("item", "item")]
+    draw = np.random.default_rng(0)
+    batches = [{"user": draw.integers(0, 40, 12), "item": np.arange(12) + 12 * number} for number in range(10)]
+    estimates = jaxsok.cache_estimate(tables, features, batches)
+    inspection.draw_cache_estimates(estimates, tmp_path / "a.png")
+    user, item = figures[0].axes
+    curve, declared = user.lines
+    np.testing.assert_array_equal(curve.get_ydata(), estimates[0].hit_rates[curve.get_xdata()])
+    assert {1, estimates[0].num_keys} <= set(curve.get_xdata()) and set(declared.get_xdata()) == {7}
+    (area,) = user.collections
+    assert area.get_paths()[0].get_extents().y0 == estimates[0].least_hit_rates[1]
+    assert item.get_title(loc="left") == "item" and len(item.lines) == 1
+
+
 NUMBERS = np.random.default_rng(0)
 RANGES = {
     "one value": np.full(10, 0.25),
@@ -412,6 +432,7 @@ name = "tag"
 dim = 32
 optimizer = "sgd"
 statistics = true
+memory = {device_rows = 0.25}
 
 [[features]]
 name = "user"
@@ -436,7 +457,7 @@ tables = [
         "item", 32, optim.rowwise_adagrad(0.01), dtype="bfloat16", placement=jaxsok.REPLICATED,
         initializer=jaxsok.initializers.normal(stddev=0.1), eviction=policies.LeastRecentlyUsed(),
     ),
-    jaxsok.TableSpec("tag", 32, optim.sgd(0.01), statistics=True),
+    jaxsok.TableSpec("tag", 32, optim.sgd(0.01), statistics=True, memory=jaxsok.HostMemory(0.25)),
 ]
 features = [jaxsok.FeatureSpec("user", table="user", max_keys=128)]
 exchange = jaxsok.ExchangeSpec(rows="bfloat16")
@@ -495,6 +516,8 @@ WRONG = {
     "admission": (TABLE + 'admission = "LeastRecentlyUsed"', r"tables\[0\]\.admission: .*AdmitByCount"),
     "eviction": (TABLE + "eviction = {name = 'TimeToLive', steps = -1}", r"tables\[0\]\.eviction: .*steps: got -1"),
     "placement": (TABLE + 'placement = "here"', r"tables\[0\]\.placement: got 'here'"),
+    "memory": (TABLE + 'memory = "host"', r"tables\[0\]\.memory: got 'host', wanted fields"),
+    "cache": (TABLE + "memory = {device_rows = -1}", r"tables\[0\]\.memory: HostMemory: device_rows: got -1"),
     "feature": (TABLE + '[[features]]\nname = "user"', r"features\[0\]\.table: got none"),
     "exchange": (TABLE + '[exchange]\nrows = "int8"', r"exchange: ExchangeSpec: rows: got 'int8'"),
 }
@@ -580,9 +603,54 @@ def test_estimate_of_the_file_alone(tmp_path, capsys):
     assert picture.read_bytes().startswith(MAGIC[".png"])
 
 
+def test_estimate_of_a_sample(tmp_path, capsys):
+    """Of batches of all devices; what is left at the end is no batch."""
+    pytest.importorskip("matplotlib")
+    path, log, picture = tmp_path / "tables.toml", tmp_path / "log.npz", tmp_path / "caches.svg"
+    path.write_text(TABLE + 'memory = {device_rows = 20}\n[[features]]\nname = "clicked"\ntable = "user"')
+    keys = np.random.default_rng(0).integers(0, 50, (67, 3))
+    np.savez(log, clicked=keys, other=np.zeros(3))
+    options = ["--num-samples", "8", "--shards", "2", "--sample", str(log), "--cache-picture", str(picture)]
+    assert command_line.main(["estimate", str(path), *options]) == 0
+    declared = inspection.read_spec(path)
+    batches = [{"clicked": keys[begin : begin + 16]} for begin in (0, 16, 32, 48)]
+    (expected,) = jaxsok.cache_estimate(declared.tables, declared.features, batches, num_shards=2)
+    assert expected.num_batches == 4 and expected.device_rows == 20
+    assert capsys.readouterr().out.endswith(f"\n\n{expected}\n")
+    assert picture.read_bytes().startswith(MAGIC[".svg"])
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "No such file"),
+        (b"hello", "wanted a .npz file with the arrays"),
+        (b"PK\x03\x04", "wanted a .npz file with the arrays"),
+        ({"user": np.arange(9)}, "clicked is not a file in the archive"),
+        ({"clicked": np.arange(3)}, "got arrays of [3] samples, wanted at least 4"),
+        ({"clicked": np.int64(3)}, "got arrays of [0] samples, wanted at least 4"),
+        ({"clicked": np.ones(9)}, 'cache_estimate: batches[0]: feature "clicked"'),
+    ],
+)
+def test_wrong_samples_are_refused(tmp_path, capsys, content, message):
+    """With status 2 and one line."""
+    path, log = tmp_path / "tables.toml", tmp_path / "log.npz"
+    path.write_text(TABLE + '[[features]]\nname = "clicked"\ntable = "user"')
+    if isinstance(content, bytes):
+        log.write_bytes(content)
+    elif content is not None:
+        np.savez(log, **content)
+    assert command_line.main(["estimate", str(path), "--num-samples", "4", "--sample", str(log)]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and message in error and len(error.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        (["--sample", "log.npz"], "--sample: got no --num-samples"),
+        (["--cache-picture", "caches.png"], "--cache-picture: got no --sample"),
+        (["--cache-picture", "caches.docx"], "wanted a file .png"),
         (["--num-rows", "usr=3"], 'got table "usr", wanted one of'),
         (["--num-rows", "many"], "--num-rows: got 'many'"),
         (["--num-rows", "1.5"], "--num-rows: got '1.5'"),

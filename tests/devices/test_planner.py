@@ -1,5 +1,6 @@
 """The planner: its counts against NumPy and against the exchange, its choices, what it refuses and what it prints."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 import jaxsok
 from jaxsok import REPLICATED, SHARDED, Bags, ExchangeSpec, FeatureSpec, TableSpec, on, propose
+from jaxsok.printed import in_units
 
 SGD = jaxsok.optim.sgd(0.1)
 MANY_FINDS = 100.0  # evaluations a step: rows travel much more often than gradients, so replicas pay
@@ -200,6 +202,18 @@ def test_bytes_per_device_by_hand():
     # SGD of dim 8: 32 + 16 of record + 32 of index; Adam of dim 16: 64 + 128 + 48.
     everywhere = 4000 // 4 * 80 + 70 * 80 + 400 // 4 * 240
     assert proposal.bytes_per_device == (everywhere, everywhere + 1000 * 80, everywhere, everywhere)
+
+
+def test_rows_in_host_memory_are_counted_apart():
+    """Rows of 8 float32 are records of 32 bytes there; the device has places, records, index and the cache."""
+    tables, features = specs(item=1000)
+    tables = [dataclasses.replace(tables[0], memory=jaxsok.HostMemory(device_rows=100))]
+    proposal = propose(tables, features, num_shards=2, keys_per_step=10)
+    (store,) = programs.over(2, proposal.tables, features).init().stores
+    assert proposal.host_bytes == 32 * store.capacity // 2 == store.rows[0].addressable_shards[1].data.nbytes
+    assert proposal.lines[0].num_bytes == 1000 * 52
+    assert str(proposal).endswith(f"{in_units(proposal.host_bytes)} of host memory for each of 2 devices.")
+    assert propose(*specs(item=1000), num_shards=2, keys_per_step=10).host_bytes == 0
 
 
 def test_allocated_bytes_are_those_of_init():

@@ -633,6 +633,8 @@ API = {
     "jaxsok.TableProposal": lambda: members_of(jaxsok.TableProposal),
     "jaxsok.MemoryEstimate": lambda: members_of(jaxsok.MemoryEstimate),
     "jaxsok.StoreMemory": lambda: members_of(jaxsok.StoreMemory),
+    "jaxsok.CacheStats": lambda: members_of(jaxsok.CacheStats),
+    "jaxsok.CacheEstimate": lambda: members_of(jaxsok.CacheEstimate),
     "jaxsok.Bags": lambda: members_of(jaxsok.Bags),
     "jaxsok.Coo": lambda: members_of(jaxsok.Coo),
     "jaxsok.Batch": lambda: members_of(jaxsok.Batch),
