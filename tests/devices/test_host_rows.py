@@ -28,7 +28,7 @@ def placed(memory, num_shards):
     return programs.over(num_shards, tables, features)
 
 
-@pytest.mark.parametrize(("num_shards", "device_rows"), [(4, 12), (2, 0)])
+@pytest.mark.parametrize(("num_shards", "device_rows"), [(4, 12), pytest.param(2, 0, marks=pytest.mark.slow)])
 def test_tables_on_one_device_of_several(num_shards, device_rows):
     plain, tiered = placed(None, num_shards), placed(jaxsok.HostMemory(device_rows), num_shards)
     (want, results), (got, others) = (trained(one, raw_batches(one, 6)) for one in (plain, tiered))
