@@ -16,6 +16,7 @@ from . import (
     bench_cpu,
     bench_dims,
     bench_evict,
+    bench_host_rows,
     bench_input,
     bench_insert,
     bench_life,
@@ -51,7 +52,7 @@ ON_FILLED = {
 
 WITHOUT_TABLES = {"plan": bench_plan, "combine": bench_combine}
 
-OWN_TABLES = ("insert", "scale", "dims", "evict", "life", "serving", "input", "tiers", "cpu")
+OWN_TABLES = ("insert", "scale", "dims", "evict", "life", "serving", "input", "tiers", "host_rows", "cpu")
 """The parts with tables of their own, in the order in which they are measured."""
 
 
@@ -88,6 +89,7 @@ def one_device(options: argparse.Namespace, protocol: Protocol, recorder: Record
         "serving": lambda: bench_serving.measure(recorder, brief, seed, copy_gb_s, scale, is_quick),
         "input": lambda: bench_input.measure(recorder, brief, seed, scale, is_quick),
         "tiers": lambda: bench_tiers.measure(recorder, brief, seed, scale, is_quick),
+        "host_rows": lambda: bench_host_rows.measure(recorder, seed, scale, is_quick),
         "cpu": lambda: bench_cpu.measure(recorder, protocol, seed, scale, is_quick),
     }
     for part in OWN_TABLES:

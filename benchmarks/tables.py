@@ -644,6 +644,26 @@ def tier_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     ]
 
 
+HOST_ROWS_COLUMNS = ("rows", "what", "ms", "spread", "limit ms", "of limit", "notes")
+"""Columns for the long life of tables in host memory."""
+
+
+def host_rows_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """The import, and the steps."""
+    return [
+        (
+            record.variant,
+            _what(record),
+            f"{record.timing.ms:.4g}",
+            record.timing.spread_text,
+            NOTHING if record.limit_ms is None else f"{record.limit_ms:.4g}",
+            _of_limit(record),
+            ", ".join(f"{name} {value:,}" for name, value in record.notes.items() if name != "part"),
+        )
+        for record in records
+    ]
+
+
 PARTS: dict[str, tuple[str, Sequence[str], Callable[[Sequence[Record]], list[tuple[str, ...]]]]] = {
     "small": ("Small batches (W1's tables):", SMALL_COLUMNS, small_rows),
     "skew": ("Skew:", SKEW_COLUMNS, skew_rows),
@@ -655,6 +675,7 @@ PARTS: dict[str, tuple[str, Sequence[str], Callable[[Sequence[Record]], list[tup
     "serving": ("Frozen tables, looked up in three ways:", SERVING_COLUMNS, serving_rows),
     "input": ("From a reader's arrays to the device:", INPUT_COLUMNS, input_rows),
     "tiers": ("Rows in host memory, a cache on the device:", TIER_COLUMNS, tier_rows),
+    "host_rows": ("A long life of rows in host memory:", HOST_ROWS_COLUMNS, host_rows_rows),
     "cpu": ("A static table on this CPU (SGD):", CPU_COLUMNS, cpu_rows),
     "dcnv2": ("DLRM-DCNv2, from files:", DCNV2_COLUMNS, dcnv2_rows),
 }

@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxsok import checks
 from jaxsok.annotations import annotated
 from jaxsok.grow import LOOK_EVERY, GrowthTracker, free_bytes, next_capacity
-from jaxsok.host_slabs import available_bytes
+from jaxsok.host_limits import HostLimit, share_of_device
 from jaxsok.settings import current_settings, in_settings
 from jaxsok.shards import HOST_KIND, host_place
 from jaxsok.specs import StoreSpec
@@ -203,10 +203,10 @@ class Ahead:
                 stores[s] = _grown(stores[s], num_shards, capacity)
                 yield dataclasses.replace(state, stores=tuple(stores))
 
-    def _free(self, spec: StoreSpec) -> tuple[int | None, int | None]:
+    def _free(self, spec: StoreSpec) -> tuple[int | None, HostLimit | None]:
         """Guesses the free bytes by which `grow` will decide, on the device and in host memory."""
-        on_host = available_bytes() if spec.memory is not None else None
-        return free_bytes(), None if on_host is None else on_host // len(self._tracker.shards.local())
+        host_share = share_of_device(self._tracker.shards, is_agreed=False) if spec.memory is not None else None
+        return free_bytes(), host_share
 
     def _start(self, signature: Any, args: tuple, kwargs: dict, settings: tuple) -> None:
         program = _Program(capacities_of(args[self._state_argnum]), is_ahead=True)

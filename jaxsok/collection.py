@@ -149,9 +149,10 @@ class Collection:
                 "init",
                 [f"mesh: {shards}", f"seed: {seed}", f"salt: {salt}", *described(self.stores), *sizes, *features],
             )
-        free, free_on_host = grow_lib.agreed_free_bytes(shards), grow_lib.agreed_free_host_bytes(self.stores, shards)
+        free, host_share = grow_lib.agreed_free_bytes(shards), grow_lib.agreed_host_share(self.stores, shards)
         asked = [(store, store.capacity) for store in self.stores]
-        grow_lib.require_memory(asked, "init", free, free_on_host, is_new=True)
+        grow_lib.require_memory(asked, "init", free, host_share, is_new=True)
+        grow_lib.warn_of_max_capacity(self.stores, host_share)
         # The first words name the state's life in exports, which others read, so the salts come from other words.
         drawn = processes.drawn(is_shared=shards.num_processes > 1, num_words=6)
         entropy = drawn[2:].tolist() if salt is None else int(salt)
@@ -164,8 +165,11 @@ class Collection:
         # From the seed, so that two runs have the same bits. Exports still tell lives with the same words apart.
         lineage = np.random.SeedSequence([int(seed), int(self.fingerprint, 16)]).generate_state(2)
         lives.IN_THIS_PROCESS.begin(lineage, drawn[:2])
+        with processes.together("init", is_shared=shards.num_processes > 1):
+            stores = shards.make(init_stores, self.stores, operands=(salt_words,))
+            stores = with_host_slabs(self.stores, stores, shards)
         state = State(
-            stores=with_host_slabs(self.stores, shards.make(init_stores, self.stores, operands=(salt_words,)), shards),
+            stores=stores,
             tickets=no_tickets(self.shards),
             step=step,
             seed=seed_words,

@@ -41,7 +41,8 @@ from jaxsok import evict as evict_lib
 from jaxsok.checks import there
 from jaxsok.coming import Coming
 from jaxsok.features import Features
-from jaxsok.host_slabs import available_bytes, with_host_slab
+from jaxsok.host_limits import HostLimit, available_bytes, share_of_device
+from jaxsok.host_slabs import with_host_slab
 from jaxsok.shards import ONE_DEVICE, Shards
 from jaxsok.specs import StoreSpec, TableSpec, pinned_and_spread
 from jaxsok.store import (
@@ -419,11 +420,10 @@ def _rows_to_grow_to(
         elif tracker.num_counts[s] % MOST_COUNTS == 0:
             tired[s] = tracker.in_use(s) + positions[s]
     free = agreed_free_bytes(tracker.shards) if tired else None
-    free_on_host = agreed_free_host_bytes([specs[s] for s in tired], tracker.shards)
+    host_share = agreed_host_share([specs[s] for s in tired], tracker.shards)
     for s, rows in tired.items():
         limit = min(specs[s].max_capacity or MAX_CAPACITY, MAX_CAPACITY)
-        halves = [None if one is None else one // 2 for one in (free, free_on_host)]
-        if fits([(specs[s], min(rows, limit) - capacities[s])], *halves):
+        if fits([(specs[s], 2 * (min(rows, limit) - capacities[s]))], free, host_share):  # in half of the memory
             wanted[s] = rows
             tracker.num_counts[s] = 0
     return wanted
@@ -562,21 +562,21 @@ def _warn_of_copies(tracker: GrowthTracker, state: State) -> None:
 
 
 def next_capacity(
-    spec: StoreSpec, capacity: int, needed: int, free: int | None, free_on_host: int | None = None
+    spec: StoreSpec, capacity: int, needed: int, free: int | None, host_share: HostLimit | None = None
 ) -> int:
     """Returns the capacity that a shard grows to: twice, or a quarter more where that would not fit, or `needed`.
 
-    `free` are bytes of the device, and `free_on_host` of host memory, for a shard; None: unknown, or without a limit.
+    `free` are bytes of the device for a shard, and `host_share` is its share of host memory; None: unknown.
     """
     limit = min(spec.max_capacity or MAX_CAPACITY, MAX_CAPACITY)
     wanted = min(limit, max(needed, int(capacity * GROWTH_FACTOR)))
     gentle = min(limit, max(needed, int(capacity * GENTLE_FACTOR)))
-    return wanted if fits([(spec, wanted - capacity)], free, free_on_host) else gentle
+    return wanted if fits([(spec, wanted - capacity)], free, host_share) else gentle
 
 
-def fits(asked: Sequence[tuple[StoreSpec, int]], free: int | None, free_on_host: int | None) -> bool:
+def fits(asked: Sequence[tuple[StoreSpec, int]], free: int | None, host_share: HostLimit | None) -> bool:
     """Returns whether there is memory for stores with their rows (of a shard)."""
-    limits = ((row_bytes, free), (host_row_bytes, free_on_host))
+    limits = ((row_bytes, free), (host_row_bytes, None if host_share is None else host_share.num_bytes))
     return all(
         limit is None or sum(num_rows * bytes_of(spec) for spec, num_rows in asked) <= limit
         for bytes_of, limit in limits
@@ -587,17 +587,17 @@ def _new_capacities(tracker: GrowthTracker, state: State, needed: dict[int, int]
     """Returns what the shards of each short store grow to; raises, before anything has changed, if it will not fit."""
     capacities, specs = {}, tracker.specs
     free = agreed_free_bytes(tracker.shards) if needed else None
-    free_on_host = agreed_free_host_bytes([specs[s] for s in needed], tracker.shards)
+    host_share = agreed_host_share([specs[s] for s in needed], tracker.shards)
     for s, rows in needed.items():
         capacity, num_slabs = state.stores[s].capacity // specs[s].num_shards, len(state.stores[s].rows)
-        capacities[s] = next_capacity(specs[s], capacity, rows, free, free_on_host)
+        capacities[s] = next_capacity(specs[s], capacity, rows, free, host_share)
         if capacities[s] <= capacity or num_slabs >= specs[s].max_slabs:
             raise MemoryError(
                 f"grow: store of tables {_names(specs[s])}: got {capacity} rows in {num_slabs} slabs, wanted {rows} "
                 f"rows, beyond {MAX_CAPACITY} rows or {specs[s].max_slabs} slabs; start with a larger capacity."
             )
     more = [(specs[s], new - state.stores[s].capacity // specs[s].num_shards) for s, new in capacities.items()]
-    require_memory(more, "grow", free, free_on_host)
+    require_memory(more, "grow", free, host_share)
     return capacities
 
 
@@ -621,7 +621,8 @@ def _enlarging(
         store = state.stores[s]
         if s in capacities:
             num_rows = spec.num_shards * capacities[s] - store.capacity
-            slabs[s] = with_host_slab(spec, shards.make(new_slab, spec, num_rows), shards)
+            with processes.together("grow", is_shared=shards.num_processes > 1):
+                slabs[s] = with_host_slab(spec, shards.make(new_slab, spec, num_rows), shards)
             store = with_slab(store, slabs[s])
         if s in capacities or is_resalted[s]:
             num_buckets = num_buckets_of(store.capacity // spec.num_shards)
@@ -677,12 +678,9 @@ def agreed_free_bytes(shards: Shards) -> int | None:
     return free // len(shards.local()) if free is not None and jax.default_backend() == "cpu" else free
 
 
-def agreed_free_host_bytes(specs: Sequence[StoreSpec], shards: Shards) -> int | None:
-    """Returns the least host memory that is available for a shard; None: unknown, or no store has rows there."""
-    if all(spec.memory is None for spec in specs):
-        return None
-    free = _agreed(available_bytes(), shards)
-    return None if free is None else free // len(shards.local())
+def agreed_host_share(specs: Sequence[StoreSpec], shards: Shards) -> HostLimit | None:
+    """Returns a device's share of host memory, the same in all processes; None: unknown, or no store has rows there."""
+    return share_of_device(shards) if any(spec.memory is not None for spec in specs) else None
 
 
 def _agreed(free: int | None, shards: Shards) -> int | None:
@@ -707,7 +705,7 @@ def require_memory(
     asked: Sequence[tuple[StoreSpec, int]],
     op: str,
     free: int | None,
-    free_on_host: int | None = None,
+    host_share: HostLimit | None = None,
     *,
     is_new: bool = False,
 ) -> None:
@@ -733,16 +731,34 @@ def require_memory(
             "capacity, dim or the optimizer's state."
         )
     total = sum(num_rows * host_row_bytes(spec) for spec, num_rows in asked)
-    if free_on_host is not None and total > free_on_host:
+    if host_share is not None and total > host_share.num_bytes:
         parts = "; ".join(
             f"store of tables {_names(spec)}: {num_rows} rows of {host_row_bytes(spec)} bytes"
             for spec, num_rows in asked
             if spec.memory is not None
         )
         raise MemoryError(
-            f"{op}: capacity: got {total} bytes of host memory for a device ({parts}), wanted at most {free_on_host} "
-            "that are available to it (MemAvailable of /proc/meminfo, and memory.max of the control group); lower "
-            "capacity, dim or the optimizer's state."
+            f"{op}: capacity: got {total} bytes of host memory for a device ({parts}), wanted at most "
+            f"{host_share.num_bytes} that are available to it ({host_share.name}); lower capacity, dim or the "
+            "optimizer's state, or raise the limit."
+        )
+
+
+def warn_of_max_capacity(specs: Sequence[StoreSpec], host_share: HostLimit | None) -> None:
+    """Warns that new stores cannot grow up to the `max_capacity` that they declare, for want of host memory."""
+    limited = [spec for spec in specs if spec.memory is not None and spec.max_capacity is not None]
+    total = sum(there(spec.max_capacity) * host_row_bytes(spec) for spec in limited)
+    if host_share is not None and total > host_share.num_bytes:
+        parts = "; ".join(
+            f"store of tables {_names(spec)}: {spec.max_capacity} rows of {host_row_bytes(spec)} bytes"
+            for spec in limited
+        )
+        warnings.warn(
+            f"init: max_capacity: got {total} bytes of host memory for a device ({parts}), wanted at most "
+            f"{host_share.num_bytes} that are available to it ({host_share.name}); growth will fail before "
+            "max_capacity is reached. Lower max_capacity, or raise the limit.",
+            RuntimeWarning,
+            stacklevel=4,  # the caller of Collection.init, behind its annotation
         )
 
 
@@ -758,9 +774,9 @@ def grow_to(
                 f"{op}: store of tables {_names(specs[s])}: got {rows} rows for a shard, wanted at most {MAX_CAPACITY} "
                 f"in {specs[s].max_slabs} slabs; use more shards, or start with a larger capacity."
             )
-    free, free_on_host = agreed_free_bytes(shards), agreed_free_host_bytes([specs[s] for s in capacities], shards)
+    free, host_share = agreed_free_bytes(shards), agreed_host_share([specs[s] for s in capacities], shards)
     more = [(specs[s], new - state.stores[s].capacity // specs[s].num_shards) for s, new in capacities.items()]
-    require_memory(more, op, free, free_on_host)
+    require_memory(more, op, free, host_share)
     return _enlarging(specs, state, capacities, [False] * len(specs), {}, shards)(state)
 
 

@@ -5,7 +5,6 @@ of the library's own (ffi/kernels/host_memory.h), of JAX's memory kind `pinned_h
 """
 
 import dataclasses
-import pathlib
 import resource
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxsok.host_limits import limits
 from jaxsok.kernels.host_memory import HostBytes
 from jaxsok.shards import HOST_KIND, Shards, in_host_memory
 from jaxsok.specs import StoreSpec
@@ -73,25 +73,11 @@ def _pinned(device: Any, shape: tuple[int, int]) -> Array:
     try:
         return jax.dlpack.from_dlpack(HostBytes(device.platform, device.local_hardware_id, *shape))
     except RuntimeError as error:
-        locked, available = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], available_bytes()
+        locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        available = "; ".join(f"{limit.name}: {limit.num_bytes} bytes" for limit in limits())
         raise MemoryError(
             f"host memory: got {shape[0] * shape[1]} bytes ({shape[0]} rows of {shape[1]}) for {device}, wanted what "
-            f"the system gives and the driver pins: {error}. Available are {available} bytes, and RLIMIT_MEMLOCK is "
-            f"{'without limit' if locked == resource.RLIM_INFINITY else f'{locked} bytes'}; lower capacity, or raise "
-            "the limit (ulimit -l)."
+            f"the system gives and the driver pins: {error}. Available are {available or 'unknown numbers of bytes'}; "
+            f"RLIMIT_MEMLOCK: {'no limit' if locked == resource.RLIM_INFINITY else f'{locked} bytes'}. Lower capacity, "
+            "or raise the limit (ulimit -l)."
         ) from error
-
-
-def available_bytes() -> int | None:
-    """Returns what Linux can give without swapping (its page cache included), within the limit of the control group."""
-    try:
-        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-    group = pathlib.Path("/sys/fs/cgroup")
-    try:
-        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text()
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, int(limit) - int(used))

@@ -277,8 +277,8 @@ class _Import:
         expected = self._expected()
         if max(needed, expected) > self.capacity:
             free = grow_lib.agreed_free_bytes(self.shards)
-            free_on_host = grow_lib.agreed_free_host_bytes([self.spec], self.shards)
-            capacity = grow_lib.next_capacity(self.spec, self.capacity, needed, free, free_on_host)
+            host_share = grow_lib.agreed_host_share([self.spec], self.shards)
+            capacity = grow_lib.next_capacity(self.spec, self.capacity, needed, free, host_share)
             capacity = expected if expected >= needed else capacity
             writer = self.writer
             state, sizes = writer.held.state, {writer.s: capacity}

@@ -108,7 +108,8 @@ def agree(op: str, error: Exception | None) -> None:
     """Raises in every process if one of them has an error; all wait here for each other.
 
     A process with an error raises its own, the others a RuntimeError with the number and message of the first failed
-    process. Costs one small collective, two if there is an error; none in one process.
+    process; it is a MemoryError if that process had one. Costs one small collective, two if there is an error; none in
+    one process.
     """
     if jax.process_count() > 1:
         has_failed = _gather(np.array([error is not None], np.int32))[:, 0]
@@ -122,17 +123,20 @@ def agree(op: str, error: Exception | None) -> None:
 
 
 @contextlib.contextmanager
-def together(op: str) -> Iterator[None]:
+def together(op: str, *, is_shared: bool = True) -> Iterator[None]:
     """Surrounds what each process does for itself: if it fails in one, all of them raise at its end (`agree`).
 
-    The body must not wait for other processes.
+    The body must not wait for other processes. If it is not `is_shared`, the others have no part in it.
     """
     error = None
     try:
         yield
     except Exception as raised:
         error = raised
-    agree(op, error)
+    if is_shared:
+        agree(op, error)
+    elif error is not None:
+        raise error
 
 
 def in_step(op: str, items: Iterator[Item]) -> Iterator[Item]:
@@ -198,5 +202,6 @@ def _described(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
-def _failure(op: str, process: int, message: str) -> RuntimeError:
-    return RuntimeError(f"{op}: process {process} failed: {message}")
+def _failure(op: str, process: int, message: str) -> Exception:
+    kind = MemoryError if message.startswith(MemoryError.__name__) else RuntimeError
+    return kind(f"{op}: process {process} failed: {message}")

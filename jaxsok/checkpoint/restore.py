@@ -311,12 +311,12 @@ def with_room(
         if is_new and with_step > capacity:
             roomy[s] = with_step
     free = grow_lib.agreed_free_bytes(collection.shards) if roomy else None
-    free_on_host = grow_lib.agreed_free_host_bytes([collection.stores[s] for s in roomy], collection.shards)
+    host_share = grow_lib.agreed_host_share([collection.stores[s] for s in roomy], collection.shards)
     more = [
         (collection.stores[s], rows - state.stores[s].capacity // collection.stores[s].num_shards)
         for s, rows in (capacities | roomy).items()
     ]
-    if grow_lib.fits(more, free, free_on_host):
+    if grow_lib.fits(more, free, host_share):
         capacities |= roomy
     return grow_lib.grow_to(source.op, collection.stores, state, capacities, collection.shards)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxsok import checks
+from jaxsok import checks, host_limits
 from jaxsok.serving import config as config_lib
 from jaxsok.serving import databases as databases_lib
 from jaxsok.serving import row_map
@@ -42,7 +42,7 @@ def open(
         that no such request waits for one. They also answer requests for fewer tables, until the programs of these are
         compiled beside.
       memory_limit: bytes of the device's memory that tables may take; None: all that the device reports as free.
-        Rows in host memory may take MemAvailable of /proc/meminfo.
+        Rows in host memory may take what the system and its control groups leave.
 
     Raises:
       ConfigError: the configuration, or a device that is not there.
@@ -92,7 +92,7 @@ class Session:
         self._models: dict[str, Served] = {}
         devices: dict[Any, Memory] = {}
         self._databases: databases_lib.Connected = (None, None)
-        host = Memory(row_map.host_device(), lambda: updates.host_free_bytes())
+        host = Memory(row_map.host_device(), lambda: host_limits.available_bytes())
         try:
             if config.databases and any(model.tier != "device" for model in config.models):
                 self._databases = databases_lib.connect(config)

@@ -1,8 +1,10 @@
 """Tables in host memory: declared, allocated, grown and counted; what they compute is in other files."""
 
 import ctypes
+import dataclasses
 import gc
 import re
+import warnings
 
 import jax
 import numpy as np
@@ -11,7 +13,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxsok
-from jaxsok import REPLICATED, FeatureSpec, HostMemory, TableSpec, grow, host_slabs, memory_estimate, on
+from jaxsok import REPLICATED, FeatureSpec, HostMemory, TableSpec, grow, host_limits, host_slabs, memory_estimate, on
+from jaxsok.host_limits import HostLimit
 from jaxsok.kernels.host_memory import HostBytes
 from jaxsok.specs import described, group_into_stores
 from jaxsok.types import FRESH, NO_ROW
@@ -199,13 +202,21 @@ def test_growth_appends(num_shards):
     assert len(collection.export_table(state, "user")["keys"]) == 96
 
 
+def with_available(monkeypatch, num_bytes):
+    """The host as one that has so many bytes left; returns the limit."""
+    limit = HostLimit("MemAvailable", num_bytes, "host")
+    monkeypatch.setattr(host_limits, "limits", lambda: [limit])
+    return limit
+
+
 def test_host_memory_that_there_is_not(monkeypatch):
-    """Said before anything has changed, with the bytes asked and those that are available."""
+    """Said before anything has changed, with the bytes asked, those that are available, and what limits them."""
     collection = jaxsok.Collection([table(memory=8, capacity=1000)], FEATURES)
     state = collection.init(seed=0)
-    monkeypatch.setattr(grow, "available_bytes", lambda: 79_999)
+    limit = with_available(monkeypatch, 79_999)
     text = (
-        'got 80000 bytes of host memory for a device (store of tables "user": 1000 rows of 80 bytes), wanted at most 7'
+        'got 80000 bytes of host memory for a device (store of tables "user": 1000 rows of 80 bytes), wanted at most '
+        "79999 that are available to it (MemAvailable: 79999 bytes for the device); lower"
     )
     with pytest.raises(MemoryError, match=re.escape(f"init: capacity: {text}")):
         collection.init(seed=0)
@@ -213,8 +224,35 @@ def test_host_memory_that_there_is_not(monkeypatch):
         grow.grow_to("grow", collection.stores, state, {0: 2000}, collection.shards)
     assert state.stores[0].capacity == 1000 and not state.stores[0].index.is_deleted()
     # Twice does not fit, a quarter more does.
-    assert grow.next_capacity(collection.stores[0], 1000, 1001, None, 79_999) == 1250
-    assert grow.next_capacity(collection.stores[0], 1000, 1001, None, 80_000) == 2000
+    assert grow.next_capacity(collection.stores[0], 1000, 1001, None, limit) == 1250
+    enough = dataclasses.replace(limit, num_bytes=80_000)
+    assert grow.next_capacity(collection.stores[0], 1000, 1001, None, enough) == 2000
+
+
+def test_all_devices_of_a_mesh_share_the_host(monkeypatch):
+    """Also those that hold copies of a shard, along an axis of the mesh that is not named."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"))
+    collection = jaxsok.Collection([table(memory=8, capacity=1000)], FEATURES, mesh=mesh, axis="data")
+    needed = 4 * 80 * collection.stores[0].capacity
+    with_available(monkeypatch, needed)
+    state = collection.init(seed=0)
+    assert sum(part.data.nbytes for slab in state.stores[0].rows for part in slab.addressable_shards) == needed
+    with_available(monkeypatch, needed - 1)
+    with pytest.raises(MemoryError, match=f"MemAvailable: {needed - 1} bytes for 4 devices"):
+        collection.init(seed=0)
+
+
+def test_a_maximum_beyond_host_memory(monkeypatch):
+    """Told when the state is made, and not when the rows are there."""
+    collection = jaxsok.Collection([table(memory=8, capacity=10, max_capacity=1000)], FEATURES)
+    with_available(monkeypatch, 80_000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        collection.init(seed=0)
+    with_available(monkeypatch, 79_999)
+    with pytest.warns(RuntimeWarning, match=r"^init: max_capacity: got 80000 bytes .*at most 79999 that") as caught:
+        collection.init(seed=0)
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_device_memory_that_there_is_not(monkeypatch):

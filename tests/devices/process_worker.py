@@ -4,6 +4,7 @@ The place of the process among the others comes from the environment: PORT, NUM_
 (of this process). What it found out goes to `<folder>/<process>.npz`, and an error to its standard error.
 """
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -188,6 +189,9 @@ def do_job(job, number, num_processes, folder):
         return
     if job == "errors":
         errors_of_one(mesh, number, folder)
+        return
+    if job == "host memory":
+        host_memory(mesh, number, num_processes, folder)
         return
     if job == "evict":
         evicted_by_need(mesh, number, num_processes, folder)
@@ -389,6 +393,83 @@ def refusals(mesh, number, folder):
     note("ragged", lambda: same.batch({"user": jaxsok.Bags(np.arange(2), lengths=np.array([1, 1]))}))
     note("same", same.init)
     np.savez(pathlib.Path(folder) / f"{number}.npz", **messages)
+
+
+def host_memory(mesh, number, num_processes, folder):
+    """Tables in host memory that the processes of one host divide; what all are told where one gets none.
+
+    Then a training, whose rows each process compares with those of tables on the device.
+    """
+    from unittest import mock
+
+    from jaxsok import host_limits, host_slabs
+
+    tables = [jaxsok.TableSpec("user", DIM, ADAM, capacity=256, memory=jaxsok.HostMemory(device_rows=8))]
+    features = [jaxsok.FeatureSpec("user", "user")]
+    collection = jaxsok.Collection(tables, features, mesh=mesh, axis="data")
+    asked = collection.memory_estimate().host_bytes * len(mesh.local_devices)  # by one process
+    found = {"asked": [f"{asked}"]}
+
+    def note(name, call):
+        began = time.monotonic()
+        try:
+            call()
+            message = "nothing raised"
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+        found[name] = [message, f"{time.monotonic() - began}"]
+
+    def left(num_bytes, owner="host"):
+        """What each process reads of its limits; the second one a little less."""
+        limit = host_limits.HostLimit("MemAvailable", num_bytes - number, owner)
+        return mock.patch.object(host_limits, "limits", lambda: [limit])
+
+    grow.free_bytes = lambda: None  # those of a CPU device are the host's too
+
+    def pinning(process):
+        """Memory that the driver does not pin in one process."""
+        error = MemoryError("host memory: out of memory")
+        made = mock.Mock(side_effect=error) if number == process else placed
+        return mock.patch.multiple(host_slabs, _is_pinned=lambda records: True, _pinned=made)
+
+    def placed(device, shape):
+        place = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        made = jax.device_put(np.zeros(shape, np.uint8), place)
+        return jax.make_array_from_single_device_arrays(shape, place, [made])
+
+    def grown(state):
+        larger = {0: 2 * state.stores[0].capacity // collection.stores[0].num_shards}
+        return grow.grow_to("grow", collection.stores, state, larger, collection.shards)
+
+    for name, num_bytes, owner in (
+        ("both fit", 2 * asked + 1, "host"),
+        ("one fits", 2 * asked, "host"),
+        ("apart", asked + 1, f"host {number}"),
+    ):
+        with left(num_bytes, owner):
+            note(f"init: {name}", collection.init)
+    state = collection.init(seed=1)
+    with left(2 * asked):
+        note("grow: one fits", lambda: grown(state))
+    for process in range(num_processes):
+        with pinning(process):
+            note(f"init: pinning {process}", collection.init)
+            note(f"grow: pinning {process}", lambda: grown(state))
+    found["capacity"] = [f"{grown(state).stores[0].capacity / state.stores[0].capacity}"]
+    results = []
+    for memory in (None, jaxsok.HostMemory(device_rows=24)):
+        in_memory = [
+            dataclasses.replace(table, memory=memory) for table in TABLES if table.placement != jaxsok.REPLICATED
+        ]
+        asking = [feature for feature in FEATURES if feature.table != "ad"]
+        one = jaxsok.Collection(in_memory, asking, mesh=mesh, axis="data")
+        trained, out = train(one, number, num_processes)
+        chunks = [list(one.export_chunks(trained, table.name)) for table in in_memory]
+        arrays = jax.tree.leaves([[vars(part) for part in parts] for parts in chunks])
+        results.append((out, [np.asarray(array).tobytes() for array in arrays]))
+        assert one.growth.num_grown and any(parts[0].num_rows for parts in chunks if parts)
+    found["same bits"] = [str(results[0] == results[1])]
+    np.savez(pathlib.Path(folder) / f"{number}.npz", **{name: np.array(words) for name, words in found.items()})
 
 
 if __name__ == "__main__":

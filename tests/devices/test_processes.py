@@ -264,6 +264,27 @@ def test_an_error_of_one_process_ends_a_call_in_all(tmp_path):
         assert not result
 
 
+def test_host_memory_of_processes_on_one_host(tmp_path):
+    """What all of them ask is compared with what there is; a failure of one is told to all, and nothing has changed."""
+    results = results_of("host memory", tmp_path, 2, 2)
+    asked = int(results[0]["asked"][0])
+    short = f"MemoryError: {{}}: capacity: got {asked // 2} bytes of host memory for a device "
+    limit = f"(MemAvailable: {2 * asked - 1} bytes for 4 devices)"
+    for number, result in enumerate(results):
+        messages = {name: str(words[0]) for name, words in result.items()}
+        assert max(float(words[1]) for words in result.values() if len(words) > 1) < END_S
+        assert messages["init: both fit"] == messages["init: apart"] == "nothing raised"
+        for op in ("init", "grow"):
+            message = messages[f"{op}: one fits"]
+            assert message.startswith(short.format(op)) and limit in message
+            assert message == str(results[0][f"{op}: one fits"][0])
+            for process in range(2):
+                told = "" if process == number else f"{op}: process {process} failed: MemoryError: "
+                wanted = f"MemoryError: {told}host memory: out of memory"
+                assert messages[f"{op}: pinning {process}"] == wanted
+        assert messages["capacity"] == "2.0" and messages["same bits"] == "True"
+
+
 def test_a_process_that_dies_ends_the_others(tmp_path):
     """Killed in the middle of a training: the others end with an error, and not much later than their heartbeat."""
     processes = start("killed", tmp_path, 2, 2)

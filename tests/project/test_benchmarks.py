@@ -476,6 +476,8 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
         ("H1", records.INSERT_PRESENT, "jaxsok"),
         ("W1", records.EMPTY, "limit"),
         ("dims", records.STEP, "jaxsok"),
+        ("host rows", records.IMPORT, "jaxsok"),
+        ("host rows", records.LIFE, "jaxsok"),
         ("scale", records.GROW, "jaxsok"),
         ("scale", records.FIND_AND_GATHER, "jaxsok"),
         ("scale", records.BUILD, "jaxsok"),

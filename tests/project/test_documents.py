@@ -18,7 +18,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 import jaxsok
-from jaxsok import grow, inspection, processes, shards, store, types
+from jaxsok import grow, host_limits, inspection, processes, shards, store, types
 from jaxsok.interchange import columns, files, hps, npz, sok
 from jaxsok.kernels import library
 
@@ -171,6 +171,15 @@ def grow_without_memory(monkeypatch):
     state = collection.init()
     monkeypatch.setattr(grow, "free_bytes", lambda: 2**20)
     collection.grow(state, steps=10_000)
+
+
+def init_without_host_memory(monkeypatch):
+    """A table in host memory, on one of four devices that share a megabyte."""
+    limit = host_limits.HostLimit("/sys/fs/cgroup/job/memory.max", 2**20, "job")
+    monkeypatch.setattr(grow, "share_of_device", lambda shards: host_limits.least_share([(1, [limit]), (3, [limit])]))
+    monkeypatch.setattr(grow, "free_bytes", lambda: None)
+    memory = jaxsok.HostMemory(device_rows=8)
+    jaxsok.Collection([jaxsok.TableSpec("user", 8, SGD, capacity=10_000, memory=memory)], []).init()
 
 
 def init_without_memory(monkeypatch):
@@ -492,6 +501,7 @@ PROVOKED = {
     "misused": lambda: update_twice().check(),
     # Memory
     "init": init_without_memory,
+    "init in host memory": init_without_host_memory,
     "grow": grow_without_memory,
     "row ids": grow_beyond_all_limits,
     # Libraries

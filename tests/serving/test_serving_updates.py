@@ -13,7 +13,7 @@ from hypothesis import stateful
 from serving_cases import PLATFORMS, Trained, config_of, expected, model_of, rows_of, write
 from waiting import wait_until
 
-from jaxsok import checkpoint
+from jaxsok import checkpoint, host_limits
 from jaxsok.interchange import hps
 from jaxsok.serving.artifact import ArrayInput, KeysInput, export_model
 from jaxsok.serving.errors import ServingError, UnknownTableError
@@ -392,19 +392,19 @@ def test_memory_of_the_host(trained, monkeypatch, tier):
     before = trained.frozen_content() | {"user": rows_of(range(20), 4)}
     delta = trained.delta(trained.path + "-delta", trained.path)
     is_cached = "gpucache" not in tier
-    monkeypatch.setattr(updates, "host_free_bytes", lambda: 1000)
+    monkeypatch.setattr(host_limits, "available_bytes", lambda: 1000)
     with pytest.raises(ServingError, match=r"open: .* memory: got 1000 bytes free on .* wanted [0-9]+ for its tables"):
         served(trained, **tier)
-    monkeypatch.setattr(updates, "host_free_bytes", lambda: 2**40)
+    monkeypatch.setattr(host_limits, "available_bytes", lambda: 2**40)
     with served(trained, **tier) as session:
-        monkeypatch.setattr(updates, "host_free_bytes", lambda: 100)
+        monkeypatch.setattr(host_limits, "available_bytes", lambda: 100)
         with pytest.raises(ServingError, match=r"update: .* memory: got 100 bytes free on .* wanted [0-9]+") as caught:
             session.update(delta, in_place=False)
         assert ("in_place=True" in str(caught.value)) == (not is_cached)
         check(session, before)
         # Room for an index and a piece of rows, and none for a copy.
         needed = int(str(caught.value).split("wanted ")[1].split()[0])
-        monkeypatch.setattr(updates, "host_free_bytes", lambda: needed - 1)
+        monkeypatch.setattr(host_limits, "available_bytes", lambda: needed - 1)
         if is_cached:
             with pytest.raises(ServingError, match="for a copy of what changes"):
                 session.update(delta)
@@ -416,7 +416,7 @@ def test_memory_of_the_host(trained, monkeypatch, tier):
 
 
 def test_bytes_that_the_host_has():
-    free = updates.host_free_bytes()
+    free = host_limits.available_bytes()
     assert free is None or 2**20 < free < 2**50
 
 

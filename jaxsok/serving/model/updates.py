@@ -388,16 +388,6 @@ def free_bytes(device: Any, limit: int | None, used: int) -> int | None:
     return max(0, found["bytes_limit"] - found["bytes_in_use"])
 
 
-def host_free_bytes() -> int | None:
-    """Free memory by Linux's MemAvailable; None: not known."""
-    try:
-        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * int(found[0]) if found else None
-
-
 def _read_lines(store: FrozenStore, row_ids: np.ndarray) -> tuple[np.ndarray, ...]:
     ids = fill_up(np.asarray(row_ids, np.uint32), padded_size(len(row_ids), 1024))
     return tuple(np.asarray(array[ids])[: len(row_ids)] for array in (store.rows, *store.scales))
