@@ -32,7 +32,7 @@ from jaxsok.types import TIER_COUNTERS
 from . import dlrm, fill, records, workloads
 from .records import Record, Recorder
 from .timing import Protocol, Timing, summary
-from .workloads import Workload
+from .workloads import SCATTER, Workload
 
 RUNS = (("M1", "rowwise_adagrad"), ("M1-64", "adam"))
 
@@ -84,7 +84,8 @@ class _Bench:
         begin, step = time.perf_counter(), jax.jit(self._filling, donate_argnums=0)
         for first in reversed(range(0, workload.num_rows, min(_FILL_IDS, workload.num_rows))):
             first = max(0, min(first, workload.num_rows - _FILL_IDS))
-            ids = np.arange(first, first + min(_FILL_IDS, workload.num_rows), dtype=np.int32)
+            ranks = np.arange(first, first + min(_FILL_IDS, workload.num_rows))
+            ids = (ranks * SCATTER % workload.num_rows).astype(np.int32)
             state = step(state, self._pack(np.broadcast_to(ids[None, :, None], (workload.num_tables, ids.size, 1))))
         self._state = jax.block_until_ready(state)
         recorder.say(f"{workload.num_tables * workload.num_rows:,} rows filled in {time.perf_counter() - begin:.1f} s")

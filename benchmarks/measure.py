@@ -55,6 +55,9 @@ WITHOUT_TABLES = {"plan": bench_plan, "combine": bench_combine}
 OWN_TABLES = ("insert", "scale", "dims", "evict", "life", "serving", "input", "tiers", "host_rows", "cpu")
 """The parts with tables of their own, in the order in which they are measured."""
 
+DYNAMICEMB_S = 150.0
+"""Seconds for the process of dynamicemb."""
+
 
 def one_device(options: argparse.Namespace, protocol: Protocol, recorder: Recorder) -> None:
     """Measures every part of one device; the file is written after each workload."""
@@ -244,6 +247,44 @@ def measure_fbgemm(options: argparse.Namespace, protocol: Protocol) -> dict:
         workload = workloads.WORKLOADS[entry["workload"]].scaled(options.scale)
         entry["num_keys"] = workload.num_keys
         found["records"].append(Record(timing=timing.summary(samples, count), **entry))
+    return found
+
+
+def measure_dynamicemb(options: argparse.Namespace) -> dict:
+    """Runs dynamicemb's process beside the part "tiers", where it can run; as `measure_fbgemm`."""
+    found = {"records": [], "failures": [], "why": "not asked for"}
+    if "tiers" not in options.parts:
+        return found
+    found["why"] = peers.why_no_dynamicemb() if options.is_gpu else "no GPU to run it on"
+    if found["why"]:
+        return found
+    (name, optimizer), *_ = bench_tiers.RUNS
+    shares = [share for share in bench_tiers.SHARES if share is not None]
+    arguments = ["--workload", name, "--num-rows", str(bench_tiers.NUM_ROWS)]
+    arguments += ["--num-batches", "6"] if options.quick else []
+    arguments += ["--shares", ",".join(map(str, shares)), "--scale", str(options.scale), "--seed", str(options.seed)]
+    written = peers.run_dynamicemb(arguments, DYNAMICEMB_S)
+    found["failures"] = written["failures"]
+    on_device: dict[str, float] = {}
+    for entry in written["records"]:
+        timing_of = timing.summary(entry["samples_ms"], entry["dispatches"])
+        if entry["share"] is None:
+            on_device[entry["what"]] = timing_of.ms
+        throughput = on_device[entry["what"]] / timing_of.ms if entry["what"] in on_device else None
+        found["records"].append(
+            Record(
+                name,
+                entry["what"],
+                "dynamicemb",
+                timing_of,
+                distribution="zipf1.05",
+                optimizer=optimizer,
+                variant="all on the device" if entry["share"] is None else f"{entry['share']:.0%} in the cache",
+                num_keys=workloads.on_mesh(name).scaled(options.scale).num_keys,
+                by=entry["by"],
+                notes={"part": "tiers", "throughput": throughput, **entry["moved"]},
+            )
+        )
     return found
 
 

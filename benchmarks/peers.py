@@ -6,7 +6,8 @@ update is the same optimizer on the touched rows alone (a dense gradient would b
 `.at[rows].add` with repeated rows; an optimizer with state must see each row once, so it sorts the ids, sums the
 gradients of equal ones, and adds with `unique_indices=True`. Tables are donated.
 
-FBGEMM runs in a process of its own (`fbgemm.py`), before JAX takes the memory of the device.
+FBGEMM and dynamicemb run in processes of their own (`fbgemm.py`, `dynamicemb.py`), before JAX takes the memory of the
+device.
 
 Fed by the key sets; feeds `records.py`. Not here: limits, which do less than a peer does.
 """
@@ -14,11 +15,12 @@ Fed by the key sets; feeds `records.py`. Not here: limits, which do less than a 
 import functools
 import importlib.util
 import json
+import os
 import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,9 @@ LEARNING_RATE = 0.01
 
 ADAGRAD = {"initial_accumulator_value": 0.1, "eps": 1e-7}
 ROWWISE_ADAGRAD = {"initial_accumulator_value": 0.0, "eps": 1e-8}
+DYNAMICEMB = "JAXSOK_DYNAMICEMB"
+"""The variable with the folders in which dynamicemb and what it imports lie, where they are not installed."""
+
 ADAM = {"b1": 0.9, "b2": 0.999, "eps": 1e-8}
 
 
@@ -158,18 +163,38 @@ def why_no_fbgemm() -> str | None:
 
 def run_fbgemm(arguments: Sequence[str], timeout_s: float) -> dict:
     """Measures FBGEMM in a process of its own and returns what `fbgemm.py` wrote: records, failures, versions."""
+    return _run_alone("FBGEMM", arguments, timeout_s)
+
+
+def why_no_dynamicemb() -> str | None:
+    """Why dynamicemb cannot be measured here; None if it may be."""
+    wanted = ("torch",) if os.environ.get(DYNAMICEMB) else ("torch", "dynamicemb")
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+    return f"not importable here: {', '.join(missing)}" if missing else None
+
+
+def run_dynamicemb(arguments: Sequence[str], timeout_s: float) -> dict:
+    """Measures dynamicemb in a process of its own and returns what `dynamicemb.py` wrote."""
+    folders = [os.environ.get(name) for name in (DYNAMICEMB, "PYTHONPATH")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(one for one in folders if one)}
+    return _run_alone("dynamicemb", arguments, timeout_s, environment)
+
+
+def _run_alone(
+    peer: str, arguments: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
+) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        out = pathlib.Path(folder) / "fbgemm.json"
-        command = [sys.executable, "-m", f"{__package__}.fbgemm", "--out", str(out), *arguments]
+        out = pathlib.Path(folder) / "peer.json"
+        command = [sys.executable, "-m", f"{__package__}.{peer.lower()}", "--out", str(out), *arguments]
         root = pathlib.Path(__file__).resolve().parents[len(__package__.split("."))]
         failure = None
         try:
-            completed = subprocess.run(command, cwd=root, timeout=timeout_s, check=False)
+            completed = subprocess.run(command, cwd=root, timeout=timeout_s, check=False, env=environment)
             if completed.returncode:
                 failure = f"exit status {completed.returncode}"
         except subprocess.TimeoutExpired:
             failure = f"not done after {timeout_s:.0f} s"
         found = json.loads(out.read_text()) if out.exists() else {"records": [], "failures": [], "about": {}}
     if failure:
-        found["failures"].append({"what": "FBGEMM", "why": failure})
+        found["failures"].append({"what": peer, "why": failure})
     return found

@@ -1,8 +1,8 @@
 """What a run found: one record per measured thing, the failures, and the device that it ran on.
 
-Fed by `bench_*.py`, `limits.py`, `peers.py` and `fbgemm.py`; feeds `report.py` through a JSON file. A record names no
-other record: what stands beside what (a time, its limit, its peers) is decided in `tables.py`, once, for the terminal
-and for the documentation.
+Fed by `bench_*.py`, `limits.py`, `peers.py`, `fbgemm.py` and `dynamicemb.py`; feeds `report.py` through a JSON file. A
+record names no other record: what stands beside what (a time, its limit, its peers) is decided in `tables.py`, once,
+for the terminal and for the documentation.
 """
 
 import dataclasses
@@ -87,7 +87,8 @@ class Record:
     workload: str
     what: str
     subject: str
-    """"jaxsok", "xla", "torch", "fbgemm_unchecked", "fbgemm_default", "limit", or "plain": simple code, no bound."""
+    """"jaxsok", "xla", "torch", "fbgemm_unchecked", "fbgemm_default", "dynamicemb", "limit", or "plain": simple
+    code, no bound."""
     timing: Timing
     distribution: str = ""
     optimizer: str = ""

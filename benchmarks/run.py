@@ -11,10 +11,10 @@ Training from files (bench_dcnv2.py):
 
     python -m jaxsok bench --only dcnv2 [--devices 4] [--seconds 120]
 
-Order: FBGEMM first, in a process of its own that gives its memory back; then, workload by workload, the filled tables,
-the static tables, and the limits, one after the other, since two of them may not fit; then what has tables of its own.
-Each measurement that fails is recorded and passed over; what there is no time for is recorded as skipped. The file is
-written after each workload.
+Order: FBGEMM and dynamicemb first, in processes of their own that give their memory back; then, workload by workload,
+the filled tables, the static tables, and the limits, one after the other, since two of them may not fit; then what has
+tables of its own. Each measurement that fails is recorded and passed over; what there is no time for is recorded as
+skipped. The file is written after each workload.
 """
 
 import argparse
@@ -182,7 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> Recorder:
     options = parse(arguments)
     protocol = protocol_of(options)
     begin = time.perf_counter()
-    fbgemm = measure.measure_fbgemm(options, protocol)
+    measured = {
+        "fbgemm": measure.measure_fbgemm(options, protocol),
+        "dynamicemb": measure.measure_dynamicemb(options),
+    }
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     about_part = {
         EXCHANGE: ("devices", "scaling", "exchange"),
@@ -200,10 +203,11 @@ def main(arguments: Sequence[str] | None = None) -> Recorder:
     if options.is_gpu and about["platform"] == "cpu":
         raise RuntimeError("a GPU is visible, but JAX runs on the CPU; install jax[cuda13] or set JAX_PLATFORMS=cpu.")
     recorder.say(f"{about['device']} ({about['platform']}), jax {about['versions'].get('jax')}, {about['commit']}")
-    about["fbgemm"] = fbgemm["why"] or "measured"
-    for record in fbgemm["records"]:
-        recorder.add(record)
-    recorder.failures += fbgemm["failures"]
+    for peer, found in measured.items():
+        about[peer] = found["why"] or "measured"
+        for record in found["records"]:
+            recorder.add(record)
+        recorder.failures += found["failures"]
     recorder.write()
     if EXCHANGE in options.parts:
         measure_exchange(options, protocol, recorder)

@@ -629,7 +629,7 @@ def tier_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             record.workload,
             record.optimizer,
             record.variant,
-            _what(record),
+            _what(record) if record.subject == "jaxsok" else f"{record.what}, {record.subject} {record.by}".strip(),
             f"{record.timing.ms:.4g}",
             record.timing.spread_text,
             f"{record.notes['throughput']:.2f}" if record.notes.get("throughput") else NOTHING,

@@ -338,6 +338,37 @@ def test_what_fbgemm_wrote_becomes_records(monkeypatch):
     assert commands[0][commands[0].index("--keys") + 1] == "uniform"
 
 
+def test_what_dynamicemb_wrote_becomes_records(monkeypatch, tmp_path):
+    """Of a child that runs; its folders come first, and its table tells it from jaxsok."""
+    timed = [(None, "", [2.0, 1.0, 3.0]), (0.5, "prefetch", [8.0])]
+    entries = [
+        {"what": "DLRM step", "by": by, "share": share, "samples_ms": ms, "dispatches": 5, "moved": {"num_hits": 7}}
+        for share, by, ms in timed
+    ]
+    written = json.dumps({"records": entries, "failures": [{"what": "a", "why": "b"}]})
+    package = tmp_path / "alone"
+    package.mkdir()
+    (package / "dynamicemb.py").write_text(
+        "import pathlib, sys, said\n"
+        "assert said.__file__ and sys.argv[sys.argv.index('--shares') + 1] == '0.5,0.1,0.02'\n"
+        f"pathlib.Path(sys.argv[sys.argv.index('--out') + 1]).write_text({written!r})\n"
+    )
+    (tmp_path / "said.py").touch()
+    monkeypatch.setattr(peers, "__package__", "alone")
+    monkeypatch.setattr(peers, "__file__", str(package / "peers.py"))
+    monkeypatch.setattr(peers, "why_no_dynamicemb", lambda: None)
+    monkeypatch.setenv(peers.DYNAMICEMB, str(tmp_path))
+    monkeypatch.setattr(run, "has_gpu", lambda: True)
+    found = measure.measure_dynamicemb(run.parse(["--only", "tiers"]))
+    on_device, cached = found["records"]
+    assert (on_device.timing.ms, cached.timing.ms, cached.notes["throughput"]) == (2.0, 8.0, 0.25)
+    assert (found["why"], found["failures"]) == (None, [{"what": "a", "why": "b"}])
+    rows = [dict(zip(tables.TIER_COLUMNS, row, strict=True)) for row in tables.tier_rows(found["records"])]
+    assert [row["what"] for row in rows] == ["DLRM step, dynamicemb", "DLRM step, dynamicemb prefetch"]
+    assert rows[1]["rows"] == "50% in the cache"
+    assert measure.measure_dynamicemb(run.parse(["--only", "evict"]))["why"] == "not asked for"
+
+
 def test_without_time_left_a_run_says_what_it_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "has_gpu", lambda: False)
     path = tmp_path / "results.json"
