@@ -354,7 +354,7 @@ def update_exchanged(
     _check_num_features("update", spec, used)
     batch, num_tiles, row_ids, table_ids = _join_received(spec, s, used)
     store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
-    step = update.step_of(spec, inputs, batch, num_tiles, slots, used.is_live, spec.row_gradient, table_ids)
+    step = update.step_of(spec, inputs, batch, num_tiles, slots, used.is_live, table_ids)
     windows, wire = exchange.windows, exchange.spec.gradients
     if windows is not None and len(used.plans) == 1 and wire not in SCALED_DTYPES:
         lines = _scaled_gradients(spec, used.plans[0], used.gradients[0], s)
