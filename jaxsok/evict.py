@@ -26,7 +26,7 @@ from jaxsok.keys import from_words
 from jaxsok.policies import Eviction, RowFacts
 from jaxsok.records import Records
 from jaxsok.rows import RowSlab, cut_lines, numbers_in_host_memory, slabs_of
-from jaxsok.shards import ONE_DEVICE, Shards, local_parts, on_host
+from jaxsok.shards import ONE_DEVICE, Shards, on_host, parts_of
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState, host_row_bytes, row_bytes
 
@@ -329,12 +329,9 @@ def selected_records(
     In several processes each gives the rows of its own shards; those of a replicated store are given once in all. Takes
     CHUNK_BYTES and WINDOW_ROWS bytes of host memory; a byte for each row of capacity crosses the link, and the rows.
     """
-    leaves, structure = jax.tree.flatten((store, flags))
-    parts = [local_parts(leaf, spec.num_shards, is_once=True) for leaf in leaves]
-    for shard in parts[0]:
+    for shard, (of_shard, shard_flags) in parts_of((store, flags), spec.num_shards, is_once=True):
         if shard != 0 and spec.is_replicated:
             continue
-        of_shard, shard_flags = jax.tree.unflatten(structure, [part[shard] for part in parts])
         for slab in slabs_of(spec, of_shard, on_host(seed)):
             num_rows = slab.size
             # A power of two, or a whole slab.

@@ -31,7 +31,7 @@ from jaxsok.optimizers.program import vary_alike
 from jaxsok.plan import RequestList, Requests
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec
-from jaxsok.types import COMBINERS, PADDING_KEY
+from jaxsok.types import PADDING_KEY
 from jaxsok.windows import Windows
 
 SLACK = 1.25  # default send capacity over what uniform owners would need
@@ -39,6 +39,7 @@ CAPACITY_STEPS = 8  # send capacities in an octave: a plan's load is rounded up 
 MOST_LINES = 2  # lines received in one round over the keys of a shard's batch: beyond it there are more rounds
 SMALL_ENOUGH = 1024  # a send capacity whose memory is not worth a round
 _LEAST = 16  # lines of the smallest default capacity
+DIVIDED = ("mean", "sqrtn")  # combiners that divide the sum of a bag
 
 _ALL_ONES = np.uint32(0xFFFFFFFF)
 PADDING_REQUEST = np.array([PADDING_KEY & 0xFFFFFFFF, PADDING_KEY >> 32, 0, 0], np.uint32)
@@ -483,14 +484,12 @@ def _ends(
 
 def has_divided_bags(features: StoreFeatures) -> bool:
     """Returns whether a bag of several keys is divided by something that depends on all its keys."""
-    divided = (COMBINERS["mean"], COMBINERS["sqrtn"])
-    return any(layout.hotness != 1 and COMBINERS[layout.combiner] in divided for layout in features.layouts)
+    return any(layout.hotness != 1 and layout.combiner in DIVIDED for layout in features.layouts)
 
 
 def has_unused_keys(features: StoreFeatures) -> bool:
     """Returns whether a key of a bag may be no use of its row: where weights can make the divisor zero."""
-    divided = (COMBINERS["mean"], COMBINERS["sqrtn"])
-    return any(layout.weights_start >= 0 and COMBINERS[layout.combiner] in divided for layout in features.layouts)
+    return any(layout.weights_start >= 0 and layout.combiner in DIVIDED for layout in features.layouts)
 
 
 @functools.partial(jax.jit, inline=True)

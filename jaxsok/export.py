@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -20,7 +19,7 @@ from jaxsok import records as records_lib
 from jaxsok.keys import from_words
 from jaxsok.records import Records
 from jaxsok.rows import RowSlab, cut_lines, slabs_of
-from jaxsok.shards import local_parts, on_host
+from jaxsok.shards import on_host, parts_of
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import PADDING_KEY
@@ -69,7 +68,8 @@ def export_chunks(
     names = [state.name for state in spec.state_specs] if with_state else []
 
     def sent() -> Iterator[tuple]:
-        for shard, part in _parts(spec, store):
+        # Of a replicated store one shard has all rows.
+        for shard, part in itertools.islice(parts_of(store, spec.num_shards), 1 if spec.is_replicated else None):
             for slab in slabs_of(spec, part, on_host(seed)):
                 lines = _lines_of(slab.records, slab.statistics, number, since)
                 for piece in records_lib.regrouped(lines, num_rows, _joined):
@@ -105,14 +105,6 @@ def no_records(spec: StoreSpec) -> Records:
     none = np.zeros(0, np.uint32) if spec.keeps_statistics else None
     states = {state.name: np.zeros((0, state.dim), np.float32) for state in spec.state_specs}
     return Records(np.zeros(0, np.uint64), np.zeros((0, spec.dim), jnp.dtype(spec.dtype)), states, none, none)
-
-
-def _parts(spec: StoreSpec, store: StoreState) -> Iterator[tuple[int, StoreState]]:
-    """Yields the number and the part of each shard that this process has; of a replicated store only one."""
-    leaves, structure = jax.tree.flatten(store)
-    by_shard = [local_parts(leaf, spec.num_shards) for leaf in leaves]
-    for shard in list(by_shard[0])[: 1 if spec.is_replicated else None]:
-        yield shard, jax.tree.unflatten(structure, [parts[shard] for parts in by_shard])
 
 
 def sent_ahead(items: Iterable[Item], num_ahead: int = AHEAD) -> Iterator[Item]:

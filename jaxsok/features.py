@@ -662,13 +662,18 @@ def rising(offsets: Array, num_keys: int) -> Int32[Array, " num_bags_plus_1"]:
     return jax.lax.cummax(jnp.clip(offsets.astype(jnp.int32), 0, num_keys))
 
 
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """Returns where bags of these lengths begin, and where the last one ends: int64."""
+    return np.append(0, np.cumsum(lengths, dtype=np.int64))
+
+
 def _check_offsets(given: np.ndarray, name: str, words: Any, what: str) -> np.ndarray:
     """Returns offsets as int32 after checking that they rise from 0 to the number of keys."""
     num_keys = words.shape[0]
     if given.size and given.min() < 0:
         raise ValueError(f"{what}: {name}: got {int(given.min())}, wanted no negative number.")
     if name == "lengths":
-        offsets = np.concatenate([[0], np.cumsum(given, dtype=np.int64)])
+        offsets = offsets_of(given)
     else:
         offsets = given.astype(np.int64)
         if offsets[0] != 0:

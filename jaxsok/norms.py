@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jaxsok import annotations, table
 from jaxsok.exchange import Exchange, has_divided_bags
-from jaxsok.gradients import Arrived, Used, as_features, bag_gradient, joined, over_arrivals, scaled_by_uses
+from jaxsok.gradients import Arrived, Used, as_features, by_bag, joined, over_arrivals, scaled_by_uses
 from jaxsok.kernels import combine as combine_kernels
 from jaxsok.kernels import plan as plan_kernels
 from jaxsok.shards import Shards
@@ -107,11 +107,7 @@ def row_gradients_here(spec: StoreSpec, store: StoreState, s: int, used: Used) -
     is_refused = None
     if any(has_divided_bags(part) for part in parts):
         is_refused = table.is_key(keys) & (row_ids == jnp.uint32(NO_ROW))
-    flat = [
-        bag_gradient(grads, part, layout, spec).astype(jnp.float32)
-        for part, grads in zip(parts, gradients, strict=True)
-        for layout in part.layouts
-    ]
+    flat = [one for part, grads in zip(parts, gradients, strict=True) for one in by_bag(spec, part, grads)]
     return summed_by_row(row_ids, tuple(batch), num_tiles, flat, spec.row_gradient, is_refused)
 
 

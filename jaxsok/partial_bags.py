@@ -20,6 +20,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 from jaxsok import annotations, norms, table, tiers, update
 from jaxsok.checks import there
 from jaxsok.exchange import (
+    DIVIDED,
     SCALED_DTYPES,
     Exchange,
     all_received,
@@ -41,12 +42,11 @@ from jaxsok.lookup import Owner
 from jaxsok.plan import Found, Plan, Uses
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import BAGS_PER_TILE, COMBINERS, COUNTS, MAX_FEATURES, NO_ROW, RowIds
+from jaxsok.types import BAGS_PER_TILE, COUNTS, MAX_FEATURES, NO_ROW, RowIds
 
 _FOUND, _PADDING = COUNTS.index("num_found"), COUNTS.index("num_padding")
 _MISSING, _REFUSED = COUNTS.index("num_missing"), COUNTS.index("num_refused")
 _UNKNOWN_WORD = 6  # of a table's line: kTableUnknown in ffi/core/layout.h
-_DIVIDED = (COMBINERS["mean"], COMBINERS["sqrtn"])
 
 
 # Plans ---------------------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def _batch_of_sums(spec: StoreSpec, features: StoreFeatures) -> tuple[StoreFeatu
 
 def _scaled(lines: Array, scales: Float32[Array, " num_bags"], layout: FeatureLayout) -> Array:
     """Multiplies the lines of a feature's bags by their scales; zeros where the divisor is zero."""
-    if COMBINERS[layout.combiner] not in _DIVIDED:
+    if layout.combiner not in DIVIDED:
         return lines
     scale = lax.slice_in_dim(scales, layout.bag_start, layout.bag_start + layout.num_bags)[:, None]
     has_divisor = lax.bitcast_convert_type(scale, jnp.uint32) != jnp.uint32(plan_kernels.ZERO_DIVISOR)
@@ -354,7 +354,7 @@ def update_exchanged(
     _check_num_features("update", spec, used)
     batch, num_tiles, row_ids, table_ids = _join_received(spec, s, used)
     store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
-    step = update.step_of(spec, inputs, batch, num_tiles, slots, used.is_live, spec.row_gradient, table_ids)
+    step = update.step_of(spec, inputs, batch, num_tiles, slots, used.is_live, table_ids)
     windows, wire = exchange.windows, exchange.spec.gradients
     if windows is not None and len(used.plans) == 1 and wire not in SCALED_DTYPES:
         lines = _scaled_gradients(spec, used.plans[0], used.gradients[0], s)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 
@@ -53,6 +54,20 @@ def joined(parts: Sequence[Records]) -> Records:
         column("last_step"),
         column("frequency"),
     )
+
+
+def rounded(rows: np.ndarray, dtype: Any) -> np.ndarray:
+    """Rounds rows to another float dtype as the kernels do: to nearest, and finite numbers stay finite.
+
+    Example:
+      >>> rounded(np.array([[1e6, np.inf]], np.float32), np.float16).tolist()
+      [[65504.0, inf]]
+    """
+    if rows.dtype == dtype:
+        return rows
+    wide = rows.astype(np.float32)
+    largest = np.float32(ml_dtypes.finfo(dtype).max)
+    return np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(dtype)
 
 
 def regrouped(pieces: Iterable[Any], num_rows: int, join: Callable[[list[Any]], Any]) -> Iterator[Any]:

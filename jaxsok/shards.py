@@ -10,7 +10,7 @@ repeated. Inside `shard_map` (or `pmap`) over the axes, code works on the parts.
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -354,6 +354,14 @@ def local_parts(array: Array, num_parts: int, *, is_once: bool = False) -> dict[
         return in_host_memory(part) if kind == HOST_KIND else jax.device_put(part, SingleDeviceSharding(device))
 
     return {number: placed(parts[number]) for number in sorted(parts)}
+
+
+def parts_of(tree: Any, num_parts: int, *, is_once: bool = False) -> Iterator[tuple[int, Any]]:
+    """Yields this process's shards of a tree of split arrays: the number of each, and its part; see `local_parts`."""
+    leaves, structure = jax.tree.flatten(tree)
+    by_shard = [local_parts(leaf, num_parts, is_once=is_once) for leaf in leaves]
+    for number in by_shard[0]:
+        yield number, jax.tree.unflatten(structure, [parts[number] for parts in by_shard])
 
 
 HOST_KIND = "pinned_host"

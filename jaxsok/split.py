@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxsok import checks
 from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
-from jaxsok.features import Bags, Batch, Features, StoreFeatures
+from jaxsok.features import Bags, Batch, Features, StoreFeatures, offsets_of
 from jaxsok.shards import Shards
 from jaxsok.specs import FeatureSpec, StoreSpec
 from jaxsok.types import PADDING_KEY
@@ -138,17 +138,22 @@ def cut_bags(bags: Bags, first: int, last: int) -> Bags:
     return Bags(bags.keys[begin:end], offsets=offsets, weights=of_part)
 
 
-def _pick_bags(bags: Bags, inverse: np.ndarray, num_bags: int) -> Bags:
+def picked_bags(bags: Bags, numbers: np.ndarray) -> Bags:
+    """Returns some bags of `read_bags` by number."""
+    place, offsets = numbers, None
+    if bags.offsets is not None:
+        lengths = bags.offsets[numbers + 1] - bags.offsets[numbers]
+        offsets = offsets_of(lengths)
+        # Positions of the bags' keys, one bag after the other.
+        place = np.repeat(bags.offsets[numbers] - offsets[:-1], lengths) + np.arange(offsets[-1])
+    weights = None if bags.weights is None else bags.weights[place]
+    return Bags(bags.keys[place], offsets=offsets, weights=weights)
+
+
+def _shared_bags(bags: Bags, inverse: np.ndarray, num_bags: int) -> Bags:
     """Picks the bags that some samples share, in order, and adds empty ones until there are `num_bags`."""
     used, inverse = np.unique(inverse, return_inverse=True)
-    place, offsets = used, None
-    if bags.offsets is not None:
-        lengths = bags.offsets[used + 1] - bags.offsets[used]
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        # Positions of the bags' keys, one bag after the other.
-        place = np.repeat(bags.offsets[used] - offsets[:-1], lengths) + np.arange(offsets[-1])
-    weights = None if bags.weights is None else bags.weights[place]
-    return _with_empty(Bags(bags.keys[place], offsets=offsets, weights=weights, inverse=inverse), num_bags - used.size)
+    return _with_empty(dataclasses.replace(picked_bags(bags, used), inverse=inverse), num_bags - used.size)
 
 
 def _with_empty(bags: Bags, more: int) -> Bags:
@@ -194,7 +199,7 @@ def _cut(spec: FeatureSpec, value: Any, num_parts: int, shards: Shards) -> tuple
     else:
         # Several processes must agree on the number of bags of a part.
         most = most if shards.num_processes > 1 else min(most, num_bags)
-        parts = [_pick_bags(bags, piece, most) for piece in np.split(bags.inverse, num_parts)]
+        parts = [_shared_bags(bags, piece, most) for piece in np.split(bags.inverse, num_parts)]
     limit = None if spec.max_keys is None else -(-spec.max_keys // shards.num_shards)
     if bags.offsets is None:
         return parts, num_samples, limit

@@ -30,7 +30,7 @@ from jaxsok.stats import Stats
 from jaxsok.store import State
 from jaxsok.strategy import Strategy
 from jaxsok.types import COUNTERS, COUNTS, ENTRIES_PER_BUCKET
-from jaxsok.update import StepInputs, Stepping
+from jaxsok.update import StepInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,13 +153,12 @@ class Steps:
         num_stale = jnp.zeros((), jnp.int32)
         for s, (spec, store) in enumerate(zip(self.stores, state.stores, strict=True)):
             # Optimizer state that belongs to no row, as a count of steps, advances even if no row is used.
-            stepping, globals_ = Stepping.of(spec, store.globals_, state.step, learning_rate)
+            inputs, globals_ = StepInputs.of(spec, store.globals_, state.seed, state.step, learning_rate)
             used = _used(s, plans, gradients, redeemed.is_live)
             if used is None:
                 stores.append(dataclasses.replace(store, globals_=globals_))
                 nonfinite.append(jnp.zeros(len(spec.tables), jnp.int32))
                 continue
-            inputs = StepInputs(stepping, state.seed, state.step)
             store, num_nonfinite, num_stale_uses = self.strategy.update(spec, s, state, used, inputs)
             stores.append(dataclasses.replace(store, globals_=globals_))
             nonfinite.append(num_nonfinite)

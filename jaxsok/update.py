@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, UInt32
+from jaxtyping import Array, Bool, UInt32
 
 from jaxsok import annotations, tiers
 from jaxsok.checks import there
@@ -37,38 +37,35 @@ from jaxsok.types import NO_ROW, ROUNDINGS, ROW_GRADIENTS, RowIds
 
 
 @dataclasses.dataclass(frozen=True)
-class Stepping:
-    """The step of a row: an optimizer's kernel or a row program."""
-
-    kernel: int
-    hyper: Float[Array, " num_hyper"]
-    """Hyperparameters, or a program's scalars."""
-    words: np.ndarray
-    """Words of the program, else ignored."""
-    num_registers: int = 0
-    counts_uses: bool = False
-
-    @classmethod
-    def of(
-        cls, spec: StoreSpec, globals_: tuple[Array, ...], step: Any, learning_rate: Any
-    ) -> tuple["Stepping", tuple[Array, ...]]:
-        """Returns the stepping of a store's optimizer at a step, and the store's globals after it."""
-        optimizer = spec.optimizer
-        if optimizer.kernel != PROGRAM:
-            return cls(optimizer.kernel, optimizer.hyper_operand(step, learning_rate), np.zeros(1, np.int32)), globals_
-        program = compiled(optimizer, spec.dim)
-        hyper, after = optimizer.advance(tuple(leaf[0] for leaf in globals_), step, learning_rate, spec.dim)
-        stepping = cls(PROGRAM, program.scalars(hyper), program.words(), program.num_registers, program.counts_uses)
-        return stepping, tuple(jnp.asarray(leaf)[None] for leaf in after)
-
-
-@dataclasses.dataclass(frozen=True)
 class StepInputs:
     """The inputs of a step beside rows and gradients; seed and step give the random bits."""
 
-    stepping: Stepping
+    row_step: kernels.RowStep
+    """What the optimizer, its kernel or a row program, does to a row."""
     seed: UInt32[Array, "2"]
     step: UInt32[Array, ""]
+    counts_uses: bool
+    """Whether a row program reads the uses of a row."""
+
+    @classmethod
+    def of(
+        cls,
+        spec: StoreSpec,
+        globals_: tuple[Array, ...],
+        seed: UInt32[Array, "2"],
+        step: UInt32[Array, ""],
+        learning_rate: Any,
+    ) -> tuple["StepInputs", tuple[Array, ...]]:
+        """Returns the inputs of a store's step, and the store's globals after it."""
+        optimizer = spec.optimizer
+        kinds = ROW_GRADIENTS[spec.row_gradient], ROUNDINGS[spec.rounding]
+        if optimizer.kernel != PROGRAM:
+            row_step = kernels.RowStep(optimizer.kernel, optimizer.hyper_operand(step, learning_rate), *kinds)
+            return cls(row_step, seed, step, counts_uses=False), globals_
+        program = compiled(optimizer, spec.dim)
+        hyper, after = optimizer.advance(tuple(leaf[0] for leaf in globals_), step, learning_rate, spec.dim)
+        row_step = kernels.RowStep(PROGRAM, program.scalars(hyper), *kinds, program.words(), program.num_registers)
+        return cls(row_step, seed, step, program.counts_uses), tuple(jnp.asarray(leaf)[None] for leaf in after)
 
 
 @annotations.by_store
@@ -87,7 +84,7 @@ def update_here(
     if any(gradient.dtype != spec.embedding_dtype for gradient in flat):
         flat = [gradient.astype(jnp.float32) for gradient in flat]
     store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
-    step = step_of(spec, inputs, batch, num_tiles, slots, used.is_live, spec.row_gradient)
+    step = step_of(spec, inputs, batch, num_tiles, slots, used.is_live)
     view, num_nonfinite, num_stale = kernels.update(view, step, flat)
     return tiers.returned(store, view, writes=True), num_nonfinite, num_stale
 
@@ -99,31 +96,13 @@ def step_of(
     num_tiles: int,
     row_ids: RowIds,
     is_live: Bool[Array, " num_plans"],
-    row_gradient: str,
     table_ids: Array | None = None,
     num_uses: Array | None = None,
 ) -> kernels.Step:
     """Returns the step of the rows of a batch; `table_ids` where its features do not give the table of a key."""
-    stepping = inputs.stepping
-    row_step = kernels.RowStep(
-        stepping.kernel,
-        stepping.hyper,
-        ROW_GRADIENTS[row_gradient],
-        ROUNDINGS[spec.rounding],
-        stepping.words,
-        stepping.num_registers,
-    )
+    tables, row_step = spec.table_words(), inputs.row_step
     return kernels.Step(
-        spec.table_words(),
-        inputs.seed,
-        inputs.step,
-        batch,
-        num_tiles,
-        row_ids,
-        is_live,
-        row_step,
-        table_ids,
-        num_uses,
+        tables, inputs.seed, inputs.step, batch, num_tiles, row_ids, is_live, row_step, table_ids, num_uses
     )
 
 
@@ -141,7 +120,11 @@ def _step_of_lines(
     # One feature has keys of all tables, and random rounding depends on the table.
     is_random = spec.dtype != "float32" and spec.rounding == "stochastic"
     table_ids = concatenated([part[:, 2] for part in received]) if is_random else None
-    return step_of(spec, inputs, (keys, *batch), num_tiles, row_ids, is_live, "sum", table_ids, total)
+    # The sums are scaled already.
+    inputs = dataclasses.replace(
+        inputs, row_step=dataclasses.replace(inputs.row_step, row_gradient=ROW_GRADIENTS["sum"])
+    )
+    return step_of(spec, inputs, (keys, *batch), num_tiles, row_ids, is_live, table_ids, total)
 
 
 @annotations.by_store
@@ -155,7 +138,7 @@ def update_exchanged(
 
     def step(carry: tuple[StoreState, Array, Array], arrived: list[Arrived]) -> tuple[StoreState, Array, Array]:
         store, num_nonfinite, num_stale = carry
-        sums, total = scaled_by_uses(spec, arrived, is_live, counts_uses=inputs.stepping.counts_uses)
+        sums, total = scaled_by_uses(spec, arrived, is_live, counts_uses=inputs.counts_uses)
         received, row_ids = [one.received for one in arrived], concatenated([one.row_ids for one in arrived])
         store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
         step_of_round = _step_of_lines(spec, inputs, received, slots, is_live, total)
@@ -183,7 +166,7 @@ def _update_in_windows(
     part, asked, row_ids = plan.features.stores[s], plan.asked_of(s), plan.found_of(s).row_ids
     received = asked.received
     uses = jnp.where(row_ids == jnp.uint32(NO_ROW), 0, received[:, 3].astype(jnp.int32))
-    total = uses_in_all([row_ids], [uses], used.is_live) if inputs.stepping.counts_uses else None
+    total = uses_in_all([row_ids], [uses], used.is_live) if inputs.counts_uses else None
     dtype = gathered_dtype(exchange.spec.gradients, "float32")
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
     _, *bags = part.operands()

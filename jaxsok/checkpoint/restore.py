@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from jaxsok import grow as grow_lib
@@ -27,7 +26,7 @@ from jaxsok.collection import Collection
 from jaxsok.imports import Held, rows_in_use
 from jaxsok.operations import check_state, check_untraced, locate
 from jaxsok.plan import partitions_of
-from jaxsok.records import Records
+from jaxsok.records import Records, rounded
 from jaxsok.specs import StoreSpec, TableSpec, name_word
 from jaxsok.store import State
 from jaxsok.types import MAX_CAPACITY, NUM_PARTITIONS, TableFullError
@@ -211,11 +210,7 @@ def _fitter(
     dtype = jnp.dtype(table.dtype)
 
     def fitted(records: Records) -> Records:
-        rows, num_rows = records.rows, records.num_rows
-        if rows.dtype != dtype:
-            wide = rows.astype(np.float32)
-            largest = np.float32(ml_dtypes.finfo(dtype).max)
-            rows = np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(dtype)
+        num_rows = records.num_rows
         state = {
             state.name: records.state[state.name]
             if state.name in taken
@@ -228,7 +223,7 @@ def _fitter(
             last_step, frequency = np.full(num_rows, clock), np.zeros(num_rows, np.uint32)
         if now is not None and last_step is not None:
             last_step = np.maximum(last_step, np.uint32(now))
-        return Records(records.keys, rows, state, last_step, frequency)
+        return Records(records.keys, rounded(records.rows, dtype), state, last_step, frequency)
 
     return fitted
 

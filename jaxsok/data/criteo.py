@@ -345,8 +345,7 @@ class _Block(NamedTuple):
 
 
 def _open(path: str) -> pa.NativeFile:
-    with open(path, "rb") as file:
-        is_gzip = file.read(2) == _GZIP_MAGIC
+    is_gzip = _is_gzip(path)
     return pa.input_stream(path, compression="gzip" if is_gzip else None, buffer_size=_BLOCK_BYTES if is_gzip else None)
 
 

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from jaxsok import checks, sources
-from jaxsok.features import Bags
+from jaxsok.features import Bags, offsets_of
+from jaxsok.split import cut_bags, picked_bags
 
 Columns = dict[str, Any]
 """By name: arrays `[num_samples, ...]`, or `Bags` with offsets."""
@@ -315,16 +316,10 @@ def _column_of_arrow(name: str, column: Any) -> Any:
         kind = kind.value_type
     role = "floats" if pa.types.is_floating(kind) else "keys"
     numbers, lengths = sources.of_arrow(column, f'ArrowSource: column "{name}"', role)
-    return numbers if lengths is None else Bags(numbers, offsets=_offsets_of(lengths))
+    return numbers if lengths is None else Bags(numbers, offsets=offsets_of(lengths))
 
 
 # Columns --------------------------------------------------------------------------------------------------------------
-
-
-def _offsets_of(lengths: np.ndarray) -> np.ndarray:
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
 
 
 def _with_offsets(name: str, column: Any) -> Any:
@@ -333,7 +328,7 @@ def _with_offsets(name: str, column: Any) -> Any:
     if column.inverse is not None or (column.lengths is None and column.offsets is None):
         raise ValueError(f'ArraySource: column "{name}": got {column}, wanted Bags with lengths or offsets alone.')
     bags = _each(lambda array: array if hasattr(array, "shape") else np.asarray(array), column)
-    offsets = _offsets_of(bags.lengths) if bags.offsets is None else bags.offsets
+    offsets = offsets_of(bags.lengths) if bags.offsets is None else bags.offsets
     if offsets[-1] > len(bags.keys):
         raise ValueError(f'ArraySource: column "{name}": got {len(bags.keys)} keys, wanted {offsets[-1]} for its bags.')
     return Bags(bags.keys, offsets=offsets, weights=bags.weights)
@@ -388,16 +383,10 @@ def _picked(column: Any, positions: slice | np.ndarray) -> Any:
     """Returns some samples of a column; a slice without a copy of its keys."""
     if not isinstance(column, Bags):
         return column[positions]
-    offsets = np.asarray(column.offsets)
+    column = dataclasses.replace(column, offsets=np.asarray(column.offsets))
     if isinstance(positions, slice):
-        place: Any = slice(int(offsets[positions.start]), int(offsets[positions.stop]))
-        picked = offsets[positions.start : positions.stop + 1] - offsets[positions.start]
-    else:
-        lengths = offsets[positions + 1] - offsets[positions]
-        picked = _offsets_of(lengths)
-        place = np.repeat(offsets[positions] - picked[:-1], lengths) + np.arange(picked[-1])
-    weights = None if column.weights is None else column.weights[place]
-    return Bags(column.keys[place], offsets=picked, weights=weights)
+        return cut_bags(column, positions.start, positions.stop)
+    return picked_bags(column, positions)
 
 
 def _read_parts(
@@ -437,4 +426,4 @@ def _joined_column(parts: Sequence[Any]) -> Any:
         return np.concatenate(parts)
     lengths = np.concatenate([np.diff(part.offsets) for part in parts])
     weights = None if parts[0].weights is None else np.concatenate([part.weights for part in parts])
-    return Bags(np.concatenate([part.keys for part in parts]), offsets=_offsets_of(lengths), weights=weights)
+    return Bags(np.concatenate([part.keys for part in parts]), offsets=offsets_of(lengths), weights=weights)

@@ -34,15 +34,13 @@ _MANY_ROWS, _MANY_COLUMNS = 4099, MAX_DIM
 # The dim of the table that is looked at when an optimizer is declared; tables of other dims follow when they are.
 _A_DIM = 8
 
+_ACCUMULATING = (
+    "a row that only an earlier micro-step used would lose its gradient",
+    "Accumulate outside: give collection.update several plans and their gradients at once",
+)
 _DENIED = {
-    "MultiStepsState": (
-        "a row that only an earlier micro-step used would lose its gradient",
-        "Accumulate outside: give collection.update several plans and their gradients at once",
-    ),
-    "ApplyEvery": (
-        "a row that only an earlier micro-step used would lose its gradient",
-        "Accumulate outside: give collection.update several plans and their gradients at once",
-    ),
+    "MultiStepsState": _ACCUMULATING,
+    "ApplyEvery": _ACCUMULATING,
     "SAMState": (
         "a row that the second of its two gradients does not use would stay where the first one put it",
         "Use another optimizer",

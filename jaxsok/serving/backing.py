@@ -17,10 +17,10 @@ import numpy as np
 from jaxtyping import Bool, Float32, UInt64
 
 from jaxsok.kernels import table as table_kernels
-from jaxsok.records import Records, joined
+from jaxsok.records import Records, joined, rounded
 from jaxsok.serving import quantize
 from jaxsok.serving.errors import UnknownTableError
-from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, RecordSource, freeze_records, rounded
+from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, RecordSource, freeze_records
 from jaxsok.serving.fused import find_rows
 from jaxsok.serving.padding import key_words, padded_size
 from jaxsok.serving.ready import Form
@@ -287,9 +287,7 @@ def fetch_lines(source: RowSource, name: str, keys: np.ndarray) -> tuple[Lines, 
 
 def round_rows(table: FrozenTable, rows: np.ndarray) -> Lines:
     """Rounds rows to what a store holds: an answer is the same whether its row was cached or fetched."""
-    if table.dtype == "float32":
-        return (np.asarray(rows, np.float32),)
-    return (rounded(rows, table.dtype).astype(np.float32),)
+    return (rounded(rows, jnp.dtype(table.dtype)).astype(np.float32, copy=False),)
 
 
 def take(lines: Lines, which: np.ndarray) -> Lines:

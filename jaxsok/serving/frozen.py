@@ -18,7 +18,7 @@ from jaxtyping import Array, Float32, Shaped, UInt32
 from jaxsok import checks, initializers, optimizers
 from jaxsok.collection import Collection
 from jaxsok.kernels import table as kernels
-from jaxsok.records import Records
+from jaxsok.records import Records, rounded
 from jaxsok.serving import quantize
 from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.row_map import RowMap, buckets_of
@@ -329,7 +329,7 @@ def write_rows(store: FrozenStore, table: FrozenTable, row_ids: np.ndarray, rows
 def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, ...]:
     """Rounds or quantizes rows as a table stores them, with scales if quantized (ValueError: not finite)."""
     if not table.is_quantized:
-        return (rounded(rows, table.dtype),)
+        return (rounded(rows, jnp.dtype(table.dtype)),)
     return quantize.quantized(np.asarray(rows, np.float32), table.dtype)
 
 
@@ -348,21 +348,6 @@ def ready_to_write(store: FrozenStore, num_rows: int) -> None:
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=store.rows.sharding)
     lines = tuple(shape((size, *array.shape[1:]), array.dtype) for array in arrays)
     _write.lower(arrays, shape((size,), np.uint32), lines).compile()
-
-
-def rounded(rows: np.ndarray, dtype: str) -> np.ndarray:
-    """Rounds rows to another float dtype as the kernels do: to nearest, and finite numbers stay finite.
-
-    Example:
-      >>> rounded(np.array([[1e6, np.inf]], np.float32), "float16").tolist()
-      [[65504.0, inf]]
-    """
-    wanted = jnp.dtype(dtype)
-    if rows.dtype == wanted:
-        return rows
-    wide = rows.astype(np.float32)
-    largest = np.float32(jnp.finfo(wanted).max)
-    return np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(wanted)
 
 
 def check_records(op: str, table: FrozenTable, records: Records) -> None:

@@ -56,12 +56,11 @@ def _table_to_json(table: FrozenTable) -> dict[str, Any]:
 
 def store_from_json(store: Mapping[str, Any]) -> tuple[FrozenTable, ...]:
     """Makes the tables of a store of a manifest."""
-    return tuple(_table_from_json(entry, store["dim"], store["dtype"]) for entry in store["tables"])
-
-
-def _table_from_json(value: Mapping[str, Any], dim: int, dtype: Any) -> FrozenTable:
-    initial = InitialRows.from_json(value["initial"]) if "initial" in value else None
-    return FrozenTable(value["name"], dim, value["default"], dtype, initial)
+    tables = []
+    for entry in store["tables"]:
+        initial = InitialRows.from_json(entry["initial"]) if "initial" in entry else None
+        tables.append(FrozenTable(entry["name"], store["dim"], entry["default"], store["dtype"], initial))
+    return tuple(tables)
 
 
 def _check_axis(value: Any) -> None:

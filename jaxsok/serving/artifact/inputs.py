@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxsok import checks
 from jaxsok import keys as keys_lib
-from jaxsok.features import Bags
+from jaxsok.features import Bags, offsets_of
 from jaxsok.serving.errors import RequestError, refusals
 from jaxsok.serving.padding import padded_size
 from jaxsok.types import PADDING_KEY
@@ -173,7 +173,7 @@ def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:
         lengths = _integers(f"{what}: lengths", given.lengths)
         if (lengths < 0).any():
             raise RequestError(f"{what}: lengths: got negative ones, wanted numbers from 0.")
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        offsets = offsets_of(lengths)
     elif offsets is not None:
         offsets = _integers(f"{what}: offsets", offsets)
     else:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsok.features import Bags
+from jaxsok.features import Bags, offsets_of
 from jaxsok.serving.artifact import BagsInput, KeysInput
 from jaxsok.serving.errors import RequestError, RequestTooLargeError, UnknownTableError
 from jaxsok.serving.http import wire
@@ -236,7 +236,7 @@ def _join(values: Sequence[Any]) -> Any:
     lengths = np.concatenate([value.lengths for value in values])
     return Bags(
         np.concatenate([value.keys for value in values]),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        offsets=offsets_of(lengths).astype(np.int32),
         weights=None if values[0].weights is None else np.concatenate([value.weights for value in values]),
     )
 
