@@ -7,7 +7,7 @@ Workload: one table of 128 floats with rowwise Adagrad. Import: 40 M rows in chu
           them new, the others of the 8 M that came last; the least recently used rows leave.
 Limit:    for the import a copy of the same arrays to the device.
 Command:  `python -m jaxsok bench --only host_rows`
-Last result: none yet.
+Last result: 2026-11-24, H200 (docs/performance.md): 220 M rows a minute are imported; the rest did not run to its end.
 """
 
 import pathlib
@@ -160,7 +160,7 @@ class _Life:
         moved = dict(zip(TIER_COUNTERS[1:], np.asarray(tier.counters).tolist()[1:], strict=True))
         growth = {"num_grown": collection.growth.num_grown, "num_evictions": collection.growth.num_evictions}
         recorder.say(f"host rows: {growth}, {moved}")
-        if not all(growth.values()) or not all(moved.values()):
+        if not all([*growth.values(), moved["num_fetched"], moved["num_written"]]):
             raise RuntimeError(f"host rows: {growth}, {moved}: a life without growth, evictions or use of the link.")
         seconds = self._compare(collection, state)
         recorder.add(

@@ -335,9 +335,7 @@ def test_lookups_ahead(device_rows, options):
     assert_law(plain, want, tiered, got)
 
 
-@pytest.mark.parametrize(
-    ("num_shards", "device_rows"), some_fast([(None, 90), (2, 90)], (None, 2, 4), (84, 90, 120))
-)
+@pytest.mark.parametrize(("num_shards", "device_rows"), some_fast([(None, 90), (2, 90)], (None, 2, 4), (84, 90, 120)))
 def test_rows_brought_ahead(num_shards, device_rows):
     """The cache has room for a batch: rows of the next one are read, and others written, while a step runs."""
     plain, tiered = (collection_of("two", rows, num_shards) for rows in (None, device_rows))

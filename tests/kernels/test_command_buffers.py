@@ -35,7 +35,11 @@ CAPTURABLE = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
 # The host counts the exchanges of windows, and what these calls launch has the addresses of today's windows: a graph
 # that is replayed would use the half of an earlier exchange, or memory that was given back. What is moved ahead goes on
 # beside the stream, and a graph would end only after it.
-EAGER = {name for name, _ in library.TARGETS if "window" in name} | {"jaxsok_tier_write_ahead", "jaxsok_tier_read_ahead"}
+EAGER = {
+    name
+    for name, _ in library.TARGETS
+    if "window" in name or name in ("jaxsok_tier_write_ahead", "jaxsok_tier_read_ahead")
+}
 MARKS = {name: 0 if name in EAGER else CAPTURABLE for name, _ in library.TARGETS}
 
 
