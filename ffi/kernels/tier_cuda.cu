@@ -278,7 +278,9 @@ __device__ __forceinline__ void Place(const Bringing& b, uint32_t rank, Move* le
   Record* owner = tier.OwnerAt(slot);
   const bool has_ahead = b.HasAhead();
   *coming = {slot, row_id, *tier.PlaceAt(row_id) >= kPendingFresh ? 1u : 0u, kNoRow};
-  if (has_ahead && rank < b.most_ahead && tier.area->row_ids[rank] == row_id) coming->ahead = rank;
+  if (has_ahead && coming->is_fresh == 0 && rank < b.most_ahead && tier.area->row_ids[rank] == row_id) {
+    coming->ahead = rank;
+  }
   if (is_kept && owner->free_id < tier.capacity) {
     *leaving = {slot, owner->free_id, 0, kNoRow};
     if (has_ahead && tier.last_use[slot] == kMarked) leaving->ahead = 0;

@@ -21,14 +21,15 @@ struct Ends {
 
 /// Jobs of a device's second stream; they end in the order in which they begin.
 struct Jobs {
-  uint32_t num_begun;
-  uint32_t num_ended;
+  uint64_t num_begun;
+  uint64_t num_ended;
 };
 
-/// Of one slab, on its device. Programs that were captured have its address, and read these words anew.
+/// Of one slab, on its device. A program that was captured has its address, and reads these words anew. So a slab that
+/// comes to lie where another one was has the area of that one.
 struct AheadArea {
   Jobs* jobs;
-  uint32_t last_job;  // that reads or writes this slab
+  uint64_t last_job;  // that reads or writes this slab
 
   // What is read ahead, for all slabs of a store; in the area of the first one.
   uint32_t ticket;  // the clock of the counters
@@ -42,9 +43,7 @@ struct AheadArea {
   Ends* leaving;          // [MostAhead]
   char* leaving_records;  // [MostAhead][host_bytes], as listed
 
-  __device__ bool HasEnded() const {
-    return static_cast<int32_t>(*const_cast<volatile uint32_t*>(&jobs->num_ended) - last_job) >= 0;
-  }
+  __device__ bool HasEnded() const { return *const_cast<volatile uint64_t*>(&jobs->num_ended) >= last_job; }
 };
 
 }  // namespace jaxsok

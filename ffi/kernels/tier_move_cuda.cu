@@ -262,16 +262,24 @@ struct Link {
 
 /// An area, and what its addresses on the device are.
 struct Area {
-  int32_t device;
   Link* link;
   AheadArea* on_device = nullptr;
-  AheadArea buffers{};  // without what changes there
-  int64_t host_bytes = 0;
+  AheadArea buffers{};     // without what changes there
+  int64_t host_bytes = 0;  // of the records for which there is room
+  bool is_open = false;
 };
 
-std::mutex areas_mutex;                              // of both
-std::map<int32_t, std::unique_ptr<Link>> links;      // by device; they last until the process ends
-std::map<const void*, std::unique_ptr<Area>> areas;  // by slab
+/// All areas, by device and slab; and the devices' streams. They last until the process ends.
+struct Areas {
+  std::mutex mutex;
+  std::map<int32_t, std::unique_ptr<Link>> links;
+  std::map<std::pair<int32_t, const void*>, std::unique_ptr<Area>> areas;
+
+  static Areas& Get() {
+    static Areas* const all = new Areas;  // arrays may be deleted after the library's own objects
+    return *all;
+  }
+};
 
 LaunchError OpenLink(Link* link) {
   JAXSOK_RETURN_IF_CUDA(cudaStreamCreateWithFlags(&link->stream, cudaStreamNonBlocking));
@@ -281,16 +289,22 @@ LaunchError OpenLink(Link* link) {
   return nullptr;
 }
 
-Area* FindArea(const void* slab) {
-  const std::lock_guard<std::mutex> lock(areas_mutex);
-  const auto found = areas.find(slab);
-  return found == areas.end() ? nullptr : found->second.get();
+/// The area of a slab, with its device; nullptr: there is none.
+Area* FindArea(const void* slab, int32_t* device = nullptr) {
+  Areas& all = Areas::Get();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  for (const auto& [key, area] : all.areas) {
+    if (key.second != slab || !area->is_open) continue;
+    if (device != nullptr) *device = key.first;
+    return area.get();
+  }
+  return nullptr;
 }
 
 /// Makes room for the records of an area when it is first used.
-LaunchError Reserve(Area* area, int64_t host_bytes) {
+LaunchError Reserve(Area* area, int32_t device, int64_t host_bytes) {
   if (area->host_bytes == host_bytes) return nullptr;
-  const LaunchError error = OnDevice(area->device, [&]() -> LaunchError {
+  const LaunchError error = OnDevice(device, [&]() -> LaunchError {
     const int64_t most = MostAhead(host_bytes);
     AheadArea& to = area->buffers;
     JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.coming, most * sizeof(Ends)));
@@ -311,7 +325,7 @@ __device__ void BeginJob(AheadArea* area) { area->last_job = ++area->jobs->num_b
 
 __global__ void EndJobKernel(Jobs* jobs) {
   __threadfence_system();
-  *const_cast<volatile uint32_t*>(&jobs->num_ended) += 1;
+  *const_cast<volatile uint64_t*>(&jobs->num_ended) += 1;
 }
 
 // Copies the rows of a slab that leave, and lists where the copies go.
@@ -365,13 +379,13 @@ __global__ void __launch_bounds__(kBlock) CopyKernel(const Ends* list, const uin
       });
 }
 
-struct Areas {
+struct AreasOfStore {
   AheadArea* of_slab[kMaxSlabs];
   int num_slabs;
 };
 
 // One thread.
-__global__ void TicketKernel(const __grid_constant__ Areas areas, const uint32_t* counters) {
+__global__ void TicketKernel(const __grid_constant__ AreasOfStore areas, const uint32_t* counters) {
   areas.of_slab[0]->ticket = counters[kTierTicket];
   BeginJob(areas.of_slab[0]);
   for (int s = 1; s < areas.num_slabs; ++s) areas.of_slab[s]->last_job = areas.of_slab[0]->last_job;
@@ -396,38 +410,43 @@ AheadArea* AreaOf(const void* slab) {
 
 LaunchError OpenArea(int32_t device, const void* slab) {
   return OnDevice(device, [&]() -> LaunchError {
-    const std::lock_guard<std::mutex> lock(areas_mutex);
-    std::unique_ptr<Link>& link = links[device];
+    Areas& all = Areas::Get();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    std::unique_ptr<Link>& link = all.links[device];
     if (link == nullptr) {
       auto opened = std::make_unique<Link>();
       if (const LaunchError error = OpenLink(opened.get())) return error;
       link = std::move(opened);
     }
-    auto area = std::make_unique<Area>();
-    area->device = device;
-    area->link = link.get();
-    area->buffers.jobs = link->jobs;
-    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&area->on_device, sizeof(AheadArea)));
+    std::unique_ptr<Area>& area = all.areas[{device, slab}];
+    if (area == nullptr) {
+      auto made = std::make_unique<Area>();
+      JAXSOK_RETURN_IF_CUDA(cudaMalloc(&made->on_device, sizeof(AheadArea)));
+      made->link = link.get();
+      made->buffers.jobs = link->jobs;
+      area = std::move(made);
+    }
     JAXSOK_RETURN_IF_CUDA(cudaMemcpy(area->on_device, &area->buffers, sizeof(AheadArea), cudaMemcpyHostToDevice));
-    areas[slab] = std::move(area);
+    area->is_open = true;
     return nullptr;
   });
 }
 
 void CloseArea(int32_t device, const void* slab) {
-  std::unique_ptr<Area> area;
-  {
-    const std::lock_guard<std::mutex> lock(areas_mutex);
-    const auto found = areas.find(slab);
-    if (found == areas.end()) return;
-    area = std::move(found->second);
-    areas.erase(found);
-  }
   OnDevice(device, [&]() -> LaunchError {
     cudaDeviceSynchronize();
-    void* const memory[] = {area->buffers.coming,  area->buffers.row_ids,         area->buffers.records,
-                            area->buffers.leaving, area->buffers.leaving_records, area->on_device};
+    Areas& all = Areas::Get();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    const auto found = all.areas.find({device, slab});
+    if (found == all.areas.end()) return nullptr;
+    Area& area = *found->second;
+    void* const memory[] = {area.buffers.coming, area.buffers.row_ids, area.buffers.records, area.buffers.leaving,
+                            area.buffers.leaving_records};
     for (void* at : memory) cudaFree(at);
+    area.buffers = AheadArea{};
+    area.buffers.jobs = area.link->jobs;
+    area.host_bytes = 0;
+    area.is_open = false;
     return nullptr;
   });
 }
@@ -450,9 +469,10 @@ LaunchError LaunchRead(Stream stream, const TierView& tier, const Move* coming, 
 
 LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* leaving, const uint32_t* counts,
                              int64_t most_moves, uint32_t begin) {
-  Area* area = FindArea(tier.host.data[0]);
+  int32_t device = 0;
+  Area* area = FindArea(tier.host.data[0], &device);
   if (area == nullptr || most_moves == 0) return nullptr;
-  if (const LaunchError error = Reserve(area, tier.host_bytes)) return error;
+  if (const LaunchError error = Reserve(area, device, tier.host_bytes)) return error;
   const std::lock_guard<std::mutex> lock(area->link->mutex);
   const int64_t most = std::min(most_moves, MostAhead(tier.host_bytes));
   WaitKernel<<<1, 1, 0, stream>>>(area->on_device);
@@ -465,13 +485,14 @@ LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* le
 
 LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
                             int64_t most_moves) {
-  Areas areas{};
-  Area* area = FindArea(tier.host.data[0]);
+  AreasOfStore areas{};
+  int32_t device = 0;
+  Area* area = FindArea(tier.host.data[0], &device);
   for (int s = 0; s < tier.starts.num_slabs; ++s) areas.of_slab[s] = AreaOf(tier.host.data[s]);
   const bool are_open = std::all_of(areas.of_slab, areas.of_slab + tier.starts.num_slabs,
                                     [](const AheadArea* of_slab) { return of_slab != nullptr; });
   if (!are_open || most_moves == 0) return nullptr;
-  if (const LaunchError error = Reserve(area, tier.host_bytes)) return error;
+  if (const LaunchError error = Reserve(area, device, tier.host_bytes)) return error;
   areas.num_slabs = tier.starts.num_slabs;
   const std::lock_guard<std::mutex> lock(area->link->mutex);
   const int64_t most = std::min(most_moves, MostAhead(tier.host_bytes));
