@@ -71,7 +71,7 @@ def brought_ahead(spec: StoreSpec, store: StoreState, row_ids: RowIds) -> StoreS
     Does nothing where the op might stage rows: those are written to host memory after each op.
     """
     num_keys, num_slots = row_ids.shape[0], _num_slots(spec, store)
-    if num_keys > num_slots:
+    if not store.tier or num_keys > num_slots:
         return store
     (tier,) = store.tier
     tier, host, counters = kernels.bring_ahead(tier, store.rows, store.records, store.counters, row_ids, num_slots)

@@ -59,7 +59,7 @@ class Call {
         device_(device),
         run_(run) {}
 
-  /// The ordinal of the device, and the number of the program's run, the same on all devices; of handlers of windows
+  /// The ordinal of the device, and the number of the program's run, the same on all devices; of eager handlers
   /// alone.
   int32_t device() const { return device_; }
   int64_t run() const { return run_; }

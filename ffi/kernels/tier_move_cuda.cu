@@ -313,6 +313,7 @@ LaunchError Reserve(Area* area, int32_t device, int64_t host_bytes) {
     JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.leaving, most * sizeof(Ends)));
     JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.leaving_records, most * host_bytes));
     JAXSOK_RETURN_IF_CUDA(cudaMemcpy(area->on_device, &to, sizeof(to), cudaMemcpyHostToDevice));
+    JAXSOK_RETURN_IF_CUDA(cudaStreamSynchronize(nullptr));  // a copy may return before it has arrived
     area->host_bytes = host_bytes;
     return nullptr;
   });
@@ -427,6 +428,7 @@ LaunchError OpenArea(int32_t device, const void* slab) {
       area = std::move(made);
     }
     JAXSOK_RETURN_IF_CUDA(cudaMemcpy(area->on_device, &area->buffers, sizeof(AheadArea), cudaMemcpyHostToDevice));
+    JAXSOK_RETURN_IF_CUDA(cudaStreamSynchronize(nullptr));
     area->is_open = true;
     return nullptr;
   });
@@ -445,6 +447,8 @@ void CloseArea(int32_t device, const void* slab) {
     for (void* at : memory) cudaFree(at);
     area.buffers = AheadArea{};
     area.buffers.jobs = area.link->jobs;
+    cudaMemcpy(area.on_device, &area.buffers, sizeof(AheadArea), cudaMemcpyHostToDevice);
+    cudaStreamSynchronize(nullptr);
     area.host_bytes = 0;
     area.is_open = false;
     return nullptr;
