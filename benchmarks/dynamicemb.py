@@ -83,7 +83,7 @@ DLRM, STEP = "DLRM step", "forward + update"
 
 
 def parts_of(num_batches: int) -> list[tuple[str, bool, int]]:
-    """What is timed, whether with prefetch, and on how many batches.
+    """One measurement: the part that is timed, whether with prefetch, and on how many batches.
 
     Every step has batches of its own, since a cache knows those that it has seen; the first part has jaxsok's.
     """

@@ -1,4 +1,4 @@
-"""What users see of the caches of tables in host memory: counts of a state, and what other caches would have done.
+"""Statistics of the caches of tables in host memory: counts of a state, and hit rates that other caches would have.
 
 `CacheStats` reads the counters of a state (`Collection.cache_stats`). `cache_estimate` needs no state: it follows the
 keys of a sample of batches through caches of all sizes at once.
@@ -115,7 +115,7 @@ _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CacheEstimate:
-    """What lookups of a sample would have found in caches of all sizes; `str` makes a table of it.
+    """The hit rates of a sample of lookups, for caches of all sizes; `str` makes a table of them.
 
     The caches begin empty. The first use of a key in the sample says nothing of them: the row may be new, or it may
     have been used before the sample. `hit_rates` leave first uses out, `least_hit_rates` take them as reads. A longer

@@ -31,7 +31,7 @@ class HostLimit:
     num_bytes: int
     """Bytes that are still available below it."""
     owner: str
-    """What sets the limit; processes with the same owner share the bytes."""
+    """The name of what sets the limit; processes with the same owner share the bytes."""
 
 
 def limits(root: pathlib.Path = pathlib.Path("/")) -> list[HostLimit]:

@@ -21,7 +21,7 @@
 //
 // Ahead of a call, the rows that it will bring may be read, and those that will make room be written, while other work
 // runs. Both are only hints. What is read ahead goes to memory of the library's own (host_memory.h), and counts if no
-// row was moved since; what is written ahead goes to records of rows that are in the cache, which nobody reads.
+// row was moved since; what is written ahead goes to records of rows that are in the cache, which no call reads.
 #ifndef JAXSOK_KERNELS_TIER_H_
 #define JAXSOK_KERNELS_TIER_H_
 

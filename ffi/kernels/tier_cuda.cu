@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kBlock) AgesKernel(const __grid_constant__ Bri
         ++num_oldest[1];
       } else if (ages.of[i] == kAges - 2) {
         ++num_oldest[0];
-      } else if (ages.of[i] != 0) {  // which nobody asks for
+      } else if (ages.of[i] != 0) {  // slots in use, whose number is not needed
         atomicAdd(counts + ages.of[i], 1u);
       }
     }

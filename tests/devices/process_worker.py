@@ -260,6 +260,17 @@ def evicted_by_need(mesh, number, num_processes, folder):
     )
 
 
+def outcome_of(call):
+    """Calls a function; returns the error that it raised, as text, and the seconds that it took."""
+    began = time.monotonic()
+    try:
+        call()
+        message = "nothing raised"
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    return [message, f"{time.monotonic() - began}"]
+
+
 def errors_of_one(mesh, number, folder):
     """Exports, loads and checkpoints that fail in one process: what all of them are told, and in how many seconds."""
     import shutil
@@ -285,13 +296,7 @@ def errors_of_one(mesh, number, folder):
         return step(state, collection.batch({"user": mine, "ad": mine}).features)
 
     def note(name, call):
-        began = time.monotonic()
-        try:
-            call()
-            message = "nothing raised"
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-        found[name] = [message, f"{time.monotonic() - began}"]
+        found[name] = outcome_of(call)
 
     def rows_of(state):
         return [np.asarray(collection.rows_of(state, one.name, np.arange(40))[0]).tobytes() for one in tables]
@@ -411,13 +416,7 @@ def host_memory(mesh, number, num_processes, folder):
     found = {"asked": [f"{asked}"]}
 
     def note(name, call):
-        began = time.monotonic()
-        try:
-            call()
-            message = "nothing raised"
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-        found[name] = [message, f"{time.monotonic() - began}"]
+        found[name] = outcome_of(call)
 
     def left(num_bytes, owner="host"):
         """What each process reads of its limits; the second one a little less."""
