@@ -6,6 +6,7 @@ an update moves the rows that were used. Start with `Collection`.
 
 from jaxsok import initializers, policies
 from jaxsok import optimizers as optim
+from jaxsok.adapters import Coo, from_kjt
 from jaxsok.caches import CacheEstimate, CacheStats, cache_estimate
 from jaxsok.collection import Collection
 from jaxsok.evict import Evicted
@@ -14,7 +15,6 @@ from jaxsok.memory import MemoryEstimate, StoreMemory, memory_estimate
 from jaxsok.plan import Plan
 from jaxsok.planner import Proposal, TableProposal, propose
 from jaxsok.records import Records
-from jaxsok.sources import Coo, from_kjt
 from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, HostMemory, Placement, StoreSpec, TableSpec, on
 from jaxsok.stats import Stats
 from jaxsok.store import State, StoreState

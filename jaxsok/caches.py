@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxsok import adapters, split
 from jaxsok import features as features_lib
-from jaxsok import sources as sources_lib
-from jaxsok import split
 from jaxsok.planner import check_declared
 from jaxsok.printed import aligned, in_units
 from jaxsok.specs import FeatureSpec, StoreSpec, TableSpec, group_into_stores
@@ -240,7 +239,7 @@ def _keys_of(
 ) -> dict[str, np.ndarray]:
     """Reads the keys of a raw batch by table, without padding."""
     features_lib.require_features(raw, features)
-    raw = sources_lib.converted(raw, features, what)
+    raw = adapters.converted(raw, features, what)
     keys: dict[str, list[np.ndarray]] = {table: [np.zeros(0, np.uint64)] for table in tables}
     for feature in features:
         bags, _ = split.read_bags(feature, raw[feature.name], f'{what}: feature "{feature.name}"')

@@ -11,14 +11,24 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jaxsok import ahead as ahead_lib
-from jaxsok import annotations, checks, declaration, guards, lives, operations, policies, processes, stacking
+from jaxsok import (
+    annotations,
+    checks,
+    declaration,
+    guards,
+    lives,
+    operations,
+    policies,
+    processes,
+    stacking,
+    table_export,
+    table_import,
+)
 from jaxsok import caches as caches_lib
 from jaxsok import evict as evict_lib
-from jaxsok import export as export_lib
 from jaxsok import features as features_lib
 from jaxsok import gradients as gradients_lib
 from jaxsok import grow as grow_lib
-from jaxsok import imports as imports_lib
 from jaxsok import memory as memory_lib
 from jaxsok import norms as norms_lib
 from jaxsok import pack as pack_lib
@@ -626,7 +636,7 @@ class Collection:
         """
         resolved = operations.resolve("export_table", self, state, table)
         check_untraced("export_table", state)
-        return export_lib.export_table(resolved.spec, state.stores[resolved.store], state.seed, resolved.number)
+        return table_export.export_table(resolved.spec, state.stores[resolved.store], state.seed, resolved.number)
 
     def export_chunks(
         self,
@@ -672,7 +682,7 @@ class Collection:
                     f'export_chunks: since: got {since} for table "{table}", whose rows have no last step; declare '
                     "TableSpec(statistics=True), or export all."
                 )
-        chunks = export_lib.export_chunks(
+        chunks = table_export.export_chunks(
             spec, store, state.seed, resolved.number, chunk_rows=chunk_rows, since=since, with_state=with_state
         )
         return (chunk.records for chunk in chunks)
@@ -734,7 +744,7 @@ class Collection:
             )
         now = clock_of("import_table", clock)
         try:
-            return imports_lib.import_table(
+            return table_import.import_table(
                 self.stores,
                 state,
                 resolved.store,

@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32, UInt32
 
-from jaxsok import checks, sources
+from jaxsok import adapters, checks
 from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
 from jaxsok import split as split_lib
@@ -298,7 +298,7 @@ class HostPacker(abc.ABC):
         given = self._read(raw)
         recipe = None if given is None else self._recipes.get(self._key(given, pad_to, is_split))
         if given is None or recipe is None:
-            raw = sources.converted(raw, self._features)
+            raw = adapters.converted(raw, self._features)
             features_lib.require_features(raw, self._features)
             features_lib.require_samples(raw, self._features)
             packed = self.pack_by_threads(raw, pad_to, is_split)

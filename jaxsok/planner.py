@@ -31,9 +31,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxsok import checks, split
+from jaxsok import adapters, checks, split
 from jaxsok import features as features_lib
-from jaxsok import sources as sources_lib
 from jaxsok.checks import there
 from jaxsok.exchange import wire_bytes
 from jaxsok.printed import aligned, each_device, in_units
@@ -274,7 +273,7 @@ def _measured(
 ) -> dict[str, _Traffic]:
     """Counts keys, distinct keys and bags of each table in a batch: means over the devices' parts of it."""
     features_lib.require_features(sample, features)
-    sample = sources_lib.converted(sample, features, "propose: sample")
+    sample = adapters.converted(sample, features, "propose: sample")
     parts: dict[str, list[list[np.ndarray]]] = {table.name: [[] for _ in range(num_shards)] for table in tables}
     bags_of = dict.fromkeys(parts, 0.0)
     for feature in features:

@@ -6,7 +6,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jaxsok.checkpoint.exports import Exported, export_delta, export_full
+from jaxsok.checkpoint.export_folders import Exported, export_delta, export_full
 from jaxsok.checkpoint.files import CorruptFileError
 from jaxsok.checkpoint.restore import apply_delta, load
 from jaxsok.checkpoint.save import SaveReport

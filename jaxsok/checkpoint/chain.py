@@ -13,7 +13,7 @@ import numpy as np
 from jaxsok import processes
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.files import key_batches
-from jaxsok.checkpoint.source import Source
+from jaxsok.checkpoint.saved import Source
 from jaxsok.collection import Collection
 from jaxsok.store import State
 from jaxsok.types import PADDING_KEY

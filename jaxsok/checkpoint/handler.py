@@ -24,7 +24,7 @@ from jaxsok import processes
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.restore import restore
 from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, save_now
-from jaxsok.checkpoint.source import OptimizerState, Source
+from jaxsok.checkpoint.saved import OptimizerState, Source
 from jaxsok.collection import Collection
 from jaxsok.store import State
 

@@ -12,11 +12,11 @@ import numpy as np
 from jaxsok import processes
 from jaxsok.checks import there
 from jaxsok.collection import Collection
-from jaxsok.export import no_records
-from jaxsok.imports import Held, RecordWriter, padded
 from jaxsok.records import Records, joined, regrouped
 from jaxsok.specs import StoreSpec
 from jaxsok.store import row_bytes
+from jaxsok.table_export import no_records
+from jaxsok.table_import import Held, RecordWriter, padded
 
 ROUND_BYTES = 32 << 20  # of all shards of a process together: host memory stays at a few times that
 MOST_LINES = 1 << 20  # of a shard in a round

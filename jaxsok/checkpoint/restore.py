@@ -15,20 +15,20 @@ import numpy as np
 
 from jaxsok import grow as grow_lib
 from jaxsok import processes
-from jaxsok.checkpoint import beside_rows
 from jaxsok.checkpoint import manifest as manifest_lib
+from jaxsok.checkpoint import non_row_state
 from jaxsok.checkpoint.chain import KEYS_AT_A_TIME, Path, chain_of, check_link, find_keys, pad_keys
 from jaxsok.checkpoint.files import CorruptFileError, key_batches
 from jaxsok.checkpoint.place import place_records
 from jaxsok.checkpoint.save import time_of
-from jaxsok.checkpoint.source import OptimizerState, Source, check_forms, choose_tables
+from jaxsok.checkpoint.saved import OptimizerState, Source, check_forms, choose_tables
 from jaxsok.collection import Collection
-from jaxsok.imports import Held, rows_in_use
 from jaxsok.operations import check_state, check_untraced, locate
 from jaxsok.plan import partitions_of
 from jaxsok.records import Records, rounded
 from jaxsok.specs import StoreSpec, TableSpec, name_word
 from jaxsok.store import State
+from jaxsok.table_import import Held, rows_in_use
 from jaxsok.types import MAX_CAPACITY, NUM_PARTITIONS, TableFullError
 
 LOG = logging.getLogger("jaxsok.checkpoint")
@@ -139,8 +139,8 @@ def restore(
     if state is None:
         low, high = full.manifest["seed"]
         state = collection.init(seed=low | high << 32)
-        state = beside_rows.with_store_words(full, collection, state)
-        beside_rows.note_keys(full, collection)
+        state = non_row_state.with_store_words(full, collection, state)
+        non_row_state.note_keys(full, collection)
     rows = {}
     for name in names:
         by_partition = manifest_lib.unpacked(full.manifest["tables"][name]["partition_rows"])
@@ -154,7 +154,7 @@ def restore(
             held.state, _ = collection.clear(held.state, name)
         for name in names:
             place(full, collection, held, name, taken[name], now)
-        beside_rows.add(full, collection, held, names, is_whole=is_new, optimizer_state=optimizer_state)
+        non_row_state.add(full, collection, held, names, is_whole=is_new, optimizer_state=optimizer_state)
         for delta in chain[1:]:
             apply_link(delta, collection, held, tables, optimizer_state, is_whole=is_new, now=now)
     return held.state
@@ -243,7 +243,7 @@ def apply_link(
         names = choose_tables(source, collection, tables)
         taken = check_forms(source, collection, names, optimizer_state)
     if is_whole:
-        beside_rows.note_keys(source, collection)
+        non_row_state.note_keys(source, collection)
     # What goes makes room for what comes: a table that evicts may be full at both ends of a delta.
     more = {name: _more_rows(source, collection, held.state, name) for name in names}
     held.state = with_room(source, collection, held.state, more)
@@ -254,7 +254,7 @@ def apply_link(
                 held.state, _ = collection.erase(held.state, name, erased)
     for name in names:
         place(source, collection, held, name, taken[name], now)
-    beside_rows.add(source, collection, held, names, is_whole=is_whole, optimizer_state=optimizer_state)
+    non_row_state.add(source, collection, held, names, is_whole=is_whole, optimizer_state=optimizer_state)
 
 
 def _more_rows(source: Source, collection: Collection, state: State, table: str) -> np.ndarray:

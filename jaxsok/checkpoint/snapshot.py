@@ -13,12 +13,12 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxsok.checks import there
-from jaxsok.export import sent_ahead
 from jaxsok.keys import from_words
 from jaxsok.rows import RowSlab, cut_lines, slabs_of
 from jaxsok.shards import Shards, local_parts, on_host
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
+from jaxsok.table_export import sent_ahead
 from jaxsok.types import COUNTERS, PADDING_KEY
 
 UNDER_WAY = 2  # pieces between device and host

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxsok import checks, sources
+from jaxsok import adapters, checks
 from jaxsok.features import Bags, offsets_of
 from jaxsok.split import cut_bags, picked_bags
 
@@ -315,7 +315,7 @@ def _column_of_arrow(name: str, column: Any) -> Any:
     while hasattr(kind, "value_type"):
         kind = kind.value_type
     role = "floats" if pa.types.is_floating(kind) else "keys"
-    numbers, lengths = sources.of_arrow(column, f'ArrowSource: column "{name}"', role)
+    numbers, lengths = adapters.of_arrow(column, f'ArrowSource: column "{name}"', role)
     return numbers if lengths is None else Bags(numbers, offsets=offsets_of(lengths))
 
 

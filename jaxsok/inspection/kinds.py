@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxsok import published
 from jaxsok.checkpoint import manifest
-from jaxsok.checkpoint.source import Source
+from jaxsok.checkpoint.saved import Source
 from jaxsok.interchange import columns, hps, npz, sok, sok_files
 from jaxsok.records import Records
 

@@ -1,7 +1,7 @@
 """A session: the models of a configuration, opened, looked up in from many threads, and updated while they are.
 
-Tables come from folders (sources.py), lie on a device or the host (frozen.py), are read by programs of few sizes
-(fused.py), and change in versions (updates.py). Each answer is of one version, whole.
+Tables come from folders (folders.py), lie on a device or the host (frozen.py), are read by programs of few sizes
+(fused.py), and change in versions (versions.py). Each answer is of one version, whole.
 """
 
 import functools
@@ -19,9 +19,9 @@ from jaxsok.serving import databases as databases_lib
 from jaxsok.serving import row_map
 from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.errors import ConfigError, ServingError, UnknownModelError
-from jaxsok.serving.model import updates
+from jaxsok.serving.model import versions
 from jaxsok.serving.model.served import Answer, Model, Served, open_model
-from jaxsok.serving.model.updates import InPlace, Memory, Source
+from jaxsok.serving.model.versions import InPlace, Memory, Source
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def open(
 
     Raises:
       ConfigError: the configuration, or a device that is not there.
-      ServingError, FileNotFoundError, CorruptFileError, ValueError: files; see `sources.open_table`. Or no room.
+      ServingError, FileNotFoundError, CorruptFileError, ValueError: files; see `folders.open_table`. Or no room.
       DatabaseError: Redis or RocksDB cannot be reached.
 
     Cost:
@@ -170,7 +170,7 @@ class Session:
         Raises:
           ServingError: it does not fit what is served, or there is no room; the message has the bytes or the rows.
           UnknownModelError, UnknownTableError: there is none.
-          FileNotFoundError, CorruptFileError, ValueError: of files, as `sources.open_table`.
+          FileNotFoundError, CorruptFileError, ValueError: of files, as `folders.open_table`.
 
         Cost:
           Beside: a copy of the rows of each store that changes. In place: the changed rows, old and new, on the
@@ -238,7 +238,7 @@ class Session:
     def _free_bytes(self, device: Any) -> int | None:
         here = [model for model in self._models.values() if model.device == device and model.config.gpucache]
         used = sum(model.device_bytes for model in here)
-        return updates.free_bytes(device, self._memory_limit, used)
+        return versions.free_bytes(device, self._memory_limit, used)
 
 
 def _device(number: int, model: ModelConfig, given: Any) -> Any:

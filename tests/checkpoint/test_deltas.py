@@ -27,9 +27,9 @@ from hypothesis import stateful
 import jaxsok
 from jaxsok import checkpoint, inspection, lives, optim, policies
 from jaxsok.checkpoint import manifest, restore
-from jaxsok.checkpoint.source import Source
+from jaxsok.checkpoint.saved import Source
 from jaxsok.interchange import npz
-from jaxsok.serving import sources
+from jaxsok.serving import folders
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="eight devices are made of a CPU")
 
@@ -149,7 +149,7 @@ def test_bases_that_lead_in_a_circle_or_elsewhere_are_refused(chain, tmp_path, m
     collection = collection_of(tables_of(), 2)
     readers = (
         lambda path: checkpoint.load(path, collection),
-        lambda path: sources.open_table(path, table="user", dim=cases.DIM),
+        lambda path: folders.open_table(path, table="user", dim=cases.DIM),
     )
 
     def refused(path, message):
@@ -698,7 +698,7 @@ def test_what_is_not_published_is_not_read(tmp_path):
     state = train(collection, collection.init(seed=1), 1)
     checkpoint.export_full(tmp_path / "full", collection, state)
     shutil.copytree(tmp_path / "full", tmp_path / "full.0badcafe.writing")
-    assert sources.open_table(tmp_path, table="user", dim=2).path == tmp_path / "full"
+    assert folders.open_table(tmp_path, table="user", dim=2).path == tmp_path / "full"
     assert inspection.inspect(tmp_path).facts["folder"] == "full"
     npz.save(collection, state, tmp_path / "files", ["user"])
     shutil.copy(tmp_path / "files" / "user.npz", tmp_path / "files" / "item.npz.0badcafe.partial")

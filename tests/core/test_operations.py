@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsok
-from jaxsok import export, grow, plan
+from jaxsok import grow, plan, table_export
 from jaxsok.kernels import plan as plan_door
 from jaxsok.operations import specs_of
 from jaxsok.types import COUNTERS
@@ -229,8 +229,8 @@ def test_one_table_of_a_shared_store(way, num_shards, script, seed):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Blocks and gathers of few rows, so that small tables cross their ends."""
-    monkeypatch.setattr(export, "BLOCK_ROWS", 7)
-    monkeypatch.setattr(export, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(table_export, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(table_export, "_LEAST_ROWS", 1)
 
 
 def test_export_in_any_pieces(small_pieces):
@@ -259,18 +259,18 @@ def test_export_holds_no_chunk_that_was_read(monkeypatch):
     """The device arrays of a chunk are gone when the reader asks for the next one, up to the last chunk."""
     collection = collection_of()
     state, _ = filled(collection, np.random.default_rng(0))
-    sent, gather = [], export._gather
+    sent, gather = [], table_export._gather
 
     def noted(*args):
         arrays = gather(*args)
         sent.append([weakref.ref(array) for array in arrays])
         return arrays
 
-    monkeypatch.setattr(export, "_gather", noted)
+    monkeypatch.setattr(table_export, "_gather", noted)
     for read, _ in enumerate(collection.export_chunks(state, "a", chunk_rows=40)):
         held = [number for number, arrays in enumerate(sent[:read]) if any(ref() is not None for ref in arrays)]
         assert held == [], f"chunks held beside chunk {read}"
-    assert len(sent) > 1 + export.AHEAD
+    assert len(sent) > 1 + table_export.AHEAD
 
 
 @pytest.mark.parametrize("num_shards", (1, 4))

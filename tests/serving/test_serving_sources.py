@@ -29,7 +29,7 @@ from jaxsok.records import Records
 from jaxsok.serving import frozen
 from jaxsok.serving.config.keys import ROW_DTYPES
 from jaxsok.serving.errors import ServingError, UnknownTableError
-from jaxsok.serving.sources import is_delta, open_table
+from jaxsok.serving.folders import is_delta, open_table
 
 open_delta = functools.partial(open_table, alone=True)
 

@@ -19,7 +19,7 @@ from jaxsok.serving.artifact import ArrayInput, KeysInput, export_model
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, freeze_records
 from jaxsok.serving.fused import lookup
-from jaxsok.serving.model import store_plans, updates
+from jaxsok.serving.model import store_plans, versions
 from jaxsok.serving.session import open
 
 DIMS = {"user": 4, "item": 4, "ad": 3}
@@ -277,12 +277,12 @@ def test_failures_in_the_middle(trained, tmp_path, monkeypatch, in_place, step):
         name = step.split()[-1]
         with monkeypatch.context() as patch:
             if name == "index":
-                patch.setattr(updates.RowMap, "index", failing(updates.RowMap.index))
+                patch.setattr(versions.RowMap, "index", failing(versions.RowMap.index))
             elif name == "prepare":
                 model = session._models["dlrm"]
                 patch.setattr(model, "prepare", failing(model.prepare))
             else:
-                module = updates if in_place and name == "write_lines" else store_plans
+                module = versions if in_place and name == "write_lines" else store_plans
                 patch.setattr(module, name, failing(getattr(module, name)))
             with pytest.raises(MemoryError, match="injected"):
                 session.update(delta, in_place=in_place)
@@ -301,7 +301,7 @@ def test_memory(trained, tmp_path):
     with served(trained) as session:
         used = session.stats()["bytes"]
     row_bytes = (20 + 16) * 2 * 4 * 4  # of user and item, with their spare rows
-    index_bytes = 64 * updates.RowMap(2, 72).num_buckets
+    index_bytes = 64 * versions.RowMap(2, 72).num_buckets
     free = row_bytes + index_bytes  # and a piece of rows has to be there beside
     with served(trained, memory_limit=used + free) as session:
         message = rf"got {free} bytes free on .*, wanted [0-9]+ for a copy of what changes; pass"
@@ -342,9 +342,9 @@ def test_room_to_grow_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch):
         used = session.stats()["bytes"]
         assert capacity(session) == 425
     piece = 2 * 400 * 256
-    with opened(used + 400 * 256 + piece + 64 * updates.RowMap(1, 400).num_buckets) as session:
+    with opened(used + 400 * 256 + piece + 64 * versions.RowMap(1, 400).num_buckets) as session:
         assert capacity(session) == 400
-    monkeypatch.setattr(updates, "MAX_CAPACITY", 410)
+    monkeypatch.setattr(versions, "MAX_CAPACITY", 410)
     with opened() as session:
         assert capacity(session) == 410
 
@@ -353,7 +353,7 @@ def test_copies_on_one_device_are_made_one_after_another(tmp_path, monkeypatch):
     """Else two models would both count on the same free bytes."""
     folders = [write(tmp_path / name, rows_of(range(10), 4)) for name in "ab"]
     models = [model_of({"user": (folder, 4)}, name=name) for name, folder in zip("ab", folders, strict=True)]
-    planned, write_store, errors = updates.Versions._planned, store_plans.StorePlan.write, []
+    planned, write_store, errors = versions.Versions._planned, store_plans.StorePlan.write, []
     running, most = [], []
 
     def planning(self, *args):
@@ -367,7 +367,7 @@ def test_copies_on_one_device_are_made_one_after_another(tmp_path, monkeypatch):
         running.pop()
         return made
 
-    monkeypatch.setattr(updates.Versions, "_planned", planning)
+    monkeypatch.setattr(versions.Versions, "_planned", planning)
     monkeypatch.setattr(store_plans.StorePlan, "write", copying)
 
     def update(name, folder):
@@ -582,7 +582,7 @@ def test_a_cache_follows_its_source(tmp_path):
 
 
 def test_gate_lets_a_writer_be_alone():
-    gate, inside, worst, is_done = updates.Gate(), [0, 0], [], threading.Event()
+    gate, inside, worst, is_done = versions.Gate(), [0, 0], [], threading.Event()
 
     def read():
         while not is_done.is_set():
@@ -608,7 +608,7 @@ def test_gate_lets_a_writer_be_alone():
 
 def test_a_writer_that_is_interrupted_lets_readers_in(monkeypatch):
     """Ctrl-C, while it waits for those who read."""
-    gate = updates.Gate()
+    gate = versions.Gate()
 
     def interrupted(_):
         raise KeyboardInterrupt

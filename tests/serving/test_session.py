@@ -39,7 +39,7 @@ import jaxsok
 from jaxsok import checkpoint
 from jaxsok.interchange.hps import write_hps
 from jaxsok.serving import cache as cache_lib
-from jaxsok.serving import sources
+from jaxsok.serving import folders as folders_lib
 from jaxsok.serving.artifact import ArrayInput, BagsInput, KeysInput, export_model, load_model
 from jaxsok.serving.errors import (
     ConfigError,
@@ -764,7 +764,7 @@ def test_the_hotness_of_hps_is_not_read_for_nothing(tmp_path, options):
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_cache_is_filled_with_what_is_hot(tmp_path, monkeypatch, is_known):
     """Where files have frequencies; else with the first rows."""
-    content, open_table = rows_of(range(2000), 4), sources.open_table
+    content, open_table = rows_of(range(2000), 4), folders_lib.open_table
 
     def opened(*args, **options):
         source = open_table(*args, **options)
@@ -775,7 +775,7 @@ def test_a_cache_is_filled_with_what_is_hot(tmp_path, monkeypatch, is_known):
 
         return dataclasses.replace(source, chunks=chunks)
 
-    monkeypatch.setattr(sources, "open_table", opened)
+    monkeypatch.setattr(folders_lib, "open_table", opened)
     tables = {"user": (write(tmp_path / "user", content), 4)}
     options = {"gpucacheper": 0.5, "hit_rate_threshold": 1.1, "cache_refresh_percentage_per_iteration": 0.5}
     with open(config_of(model_of(tables, **options)), warm_up=False) as session:

@@ -8,10 +8,10 @@ and row dtype are fixed.
 Loading needs jaxsok and JAX, and not the code that made the model.
 """
 
-from jaxsok.serving.artifact.export import export_model
 from jaxsok.serving.artifact.files import ArtifactError
 from jaxsok.serving.artifact.inputs import ArrayInput, BagsInput, KeysInput, OutputSpec
 from jaxsok.serving.artifact.model import ServedModel, load_model
+from jaxsok.serving.artifact.model_export import export_model
 
 __all__ = [
     "ArrayInput",

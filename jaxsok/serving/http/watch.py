@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from jaxsok.serving import sources
+from jaxsok.serving import folders
 
 _log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def _kind_of(path: pathlib.Path) -> Literal["full", "delta"] | None:
     path = path / "tables" if (path / "tables").is_dir() else path
     if (path / "manifest.json").is_file():
         try:
-            return "delta" if sources.is_delta(path) else "full"
+            return "delta" if folders.is_delta(path) else "full"
         except ValueError:
             return "delta"  # damaged: the session will refuse it
     if any((folder / "emb_vector").is_file() for folder in (path, *path.iterdir())):

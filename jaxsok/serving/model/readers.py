@@ -29,7 +29,7 @@ from jaxsok.serving.model.predictions import (
     words_in,
 )
 from jaxsok.serving.model.stored import StoredVersion, StoredVersions
-from jaxsok.serving.model.updates import Version, Versions
+from jaxsok.serving.model.versions import Version, Versions
 from jaxsok.serving.padding import key_words
 from jaxsok.serving.ready import Ready
 from jaxsok.types import COUNTS, PADDING_KEY

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxsok import keys as keys_lib
-from jaxsok.serving import artifact, sources
+from jaxsok.serving import artifact, folders
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving.config import Config, ModelConfig, TableConfig
 from jaxsok.serving.config import read as read_config
@@ -25,11 +25,11 @@ from jaxsok.serving.errors import (
     refusals,
 )
 from jaxsok.serving.frozen import FrozenTable, frozen_bytes
-from jaxsok.serving.model import updates
+from jaxsok.serving.model import versions
 from jaxsok.serving.model.predictions import Prediction, PredictRequest, keys_in, load_dense_model
 from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, RowReader
 from jaxsok.serving.model.stored import StoredVersions
-from jaxsok.serving.model.updates import InPlace, Source, Version, Versions
+from jaxsok.serving.model.versions import InPlace, Source, Version, Versions
 from jaxsok.types import PADDING_KEY
 
 
@@ -284,8 +284,8 @@ def _with_rate(numbers: Any) -> dict[str, Any]:
 def open_model(
     whole: Config,
     config: ModelConfig,
-    device: updates.Memory,
-    host: updates.Memory,
+    device: versions.Memory,
+    host: versions.Memory,
     databases: Connected,
     *,
     warm_up: bool,
@@ -329,20 +329,20 @@ def open_model(
     return served
 
 
-def _open_table(config: ModelConfig, table: TableConfig, key_bits: sources.KeyBits) -> sources.Frozen:
-    source = sources.open_table(
+def _open_table(config: ModelConfig, table: TableConfig, key_bits: folders.KeyBits) -> folders.Frozen:
+    source = folders.open_table(
         table.file, table=table.name, dim=table.dim, key_bits=key_bits, hotness=config.is_filled_at_start, op="open"
     )
     what = f'open: model "{config.model}": table "{table.name}": default_value_for_each_table'
-    return sources.frozen_as(what, source, config.row_dtype, table.default)
+    return folders.frozen_as(what, source, config.row_dtype, table.default)
 
 
-def open_for_export(op: str, path: str, model: str | None = None, dtype: Any = None) -> list[sources.Frozen]:
+def open_for_export(op: str, path: str, model: str | None = None, dtype: Any = None) -> list[folders.Frozen]:
     """Opens the tables of an export, a delta or a checkpoint, or those of a model of an HPS configuration (.json)."""
     if not path.endswith(".json"):
         return [
-            sources.frozen_as(f'{op}: table "{source.table}": default', source, dtype)
-            for source in sources.open_saved(op, path)
+            folders.frozen_as(f'{op}: table "{source.table}": default', source, dtype)
+            for source in folders.open_saved(op, path)
         ]
     config = read_config(path)
     found = [one for one in config.models if model in (None, one.model)]

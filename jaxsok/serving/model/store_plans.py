@@ -15,9 +15,9 @@ from jaxtyping import Array
 
 from jaxsok.records import Records
 from jaxsok.serving.errors import ServingError
+from jaxsok.serving.folders import TableSource
 from jaxsok.serving.frozen import FrozenStore, FrozenTable, check_records, lines_of, write_lines
 from jaxsok.serving.row_map import RowMap
-from jaxsok.serving.sources import TableSource
 from jaxsok.types import NO_ROW
 
 PIECE_BYTES = 32 * 2**20  # rows cross to the device in such pieces

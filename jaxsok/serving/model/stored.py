@@ -18,10 +18,10 @@ from jaxsok.serving.backing import RowSource
 from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.databases import Connected, DatabaseRows
 from jaxsok.serving.errors import ServingError
+from jaxsok.serving.folders import KeyBits, TableSource
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, check_records
 from jaxsok.serving.model.store_plans import Change
-from jaxsok.serving.model.updates import InPlace, Reader, Source, Version, open_update
-from jaxsok.serving.sources import KeyBits, TableSource
+from jaxsok.serving.model.versions import InPlace, Reader, Source, Version, open_update
 from jaxsok.types import PADDING_KEY
 
 
@@ -44,7 +44,7 @@ class StoredVersion(Version):
 
 
 class StoredVersions:
-    """The versions of one model's tables in databases, as `updates.Versions` of those in memory. Fills them first."""
+    """The versions of one model's tables in databases, as `versions.Versions` of those in memory. Fills them first."""
 
     host_bytes = held_bytes = 0
 

@@ -15,15 +15,15 @@ from jaxsok import policies, processes
 from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.save import admission_of
-from jaxsok.checkpoint.source import OptimizerState, Source
+from jaxsok.checkpoint.saved import OptimizerState, Source
 from jaxsok.checks import there
 from jaxsok.collection import Collection
-from jaxsok.imports import Held
 from jaxsok.operations import locate
 from jaxsok.plan import owners_of
 from jaxsok.shards import Shards, local_parts
 from jaxsok.specs import StoreSpec
 from jaxsok.store import State, StoreState, with_store
+from jaxsok.table_import import Held
 from jaxsok.types import COUNTERS
 
 LOG = logging.getLogger("jaxsok.checkpoint")

@@ -17,7 +17,7 @@ from jaxsok import published
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.chain import chain_of
 from jaxsok.checkpoint.files import key_batches
-from jaxsok.checkpoint.source import Source
+from jaxsok.checkpoint.saved import Source
 from jaxsok.initializers import InitialRows
 from jaxsok.interchange import files as files_lib
 from jaxsok.interchange import hps as hps_lib

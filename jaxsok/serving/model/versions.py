@@ -18,9 +18,10 @@ from typing import Any, Literal, Protocol, Self
 import jax
 import numpy as np
 
-from jaxsok.serving import sources as sources_lib
+from jaxsok.serving import folders
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.errors import ServingError, UnknownTableError
+from jaxsok.serving.folders import TableSource
 from jaxsok.serving.frozen import (
     FrozenStore,
     FrozenTable,
@@ -34,7 +35,6 @@ from jaxsok.serving.model.store_plans import Change, StorePlan
 from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap
-from jaxsok.serving.sources import TableSource
 from jaxsok.types import MAX_CAPACITY
 
 InPlace = bool | Literal["auto"]
@@ -149,13 +149,13 @@ class Versions:
         config: ModelConfig,
         given: Sequence[tuple[FrozenTable, TableSource]],
         *,
-        key_bits: sources_lib.KeyBits,
+        key_bits: folders.KeyBits,
         memory: Memory,
         can_donate: bool,
         served: Any,
     ) -> None:
         self.name, self._memory = config.model, memory
-        self.key_bits: sources_lib.KeyBits = key_bits
+        self.key_bits: folders.KeyBits = key_bits
         self._spare_rows = config.spare_rows
         self._can_donate = can_donate
         # One update at a time holds `_updating`: it alone sets `_current` and closes the gate. Arrays of `_current` are
@@ -341,7 +341,7 @@ class _Write:
 # Sources -------------------------------------------------------------------------------------------------------------
 
 
-def open_update(model: str, source: Source, version: Version, key_bits: sources_lib.KeyBits) -> dict[str, TableSource]:
+def open_update(model: str, source: Source, version: Version, key_bits: folders.KeyBits) -> dict[str, TableSource]:
     """Opens and checks an update by table: a folder, or folders by table, that comes after a version.
 
     Raises ServingError for a delta of another base, or without tables of the model; and as `open_table`.
@@ -353,9 +353,9 @@ def open_update(model: str, source: Source, version: Version, key_bits: sources_
         for name in source:
             if name not in tables:
                 raise UnknownTableError.of(op, name, tables, f'model "{model}"')
-        opened = {name: sources_lib.open_either(op, path, tables[name], key_bits) for name, path in source.items()}
+        opened = {name: folders.open_either(op, path, tables[name], key_bits) for name, path in source.items()}
     else:
-        opened = sources_lib.open_all(op, model, pathlib.Path(source), tables, key_bits)
+        opened = folders.open_all(op, model, pathlib.Path(source), tables, key_bits)
     for name, found in opened.items():
         reads = version.unknowns[name]
         if reads is not None and found.unknown not in (None, reads):

@@ -1,4 +1,4 @@
-"""jaxsok.sources and shared bags: every form of input means what the same bags in NumPy mean."""
+"""jaxsok.adapters and shared bags: every form of input means what the same bags in NumPy mean."""
 
 import collections
 import functools
@@ -14,7 +14,7 @@ import pytest
 from jax.experimental import sparse
 
 import jaxsok
-from jaxsok import sources
+from jaxsok import adapters
 from jaxsok.operations import specs_of
 
 pa = pytest.importorskip("pyarrow", reason="needs pyarrow, of the test dependencies")
@@ -196,10 +196,10 @@ def test_a_sample_of_any_form_for_propose():
 def test_equal_coordinates_keep_their_order():
     """The sort is stable: floats are added in the order in which the keys came."""
     coo = jaxsok.Coo(np.array([1, 0, 1, 0, 1]), np.array([5, 6, 7, 8, 9]), shape=(2,))
-    bags = sources.converted({"item": coo}, declared().features)["item"]
+    bags = adapters.converted({"item": coo}, declared().features)["item"]
     assert bags.keys.tolist() == [6, 8, 5, 7, 9] and bags.lengths.tolist() == [2, 3]
     both = jaxsok.Coo(np.array([[0, 1], [0, 0], [0, 1]]), np.array([5, 6, 7]), shape=(1, 2))
-    assert sources.converted({"item": both}, declared().features)["item"].keys.tolist() == [6, 5, 7]
+    assert adapters.converted({"item": both}, declared().features)["item"].keys.tolist() == [6, 5, 7]
 
 
 @pytest.mark.parametrize("key_dtype", ["int64", "int32"])
@@ -366,7 +366,7 @@ def test_null_lists_over_keys():
     """Arrow allows keys under a null list: they are nobody's."""
     offsets, keys = pa.array([0, 2, 4, 5], pa.int32()), pa.array([1, 2, 3, 4, 5], pa.int64())
     column = pa.ListArray.from_arrays(offsets, keys, mask=pa.array([False, True, False]))
-    bags = sources.converted({"item": column}, declared().features)["item"]
+    bags = adapters.converted({"item": column}, declared().features)["item"]
     assert bags.keys.tolist() == [1, 2, 5] and bags.lengths.tolist() == [2, 0, 1]
 
 
@@ -381,7 +381,7 @@ def test_lists_of_one_size_are_rectangles(kind):
     }[kind]()
     want = np.array([[-1 if key is None else key for key in one or [None, None]] for one in lists])
     assert_same_step(declared(), column, want)
-    assert sources.converted({"item": column}, declared().features)["item"].shape == (NUM_BAGS, 2)
+    assert adapters.converted({"item": column}, declared().features)["item"].shape == (NUM_BAGS, 2)
 
 
 def test_weights_of_lists_of_one_size():
@@ -405,7 +405,7 @@ def test_columns_without_nulls_are_not_copied():
         (pl.Series(keys), keys),
         (pa.ListArray.from_arrays(pa.array([0, 400, 1000], pa.int32()), pa.array(keys)), keys),
     ):
-        found = sources.converted({"item": column}, declared().features)["item"]
+        found = adapters.converted({"item": column}, declared().features)["item"]
         found = found.keys if isinstance(found, jaxsok.Bags) else found
         np.testing.assert_array_equal(found, values)
         assert not found.flags.owndata and not found.flags.writeable

@@ -21,11 +21,11 @@ from jaxsok import keys as keys_lib
 from jaxsok import plan as plan_lib
 from jaxsok import table as table_lib
 from jaxsok.exchange import rounded_capacity
-from jaxsok.export import default_chunk_rows
 from jaxsok.records import Records
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import State, StoreState, with_store
+from jaxsok.table_export import default_chunk_rows
 from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, PADDING_KEY, TableFullError
 
 LEAST_ROWS = 256  # per call: fewer are padded to it, more by an eighth at most, so that programs are few
