@@ -450,5 +450,5 @@ def _staged(spec: StoreSpec, num_keys: int, workspace: int) -> dict[str, int]:
     """Counts what a call with so many keys stages of rows in host memory; and the larger workspace."""
     if spec.memory is None:
         return {"staged": 0}
-    bring = library.load_cpu().JaxsokBringWorkspaceBytes(num_keys, spec.num_slots)
+    bring = library.load_cpu().JaxsokBringWorkspaceBytes(num_keys)
     return {"staged": staged_bytes(spec, num_keys), "workspace": max(workspace, bring)}

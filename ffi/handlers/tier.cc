@@ -158,7 +158,7 @@ struct Bringing {
     moves.leaving = call.Result("leaving", ffi::U32, {n, 4}).as<Move>();
     moves.coming = call.Result("coming", ffi::U32, {n, 4}).as<Move>();
     moves.counts = call.Result("counts", ffi::U32, {kNumMoveCounts}).as<uint32_t>();
-    workspace = call.Workspace(BringWorkspaceBytes(n, reader.tier().num_slots));
+    workspace = call.Workspace(BringWorkspaceBytes(n));
   }
 
   TierReader reader;
@@ -269,7 +269,6 @@ JAXSOK_DEFINE_HANDLER(JaxsokTierPeek, "tier_peek", Peek);
 
 }  // namespace jaxsok
 
-extern "C" __attribute__((visibility("default"))) int64_t JaxsokBringWorkspaceBytes(int64_t num_keys,
-                                                                                    int64_t num_slots) {
-  return jaxsok::BringWorkspaceBytes(num_keys, num_slots);
+extern "C" __attribute__((visibility("default"))) int64_t JaxsokBringWorkspaceBytes(int64_t num_keys) {
+  return jaxsok::BringWorkspaceBytes(num_keys);
 }

@@ -158,12 +158,15 @@ struct Moves {
 constexpr int kParts = 4096;
 constexpr int kListParts = kParts + 2;  // of a list of moves: then rows that were read ahead, and fresh ones
 
+/// Blocks that place rows, at most.
+constexpr int kMostPlaceBlocks = 1024;
+
 /// Bytes of workspace for LaunchBring: by position its rank, the first position of each rank and its slot, and two
-/// moves; counts of positions, of slots and of parts.
-constexpr int64_t BringWorkspaceBytes(int64_t num_keys, int64_t num_slots) {
-  return kControlBytes + (PaddedToLine(kAges) + 2 * PaddedToLine(kListParts)) * 4 +
-         (3 * PaddedToLine(num_keys) + 2 * PaddedToLine(4 * num_keys)) * 4 + CountsBytes(num_keys) +
-         CountsBytes(num_slots);
+/// moves; counts of ages, of parts and of blocks.
+constexpr int64_t BringWorkspaceBytes(int64_t num_keys) {
+  return kControlBytes + (PaddedToLine(kAges) + 2 * PaddedToLine(kListParts) + 2 * PaddedToLine(2 * kMostPlaceBlocks) +
+                          3 * PaddedToLine(num_keys) + 2 * PaddedToLine(4 * num_keys)) *
+                             4;
 }
 
 /// Gives every row of a call a slot, and lists what has to be moved; LaunchWrite and LaunchRead, in this order, do it.

@@ -1,8 +1,10 @@
 // Which rows get which slots, on a GPU (tier.h says what); tier_move_cuda.cu moves them.
 //
-// A call marks the rows that are not here with the smallest of their positions, numbers these, takes as many slots that
-// have not been used for longest, and lists the moves in the order of the parts of host memory. Everything is decided
-// on the device; passes that have nothing to do end at once.
+// One kernel, whose blocks meet between its steps. They mark the rows that are not here with the smallest of their
+// positions, number these, choose as many slots that have not been used for longest, and list the moves in the order of
+// the parts of host memory. Everything is decided on the device. If no row is missing, the blocks meet only twice.
+#include <cooperative_groups.h>
+
 #include <cub/block/block_scan.cuh>
 
 #include "tier_cuda.cuh"
@@ -10,15 +12,11 @@
 namespace jaxsok {
 namespace {
 
-constexpr int kScanBlock = 1024;
-static_assert(kAges - 1 == kScanBlock, "a thread for each age that may leave");
-static_assert(kCountedTogether == kScanBlock, "a block counts with a thread for each");
+constexpr int kPlaceBlock = 1024;
+static_assert(kAges - 1 == kPlaceBlock, "a thread for each age that may leave");
+static_assert(kMostPlaceBlocks <= kPlaceBlock, "a thread for each block's counts");
 
 struct BringControl {
-  uint32_t num_missing;
-  uint32_t num_victims;
-  uint32_t num_older;  // of them, older than the youngest age that leaves
-  uint32_t youngest;   // that age
   uint32_t num_hits;
   uint32_t num_fetched;
   uint32_t num_written;
@@ -36,21 +34,21 @@ struct Bringing {
   int shift;  // of row ids, to parts of host memory
 
   BringControl* control;
-  uint32_t* ages;           // [kAges]: slots of each
-  uint32_t* leaving_parts;  // [kListParts]: rows that leave for each part, then where it begins in the list
-  uint32_t* coming_parts;   // [kListParts]: rows that come from each
-  Move* leaving;            // [num_keys]: by rank, in no order
+  uint32_t* ages;            // [kAges]: slots of each
+  uint32_t* leaving_parts;   // [kListParts]: rows that leave for each part, then where it begins in the list
+  uint32_t* coming_parts;    // [kListParts]: rows that come from each
+  uint64_t* missing_counts;  // [blocks]: first positions of missing rows among those of a block
+  uint64_t* slot_counts;     // [blocks]: older slots in the low half, those of the youngest age above
+  Move* leaving;             // [num_keys]: by rank, in no order
   Move* coming;
-  uint32_t* rank_of;      // [num_keys]: of positions that are the first of a missing row
-  uint32_t* missing;      // [num_keys]: those positions, by rank
-  uint32_t* victims;      // [num_keys]: the slots that they take
-  uint32_t* key_counts;   // by kCountedTogether positions
-  uint64_t* slot_counts;  // by chunk of slots: older ones in the low half, those of the youngest age above
+  uint32_t* rank_of;  // [num_keys]: of positions that are the first of a missing row
+  uint32_t* missing;  // [num_keys]: those positions, by rank
+  uint32_t* victims;  // [num_keys]: the slots that they take
 
   __device__ uint32_t Now() const { return tier.counters[kTierClock] + 1; }
   __device__ bool IsRow(uint32_t row_id) const { return row_id < tier.capacity; }
-  __device__ uint32_t SlotOfRank(uint32_t rank) const {
-    return rank < control->num_victims ? victims[rank] : tier.num_lines + (rank - control->num_victims);
+  __device__ uint32_t SlotOfRank(uint32_t rank, uint32_t num_victims) const {
+    return rank < num_victims ? victims[rank] : tier.num_lines + (rank - num_victims);
   }
   /// Whether what was read and written ahead still counts.
   __device__ bool HasAhead() const {
@@ -67,17 +65,110 @@ struct Bringing {
   }
 };
 
-// One thread, one position.
-__global__ void __launch_bounds__(kBlock) MarkKernel(const __grid_constant__ Bringing b) {
-  const uint32_t now = b.Now();
+using Scan = cub::BlockScan<uint64_t, kPlaceBlock, cub::BLOCK_SCAN_WARP_SCANS>;
+
+/// What a block has in shared memory.
+struct Shared {
+  Scan::TempStorage scan;
+  uint32_t ages[kAges];  // slots of each, of this block
+  uint64_t word;         // that one thread has for all
+  uint32_t num_older, youngest, num_victims;
+};
+
+/// Neighbouring items that a block takes, in whole tiles, but for the end of all.
+struct Share {
+  int64_t begin, end;
+  __device__ Share(int64_t size, int64_t tile) {
+    const int64_t of_block = CeilDiv<int64_t>(CeilDiv<int64_t>(size, tile), gridDim.x) * tile;
+    begin = min(blockIdx.x * of_block, size);
+    end = min(begin + of_block, size);
+  }
+};
+
+/// Returns what stands before a thread's value, and the sum of all, in a block.
+struct Sums {
+  uint64_t before, all;
+};
+__device__ __forceinline__ Sums SumOfBlock(Shared& shared, uint64_t value) {
+  Sums sums;
+  __syncthreads();  // the storage is used again
+  Scan(shared.scan).ExclusiveSum(value, sums.before, sums.all);
+  return sums;
+}
+
+/// Returns what the blocks before this one have counted, and all blocks, in every thread.
+__device__ __forceinline__ Sums SumOfBlocks(Shared& shared, const uint64_t* counts) {
+  Sums sums = SumOfBlock(shared, threadIdx.x < gridDim.x ? counts[threadIdx.x] : 0);
+  if (threadIdx.x == blockIdx.x) shared.word = sums.before;
+  __syncthreads();
+  sums.before = shared.word;
+  return sums;
+}
+
+constexpr int kSlotsTogether = 16;  // that a thread looks at
+constexpr int64_t kSlotsOfTile = int64_t{kSlotsTogether} * kPlaceBlock;
+
+/// The ages of neighbouring slots; slots that do not exist are in use.
+struct Ages {
+  int of[kSlotsTogether];
+  /// `unmarks`: first unmarks marked slots.
+  __device__ Ages(const TierView& tier, int64_t slot, uint32_t now, bool unmarks) {
+    uint4 used[kSlotsTogether / 4];
+    if (slot + kSlotsTogether <= tier.num_slots) {
+      uint4* const at = reinterpret_cast<uint4*>(tier.last_use + slot);
+#pragma unroll
+      for (int i = 0; i < kSlotsTogether / 4; ++i) used[i] = at[i];
+      if (unmarks) {
+#pragma unroll
+        for (int i = 0; i < kSlotsTogether / 4; ++i) {
+          uint4& four = used[i];
+          if (four.x != kMarked && four.y != kMarked && four.z != kMarked && four.w != kMarked) continue;
+          four = {Unmarked(four.x), Unmarked(four.y), Unmarked(four.z), Unmarked(four.w)};
+          at[i] = four;
+        }
+      }
+    } else {
+      uint32_t words[kSlotsTogether];
+#pragma unroll
+      for (int i = 0; i < kSlotsTogether; ++i) {
+        const bool is_slot = slot + i < tier.num_slots;
+        words[i] = is_slot ? tier.last_use[slot + i] : now;
+        if (!is_slot || !unmarks || words[i] != kMarked) continue;
+        words[i] = tier.last_use[slot + i] = kOnceMarked;
+      }
+#pragma unroll
+      for (int i = 0; i < kSlotsTogether / 4; ++i) {
+        used[i] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSlotsTogether / 4; ++i) {
+      of[4 * i] = tier.AgeOf(used[i].x, now), of[4 * i + 1] = tier.AgeOf(used[i].y, now);
+      of[4 * i + 2] = tier.AgeOf(used[i].z, now), of[4 * i + 3] = tier.AgeOf(used[i].w, now);
+    }
+  }
+  __device__ static uint32_t Unmarked(uint32_t used) { return used == kMarked ? kOnceMarked : used; }
+};
+
+/// Counts in both halves of a word: slots older than an age below, slots of that age above.
+__device__ __forceinline__ uint64_t CountFrom(int age, int youngest, uint32_t num) {
+  return age > youngest ? num : age == youngest ? uint64_t{num} << 32 : 0;
+}
+
+// The steps of placing: what all blocks do between two meetings. ------------------------------------------------------
+
+/// Marks rows of the call that are not here, and the time of use of those that are.
+__device__ __forceinline__ void MarkRows(const Bringing& b, uint32_t now) {
+  const Share share(b.num_keys, kPlaceBlock);
   uint32_t num_hits = 0;
-  for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < b.num_keys; i += int64_t{gridDim.x} * kBlock) {
+  for (int64_t i = share.begin + threadIdx.x; i < share.end; i += kPlaceBlock) {
     const uint32_t row_id = b.row_ids[i];
     if (!b.IsRow(row_id)) continue;
     uint32_t* place = b.tier.PlaceAt(row_id);
     const uint32_t found = *reinterpret_cast<volatile uint32_t*>(place);
     if (found < b.tier.num_slots) {
-      if (atomicExch(b.tier.last_use + found, now) != now) ++num_hits;
+      uint32_t* const used = b.tier.last_use + found;  // of a frequent row most positions find it done
+      if (*reinterpret_cast<volatile uint32_t*>(used) != now && atomicExch(used, now) != now) ++num_hits;
     } else if (found >= kPendingInHost && b.tier.IsUsed(row_id, found)) {
       const bool is_fresh = found == kFresh || (found >= kPendingFresh && found != kInHost);
       atomicMin(place, (is_fresh ? kPendingFresh : kPendingInHost) + static_cast<uint32_t>(i));
@@ -87,92 +178,40 @@ __global__ void __launch_bounds__(kBlock) MarkKernel(const __grid_constant__ Bri
   if (threadIdx.x % kWarp == 0 && num_hits != 0) atomicAdd(&b.control->num_hits, num_hits);
 }
 
-// A block counts the first positions of kCountedTogether.
-__global__ void __launch_bounds__(kScanBlock) CountMissingKernel(const __grid_constant__ Bringing b) {
-  const int64_t i = int64_t{blockIdx.x} * kScanBlock + threadIdx.x;
-  const int count = __syncthreads_count(b.IsFirst(i));
-  if (threadIdx.x == 0) b.key_counts[blockIdx.x] = static_cast<uint32_t>(count);
+/// Counts the first positions of missing rows.
+__device__ __forceinline__ void CountMissing(const Bringing& b) {
+  const Share share(b.num_keys, kPlaceBlock);
+  uint32_t count = 0;
+  for (int64_t begin = share.begin; begin < share.end; begin += kPlaceBlock) {
+    count += static_cast<uint32_t>(__syncthreads_count(b.IsFirst(begin + threadIdx.x)));
+  }
+  if (threadIdx.x == 0) b.missing_counts[blockIdx.x] = count;
 }
 
-/// Makes of counts what comes before each; returns the sum, in every thread of the block.
-template <typename T>
-__device__ T SumUp(T* counts, int64_t size) {
-  using Scan = cub::BlockScan<T, kScanBlock>;
-  __shared__ typename Scan::TempStorage storage;
-  T sum = 0;
-  for (int64_t begin = 0; begin < size; begin += kScanBlock) {
+/// Numbers the missing rows by their first positions.
+__device__ __forceinline__ void RankMissing(const Bringing& b, Shared& shared, uint64_t num_before) {
+  const Share share(b.num_keys, kPlaceBlock);
+  for (int64_t begin = share.begin; begin < share.end; begin += kPlaceBlock) {
     const int64_t i = begin + threadIdx.x;
-    T before, total;
-    Scan(storage).ExclusiveSum(i < size ? counts[i] : T{0}, before, total);
-    if (i < size) counts[i] = sum + before;
-    sum += total;
-    __syncthreads();
-  }
-  return sum;
-}
-
-// One block.
-__global__ void __launch_bounds__(kScanBlock) SumMissingKernel(const __grid_constant__ Bringing b) {
-  const uint32_t sum = SumUp(b.key_counts, CeilDiv<int64_t>(b.num_keys, kCountedTogether));
-  if (threadIdx.x == 0) b.control->num_missing = sum;
-}
-
-__global__ void __launch_bounds__(kScanBlock) RankKernel(const __grid_constant__ Bringing b) {
-  if (b.control->num_missing == 0) return;
-  using Scan = cub::BlockScan<uint32_t, kScanBlock>;
-  __shared__ typename Scan::TempStorage storage;
-  const int64_t i = int64_t{blockIdx.x} * kScanBlock + threadIdx.x;
-  const bool is_first = b.IsFirst(i);
-  uint32_t before;
-  Scan(storage).ExclusiveSum(is_first ? 1u : 0u, before);
-  if (!is_first) return;
-  const uint32_t rank = b.key_counts[blockIdx.x] + before;
-  b.rank_of[i] = rank;
-  b.missing[rank] = static_cast<uint32_t>(i);
-}
-
-constexpr int kSlotsTogether = 4;  // that a thread loads at once
-constexpr int kSlotsOfChunk = kSlotsTogether * kScanBlock;
-
-/// The ages of neighbouring slots; slots that do not exist are in use.
-struct Ages {
-  int of[kSlotsTogether];
-  __device__ Ages(const TierView& tier, int64_t slot, uint32_t now) {
-    uint32_t used[kSlotsTogether] = {now, now, now, now};
-    if (slot + kSlotsTogether <= tier.num_slots) {
-      const uint4 loaded = *reinterpret_cast<const uint4*>(tier.last_use + slot);
-      used[0] = loaded.x, used[1] = loaded.y, used[2] = loaded.z, used[3] = loaded.w;
-    } else {
-      for (int i = 0; slot + i < tier.num_slots; ++i) used[i] = tier.last_use[slot + i];
+    const bool is_first = b.IsFirst(i);
+    const Sums sums = SumOfBlock(shared, is_first ? 1 : 0);
+    if (is_first) {
+      const uint32_t rank = static_cast<uint32_t>(num_before + sums.before);
+      b.rank_of[i] = rank;
+      b.missing[rank] = static_cast<uint32_t>(i);
     }
-#pragma unroll
-    for (int i = 0; i < kSlotsTogether; ++i) of[i] = tier.AgeOf(used[i], now);
+    num_before += sums.all;
   }
-  /// How many are older than an age, and above 16 bits how many are equal.
-  __device__ uint32_t CountFrom(int age) const {
-    uint32_t count = 0;
-#pragma unroll
-    for (int i = 0; i < kSlotsTogether; ++i) count += of[i] > age ? 1u : of[i] == age ? 1u << 16 : 0u;
-    return count;
-  }
-};
+}
 
-// Blocks count the slots of each age; ahead of a call they first unmark them.
-__global__ void __launch_bounds__(kBlock) AgesKernel(const __grid_constant__ Bringing b) {
-  if (b.control->num_missing == 0) return;
-  __shared__ uint32_t counts[kAges];
-  for (int age = threadIdx.x; age < kAges; age += kBlock) counts[age] = 0;
+/// Counts the slots of each age, of the block and of all; ahead of a call it first unmarks them.
+__device__ __forceinline__ void CountAges(const Bringing& b, Shared& shared, uint32_t now) {
+  for (int age = threadIdx.x; age < kAges; age += kPlaceBlock) shared.ages[age] = 0;
   __syncthreads();
-  const uint32_t now = b.Now();
+  const Share share(b.tier.num_slots, kSlotsOfTile);
   uint32_t num_oldest[2] = {};  // of the last two, which many are
-  for (int64_t slot = (int64_t{blockIdx.x} * kBlock + threadIdx.x) * kSlotsTogether; slot < b.tier.num_slots;
-       slot += int64_t{gridDim.x} * kBlock * kSlotsTogether) {
-    if (b.is_ahead) {
-      for (int64_t i = slot; i < min(slot + kSlotsTogether, int64_t{b.tier.num_slots}); ++i) {
-        if (b.tier.last_use[i] == kMarked) b.tier.last_use[i] = kOnceMarked;
-      }
-    }
-    const Ages ages(b.tier, slot, now);
+  for (int64_t slot = share.begin + threadIdx.x * kSlotsTogether; slot < share.end; slot += kSlotsOfTile) {
+    const Ages ages(b.tier, slot, now, b.is_ahead);
 #pragma unroll
     for (int i = 0; i < kSlotsTogether; ++i) {
       if (ages.of[i] == kAges - 1) {
@@ -180,78 +219,60 @@ __global__ void __launch_bounds__(kBlock) AgesKernel(const __grid_constant__ Bri
       } else if (ages.of[i] == kAges - 2) {
         ++num_oldest[0];
       } else if (ages.of[i] != 0) {  // slots in use, whose number is not needed
-        atomicAdd(counts + ages.of[i], 1u);
+        atomicAdd(shared.ages + ages.of[i], 1u);
       }
     }
   }
   for (int i = 0; i < 2; ++i) {
     const uint32_t num = __reduce_add_sync(~0u, num_oldest[i]);
-    if (threadIdx.x % kWarp == 0 && num != 0) atomicAdd(counts + kAges - 2 + i, num);
+    if (threadIdx.x % kWarp == 0 && num != 0) atomicAdd(shared.ages + kAges - 2 + i, num);
   }
   __syncthreads();
-  for (int age = threadIdx.x; age < kAges; age += kBlock) {
-    if (counts[age] != 0) atomicAdd(b.ages + age, counts[age]);
+  for (int age = threadIdx.x; age < kAges; age += kPlaceBlock) {
+    if (shared.ages[age] != 0) atomicAdd(b.ages + age, shared.ages[age]);
   }
 }
 
-// One block, a thread for each age from the oldest down to 1: slots of age 0 are in use.
-__global__ void __launch_bounds__(kScanBlock) ChooseAgeKernel(const __grid_constant__ Bringing b) {
-  const uint32_t wanted = b.control->num_missing;
-  if (wanted == 0) return;
-  using Scan = cub::BlockScan<uint32_t, kScanBlock>;
-  __shared__ typename Scan::TempStorage storage;
-  const uint32_t age = kAges - 1 - threadIdx.x, count = b.ages[age];
-  uint32_t older;
-  Scan(storage).ExclusiveSum(count, older);
-  const uint32_t all = older + count;
-  if ((older < wanted && all >= wanted) || (age == 1 && all < wanted)) {
-    b.control->num_older = older;
-    b.control->youngest = age;
-    b.control->num_victims = min(wanted, all);
+/// Finds the youngest age that leaves, and counts the block's slots that are as old. Every block finds the same.
+__device__ __forceinline__ void ChooseAge(const Bringing& b, Shared& shared, uint32_t num_missing) {
+  const uint32_t age = kAges - 1 - threadIdx.x, count = b.ages[age];  // from the oldest down to 1: age 0 is in use
+  const uint64_t older = SumOfBlock(shared, count).before, all = older + count;
+  if ((older < num_missing && all >= num_missing) || (age == 1 && all < num_missing)) {
+    shared.num_older = static_cast<uint32_t>(older);
+    shared.youngest = age;
+    shared.num_victims = min(num_missing, static_cast<uint32_t>(all));
   }
+  __syncthreads();
+  const uint64_t counted = CountFrom(static_cast<int>(age), static_cast<int>(shared.youngest), shared.ages[age]);
+  const Sums sums = SumOfBlock(shared, counted);
+  if (threadIdx.x == 0) b.slot_counts[blockIdx.x] = sums.all;
 }
 
-// A block counts the slots of a chunk.
-__global__ void __launch_bounds__(kScanBlock) CountSlotsKernel(const __grid_constant__ Bringing b) {
-  if (b.control->num_missing == 0) return;
-  __shared__ uint32_t count;
-  const uint32_t now = b.Now(), youngest = b.control->youngest;
-  for (int64_t chunk = blockIdx.x; chunk * kSlotsOfChunk < b.tier.num_slots; chunk += gridDim.x) {
-    if (threadIdx.x == 0) count = 0;
-    __syncthreads();
-    const Ages ages(b.tier, chunk * kSlotsOfChunk + threadIdx.x * kSlotsTogether, now);
-    const uint32_t of_warp = __reduce_add_sync(~0u, ages.CountFrom(static_cast<int>(youngest)));
-    if (threadIdx.x % kWarp == 0 && of_warp != 0) atomicAdd(&count, of_warp);
-    __syncthreads();
-    if (threadIdx.x == 0) b.slot_counts[chunk] = static_cast<uint64_t>(count >> 16) << 32 | (count & 0xffffu);
-  }
-}
-
-// One block.
-__global__ void __launch_bounds__(kScanBlock) SumSlotsKernel(const __grid_constant__ Bringing b) {
-  if (b.control->num_missing != 0) SumUp(b.slot_counts, CeilDiv<int64_t>(b.tier.num_slots, kSlotsOfChunk));
-}
-
-__global__ void __launch_bounds__(kScanBlock) ChooseSlotsKernel(const __grid_constant__ Bringing b) {
-  if (b.control->num_missing == 0) return;
-  using Scan = cub::BlockScan<uint32_t, kScanBlock>;
-  __shared__ typename Scan::TempStorage storage;
-  const uint32_t now = b.Now(), youngest = b.control->youngest;
-  for (int64_t chunk = blockIdx.x; chunk * kSlotsOfChunk < b.tier.num_slots; chunk += gridDim.x) {
-    const int64_t first = chunk * kSlotsOfChunk + threadIdx.x * kSlotsTogether;
-    const Ages ages(b.tier, first, now);
-    uint32_t before;
-    Scan(storage).ExclusiveSum(ages.CountFrom(static_cast<int>(youngest)), before);
-    __syncthreads();
-    const uint64_t counts = b.slot_counts[chunk];
-    uint32_t older = static_cast<uint32_t>(counts) + (before & 0xffffu);
-    uint32_t equal = b.control->num_older + static_cast<uint32_t>(counts >> 32) + (before >> 16);
+/// Lists the slots that leave: first those that are older than the youngest age, then those of that age.
+__device__ __forceinline__ void ChooseSlots(const Bringing& b, Shared& shared, uint32_t now) {
+  uint64_t before = SumOfBlocks(shared, b.slot_counts).before + (uint64_t{shared.num_older} << 32);
+  const int youngest = static_cast<int>(shared.youngest);
+  const uint64_t counted = b.slot_counts[blockIdx.x];
+  const bool has_older = static_cast<uint32_t>(counted) != 0;
+  const bool has_equal = counted >> 32 != 0 && before >> 32 < shared.num_victims;
+  if (!has_older && !has_equal) return;
+  const Share share(b.tier.num_slots, kSlotsOfTile);
+  for (int64_t begin = share.begin; begin < share.end; begin += kSlotsOfTile) {
+    const int64_t first = begin + threadIdx.x * kSlotsTogether;
+    const Ages ages(b.tier, first, now, false);
+    uint64_t count = 0;
+#pragma unroll
+    for (int i = 0; i < kSlotsTogether; ++i) count += ages.of[i] == 0 ? 0 : CountFrom(ages.of[i], youngest, 1);
+    const Sums sums = SumOfBlock(shared, count);
+    const uint64_t ranks = before + sums.before;
+    uint32_t older = static_cast<uint32_t>(ranks), equal = static_cast<uint32_t>(ranks >> 32);
+    before += sums.all;
+    if (count == 0) continue;
 #pragma unroll
     for (int i = 0; i < kSlotsTogether; ++i) {
-      const uint32_t age = static_cast<uint32_t>(ages.of[i]);
-      if (age < youngest || age == 0) continue;
-      const uint32_t rank = age == youngest ? equal++ : older++;
-      if (rank < b.control->num_victims) b.victims[rank] = static_cast<uint32_t>(first + i);
+      if (ages.of[i] < youngest || ages.of[i] == 0) continue;
+      const uint32_t rank = ages.of[i] == youngest ? equal++ : older++;
+      if (rank < shared.num_victims) b.victims[rank] = static_cast<uint32_t>(first + i);
     }
   }
 }
@@ -270,11 +291,12 @@ __device__ __forceinline__ uint32_t CountMove(uint32_t* counts, uint32_t part, b
 }
 
 /// Gives the row of a rank its slot; positions still find their row's rank in its place, if it is staged.
-__device__ __forceinline__ void Place(const Bringing& b, uint32_t rank, Move* leaving, Move* coming) {
+__device__ __forceinline__ void Place(const Bringing& b, uint32_t rank, uint32_t num_victims, Move* leaving,
+                                      Move* coming) {
   const TierView& tier = b.tier;
-  const uint32_t row_id = b.row_ids[b.missing[rank]], slot = b.SlotOfRank(rank);
-  const bool is_kept = rank < b.control->num_victims;
-  if (!is_kept && rank - b.control->num_victims >= tier.num_staged) return;  // not of a state that is whole
+  const uint32_t row_id = b.row_ids[b.missing[rank]], slot = b.SlotOfRank(rank, num_victims);
+  const bool is_kept = rank < num_victims;
+  if (!is_kept && rank - num_victims >= tier.num_staged) return;  // not of a state that is whole
   Record* owner = tier.OwnerAt(slot);
   const bool has_ahead = b.HasAhead();
   *coming = {slot, row_id, *tier.PlaceAt(row_id) >= kPendingFresh ? 1u : 0u, kNoRow};
@@ -295,32 +317,32 @@ __device__ __forceinline__ void Place(const Bringing& b, uint32_t rank, Move* le
 }
 
 /// Marks the slot that the row of a rank would take, and lets its place be what it was.
-__device__ __forceinline__ void Foresee(const Bringing& b, uint32_t rank, Move* leaving, Move* coming) {
+__device__ __forceinline__ void Foresee(const Bringing& b, uint32_t rank, uint32_t num_victims, Move* leaving,
+                                        Move* coming) {
   const TierView& tier = b.tier;
   const uint32_t row_id = b.row_ids[b.missing[rank]];
   uint32_t* place = tier.PlaceAt(row_id);
   const bool is_fresh = *place >= kPendingFresh, is_ahead = rank < b.most_ahead;
   if (!is_fresh && is_ahead) *coming = {rank, row_id, 0, kNoRow};
   *place = is_fresh ? kFresh : kInHost;
-  if (!is_ahead || rank >= b.control->num_victims) return;
+  if (!is_ahead || rank >= num_victims) return;
   const uint32_t slot = b.victims[rank];
   if (tier.owners[slot].free_id >= tier.capacity) return;
   *leaving = {slot, tier.owners[slot].free_id, 0, kNoRow};
   tier.last_use[slot] = kMarked;
 }
 
-// One thread, one row that comes.
-__global__ void __launch_bounds__(kBlock) MoveKernel(const __grid_constant__ Bringing b) {
-  const uint32_t num_missing = b.control->num_missing;
+/// Gives the missing rows their slots, or foresees them, and counts the moves of each part.
+__device__ __forceinline__ void MoveRows(const Bringing& b, uint32_t num_missing, uint32_t num_victims) {
   uint32_t num_fetched = 0, num_written = 0, num_ahead = 0;
-  for (uint32_t begin = blockIdx.x * kBlock; begin < num_missing; begin += gridDim.x * kBlock) {
+  for (uint32_t begin = blockIdx.x * kPlaceBlock; begin < num_missing; begin += gridDim.x * kPlaceBlock) {
     const uint32_t rank = begin + threadIdx.x;
     Move leaving{kNoRow, kNoRow, 0, kNoRow}, coming = leaving;
     if (rank < num_missing) {
       if (b.is_ahead) {
-        Foresee(b, rank, &leaving, &coming);
+        Foresee(b, rank, num_victims, &leaving, &coming);
       } else {
-        Place(b, rank, &leaving, &coming);
+        Place(b, rank, num_victims, &leaving, &coming);
       }
     }
     num_written += leaving.row_id != kNoRow ? 1 : 0;
@@ -342,22 +364,29 @@ __global__ void __launch_bounds__(kBlock) MoveKernel(const __grid_constant__ Bri
   if (num_ahead != 0) atomicAdd(&b.control->num_ahead, num_ahead);
 }
 
-// Two blocks, one for each list.
-__global__ void __launch_bounds__(kScanBlock) SumPartsKernel(const __grid_constant__ Bringing b) {
-  const bool is_leaving = blockIdx.x == 0;
-  uint32_t sum = 0;
-  if (b.control->num_missing != 0) sum = SumUp(is_leaving ? b.leaving_parts : b.coming_parts, kListParts);
-  if (threadIdx.x != 0) return;
-  b.moves.counts[is_leaving ? kNumLeaving : kNumComing] = sum;
-  if (is_leaving) return;
-  b.moves.counts[kNumFromHost] = sum == 0 ? 0 : b.coming_parts[kParts];
-  b.moves.counts[kNumNotFresh] = sum == 0 ? 0 : b.coming_parts[kParts + 1];
+/// Makes of the parts' counts where each begins in its list: a block for each list, if there are two.
+__device__ __forceinline__ void SumParts(const Bringing& b, Shared& shared) {
+  for (unsigned list = blockIdx.x; list < 2; list += gridDim.x) {
+    uint32_t* const parts = list == 0 ? b.leaving_parts : b.coming_parts;
+    uint64_t num_before = 0;
+    for (int begin = 0; begin < kListParts; begin += kPlaceBlock) {
+      const int part = begin + static_cast<int>(threadIdx.x);
+      const Sums sums = SumOfBlock(shared, part < kListParts ? parts[part] : 0);
+      if (part < kListParts) parts[part] = static_cast<uint32_t>(num_before + sums.before);
+      num_before += sums.all;
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) continue;
+    b.moves.counts[list == 0 ? kNumLeaving : kNumComing] = static_cast<uint32_t>(num_before);
+    if (list == 0) continue;
+    b.moves.counts[kNumFromHost] = parts[kParts];
+    b.moves.counts[kNumNotFresh] = parts[kParts + 1];
+  }
 }
 
-// One thread, one row that comes.
-__global__ void __launch_bounds__(kBlock) OrderKernel(const __grid_constant__ Bringing b) {
-  const uint32_t num_missing = b.control->num_missing;
-  for (uint32_t begin = blockIdx.x * kBlock; begin < num_missing; begin += gridDim.x * kBlock) {
+/// Lists the moves by part.
+__device__ __forceinline__ void OrderMoves(const Bringing& b, uint32_t num_missing) {
+  for (uint32_t begin = blockIdx.x * kPlaceBlock; begin < num_missing; begin += gridDim.x * kPlaceBlock) {
     const uint32_t rank = begin + threadIdx.x;
     Move leaving{kNoRow, kNoRow, 0, kNoRow}, coming = leaving;
     if (rank < num_missing) {
@@ -372,13 +401,14 @@ __global__ void __launch_bounds__(kBlock) OrderKernel(const __grid_constant__ Br
   }
 }
 
-// One thread, one position.
-__global__ void __launch_bounds__(kBlock) SlotsKernel(const __grid_constant__ Bringing b) {
-  for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < b.num_keys; i += int64_t{gridDim.x} * kBlock) {
+/// Tells every position its slot.
+__device__ __forceinline__ void FindSlots(const Bringing& b, uint32_t num_victims) {
+  const Share share(b.num_keys, kPlaceBlock);
+  for (int64_t i = share.begin + threadIdx.x; i < share.end; i += kPlaceBlock) {
     uint32_t place = kNoRow;
     if (b.IsRow(b.row_ids[i])) place = *b.tier.PlaceAt(b.row_ids[i]) == kFresh ? 0 : *b.tier.PlaceAt(b.row_ids[i]);
     if (place >= kPendingInHost && place < kInHost) {
-      place = b.SlotOfRank(b.rank_of[min(static_cast<int64_t>(place % kMostSlots), b.num_keys - 1)]);
+      place = b.SlotOfRank(b.rank_of[min(static_cast<int64_t>(place % kMostSlots), b.num_keys - 1)], num_victims);
     } else if (place != 0 && place >= b.tier.num_slots) {
       place = kNoRow;
     }
@@ -386,26 +416,70 @@ __global__ void __launch_bounds__(kBlock) SlotsKernel(const __grid_constant__ Br
   }
 }
 
-// One thread, one row that is staged: its place becomes what it was.
-__global__ void __launch_bounds__(kBlock) EndKernel(const __grid_constant__ Bringing b) {
-  const uint32_t num_missing = b.control->num_missing;
-  for (uint32_t rank = b.control->num_victims + blockIdx.x * kBlock + threadIdx.x; !b.is_ahead && rank < num_missing;
-       rank += gridDim.x * kBlock) {
+/// Makes the places of staged rows what they were.
+__device__ __forceinline__ void RestorePlaces(const Bringing& b, uint32_t num_missing, uint32_t num_victims) {
+  for (uint32_t rank = num_victims + blockIdx.x * kPlaceBlock + threadIdx.x; rank < num_missing;
+       rank += gridDim.x * kPlaceBlock) {
     uint32_t* place = b.tier.PlaceAt(b.row_ids[b.missing[rank]]);
     *place = *place >= kPendingFresh ? kFresh : kInHost;
   }
-  if (blockIdx.x != 0 || threadIdx.x != 0) return;
-  b.tier.counters[kTierClock] += 1;
-  if (b.is_ahead) b.tier.counters[kTierTicket] = num_missing != 0 ? b.tier.counters[kTierClock] : 0;
-  if (b.is_ahead) return;
-  b.tier.counters[kTierHits] += b.control->num_hits;
-  b.tier.counters[kTierFetched] += b.control->num_fetched;
-  b.tier.counters[kTierWritten] += b.control->num_written;
-  b.tier.counters[kTierAhead] += b.control->num_ahead;
-  if (num_missing != 0) b.tier.counters[kTierTicket] = 0;
 }
 
-/// Launches all passes.
+/// One thread: counts what was done.
+__device__ void CountCall(const Bringing& b, uint32_t num_missing) {
+  uint32_t* const counters = b.tier.counters;
+  counters[kTierClock] += 1;
+  if (b.is_ahead) {
+    counters[kTierTicket] = num_missing != 0 ? counters[kTierClock] : 0;
+    return;
+  }
+  counters[kTierHits] += b.control->num_hits;
+  counters[kTierFetched] += b.control->num_fetched;
+  counters[kTierWritten] += b.control->num_written;
+  counters[kTierAhead] += b.control->num_ahead;
+  if (num_missing != 0) counters[kTierTicket] = 0;
+}
+
+// All blocks run at once and meet between steps; in a step each writes what no other one reads.
+__global__ void __launch_bounds__(kPlaceBlock, 1) PlaceKernel(const __grid_constant__ Bringing b) {
+  __shared__ Shared shared;
+  const cooperative_groups::grid_group all_blocks = cooperative_groups::this_grid();
+  const uint32_t now = b.Now();
+  MarkRows(b, now);
+  all_blocks.sync();
+  CountMissing(b);
+  all_blocks.sync();
+  const Sums missing = SumOfBlocks(shared, b.missing_counts);
+  const uint32_t num_missing = static_cast<uint32_t>(missing.all);
+  uint32_t num_victims = 0;
+  if (num_missing == 0) {
+    if (blockIdx.x == 0 && threadIdx.x < kNumMoveCounts) b.moves.counts[threadIdx.x] = 0;
+  } else {
+    RankMissing(b, shared, missing.before);
+    CountAges(b, shared, now);
+    all_blocks.sync();
+    ChooseAge(b, shared, num_missing);
+    num_victims = shared.num_victims;
+    all_blocks.sync();
+    ChooseSlots(b, shared, now);
+    all_blocks.sync();
+    MoveRows(b, num_missing, num_victims);
+    all_blocks.sync();
+    SumParts(b, shared);
+    all_blocks.sync();
+    OrderMoves(b, num_missing);
+  }
+  if (!b.is_ahead) {
+    FindSlots(b, num_victims);
+    if (num_missing > num_victims) {
+      all_blocks.sync();
+      RestorePlaces(b, num_missing, num_victims);
+    }
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) CountCall(b, num_missing);
+}
+
+/// Launches the kernel.
 LaunchError Launch(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
                    const Moves& moves, bool is_ahead, void* workspace) {
   Bringing b{};
@@ -423,40 +497,27 @@ LaunchError Launch(Stream stream, const TierView& tier, const uint32_t* row_ids,
   b.leaving_parts = cut.Take<uint32_t>(kListParts);
   b.coming_parts = cut.Take<uint32_t>(kListParts);
   JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(workspace, 0, static_cast<size_t>(cut.used()), stream));
+  b.missing_counts = cut.Take<uint64_t>(kMostPlaceBlocks);
+  b.slot_counts = cut.Take<uint64_t>(kMostPlaceBlocks);
   b.rank_of = cut.Take<uint32_t>(num_keys);
   b.missing = cut.Take<uint32_t>(num_keys);
   b.victims = cut.Take<uint32_t>(num_keys);
   b.leaving = cut.Take<Move>(num_keys);
   b.coming = cut.Take<Move>(num_keys);
-  const int64_t num_blocked = std::max<int64_t>(num_keys, 1);  // a grid has a block at least
-  const int64_t num_chunks = CeilDiv<int64_t>(num_blocked, kCountedTogether);
-  b.key_counts = cut.Take<uint32_t>(num_chunks);
-  b.slot_counts = cut.Take<uint64_t>(CeilDiv<int64_t>(tier.num_slots, kSlotsOfChunk));
-  if (cut.used() > BringWorkspaceBytes(num_keys, tier.num_slots)) return "bring: the workspace is too small";
-
-  const int wave = BlocksOfWave();
+  if (cut.used() > BringWorkspaceBytes(num_keys)) return "bring: the workspace is too small";
   if (tier.num_staged != 0) {  // all ones: kPaddingKey and kNoRow
     JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(tier.staged_owners, 0xff, tier.num_staged * sizeof(Record), stream));
   }
-  const unsigned key_chunks = static_cast<unsigned>(num_chunks), by_key = BlocksFor(num_blocked, wave);
-  MarkKernel<<<by_key, kBlock, 0, stream>>>(b);
-  CountMissingKernel<<<key_chunks, kScanBlock, 0, stream>>>(b);
-  SumMissingKernel<<<1, kScanBlock, 0, stream>>>(b);
-  RankKernel<<<key_chunks, kScanBlock, 0, stream>>>(b);
-  if (tier.num_slots != 0) {
-    const unsigned slot_chunks =
-        static_cast<unsigned>(std::min<int64_t>(CeilDiv<int64_t>(tier.num_slots, kSlotsOfChunk), wave));
-    AgesKernel<<<BlocksFor(CeilDiv<int64_t>(tier.num_slots, kSlotsTogether), wave), kBlock, 0, stream>>>(b);
-    ChooseAgeKernel<<<1, kScanBlock, 0, stream>>>(b);
-    CountSlotsKernel<<<slot_chunks, kScanBlock, 0, stream>>>(b);
-    SumSlotsKernel<<<1, kScanBlock, 0, stream>>>(b);
-    ChooseSlotsKernel<<<slot_chunks, kScanBlock, 0, stream>>>(b);
-  }
-  MoveKernel<<<by_key, kBlock, 0, stream>>>(b);
-  SumPartsKernel<<<2, kScanBlock, 0, stream>>>(b);
-  OrderKernel<<<by_key, kBlock, 0, stream>>>(b);
-  if (!b.is_ahead) SlotsKernel<<<by_key, kBlock, 0, stream>>>(b);
-  EndKernel<<<by_key, kBlock, 0, stream>>>(b);
+  // A block fills a multiprocessor. Those on which records cross the link ahead have no room for it, and it must not
+  // wait for them.
+  const int64_t most = std::min<int64_t>(kMostPlaceBlocks, std::max(1, NumMultiprocessors() - kWriteAheadBlocks));
+  const int64_t wanted =
+      std::max(CeilDiv<int64_t>(num_keys, kPlaceBlock), CeilDiv<int64_t>(tier.num_slots, kSlotsOfTile));
+  const int64_t num_blocks = std::clamp<int64_t>(wanted, 1, most);
+  void* arguments[] = {&b};
+  JAXSOK_RETURN_IF_CUDA(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(PlaceKernel),
+                                                    dim3(static_cast<unsigned>(num_blocks)), dim3(kPlaceBlock),
+                                                    arguments, 0, stream));
   return LastLaunchError();
 }
 

@@ -19,7 +19,6 @@ namespace {
 constexpr int kLine = 16;         // bytes that a lane moves at once
 constexpr int kLinesPerLane = 9;  // under way at once: eight records of 528 bytes a warp
 constexpr int kLinkBlocks = 16;   // that move records over the link; more are slower
-constexpr int kAheadBlocks = 8;   // the same beside other work: nearly as fast, and it slows the others less
 
 __device__ __forceinline__ Ends EndsOfLane(const Ends& own, int lane) {
   const uint64_t host = __shfl_sync(~0u, reinterpret_cast<uint64_t>(own.host), lane);
@@ -482,8 +481,8 @@ LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* le
   WaitKernel<<<1, 1, 0, stream>>>(area->on_device);
   CopyLeavingKernel<<<BlocksFor(most * kWarp, BlocksOfWave()), kBlock, 0, stream>>>(tier, leaving, counts, most, begin);
   return BeginBeside(stream, area->link, [&](cudaStream_t beside) {
-    CopyKernel<true><<<kAheadBlocks, kBlock, 0, beside>>>(area->buffers.leaving, &area->on_device->num_leaving,
-                                                          static_cast<int>(tier.host_bytes / kLine));
+    CopyKernel<true><<<kWriteAheadBlocks, kBlock, 0, beside>>>(area->buffers.leaving, &area->on_device->num_leaving,
+                                                               static_cast<int>(tier.host_bytes / kLine));
   });
 }
 
@@ -505,8 +504,8 @@ LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* com
   ListComingKernel<<<BlocksFor(most, BlocksOfWave()), kBlock, 0, stream>>>(tier, coming, counts, most);
   TicketKernel<<<1, 1, 0, stream>>>(areas, tier.counters);
   return BeginBeside(stream, area->link, [&](cudaStream_t beside) {
-    CopyKernel<false><<<kAheadBlocks, kBlock, 0, beside>>>(area->buffers.coming, &area->on_device->num_coming,
-                                                           static_cast<int>(tier.host_bytes / kLine));
+    CopyKernel<false><<<kReadAheadBlocks, kBlock, 0, beside>>>(area->buffers.coming, &area->on_device->num_coming,
+                                                               static_cast<int>(tier.host_bytes / kLine));
   });
 }
 

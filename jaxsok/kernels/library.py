@@ -135,7 +135,7 @@ def load_cpu() -> ctypes.CDLL:
         "JaxsokPlanRequestsWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokPlanUsesWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokUpdateWorkspaceBytes": (ctypes.c_int64, ctypes.c_int32),
-        "JaxsokBringWorkspaceBytes": (ctypes.c_int64, ctypes.c_int64),
+        "JaxsokBringWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokPackBags": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),
         "JaxsokPackKeys": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),
     }.items():

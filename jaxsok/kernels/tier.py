@@ -187,7 +187,7 @@ def _placed(
             "leaving": moves,
             "coming": moves,
             "counts": result(row_ids, (_MOVE_COUNTS,), "uint32"),
-            "workspace": workspace(row_ids, "JaxsokBringWorkspaceBytes", num_keys, num_slots),
+            "workspace": workspace(row_ids, "JaxsokBringWorkspaceBytes", num_keys),
         },
         in_place=(*changed, "store_counters"),
         num_slots=num_slots,
