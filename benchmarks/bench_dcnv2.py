@@ -34,20 +34,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 import optax
-import pyarrow as pa
-import pyarrow.parquet
 
 import jaxsok
-from jaxsok import data
 
 from . import records
 from .records import Record, Recorder
 from .timing import Protocol, Step, Timing, summary
+
+if TYPE_CHECKING:  # other benchmarks run where the libraries of `jaxsok[data]` are not installed
+    from jaxsok import data
 
 WORKLOAD = "DLRM-DCNv2"
 
@@ -161,8 +161,10 @@ class _Bench:
         self._measure_dense(loss, tx, carry, batches)
 
     @contextlib.contextmanager
-    def _pipeline(self, source: data.Source | None = None) -> Iterator[Any]:
+    def _pipeline(self, source: "data.Source | None" = None) -> Iterator[Any]:
         """The pipeline over the files, again and again."""
+        from jaxsok import data
+
         batches = data.Batches(source or self._source, self._config.batch_size)
         iterator: Any = data.iterate(batches.repeat(), num_threads=self._config.num_threads)
         pipeline = iter(self._collection.pipeline(iterator))
@@ -199,6 +201,8 @@ class _Bench:
 
     def _measure_input(self) -> None:
         """The pipeline without steps: files from the disk, from the page cache, and as Parquet."""
+        from jaxsok.data import ArrowSource
+
         num_batches = len(self._source) // self._config.batch_size
         _forget_pages(self._example.log_folder(self._config))
         # A first pass reads the disk, where the files are not mapped in memory by another process.
@@ -211,9 +215,9 @@ class _Bench:
             path = pathlib.Path(folder) / "samples.parquet"
             num_written = min(num_batches, _PARQUET_BATCHES)
             _write_parquet(path, self._source, self._config.batch_size, num_written)
-            self._measure_source("Parquet", data.ArrowSource(path), num_written, 3)
+            self._measure_source("Parquet", ArrowSource(path), num_written, 3)
 
-    def _measure_source(self, variant: str, source: data.Source, num_batches: int, num_passes: int) -> None:
+    def _measure_source(self, variant: str, source: "data.Source", num_batches: int, num_passes: int) -> None:
         times, cores = [], []
         with self._pipeline(source) as pipeline:
             jax.block_until_ready([next(pipeline), next(pipeline)])  # starts the threads, and compiles plans
@@ -322,8 +326,11 @@ def _forget_pages(folder: pathlib.Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _write_parquet(path: pathlib.Path, source: data.Source, batch_size: int, num_batches: int) -> None:
+def _write_parquet(path: pathlib.Path, source: "data.Source", batch_size: int, num_batches: int) -> None:
     """Writes the first batches as a Parquet file with a row group for each."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
     writer = None
     for number in range(num_batches):
         columns = source.take(slice(number * batch_size, (number + 1) * batch_size))

@@ -27,7 +27,7 @@ import numpy as np
 
 import jaxsok
 
-from . import bench_paths, fill, records, workloads
+from . import fill, records, workloads
 from .records import Record, Recorder
 from .timing import Protocol, Timing, summary
 from .workloads import Workload
@@ -56,7 +56,10 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_
             _measure_steps(_Input(workload, recorder, protocol), id_sets)
         gc.collect()
         recorder.write()
-    bench_paths.measure(recorder, protocol, scale, is_quick)
+    with recorder.attempt("paths from files"):
+        from . import bench_paths  # which needs `jaxsok[data]`
+
+        bench_paths.measure(recorder, protocol, scale, is_quick)
 
 
 @dataclasses.dataclass

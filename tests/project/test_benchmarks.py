@@ -7,6 +7,7 @@ import importlib
 import json
 import pathlib
 import re
+import subprocess
 import sys
 import types
 
@@ -367,6 +368,16 @@ def test_what_dynamicemb_wrote_becomes_records(monkeypatch, tmp_path):
     assert [row["what"] for row in rows] == ["DLRM step, dynamicemb", "DLRM step, dynamicemb prefetch"]
     assert rows[1]["rows"] == "50% in the cache"
     assert measure.measure_dynamicemb(run.parse(["--only", "evict"]))["why"] == "not asked for"
+
+
+def test_benchmarks_need_no_library_of_readers():
+    """Where `jaxsok[data]` is not installed, all that reads no files can be measured."""
+    program = """
+import sys
+sys.modules |= dict.fromkeys(("grain", "pyarrow"))  # an import of them fails
+import benchmarks.run
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 def test_without_time_left_a_run_says_what_it_left_out(tmp_path, monkeypatch):
