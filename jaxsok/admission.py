@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, UInt32
+from jaxtyping import Array
 
 from jaxsok import policies, processes
 from jaxsok.kernels import table as kernels
 from jaxsok.shards import ONE_DEVICE, Shards, local_parts
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET
+from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET, Clock
 
 _ENTRY_WORDS = BUCKET_WORDS // ENTRIES_PER_BUCKET
 _NO_ENTRY = np.full(_ENTRY_WORDS, 0xFFFFFFFF, np.uint32)
@@ -29,7 +29,7 @@ _NEVER = 0xFFFFFFFF  # a floor that no count reaches: thresholds are below 2**31
 ROOM = 4  # entries for each that is taken or may be, after sightings were made anew
 
 
-def operands(spec: StoreSpec, step: UInt32[Array, ""] | None, uses: Array | None = None) -> kernels.Admission | None:
+def operands(spec: StoreSpec, step: Clock | None, uses: Array | None = None) -> kernels.Admission | None:
     """Returns what the kernels need for admission, or None where every key gets a row.
 
     `uses` are the occurrences that each key stands for.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, UInt8, UInt32
+from jaxtyping import Array, Bool, UInt32
 
 from jaxsok import annotations
 from jaxsok import table as table_lib
@@ -29,6 +29,7 @@ from jaxsok.rows import RowSlab, cut_lines, numbers_in_host_memory, slabs_of
 from jaxsok.shards import ONE_DEVICE, Shards, on_host, parts_of
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState, host_row_bytes, row_bytes
+from jaxsok.types import Clock, RowFlags, Seed
 
 CHUNK_BYTES = 32 << 20  # rows handed over at a time: bounds host memory
 READ_ROWS = 1 << 16  # rows in host memory that a policy reads at a time
@@ -85,13 +86,13 @@ class Leaving:
 def select(
     spec: StoreSpec,
     store: StoreState,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     policy: Eviction,
-    clock: UInt32[Array, ""],
+    clock: Clock,
     num_kept: UInt32[Array, ""],
     number: int | None = None,
     is_used: Bool[Array, " capacity"] | None = None,
-) -> tuple[UInt8[Array, " capacity"], UInt32[Array, " num_tables"]]:
+) -> tuple[RowFlags, UInt32[Array, " num_tables"]]:
     """Selects the rows that leave, and counts those that the policy chose by table; changes nothing.
 
     `num_kept` rows may stay, of the table `number` or of all tables; a policy without a score ignores it. Rows with
@@ -121,9 +122,7 @@ def select(
     return flags if is_used is None else jnp.where(is_used, jnp.uint8(0), flags), num_selected
 
 
-def _judged(
-    slab: RowSlab, clock: UInt32[Array, ""], judge: Callable[[RowFacts], tuple[Array, ...]]
-) -> tuple[Array, ...]:
+def _judged(slab: RowSlab, clock: Clock, judge: Callable[[RowFacts], tuple[Array, ...]]) -> tuple[Array, ...]:
     """Returns what a policy says of every row of a slab."""
     statistics = jnp.zeros((slab.size, 2), jnp.uint32) if slab.statistics is None else slab.statistics
 
@@ -192,9 +191,7 @@ def _form_of(value: Any) -> str:
 
 
 @annotations.by_store
-def release(
-    spec: StoreSpec, store: StoreState, flags: UInt8[Array, " capacity"]
-) -> tuple[StoreState, UInt32[Array, " num_tables"]]:
+def release(spec: StoreSpec, store: StoreState, flags: RowFlags) -> tuple[StoreState, UInt32[Array, " num_tables"]]:
     """Takes the rows with a flag away, and counts them by table; donates the store. See `table.release`."""
     return table_lib.release(spec, store, flags, is_eviction=True)
 
@@ -289,7 +286,7 @@ def _of_shards(
 def evict(
     leaving: Mapping[int, Leaving],
     stores: Sequence[StoreState],
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     clock: Any,
     num_rows: Mapping[int, Any],
     hand_over: HandOver | None = None,
@@ -321,9 +318,7 @@ def evict(
 # What leaves, on the host --------------------------------------------------------------------------------------------
 
 
-def selected_records(
-    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], flags: UInt8[Array, " capacity"]
-) -> Iterator[tuple[str, Records]]:
+def selected_records(spec: StoreSpec, store: StoreState, seed: Seed, flags: RowFlags) -> Iterator[tuple[str, Records]]:
     """Yields the rows with a flag, by table, in chunks: shard by shard, in the order of their row ids.
 
     In several processes each gives the rows of its own shards; those of a replicated store are given once in all. Takes

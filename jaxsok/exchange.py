@@ -31,7 +31,7 @@ from jaxsok.optimizers.program import vary_alike
 from jaxsok.plan import RequestList, Requests
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec
-from jaxsok.types import PADDING_KEY
+from jaxsok.types import PADDING_KEY, Digest, PartitionOwners
 from jaxsok.windows import Windows
 
 SLACK = 1.25  # default send capacity over what uniform owners would need
@@ -251,7 +251,7 @@ def ask(
     exchange: Exchange,
     spec: StoreSpec,
     features: StoreFeatures,
-    owners: UInt32[Array, " num_partitions"],
+    owners: PartitionOwners,
     send_capacity: int | None = None,
 ) -> Requests:
     """Exchanges the keys of one store, as many as one round has room for.
@@ -279,7 +279,7 @@ def load_of(counts: UInt32[Array, "num_shards num_owners"]) -> Int32[Array, "1 2
     return jnp.stack([counts.max(), counts.sum(axis=0, dtype=jnp.int32).max()])[None]
 
 
-def digest_of_all(digests: UInt32[Array, "num_shards 2"]) -> UInt32[Array, "1 2"]:
+def digest_of_all(digests: UInt32[Array, "num_shards 2"]) -> Digest:
     """Combines the digests of all shards' keys. It matters which shard had which keys."""
     place = jnp.arange(digests.shape[0], dtype=jnp.uint32)
     low, high = plan_lib.mixed_words(digests[:, 0] ^ place, digests[:, 1])
@@ -347,9 +347,7 @@ def all_received(
 
 
 def in_one_round_or_more(
-    asked: Sequence[Requests],
-    one_round: Callable[[Sequence[Requests]], Any],
-    rounds: Callable[[Any], Any],
+    asked: Sequence[Requests], one_round: Callable[[Sequence[Requests]], Any], rounds: Callable[[Any], Any]
 ) -> Any:
     """Returns `one_round(asked)` if one round has room for the requests of all plans, else what `rounds` returns.
 
@@ -363,9 +361,7 @@ def in_one_round_or_more(
         [dataclasses.replace(one, received=jnp.where(fits, one.received, PADDING_REQUEST)) for one in asked]
     )
     _, result = lax.while_loop(
-        lambda loop: ~loop[0],
-        lambda loop: vary_as((jnp.bool_(True), rounds(loop[1])), fits),
-        vary_as((fits, result)),
+        lambda loop: ~loop[0], lambda loop: vary_as((jnp.bool_(True), rounds(loop[1])), fits), vary_as((fits, result))
     )
     return result
 

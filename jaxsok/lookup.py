@@ -35,7 +35,7 @@ from jaxsok.kernels.tickets import tickets_digest
 from jaxsok.plan import Distinct, Found, Requests
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import COUNTS, NO_ROW, Inverse, RowIds
+from jaxsok.types import COUNTS, NO_ROW, ByTable, Clock, Digest, Inverse, RowIds, Seed, TableCounts
 
 Embeddings = dict[str, Array]
 """By feature, in its table's `embedding_dtype`: `[num_bags, dim]` with a combiner, else a row for each key."""
@@ -93,7 +93,7 @@ class _LookedUp(NamedTuple):
 
     store: StoreState
     values: list[Array]
-    counts: Int32[Array, "num_tables num_counts"]
+    counts: TableCounts
     row_ids: RowIds
     has_row: Bool[Array, " num_keys"] | None
 
@@ -161,11 +161,11 @@ def _combine_answers(
     owner: "Owner",
     back: Array,
     lines: Inverse,
-    inserted: Int32[Array, "num_tables num_counts"],
-    absent: Int32[Array, " num_tables"],
+    inserted: TableCounts,
+    absent: ByTable,
     *,
     may_lack_rows: bool,
-) -> tuple[StoreState, Int32[Array, "num_tables num_counts"], list[Array]]:
+) -> tuple[StoreState, TableCounts, list[Array]]:
     """Combines the rows that came back into embeddings; `lines` has for each key the place of its row among them."""
     is_line = (lines >= 0) & (lines < back.shape[0])
     if spec.is_replicated:
@@ -188,13 +188,7 @@ def _combine_answers(
     return store, _with_owners_counts(counts, inserted, absent, is_find=owner.is_find), values
 
 
-def _with_owners_counts(
-    counts: Int32[Array, "num_tables num_counts"],
-    inserted: Int32[Array, "num_tables num_counts"],
-    absent: Int32[Array, " num_tables"],
-    *,
-    is_find: bool,
-) -> Int32[Array, "num_tables num_counts"]:
+def _with_owners_counts(counts: TableCounts, inserted: TableCounts, absent: ByTable, *, is_find: bool) -> TableCounts:
     """Corrects what askers counted: a row came for every key, and only the owners know which of them existed."""
     without, num_new = _MISSING if is_find else _REFUSED, inserted[:, _INSERTED]
     counts = counts.at[:, _FOUND].add(-num_new - absent).at[:, _INSERTED].add(num_new)
@@ -243,10 +237,10 @@ class Owner:
 
     exchange: Exchange
     spec: StoreSpec
-    seed: UInt32[Array, "2"]
-    step: UInt32[Array, ""] | None = None
+    seed: Seed
+    step: Clock | None = None
     """None: the owner only finds, and inserts nothing."""
-    clock: UInt32[Array, ""] | None = None
+    clock: Clock | None = None
 
     @property
     def is_find(self) -> bool:
@@ -255,7 +249,7 @@ class Owner:
 
     def found(
         self, store: StoreState, received: UInt32[Array, "num_lines 4"]
-    ) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
+    ) -> tuple[StoreState, RowIds, TableCounts]:
         """Finds or inserts the rows of received requests; also counts keys, but of those not admitted the uses."""
         spec, keys, table_ids, uses = self.spec, received[:, :2], received[:, 2], received[:, 3]
         if self.is_find:
@@ -267,7 +261,7 @@ class Owner:
 
     def answered(
         self, store: StoreState, route: Route, received: UInt32[Array, "_ 4"], row_ids: RowIds
-    ) -> tuple[StoreState, Array, Int32[Array, " num_tables"]]:
+    ) -> tuple[StoreState, Array, ByTable]:
         """Sends the rows of received requests back, in a replicated store their ids; also counts uses without a row."""
         spec, on_wire = self.spec, self.exchange.spec.rows
         if spec.is_replicated:
@@ -281,9 +275,7 @@ class Owner:
 
 
 @annotations.by_store
-def find_here(
-    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], features: StoreFeatures
-) -> tuple[Found, list[Array]]:
+def find_here(spec: StoreSpec, store: StoreState, seed: Seed, features: StoreFeatures) -> tuple[Found, list[Array]]:
     """Looks up one store whose rows are all here, and changes nothing."""
     if _reads_traced(spec, features) or spec.memory is not None:
         row_ids = table.find(store, features.keys, _table_ids(features))
@@ -305,12 +297,12 @@ def find_here(
 def lookup_here(
     spec: StoreSpec,
     store: StoreState,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     features: StoreFeatures,
     distinct: Distinct | None,
-    step: UInt32[Array, ""],
-    clock: UInt32[Array, ""],
-) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
+    step: Clock,
+    clock: Clock,
+) -> tuple[StoreState, Found, list[Array], Digest]:
     """Looks up one store whose rows are all here, in one call if possible; also returns the digest of the keys."""
     if distinct is None and not _reads_traced(spec, features) and spec.memory is None:
         return _lookup_fused(spec, store, seed, features, step, clock)
@@ -320,13 +312,8 @@ def lookup_here(
 
 @annotations.by_store
 def _lookup_fused(
-    spec: StoreSpec,
-    store: StoreState,
-    seed: UInt32[Array, "2"],
-    features: StoreFeatures,
-    step: UInt32[Array, ""],
-    clock: UInt32[Array, ""],
-) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
+    spec: StoreSpec, store: StoreState, seed: Seed, features: StoreFeatures, step: Clock, clock: Clock
+) -> tuple[StoreState, Found, list[Array], Digest]:
     store, looked_up = kernels.lookup(
         store,
         spec.table_words(),
@@ -346,11 +333,11 @@ def _lookup_fused(
 def index_here(
     spec: StoreSpec,
     store: StoreState,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     features: StoreFeatures,
     distinct: Distinct | None,
-    step: UInt32[Array, ""],
-    clock: UInt32[Array, ""],
+    step: Clock,
+    clock: Clock,
 ) -> tuple[StoreState, Found]:
     """Does the first part of a lookup: finds or inserts rows, key by key or (`distinct`) each distinct key once.
 
@@ -369,7 +356,7 @@ def index_here(
 
 @annotations.by_store
 def read_here(
-    spec: StoreSpec, features: StoreFeatures, seed: UInt32[Array, "2"], store: StoreState, found: Found
+    spec: StoreSpec, features: StoreFeatures, seed: Seed, store: StoreState, found: Found
 ) -> tuple[StoreState, Found, list[Array]]:
     """Does the second part of a lookup: combines the rows that the first one found."""
     store, counts, values = _read(spec, store, seed, features, found.row_ids)
@@ -384,14 +371,8 @@ def read_here(
 
 
 def _read(
-    spec: StoreSpec,
-    store: StoreState,
-    seed: UInt32[Array, "2"],
-    features: StoreFeatures,
-    row_ids: RowIds,
-    *,
-    is_find: bool = False,
-) -> tuple[StoreState, Int32[Array, "num_tables num_counts"], list[Array]]:
+    spec: StoreSpec, store: StoreState, seed: Seed, features: StoreFeatures, row_ids: RowIds, *, is_find: bool = False
+) -> tuple[StoreState, TableCounts, list[Array]]:
     """Combines the store's own rows into embeddings, as `_combined` does."""
     store, view, slots = tiers.brought(spec, store, seed, row_ids, keeps=not is_find)
     view, counts, values = _combined(spec, view, seed, features, slots, view.rows, is_find=is_find)
@@ -401,14 +382,14 @@ def _read(
 def _combined(
     spec: StoreSpec,
     store: StoreState,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     features: StoreFeatures,
     row_ids: RowIds,
     slabs: Sequence[Array],
     *,
     is_find: bool = False,
     may_lack_rows: bool = True,
-) -> tuple[StoreState, Int32[Array, "num_tables num_counts"], list[Array]]:
+) -> tuple[StoreState, TableCounts, list[Array]]:
     """Combines rows into embeddings; keys without a row read their initial row, or what their table says instead.
 
     `row_ids` point into `slabs`: the store's own, or rows that came from others. With `is_find`, keys without a row
@@ -441,7 +422,7 @@ def _combined(
 
 def _with_initial_rows(
     spec: StoreSpec, features: StoreFeatures, row_ids: RowIds, slabs: Sequence[Array], *, is_find: bool
-) -> tuple[RowIds, tuple[Array, ...], Int32[Array, " num_tables"]]:
+) -> tuple[RowIds, tuple[Array, ...], ByTable]:
     """Adds a slab of initial rows, and row ids that point to it; also counts, by table, the keys that read it."""
     capacity = sum(slab.shape[0] for slab in slabs)
     ids, absent = [], [jnp.zeros((), jnp.int32) for _ in spec.tables]

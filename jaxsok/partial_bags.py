@@ -42,7 +42,7 @@ from jaxsok.lookup import Owner
 from jaxsok.plan import Found, Plan, Uses
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import BAGS_PER_TILE, COUNTS, MAX_FEATURES, NO_ROW, RowIds
+from jaxsok.types import BAGS_PER_TILE, COUNTS, MAX_FEATURES, NO_ROW, PartitionOwners, RowIds, TableCounts
 
 _FOUND, _PADDING = COUNTS.index("num_found"), COUNTS.index("num_padding")
 _MISSING, _REFUSED = COUNTS.index("num_missing"), COUNTS.index("num_refused")
@@ -57,7 +57,7 @@ def ask(
     exchange: Exchange,
     spec: StoreSpec,
     features: StoreFeatures,
-    owners: UInt32[Array, " num_partitions"],
+    owners: PartitionOwners,
     send_capacity: int | None = None,
 ) -> Uses:
     """Sends the uses of one store's bags to the owners of their rows.
@@ -221,7 +221,7 @@ def read(
 
 def _find_rows(
     spec: StoreSpec, store: StoreState, received: _Received, owner: Owner
-) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
+) -> tuple[StoreState, RowIds, TableCounts]:
     """Finds or inserts the rows of the uses that arrived; counts them by table, padding aside."""
     keys, table_ids = received.features.keys, received.table_ids
     if not owner.is_find:

@@ -18,7 +18,7 @@ from jaxsok.features import Features, StoreFeatures
 from jaxsok.kernels import plan as kernels
 from jaxsok.kernels.tickets import Ticket
 from jaxsok.specs import StoreSpec
-from jaxsok.types import NO_ROW, NUM_PARTITIONS, Inverse, Keys, RowIds, TableIds
+from jaxsok.types import NO_ROW, NUM_PARTITIONS, Digest, Inverse, Keys, PartitionOwners, RowIds, TableCounts, TableIds
 
 # Constants of ffi/core/hash.h.
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -70,7 +70,7 @@ class Requests:
     """For each key of the batch the line of its row among those that come back; -1 for none."""
     load: Int32[Array, "1 2"]
     """Most requests from one shard to one owner, and most to one owner from all shards; the same on all shards."""
-    digest: UInt32[Array, "1 2"]
+    digest: Digest
     """Digest of the keys of all shards, for the lookup's ticket."""
     listed: RequestList | None = None
     """All requests of this shard, which go in several rounds where one has no room; None: what has no room is left
@@ -95,7 +95,7 @@ class Uses:
     """Padding of this shard's batch by table, and uses that the send capacity kept back."""
     load: Int32[Array, "1 2"]
     """As in `Requests`, of uses."""
-    digest: UInt32[Array, "1 2"]
+    digest: Digest
     num_rounds: Int32[Array, "1"]
     send_capacity: int = dataclasses.field(default=0, metadata={"static": True})
 
@@ -107,7 +107,7 @@ class Found:
 
     row_ids: RowIds
     """By key of the batch; on a mesh by request received, NO_ROW after several rounds."""
-    counts: Int32[Array, "num_tables num_counts"]
+    counts: TableCounts
     num_rounds: Int32[Array, "1"]
     """Passes of the exchange; 0 on one device."""
     has_row: Bool[Array, " num_keys"] | None = None
@@ -243,9 +243,7 @@ def partitions_of(
     return hashes >> np.uint64(64 - _PARTITION_BITS)
 
 
-def owner_of(
-    spec: StoreSpec, number: int, keys: Keys, partition_owners: UInt32[Array, " num_partitions"]
-) -> UInt32[Array, " num_keys"]:
+def owner_of(spec: StoreSpec, number: int, keys: Keys, partition_owners: PartitionOwners) -> UInt32[Array, " num_keys"]:
     """Does what `owners_of` does, for words on the device: some two hundred 32-bit operations a key."""
     low, high, pinned = _place_words(spec, number)
     if spec.num_shards == 1 or pinned != NO_ROW:
@@ -297,7 +295,7 @@ def _times(low: Word, high: Word, factor: int) -> tuple[Word, Word]:
 
 
 def requests_of(
-    spec: StoreSpec, features: StoreFeatures, owners: UInt32[Array, " num_partitions"], *, by_hash: bool
+    spec: StoreSpec, features: StoreFeatures, owners: PartitionOwners, *, by_hash: bool
 ) -> tuple[UInt32[Array, "num_keys 4"], Inverse, Int32[Array, " num_owners_plus_1"], UInt32[Array, "_ 2"]]:
     """Makes one store's keys distinct and orders them by owner: the fields of a `RequestList`, and hashes.
 

@@ -17,7 +17,17 @@ from jaxsok.kernels.call import StoreArrays
 from jaxsok.kernels.tier import Tier, host_bytes, num_staged
 from jaxsok.printed import condition_of, in_short, in_units, listed
 from jaxsok.specs import StoreSpec
-from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, FRESH, RECORD_WORDS, TIER_COUNTERS
+from jaxsok.types import (
+    BUCKET_WORDS,
+    COUNTERS,
+    ENTRIES_PER_BUCKET,
+    FRESH,
+    RECORD_WORDS,
+    TIER_COUNTERS,
+    Clock,
+    PartitionOwners,
+    Seed,
+)
 
 NUM_STATISTICS = 2  # words of a row's statistics: last step, frequency
 MIN_SIGHTINGS = 4096  # buckets for waiting keys, at least; `grow` adds more
@@ -98,10 +108,10 @@ class State:
     """All arrays of a collection: what jitted steps take, donate and return."""
 
     stores: tuple[StoreState, ...]
-    step: UInt32[Array, ""]
+    step: Clock
     """How many updates came before; it stays at 2**32 - 1."""
-    seed: UInt32[Array, "2"]
-    partition_owners: UInt32[Array, " num_partitions"]
+    seed: Seed
+    partition_owners: PartitionOwners
     """The shard of each of the 4,096 partitions of keys; on one device a single 0."""
     tickets: UInt32[Array, "num_shards num_lines 2"]
     """Tickets of lookups whose plans no update has used yet (tickets.py)."""

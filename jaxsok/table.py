@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8, UInt32
+from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jaxsok import admission, tiers
 from jaxsok import rows as rows_lib
@@ -17,7 +17,19 @@ from jaxsok.kernels import evict as evict_kernels
 from jaxsok.kernels import table as kernels
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY, Keys, RowIds, TableIds
+from jaxsok.types import (
+    COUNTS,
+    NO_ROW,
+    PADDING_KEY,
+    ByTable,
+    Clock,
+    Keys,
+    RowFlags,
+    RowIds,
+    Seed,
+    TableCounts,
+    TableIds,
+)
 
 _FOUND, _INSERTED, _PADDING = (COUNTS.index(name) for name in ("num_found", "num_inserted", "num_padding"))
 
@@ -34,13 +46,13 @@ def find(store: StoreState, keys: Keys, table_ids: TableIds | np.ndarray) -> Row
 def find_or_insert(
     spec: StoreSpec,
     store: StoreState,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     keys: Keys,
     table_ids: TableIds | np.ndarray,
     *,
-    step: UInt32[Array, ""] | None = None,
+    step: Clock | None = None,
     uses: Array | None = None,
-) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
+) -> tuple[StoreState, RowIds, TableCounts]:
     """Finds the row id of each (table, key) pair, and gives unseen pairs rows, by first occurrence.
 
     The store is donated. Keys are words; duplicates and PADDING_KEY are allowed. With a `step` the tables' admission
@@ -74,12 +86,12 @@ def find_or_insert(
 def _inserted(
     spec: StoreSpec,
     store: StoreState,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     keys: Keys,
     table_ids: TableIds,
-    step: UInt32[Array, ""] | None,
+    step: Clock | None,
     uses: Array | None,
-) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
+) -> tuple[StoreState, RowIds, TableCounts]:
     deciding = admission.operands(spec, step, uses)
     has_rows = spec.memory is None  # else a row is initialized when it is first brought
     return kernels.find_or_insert(store, spec.table_words(), seed, keys, table_ids, deciding, has_rows=has_rows)
@@ -88,13 +100,13 @@ def _inserted(
 def gather(
     spec: StoreSpec,
     store: StoreState,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     requests: UInt32[Array, "num_keys 4"],
     row_ids: RowIds,
     *,
     is_find: bool,
     dtype: str,
-) -> tuple[StoreState, Float[Array, "num_keys dim"], Int32[Array, " num_tables"]]:
+) -> tuple[StoreState, Float[Array, "num_keys dim"], ByTable]:
     """Reads the rows of requests whose row ids are known; also counts by table the uses without a row.
 
     Rows are read as float32, bfloat16 or in the dtype of the store, rounded to nearest.
@@ -127,8 +139,8 @@ def gather(
 def assign(
     spec: StoreSpec,
     store: StoreState,
-    seed: UInt32[Array, "2"],
-    clock: UInt32[Array, ""],
+    seed: Seed,
+    clock: Clock,
     keys: Keys,
     table_ids: TableIds | np.ndarray,
     rows: Float[Array, "num_keys dim"],
@@ -136,7 +148,7 @@ def assign(
     statistics: UInt32[Array, "num_keys 2"] | None = None,
     *,
     is_distinct: bool = False,
-) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
+) -> tuple[StoreState, RowIds, TableCounts]:
     """Gives (table, key) pairs known rows; unseen pairs get them too, whatever their table's admission says.
 
     The store is donated. Of duplicate pairs the last row counts; `is_distinct` says that there are none, and saves a
@@ -167,8 +179,8 @@ def assign(
 
 
 def _let_in(
-    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], keys: Keys, table_ids: TableIds | np.ndarray
-) -> tuple[StoreState, Int32[Array, " num_tables"]]:
+    spec: StoreSpec, store: StoreState, seed: Seed, keys: Keys, table_ids: TableIds | np.ndarray
+) -> tuple[StoreState, ByTable]:
     """Gives waiting keys their rows, as if they had been seen often enough, and counts these rows.
 
     So their counts are forgotten when rows go; otherwise a key that comes back would begin with its old sightings.
@@ -196,11 +208,7 @@ def _last_of_each(row_ids: RowIds) -> RowIds:
 
 
 def touch(
-    spec: StoreSpec,
-    store: StoreState,
-    row_ids: RowIds,
-    uses: UInt32[Array, " num_keys"] | None,
-    clock: UInt32[Array, ""],
+    spec: StoreSpec, store: StoreState, row_ids: RowIds, uses: UInt32[Array, " num_keys"] | None, clock: Clock
 ) -> StoreState:
     """Records in the statistics that a lookup used rows; does nothing for a store without statistics.
 
@@ -280,7 +288,7 @@ def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -
 
 
 def release(
-    spec: StoreSpec, store: StoreState, flags: UInt8[Array, " capacity"], *, is_eviction: bool
+    spec: StoreSpec, store: StoreState, flags: RowFlags, *, is_eviction: bool
 ) -> tuple[StoreState, UInt32[Array, " num_tables"]]:
     """Takes flagged rows away and counts them by table: state and statistics are reset, the index is swept.
 

@@ -33,7 +33,7 @@ from jaxsok.optimizers.program import compiled
 from jaxsok.optimizers.protocol import PROGRAM
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import NO_ROW, ROUNDINGS, ROW_GRADIENTS, RowIds
+from jaxsok.types import NO_ROW, ROUNDINGS, ROW_GRADIENTS, Clock, RowIds, Seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,19 +42,14 @@ class StepInputs:
 
     row_step: kernels.RowStep
     """What the optimizer, its kernel or a row program, does to a row."""
-    seed: UInt32[Array, "2"]
-    step: UInt32[Array, ""]
+    seed: Seed
+    step: Clock
     counts_uses: bool
     """Whether a row program reads the uses of a row."""
 
     @classmethod
     def of(
-        cls,
-        spec: StoreSpec,
-        globals_: tuple[Array, ...],
-        seed: UInt32[Array, "2"],
-        step: UInt32[Array, ""],
-        learning_rate: Any,
+        cls, spec: StoreSpec, globals_: tuple[Array, ...], seed: Seed, step: Clock, learning_rate: Any
     ) -> tuple["StepInputs", tuple[Array, ...]]:
         """Returns the inputs of a store's step, and the store's globals after it."""
         optimizer = spec.optimizer

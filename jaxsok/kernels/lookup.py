@@ -10,7 +10,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok.kernels.call import Slab, Store, StoreArrays, call, call_on, call_on_store, result, workspace
 from jaxsok.kernels.table import ADMITTING, Admission, Tables, admission_operands
-from jaxsok.types import COUNTS, Keys, RowIds
+from jaxsok.types import COUNTS, ByTable, Clock, Counters, Digest, Keys, RowIds, Seed, TableCounts
 
 Batch = tuple[Keys, Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Int32[np.ndarray, "num_features 12"]]
 """keys, offsets, weights, features: the parts of `BatchView` in ffi/kernels/lookup.h."""
@@ -25,8 +25,8 @@ class LookedUp(NamedTuple):
     """The results of a lookup, without the store."""
 
     row_ids: RowIds
-    counts: Int32[Array, "num_tables num_counts"]
-    digest: UInt32[Array, "1 2"]
+    counts: TableCounts
+    digest: Digest
     embeddings: list[Array]
     """By feature."""
 
@@ -34,13 +34,13 @@ class LookedUp(NamedTuple):
 def lookup(
     store: Store,
     tables: Tables,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     batch: Batch,
     embedding_shapes: Sequence[tuple[int, ...]],
     num_tiles: int,
     embedding_dtype: str = "float32",
     admission: Admission | None = None,
-    clock: UInt32[Array, ""] | None = None,
+    clock: Clock | None = None,
 ) -> tuple[Store, LookedUp]:
     """Looks up a batch; unseen keys get rows. See `LaunchLookup` in ffi/kernels/lookup.h.
 
@@ -73,12 +73,12 @@ def lookup(
 def lookup_find(
     store: StoreArrays,
     tables: Tables,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     batch: Batch,
     embedding_shapes: Sequence[tuple[int, ...]],
     num_tiles: int,
     embedding_dtype: str = "float32",
-) -> tuple[Int32[Array, "num_tables num_counts"], list[Array]]:
+) -> tuple[TableCounts, list[Array]]:
     """Looks up a batch and changes nothing. See `LaunchLookupFind` in ffi/kernels/lookup.h."""
     _, out = call_on_store(
         "jaxsok_lookup_find",
@@ -92,9 +92,9 @@ def lookup_find(
 
 
 def lookup_planned(
-    counters: UInt32[Array, " num_counters"],
+    counters: Counters,
     tables: Tables,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     batch: Batch,
     row_ids: RowIds,
     rows: Sequence[Slab],
@@ -102,7 +102,7 @@ def lookup_planned(
     num_tiles: int,
     embedding_dtype: str = "float32",
     table_ids: UInt32[Array, " num_keys"] | None = None,
-) -> tuple[UInt32[Array, " num_counters"], Int32[Array, "num_tables num_counts"], list[Array]]:
+) -> tuple[Counters, TableCounts, list[Array]]:
     """Combines rows whose ids are known, a store's or others. See `LaunchLookupPlanned` in ffi/kernels/lookup.h.
 
     The counters are donated and do not change, but an op that takes them comes after this one. `table_ids` has the
@@ -126,7 +126,7 @@ def lookup_window(
     window: int,
     store: StoreArrays,
     tables: Tables,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     requests: UInt32[Array, "num_lines 4"],
     row_ids: RowIds,
     batch: Batch,
@@ -137,9 +137,7 @@ def lookup_window(
     *,
     is_find: bool,
     dtype: str,
-) -> tuple[
-    UInt32[Array, " num_counters"], Int32[Array, " num_tables"], Int32[Array, "num_tables num_counts"], list[Array]
-]:
+) -> tuple[Counters, ByTable, TableCounts, list[Array]]:
     """Sends rows to the shards that asked for them, and combines what came, in one call of each shard.
 
     It is `table.gather`, an exchange and `lookup_planned`, where no row is written between. Row ids are by request
@@ -168,7 +166,7 @@ def lookup_bags_window(
     window: int,
     store: StoreArrays,
     tables: Tables,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     owned: Batch,
     num_owned_tiles: int,
     row_ids: RowIds,
@@ -178,7 +176,7 @@ def lookup_bags_window(
     embedding_shapes: Sequence[tuple[int, ...]],
     num_tiles: int,
     dtype: str,
-) -> tuple[UInt32[Array, " num_counters"], list[Array]]:
+) -> tuple[Counters, list[Array]]:
     """Sums a shard's rows in the bags of all shards, sends the sums, and adds what came, in one call of each shard.
 
     It is `lookup_planned` of the batch that is owned, an exchange and `lookup_planned` of the sums, where no sum is
@@ -189,13 +187,7 @@ def lookup_bags_window(
     out = call_on(
         "jaxsok_lookup_bags_window",
         {"counters": store.counters, "rows": store.rows},
-        {
-            "tables": tables,
-            "seed": seed,
-            "owned": owned,
-            "row_ids": row_ids,
-            "table_ids": table_ids,
-        }
+        {"tables": tables, "seed": seed, "owned": owned, "row_ids": row_ids, "table_ids": table_ids}
         | batch_operands(batch)
         | {"slots": slots},
         _counts_and_embeddings(batch, tables, embedding_shapes, "float32"),
@@ -213,7 +205,7 @@ class FrozenOperands:
     """One frozen store and the batch that reads it (`FrozenLookup` in ffi/kernels/lookup.h)."""
 
     index: UInt32[Array, "num_buckets 16"]
-    counters: UInt32[Array, " num_counters"]
+    counters: Counters
     """Only the salt is read."""
     tables: UInt32[np.ndarray, "num_tables 16"]
     """A key without a row reads its table's initial row."""
@@ -232,8 +224,8 @@ class FrozenOperands:
 
 
 def lookup_frozen(
-    stores: Sequence[FrozenOperands], seed: UInt32[Array, "2"], *, is_counted: bool = True
-) -> tuple[Int32[Array, "num_tables num_counts"] | None, list[list[Array]]]:
+    stores: Sequence[FrozenOperands], seed: Seed, *, is_counted: bool = True
+) -> tuple[TableCounts | None, list[list[Array]]]:
     """Looks up a batch in several read-only stores, in one call. See `LaunchLookupFrozen`.
 
     A value of a quantized row is its number times the row's scale, rounded to float32; weights and sums come after.
