@@ -75,7 +75,7 @@ class Steps:
         now = state.step if clock is None else clock
         for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
             if not features.layouts:
-                found.append(lookup_lib.nothing(spec))
+                found.append(lookup_lib.find_nothing(spec))
                 asked.append(None if plan.asked is None else plan.asked[s])
                 continue
             result = self.strategy.lookup(spec, s, state, plan, now)
@@ -83,7 +83,7 @@ class Steps:
             found.append(result.found)
             asked.append(result.asked)
             digests.append(result.digest)
-            embeddings |= lookup_lib.named(features, result.values)
+            embeddings |= lookup_lib.by_name(features, result.values)
         after, ticket = tickets.issue(state, stores, plan.features, digests)
         state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
         sent = tuple(asked) if self.shards.num_shards > 1 else None
@@ -94,7 +94,7 @@ class Steps:
         stores, found, digests = list(state.stores), [], []
         for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
             if not features.layouts:
-                found.append(lookup_lib.nothing(spec))
+                found.append(lookup_lib.find_nothing(spec))
                 continue
             stores[s], of_store, digest = self.strategy.index(spec, s, state, plan, step)
             stores[s] = tiers.brought_ahead(spec, stores[s], of_store.row_ids)
@@ -111,7 +111,7 @@ class Steps:
         for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
             if features.layouts:
                 stores[s], found[s], values = self.strategy.read(spec, s, state, plan, found[s])
-                embeddings |= lookup_lib.named(features, values)
+                embeddings |= lookup_lib.by_name(features, values)
         state = dataclasses.replace(state, stores=tuple(stores))
         return embeddings, state, dataclasses.replace(plan, found=tuple(found))
 
@@ -135,11 +135,11 @@ class Steps:
         found = []
         for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
             if not features.layouts:
-                found.append(lookup_lib.nothing(spec))
+                found.append(lookup_lib.find_nothing(spec))
                 continue
             found_in_store, values = self.strategy.find(spec, s, state, plan)
             found.append(found_in_store)
-            embeddings |= lookup_lib.named(features, values)
+            embeddings |= lookup_lib.by_name(features, values)
         nonfinite = [jnp.zeros(len(store.tables), jnp.int32) for store in self.stores]
         none = jnp.zeros((), jnp.int32)
         return embeddings, self._stats(state, [found], nonfinite, none, none)

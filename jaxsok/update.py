@@ -25,7 +25,7 @@ from jaxsok.gradients import (
     fits_windows,
     joined,
     over_arrivals,
-    scaled_by_uses,
+    scale_by_uses,
     uses_in_all,
 )
 from jaxsok.kernels import update as kernels
@@ -38,10 +38,10 @@ from jaxsok.types import NO_ROW, ROUNDINGS, ROW_GRADIENTS, Clock, RowIds, Seed
 
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a step beside rows and gradients; seed and step give the random bits."""
+    """The inputs of a step apart from rows and gradients; seed and step give the random bits."""
 
     row_step: kernels.RowStep
-    """What the optimizer, its kernel or a row program, does to a row."""
+    """The step of one row, by the optimizer's kernel or a row program."""
     seed: Seed
     step: Clock
     counts_uses: bool
@@ -133,13 +133,13 @@ def update_exchanged(
 
     def step(carry: tuple[StoreState, Array, Array], arrived: list[Arrived]) -> tuple[StoreState, Array, Array]:
         store, num_nonfinite, num_stale = carry
-        sums, total = scaled_by_uses(spec, arrived, is_live, counts_uses=inputs.counts_uses)
-        received, row_ids = [one.received for one in arrived], concatenated([one.row_ids for one in arrived])
+        sums, total = scale_by_uses(spec, arrived, is_live, counts_uses=inputs.counts_uses)
+        received, row_ids = [part.received for part in arrived], concatenated([part.row_ids for part in arrived])
         store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
         step_of_round = _step_of_lines(spec, inputs, received, slots, is_live, total)
         view, more_nonfinite, _ = kernels.update(view, step_of_round, sums)
         store = tiers.returned(store, view, writes=True)
-        more_stale = sum(jnp.where(is_live[p], 0, one.uses.sum()) for p, one in enumerate(arrived))
+        more_stale = sum(jnp.where(is_live[p], 0, part.uses.sum()) for p, part in enumerate(arrived))
         return store, num_nonfinite + more_nonfinite, num_stale + more_stale
 
     carry = store, jnp.zeros(len(spec.tables), jnp.int32), jnp.zeros((), jnp.int32)
@@ -156,7 +156,7 @@ def update_exchanged(
 def _update_in_windows(
     exchange: Exchange, spec: StoreSpec, store: StoreState, s: int, used: Used, inputs: StepInputs
 ) -> tuple[StoreState, Array, Array]:
-    """Does what `update_exchanged` does; sums of gradients go into windows, and from there into the step."""
+    """Does `update_exchanged`; sums of gradients go into windows, and from there into the step."""
     (plan,), (gradients,), windows = used.plans, used.gradients, there(exchange.windows)
     part, asked, row_ids = plan.features.stores[s], plan.asked_of(s), plan.found_of(s).row_ids
     received = asked.received
