@@ -50,7 +50,7 @@ from jaxsok.specs import (
     StoreSpec,
     TableSpec,
     bag_tables,
-    described,
+    describe,
     fingerprint,
     group_into_stores,
 )
@@ -162,7 +162,7 @@ class Collection:
             features = [repr(feature) for feature in self.features]
             processes.require_same(
                 "init",
-                [f"mesh: {shards}", f"seed: {seed}", f"salt: {salt}", *described(self.stores), *sizes, *features],
+                [f"mesh: {shards}", f"seed: {seed}", f"salt: {salt}", *describe(self.stores), *sizes, *features],
             )
         free, host_share = grow_lib.agreed_free_bytes(shards), grow_lib.agreed_host_share(self.stores, shards)
         asked = [(store, store.capacity) for store in self.stores]
@@ -963,7 +963,7 @@ class Collection:
         num_shards = self.shards.num_shards
         features = batch.features if isinstance(batch, Batch) else batch
         if features is None:
-            parts = [features_lib.shaped(store, (), {}) for store in self.stores]
+            parts = [features_lib.shapes_of(store, (), {}) for store in self.stores]
         else:
             check_features("memory_estimate", self, features)
             parts = [features_lib.part_shape(part, features.num_parts) for part in features.stores]

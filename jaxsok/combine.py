@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jaxsok.features import FeatureLayout, rising
+from jaxsok.features import FeatureLayout, make_rise
 from jaxsok.kernels import combine as kernels
 from jaxsok.types import COMBINERS, Combiner, Inverse
 
@@ -80,4 +80,4 @@ def _bags(
     )
     words = np.array([layout.words()], np.int32)
     weights = jnp.zeros(0, jnp.float32) if weights is None else jnp.asarray(weights, jnp.float32)
-    return layout, (rising(jnp.asarray(offsets), inverse.shape[0]), weights, words)
+    return layout, (make_rise(jnp.asarray(offsets), inverse.shape[0]), weights, words)
