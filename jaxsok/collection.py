@@ -33,6 +33,7 @@ from jaxsok import norms as norms_lib
 from jaxsok import pack as pack_lib
 from jaxsok import pipeline as pipeline_lib
 from jaxsok import plan as plan_lib
+from jaxsok import specs as specs_lib
 from jaxsok.caches import CacheStats
 from jaxsok.features import Batch, Features
 from jaxsok.host_slabs import settled, with_host_slabs
@@ -44,16 +45,7 @@ from jaxsok.plan import Plan
 from jaxsok.printed import listed
 from jaxsok.records import Records
 from jaxsok.shards import Shards
-from jaxsok.specs import (
-    ExchangeSpec,
-    FeatureSpec,
-    StoreSpec,
-    TableSpec,
-    bag_tables,
-    describe,
-    fingerprint,
-    group_into_stores,
-)
+from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec
 from jaxsok.stats import Stats
 from jaxsok.steps import Steps
 from jaxsok.store import State, init_stores
@@ -118,9 +110,11 @@ class Collection:
         self.exchange: ExchangeSpec = exchange or ExchangeSpec()
         self.tables: tuple[TableSpec, ...] = tuple(tables)
         self.features: tuple[FeatureSpec, ...] = tuple(features)
-        self.stores: tuple[StoreSpec, ...] = group_into_stores(self.tables, num_shards, bag_tables(self.features))
+        self.stores: tuple[StoreSpec, ...] = specs_lib.group_into_stores(
+            self.tables, num_shards, specs_lib.bag_tables(self.features)
+        )
         declaration.check_stores(self.stores, self.features, self.exchange, num_shards)
-        self.fingerprint: str = fingerprint(self.stores)
+        self.fingerprint: str = specs_lib.fingerprint(self.stores)
         # One shard has all partitions; an array without elements would be refused by Orbax.
         self.partition_owners: np.ndarray = plan_lib.default_owners(num_shards)[: None if num_shards > 1 else 1]
         self.growth = grow_lib.GrowthTracker.of(self.stores, self.tables, self.shards)
@@ -162,7 +156,14 @@ class Collection:
             features = [repr(feature) for feature in self.features]
             processes.require_same(
                 "init",
-                [f"mesh: {shards}", f"seed: {seed}", f"salt: {salt}", *describe(self.stores), *sizes, *features],
+                [
+                    f"mesh: {shards}",
+                    f"seed: {seed}",
+                    f"salt: {salt}",
+                    *specs_lib.describe(self.stores),
+                    *sizes,
+                    *features,
+                ],
             )
         free, host_share = grow_lib.agreed_free_bytes(shards), grow_lib.agreed_host_share(self.stores, shards)
         asked = [(store, store.capacity) for store in self.stores]

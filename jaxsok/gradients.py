@@ -13,23 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from jaxsok import exchange as exchange_lib
 from jaxsok import table
 from jaxsok.checks import there
-from jaxsok.exchange import (
-    PADDING_REQUEST,
-    SCALED_DTYPES,
-    Exchange,
-    HashOrder,
-    Round,
-    Route,
-    gathered_dtype,
-    has_divided_bags,
-    has_unused_keys,
-    in_one_round_or_more,
-    over_rounds,
-    send_rows,
-    uses_of_rows,
-)
+from jaxsok.exchange import PADDING_REQUEST, SCALED_DTYPES, Exchange, HashOrder, Round, Route
 from jaxsok.features import FeatureLayout, StoreFeatures, single_key_layouts
 from jaxsok.kernels import combine as combine_kernels
 from jaxsok.kernels.lookup import Batch
@@ -186,8 +173,8 @@ def over_arrivals(
             "collection.pipeline or plan(send_capacity=...), or none."
         )
     # The number of uses travels with the gradients only where the requests do not know it.
-    counts_differ = any(has_unused_keys(plan.features.stores[s]) for plan in plans)
-    dtype = gathered_dtype(exchange.spec.gradients, "float32")
+    counts_differ = any(exchange_lib.has_unused_keys(plan.features.stores[s]) for plan in plans)
+    dtype = exchange_lib.gathered_dtype(exchange.spec.gradients, "float32")
 
     def deliver(
         route: Route, received: Array, row_ids: RowIds, is_real: bool | Bool[Array, " n"], sums: Array, uses: Array
@@ -195,7 +182,7 @@ def over_arrivals(
         uses_of_key = received[:, 3].astype(jnp.int32)  # 0 in padding
         uses = jnp.where(is_real & (uses_of_key > 0), route.to_owners(uses) if counts_differ else uses_of_key, 0)
         row_ids = jnp.where(uses > 0, row_ids, jnp.uint32(NO_ROW))
-        sums = send_rows(sums, exchange.spec.gradients, route.to_owners).astype(jnp.float32)
+        sums = exchange_lib.send_rows(sums, exchange.spec.gradients, route.to_owners).astype(jnp.float32)
         return Arrived(received, row_ids, sums, uses)
 
     def one_round(asked: Sequence[Requests]) -> Any:
@@ -224,9 +211,9 @@ def over_arrivals(
                 of_plans.append(deliver(part.route, received, row_ids, True, part.take(sums), part.take(uses)))
             return body(carry, of_plans)
 
-        return over_rounds(exchange, spec, ordered, run_round, carry)
+        return exchange_lib.over_rounds(exchange, spec, ordered, run_round, carry)
 
-    return in_one_round_or_more(asked, one_round, rounds)
+    return exchange_lib.in_one_round_or_more(asked, one_round, rounds)
 
 
 def _lines_with_row(route: Route, plan: Plan, s: int, order: HashOrder) -> Array:
@@ -262,7 +249,7 @@ def uses_in_all(
 ) -> Float32[Array, " num_lines"]:
     """Counts for each line, plan after plan, the uses of its row in all live plans."""
     alive = [jnp.where(is_live[p], of_plan, 0) for p, of_plan in enumerate(uses)]
-    return uses_of_rows(concatenated(row_ids), concatenated(alive)).astype(jnp.float32)
+    return exchange_lib.uses_of_rows(concatenated(row_ids), concatenated(alive)).astype(jnp.float32)
 
 
 def fits_windows(exchange: Exchange, spec: StoreSpec, s: int, used: Used) -> bool:
@@ -272,9 +259,9 @@ def fits_windows(exchange: Exchange, spec: StoreSpec, s: int, used: Used) -> boo
     (plan,) = used.plans
     part, asked = plan.features.stores[s], plan.asked_of(s)
     is_scaled = spec.row_gradient != "sum" or exchange.spec.gradients in SCALED_DTYPES
-    if asked.listed is not None or is_scaled or has_unused_keys(part):
+    if asked.listed is not None or is_scaled or exchange_lib.has_unused_keys(part):
         return False
-    return asked.send_capacity >= part.keys.shape[0] or not has_divided_bags(part)
+    return asked.send_capacity >= part.keys.shape[0] or not exchange_lib.has_divided_bags(part)
 
 
 def by_bag(spec: StoreSpec, part: StoreFeatures, gradients: Gradients) -> list[Float32[Array, "..."]]:
@@ -288,7 +275,7 @@ def _sum_by_line(
     """Sums the gradients of each key over its uses in the batch, and counts them: by line to send in the one round."""
     part, asked = plan.features.stores[s], plan.asked_of(s)
     is_all_sent = asked.listed is not None or asked.send_capacity >= part.keys.shape[0]
-    if is_all_sent or not has_divided_bags(part):
+    if is_all_sent or not exchange_lib.has_divided_bags(part):
         return _sum(spec, part, gradients, asked.slots, num_lines, dtype)
     # Keys that were not sent count in the hotness of their bags, as they did in the lookup: they get an extra line.
     is_unsent = table.is_key(part.keys) & (asked.slots < 0)

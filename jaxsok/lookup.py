@@ -17,19 +17,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from jaxsok import admission, annotations, table, tiers
+from jaxsok import exchange as exchange_lib
 from jaxsok.checks import there
-from jaxsok.exchange import (
-    SCALED_DTYPES,
-    Exchange,
-    Route,
-    gathered_dtype,
-    in_one_round_or_more,
-    num_rounds_of,
-    places_of_round,
-    receive_all,
-    send_rows,
-    vary_as,
-)
+from jaxsok.exchange import SCALED_DTYPES, Exchange, Route
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels.tickets import tickets_digest
@@ -67,8 +57,8 @@ def lookup_exchanged(
     def rounds(before: _Outcome) -> _Outcome:
         return _lookup_in_rounds(spec, before.store, features, asked, owner)
 
-    outcome = in_one_round_or_more([asked], one_round, rounds)
-    num_rounds = num_rounds_of(asked.load[0, 0], asked.send_capacity)
+    outcome = exchange_lib.in_one_round_or_more([asked], one_round, rounds)
+    num_rounds = exchange_lib.num_rounds_of(asked.load[0, 0], asked.send_capacity)
     return outcome.store, Found(outcome.row_ids, outcome.counts, _rounds(num_rounds), outcome.has_row), outcome.values
 
 
@@ -122,11 +112,11 @@ def _lookup_in_rounds(
 ) -> _Outcome:
     """Looks up a store in several rounds. All requests arrive first, so that row ids are those of one round."""
     route, listed, capacity = owner.exchange.route(spec, asked.send_capacity), there(asked.listed), asked.send_capacity
-    num_rounds, num_keys = num_rounds_of(asked.load[0, 0], capacity), listed.lines.shape[0]
-    room = receive_all(route, asked.received, listed.lines, listed.starts, num_rounds)
+    num_rounds, num_keys = exchange_lib.num_rounds_of(asked.load[0, 0], capacity), listed.lines.shape[0]
+    room = exchange_lib.receive_all(route, asked.received, listed.lines, listed.starts, num_rounds)
     store, row_ids, inserted = owner.find_rows(store, room.reshape(-1, 4))
     row_ids = row_ids.reshape(room.shape[:2])
-    dtype = gathered_dtype(owner.exchange.spec.rows, spec.dtype)
+    dtype = exchange_lib.gathered_dtype(owner.exchange.spec.rows, spec.dtype)
     ids = jnp.full(num_keys, jnp.uint32(NO_ROW))
     rows = ids if spec.is_replicated else jnp.zeros((num_keys, spec.dim), dtype)
     none = jnp.zeros(len(spec.tables), jnp.int32)
@@ -137,12 +127,12 @@ def _lookup_in_rounds(
         received = lax.dynamic_slice_in_dim(room, number * capacity, capacity, axis=1).reshape(-1, 4)
         of_round = lax.dynamic_slice_in_dim(row_ids, number * capacity, capacity, axis=1).reshape(-1)
         store, back, absent_now = owner.answer(store, route, received, of_round)
-        place, _ = places_of_round(route, listed.starts, number, num_keys)
+        place, _ = exchange_lib.places_of_round(route, listed.starts, number, num_keys)
         ids = ids.at[place].set(route.to_askers(of_round), mode="drop")
         rows = ids if spec.is_replicated else rows.at[place].set(back, mode="drop")
         return store, rows, ids, absent + absent_now
 
-    first = vary_as((store, rows, ids, none), asked.received)
+    first = exchange_lib.vary_as((store, rows, ids, none), asked.received)
     store, rows, ids, absent = lax.fori_loop(0, num_rounds, answer, first)
     store, counts, values = _combine_answers(
         spec, store, features, owner, rows, listed.inverse, inserted, absent, may_lack_rows=False
@@ -198,7 +188,7 @@ def _read_in_windows(
 ) -> StoreRead:
     """Does `read_exchanged`; rows go from the store into windows, and from there into embeddings."""
     received, windows = asked.received, there(owner.exchange.windows)
-    dtype = gathered_dtype(owner.exchange.spec.rows, spec.dtype)
+    dtype = exchange_lib.gathered_dtype(owner.exchange.spec.rows, spec.dtype)
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
     store, view, slots = tiers.brought(spec, store, owner.seed, found.row_ids, keeps=not owner.is_find)
     words = spec.table_words() if owner.is_find else spec.refused_words()
@@ -247,9 +237,9 @@ class Owner:
         spec, on_wire = self.spec, self.exchange.spec.rows
         if spec.is_replicated:
             return store, route.to_askers(row_ids), jnp.zeros(len(spec.tables), jnp.int32)
-        dtype = gathered_dtype(on_wire, spec.dtype)
+        dtype = exchange_lib.gathered_dtype(on_wire, spec.dtype)
         store, rows, absent = table.gather(spec, store, self.seed, received, row_ids, is_find=self.is_find, dtype=dtype)
-        return store, send_rows(rows, on_wire, route.to_askers), absent
+        return store, exchange_lib.send_rows(rows, on_wire, route.to_askers), absent
 
 
 # On one device -------------------------------------------------------------------------------------------------------

@@ -18,20 +18,9 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok import annotations, norms, table, tiers, update
+from jaxsok import exchange as exchange_lib
 from jaxsok.checks import there
-from jaxsok.exchange import (
-    DIVIDED,
-    SCALED_DTYPES,
-    Exchange,
-    default_send_capacity,
-    digest_of_all,
-    gathered_dtype,
-    load_of,
-    num_rounds_of,
-    receive_all,
-    requests_of_round,
-    send_rows,
-)
+from jaxsok.exchange import DIVIDED, SCALED_DTYPES, Exchange
 from jaxsok.features import FeatureLayout, StoreFeatures
 from jaxsok.gradients import Gradients, Used, by_bag, concatenated, joined
 from jaxsok.kernels import lookup as lookup_kernels
@@ -72,17 +61,17 @@ def ask(
     )
     counts = offsets[:, -1]
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-    capacity = send_capacity or exchange.spec.send_capacity or default_send_capacity(spec, features)
+    capacity = send_capacity or exchange.spec.send_capacity or exchange_lib.default_send_capacity(spec, features)
     route = exchange.route(spec, capacity)
 
     to_all = jnp.concatenate([tickets_digest(features.keys)[0], counts.astype(jnp.uint32)])
     words = jnp.concatenate([jnp.broadcast_to(to_all, (num_shards, num_shards + 2)), offsets.astype(jnp.uint32)], 1)
-    received, words = route.requests_to_owners(requests_of_round(route, uses, starts, 0), words)
+    received, words = route.requests_to_owners(exchange_lib.requests_of_round(route, uses, starts, 0), words)
     digests, counts_of_all, offsets_here = jnp.split(words, (2, num_shards + 2), axis=1)
-    load, num_rounds, room = load_of(counts_of_all), jnp.int32(1), capacity
+    load, num_rounds, room = exchange_lib.load_of(counts_of_all), jnp.int32(1), capacity
     if send_capacity is None:
-        num_rounds = num_rounds_of(load[0, 0], capacity)
-        lines = receive_all(route, received, uses, starts, num_rounds)
+        num_rounds = exchange_lib.num_rounds_of(load[0, 0], capacity)
+        lines = exchange_lib.receive_all(route, received, uses, starts, num_rounds)
         received, room, capacity = lines.reshape(-1, 4), None, lines.shape[1]
     return Uses(
         received,
@@ -90,7 +79,7 @@ def ask(
         scales,
         _count_unsent(spec, features, offsets, room),
         load,
-        digest_of_all(digests),
+        exchange_lib.digest_of_all(digests),
         num_rounds[None],
         send_capacity=capacity,
     )
@@ -183,7 +172,7 @@ def read(
 
     windows = owner.exchange.windows
     is_by_xla = table.given_by_xla(spec, is_find=owner.is_find)
-    dtype = gathered_dtype(owner.exchange.spec.rows, "float32")
+    dtype = exchange_lib.gathered_dtype(owner.exchange.spec.rows, "float32")
     fits_kernels = owner.exchange.spec.rows not in SCALED_DTYPES and (dtype == "float32" or spec.dtype != "float16")
     if windows is not None and not is_by_xla and fits_kernels:
         windows.reserve(jnp.dtype(dtype).itemsize * spec.dim * lines.shape[0])
@@ -202,7 +191,7 @@ def read(
         store = tiers.returned(store, dataclasses.replace(view, counters=counters))
     else:
         store, sums = _partial_bags(spec, store, received, row_ids, owner)
-        sums = send_rows(sums, owner.exchange.spec.rows, owner.exchange.all_to_all)
+        sums = exchange_lib.send_rows(sums, owner.exchange.spec.rows, owner.exchange.all_to_all)
         counters, _, values = lookup_kernels.lookup_planned(store.counters, reading(spec.table_words()), lines, (sums,))
         store = dataclasses.replace(store, counters=counters)
     values = [
@@ -304,7 +293,7 @@ def _to_owners(
 ) -> Float32[Array, "num_bags_of_all dim"]:
     """Sends the gradients of all bags to all shards."""
     lines = _scaled_gradients(spec, plan, gradients, s)
-    return send_rows(lines, exchange.spec.gradients, exchange.all_gather).astype(jnp.float32)
+    return exchange_lib.send_rows(lines, exchange.spec.gradients, exchange.all_gather).astype(jnp.float32)
 
 
 def _check_num_features(op: str, spec: StoreSpec, used: Used) -> None:
@@ -342,7 +331,7 @@ def update_exchanged(
     windows, wire = exchange.windows, exchange.spec.gradients
     if windows is not None and len(used.plans) == 1 and wire not in SCALED_DTYPES:
         lines = _scaled_gradients(spec, used.plans[0], used.gradients[0], s)
-        lines = table.rounded(lines, gathered_dtype(wire, "float32"))
+        lines = table.rounded(lines, exchange_lib.gathered_dtype(wire, "float32"))
         windows.reserve(spec.num_shards * lines.size * lines.dtype.itemsize)
         view, num_nonfinite, num_stale = update_kernels.update_bags_window(windows.number, view, step, lines)
     else:

@@ -13,21 +13,10 @@ import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
 from jaxsok import annotations, tiers
+from jaxsok import gradients as gradients_lib
 from jaxsok.checks import there
 from jaxsok.exchange import Exchange, gathered_dtype
-from jaxsok.gradients import (
-    Arrived,
-    Used,
-    as_features,
-    bag_gradient,
-    by_bag,
-    concatenated,
-    fits_windows,
-    joined,
-    over_arrivals,
-    scale_by_uses,
-    uses_in_all,
-)
+from jaxsok.gradients import Arrived, Used
 from jaxsok.kernels import update as kernels
 from jaxsok.optimizers.program import compiled
 from jaxsok.optimizers.protocol import PROGRAM
@@ -69,10 +58,10 @@ def update_here(
 ) -> tuple[StoreState, Array, Array]:
     """Steps one store on one shard; also counts rows with non-finite gradients by table, and uses of stale plans."""
     parts = [plan.features.stores[s] for plan in used.plans]
-    batch, num_tiles = joined(parts)
-    row_ids = concatenated([plan.found_of(s).row_ids for plan in used.plans])
+    batch, num_tiles = gradients_lib.joined(parts)
+    row_ids = gradients_lib.concatenated([plan.found_of(s).row_ids for plan in used.plans])
     flat = [
-        bag_gradient(grads, part, layout, spec)
+        gradients_lib.bag_gradient(grads, part, layout, spec)
         for part, grads in zip(parts, used.gradients, strict=True)
         for layout in part.layouts
     ]
@@ -110,11 +99,11 @@ def _step_of_lines(
     total: Array | None,
 ) -> kernels.Step:
     """Returns the step of the rows of requests, plan after plan, with a gradient each; `total` has their uses."""
-    batch, num_tiles = as_features([part.shape[0] for part in received])
-    keys = concatenated([part[:, :2] for part in received])
+    batch, num_tiles = gradients_lib.as_features([part.shape[0] for part in received])
+    keys = gradients_lib.concatenated([part[:, :2] for part in received])
     # One feature has keys of all tables, and random rounding depends on the table.
     is_random = spec.dtype != "float32" and spec.rounding == "stochastic"
-    table_ids = concatenated([part[:, 2] for part in received]) if is_random else None
+    table_ids = gradients_lib.concatenated([part[:, 2] for part in received]) if is_random else None
     # The sums are scaled already.
     inputs = dataclasses.replace(
         inputs, row_step=dataclasses.replace(inputs.row_step, row_gradient=ROW_GRADIENTS["sum"])
@@ -128,13 +117,16 @@ def update_exchanged(
 ) -> tuple[StoreState, Array, Array]:
     """Steps the rows of one store that this shard owns; counts as `update_here` does."""
     is_live = used.is_live
-    if fits_windows(exchange, spec, s, used):
+    if gradients_lib.fits_windows(exchange, spec, s, used):
         return _update_in_windows(exchange, spec, store, s, used, inputs)
 
     def step(carry: tuple[StoreState, Array, Array], arrived: list[Arrived]) -> tuple[StoreState, Array, Array]:
         store, num_nonfinite, num_stale = carry
-        sums, total = scale_by_uses(spec, arrived, is_live, counts_uses=inputs.counts_uses)
-        received, row_ids = [part.received for part in arrived], concatenated([part.row_ids for part in arrived])
+        sums, total = gradients_lib.scale_by_uses(spec, arrived, is_live, counts_uses=inputs.counts_uses)
+        received, row_ids = (
+            [part.received for part in arrived],
+            gradients_lib.concatenated([part.row_ids for part in arrived]),
+        )
         store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
         step_of_round = _step_of_lines(spec, inputs, received, slots, is_live, total)
         view, more_nonfinite, _ = kernels.update(view, step_of_round, sums)
@@ -143,7 +135,7 @@ def update_exchanged(
         return store, num_nonfinite + more_nonfinite, num_stale + more_stale
 
     carry = store, jnp.zeros(len(spec.tables), jnp.int32), jnp.zeros((), jnp.int32)
-    store, num_nonfinite, num_stale = over_arrivals(
+    store, num_nonfinite, num_stale = gradients_lib.over_arrivals(
         exchange, "update", spec, s, used, lambda carry: carry[0], step, carry
     )
     if spec.is_replicated:
@@ -161,7 +153,7 @@ def _update_in_windows(
     part, asked, row_ids = plan.features.stores[s], plan.asked_of(s), plan.found_of(s).row_ids
     received = asked.received
     uses = jnp.where(row_ids == jnp.uint32(NO_ROW), 0, received[:, 3].astype(jnp.int32))
-    total = uses_in_all([row_ids], [uses], used.is_live) if inputs.counts_uses else None
+    total = gradients_lib.uses_in_all([row_ids], [uses], used.is_live) if inputs.counts_uses else None
     dtype = gathered_dtype(exchange.spec.gradients, "float32")
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
     _, *bags = part.operands()
@@ -172,7 +164,7 @@ def _update_in_windows(
         _step_of_lines(spec, inputs, [received], slots, used.is_live, total),
         asked.slots,
         bags,
-        by_bag(spec, part, gradients),
+        gradients_lib.by_bag(spec, part, gradients),
         part.num_tiles,
         dtype,
     )
