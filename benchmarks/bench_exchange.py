@@ -319,9 +319,8 @@ class Sharded:
             of_key = jnp.where(slots >= 0, slots.astype(jnp.uint32), jnp.uint32(NO_ROW))
             shapes = [(*layout.embedding_shape, spec.dim) for layout in part.layouts]
             counters = jnp.zeros(len(COUNTERS), jnp.uint32)  # they pass through
-            return lookup_kernels.lookup_planned(
-                counters, spec.table_words(), self._seed, part.operands(), of_key, (answers,), shapes, part.num_tiles
-            )[2]
+            reading = lookup_kernels.Reading(spec.table_words(), self._seed, part.operands(), part.num_tiles, shapes)
+            return lookup_kernels.lookup_planned(counters, reading, of_key, (answers,))[2]
 
         def transpose(part, slots, gradients):
             _, offsets, weights, words = part.operands()
@@ -362,13 +361,20 @@ class Sharded:
         timed(records.KEY_EXCHANGE, route.to_owners, [(part,) for part in received], keys_sent)
         store = self.filled.state.stores[0]
         timed(records.OWNER_LOOKUP, owner_lookup, [(store, part) for part in received])
-        timed(records.ROW_EXCHANGE, lambda part: route.rows_to_askers(part, "float32"), [(rows,)], rows_sent)
+
+        def to_askers(part):
+            return exchange_lib.send_rows(part, "float32", route.to_askers)
+
+        def to_owners(part):
+            return exchange_lib.send_rows(part, "float32", route.to_owners)
+
+        timed(records.ROW_EXCHANGE, to_askers, [(rows,)], rows_sent)
         slots = [plan.asked[0].slots for plan in self.plans]
         pairs = list(zip(features, slots, strict=True))
         timed(records.COMBINE, combine, [(*pair, rows) for pair in pairs])
         gradients = self.filled.gradients(self.workload.num_bags)
         timed(records.TRANSPOSE, transpose, [(*pair, gradients) for pair in pairs])
-        timed(records.GRADIENT_EXCHANGE, lambda part: route.rows_to_owners(part, "float32"), [(rows,)], rows_sent)
+        timed(records.GRADIENT_EXCHANGE, to_owners, [(rows,)], rows_sent)
         find = jax.jit(on_shards(lambda *args: owner_lookup(*args)[0], (one, one)))
         row_ids = [find(store, part) for part in received]
         sets = [(part, ids, rows) for part, ids in zip(received, row_ids, strict=True)]

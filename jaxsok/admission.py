@@ -1,8 +1,8 @@
 """Keys that wait for a row: admission in a lookup, forgetting counts, and moving waiting keys out and in.
 
-The lookup's kernels decide who gets a row, for unseen keys alone (ffi/core/admission.h); `policies.py` declares it.
-Exact counts lie in `StoreState.sightings`, an index of its own; `grow` keeps it at most half full. The counters of a
-Bloom filter hold no keys: they go where the whole array goes, and cannot be dealt to another mesh.
+The lookup's kernels decide which unseen keys get a row (ffi/core/admission.h); `policies.py` declares it. Exact counts
+lie in `StoreState.sightings`, an index of its own; `grow` keeps it at most half full. The counters of a Bloom filter
+hold no keys: they stay together, and cannot be moved to another mesh.
 """
 
 import dataclasses
@@ -14,39 +14,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, UInt32
+from jaxtyping import Array
 
 from jaxsok import policies, processes
 from jaxsok.kernels import table as kernels
+from jaxsok.keys import to_words
 from jaxsok.shards import ONE_DEVICE, Shards, local_parts
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET
+from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET, Clock
 
 _ENTRY_WORDS = BUCKET_WORDS // ENTRIES_PER_BUCKET
 _NO_ENTRY = np.full(_ENTRY_WORDS, 0xFFFFFFFF, np.uint32)
 _NEVER = 0xFFFFFFFF  # a floor that no count reaches: thresholds are below 2**31
-ROOM = 4  # entries for each that is taken or may be, after sightings were made anew
+ROOM = 4  # entries per taken or possible one, after sightings were remade
 
 
-def operands(spec: StoreSpec, step: UInt32[Array, ""] | None, uses: Array | None = None) -> kernels.Admission | None:
-    """Returns what the kernels need for admission, or None where every key gets a row.
-
-    `uses` are the occurrences that each key stands for.
-    """
+def operands(spec: StoreSpec, step: Clock | None, uses: Array | None = None) -> kernels.Admission | None:
+    """Returns the kernels' operands of admission, with the occurrences of each key; None if every key gets a row."""
     if step is None or not spec.has_admission:
         return None
-    words = spec.refused_words()
-    uses = None if uses is None else uses.astype(jnp.uint32)
-    return kernels.Admission(step, words, uses)
+    return kernels.Admission(step, spec.refused_words(), None if uses is None else uses.astype(jnp.uint32))
 
 
 def forget(spec: StoreSpec, store: StoreState, num_gone: Array, cleared: int | None = None) -> StoreState:
-    """Forgets the counts of keys that were let in, after rows went, so that keys that come back start anew.
+    """Forgets the counts of admitted keys if rows went, so that they start at 0 when they come back; donates the store.
 
-    Keys that still have their row never need the count again. Keys that had enough sightings when the store was full
-    start anew, too. If no row went (`num_gone` is 0), only the waiting keys of the table `cleared` are forgotten.
-    Donates the store.
+    Waiting keys of the table `cleared` are forgotten, too.
     """
     if not store.sightings:
         return store
@@ -61,11 +55,7 @@ def forget(spec: StoreSpec, store: StoreState, num_gone: Array, cleared: int | N
 
 
 def waiting(spec: StoreSpec, store: StoreState, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the keys of a table that wait for a row, uint64, and how often each was seen, uint32; in no order.
-
-    Waits for the device. In several processes each returns those of its own shards; a replicated store returns those of
-    one shard. A table that does not admit by count has none.
-    """
+    """Returns the keys of a table that wait for a row, in no order, and their counts, on this process's shards."""
     keys, counts = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint32)]
     if store.sightings and isinstance(spec.tables[number].admission, policies.AdmitByCount):
         floors = spec.sighting_floors()
@@ -87,11 +77,10 @@ def with_waiting(
     owners: np.ndarray | None = None,
     shards: Shards = ONE_DEVICE,
 ) -> StoreState:
-    """Adds waiting keys (uint64, distinct, without PADDING_KEY) with their counts to a table; donates the store.
+    """Adds distinct waiting keys with their counts to a table that admits by count; donates the store.
 
-    Counts of keys that wait already are added. Counts of 0, or at the threshold or above, are left out. `owners` are
-    the shards of the keys (`plan.owners_of`); each process takes the keys that its own shards own. `sightings` grow as
-    they need, and are in memory twice while they are made anew. Raises ValueError if the table does not admit by count.
+    Counts of keys that wait already add up; counts of 0, or at the threshold or above, are left out. `owners` are the
+    shards of the keys (`plan.owners_of`); each process takes the keys of its own shards.
     """
     table = spec.tables[number]
     if not isinstance(table.admission, policies.AdmitByCount):
@@ -99,15 +88,12 @@ def with_waiting(
             f'with_waiting: table "{table.name}": admission: got {table.admission!r}, wanted policies.AdmitByCount.'
         )
     keys, counts = np.asarray(keys, np.uint64), np.asarray(counts, np.uint32)
-    entries = np.empty((keys.shape[0], _ENTRY_WORDS), np.uint32)
-    entries[:, 0], entries[:, 1] = keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)
-    entries[:, 2], entries[:, 3] = counts, number
+    entries = np.column_stack([to_words(keys), counts, np.full_like(counts, number)])
     if spec.num_shards == 1:
         blocks, most = {0: entries}, len(entries)
     else:
         blocks = {shard: entries if spec.is_replicated else entries[owners == shard] for shard in shards.local()}
-        most = max(map(len, blocks.values()))
-        most = processes.greatest(most)
+        most = processes.greatest(max(map(len, blocks.values())))
     padded = {
         shard: np.concatenate([part, np.tile(_NO_ENTRY, (most - len(part), 1))]) for shard, part in blocks.items()
     }
@@ -120,11 +106,10 @@ def with_waiting(
 def remaking(
     spec: StoreSpec, store: StoreState, room: int, shards: Shards, more: Array | None = None
 ) -> Callable[[StoreState], StoreState]:
-    """Prepares `sightings` that hold the waiting keys alone, with room for others: a quarter full at most.
+    """Returns a function that remakes a store's `sightings` of the waiting keys alone, at most a quarter full.
 
-    `more` has further entries `[num_entries, 4]` of all shards. `sightings` never shrink, so that programs stay the
-    same. Everything that can fail fails here and changes nothing, except the allocation of the new array. The returned
-    function donates its store, whose salt or rows may have changed since.
+    `more` has further entries `[num_entries, 4]` of all shards. Whatever can fail, except the allocation of the new
+    array, fails here. The function donates its store, whose salt or rows may have changed since.
     """
     if not store.sightings:
         return lambda store: store
@@ -134,7 +119,7 @@ def remaking(
         num_buckets *= 2
     rest = () if more is None else (more,)
     floors = tuple(spec.sighting_floors().tolist())
-    program = _remade.lower(store.counters, (*store.sightings, *rest), num_buckets, floors, shards).compile()
+    program = _remake.lower(store.counters, (*store.sightings, *rest), num_buckets, floors, shards).compile()
 
     def remake(store: StoreState) -> StoreState:
         (old,) = store.sightings
@@ -152,24 +137,23 @@ def num_waiting(spec: StoreSpec, store: StoreState, shards: Shards) -> int:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _most_waiting(sightings: Array, floors: tuple[int, ...], shards: Shards) -> Array:
-    def of_shard(sightings: Array) -> Array:
+    def count(sightings: Array) -> Array:
         is_waiting = _is_waiting(sightings.reshape(-1, _ENTRY_WORDS), np.array(floors, np.uint32), jnp)
-        num_waiting = is_waiting.sum(dtype=jnp.int32)
-        return shards.max(num_waiting)
+        return shards.max(is_waiting.sum(dtype=jnp.int32))
 
-    return shards.run(of_shard, (sightings,), (shards.spec,), P())
+    return shards.run(count, (sightings,), (shards.spec,), P())
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3, 4))
-def _remade(
+def _remake(
     counters: Array, parts: tuple[Array, ...], num_buckets: int, floors: tuple[int, ...], shards: Shards
 ) -> tuple[Array, Array]:
-    def of_shard(counters: Array, *parts: Array) -> tuple[Array, Array]:
+    def remake_part(counters: Array, *parts: Array) -> tuple[Array, Array]:
         entries = [part.reshape(-1, _ENTRY_WORDS) for part in parts]
         entries = entries[0] if len(entries) == 1 else jnp.concatenate(entries)
         return kernels.wait(counters, np.array(floors, np.uint32), entries, num_buckets)
 
-    return shards.run(of_shard, (counters, *parts), (shards.spec,) * (1 + len(parts)), shards.spec)
+    return shards.run(remake_part, (counters, *parts), (shards.spec,) * (1 + len(parts)), shards.spec)
 
 
 def _is_waiting(entries: Any, floors: np.ndarray, xp: Any) -> Any:

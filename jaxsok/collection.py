@@ -1,4 +1,4 @@
-"""What a user declares and calls: tables, features, a mesh. A collection holds no arrays; the state does."""
+"""The collection that a user declares and calls: tables, features, a mesh. It holds no arrays; the state does."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,6 @@ from jaxsok import (
     table_export,
     table_import,
 )
-from jaxsok import caches as caches_lib
 from jaxsok import evict as evict_lib
 from jaxsok import features as features_lib
 from jaxsok import gradients as gradients_lib
@@ -34,29 +33,27 @@ from jaxsok import norms as norms_lib
 from jaxsok import pack as pack_lib
 from jaxsok import pipeline as pipeline_lib
 from jaxsok import plan as plan_lib
+from jaxsok import specs as specs_lib
+from jaxsok.caches import CacheStats
 from jaxsok.features import Batch, Features
 from jaxsok.host_slabs import settled, with_host_slabs
 from jaxsok.kernels import library
+from jaxsok.keys import to_words
 from jaxsok.lookup import Embeddings
 from jaxsok.operations import check_features, check_state, check_untraced, clock_of, lineage_of, no_tickets
 from jaxsok.plan import Plan
 from jaxsok.printed import listed
 from jaxsok.records import Records
 from jaxsok.shards import Shards
-from jaxsok.specs import (
-    ExchangeSpec,
-    FeatureSpec,
-    StoreSpec,
-    TableSpec,
-    bag_tables,
-    described,
-    fingerprint,
-    group_into_stores,
-)
+from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec
 from jaxsok.stats import Stats
 from jaxsok.steps import Steps
 from jaxsok.store import State, init_stores
 from jaxsok.strategy import Strategy
+
+Plans = Plan | Sequence[Plan]
+PlanGradients = Mapping[str, Array] | Sequence[Mapping[str, Array]]
+"""Gradients by feature: one mapping for each plan."""
 
 
 class Collection:
@@ -113,9 +110,11 @@ class Collection:
         self.exchange: ExchangeSpec = exchange or ExchangeSpec()
         self.tables: tuple[TableSpec, ...] = tuple(tables)
         self.features: tuple[FeatureSpec, ...] = tuple(features)
-        self.stores: tuple[StoreSpec, ...] = group_into_stores(self.tables, num_shards, bag_tables(self.features))
+        self.stores: tuple[StoreSpec, ...] = specs_lib.group_into_stores(
+            self.tables, num_shards, specs_lib.bag_tables(self.features)
+        )
         declaration.check_stores(self.stores, self.features, self.exchange, num_shards)
-        self.fingerprint: str = fingerprint(self.stores)
+        self.fingerprint: str = specs_lib.fingerprint(self.stores)
         # One shard has all partitions; an array without elements would be refused by Orbax.
         self.partition_owners: np.ndarray = plan_lib.default_owners(num_shards)[: None if num_shards > 1 else 1]
         self.growth = grow_lib.GrowthTracker.of(self.stores, self.tables, self.shards)
@@ -137,9 +136,9 @@ class Collection:
         Args:
           seed: new rows are functions of (seed, table name, key, column); 0 to 2**64 - 1.
           salt: the salts of the stores' hashes are functions of it; 0 to 2**64 - 1. None: they are drawn at random, the
-            same in all processes, so that nobody can choose keys that collide. They change only where entries lie in
-            the index, and `longest_probe`. Give one where these must be the same on every run, and where you trust the
-            source of the keys.
+            same in all processes, so that colliding keys cannot be crafted. They change only where entries lie in the
+            index, and `longest_probe`. Give one where these must be the same on every run and you trust the source of
+            the keys.
 
         Raises:
           MemoryError: the stores will not fit; says the bytes asked and the bytes that a row costs.
@@ -157,7 +156,14 @@ class Collection:
             features = [repr(feature) for feature in self.features]
             processes.require_same(
                 "init",
-                [f"mesh: {shards}", f"seed: {seed}", f"salt: {salt}", *described(self.stores), *sizes, *features],
+                [
+                    f"mesh: {shards}",
+                    f"seed: {seed}",
+                    f"salt: {salt}",
+                    *specs_lib.describe(self.stores),
+                    *sizes,
+                    *features,
+                ],
             )
         free, host_share = grow_lib.agreed_free_bytes(shards), grow_lib.agreed_host_share(self.stores, shards)
         asked = [(store, store.capacity) for store in self.stores]
@@ -166,17 +172,14 @@ class Collection:
         # The first words name the state's life in exports, which others read, so the salts come from other words.
         drawn = processes.drawn(is_shared=shards.num_processes > 1, num_words=6)
         entropy = drawn[2:].tolist() if salt is None else int(salt)
-        salts = np.random.SeedSequence(entropy).generate_state(len(self.stores), np.uint64)
-        salt_words = np.stack([salts & np.uint64(0xFFFFFFFF), salts >> np.uint64(32)], axis=1).astype(np.uint32)
-        seed_words = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
-        step, seed_words, owners, refused = shards.make(
-            _make_rest, len(self.tables), operands=(seed_words, self.partition_owners), is_split=False
-        )
+        salts = to_words(np.random.SeedSequence(entropy).generate_state(len(self.stores), np.uint64))
+        operands = to_words(np.array([seed], np.uint64))[0], self.partition_owners
+        step, seed_words, owners, refused = shards.make(_make_rest, len(self.tables), operands=operands, is_split=False)
         # From the seed, so that two runs have the same bits. Exports still tell lives with the same words apart.
         lineage = np.random.SeedSequence([int(seed), int(self.fingerprint, 16)]).generate_state(2)
         lives.IN_THIS_PROCESS.begin(lineage, drawn[:2])
         with processes.together("init", is_shared=shards.num_processes > 1):
-            stores = shards.make(init_stores, self.stores, operands=(salt_words,))
+            stores = shards.make(init_stores, self.stores, operands=(salts,))
             stores = with_host_slabs(self.stores, stores, shards)
         state = State(
             stores=stores,
@@ -195,15 +198,15 @@ class Collection:
     def batch(self, raw: Mapping[str, Any], *, pad_to: int | None = None) -> Batch:
         """Packs a raw batch: features into few arrays of static size, everything else untouched.
 
-        On a mesh this process's samples are split over its shards in order, and so are entries of `raw` that have a
-        line for each sample. In several processes each passes its own samples, all the same number of them.
+        On a mesh this process's samples are split over its shards in order, and so are entries of `raw` with a row per
+        sample. In several processes each passes its own samples, all the same number of them.
 
         Args:
           raw: for each feature an integer array `[num_bags]` or `[num_bags, hotness]`, or `Bags`; also `Coo` (or a
             `tf.SparseTensor`), a column of integers or of lists of them (Arrow, Polars), a
             `jax.experimental.sparse.BCOO`. All have one number of samples. Other entries are carried along
-            (`batch["label"]`); a column, `[n]` or `[n, 1]`, must have a line for each sample too. Pass an array that is
-            no data of samples in a tuple.
+            (`batch["label"]`); a column, `[n]` or `[n, 1]`, must have a row per sample too. Pass an array that is no
+            data of samples in a tuple.
           pad_to: adds samples without keys until there are so many: for the last batch of a log. `batch.mask` marks the
             real ones.
 
@@ -286,13 +289,10 @@ class Collection:
           >>> collection.num_rows(state)
           {'item': 8}
         """
-        for name, value, least in (
-            ("lookahead", lookahead, 0),
-            ("staleness", staleness, 0),
-            ("micro_batches", micro_batches, 1),
-            ("prefetch", prefetch, 1),
-        ):
-            checks.integer(f"pipeline: {name}", value, least)
+        checks.integer("pipeline: lookahead", lookahead, 0)
+        checks.integer("pipeline: staleness", staleness, 0)
+        checks.integer("pipeline: micro_batches", micro_batches, 1)
+        checks.integer("pipeline: prefetch", prefetch, 1)
         if lookahead > max(1, staleness):
             raise ValueError(
                 f"pipeline: lookahead: got {lookahead} with staleness {staleness}, wanted at most {max(1, staleness)}: "
@@ -340,7 +340,7 @@ class Collection:
                 "gave with the batch."
             )
         self.growth.saw_features([plan.features])
-        # The last batch leaves none in its place, and a smaller one smaller arrays.
+        # After the last batch no lookup takes the place of this one, and a smaller batch leaves smaller arrays.
         guards.expect_the_end_of(state.ahead, self.shards.num_shards)
         state, plan, now = guards.whole("lookup", state=state, features=plan, clock=now)
         return self._steps.call("lookup", state, plan, now)
@@ -360,12 +360,7 @@ class Collection:
 
     @annotations.annotated("jaxsok.update")
     def update(
-        self,
-        state: State,
-        plan: Plan | Sequence[Plan],
-        gradients: Mapping[str, Array] | Sequence[Mapping[str, Array]],
-        *,
-        learning_rate: Any = None,
+        self, state: State, plan: Plans, gradients: PlanGradients, *, learning_rate: Any = None
     ) -> tuple[State, Stats]:
         """Steps every row that the plans used, once, with the sum of its gradients; advances `state.step`.
 
@@ -389,15 +384,13 @@ class Collection:
         plans, grads = self._plans_and_gradients("update", plan, gradients)
         if learning_rate is not None:
             check_scalar("update: learning_rate", learning_rate)
-        self.growth.saw_features([one.features for one in plans])
+        self.growth.saw_features([plan.features for plan in plans])
         state, plans, grads = guards.whole("update", state=state, plan=plans, gradients=grads)
         self._check_gradients("update", plans, grads)
-        return self._steps.call("update", state, plans, [dict(of_plan) for of_plan in grads], learning_rate)
+        return self._steps.call("update", state, plans, [*map(dict, grads)], learning_rate)
 
     @annotations.annotated("jaxsok.gradient_norm")
-    def gradient_norm(
-        self, state: State, plan: Plan | Sequence[Plan], gradients: Mapping[str, Array] | Sequence[Mapping[str, Array]]
-    ) -> Float32[Array, ""]:
+    def gradient_norm(self, state: State, plan: Plans, gradients: PlanGradients) -> Float32[Array, ""]:
         """Computes the norm of the row gradients that `update` would step by, of all tables together.
 
         A row counts once, with the sum of its gradients over all uses, plans and shards, scaled as its table's
@@ -420,16 +413,11 @@ class Collection:
         plans, grads = self._plans_and_gradients("gradient_norm", plan, gradients)
         self._check_gradients("gradient_norm", plans, grads)
         state, plans, grads = guards.whole("gradient_norm", state=state, plan=plans, gradients=grads)
-        return self._steps.call("gradient_norm", state, plans, [dict(of_plan) for of_plan in grads])
+        return self._steps.call("gradient_norm", state, plans, [*map(dict, grads)])
 
     @annotations.annotated("jaxsok.clip_by_global_norm")
     def clip_by_global_norm(
-        self,
-        state: State,
-        plan: Plan | Sequence[Plan],
-        gradients: Mapping[str, Array] | Sequence[Mapping[str, Array]],
-        max_norm: Any,
-        dense: Any = None,
+        self, state: State, plan: Plans, gradients: PlanGradients, max_norm: Any, dense: Any = None
     ) -> tuple[Any, Any, Float32[Array, ""]]:
         """Scales the gradients of rows and of dense parameters together until their norm is at most `max_norm`.
 
@@ -469,8 +457,8 @@ class Collection:
           >>> norm.item(), gradients["clicked"][:, 0].tolist(), dense["bias"].item()
           (5.0, [0.5, 0.0, 1.0], 2.0)
         """
-        lookups, both = [(self, state, plan, gradients)], (gradients, dense)
-        (gradients, dense), norm = clip_by_global_norm(lookups, both, max_norm, dense)
+        lookups = [(self, state, plan, gradients)]
+        (gradients, dense), norm = clip_by_global_norm(lookups, (gradients, dense), max_norm, dense)
         return gradients, dense, norm
 
     @annotations.annotated("jaxsok.erase")
@@ -530,7 +518,7 @@ class Collection:
         Args:
           state: donated.
           table: its name.
-          keys: of one that stands more than once the last row counts. PADDING_KEY is passed over.
+          keys: of a repeated key the last row counts. PADDING_KEY is passed over.
           rows: `[num_keys, dim]` of any float dtype, rounded to nearest; on a mesh the same everywhere.
           clock: a uint32 scalar, perhaps traced; None: `state.step`.
 
@@ -559,8 +547,8 @@ class Collection:
         Returns the state, which is donated, and how many rows there were.
 
         Cost:
-          16 bytes a row of capacity, and if there are rows 64 more: the records of the table's store thrice, and its
-          index once. Also the optimizer state and statistics of the rows that go.
+          16 bytes a row of capacity, and if there are rows 64 more: the records of the table's store three times, and
+          its index once. Also the optimizer state and statistics of the rows that go.
 
         Example:
           `state, num_erased = collection.clear(state, "user")`
@@ -582,8 +570,8 @@ class Collection:
 
         A policy that ranks rows (least recently used, least frequently used, a score of the user's own) leaves
         `num_rows` of them: those of lowest score go, ties in the order of (table, key). A policy that marks rows as
-        expired (`TimeToLive`, `SmallNorm`) takes those. What belonged to a row goes with it: a key that comes back
-        starts anew, with its initial row. Freed rows are handed out again in ascending order.
+        expired (`TimeToLive`, `SmallNorm`) takes those. State and statistics go with a row: a key that comes back
+        starts with its initial row. Freed rows are handed out again in ascending order.
 
         Args:
           state: donated.
@@ -634,9 +622,9 @@ class Collection:
         Example:
           `rows = collection.export_table(state, "user")["rows"]`
         """
-        resolved = operations.resolve("export_table", self, state, table)
+        found = operations.resolve("export_table", self, state, table)
         check_untraced("export_table", state)
-        return table_export.export_table(resolved.spec, state.stores[resolved.store], state.seed, resolved.number)
+        return table_export.export_table(found.spec, state.stores[found.store], state.seed, found.number)
 
     def export_chunks(
         self,
@@ -766,7 +754,7 @@ class Collection:
         return operations.num_rows(self, state)
 
     @annotations.annotated("jaxsok.cache_stats")
-    def cache_stats(self, state: State) -> "tuple[caches_lib.CacheStats, ...]":
+    def cache_stats(self, state: State) -> tuple[CacheStats, ...]:
         """Reads what the caches of tables in host memory have done, for each store (waits for the device).
 
         Counts begin with the state; the difference of two readings is what happened between them.
@@ -809,10 +797,10 @@ class Collection:
         With lookups ahead (`pipeline`) that includes the keys of the next batches. No row leaves while a lookup is in
         flight: where rows must, the next step looks nothing up ahead, and they leave before the step after it.
 
-        Growing appends a slab to every per-row array and copies no row; the step's program is compiled anew for the
-        larger state. Where the key positions of the batch fit beside the rows in use, nothing is done and nothing is
-        waited for. Otherwise the device counts the distinct keys of the batch that have no row, and that number
-        decides. A collection follows one state at a time; `init` starts anew.
+        Growing appends a slab to every per-row array and copies no row; the step is compiled again for the larger
+        state. If the rows in use and the key positions of the batch fit, nothing is done and nothing is waited for.
+        Otherwise the device counts the distinct keys of the batch that have no row, and that number decides. A
+        collection follows one state at a time; `init` starts over.
 
         A store that has reached its `max_capacity`, and whose tables have an `eviction`, does not refuse: rows leave by
         that policy, a sixteenth of the capacity more than the new keys need, so that this is rare (docs/growth.md).
@@ -940,7 +928,7 @@ class Collection:
 
     @annotations.annotated("jaxsok.unstack")
     def unstack(self, tree: Any) -> Any:
-        """Makes global arrays of what `pmap` gave: the way back from `stack`.
+        """Makes global arrays of the results of `pmap`: the way back from `stack`.
 
         Example:
           `collection.export_table(collection.unstack(state), "user")`
@@ -976,7 +964,7 @@ class Collection:
         num_shards = self.shards.num_shards
         features = batch.features if isinstance(batch, Batch) else batch
         if features is None:
-            parts = [features_lib.shaped(store, (), {}) for store in self.stores]
+            parts = [features_lib.shapes_of(store, (), {}) for store in self.stores]
         else:
             check_features("memory_estimate", self, features)
             parts = [features_lib.part_shape(part, features.num_parts) for part in features.stores]
@@ -1005,25 +993,25 @@ class Collection:
             checks.integer(what, capacity, 1, wanted="a number of keys, at least 1")
 
     def _plans_and_gradients(self, op: str, plan: Any, gradients: Any) -> tuple[list[Plan], list[Mapping[str, Array]]]:
-        """Returns the plans and gradients that an op was given, as lists of one length."""
+        """Checks the plans and gradients of an op; returns them as lists of one length."""
         plans = [plan] if isinstance(plan, Plan) else list(plan)
         grads = [gradients] if isinstance(gradients, Mapping) else list(gradients)
         if not plans or len(plans) != len(grads):
             raise ValueError(
                 f"{op}: gradients: got {len(grads)} for {len(plans)} plans, wanted one for each, at least 1."
             )
-        for one in plans:
-            if not isinstance(one, Plan) or one.found is None:
+        for plan in plans:
+            if not isinstance(plan, Plan) or plan.found is None:
                 raise TypeError(
-                    f"{op}: plan: got {type(one).__name__} that no lookup returned, wanted lookup's third result."
+                    f"{op}: plan: got {type(plan).__name__} that no lookup returned, wanted lookup's third result."
                 )
-            check_features(op, self, one.features)
+            check_features(op, self, plan.features)
         return plans, grads
 
     def _check_gradients(self, op: str, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]]) -> None:
         num_parts = 1 if self.shards.sees_parts() else self.shards.num_shards
-        for plan, of_plan in zip(plans, gradients, strict=True):
-            gradients_lib.check_gradients(self.stores, plan, of_plan, num_parts, op)
+        for plan, grads in zip(plans, gradients, strict=True):
+            gradients_lib.check_gradients(self.stores, plan, grads, num_parts, op)
 
 
 def _make_rest(num_tables: int, seed: Array, partition_owners: Array) -> tuple[Array, ...]:
@@ -1033,7 +1021,7 @@ def _make_rest(num_tables: int, seed: Array, partition_owners: Array) -> tuple[A
 
 
 def check_scalar(what: str, value: Any) -> None:
-    """Refuses values that are not one number, traced or not; `what`: the operation and its argument."""
+    """Refuses values that are not one number, traced or not; `what` names the operation and its argument."""
     is_number = checks.is_number(value) or isinstance(value, (np.ndarray, jax.Array))
     if not is_number or np.shape(value) != ():
         got = f"shape {list(np.shape(value))}" if is_number else repr(value)
@@ -1043,13 +1031,10 @@ def check_scalar(what: str, value: Any) -> None:
 def clip_by_global_norm(
     lookups: Sequence[tuple[Collection, State, Any, Any]], gradients: Any, max_norm: Any, dense: Any
 ) -> tuple[Any, Float32[Array, ""]]:
-    """Scales `gradients`, a tree of any form, by the norm over `lookups` and `dense`; returns them and that norm.
-
-    `lookups` has collections, each with the arguments of its `gradient_norm`.
-    """
+    """Scales a tree of gradients by the norm over `lookups` (arguments of `gradient_norm`) and `dense`."""
     check_scalar("clip_by_global_norm: max_norm", max_norm)
     if not isinstance(max_norm, jax.Array) and not max_norm > 0:
         raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, wanted a positive number.")
     of_rows = [collection.gradient_norm(state, plans, grads) for collection, state, plans, grads in lookups]
     norm = norms_lib.tree_norm([*of_rows, norms_lib.tree_norm(dense)])
-    return norms_lib.scaled(gradients, norms_lib.factor_of(norm, max_norm)), norm
+    return norms_lib.scale(gradients, norms_lib.factor_of(norm, max_norm)), norm

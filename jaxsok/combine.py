@@ -1,10 +1,10 @@
-"""The rows of a bag into its embedding, and the transpose (law 4). For rows at hand; a lookup combines by itself."""
+"""Combines rows at hand into the embeddings of bags, and the transpose (law 4); a lookup combines by itself."""
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jaxsok.features import FeatureLayout, rising
+from jaxsok.features import FeatureLayout, make_rise
 from jaxsok.kernels import combine as kernels
 from jaxsok.types import COMBINERS, Combiner, Inverse
 
@@ -16,11 +16,10 @@ def combine(
     combiner: Combiner,
     weights: Float[Array, " num_keys"] | None = None,
 ) -> Float[Array, "num_bags dim"]:
-    """Combines the rows of each bag into its embedding.
+    """Combines the rows of each bag into its embedding, in the order of the keys; empty bags get zeros.
 
-    Linear in `rows`, and added in the order of the keys, so two runs give the same bits. A lookup combines by itself.
     "mean" divides by the hotness or the sum of the weights, "sqrtn" by the root of the hotness or of the sum of the
-    squared weights. Empty bags get zeros. Positions in `inverse` that are out of range are padding.
+    squared weights. Positions in `inverse` that are out of range are padding.
 
     Raises:
       ValueError: unknown combiner, or `offsets` is empty. Raised when traced.
@@ -44,10 +43,7 @@ def combine_transpose(
     num_unique: int,
     weights: Float[Array, " num_keys"] | None = None,
 ) -> Float[Array, "num_unique dim"]:
-    """Takes bag gradients back to rows: the transpose of `combine`, with its arguments and errors.
-
-    The gradients of a row are summed in an order that depends on its own uses alone; a row that no bag uses gets zeros.
-    """
+    """Takes bag gradients back to rows: the transpose of `combine`, with its arguments and errors."""
     layout, bags = _bags(inverse, offsets, combiner, weights, "combine_transpose")
     gradients, inverse = jnp.asarray(bag_gradients, jnp.float32), jnp.asarray(inverse, jnp.int32)
     if gradients.ndim != 2 or gradients.shape[0] != layout.num_bags:
@@ -84,4 +80,4 @@ def _bags(
     )
     words = np.array([layout.words()], np.int32)
     weights = jnp.zeros(0, jnp.float32) if weights is None else jnp.asarray(weights, jnp.float32)
-    return layout, (rising(jnp.asarray(offsets), inverse.shape[0]), weights, words)
+    return layout, (make_rise(jnp.asarray(offsets), inverse.shape[0]), weights, words)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, UInt8, UInt32
+from jaxtyping import Array, Bool, UInt32
 
 from jaxsok import annotations
 from jaxsok import table as table_lib
@@ -29,6 +29,7 @@ from jaxsok.rows import RowSlab, cut_lines, numbers_in_host_memory, slabs_of
 from jaxsok.shards import ONE_DEVICE, Shards, on_host, parts_of
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState, host_row_bytes, row_bytes
+from jaxsok.types import Clock, RowFlags, Seed
 
 CHUNK_BYTES = 32 << 20  # rows handed over at a time: bounds host memory
 READ_ROWS = 1 << 16  # rows in host memory that a policy reads at a time
@@ -41,7 +42,7 @@ HandOver = Callable[[str, Records], None]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Evicted:
-    """What an eviction took away: rows by table, summed over the shards.
+    """The number of rows that an eviction took away, by table, summed over the shards.
 
     Example:
       >>> Evicted(jnp.array([3, 0], jnp.uint32), ("user", "item")).to_dict()
@@ -59,7 +60,7 @@ class Evicted:
 
 @dataclasses.dataclass(frozen=True)
 class Leaving:
-    """Which rows may leave one store, and by which rule: hashable, a program is compiled for each."""
+    """The rows that may leave one store, and the rule: hashable, a program is compiled for each."""
 
     spec: StoreSpec
     policy: Eviction
@@ -67,7 +68,7 @@ class Leaving:
     """The number of a table in the store; None: all its tables."""
     shards: Shards = ONE_DEVICE
     is_shared: bool = True
-    """Whether `num_rows` is a budget of all shards together, not of each."""
+    """True if `num_rows` is a budget of all shards together, not of each."""
 
     def __post_init__(self) -> None:
         names = [self.spec.tables[self.number]] if self.number is not None else self.spec.tables
@@ -85,21 +86,17 @@ class Leaving:
 def select(
     spec: StoreSpec,
     store: StoreState,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     policy: Eviction,
-    clock: UInt32[Array, ""],
+    clock: Clock,
     num_kept: UInt32[Array, ""],
     number: int | None = None,
     is_used: Bool[Array, " capacity"] | None = None,
-) -> tuple[UInt8[Array, " capacity"], UInt32[Array, " num_tables"]]:
+) -> tuple[RowFlags, UInt32[Array, " num_tables"]]:
     """Selects the rows that leave, and counts those that the policy chose by table; changes nothing.
 
     `num_kept` rows may stay, of the table `number` or of all tables; a policy without a score ignores it. Rows with
     `is_used`, which the coming batch asks for, get no flag even if too few others leave. They are still counted.
-
-    Streams what the policy reads and 16 bytes a row of records, then a byte and a score a row for each digit of the
-    score (`LaunchSelect`). Memory: a byte of flags and 4 or 8 bytes of scores a row; 8 with `is_used`. Rows in host
-    memory cross the link if the policy reads them, READ_ROWS at a time.
     """
     judge = policy.scores if policy.has_score else policy.expired
     scores: list[list[Array]] = []
@@ -108,7 +105,7 @@ def select(
         num_rows, start = slab.size, slab.start
         stays = None if is_used is None else is_used[start : start + num_rows]
         check = functools.partial(_score_words if policy.has_score else _mask, policy)
-        judged = _judged(slab, clock, lambda facts, check=check: check(judge(facts), facts.keys.shape[0]))
+        judged = _judge(slab, clock, lambda facts, check=check: check(judge(facts), facts.keys.shape[0]))
         if policy.has_score:
             words = _above_others(stays, judged)
             scores = scores or [[] for _ in words]
@@ -121,10 +118,8 @@ def select(
     return flags if is_used is None else jnp.where(is_used, jnp.uint8(0), flags), num_selected
 
 
-def _judged(
-    slab: RowSlab, clock: UInt32[Array, ""], judge: Callable[[RowFacts], tuple[Array, ...]]
-) -> tuple[Array, ...]:
-    """Returns what a policy says of every row of a slab."""
+def _judge(slab: RowSlab, clock: Clock, judge: Callable[[RowFacts], tuple[Array, ...]]) -> tuple[Array, ...]:
+    """Runs a policy on every row of a slab."""
     statistics = jnp.zeros((slab.size, 2), jnp.uint32) if slab.statistics is None else slab.statistics
 
     def facts_of(records: Array, statistics: Array, rows: Any) -> RowFacts:
@@ -156,14 +151,10 @@ def _judged(
 
 
 def _above_others(stays: Bool[Array, " _"] | None, words: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Changes scores so that the rows that stay are the last to leave.
-
-    One word gets another in front, so that the order of all rows is exact. The kernel takes no more than two: of two
-    words rows that stay get the largest, which another row has only if its policy says so.
-    """
+    """Changes scores so that the rows that stay are the last to leave."""
     if stays is None:
         return words
-    if len(words) == 1:
+    if len(words) == 1:  # the kernel takes two words at most: this order is exact, that of two words only nearly
         return stays.astype(jnp.uint32), *words
     return tuple(jnp.where(stays, jnp.uint32(0xFFFFFFFF), word) for word in words)
 
@@ -192,20 +183,13 @@ def _form_of(value: Any) -> str:
 
 
 @annotations.by_store
-def release(
-    spec: StoreSpec, store: StoreState, flags: UInt8[Array, " capacity"]
-) -> tuple[StoreState, UInt32[Array, " num_tables"]]:
+def release(spec: StoreSpec, store: StoreState, flags: RowFlags) -> tuple[StoreState, UInt32[Array, " num_tables"]]:
     """Takes the rows with a flag away, and counts them by table; donates the store. See `table.release`."""
     return table_lib.release(spec, store, flags, is_eviction=True)
 
 
 def share_of(shards: Shards, num_rows: UInt32[Array, ""], mine: UInt32[Array, ""]) -> UInt32[Array, ""]:
-    """Divides a budget of rows: returns how many of its rows (`mine`) this shard may keep.
-
-    Shares are as equal as possible and add up to exactly the budget. A shard with fewer rows than its share keeps all,
-    and the others share what it leaves. Of shards with equal rows those of higher number keep the odd ones: shards with
-    2, 9 and 9 rows and a budget of 13 keep 2, 5 and 6.
-    """
+    """Returns how many rows (of `mine`) this shard may keep: shards with 2, 9, 9 and a budget of 13 keep 2, 5, 6."""
     num_shards = shards.num_shards
     rows = lax.psum(jnp.zeros(num_shards, jnp.uint32).at[shards.index()].set(mine), shards.axis)
     order = jnp.argsort(rows, stable=True)
@@ -219,7 +203,7 @@ def share_of(shards: Shards, num_rows: UInt32[Array, ""], mine: UInt32[Array, ""
     return jnp.zeros(num_shards, jnp.uint32).at[order].set(shares)[shards.index()]
 
 
-def _selected(
+def _select_part(
     leaving: Leaving, store: StoreState, is_used: Array | None, seed: Array, clock: Array, num_rows: Array
 ) -> tuple[Array, Array]:
     spec, shards = leaving.spec, leaving.shards
@@ -230,7 +214,7 @@ def _selected(
     return select(spec, store, seed, leaving.policy, clock, num_kept, leaving.number, is_used)
 
 
-def _released(leaving: Leaving, store: StoreState, flags: Array) -> tuple[StoreState, Array]:
+def _release_part(leaving: Leaving, store: StoreState, flags: Array) -> tuple[StoreState, Array]:
     shards, old = leaving.shards, store.generation
     store, num_released = release(leaving.spec, store, flags)
     num_released = shards.total(num_released, is_replicated=leaving.spec.is_replicated)
@@ -245,10 +229,9 @@ def _select(
     leaving: Leaving, store: StoreState, seed: Array, clock: Array, num_rows: Array, is_used: Array | None
 ) -> tuple[Array, Array]:
     """Returns flags for all shards, and by shard and table how many rows the policy chose."""
-    shards = leaving.shards
-    body = functools.partial(_selected, leaving)
-    args, specs = (store, is_used, seed, clock, num_rows), (shards.spec, shards.spec, P(), P(), P())
-    return shards.run(body, args, specs, shards.spec)
+    split = leaving.shards.spec
+    args = (store, is_used, seed, clock, num_rows)
+    return leaving.shards.run(functools.partial(_select_part, leaving), args, (split, split, P(), P(), P()), split)
 
 
 # One program for all stores: if a policy's scores are refused, no store has changed.
@@ -256,7 +239,7 @@ def _select(
 def _release(
     leaving: tuple[Leaving, ...], stores: tuple[StoreState, ...], flags: tuple[Array, ...]
 ) -> tuple[tuple[StoreState, Array], ...]:
-    return tuple(_of_shards(_released, *args) for args in zip(leaving, stores, flags, strict=True))
+    return tuple(_on_shards(_release_part, *args) for args in zip(leaving, stores, flags, strict=True))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -269,14 +252,14 @@ def _evict(
     is_used: tuple[Array | None, ...],
 ) -> tuple[tuple[StoreState, Array], ...]:
     def body(leaving: Leaving, store: StoreState, is_used: Array | None, *same: Array) -> tuple[StoreState, Array]:
-        flags, _ = _selected(leaving, store, is_used, *same)
-        return _released(leaving, store, flags)
+        flags, _ = _select_part(leaving, store, is_used, *same)
+        return _release_part(leaving, store, flags)
 
     parts = zip(leaving, stores, num_rows, is_used, strict=True)
-    return tuple(_of_shards(body, rule, store, used, seed, clock, num_kept) for rule, store, num_kept, used in parts)
+    return tuple(_on_shards(body, rule, store, used, seed, clock, num_kept) for rule, store, num_kept, used in parts)
 
 
-def _of_shards(
+def _on_shards(
     body: Callable, leaving: Leaving, store: StoreState, flags: Array | None, *same: Array
 ) -> tuple[StoreState, Array]:
     """Calls `body` on the shards of a store, which get their parts of flags and the same other arguments."""
@@ -289,7 +272,7 @@ def _of_shards(
 def evict(
     leaving: Mapping[int, Leaving],
     stores: Sequence[StoreState],
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     clock: Any,
     num_rows: Mapping[int, Any],
     hand_over: HandOver | None = None,
@@ -318,17 +301,11 @@ def evict(
     return tuple(new), counts
 
 
-# What leaves, on the host --------------------------------------------------------------------------------------------
+# Leaving rows, on the host -------------------------------------------------------------------------------------------
 
 
-def selected_records(
-    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], flags: UInt8[Array, " capacity"]
-) -> Iterator[tuple[str, Records]]:
-    """Yields the rows with a flag, by table, in chunks: shard by shard, in the order of their row ids.
-
-    In several processes each gives the rows of its own shards; those of a replicated store are given once in all. Takes
-    CHUNK_BYTES and WINDOW_ROWS bytes of host memory; a byte for each row of capacity crosses the link, and the rows.
-    """
+def selected_records(spec: StoreSpec, store: StoreState, seed: Seed, flags: RowFlags) -> Iterator[tuple[str, Records]]:
+    """Yields the rows with a flag in chunks by table, each process those of its own shards; replicated rows once."""
     for shard, (of_shard, shard_flags) in parts_of((store, flags), spec.num_shards, is_once=True):
         if shard != 0 and spec.is_replicated:
             continue
@@ -337,16 +314,16 @@ def selected_records(
             # A power of two, or a whole slab.
             line_bytes = row_bytes(spec) + host_row_bytes(spec)
             chunk_rows = min(num_rows, 1 << max(0, (CHUNK_BYTES // line_bytes).bit_length() - 1))
-            for places in _flagged(shard_flags, slab.start, num_rows):
+            for places in _find_flags(shard_flags, slab.start, num_rows):
                 for at in range(0, len(places), chunk_rows):
                     yield from _by_table(spec, _read(slab, places[at : at + chunk_rows], chunk_rows))
 
 
-def _flagged(flags: Array, start: int, size: int) -> Iterator[np.ndarray]:
+def _find_flags(flags: Array, start: int, size: int) -> Iterator[np.ndarray]:
     """Yields the places in a slab whose row has a flag, ascending, a window at a time."""
     window = min(size, WINDOW_ROWS)
     for begin in range(0, size, window):
-        # The last window begins where it still fits; what was seen before is left out.
+        # The last window begins where it still fits, without the places of before.
         first = min(begin, size - window)
         places = np.flatnonzero(np.asarray(cut_lines(flags, np.int32(start + first), window))) + first
         yield places[places >= begin].astype(np.int32)
@@ -364,9 +341,8 @@ def _by_table(spec: StoreSpec, lines: Any) -> Iterator[tuple[str, Records]]:
     records = Records(
         from_words(words[:, :2]),
         rows,
-        {one.name: state for one, state in zip(spec.state_specs, states, strict=True)},
-        None if statistics is None else statistics[:, 0],
-        None if statistics is None else statistics[:, 1],
+        {declared.name: state for declared, state in zip(spec.state_specs, states, strict=True)},
+        *((None, None) if statistics is None else statistics.T),
     )
     for number in np.unique(words[:, 2]).tolist():
         is_mine = words[:, 2] == number

@@ -30,8 +30,8 @@ from jaxsok.kernels.tickets import tickets_digest
 from jaxsok.optimizers.program import vary_alike
 from jaxsok.plan import RequestList, Requests
 from jaxsok.shards import Shards
-from jaxsok.specs import ExchangeSpec, StoreSpec
-from jaxsok.types import PADDING_KEY
+from jaxsok.specs import ExchangeSpec, StoreSpec, pinned_and_spread
+from jaxsok.types import PADDING_KEY, Digest, PartitionOwners
 from jaxsok.windows import Windows
 
 SLACK = 1.25  # default send capacity over what uniform owners would need
@@ -46,29 +46,16 @@ PADDING_REQUEST = np.array([PADDING_KEY & 0xFFFFFFFF, PADDING_KEY >> 32, 0, 0], 
 
 
 def default_send_capacity(spec: StoreSpec, features: StoreFeatures) -> int:
-    """Returns the keys for one destination in one round, where the plan has no capacity.
-
-    It is a quarter more than the most loaded owner gets from distinct keys that are spread evenly, within
-    `most_send_capacity`.
-    """
-    spread, pinned = 0, [0] * spec.num_shards
-    for layout in features.layouts:
-        placement = spec.tables[layout.table].placement
-        if placement.kind == "on":
-            pinned[placement.shard] += layout.num_keys
-        else:
-            spread += layout.num_keys
-    share = spread if spec.is_replicated else spread / spec.num_shards + max(pinned)
+    """Returns a quarter more than the most loaded owner gets from distinct keys that are spread evenly."""
+    amounts = ((spec.tables[layout.table], layout.num_keys) for layout in features.layouts)
+    pinned, spread = pinned_and_spread(amounts, spec.num_shards)
+    share = spread if spec.is_replicated else spread / spec.num_shards + pinned
     least = max(_LEAST, len(spec.tables))
     return max(least, min(most_send_capacity(spec, features), -(-int(share * SLACK) // 8) * 8))
 
 
 def most_send_capacity(spec: StoreSpec, features: StoreFeatures) -> int:
-    """Returns the largest send capacity for a shard's batch, so that what it receives stays near what it holds.
-
-    A shard receives `num_shards * send_capacity` lines. Where one owner has most of the keys, that would be as many as
-    the keys of all shards; further rounds take less memory.
-    """
+    """Returns the largest send capacity for a shard's batch; beyond it, further rounds take less memory."""
     num_keys = sum(layout.num_keys for layout in features.layouts)
     if spec.sends_bags:  # a lookup without a plan has room for all of them as well
         return max(_LEAST, len(spec.tables), num_keys)
@@ -77,12 +64,7 @@ def most_send_capacity(spec: StoreSpec, features: StoreFeatures) -> int:
 
 
 def rounded_capacity(load: int) -> int:
-    """Rounds a load up to one of at most eight capacities in each octave, so that few programs serve all batches.
-
-    Example:
-      >>> [rounded_capacity(load) for load in (3, 100, 1000, 1025)]
-      [16, 112, 1024, 1152]
-    """
+    """Rounds a load up to one of at most eight capacities in each octave, so that few programs serve all batches."""
     step = max(_LEAST, 1 << max(0, (load - 1).bit_length() - CAPACITY_STEPS.bit_length()))
     return max(1, -(-load // step)) * step
 
@@ -117,7 +99,7 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """How lines travel between the askers and the owners of one store."""
+    """The way of lines between the askers and the owners of one store."""
 
     shards: Shards
     is_replicated: bool
@@ -143,7 +125,7 @@ class Route:
 
     @jax.named_scope("to_askers")
     def to_askers(self, lines: Array) -> Array:
-        """Sends back what was done with each line, in the order in which the asker sent them."""
+        """Sends a result for each line back, in the order in which the asker sent them."""
         if self.is_replicated:
             return lax.dynamic_slice_in_dim(lines, self.shards.index() * self.send_capacity, self.send_capacity)
         return lax.all_to_all(lines, self.shards.axis, 0, 0, tiled=True)
@@ -151,7 +133,7 @@ class Route:
     def requests_to_owners(
         self, requests: UInt32[Array, "num_sent 4"], words: UInt32[Array, "num_owners n"]
     ) -> tuple[UInt32[Array, "_ 4"], UInt32[Array, "num_shards n"]]:
-        """Sends requests as `to_owners` does, and some words to each owner; returns what came from all shards."""
+        """Sends requests as `to_owners` does, and some words to each owner; returns those of all shards."""
         if self.is_replicated:
             return self.to_owners(requests), lax.all_gather(words[0], self.shards.axis)
         # In one exchange: each part ends with the words.
@@ -165,14 +147,6 @@ class Route:
         words_of_all = came[:, self.send_capacity :].reshape(self.num_owners, -1)[:, :num_words]
         return came[:, : self.send_capacity].reshape(-1, 4), words_of_all
 
-    def rows_to_owners(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float[Array, "_ dim"]:
-        """Sends rows as `to_owners` does, in another dtype on the wire; None: their own. See `gathered_dtype`."""
-        return sent(rows, dtype, self.to_owners)
-
-    def rows_to_askers(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float[Array, "_ dim"]:
-        """Sends rows as `to_askers` does, in another dtype on the wire; None: their own. See `gathered_dtype`."""
-        return sent(rows, dtype, self.to_askers)
-
 
 # The wire ------------------------------------------------------------------------------------------------------------
 
@@ -184,22 +158,19 @@ SCALED_DTYPES = tuple(_TOP_EXPONENT)
 
 
 def gathered_dtype(dtype: str | None, own: str) -> str:
-    """Returns the dtype in which kernels write what travels as `dtype`, and read what arrived; None: `own`.
-
-    XLA converts between it and numbers of 16 or 8 bits that have a scale.
-    """
+    """Returns the dtype in which kernels write and read rows that travel as `dtype`; XLA converts to scaled dtypes."""
     if dtype is None:
         return own
     return dtype if dtype == "bfloat16" else "float32"
 
 
-def sent(rows: Float[Array, "_ dim"], dtype: str | None, send: Callable[[Array], Array]) -> Float[Array, "_ dim"]:
+def send_rows(rows: Float[Array, "_ dim"], dtype: str | None, send: Callable[[Array], Array]) -> Float[Array, "_ dim"]:
     """Sends rows by `send` in another dtype on the wire; None: their own. See `gathered_dtype`."""
     rows = table.rounded(rows, gathered_dtype(dtype, rows.dtype.name))
-    return _decoded(send(_encoded(rows, dtype)), dtype, rows.dtype)
+    return _decode(send(_encode(rows, dtype)), dtype, rows.dtype)
 
 
-def _encoded(rows: Float[Array, "_ dim"], dtype: str | None) -> Array:
+def _encode(rows: Float[Array, "_ dim"], dtype: str | None) -> Array:
     """Returns rows as they travel: unchanged, or bytes of 16- or 8-bit numbers followed by the scale of the row."""
     if dtype in (None, "float32", "bfloat16"):
         # As integers: back ends without 16-bit collectives would widen them on the wire.
@@ -213,8 +184,8 @@ def _encoded(rows: Float[Array, "_ dim"], dtype: str | None) -> Array:
     return jnp.concatenate([small.reshape(rows.shape[0], -1), scale.reshape(rows.shape[0], -1)], axis=1)
 
 
-def _decoded(lines: Array, dtype: str | None, own: np.dtype) -> Float[Array, "_ dim"]:
-    """Returns lines in the dtype `own`, in which they were encoded; what had a scale is float32."""
+def _decode(lines: Array, dtype: str | None, own: np.dtype) -> Float[Array, "_ dim"]:
+    """Returns lines in the dtype `own` that they had before; scaled numbers become float32."""
     if dtype in (None, "float32", "bfloat16"):
         return lax.bitcast_convert_type(lines, own) if lines.dtype == jnp.uint16 else lines
     num_lines, itemsize = lines.shape[0], jnp.dtype(dtype).itemsize
@@ -251,14 +222,10 @@ def ask(
     exchange: Exchange,
     spec: StoreSpec,
     features: StoreFeatures,
-    owners: UInt32[Array, " num_partitions"],
+    owners: PartitionOwners,
     send_capacity: int | None = None,
 ) -> Requests:
-    """Exchanges the keys of one store, as many as one round has room for.
-
-    With `send_capacity` the others are left out: the caller compares `load` with it. None: lookup and update go in
-    several rounds where they have to.
-    """
+    """Exchanges the keys of one round; with `send_capacity` the others are left out, else they are listed."""
     capacity = send_capacity or exchange.spec.send_capacity or default_send_capacity(spec, features)
     lines, inverse, starts, _ = plan_lib.requests_of(spec, features, owners, by_hash=False)
     words = jnp.concatenate([tickets_digest(features.keys)[0], (starts[1:] - starts[:-1]).astype(jnp.uint32)])[None]
@@ -279,10 +246,10 @@ def load_of(counts: UInt32[Array, "num_shards num_owners"]) -> Int32[Array, "1 2
     return jnp.stack([counts.max(), counts.sum(axis=0, dtype=jnp.int32).max()])[None]
 
 
-def digest_of_all(digests: UInt32[Array, "num_shards 2"]) -> UInt32[Array, "1 2"]:
-    """Combines the digests of all shards' keys. It matters which shard had which keys."""
+def digest_of_all(digests: UInt32[Array, "num_shards 2"]) -> Digest:
+    """Combines the digests of all shards' keys; the result depends on which shard had which keys."""
     place = jnp.arange(digests.shape[0], dtype=jnp.uint32)
-    low, high = plan_lib.mixed_words(digests[:, 0] ^ place, digests[:, 1])
+    low, high = plan_lib.mix_words(digests[:, 0] ^ place, digests[:, 1])
     return jnp.stack([low.sum(dtype=jnp.uint32), high.sum(dtype=jnp.uint32)])[None]
 
 
@@ -322,17 +289,14 @@ def num_rounds_of(most: Int32[Array, ""], send_capacity: int) -> Int32[Array, ""
     return jnp.maximum(1, -(-most // send_capacity))
 
 
-def all_received(
+def receive_all(
     route: Route,
     received: UInt32[Array, "num_lines 4"],
     lines: UInt32[Array, "num_keys 4"],
     starts: Int32[Array, " num_owners_plus_1"],
     num_rounds: Int32[Array, ""],
 ) -> UInt32[Array, "num_shards num_keys_in_rounds 4"]:
-    """Sends all requests after those of the first round, which were `received`, to room for all keys of each shard.
-
-    Each shard's requests lie in their order, padding after them.
-    """
+    """Sends the rest of the requests after the first round; each shard's lie in their order, padding after them."""
     num_shards, capacity = route.shards.num_shards, route.send_capacity
     size = -(-lines.shape[0] // capacity) * capacity
     room = jnp.broadcast_to(PADDING_REQUEST, (num_shards, size, 4))
@@ -347,34 +311,27 @@ def all_received(
 
 
 def in_one_round_or_more(
-    asked: Sequence[Requests],
-    one_round: Callable[[Sequence[Requests]], Any],
-    rounds: Callable[[Any], Any],
+    asked: Sequence[Requests], one_round: Callable[[Sequence[Requests]], Any], rounds: Callable[[Any], Any]
 ) -> Any:
-    """Returns `one_round(asked)` if one round has room for the requests of all plans, else what `rounds` returns.
+    """Returns `one_round(asked)` if one round has room for the requests of all plans, else the result of `rounds`.
 
-    Then `one_round` gets requests that are all padding, and `rounds` its result, of the same type. It is the body of a
-    loop that runs once at most: XLA would copy the tables for branches. Plans without a list of requests need no loop.
+    Without room `one_round` gets padding alone, and `rounds` its result, of the same type.
     """
-    if all(one.listed is None for one in asked):
+    if all(requests.listed is None for requests in asked):
         return one_round(asked)
-    fits = functools.reduce(jnp.logical_and, [one.load[0, 0] <= one.send_capacity for one in asked])
+    fits = functools.reduce(jnp.logical_and, [each.load[0, 0] <= each.send_capacity for each in asked])
     result = one_round(
-        [dataclasses.replace(one, received=jnp.where(fits, one.received, PADDING_REQUEST)) for one in asked]
+        [dataclasses.replace(each, received=jnp.where(fits, each.received, PADDING_REQUEST)) for each in asked]
     )
+    # A loop that runs at most once: XLA would copy the tables for branches.
     _, result = lax.while_loop(
-        lambda loop: ~loop[0],
-        lambda loop: vary_as((jnp.bool_(True), rounds(loop[1])), fits),
-        vary_as((fits, result)),
+        lambda loop: ~loop[0], lambda loop: vary_as((jnp.bool_(True), rounds(loop[1])), fits), vary_as((fits, result))
     )
     return result
 
 
 def vary_as(tree: Any, *others: Any) -> Any:
-    """Makes the leaves of a tree vary over the same axes of the mesh, those of other leaves too.
-
-    The carry of a loop has one type, whatever of it is a constant at first.
-    """
+    """Makes the leaves of a tree vary over the mesh axes of all leaves, as a loop's carry must; `others` count too."""
     leaves, structure = jax.tree.flatten((tree, others))
     return jax.tree.unflatten(structure, vary_alike(leaves))[0]
 
@@ -385,10 +342,10 @@ class HashOrder:
 
     lines: UInt32[Array, "num_keys 4"]
     inverse: Int32[Array, " num_positions"]
-    """As in `RequestList`."""
+    """The field of `RequestList`, in this order."""
     starts: Int32[Array, " num_owners_plus_1"]
     hashes: UInt32[Array, "num_keys 2"]
-    """By place, (low, high); rising within an owner."""
+    """Hash by place, (low, high); rising within an owner."""
     send_capacity: int
 
     @classmethod
@@ -400,7 +357,7 @@ class HashOrder:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One plan's part of one round: which of its requests are sent."""
+    """The requests of one plan that one round sends."""
 
     route: Route
     place: Int32[Array, " num_sent"]
@@ -422,25 +379,22 @@ def over_rounds(
     body: Callable[[Any, list[Round]], Any],
     carry: Any,
 ) -> Any:
-    """Calls `body(carry, rounds)` once for each round, with the plans' parts of it, until every request was sent.
-
-    Rounds of all plans have common ends. `body` runs on every shard and returns the next carry. Returns the last carry.
-    """
-    routes = [exchange.route(spec, one.send_capacity) for one in ordered]
+    """Calls `body(carry, rounds)`, with the plans' parts of each round, until every request was sent."""
+    routes = [exchange.route(spec, order.send_capacity) for order in ordered]
 
     @jax.named_scope("round")
     def go_on(loop: tuple) -> tuple:
         carry, begins, _ = loop
         bound, is_last = _common_end(exchange.shards, ordered, begins)
-        ends = [_ends(one, begin, bound, is_last) for one, begin in zip(ordered, begins, strict=True)]
+        ends = [_ends(order, begin, bound, is_last) for order, begin in zip(ordered, begins, strict=True)]
         rounds = [
-            Round(route, *places(route, begin, end, one.lines.shape[0]))
-            for route, one, begin, end in zip(routes, ordered, begins, ends, strict=True)
+            Round(route, *places(route, begin, end, order.lines.shape[0]))
+            for route, order, begin, end in zip(routes, ordered, begins, ends, strict=True)
         ]
         return body(carry, rounds), ends, is_last
 
-    begins = [one.starts[:-1] for one in ordered]
-    first = vary_as((carry, begins), [one.lines for one in ordered])
+    begins = [order.starts[:-1] for order in ordered]
+    first = vary_as((carry, begins), [order.lines for order in ordered])
     carry, *_ = lax.while_loop(lambda loop: ~loop[2], go_on, (*first, jnp.bool_(False)))
     return carry
 
@@ -448,15 +402,12 @@ def over_rounds(
 def _common_end(
     shards: Shards, ordered: Sequence[HashOrder], begins: Sequence[Array]
 ) -> tuple[UInt32[Array, "2"], Bool[Array, ""]]:
-    """Finds where a round ends on all shards, with one all-reduce.
-
-    Returns the hash (high, low) that ends the round, and whether the rest fits.
-    """
+    """Finds the hash (high, low) at which a round ends on all shards, and whether the rest fits; one all-reduce."""
     highs, lows, is_over = [], [], []
-    for one, begin in zip(ordered, begins, strict=True):
-        at = begin + one.send_capacity  # the first request of each owner that the round has no room for
-        over = at < one.starts[1:]
-        hashes = one.hashes.at[at].get(mode="fill", fill_value=0)
+    for order, begin in zip(ordered, begins, strict=True):
+        at = begin + order.send_capacity  # the first request of each owner that the round has no room for
+        over = at < order.starts[1:]
+        hashes = order.hashes.at[at].get(mode="fill", fill_value=0)
         highs.append(jnp.where(over, hashes[:, 1], _ALL_ONES))
         lows.append(jnp.where(over, hashes[:, 0], _ALL_ONES))
         is_over.append(over)
@@ -474,7 +425,7 @@ def _common_end(
 def _ends(
     ordered: HashOrder, begins: Array, bound: UInt32[Array, "2"], is_last: Bool[Array, ""]
 ) -> Int32[Array, " num_owners"]:
-    """Returns for each owner the end of the requests whose hash is below the bound; in the last round of all."""
+    """Returns for each owner the end of the requests whose hash is below the bound; the last round takes all."""
     high, low = ordered.hashes[:, 1], ordered.hashes[:, 0]
     is_below = (high < bound[0]) | ((high == bound[0]) & (low < bound[1])) | is_last
     place = jnp.arange(ordered.hashes.shape[0], dtype=jnp.int32)[None, :]
@@ -488,18 +439,13 @@ def has_divided_bags(features: StoreFeatures) -> bool:
 
 
 def has_unused_keys(features: StoreFeatures) -> bool:
-    """Returns whether a key of a bag may be no use of its row: where weights can make the divisor zero."""
+    """Returns whether a key of a bag may not count as a use of its row: weights can make the divisor zero."""
     return any(layout.weights_start >= 0 and layout.combiner in DIVIDED for layout in features.layouts)
 
 
 @functools.partial(jax.jit, inline=True)
 def uses_of_rows(row_ids: UInt32[Array, " _"], uses: Int32[Array, " _"]) -> Int32[Array, " _"]:
-    """Sums for each line the uses of its row, over all lines of that row.
-
-    Example:
-      >>> uses_of_rows(jnp.array([4, 2, 4], jnp.uint32), jnp.array([1, 5, 2], jnp.int32)).tolist()
-      [3, 5, 3]
-    """
+    """Sums for each line the uses of its row, over all lines of that row."""
     order = jnp.argsort(row_ids)
     rows, sums = row_ids[order], jnp.cumsum(uses[order])
     first = jnp.searchsorted(rows, rows, side="left", method="sort")

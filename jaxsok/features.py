@@ -1,8 +1,8 @@
-"""Ragged features in, batches of static size out.
+"""Packs ragged features into batches of static size.
 
-What a user has (one key a sample, padded rectangles, ragged lists, weights) becomes, for each store, one buffer of keys
-with offsets and weights beside it: few arrays to transfer, one kernel launch to read them. NumPy input is checked value
-by value; a `jax.Array` is checked by type and shape, and kernels clamp its offsets.
+A user's features (one key a sample, padded rectangles, ragged lists, weights) become, for each store, one buffer of
+keys, one of offsets and one of weights: few arrays to transfer, one kernel launch to read them. NumPy input is checked
+value by value; a `jax.Array` is checked by type and shape, and kernels clamp its offsets.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jaxsok.types import BAGS_PER_TILE, COMBINERS, NUM_FEATURE_WORDS, PADDING_KE
 
 @dataclasses.dataclass(frozen=True)
 class Bags:
-    """One feature of one batch: its keys, how they fall into bags, their weights.
+    """One feature of one batch: its keys, their bags and weights.
 
     Example:
       >>> bags = Bags(np.array([7, 7, 9]), lengths=np.array([2, 1]))  # bags [7, 7] and [9]
@@ -52,7 +52,7 @@ def bags_of(value: Any) -> Bags:
 
 @dataclasses.dataclass(frozen=True)
 class FeatureLayout:
-    """Where a feature's part of a batch lies in the buffers of its store. Static: it is part of the program."""
+    """The place of a feature's part of a batch in the buffers of its store. Static: it is part of the program."""
 
     name: str
     table: int
@@ -73,7 +73,7 @@ class FeatureLayout:
     tile_start: int = 0
     unknown_zeros: bool = False
     inverse_start: int = -1
-    """-1: every bag has its own line of the embedding."""
+    """-1: samples share no bags."""
     num_distinct: int = 0
 
     def __repr__(self) -> str:
@@ -82,7 +82,7 @@ class FeatureLayout:
 
     @property
     def combined_shape(self) -> tuple[int, ...]:
-        """The shape that kernels return: `embedding_shape`, or with an inverse that of the distinct bags."""
+        """The shape that kernels return: `embedding_shape`, or that of the distinct bags where samples share them."""
         return self.embedding_shape if self.inverse_start < 0 else (self.num_distinct, *self.embedding_shape[1:])
 
     @property
@@ -94,30 +94,18 @@ class FeatureLayout:
         """Returns its line in the features operand (FeatureWord in ffi/core/layout.h)."""
         # A bag of one key is its row whatever the combiner, so it takes the path without bags.
         single = self.hotness == 1 and self.weights_start < 0
-        return [
-            self.table,
-            0 if single else COMBINERS[self.combiner],
-            self.key_start,
-            self.num_keys,
-            self.bag_start,
-            self.num_bags,
-            self.hotness,
-            self.offsets_start,
-            self.weights_start,
-            self.tile_start,
-            int(self.unknown_zeros),
-            plan,
-        ]
+        bags = self.bag_start, self.num_bags, self.hotness, self.offsets_start, self.weights_start, self.tile_start
+        combiner = 0 if single else COMBINERS[self.combiner]
+        return [self.table, combiner, self.key_start, self.num_keys, *bags, int(self.unknown_zeros), plan]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StoreFeatures:
-    """The features of a batch that read one store.
+    """The features of a batch that read one store; without keys one line that is not read.
 
-    No array is empty, since XLA's compiler for several GPUs (jaxlib 0.11.2) crashes on arguments without elements:
-    without keys there is one line that is not read. Every array costs the host time, at each batch and each step, so
-    there is none where there is nothing to hold.
+    An empty array would crash XLA's compiler for several GPUs (jaxlib 0.11.2). Arrays that would hold nothing are None,
+    since each costs host time at every step.
     """
 
     keys: UInt32[Array, "num_keys 2"]
@@ -133,7 +121,7 @@ class StoreFeatures:
         return f"StoreFeatures({printed.listed([*map(repr, self.layouts), *printed.condition_of(self)])})"
 
     def inverse_of(self, layout: FeatureLayout) -> Int32[Array, " num_samples"] | None:
-        """Returns the bag of each sample of a feature; None where every bag has its own line."""
+        """Returns the bag of each sample of a feature; None where samples share no bags."""
         if self.inverse is None or layout.inverse_start < 0:
             return None
         return self.inverse[layout.inverse_start : layout.inverse_start + layout.embedding_shape[0]]
@@ -213,10 +201,10 @@ class Features:
         return jnp.tile(jnp.arange(num_bags + 1, dtype=jnp.int32) * hotness, self._num_parts)
 
     def inverse(self, name: str) -> Int32[Array, " num_samples"]:
-        """Returns the bag of each sample of a feature; 0, 1, 2, ... where every bag has its own line.
+        """Returns the bag of each sample of a feature; 0, 1, 2, ... where samples share no bags.
 
-        Keys, offsets and mask have a line for each bag: `mask[inverse]` has one for each sample. On a mesh the parts
-        follow each other, each counting its own bags.
+        Keys, offsets and mask have an entry per bag: `mask[inverse]` has one per sample. On a mesh the parts follow
+        each other, each counting its own bags.
         """
         store, layout = self._find(name)
         if layout.inverse_start >= 0:
@@ -224,7 +212,7 @@ class Features:
         return jnp.tile(jnp.arange(layout.embedding_shape[0], dtype=jnp.int32), self._num_parts)
 
     def mask(self, name: str) -> Bool[Array, "..."]:
-        """Marks where a feature has a key and no padding: `[num_keys]`, or `[num_bags, hotness]` for padded features.
+        """Marks the keys of a feature that are no padding: `[num_keys]`, or `[num_bags, hotness]` if padded.
 
         Keys `[[7, 9], [3, PADDING_KEY]]` give `[[True, True], [True, False]]`.
         """
@@ -236,21 +224,10 @@ class Features:
 
 
 def single_key_layouts(tables: Sequence[int], sizes: Sequence[int]) -> tuple[FeatureLayout, ...]:
-    """Makes features of single keys, one after the other, that no user declared: of `sizes` keys of `tables`."""
+    """Makes undeclared features of single keys, one after the other: `sizes` keys of `tables`."""
     layouts, start, tile = [], 0, 0
     for number, (table, size) in enumerate(zip(tables, sizes, strict=True)):
-        layout = FeatureLayout(
-            name=str(number),
-            table=table,
-            combiner=None,
-            num_keys=size,
-            num_bags=size,
-            hotness=1,
-            embedding_shape=(size,),
-            key_start=start,
-            bag_start=start,
-            tile_start=tile,
-        )
+        layout = FeatureLayout(str(number), table, None, size, size, 1, (size,), start, start, tile_start=tile)
         layouts.append(layout)
         start, tile = start + size, tile + layout.num_tiles
     return tuple(layouts)
@@ -264,7 +241,7 @@ class Batch:
     features: Features
     rest: dict[str, Any]
     mask: Any = None
-    """With `pad_to`: bool `[num_samples]`, False for the samples that were added."""
+    """bool `[num_samples]`, False for the samples that `pad_to` added; None without it."""
 
     def __repr__(self) -> str:
         rest = printed.listed([f"{name!r}: {printed.in_short(value)}" for name, value in self.rest.items()])
@@ -313,11 +290,7 @@ def require_features(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) ->
 
 
 def require_samples(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> None:
-    """Refuses features with different numbers of samples, and columns that have another number of lines.
-
-    A column is an entry `[num_lines]` or `[num_lines, 1]`, such as labels and weights. Scalars, arrays with more
-    columns, and the contents of a dict, list or tuple may have any size.
-    """
+    """Refuses features with different numbers of samples, and columns with another number of rows."""
     counts = {spec.name: _num_samples(raw[spec.name]) for spec in features}
     counts = {name: count for name, count in counts.items() if count is not None}
     if len(set(counts.values())) > 1:
@@ -328,12 +301,12 @@ def require_samples(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> 
         )
     num_samples = next(iter(counts.values()), None)
     if num_samples is None or any(_is_global(raw[spec.name]) for spec in features):
-        return  # which lines of a global array belong to which process is not known here
+        return  # the process of each row of a global array is not known here
     require_lines(rest_of(raw, features), num_samples)
 
 
 def require_lines(rest: Mapping[str, Any], num_samples: int) -> None:
-    """Refuses columns, among the entries that are no features, with another number of lines than samples."""
+    """Refuses columns `[n]` or `[n, 1]`, among the entries that are no features, with other than `num_samples` rows."""
     if any(_is_global(value) for value in rest.values()):
         return
     for name, value in rest.items():
@@ -352,9 +325,7 @@ def _is_global(value: Any) -> bool:
 
 
 def _num_samples(value: Any) -> int | None:
-    """Returns the samples of a feature by its shapes; None if they do not say, which `_read` refuses."""
-    if isinstance(value, np.ndarray):
-        return value.shape[0] if value.ndim else None
+    """Returns the number of samples that a feature's shapes give; None if none, which `_read` refuses."""
     bags = bags_of(value)
     for given, more in ((bags.inverse, 0), (bags.lengths, 0), (bags.offsets, 1), (bags.keys, 0)):
         if given is not None and hasattr(given, "shape"):
@@ -377,25 +348,19 @@ def pack_stores(
 ) -> tuple[StoreFeatures, ...]:
     """Packs the features of a raw batch by store; NumPy input stays NumPy."""
     parts = {spec.name: _read(spec, raw[spec.name]) for spec in features}
-    packed = []
-    for store in stores:
-        names = [table.name for table in store.tables]
-        mine = [parts[spec.name] for spec in features if spec.table in names]
-        packed.append(_pack_store(store, mine))
-    return tuple(packed)
+    return tuple(_pack_store(store, [parts[spec.name] for spec in features_of(store, features)]) for store in stores)
 
 
-def shaped(store: StoreSpec, features: Sequence[FeatureSpec], sizes: Mapping[str, tuple[int, int]]) -> StoreFeatures:
-    """Makes the features of a batch that does not exist yet: shapes and dtypes in place of arrays.
+def features_of(store: StoreSpec, features: Sequence[FeatureSpec]) -> list[FeatureSpec]:
+    """Returns the features that read tables of a store."""
+    names = {table.name for table in store.tables}
+    return [spec for spec in features if spec.table in names]
 
-    `sizes` has for each feature its keys and its samples. Equal numbers mean single keys; otherwise the bags are
-    ragged.
-    """
-    names = [table.name for table in store.tables]
+
+def shapes_of(store: StoreSpec, features: Sequence[FeatureSpec], sizes: Mapping[str, tuple[int, int]]) -> StoreFeatures:
+    """Makes the shapes and dtypes of a batch to come, by each feature's keys and samples; single keys if equal."""
     parts = []
-    for spec in features:
-        if spec.table not in names:
-            continue
+    for spec in features_of(store, features):
         num_keys, num_bags = sizes[spec.name]
         words = jax.ShapeDtypeStruct((num_keys, 2), jnp.uint32)
         is_ragged = num_keys != num_bags and spec.max_hotness is None
@@ -408,12 +373,10 @@ def shaped(store: StoreSpec, features: Sequence[FeatureSpec], sizes: Mapping[str
     layouts = layouts_of(store, parts)
     num_offsets = sum(layout.num_offsets for layout in layouts)
     weighted = [layout.num_keys for layout in layouts if layout.weights_start >= 0]
-    return StoreFeatures(
-        jax.ShapeDtypeStruct((sum(layout.num_keys for layout in layouts) or 1, 2), jnp.uint32),
-        jax.ShapeDtypeStruct((num_offsets,), jnp.int32) if num_offsets else None,
-        jax.ShapeDtypeStruct((sum(weighted) or 1,), jnp.float32) if weighted else None,
-        layouts,
-    )
+    keys = jax.ShapeDtypeStruct((sum(layout.num_keys for layout in layouts) or 1, 2), jnp.uint32)
+    offsets = jax.ShapeDtypeStruct((num_offsets,), jnp.int32) if num_offsets else None
+    weights = jax.ShapeDtypeStruct((sum(weighted) or 1,), jnp.float32) if weighted else None
+    return StoreFeatures(keys, offsets, weights, layouts)
 
 
 def part_shape(features: StoreFeatures, num_parts: int) -> StoreFeatures:
@@ -437,7 +400,7 @@ def _pack_store(store: StoreSpec, parts: Sequence[Part]) -> StoreFeatures:
 
 
 def layouts_of(store: StoreSpec, parts: Sequence[Part]) -> tuple[FeatureLayout, ...]:
-    """Lays out the features of a store, one after the other; of their arrays only the shapes are read."""
+    """Lays out the features of a store, one after the other; reads only the shapes of their arrays."""
     layouts: list[FeatureLayout] = []
     key_start = bag_start = offsets_start = weights_start = tile_start = inverse_start = 0
     for part in parts:
@@ -475,7 +438,7 @@ def layouts_of(store: StoreSpec, parts: Sequence[Part]) -> tuple[FeatureLayout, 
 
 
 def _join_some(arrays: Sequence[Any], dtype: Any) -> Any:
-    """Joins the arrays that are there; None if there are none. Without elements it has one that is not read."""
+    """Joins the arrays that are not None; without elements the result has one that is not read."""
     some = [array for array in arrays if array is not None]
     if not some:
         return None
@@ -507,10 +470,7 @@ def _read(spec: FeatureSpec, value: Any) -> Part:
 
 
 def _with_more_bags(part: Part, num_samples: int) -> Part:
-    """Adds empty bags until their number is the next power of two, or the number of samples.
-
-    Without them each number of bags would be a program. Bags of one size stay within `max_keys`.
-    """
+    """Adds empty bags up to the next power of two, or the number of samples, so that programs are few."""
     num_bags = part.shape[0]
     if num_bags == 0:
         return part
@@ -522,8 +482,8 @@ def _with_more_bags(part: Part, num_samples: int) -> Part:
     more = wanted - num_bags
     if more == 0:
         return part
-    of_one = part.num_bags // num_bags  # what kernels take for bags, of each bag
-    part = dataclasses.replace(part, num_bags=wanted * of_one, shape=(wanted, *part.shape[1:]))
+    kernel_bags = part.num_bags // num_bags  # of each bag: kernels take the keys of a rectangle for bags
+    part = dataclasses.replace(part, num_bags=wanted * kernel_bags, shape=(wanted, *part.shape[1:]))
     if is_ragged:
         xp = jnp if isinstance(part.offsets, jax.Array) else np
         return dataclasses.replace(part, offsets=xp.concatenate([part.offsets, xp.repeat(part.offsets[-1:], more)]))
@@ -609,7 +569,7 @@ def read_weights(given: Any, shape: tuple[Any, ...], what: str) -> Any:
 
 
 def read_offsets(bags: Bags, words: Any, what: str) -> Any:
-    """Reads offsets of ragged keys: int32 NumPy, checked to rise to the end of the keys; or traced, made to rise."""
+    """Reads offsets of ragged keys: int32 NumPy, checked to rise within the keys; or traced, made to rise."""
     if bags.lengths is not None and bags.offsets is not None:
         raise ValueError(f"{what}: got both lengths and offsets, wanted one of them.")
     if words.ndim != 2:
@@ -618,7 +578,7 @@ def read_offsets(bags: Bags, words: Any, what: str) -> Any:
         )
     name = "lengths" if bags.lengths is not None else "offsets"
     given = bags.lengths if bags.lengths is not None else there(bags.offsets)
-    # What is known now is checked now; only traced offsets are left to the kernels, which clamp them.
+    # Only traced offsets are left to the kernels, which clamp them.
     given = given if isinstance(given, jax.core.Tracer) else np.asarray(given)
     if given.dtype == np.bool_ or not jnp.issubdtype(given.dtype, jnp.integer):
         raise TypeError(f"{what}: {name}: got {given.dtype}{list(given.shape)}, wanted integers.")
@@ -628,8 +588,8 @@ def read_offsets(bags: Bags, words: Any, what: str) -> Any:
     if isinstance(given, np.ndarray):
         return _check_offsets(given, name, words, what)
     if name == "offsets":
-        return rising(given, words.shape[0])
-    return rising(jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(given.astype(jnp.int32))]), words.shape[0])
+        return make_rise(given, words.shape[0])
+    return make_rise(jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(given.astype(jnp.int32))]), words.shape[0])
 
 
 def _read_ragged(spec: FeatureSpec, bags: Bags, words: Any, weights: Any, what: str) -> Part:
@@ -657,13 +617,13 @@ def buffer_size(num_keys: int) -> int:
     return 1 << (num_keys - 1).bit_length() if num_keys else 1
 
 
-def rising(offsets: Array, num_keys: int) -> Int32[Array, " num_bags_plus_1"]:
-    """Makes traced offsets rise within the keys: their values are not known, and no kernel may stray."""
+def make_rise(offsets: Array, num_keys: int) -> Int32[Array, " num_bags_plus_1"]:
+    """Makes traced offsets rise within the keys, so that no kernel strays whatever their values are."""
     return jax.lax.cummax(jnp.clip(offsets.astype(jnp.int32), 0, num_keys))
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """Returns where bags of these lengths begin, and where the last one ends: int64."""
+    """Returns the offsets of bags of these lengths: int64."""
     return np.append(0, np.cumsum(lengths, dtype=np.int64))
 
 

@@ -13,22 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from jaxsok import exchange as exchange_lib
 from jaxsok import table
 from jaxsok.checks import there
-from jaxsok.exchange import (
-    PADDING_REQUEST,
-    SCALED_DTYPES,
-    Exchange,
-    HashOrder,
-    Round,
-    Route,
-    gathered_dtype,
-    has_divided_bags,
-    has_unused_keys,
-    in_one_round_or_more,
-    over_rounds,
-    uses_of_rows,
-)
+from jaxsok.exchange import PADDING_REQUEST, SCALED_DTYPES, Exchange, HashOrder, Round, Route
 from jaxsok.features import FeatureLayout, StoreFeatures, single_key_layouts
 from jaxsok.kernels import combine as combine_kernels
 from jaxsok.kernels.lookup import Batch
@@ -38,10 +26,10 @@ from jaxsok.store import StoreState
 from jaxsok.types import NO_ROW, NUM_FEATURE_WORDS, Inverse, RowIds
 
 Gradients = Mapping[str, Float[Array, "..."]]
-"""By feature, in the shape and, except for the rounding, the dtype of its embedding."""
+"""Gradient of each feature, in the shape and, except for the rounding, the dtype of its embedding."""
 
 
-# What is checked -----------------------------------------------------------------------------------------------------
+# Checks --------------------------------------------------------------------------------------------------------------
 
 
 def check_gradients(
@@ -174,36 +162,35 @@ def over_arrivals(
 ) -> Any:
     """Brings the gradients of one store to the owners of the rows: `body(carry, arrived)` for each round.
 
-    All gradients of a row come in one round, and normally there is only one. `body` gets what arrived for each plan and
-    returns the next carry; where nothing arrived it changes nothing. `store_of` finds the store in a carry; `op` is for
-    messages. Returns the last carry.
+    All gradients of a row come in one round, and normally there is only one. `body` gets the arrivals of each plan and
+    returns the next carry; `store_of` finds the store in a carry. Returns the last carry.
     """
     plans = used.plans
     asked = [plan.asked_of(s) for plan in plans]
-    if len({one.listed is None for one in asked}) > 1:
+    if len({requests.listed is None for requests in asked}) > 1:
         raise ValueError(
             f"{op}: plan: got plans with and without a send capacity in one update, wanted all of one kind: all from "
             "collection.pipeline or plan(send_capacity=...), or none."
         )
     # The number of uses travels with the gradients only where the requests do not know it.
-    counts_differ = any(has_unused_keys(plan.features.stores[s]) for plan in plans)
-    dtype = gathered_dtype(exchange.spec.gradients, "float32")
+    counts_differ = any(exchange_lib.has_unused_keys(plan.features.stores[s]) for plan in plans)
+    dtype = exchange_lib.gathered_dtype(exchange.spec.gradients, "float32")
 
-    def arrived(
+    def deliver(
         route: Route, received: Array, row_ids: RowIds, is_real: bool | Bool[Array, " n"], sums: Array, uses: Array
     ) -> Arrived:
         uses_of_key = received[:, 3].astype(jnp.int32)  # 0 in padding
         uses = jnp.where(is_real & (uses_of_key > 0), route.to_owners(uses) if counts_differ else uses_of_key, 0)
         row_ids = jnp.where(uses > 0, row_ids, jnp.uint32(NO_ROW))
-        sums = route.rows_to_owners(sums, exchange.spec.gradients).astype(jnp.float32)
+        sums = exchange_lib.send_rows(sums, exchange.spec.gradients, route.to_owners).astype(jnp.float32)
         return Arrived(received, row_ids, sums, uses)
 
     def one_round(asked: Sequence[Requests]) -> Any:
         of_plans = []
         for plan, grads, requests in zip(plans, used.gradients, asked, strict=True):
             route, row_ids = exchange.route(spec, requests.send_capacity), plan.found_of(s).row_ids
-            of_plan = _summed_by_line(spec, plan, grads, s, dtype, route.num_sent)
-            of_plans.append(arrived(route, requests.received, row_ids, row_ids != jnp.uint32(NO_ROW), *of_plan))
+            sums = _sum_by_line(spec, plan, grads, s, dtype, route.num_sent)
+            of_plans.append(deliver(route, requests.received, row_ids, row_ids != jnp.uint32(NO_ROW), *sums))
         return body(carry, of_plans)
 
     def rounds(carry: Any) -> Any:
@@ -211,29 +198,26 @@ def over_arrivals(
         for plan, grads, requests in zip(plans, used.gradients, asked, strict=True):
             part = plan.features.stores[s]
             order = HashOrder.of(spec, part, requests.send_capacity)
-            summed.append(_summed(spec, part, grads, order.inverse, order.lines.shape[0], dtype))
+            summed.append(_sum(spec, part, grads, order.inverse, order.lines.shape[0], dtype))
             route = exchange.route(spec, requests.send_capacity)
             ordered.append(dataclasses.replace(order, lines=_lines_with_row(route, plan, s, order)))
 
-        def one_of_several(carry: Any, parts: list[Round]) -> Any:
+        def run_round(carry: Any, parts: list[Round]) -> Any:
             of_plans = []
             for order, part, (sums, uses) in zip(ordered, parts, summed, strict=True):
                 received = part.requests(order.lines)
                 row_ids = table.find(store_of(carry), received[:, :2], received[:, 2])
                 # A key whose row went since the lookup is a use of a stale plan, and counted.
-                of_plans.append(arrived(part.route, received, row_ids, True, part.take(sums), part.take(uses)))
+                of_plans.append(deliver(part.route, received, row_ids, True, part.take(sums), part.take(uses)))
             return body(carry, of_plans)
 
-        return over_rounds(exchange, spec, ordered, one_of_several, carry)
+        return exchange_lib.over_rounds(exchange, spec, ordered, run_round, carry)
 
-    return in_one_round_or_more(asked, one_round, rounds)
+    return exchange_lib.in_one_round_or_more(asked, one_round, rounds)
 
 
 def _lines_with_row(route: Route, plan: Plan, s: int, order: HashOrder) -> Array:
-    """Returns the requests in the order of their hashes, padding in place of those whose key got no row.
-
-    A key that got none in the lookup may have one by the time of the update, which it never used.
-    """
+    """Returns the requests in the order of their hashes, padding in place of keys that the lookup gave no row."""
     asked, found = plan.asked_of(s), plan.found_of(s)
     # The lookup may have had one round where the update, with another plan, has several; else all row ids are NO_ROW.
     row_ids = (
@@ -245,21 +229,18 @@ def _lines_with_row(route: Route, plan: Plan, s: int, order: HashOrder) -> Array
     return jnp.where(of_line[:, None], order.lines, PADDING_REQUEST)
 
 
-def scaled_by_uses(
+def scale_by_uses(
     spec: StoreSpec, arrived: Sequence[Arrived], is_live: Bool[Array, " num_plans"], *, counts_uses: bool = False
 ) -> tuple[list[Array], Float32[Array, " num_lines"] | None]:
-    """Scales sums by the store's `row_gradient`: divides by the uses of the row in all live plans, or by their root.
-
-    Returns the sums by plan, and the uses of the row of each line, if they are needed or asked for.
-    """
-    sums = [one.sums for one in arrived]
+    """Scales sums by the uses of the row in all live plans, as `row_gradient` says; returns the uses if needed."""
+    sums = [part.sums for part in arrived]
     if spec.row_gradient == "sum" and not counts_uses:
         return sums, None
-    total = uses_in_all([one.row_ids for one in arrived], [one.uses for one in arrived], is_live)
+    total = uses_in_all([part.row_ids for part in arrived], [part.uses for part in arrived], is_live)
     if spec.row_gradient != "sum":
         divisor = jnp.maximum(total if spec.row_gradient == "mean" else jnp.sqrt(total), 1.0)
-        ends = np.cumsum([one.row_ids.shape[0] for one in arrived])[:-1].tolist()
-        sums = [part / one[:, None] for part, one in zip(sums, jnp.split(divisor, ends), strict=True)]
+        ends = np.cumsum([part.row_ids.shape[0] for part in arrived])[:-1].tolist()
+        sums = [part / uses[:, None] for part, uses in zip(sums, jnp.split(divisor, ends), strict=True)]
     return sums, total
 
 
@@ -268,7 +249,7 @@ def uses_in_all(
 ) -> Float32[Array, " num_lines"]:
     """Counts for each line, plan after plan, the uses of its row in all live plans."""
     alive = [jnp.where(is_live[p], of_plan, 0) for p, of_plan in enumerate(uses)]
-    return uses_of_rows(concatenated(row_ids), concatenated(alive)).astype(jnp.float32)
+    return exchange_lib.uses_of_rows(concatenated(row_ids), concatenated(alive)).astype(jnp.float32)
 
 
 def fits_windows(exchange: Exchange, spec: StoreSpec, s: int, used: Used) -> bool:
@@ -278,9 +259,9 @@ def fits_windows(exchange: Exchange, spec: StoreSpec, s: int, used: Used) -> boo
     (plan,) = used.plans
     part, asked = plan.features.stores[s], plan.asked_of(s)
     is_scaled = spec.row_gradient != "sum" or exchange.spec.gradients in SCALED_DTYPES
-    if asked.listed is not None or is_scaled or has_unused_keys(part):
+    if asked.listed is not None or is_scaled or exchange_lib.has_unused_keys(part):
         return False
-    return asked.send_capacity >= part.keys.shape[0] or not has_divided_bags(part)
+    return asked.send_capacity >= part.keys.shape[0] or not exchange_lib.has_divided_bags(part)
 
 
 def by_bag(spec: StoreSpec, part: StoreFeatures, gradients: Gradients) -> list[Float32[Array, "..."]]:
@@ -288,25 +269,25 @@ def by_bag(spec: StoreSpec, part: StoreFeatures, gradients: Gradients) -> list[F
     return [bag_gradient(gradients, part, layout, spec).astype(jnp.float32) for layout in part.layouts]
 
 
-def _summed_by_line(
+def _sum_by_line(
     spec: StoreSpec, plan: Plan, gradients: Gradients, s: int, dtype: str, num_lines: int
 ) -> tuple[Array, Array]:
     """Sums the gradients of each key over its uses in the batch, and counts them: by line to send in the one round."""
     part, asked = plan.features.stores[s], plan.asked_of(s)
     is_all_sent = asked.listed is not None or asked.send_capacity >= part.keys.shape[0]
-    if is_all_sent or not has_divided_bags(part):
-        return _summed(spec, part, gradients, asked.slots, num_lines, dtype)
-    # Keys that were not sent are part of the hotness of their bags, as they were for the lookup: they get a line more.
+    if is_all_sent or not exchange_lib.has_divided_bags(part):
+        return _sum(spec, part, gradients, asked.slots, num_lines, dtype)
+    # Keys that were not sent count in the hotness of their bags, as they did in the lookup: they get an extra line.
     is_unsent = table.is_key(part.keys) & (asked.slots < 0)
     lines = jnp.where(is_unsent, num_lines, asked.slots)
-    sums, uses = _summed(spec, part, gradients, lines, num_lines + 1, dtype)
+    sums, uses = _sum(spec, part, gradients, lines, num_lines + 1, dtype)
     return sums[:num_lines], uses[:num_lines]
 
 
-def _summed(
+def _sum(
     spec: StoreSpec, part: StoreFeatures, gradients: Gradients, lines: Inverse, num_lines: int, dtype: str
 ) -> tuple[Array, Array]:
     """Sums the gradients of the keys of each line, and counts them."""
-    _, offsets, weights, words = part.operands()
-    flat, bags = by_bag(spec, part, gradients), (offsets, weights, words)
-    return combine_kernels.combine_transpose(flat, lines, bags, num_lines, part.num_tiles, dtype)
+    _, *bags = part.operands()
+    flat = by_bag(spec, part, gradients)
+    return combine_kernels.combine_transpose(flat, lines, tuple(bags), num_lines, part.num_tiles, dtype)

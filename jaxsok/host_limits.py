@@ -66,7 +66,7 @@ def share_of_device(shards: Shards, *, is_agreed: bool = True) -> HostLimit | No
     report = len(shards.mesh.local_devices) if shards.is_mesh else 1, limits()
     if not is_agreed or shards.num_processes == 1:
         return least_share([report])
-    texts = processes.gathered(
+    texts = processes.gather(
         "host_memory", json.dumps([report[0], [dataclasses.astuple(limit) for limit in report[1]]])
     )
     reports = [(num_devices, [HostLimit(*limit) for limit in found]) for num_devices, found in map(json.loads, texts)]

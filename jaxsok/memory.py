@@ -254,7 +254,7 @@ def memory_estimate(
         raise ValueError(f"{op}: tables: got none, wanted at least one TableSpec.")
     stores = group_into_stores(tables, int(num_shards), bag_tables(features))
     sizes = _sizes(features, num_samples, keys_per_step, num_shards)
-    parts = [features_lib.shaped(store, features if sizes else (), sizes) for store in stores]
+    parts = [features_lib.shapes_of(store, features if sizes else (), sizes) for store in stores]
     return estimated(
         tables,
         parts,

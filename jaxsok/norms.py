@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jaxsok import annotations, table
 from jaxsok.exchange import Exchange, has_divided_bags
-from jaxsok.gradients import Arrived, Used, as_features, by_bag, joined, over_arrivals, scaled_by_uses
+from jaxsok.gradients import Arrived, Used, as_features, by_bag, joined, over_arrivals, scale_by_uses
 from jaxsok.kernels import combine as combine_kernels
 from jaxsok.kernels import plan as plan_kernels
 from jaxsok.shards import Shards
@@ -28,17 +28,12 @@ Squares = tuple[Float32[Array, ""], Float32[Array, ""]]
 
 
 def with_squares(squares: Squares, numbers: Float[Array, "..."]) -> Squares:
-    """Adds the squares of more numbers; one that is not finite makes the result so.
-
-    Example:
-      >>> norm_of(with_squares((jnp.float32(0), jnp.float32(0)), jnp.array([3.0, 4.0]))).item()
-      5.0
-    """
+    """Adds the squares of more numbers; a number that is not finite makes the result so."""
     if numbers.size == 0:
         return squares
     numbers = numbers.astype(jnp.float32)
     largest = jnp.maximum(squares[0], jnp.abs(numbers).max())
-    return largest, _rescaled(squares, largest) + jnp.square(numbers / _divisor(largest)).sum()
+    return largest, _rescale(squares, largest) + jnp.square(numbers / _divisor(largest)).sum()
 
 
 def norm_of(squares: Squares) -> Float32[Array, ""]:
@@ -47,13 +42,13 @@ def norm_of(squares: Squares) -> Float32[Array, ""]:
     return jnp.where(jnp.isinf(largest), largest, largest * jnp.sqrt(total))
 
 
-def _rescaled(squares: Squares, largest: Float32[Array, ""]) -> Float32[Array, ""]:
+def _rescale(squares: Squares, largest: Float32[Array, ""]) -> Float32[Array, ""]:
     """Returns the sum of squares relative to another largest number, not below its own."""
     return squares[1] * jnp.square(squares[0] / _divisor(largest))
 
 
 def _divisor(largest: Float32[Array, ""]) -> Float32[Array, ""]:
-    # Back ends may take subnormal numbers for 0, and nothing may be divided by that.
+    # Back ends may take subnormal numbers for 0.
     return jnp.where(largest < jnp.finfo(jnp.float32).tiny, jnp.float32(1), largest)
 
 
@@ -61,7 +56,7 @@ def of_all_shards(shards: Shards, squares: Squares) -> Squares:
     """Adds the squares of all shards, in their order."""
     largest = shards.max(squares[0])
     # Each part has its own place, where adding is exact, so the collective cannot change the order of the sum.
-    parts = jnp.zeros(shards.num_shards, jnp.float32).at[shards.index()].set(_rescaled(squares, largest))
+    parts = jnp.zeros(shards.num_shards, jnp.float32).at[shards.index()].set(_rescale(squares, largest))
     return largest, shards.sum(parts).sum()
 
 
@@ -75,14 +70,14 @@ def summed_by_row(
 ) -> Float32[Array, "num_keys dim"]:
     """Sums gradients by row, in the order of first uses; zeros beyond, and where a sum is not finite.
 
-    Rows are made distinct as keys are, with the row id in place of the key. Keys without a row that are no padding
-    (`is_refused`) still count in the hotness of their bags, as in lookup and update.
+    Keys without a row that are no padding (`is_refused`) still count in the hotness of their bags.
     """
+    # Rows are made distinct as keys are, with the row id in place of the key.
     is_row = row_ids != jnp.uint32(NO_ROW)
     as_keys = jnp.stack([row_ids, jnp.where(is_row, jnp.uint32(0), jnp.uint32(NO_ROW))], axis=1)
     _, _, inverse, _, _ = plan_kernels.plan((as_keys, *batch), num_tiles)
     if is_refused is not None:
-        # They go to the last line, which no row uses: each refused key leaves one line free.
+        # Refused keys go to the last line, which no row uses: each of them leaves a line free.
         spare = row_ids.shape[0] - 1
         inverse = jnp.where(is_refused, spare, inverse)
     sums, uses = combine_kernels.combine_transpose(gradients, inverse, batch, row_ids.shape[0], num_tiles)
@@ -107,7 +102,7 @@ def row_gradients_here(spec: StoreSpec, store: StoreState, s: int, used: Used) -
     is_refused = None
     if any(has_divided_bags(part) for part in parts):
         is_refused = table.is_key(keys) & (row_ids == jnp.uint32(NO_ROW))
-    flat = [one for part, grads in zip(parts, gradients, strict=True) for one in by_bag(spec, part, grads)]
+    flat = [grad for part, grads in zip(parts, gradients, strict=True) for grad in by_bag(spec, part, grads)]
     return summed_by_row(row_ids, tuple(batch), num_tiles, flat, spec.row_gradient, is_refused)
 
 
@@ -121,8 +116,8 @@ def add_exchanged(
     is_counted = jnp.bool_(True) if not spec.is_replicated else exchange.shards.index() == 0
 
     def add(squares: Squares, arrived: list[Arrived]) -> Squares:
-        sums, _ = scaled_by_uses(spec, arrived, is_live)
-        row_ids = [jnp.where(is_live[p], one.row_ids, jnp.uint32(NO_ROW)) for p, one in enumerate(arrived)]
+        sums, _ = scale_by_uses(spec, arrived, is_live)
+        row_ids = [jnp.where(is_live[p], part.row_ids, jnp.uint32(NO_ROW)) for p, part in enumerate(arrived)]
         batch, num_tiles = as_features([ids.shape[0] for ids in row_ids])
         rows = summed_by_row(jnp.concatenate(row_ids), batch, num_tiles, sums, "sum")
         return with_squares(squares, jnp.where(is_counted, rows, 0.0))
@@ -139,17 +134,12 @@ def tree_norm(tree: Any) -> Float32[Array, ""]:
 
 
 def factor_of(norm: Float32[Array, ""], max_norm: Any) -> Float32[Array, ""]:
-    """Returns the factor for gradients: 1 below `max_norm`, else what scales the norm to it; NaN for a NaN norm.
-
-    Example:
-      >>> [factor_of(jnp.float32(norm), 2.0).item() for norm in (1.0, 2.0, 8.0)]
-      [1.0, 1.0, 0.25]
-    """
+    """Returns the factor for gradients: 1 below `max_norm`, else the one that scales the norm to it; NaN for NaN."""
     max_norm = jnp.asarray(max_norm, jnp.float32)
     return jnp.where(norm < max_norm, jnp.float32(1), max_norm / norm)
 
 
-def scaled(tree: Any, factor: Float32[Array, ""]) -> Any:
+def scale(tree: Any, factor: Float32[Array, ""]) -> Any:
     """Multiplies every number of a tree by a factor, in its own dtype."""
 
     def times(leaf: Array) -> Array:

@@ -54,10 +54,10 @@ _NO_LIMIT = 2**62
 _PADDING_WORD = np.uint32(PADDING_KEY & 0xFFFFFFFF)
 
 _ONE, _LENGTHS, _OFFSETS = range(3)
-"""Features with as many keys in each bag, and ragged ones."""
+"""Kinds of features: as many keys in each bag, or ragged by lengths or offsets."""
 
-_array = operator.attrgetter("dtype", "shape", "strides")
-_array_of_any_length = operator.attrgetter("dtype", "ndim", "strides")
+_form = operator.attrgetter("dtype", "shape", "strides")
+_form_of_any_length = operator.attrgetter("dtype", "ndim", "strides")
 
 
 class _Given(NamedTuple):
@@ -69,18 +69,18 @@ class _Given(NamedTuple):
     weights: list[np.ndarray]
     """Weights of the weighted features, each in the shape of its keys."""
     kinds: list[int]
-    """By feature: `_ONE`, `_LENGTHS` or `_OFFSETS`."""
+    """`_ONE`, `_LENGTHS` or `_OFFSETS` for each feature."""
 
     def signature(self) -> tuple:
-        """Returns what a recipe depends on: dtypes, shapes and strides, but no number of ragged keys."""
+        """Returns the dtypes, shapes and strides that a recipe depends on, but no number of ragged keys."""
         keys = [
-            _array_of_any_length(array) if kind else _array(array)
+            _form_of_any_length(array) if kind else _form(array)
             for array, kind in zip(self.keys, self.kinds, strict=True)
         ]
-        return *self.kinds, *keys, *map(_array, self.bags), *map(_array_of_any_length, self.weights)
+        return *self.kinds, *keys, *map(_form, self.bags), *map(_form_of_any_length, self.weights)
 
     def by_feature(self, specs: Sequence[FeatureSpec]) -> Iterator[tuple[np.ndarray, int, Any, Any]]:
-        """Yields keys, kind, lengths or offsets, and weights of each feature; None where it has none."""
+        """Yields keys, kind, lengths or offsets or None, and weights or None of each feature."""
         bags, weights = iter(self.bags), iter(self.weights)
         for spec, keys, kind in zip(specs, self.keys, self.kinds, strict=True):
             yield keys, kind, next(bags) if kind else None, next(weights) if spec.weighted else None
@@ -119,7 +119,7 @@ class _Source:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether 32 bits of each key say all: of unsigned ones padding is known by offsets alone."""
+        """True if 32 bits of each key are enough: of unsigned keys padding is known by offsets alone."""
         if self.key_type == _UNSIGNED:
             return not self.square and (self.has_offsets or self.num_bags == self.num_samples)
         return self.key_type in _NARROW
@@ -137,9 +137,9 @@ class _Memory:
         return self.part_bytes * self._num_parts
 
     def reserve(self, num_bytes: int) -> int:
-        """Returns where an array begins in each part."""
+        """Reserves memory for an array; returns its place in each part."""
         begin = self.part_bytes
-        self.part_bytes += _aligned(num_bytes)
+        self.part_bytes += _align(num_bytes)
         return begin
 
     def views(self, lent: ctypes.Array | None, begin: int, dtype: Any, *shape: int) -> list[np.ndarray]:
@@ -149,12 +149,12 @@ class _Memory:
         return [np.frombuffer(lent, dtype, count, place).reshape(shape) for place in places]
 
 
-def _aligned(num_bytes: int) -> int:
+def _align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class _Place(NamedTuple):
-    """Where keys and weights of a store begin in each part, and how many there are."""
+    """The places of a store's keys and weights in each part, and their numbers."""
 
     keys: int
     weights: int
@@ -172,22 +172,15 @@ class _Place(NamedTuple):
             memory.reserve(itemsize * num_keys), memory.reserve(4 * num_weights), num_keys, num_weights, itemsize
         )
 
-    def key_views(self, memory: _Memory, lent: ctypes.Array) -> list[np.ndarray]:
-        shape = (self.num_keys,) if self.itemsize == 4 else (self.num_keys, 2)
-        return memory.views(lent, self.keys, np.uint32, *shape)
-
-    def weight_views(self, memory: _Memory, lent: ctypes.Array) -> list[np.ndarray]:
-        return memory.views(lent, self.weights, np.float32, self.num_weights)
-
 
 _Unsigned = tuple[tuple[int, int, int], ...]
-"""Features of a store whose keys have no sign: where their keys begin, how many there are, and which offset ends them.
-That is never the first one; 0: they are not ragged."""
+"""Features of a store with unsigned keys: the place of their keys, their number, and the offset that ends them (never
+the first one; 0: they are not ragged)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Recipe:
-    """How batches of one signature are packed. Features are counted store by store."""
+    """A way to pack batches of one signature. Features are counted store by store."""
 
     stores: list[list[_Source]]
     num_samples: int
@@ -201,11 +194,11 @@ class _Recipe:
     num_bytes: int
     """Bytes of all these together."""
     ends: int
-    """Where the ends begin."""
+    """The place of the ends."""
     offsets: list[tuple[int, int]]
-    """By store: where offsets begin in each part, and how many there are."""
+    """Place of each store's offsets in a part, and their number."""
     bags: np.ndarray
-    """`kernel.BAGS` of the ragged features; addresses count from where the memory begins."""
+    """`kernel.BAGS` of the ragged features; addresses count from the beginning of the memory."""
     ragged: np.ndarray
     """The numbers of the ragged features."""
     weighted: np.ndarray
@@ -222,11 +215,9 @@ class _Sized(NamedTuple):
     memory: _Memory
     """Keys and weights."""
     places: list[_Place]
-    """By store."""
     keys: np.ndarray
-    """`kernel.KEYS` of the features; addresses count from where the memory of keys, or that of offsets, begins."""
+    """`kernel.KEYS` of the features; addresses count from the beginning of the memory of keys, or that of offsets."""
     layouts: list[tuple[FeatureLayout, ...]]
-    """By store."""
     unsigned: "tuple[_Unsigned | None, ...]"
 
 
@@ -240,7 +231,7 @@ class HostBatch:
     """A packed batch in host memory, which `batch` and `pipeline` take as a raw one; `PackBatch` makes it."""
 
     arrays: list[Any]
-    """By store: keys, offsets and weights, each an array for every part; None where there are none."""
+    """Keys, offsets and weights of each store, each an array for every part; None where there are none."""
     layouts: tuple[tuple[FeatureLayout, ...], ...]
     unsigned: "tuple[_Unsigned | None, ...]"
     rest: dict[str, Any]
@@ -258,7 +249,7 @@ class Packing(NamedTuple):
     batch: Batch
     """Keys `[num_keys]` are low words."""
     unsigned: tuple[_Unsigned | None, ...]
-    """The features whose keys are widened with zeros, by store; None: the keys of the store are wide."""
+    """The features of each store whose keys are widened with zeros; None: the keys of the store are wide."""
 
 
 class HostPacker(abc.ABC):
@@ -274,8 +265,7 @@ class HostPacker(abc.ABC):
         self._stores = tuple(stores)
         self._features = tuple(features)
         self._tag = tag
-        names = [{table.name for table in store.tables} for store in stores]
-        self._of_store = [[spec for spec in features if spec.table in tables] for tables in names]
+        self._of_store = [features_lib.features_of(store, features) for store in stores]
         self._recipes: dict[Any, _Recipe | None] = {}
         self._sized: dict[Any, _Sized | None] = {}
         self._layouts: dict[Any, tuple[FeatureLayout, ...]] = {}
@@ -294,7 +284,7 @@ class HostPacker(abc.ABC):
         """Returns JAX's client of the GPUs that copy from the memory; None: there are none."""
 
     def pack(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> HostBatch | Mapping[str, Any]:
-        """Packs a raw batch; where NumPy has to pack it, or to raise, returns it, converted to arrays."""
+        """Packs a raw batch; returns it, converted to arrays, where NumPy has to pack it or to raise."""
         given = self._read(raw)
         recipe = None if given is None else self._recipes.get(self._key(given, pad_to, is_split))
         if given is None or recipe is None:
@@ -313,7 +303,7 @@ class HostPacker(abc.ABC):
         if given is None:
             return None
         key = self._key(given, pad_to, is_split)
-        recipe = _kept(self._recipes, key, lambda: self._make_recipe(given, pad_to, is_split))
+        recipe = _keep(self._recipes, key, lambda: self._make_recipe(given, pad_to, is_split))
         return None if recipe is None else self._follow(recipe, given, raw, pad_to)
 
     def _read(self, raw: Mapping[str, Any]) -> _Given | None:
@@ -332,7 +322,7 @@ class HostPacker(abc.ABC):
         return given.signature(), pad_to, is_split, self.may_narrow()
 
     def _make_recipe(self, given: _Given, pad_to: int | None, is_split: bool) -> _Recipe | None:
-        """Describes a batch by types and shapes; None: NumPy has to read it, or to say what is wrong."""
+        """Describes a batch by types and shapes; returns None where NumPy has to read it, or to say what is wrong."""
         numbers = self.numbers() if is_split else [0]
         num_parts, num_shards = len(numbers), self.num_shards if is_split else 1
         specs = [spec for store in self._of_store for spec in store]
@@ -357,7 +347,7 @@ class HostPacker(abc.ABC):
             count = num_offsets * sum(source.has_offsets for source in store)
             offsets.append((memory.reserve(4 * count), count))
         ends = memory.num_bytes
-        end, scratch = ends, ends + _aligned(8 * (num_parts + 1) * len(ragged))
+        end, scratch = ends, ends + _align(8 * (num_parts + 1) * len(ragged))
         bags = []
         for store, (place, _) in zip(stores, offsets, strict=True):
             for source in store:
@@ -387,7 +377,7 @@ class HostPacker(abc.ABC):
         )
 
     def _size(self, recipe: _Recipe, sizes: tuple[int, ...]) -> _Sized | None:
-        """Lays out keys where the features without a size have these; None: there are too many."""
+        """Lays out keys, with these sizes for the features without one; returns None for too many keys."""
         memory, places, keys = _Memory(len(recipe.numbers)), [], []
         following, bags = iter(sizes), iter(recipe.bags)
         all_sizes = [[source.size or next(following) for source in store] for store in recipe.stores]
@@ -396,8 +386,8 @@ class HostPacker(abc.ABC):
             places.append(place)
             keys_at, weights_at = place.keys, place.weights
             for source, size in zip(store, of_store, strict=True):
-                of_bags = next(bags) if source.kind else None
-                keys.append(_key_item(source, size, of_bags, keys_at, weights_at, place.itemsize, len(recipe.numbers)))
+                bag_item = next(bags) if source.kind else None
+                keys.append(_key_item(source, size, bag_item, keys_at, weights_at, place.itemsize, len(recipe.numbers)))
                 keys_at += place.itemsize * size
                 weights_at += 4 * size if source.spec.weighted else 0
         if any(place.num_keys >= 2**31 for place in places):
@@ -409,8 +399,8 @@ class HostPacker(abc.ABC):
         for spec, store, of_store, place in zip(self._stores, recipe.stores, all_sizes, places, strict=True):
             parts = [_part(source, size, of_part) for source, size in zip(store, of_store, strict=True)]
             made = features_lib.layouts_of(spec, parts)
-            # One object for equal ones: JAX compares them for each batch.
-            layouts.append(_kept(self._layouts, made, lambda made=made: made))
+            # One object for equal layouts: JAX compares them for each batch.
+            layouts.append(_keep(self._layouts, made, lambda made=made: made))
             unsigned.append(_unsigned_of(store, layouts[-1]) if place.itemsize == 4 else None)
         return _Sized(memory, places, items, layouts, tuple(unsigned))
 
@@ -425,7 +415,7 @@ class HostPacker(abc.ABC):
     def _pack_stores(
         self, recipe: _Recipe, given: _Given
     ) -> tuple[list[Any], tuple[tuple[FeatureLayout, ...], ...], tuple["_Unsigned | None", ...]] | None:
-        """Packs the features of each store, for the shards of the recipe: fields of a HostBatch; None: refused."""
+        """Packs the features of each store, for the shards of the recipe: fields of a HostBatch, or None if refused."""
         num_parts, num_features, num_ragged = len(recipe.numbers), len(given.keys), len(given.bags)
         addresses = kernel.addresses([*given.keys, *given.bags, *given.weights])
         num_keys = [array.size for array, kind in zip(given.keys, given.kinds, strict=True) if kind]
@@ -437,7 +427,7 @@ class HostPacker(abc.ABC):
             sizes = self._pack_bags(recipe, addresses[num_features:][:num_ragged], num_keys, offsets)
             if sizes is None:
                 return None
-        sized = _kept(self._sized, (recipe, sizes), lambda: self._size(recipe, sizes))
+        sized = _keep(self._sized, (recipe, sizes), lambda: self._size(recipe, sizes))
         if sized is None:
             return None
         memory, places = sized.memory, sized.places
@@ -458,17 +448,19 @@ class HostPacker(abc.ABC):
 
         arrays = []
         for store, place, (begin, count) in zip(recipe.stores, places, recipe.offsets, strict=True):
-            keys_by_part = place.key_views(memory, lent) or [keys_lib.padding_words((1,))] * num_parts
+            shape = (place.num_keys,) if place.itemsize == 4 else (place.num_keys, 2)
+            keys_by_part = memory.views(lent, place.keys, np.uint32, *shape)
             is_weighted = any(source.spec.weighted for source in store)
             no_weights = [np.zeros(1, np.float32)] * num_parts if is_weighted else None
-            weights = place.weight_views(memory, lent) or no_weights
-            arrays.append((keys_by_part, recipe.memory.views(offsets, begin, np.int32, count) or None, weights))
+            weights = memory.views(lent, place.weights, np.float32, place.num_weights) or no_weights
+            offsets_by_part = recipe.memory.views(offsets, begin, np.int32, count) or None
+            arrays.append((keys_by_part or [keys_lib.padding_words((1,))] * num_parts, offsets_by_part, weights))
         return arrays, tuple(sized.layouts), sized.unsigned
 
     def _pack_bags(
         self, recipe: _Recipe, addresses: np.ndarray, num_keys: Sequence[int], lent: ctypes.Array
     ) -> tuple[int, ...] | None:
-        """Writes the offsets of ragged features; returns the sizes that follow from the batch, None: refused."""
+        """Writes the offsets of ragged features; returns the sizes that follow from the batch, or None if refused."""
         place, bags = ctypes.addressof(lent), _copy(recipe.bags)
         bags["given"] = addresses
         bags["num_keys"] = num_keys
@@ -493,12 +485,11 @@ class HostPacker(abc.ABC):
 class Packer(HostPacker):
     """Packs the raw batches of one collection, and sends them to its devices."""
 
-    is_narrow: bool | None
-    """Whether keys of at most 32 bits travel as 32 bits; None: if the devices are GPUs."""
+    is_narrow: bool | None = None
+    """True makes keys of at most 32 bits travel as 32 bits; None: if the devices are GPUs."""
 
     def __init__(self, stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str, shards: Shards):
         super().__init__(stores, features, tag)
-        self.is_narrow = None
         self.num_shards, self.num_processes = shards.num_shards, shards.num_processes  # a mesh counts its devices
         self._shards = shards
         widen = functools.partial(_widen, shards)
@@ -507,11 +498,9 @@ class Packer(HostPacker):
             self._widen = jax.jit(widen, static_argnums=0, out_shardings=shards.place(2))
 
     def numbers(self) -> Sequence[int]:
-        """Returns the numbers of this process's shards."""
         return self._shards.local()
 
     def may_narrow(self) -> bool:
-        """Returns whether keys of at most 32 bits travel as 32 bits and are widened on the device."""
         return self._device().platform != "cpu" if self.is_narrow is None else self.is_narrow
 
     def _client(self) -> Any:
@@ -523,10 +512,7 @@ class Packer(HostPacker):
 
     @annotated("jaxsok.batch")
     def begin(self, raw: Mapping[str, Any], pad_to: int | None) -> "Packing":
-        """Packs a raw batch and begins its copy to the devices; `finish` makes a batch of it.
-
-        TypeError, ValueError: names the feature, the argument, what was got and wanted.
-        """
+        """Packs a raw batch and begins its copy to the devices; `finish` makes a batch of it."""
         if pad_to is not None:
             pad_to = checks.integer("batch: pad_to", pad_to, 1, wanted="a number of samples, at least 1")
         is_split = not self._shards.sees_parts()
@@ -536,10 +522,7 @@ class Packer(HostPacker):
         return Packing(self.pack_by_numpy(packed, pad_to, is_split), ())
 
     def send(self, packed: "HostBatch", pad_to: int | None) -> "Packing":
-        """Begins the copy of a batch to the devices.
-
-        ValueError: it was packed for another collection, for other shards, or with another `pad_to`.
-        """
+        """Begins the copy of a batch to the devices; refuses one packed for others, or with another `pad_to`."""
         numbers = self.numbers() if packed.is_split else [0]
         made_for = (packed.tag, packed.num_parts, packed.is_split, packed.pad_to)
         if made_for != (wanted := (self._tag, len(numbers), not self._shards.sees_parts(), pad_to)):
@@ -554,8 +537,8 @@ class Packer(HostPacker):
             ]
         else:
             arrays = jax.device_put([[parts and parts[0] for parts in of_store] for of_store in packed.arrays])
-        # One object for equal ones: JAX compares them for each batch.
-        layouts = [_kept(self._layouts, one, lambda one=one: one) for one in packed.layouts]
+        # One object for equal layouts: JAX compares them for each batch.
+        layouts = [_keep(self._layouts, made, lambda made=made: made) for made in packed.layouts]
         stores = tuple(StoreFeatures(*arrays[s], layouts) for s, layouts in enumerate(layouts))
         rest, mask = packed.rest, None
         if pad_to is not None:
@@ -567,20 +550,17 @@ class Packer(HostPacker):
         return Packing(Batch(Features(stores, self._tag, self.num_shards), rest, mask), packed.unsigned)
 
     def finish(self, packing: "Packing") -> Batch:
-        """Widens keys that travel as 32 bits, on the devices.
+        """Widens keys that travel as 32 bits, by a program: a pipeline dispatches the step before this batch's first.
 
-        This is a program like others and waits for the copy, and programs run in the order of their dispatch. A
-        pipeline dispatches the step before this batch's first, so that the copy runs during that step.
+        The program waits for the copy and runs in the order of its dispatch, so that the copy runs during that step.
         """
-        features = packing.batch.features
         if all(unsigned is None for unsigned in packing.unsigned):
             return packing.batch
-        stores = [
-            store
-            if unsigned is None
-            else dataclasses.replace(store, keys=self._widen(unsigned, store.keys, store.offsets))
-            for store, unsigned in zip(features.stores, packing.unsigned, strict=True)
-        ]
+        features = packing.batch.features
+        stores = list(features.stores)
+        for s, (store, unsigned) in enumerate(zip(stores, packing.unsigned, strict=True)):
+            if unsigned is not None:
+                stores[s] = dataclasses.replace(store, keys=self._widen(unsigned, store.keys, store.offsets))
         return dataclasses.replace(packing.batch, features=dataclasses.replace(features, stores=tuple(stores)))
 
     def pack_by_numpy(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> Batch:
@@ -626,11 +606,9 @@ class WorkerPacker(HostPacker):
         return WorkerPacker, (self._stores, self._features, self._tag, *shards)
 
     def numbers(self) -> Sequence[int]:
-        """Returns the numbers of the shards that the process which takes the batches has."""
         return self._numbers
 
     def may_narrow(self) -> bool:
-        """Returns whether that process widens keys."""
         return self._may_narrow
 
     def _client(self) -> Any:
@@ -642,8 +620,8 @@ def _copy(items: np.ndarray) -> np.ndarray:
     return np.frombuffer(bytearray(items), items.dtype)
 
 
-def _kept(kept: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """Returns what is kept, or makes it; readers that need more room than there is are rare, and only lose time."""
+def _keep(kept: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """Returns the value that is kept for a key, or makes it; forgets all of them where there are too many."""
     try:
         return kept[key]
     except KeyError:  # another thread may empty it between a test and this
@@ -721,7 +699,7 @@ def _describe(
     num_parts: int,
     num_shards: int,
 ) -> _Source | None:
-    """Describes a feature by types and shapes; None: NumPy has to read it, or to say what is wrong."""
+    """Describes a feature by types and shapes; returns None where NumPy has to read it, or to say what is wrong."""
     key_type, bag_type, weight_type = (
         _TYPES.get(array.dtype, -1) if array is not None else 0 for array in (keys, bags, weights)
     )
@@ -853,7 +831,7 @@ def _widen(
     low: UInt32[Array, " num_keys"],
     offsets: Int32[Array, " num_offsets"] | None,
 ) -> UInt32[Array, "num_keys 2"]:
-    """Widens the low words of keys: by sign, or with zeros, where padding is what lies behind the last bag."""
+    """Widens the low words of keys: by sign, or with zeros, where the keys behind the last bag are padding."""
 
     def widen_part(low: Array, offsets: Array | None) -> Array:
         high = jnp.where(lax.bitcast_convert_type(low, jnp.int32) < 0, _PADDING_WORD, jnp.uint32(0))

@@ -1,9 +1,9 @@
 """Partial bags between shards: owners sum the rows of a bag that they have (decision 0019).
 
-A shard sends every use of its bags to the owner of the row, in the order of its batch. What an owner gets is a batch of
-its own, with a part of every bag of every shard: it looks this batch up, and updates with it, as one device does with
-its batch. Sums of bags go back, one line for each bag and owner; the gradient of a bag goes to all owners. The shard of
-the batch adds the sums in the order of the owners and divides them (mean, sqrtn): only it has all keys of the bag.
+A shard sends every use of its bags to the owner of the row, in the order of its batch. An owner receives a batch of its
+own, with a part of every bag of every shard: it looks this batch up, and updates with it, as one device does with its
+batch. Sums of bags go back, a line per bag and owner; the gradient of a bag goes to all owners. The shard of the batch
+adds the sums in the order of the owners and divides them (mean, sqrtn): only it has all keys of the bag.
 
 No use is left out where a plan has no send capacity: uses go in as many rounds as the fullest pair of shards needs,
 before anything is looked up. So all bits are the same whatever the capacity, and rows get their ids by shard and first
@@ -18,31 +18,20 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok import annotations, norms, table, tiers, update
+from jaxsok import exchange as exchange_lib
 from jaxsok.checks import there
-from jaxsok.exchange import (
-    DIVIDED,
-    SCALED_DTYPES,
-    Exchange,
-    all_received,
-    default_send_capacity,
-    digest_of_all,
-    gathered_dtype,
-    load_of,
-    num_rounds_of,
-    requests_of_round,
-    sent,
-)
+from jaxsok.exchange import DIVIDED, SCALED_DTYPES, Exchange
 from jaxsok.features import FeatureLayout, StoreFeatures
 from jaxsok.gradients import Gradients, Used, by_bag, concatenated, joined
 from jaxsok.kernels import lookup as lookup_kernels
 from jaxsok.kernels import plan as plan_kernels
 from jaxsok.kernels import update as update_kernels
 from jaxsok.kernels.tickets import tickets_digest
-from jaxsok.lookup import Owner
+from jaxsok.lookup import Owner, StoreRead
 from jaxsok.plan import Found, Plan, Uses
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import BAGS_PER_TILE, COUNTS, MAX_FEATURES, NO_ROW, RowIds
+from jaxsok.types import BAGS_PER_TILE, COUNTS, MAX_FEATURES, NO_ROW, PartitionOwners, RowIds, TableCounts
 
 _FOUND, _PADDING = COUNTS.index("num_found"), COUNTS.index("num_padding")
 _MISSING, _REFUSED = COUNTS.index("num_missing"), COUNTS.index("num_refused")
@@ -57,14 +46,10 @@ def ask(
     exchange: Exchange,
     spec: StoreSpec,
     features: StoreFeatures,
-    owners: UInt32[Array, " num_partitions"],
+    owners: PartitionOwners,
     send_capacity: int | None = None,
 ) -> Uses:
-    """Sends the uses of one store's bags to the owners of their rows.
-
-    With `send_capacity` in one round, which keeps back the uses beyond it: the caller compares `load` with it. None: in
-    as many rounds as it takes, into room for all keys of each shard.
-    """
+    """Sends the uses of bags to the owners of their rows, in one round if `send_capacity` is given, else in several."""
     num_shards = spec.num_shards
     uses, offsets, scales = plan_kernels.plan_uses(
         features.operands(),
@@ -76,17 +61,17 @@ def ask(
     )
     counts = offsets[:, -1]
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-    capacity = send_capacity or exchange.spec.send_capacity or default_send_capacity(spec, features)
+    capacity = send_capacity or exchange.spec.send_capacity or exchange_lib.default_send_capacity(spec, features)
     route = exchange.route(spec, capacity)
 
     to_all = jnp.concatenate([tickets_digest(features.keys)[0], counts.astype(jnp.uint32)])
     words = jnp.concatenate([jnp.broadcast_to(to_all, (num_shards, num_shards + 2)), offsets.astype(jnp.uint32)], 1)
-    received, words = route.requests_to_owners(requests_of_round(route, uses, starts, 0), words)
+    received, words = route.requests_to_owners(exchange_lib.requests_of_round(route, uses, starts, 0), words)
     digests, counts_of_all, offsets_here = jnp.split(words, (2, num_shards + 2), axis=1)
-    load, num_rounds, room = load_of(counts_of_all), jnp.int32(1), capacity
+    load, num_rounds, room = exchange_lib.load_of(counts_of_all), jnp.int32(1), capacity
     if send_capacity is None:
-        num_rounds = num_rounds_of(load[0, 0], capacity)
-        lines = all_received(route, received, uses, starts, num_rounds)
+        num_rounds = exchange_lib.num_rounds_of(load[0, 0], capacity)
+        lines = exchange_lib.receive_all(route, received, uses, starts, num_rounds)
         received, room, capacity = lines.reshape(-1, 4), None, lines.shape[1]
     return Uses(
         received,
@@ -94,7 +79,7 @@ def ask(
         scales,
         _count_unsent(spec, features, offsets, room),
         load,
-        digest_of_all(digests),
+        exchange_lib.digest_of_all(digests),
         num_rounds[None],
         send_capacity=capacity,
     )
@@ -131,7 +116,7 @@ class _Received:
 
 
 def _received_batch(spec: StoreSpec, features: StoreFeatures, uses: Uses) -> _Received:
-    """Returns the batch of an owner; `features` are this shard's own, shaped as those of all."""
+    """Returns the batch that an owner received; `features` are this shard's own, shaped as those of all."""
     size, num_bags = uses.send_capacity, _num_bags(features)
     is_weighted = any(layout.weights_start >= 0 for layout in features.layouts)
     layouts = [
@@ -167,7 +152,7 @@ def _received_batch(spec: StoreSpec, features: StoreFeatures, uses: Uses) -> _Re
 def index(
     spec: StoreSpec, store: StoreState, features: StoreFeatures, uses: Uses, owner: Owner
 ) -> tuple[StoreState, Found]:
-    """Does the first part of a lookup: finds or inserts the rows of the uses that arrived."""
+    """Finds or inserts the rows of the uses that arrived."""
     store, row_ids, counts = _find_rows(spec, store, _received_batch(spec, features, uses), owner)
     padding, kept_back = uses.counts.T
     counts = counts.at[:, _PADDING].set(padding).at[:, _MISSING if owner.is_find else _REFUSED].add(kept_back)
@@ -176,44 +161,41 @@ def index(
 
 def read(
     spec: StoreSpec, features: StoreFeatures, uses: Uses, owner: Owner, store: StoreState, found: Found
-) -> tuple[StoreState, Found, list[Array]]:
-    """Does the second part of a lookup: sums the rows in each bag of each shard, and sends the sums."""
-    received, row_ids = _received_batch(spec, features, uses), found.row_ids
+) -> StoreRead:
+    """Does the rest of a lookup: sums the rows in each bag of each shard, and sends the sums."""
+    received, row_ids, seed = _received_batch(spec, features, uses), found.row_ids, owner.seed
     sums_of, lines = _batch_of_sums(spec, features)
     shapes = [(*layout.combined_shape, spec.dim) for layout in features.layouts]
+
+    def reading(words: np.ndarray) -> lookup_kernels.Reading:
+        return lookup_kernels.Reading(words, seed, sums_of.operands(), features.num_tiles, shapes)
+
     windows = owner.exchange.windows
     is_by_xla = table.given_by_xla(spec, is_find=owner.is_find)
-    dtype = gathered_dtype(owner.exchange.spec.rows, "float32")
+    dtype = exchange_lib.gathered_dtype(owner.exchange.spec.rows, "float32")
     fits_kernels = owner.exchange.spec.rows not in SCALED_DTYPES and (dtype == "float32" or spec.dtype != "float16")
     if windows is not None and not is_by_xla and fits_kernels:
         windows.reserve(jnp.dtype(dtype).itemsize * spec.dim * lines.shape[0])
-        store, view, slots = tiers.brought(spec, store, owner.seed, row_ids, keeps=not owner.is_find)
+        store, view, slots = tiers.brought(spec, store, seed, row_ids, keeps=not owner.is_find)
         counters, values = lookup_kernels.lookup_bags_window(
             windows.number,
             view,
-            _words_to_read(spec, is_find=owner.is_find),
-            owner.seed,
+            reading(_words_to_read(spec, is_find=owner.is_find)),
             received.features.operands(),
             received.features.num_tiles,
             slots,
             received.table_ids,
-            sums_of.operands(),
             lines,
-            shapes,
-            features.num_tiles,
             dtype,
         )
         store = tiers.returned(store, dataclasses.replace(view, counters=counters))
     else:
         store, sums = _partial_bags(spec, store, received, row_ids, owner)
-        sums = sent(sums, owner.exchange.spec.rows, owner.exchange.all_to_all)
-        words, seed = spec.table_words(), owner.seed
-        counters, _, values = lookup_kernels.lookup_planned(
-            store.counters, words, seed, sums_of.operands(), lines, (sums,), shapes, features.num_tiles
-        )
+        sums = exchange_lib.send_rows(sums, owner.exchange.spec.rows, owner.exchange.all_to_all)
+        counters, _, values = lookup_kernels.lookup_planned(store.counters, reading(spec.table_words()), lines, (sums,))
         store = dataclasses.replace(store, counters=counters)
     values = [
-        table.rounded(_scaled(value, uses.scales, layout), spec.embedding_dtype)
+        table.rounded(_scale(value, uses.scales, layout), spec.embedding_dtype)
         for value, layout in zip(values, features.layouts, strict=True)
     ]
     return store, found, values
@@ -221,8 +203,8 @@ def read(
 
 def _find_rows(
     spec: StoreSpec, store: StoreState, received: _Received, owner: Owner
-) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
-    """Finds or inserts the rows of the uses that arrived; counts them by table, padding aside."""
+) -> tuple[StoreState, RowIds, TableCounts]:
+    """Finds or inserts the rows of the uses that arrived; counts them by table, without padding."""
     keys, table_ids = received.features.keys, received.table_ids
     if not owner.is_find:
         store, row_ids, counts = table.find_or_insert(spec, store, owner.seed, keys, table_ids, step=owner.step)
@@ -251,25 +233,16 @@ def _partial_bags(
     else:
         store, view, slots = tiers.brought(spec, store, owner.seed, row_ids, keeps=not owner.is_find)
     (num_bags,) = {layout.num_bags for layout in features.layouts}
-    counters, _, (sums,) = lookup_kernels.lookup_planned(
-        view.counters,
-        _words_to_read(spec, is_find=owner.is_find),
-        owner.seed,
-        features.operands(),
-        slots,
-        view.rows,
-        [(len(features.layouts) * num_bags, spec.dim)],
-        features.num_tiles,
-        "float32",
-        received.table_ids,
-    )
+    words, shapes = _words_to_read(spec, is_find=owner.is_find), [(len(features.layouts) * num_bags, spec.dim)]
+    reading = lookup_kernels.Reading(words, owner.seed, features.operands(), features.num_tiles, shapes)
+    counters, _, (sums,) = lookup_kernels.lookup_planned(view.counters, reading, slots, view.rows, received.table_ids)
     if is_by_xla:
         return dataclasses.replace(store, counters=counters), sums
     return tiers.returned(store, dataclasses.replace(view, counters=counters)), sums
 
 
 def _words_to_read(spec: StoreSpec, *, is_find: bool) -> np.ndarray:
-    """Returns what the kernels know of the tables whose keys without a row are read."""
+    """Returns the words of the tables, with the initializers that keys without a row read."""
     words = spec.table_words() if is_find else spec.refused_words()
     if not is_find:
         words[:, _UNKNOWN_WORD] = 0
@@ -277,7 +250,7 @@ def _words_to_read(spec: StoreSpec, *, is_find: bool) -> np.ndarray:
 
 
 def _batch_of_sums(spec: StoreSpec, features: StoreFeatures) -> tuple[StoreFeatures, UInt32[Array, " num_bags_of_all"]]:
-    """Makes of each bag one with a key for each owner, in their order; returns also the line of each sum that comes."""
+    """Makes bags with a key for each owner, in their order; also returns the line of each sum that comes."""
     num_bags, num_shards = _num_bags(features), spec.num_shards
     layouts = [
         dataclasses.replace(
@@ -296,7 +269,7 @@ def _batch_of_sums(spec: StoreSpec, features: StoreFeatures) -> tuple[StoreFeatu
     return dataclasses.replace(features, keys=keys, layouts=tuple(layouts)), lines.reshape(-1)
 
 
-def _scaled(lines: Array, scales: Float32[Array, " num_bags"], layout: FeatureLayout) -> Array:
+def _scale(lines: Array, scales: Float32[Array, " num_bags"], layout: FeatureLayout) -> Array:
     """Multiplies the lines of a feature's bags by their scales; zeros where the divisor is zero."""
     if layout.combiner not in DIVIDED:
         return lines
@@ -312,7 +285,7 @@ def _scaled_gradients(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int)
     """Returns the gradients of all bags, divided as their embeddings were."""
     part, scales = plan.features.stores[s], plan.uses_of(s).scales
     of_features = zip(by_bag(spec, part, gradients), part.layouts, strict=True)
-    return concatenated([_scaled(grads.reshape(-1, spec.dim), scales, layout) for grads, layout in of_features])
+    return concatenated([_scale(grads.reshape(-1, spec.dim), scales, layout) for grads, layout in of_features])
 
 
 def _to_owners(
@@ -320,12 +293,12 @@ def _to_owners(
 ) -> Float32[Array, "num_bags_of_all dim"]:
     """Sends the gradients of all bags to all shards."""
     lines = _scaled_gradients(spec, plan, gradients, s)
-    return sent(lines, exchange.spec.gradients, exchange.all_gather).astype(jnp.float32)
+    return exchange_lib.send_rows(lines, exchange.spec.gradients, exchange.all_gather).astype(jnp.float32)
 
 
 def _check_num_features(op: str, spec: StoreSpec, used: Used) -> None:
     if len(used.plans) * spec.num_shards > MAX_FEATURES:
-        names = [declared.name for declared in spec.tables]
+        names = [table.name for table in spec.tables]
         raise ValueError(
             f"{op}: plans: got {len(used.plans)} for tables {names} of partial bags on "
             f"{spec.num_shards} shards, wanted at most {MAX_FEATURES // spec.num_shards}; update more often, or "
@@ -336,7 +309,7 @@ def _check_num_features(op: str, spec: StoreSpec, used: Used) -> None:
 def _join_received(
     spec: StoreSpec, s: int, used: Used
 ) -> tuple[update_kernels.Batch, int, RowIds, UInt32[Array, " num_lines"]]:
-    """Joins what arrived for the plans of a step: batch, tiles, row ids and tables."""
+    """Joins the batches that arrived for the plans of a step: batch, tiles, row ids and tables."""
     received = [_received_batch(spec, plan.features.stores[s], plan.uses_of(s)) for plan in used.plans]
     batch, num_tiles = joined([part.features for part in received])
     row_ids = [
@@ -358,7 +331,7 @@ def update_exchanged(
     windows, wire = exchange.windows, exchange.spec.gradients
     if windows is not None and len(used.plans) == 1 and wire not in SCALED_DTYPES:
         lines = _scaled_gradients(spec, used.plans[0], used.gradients[0], s)
-        lines = table.rounded(lines, gathered_dtype(wire, "float32"))
+        lines = table.rounded(lines, exchange_lib.gathered_dtype(wire, "float32"))
         windows.reserve(spec.num_shards * lines.size * lines.dtype.itemsize)
         view, num_nonfinite, num_stale = update_kernels.update_bags_window(windows.number, view, step, lines)
     else:

@@ -1,4 +1,4 @@
-"""What one lookup knows beside the rows: its features, the distinct keys if they were made, then row ids.
+"""The plan of a lookup: its features, the distinct keys if they were made, then row ids.
 
 A plan made apart (`Collection.plan`) reads no table, so it can run a batch ahead. On one device a lookup without one
 finds rows key by key in one fused call, and its plan carries row ids alone. On a mesh the distinct keys of each shard,
@@ -18,7 +18,7 @@ from jaxsok.features import Features, StoreFeatures
 from jaxsok.kernels import plan as kernels
 from jaxsok.kernels.tickets import Ticket
 from jaxsok.specs import StoreSpec
-from jaxsok.types import NO_ROW, NUM_PARTITIONS, Inverse, Keys, RowIds, TableIds
+from jaxsok.types import NO_ROW, NUM_PARTITIONS, Digest, Inverse, Keys, PartitionOwners, RowIds, TableCounts, TableIds
 
 # Constants of ffi/core/hash.h.
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -40,7 +40,7 @@ class Distinct:
     """PADDING_KEY beyond num_unique."""
     unique_tables: TableIds
     inverse: Inverse
-    """For each key of the batch its position in `unique`; num_keys for padding."""
+    """Position in `unique` of each key of the batch; num_keys for padding."""
     multiplicity: Int32[Array, " num_keys"]
     """Occurrences of each key; 0 beyond num_unique."""
     num_unique: Int32[Array, ""]
@@ -54,23 +54,23 @@ class RequestList:
     lines: UInt32[Array, "num_keys 4"]
     """Key low, key high, table, uses; PADDING_KEY beyond the last one."""
     inverse: Inverse
-    """For each key of the batch its place in `lines`; num_keys for padding."""
+    """Place in `lines` of each key of the batch; num_keys for padding."""
     starts: Int32[Array, " num_owners_plus_1"]
-    """Where the requests of each owner begin, and where the last ones end."""
+    """Places at which the requests of each owner begin, and at which the last ones end."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Requests:
-    """What the shards ask of each other for one store, as far as one round of the exchange has room for it."""
+    """The requests of shards to each other for one store, as far as one round of the exchange has room."""
 
     received: UInt32[Array, "num_lines 4"]
     """The requests to this shard, lines as in `RequestList`: the first `send_capacity` from each shard."""
     slots: Inverse
-    """For each key of the batch the line of its row among those that come back; -1 for none."""
+    """Line of each key's row among those that come back; -1 for none."""
     load: Int32[Array, "1 2"]
     """Most requests from one shard to one owner, and most to one owner from all shards; the same on all shards."""
-    digest: UInt32[Array, "1 2"]
+    digest: Digest
     """Digest of the keys of all shards, for the lookup's ticket."""
     listed: RequestList | None = None
     """All requests of this shard, which go in several rounds where one has no room; None: what has no room is left
@@ -88,14 +88,14 @@ class Uses:
     """Key low, key high, table with `LEFT_OUT`, bits of the weight: `send_capacity` lines from each shard, in the order
     of its batch; PADDING_KEY beyond."""
     offsets: Int32[Array, " num_offsets"]
-    """By shard, where each of its bags begins among its lines, and the number of its uses."""
+    """Places at which the bags of each shard begin among its lines, and the number of its uses."""
     scales: Float32[Array, " num_bags"]
     """The factor on the sum of each bag of this shard; `ZERO_DIVISOR` (-0) where the divisor is zero."""
     counts: Int32[Array, "num_tables 2"]
     """Padding of this shard's batch by table, and uses that the send capacity kept back."""
     load: Int32[Array, "1 2"]
-    """As in `Requests`, of uses."""
-    digest: UInt32[Array, "1 2"]
+    """The load of `Requests`, counted in uses."""
+    digest: Digest
     num_rounds: Int32[Array, "1"]
     send_capacity: int = dataclasses.field(default=0, metadata={"static": True})
 
@@ -103,15 +103,15 @@ class Uses:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a lookup found for one store's keys."""
+    """The result of a lookup for one store's keys."""
 
     row_ids: RowIds
-    """By key of the batch; on a mesh by request received, NO_ROW after several rounds."""
-    counts: Int32[Array, "num_tables num_counts"]
+    """Row id of each key of the batch; on a mesh of each request received, NO_ROW after several rounds."""
+    counts: TableCounts
     num_rounds: Int32[Array, "1"]
     """Passes of the exchange; 0 on one device."""
     has_row: Bool[Array, " num_keys"] | None = None
-    """After several rounds, by request listed; None where there is no list."""
+    """Whether each listed request got a row, after several rounds; None where there is no list."""
 
 
 @jax.tree_util.register_dataclass
@@ -121,16 +121,16 @@ class Plan:
 
     features: Features
     distinct: tuple[Distinct, ...] | None = None
-    """From `Collection.plan` on one device; None where the lookup was fused."""
+    """Distinct keys, made by `Collection.plan` on one device; None where the lookup was fused."""
     asked: tuple[Requests | Uses | None, ...] | None = None
-    """On a mesh, from `Collection.plan` or `Collection.lookup`."""
+    """Exchanged requests, made by `Collection.plan` or `Collection.lookup` on a mesh."""
     found: tuple[Found, ...] | None = None
-    """From `Collection.lookup`; None before it."""
+    """Rows, found by `Collection.lookup`; None before it."""
     ticket: Ticket | None = None
     """An update takes it out of the state's open tickets (tickets.py). Two words, then the generation of each store:
-    rows that left a store since then make the plan stale. On a mesh a line for each shard."""
+    rows that left a store since then make the plan stale. On a mesh each shard has one."""
     following: tuple["Plan", ...] = ()
-    """From a pipeline with lookups ahead: the plans of the next batches, which this batch's lookup looks up too."""
+    """Plans of the next batches, from a pipeline with lookups ahead: this batch's lookup looks them up too."""
     staleness: int = dataclasses.field(default=0, metadata={"static": True})
     """Updates that the rows of `following` may miss; with 0 they are read after the update of this batch."""
     updates_before: int = dataclasses.field(default=1, metadata={"static": True})
@@ -143,7 +143,7 @@ class Plan:
         return asked
 
     def uses_of(self, store: int) -> Uses:
-        """Does what `asked_of` does, for a store whose shards exchange partial bags."""
+        """Does `asked_of` for a store whose shards exchange partial bags."""
         asked = there(self.asked)[store]
         assert isinstance(asked, Uses)
         return asked
@@ -156,7 +156,7 @@ class Plan:
         """Returns arrays that differ between batches: on several shards digests, the same everywhere, else keys."""
         if self.asked is None:
             return tuple(part.keys[:_NUM_SAMPLED] for part in self.features.stores)
-        return tuple(one.digest for one in self.asked if one is not None)
+        return tuple(asked.digest for asked in self.asked if asked is not None)
 
     def form(self) -> int:
         """Returns a number that follows from the shapes and layouts of its arrays."""
@@ -165,7 +165,7 @@ class Plan:
 
     def __repr__(self) -> str:
         """Names its features and progress; reads no array, so it waits for nothing."""
-        is_exchanged = any(one is not None for one in self.asked or ())
+        is_exchanged = any(asked is not None for asked in self.asked or ())
         steps = ["looked up" if self.is_looked_up else "not looked up"] + ["keys exchanged"] * is_exchanged
         return f"Plan({', '.join(steps)}; {self.features!r})"
 
@@ -181,7 +181,7 @@ class InFlight:
     """A lookup of a batch whose step is to come."""
 
     found: tuple[Found, ...]
-    """Counted whole once the rows are read."""
+    """Its counts are complete once the rows are read."""
     ticket: Ticket
     sample: tuple[Array, ...]
     """Keys or digests that tell the batch from others (`Plan.sample`)."""
@@ -203,78 +203,58 @@ def empty_distinct() -> Distinct:
 
 
 def default_owners(num_shards: int) -> np.ndarray:
-    """Returns the shard of each of the 4,096 partitions: equal contiguous ranges.
-
-    Example:
-      >>> owners = default_owners(3)
-      >>> owners[:2].tolist(), owners[-1:].tolist(), np.bincount(owners).tolist()
-      ([0, 0], [2], [1366, 1365, 1365])
-    """
+    """Returns the shard of each of the 4,096 partitions: equal contiguous ranges."""
     return (np.arange(NUM_PARTITIONS, dtype=np.uint64) * num_shards // NUM_PARTITIONS).astype(np.uint32)
 
 
 def owners_of(
     spec: StoreSpec, number: int, keys: UInt64[np.ndarray, " num_keys"], partition_owners: UInt32[np.ndarray, " _"]
 ) -> UInt32[np.ndarray, " num_keys"]:
-    """Returns each key's shard, on the host, as the kernels compute it (`OwnerOf` in ffi/core/hash.h).
-
-    A replicated store gives shard 0, though every shard has all keys. `number` is the table's number in the store; on
-    one device `partition_owners` is not used. PADDING_KEY gets a shard like any other key.
-    """
+    """Returns each key's shard, on the host (`OwnerOf` in ffi/core/hash.h); of a replicated store 0."""
     low, high, pinned = _place_words(spec, number)
-    if spec.num_shards == 1 or pinned != NO_ROW:
-        return np.full(len(keys), 0 if spec.num_shards == 1 else pinned, np.uint32)
-    name = np.uint64(low | high << 32)
-    return partition_owners[partitions_of(keys, name).astype(np.int64)]
+    if pinned != NO_ROW:
+        return np.full(len(keys), pinned, np.uint32)
+    return partition_owners[partitions_of(keys, np.uint64(low | high << 32)).astype(np.int64)]
 
 
 def partitions_of(
     keys: UInt64[np.ndarray, " num_keys"], names: UInt64[np.ndarray, " num_keys"] | np.uint64
 ) -> UInt64[np.ndarray, " num_keys"]:
-    """Returns the partition of each key, on the host (`PartitionOf` in ffi/core/hash.h).
-
-    `names` has the word of each key's table, or of all: the first two of `StoreSpec.table_words` as one.
-
-    Example:
-      >>> partitions_of(np.array([7, 9], np.uint64), np.uint64(1)).tolist()
-      [247, 3793]
-    """
-    hashes = _mixed(_mixed(keys ^ names) + np.uint64(_GOLDEN))
+    """Returns the partition of each key, on the host (`PartitionOf` in ffi/core/hash.h); `names` are tables' words."""
+    hashes = _mix(_mix(keys ^ names) + np.uint64(_GOLDEN))
     return hashes >> np.uint64(64 - _PARTITION_BITS)
 
 
-def owner_of(
-    spec: StoreSpec, number: int, keys: Keys, partition_owners: UInt32[Array, " num_partitions"]
-) -> UInt32[Array, " num_keys"]:
-    """Does what `owners_of` does, for words on the device: some two hundred 32-bit operations a key."""
+def owner_of(spec: StoreSpec, number: int, keys: Keys, partition_owners: PartitionOwners) -> UInt32[Array, " num_keys"]:
+    """Does `owners_of` for words on the device: some two hundred 32-bit operations a key."""
     low, high, pinned = _place_words(spec, number)
-    if spec.num_shards == 1 or pinned != NO_ROW:
-        return jnp.full(keys.shape[0], jnp.uint32(0 if spec.num_shards == 1 else pinned))
+    if pinned != NO_ROW:
+        return jnp.full(keys.shape[0], jnp.uint32(pinned))
     words = keys[:, 0] ^ jnp.uint32(low), keys[:, 1] ^ jnp.uint32(high)
-    _, top = mixed_words(*plus(*mixed_words(*words), _GOLDEN))
+    _, top = mix_words(*plus(*mix_words(*words), _GOLDEN))
     return partition_owners.at[top >> jnp.uint32(32 - _PARTITION_BITS)].get(mode="promise_in_bounds")
 
 
 def _place_words(spec: StoreSpec, number: int) -> tuple[int, int, int]:
     """Returns the words of a table's name, and the shard that has all of it, or NO_ROW."""
-    words = spec.table_words()[number]
-    return int(words[0]), int(words[1]), int(words[5])
+    words = spec.table_words()[number].tolist()
+    return words[0], words[1], 0 if spec.num_shards == 1 else words[5]
 
 
-def _mixed(x: UInt64[np.ndarray, " _"]) -> UInt64[np.ndarray, " _"]:
+def _mix(x: UInt64[np.ndarray, " _"]) -> UInt64[np.ndarray, " _"]:
     for shift, factor in _MIX:
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
     return x ^ (x >> np.uint64(_LAST_SHIFT))
 
 
-def mixed_words(low: Word, high: Word) -> tuple[Word, Word]:
+def mix_words(low: Word, high: Word) -> tuple[Word, Word]:
     """Mixes 64 bits, given as two words (`Mix64` in ffi/core/hash.h)."""
     for shift, factor in _MIX:
-        low, high = _times(*_xor_shifted(low, high, shift), factor)
-    return _xor_shifted(low, high, _LAST_SHIFT)
+        low, high = _times(*_xor_with_shift(low, high, shift), factor)
+    return _xor_with_shift(low, high, _LAST_SHIFT)
 
 
-def _xor_shifted(low: Word, high: Word, shift: int) -> tuple[Word, Word]:
+def _xor_with_shift(low: Word, high: Word, shift: int) -> tuple[Word, Word]:
     """Xors a number with itself shifted right by 1 to 31 bits."""
     right, left = jnp.uint32(shift), jnp.uint32(32 - shift)
     return low ^ (low >> right | high << left), high ^ high >> right
@@ -297,20 +277,12 @@ def _times(low: Word, high: Word, factor: int) -> tuple[Word, Word]:
 
 
 def requests_of(
-    spec: StoreSpec, features: StoreFeatures, owners: UInt32[Array, " num_partitions"], *, by_hash: bool
+    spec: StoreSpec, features: StoreFeatures, owners: PartitionOwners, *, by_hash: bool
 ) -> tuple[UInt32[Array, "num_keys 4"], Inverse, Int32[Array, " num_owners_plus_1"], UInt32[Array, "_ 2"]]:
-    """Makes one store's keys distinct and orders them by owner: the fields of a `RequestList`, and hashes.
+    """Makes one store's keys distinct and orders them by owner: the fields of a `RequestList`, and hashes by place.
 
-    Requests of one owner are ordered by the hash that deals them to the rounds of an update (`by_hash`; the hashes are
-    returned by place), else by first occurrence. Costs what `distinct_keys` costs, and a radix sort of the distinct
-    keys by owner (and by 64 bits of hash).
+    Requests of one owner are ordered by the hash that deals them to the rounds of an update (`by_hash`), else by first
+    occurrence.
     """
-    num_owners = 1 if spec.is_replicated else spec.num_shards
-    return kernels.plan_requests(
-        features.operands(),
-        spec.table_words(),
-        owners,
-        num_tiles=features.num_tiles,
-        num_shards=num_owners,
-        by_hash=by_hash,
-    )
+    sizes = {"num_tiles": features.num_tiles, "num_shards": 1 if spec.is_replicated else spec.num_shards}
+    return kernels.plan_requests(features.operands(), spec.table_words(), owners, **sizes, by_hash=by_hash)

@@ -33,23 +33,11 @@ import numpy as np
 
 from jaxsok import adapters, checks, split
 from jaxsok import features as features_lib
+from jaxsok import specs as specs_lib
 from jaxsok.checks import there
 from jaxsok.exchange import wire_bytes
 from jaxsok.printed import aligned, each_device, in_units
-from jaxsok.specs import (
-    REPLICATED,
-    SHARDED,
-    ExchangeSpec,
-    FeatureSpec,
-    Placement,
-    StoreSpec,
-    TableSpec,
-    bag_tables,
-    check_forms,
-    group_into_stores,
-    on,
-    pinned_and_spread,
-)
+from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, Placement, StoreSpec, TableSpec
 from jaxsok.store import host_row_bytes, row_bytes, store_bytes
 from jaxsok.types import PADDING_KEY
 
@@ -179,7 +167,7 @@ def propose(
       [(SHARDED, 992), (REPLICATED, 7)]
     """
     check_declared("propose", tables, features, num_shards)
-    check_forms("propose", features)
+    specs_lib.check_forms("propose", features)
     if sample is not None and keys_per_step is not None:
         raise ValueError("propose: sample: got one beside keys_per_step, wanted one of the two.")
     if sample is not None:
@@ -191,7 +179,7 @@ def propose(
     lines = [_proposed(model, table, traffic[table.name], forced, replicated_bytes) for table in tables]
     if memory_bytes is not None:
         lines = _fitted(lines, set(forced), num_shards, memory_bytes)
-    of_bags = bag_tables(features)
+    of_bags = specs_lib.bag_tables(features)
     lines = [_with_form(line, is_declared=line.table.name in of_bags) for line in lines]
     placed = [line.table for line in lines]
     form = {line.table.name: line.exchange for line in lines}
@@ -202,7 +190,7 @@ def propose(
         _bytes_per_device(placed, num_shards),
         _allocated_bytes(placed, num_shards),
         tuple(dataclasses.replace(feature, exchange=form[feature.table]) for feature in features),
-        sum(store.capacity * host_row_bytes(store) for store in group_into_stores(placed, num_shards)),
+        sum(store.capacity * host_row_bytes(store) for store in specs_lib.group_into_stores(placed, num_shards)),
     )
 
 
@@ -340,11 +328,11 @@ class _Model:
         distinct = {line.table.name: line.distinct_keys for line in lines}
         # Without a sample the bags are not known: such tables count as if they sent rows.
         of_rows = [line.table for line in lines if of_bags.get(line.table.name) is None]
-        for store in group_into_stores(of_rows, self.num_shards):
+        for store in specs_lib.group_into_stores(of_rows, self.num_shards):
             if store.is_replicated:
                 total += self.replicated(store, sum(distinct[table.name] for table in store.tables))
                 continue
-            pinned, spread = pinned_and_spread(((t, distinct[t.name]) for t in store.tables), self.num_shards)
+            pinned, spread = specs_lib.pinned_and_spread(((t, distinct[t.name]) for t in store.tables), self.num_shards)
             # The exchange is dense: the most loaded device decides how many lines go to each.
             total += self.on_one(store, spread / self.num_shards + pinned)
         return total
@@ -383,7 +371,7 @@ def _forced(
     for name in sorted(free, key=lambda name: (-cost[name], names.index(name))):
         shard = int(np.argmin(load))
         load[shard] += cost[name]
-        forced[name] = (on(shard), "asked for; the least loaded device")
+        forced[name] = (specs_lib.on(shard), "asked for; the least loaded device")
     return forced
 
 
@@ -394,7 +382,7 @@ def _proposed(
     forced: Mapping[str, tuple[Placement, str]],
     replicated_bytes: int,
 ) -> TableProposal:
-    num_bytes = table.capacity * row_bytes(group_into_stores([table])[0])
+    num_bytes = table.capacity * row_bytes(specs_lib.group_into_stores([table])[0])
     bytes_by_kind = {
         "sharded": model.sharded(table, traffic.distinct),
         "on": model.on_one(table, traffic.distinct),
@@ -443,7 +431,7 @@ def _with_form(line: TableProposal, *, is_declared: bool) -> TableProposal:
 def _bytes_per_device(tables: Sequence[TableSpec], num_shards: int) -> tuple[int, ...]:
     """Bytes of the rows that each shard has when all tables are full."""
     of_shard = [0.0] * num_shards
-    for store in group_into_stores(tables, num_shards):
+    for store in specs_lib.group_into_stores(tables, num_shards):
         for table in store.tables:
             num_bytes = table.capacity * row_bytes(store)
             if table.placement.kind == "on":
@@ -456,7 +444,7 @@ def _bytes_per_device(tables: Sequence[TableSpec], num_shards: int) -> tuple[int
 
 def _allocated_bytes(tables: Sequence[TableSpec], num_shards: int) -> int:
     """Bytes of all stores on one device, as `init` makes them."""
-    stores = group_into_stores(tables, num_shards)
+    stores = specs_lib.group_into_stores(tables, num_shards)
     return sum(sum(store_bytes(store, store.capacity).values()) for store in stores)
 
 

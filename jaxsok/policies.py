@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt32
 
 from jaxsok import checks
-from jaxsok.types import Keys
+from jaxsok.types import Clock, Keys
 
 MAX_SIGHTINGS = 255  # what a counter of the Bloom filter holds
 LARGEST = math.nextafter(2.0**128, 0.0)  # float32 ends at 2**128
@@ -158,7 +158,7 @@ class RowFacts:
     frequency: UInt32[Array, " num_rows"]
     """Occurrences in lookups since the row was made, at most 2**32 - 1."""
     rows: Float[Array, "num_rows dim"]
-    clock: UInt32[Array, ""]
+    clock: Clock
     """Now: the state's step, or the user's clock."""
 
 

@@ -33,23 +33,13 @@ def in_units(num_bytes: float) -> str:
 
 
 def listed(items: Iterable[str], most: int = 8) -> str:
-    """Joins items by commas, and counts those beyond `most`.
-
-    Example:
-      >>> listed(["user", "item", "ad"], most=2)
-      'user, item, 1 more'
-    """
+    """Joins items by commas, and counts those beyond `most`: "user, item, 1 more"."""
     items = list(items)
     return ", ".join(items[:most] + ([f"{len(items) - most} more"] if len(items) > most else []))
 
 
 def in_short(value: Any) -> str:
-    """Describes an array by dtype and shape, a plain value as it is, others by type; reads no array.
-
-    Example:
-      >>> in_short(jax.numpy.zeros((2, 3))), in_short(0.5), in_short({"a": 1})
-      ('float32[2,3]', '0.5', 'dict')
-    """
+    """Describes an array by dtype and shape (float32[2,3]), a plain value as it is, others by type; reads no array."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None:
         return f"{dtype}[{','.join(map(str, shape))}]"
@@ -59,13 +49,7 @@ def in_short(value: Any) -> str:
 
 
 def condition_of(tree: Any) -> list[str]:
-    """Says whether arrays of a tree are traced or deleted; waits for nothing.
-
-    Example:
-      >>> condition_of(jax.numpy.zeros(2)), jax.eval_shape(lambda x: print(condition_of(x)), 1.0)
-      ['traced']
-      ([], None)
-    """
+    """Names the conditions "traced" and "deleted" that arrays of a tree have; waits for nothing."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     is_traced = [isinstance(leaf, jax.core.Tracer) for leaf in arrays]
     is_deleted = any(leaf.is_deleted() for leaf, traced in zip(arrays, is_traced, strict=True) if not traced)

@@ -16,16 +16,13 @@ Item = TypeVar("Item")
 
 
 def require_same(op: str, lines: Sequence[str]) -> None:
-    """Raises ValueError in every process if `lines` differ; names the first difference and the processes.
-
-    Costs two small collectives on the host; none in one process.
-    """
+    """Raises ValueError in every process if `lines` differ; costs two small collectives on the host."""
     if jax.process_count() == 1:
         return
     text = "\n".join(lines).encode()
     lengths = _gather(np.array([len(text)], np.int32))[:, 0]
-    gathered = _gather(_padded(text, int(lengths.max())))
-    texts = [bytes(row[:length]).decode().split("\n") for row, length in zip(gathered, lengths, strict=True)]
+    rows = _gather(_pad(text, int(lengths.max())))
+    texts = [bytes(row[:length]).decode().split("\n") for row, length in zip(rows, lengths, strict=True)]
     for process, other in enumerate(texts):
         if other == texts[0]:
             continue
@@ -67,21 +64,18 @@ def _gather(array: np.ndarray) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(array)).reshape(jax.process_count(), array.size)
 
 
-def _padded(text: bytes, size: int) -> np.ndarray:
+def _pad(text: bytes, size: int) -> np.ndarray:
     return np.frombuffer(text[:size].ljust(size, b"\0"), np.uint8)
 
 
 def drawn(*, is_shared: bool, num_words: int = 2) -> np.ndarray:
-    """Draws random 32-bit words; if `is_shared`, all processes must call, and get those of the first."""
+    """Draws random 32-bit words; if `is_shared`, all processes must call, and get the words of the first."""
     words = np.frombuffer(os.urandom(4 * num_words), np.uint32)
     return _gather(words)[0] if is_shared and jax.process_count() > 1 else words
 
 
-def gathered(topic: str, message: str) -> list[str]:
-    """Gathers a message of each process through JAX's coordination service, without a device; all wait for all.
-
-    All processes gather in the same order; `topic` is for those who read the keys. Costs some milliseconds.
-    """
+def gather(topic: str, message: str) -> list[str]:
+    """Gathers a message of each process, in one order everywhere, through JAX's coordination service: milliseconds."""
     if jax.process_count() == 1:
         return [message]
     client, number = _client(), next(_gatherings)
@@ -105,16 +99,11 @@ def _read(client: Any, key: str) -> str:
 
 
 def agree(op: str, error: Exception | None) -> None:
-    """Raises in every process if one of them has an error; all wait here for each other.
-
-    A process with an error raises its own, the others a RuntimeError with the number and message of the first failed
-    process; it is a MemoryError if that process had one. Costs one small collective, two if there is an error; none in
-    one process.
-    """
+    """Raises in every process if one of them has an error: its own, else that of the first failed process."""
     if jax.process_count() > 1:
         has_failed = _gather(np.array([error is not None], np.int32))[:, 0]
         if has_failed.any():
-            messages = _gather(_padded(_described(error).encode(), MESSAGE_BYTES))
+            messages = _gather(_pad(_describe(error).encode(), MESSAGE_BYTES))
             if error is None:
                 first = int(np.flatnonzero(has_failed)[0])
                 raise _failure(op, first, bytes(messages[first]).rstrip(b"\0").decode(errors="ignore"))
@@ -124,10 +113,7 @@ def agree(op: str, error: Exception | None) -> None:
 
 @contextlib.contextmanager
 def together(op: str, *, is_shared: bool = True) -> Iterator[None]:
-    """Surrounds what each process does for itself: if it fails in one, all of them raise at its end (`agree`).
-
-    The body must not wait for other processes. If it is not `is_shared`, the others have no part in it.
-    """
+    """Surrounds work of each process, which must not wait for others: if one fails, all of them raise (`agree`)."""
     error = None
     try:
         yield
@@ -140,12 +126,7 @@ def together(op: str, *, is_shared: bool = True) -> Iterator[None]:
 
 
 def in_step(op: str, items: Iterator[Item]) -> Iterator[Item]:
-    """Yields items that each process reads for itself, equally many in each; if one fails, all of them raise.
-
-    Example:
-      >>> list(in_step("load", iter([1, 2])))
-      [1, 2]
-    """
+    """Yields items that each process reads for itself, equally many in each; if one fails, all of them raise."""
     while True:
         item: list[Item] = []
         with together(op):
@@ -156,10 +137,7 @@ def in_step(op: str, items: Iterator[Item]) -> Iterator[Item]:
 
 
 class Vote:
-    """Does what `agree` does, for threads: through JAX's coordination service, without a device.
-
-    All processes make their votes in the same order. A process that fails reports it at once, and does not wait.
-    """
+    """An `agree` for threads, through JAX's coordination service; processes make their votes in the same order."""
 
     _number = itertools.count()
 
@@ -174,7 +152,7 @@ class Vote:
         self._has_reported = True
         # The value must not be empty.
         client, process = _client(), jax.process_index()
-        client.key_value_set(self._key(self._own_number, process), f"{error is None}:{_described(error)}")
+        client.key_value_set(self._key(self._own_number, process), f"{error is None}:{_describe(error)}")
         # The coordinator would keep all votes; no process still waits for one so old.
         client.key_value_delete(self._key(self._own_number - KEPT_VOTES, process))
 
@@ -198,7 +176,7 @@ def _client() -> Any:
     return distributed.global_state.client
 
 
-def _described(error: BaseException | None) -> str:
+def _describe(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 

@@ -20,7 +20,7 @@ from jaxsok.kernels.table import scatter
 from jaxsok.shards import without_mesh
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import RowIds
+from jaxsok.types import RowIds, Seed
 
 Numbers = tuple[Float[Array, "num_lines dim"], tuple[Float32[Array, "num_lines _"], ...]]
 """Rows and their optimizer state."""
@@ -41,7 +41,7 @@ class RowSlab:
 
     spec: StoreSpec
     store: StoreState
-    seed: UInt32[Array, "2"] | UInt32[np.ndarray, "2"]
+    seed: Seed | UInt32[np.ndarray, "2"]
     number: int
 
     @property
@@ -98,7 +98,7 @@ class RowSlab:
         return RowLines(self.records, self.rows, states, self.statistics)
 
 
-def slabs_of(spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"] | UInt32[np.ndarray, "2"]) -> list[RowSlab]:
+def slabs_of(spec: StoreSpec, store: StoreState, seed: Seed | UInt32[np.ndarray, "2"]) -> list[RowSlab]:
     """Returns the slabs of a store (or of one shard's parts) in the order of row ids.
 
     Numbers of rows in host memory are read through the device, and the cache stays as it is; `seed` is the state's,
@@ -107,7 +107,7 @@ def slabs_of(spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"] | UInt
     return [RowSlab(spec, store, seed, number) for number in range(len(store.records))]
 
 
-def numbers_in_host_memory(spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], row_ids: RowIds) -> Numbers:
+def numbers_in_host_memory(spec: StoreSpec, store: StoreState, seed: Seed, row_ids: RowIds) -> Numbers:
     """Reads rows of a store in host memory by row id, and leaves its cache as it is."""
     _, view, slots = tiers.brought(spec, store, seed, row_ids, keeps=False)
 
@@ -143,7 +143,7 @@ def cut_lines(slabs: Any, start: Int32[Array, ""], size: int) -> Any:
 def write_lines(
     spec: StoreSpec,
     store: StoreState,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     row_ids: RowIds,
     rows: Float[Array, "num_keys dim"],
     states: Mapping[int, Float32[Array, "num_keys _"]],

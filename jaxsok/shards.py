@@ -25,10 +25,10 @@ from jaxsok.checks import there
 
 
 class Shards(abc.ABC):
-    """Where stores and batches lie, and how code runs there; inside `run` code sees a shard's part of split arrays."""
+    """The places of stores and batches, and a way to run code there, which sees a shard's part of split arrays."""
 
     is_mesh: ClassVar[bool]
-    """Whether arrays are global, with a part in each shard; a mesh may have a single device."""
+    """True if arrays are global, with a part in each shard; a mesh may have a single device."""
 
     @staticmethod
     def of(mesh: Any, axis: Any) -> "Shards":
@@ -64,7 +64,7 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def sees_parts(self) -> bool:
-        """Whether the caller works on a shard's part of split arrays: on one device, and inside of `run`."""
+        """Returns whether the caller works on a shard's part of split arrays: on one device, and inside of `run`."""
 
     @abc.abstractmethod
     def run(self, body: Callable, args: Sequence[Any], in_specs: Sequence[Any], out_specs: Any) -> Any:
@@ -92,11 +92,7 @@ class Shards(abc.ABC):
     def make(
         self, function: Callable, *static: Hashable, operands: Sequence[np.ndarray] = (), is_split: bool = True
     ) -> Any:
-        """Makes arrays, split or not, in place on their devices: runs `function(*static, *operands)` as a program.
-
-        The program is compiled once for a function and static arguments, so the function must not be a new object at
-        each call. Numbers that are drawn must be operands.
-        """
+        """Makes arrays on their devices by `function(*static, *operands)`, compiled once for its static arguments."""
 
     @abc.abstractmethod
     def put(self, blocks: Mapping[int, np.ndarray]) -> Array:
@@ -218,10 +214,8 @@ class MeshShards(Shards):
         return NamedSharding(self.mesh, P())
 
     def place(self, ndim: int, *, is_split: bool = True) -> NamedSharding:
-        """Returns `split` or `same` in the form of a step's results: on an explicit mesh all dimensions are named.
-
-        JAX compiles a step again for arguments whose shardings are equal in all but the form.
-        """
+        """Returns `split` or `same` in the form of a step's results: on an explicit mesh all dimensions are named."""
+        # JAX compiles a step again for arguments whose shardings differ in the form alone.
         if AxisType.Explicit not in self.mesh.axis_types:
             return self.split if is_split else self.same
         first = [self.axis if is_split else None][:ndim]
@@ -255,10 +249,6 @@ class MeshShards(Shards):
         return sorted({(there(place)[0].start or 0) for place in places.values()})
 
     def sees_parts(self) -> bool:
-        """Whether the caller is inside `shard_map` or `pmap` over these axes.
-
-        ValueError: inside one over a part of the axes only, or over others alone.
-        """
         all_manual = jax.sharding.get_abstract_mesh().manual_axes
         manual = [name for name in self.axis if name in all_manual]
         if all_manual and not manual:
@@ -337,23 +327,19 @@ def on_host(word: Array) -> np.ndarray:
 
 
 def local_parts(array: Array, num_parts: int, *, is_once: bool = False) -> dict[int, Array]:
-    """Returns this process's parts of a split array, each on one device, by shard number, ascending.
-
-    `num_parts` counts the shards of all processes. Where the mesh has other axes too, `is_once` leaves out parts that
-    another device, perhaps of another process, returns.
-    """
+    """Returns this process's parts of a split array by shard number; `is_once` takes only one device's copy of each."""
     size, parts = array.shape[0] // num_parts, {}
     for shard in array.addressable_shards:
         if not is_once or shard.replica_id == 0:
             parts.setdefault((shard.index[0].start or 0) // size, shard.data)
 
-    def placed(part: Array) -> Array:
+    def on_device(part: Array) -> Array:
         # A sharding, not a device: JAX would keep the explicit axes of the type.
         (device,) = part.devices()
         kind = part.sharding.memory_kind
         return in_host_memory(part) if kind == HOST_KIND else jax.device_put(part, SingleDeviceSharding(device))
 
-    return {number: placed(parts[number]) for number in sorted(parts)}
+    return {number: on_device(parts[number]) for number in sorted(parts)}
 
 
 def parts_of(tree: Any, num_parts: int, *, is_once: bool = False) -> Iterator[tuple[int, Any]]:
@@ -374,10 +360,8 @@ def host_place(device: Any) -> NamedSharding:
 
 
 def in_host_memory(part: Array) -> Array:
-    """Returns an array on one device, which lies in host memory, with the type that says so; copies nothing.
-
-    JAX makes this type only of a place on a mesh. An array keeps it without one.
-    """
+    """Returns an array of one device that lies in host memory with the type that says so; copies nothing."""
+    # JAX makes this type only of a place on a mesh. An array keeps it without one.
     (device,) = part.devices()
     typed = jax.make_array_from_single_device_arrays(part.shape, host_place(device), [part])
     return jax.device_put(typed, SingleDeviceSharding(device, memory_kind=HOST_KIND))

@@ -36,7 +36,7 @@ from jaxsok.types import (
 
 Spec = TypeVar("Spec")
 
-# Arguments of other libraries (torch, TorchRec, Keras, Flax, TensorFlow, HugeCTR, dynamicemb), by their name here.
+# Argument names of other libraries (torch, TorchRec, Keras, Flax, TensorFlow, HugeCTR, dynamicemb), by jaxsok's own.
 _OF_TABLES = {
     "dim": ("embedding_dim", "embedding_size", "embedding_vec_size", "output_dim", "dimension", "features"),
     "capacity": (
@@ -63,7 +63,7 @@ _OF_FEATURES = {
 
 
 def _knows_names(others: Mapping[str, Sequence[str]]) -> Callable[[type[Spec]], type[Spec]]:
-    """Makes a spec refuse an unknown argument with the name of its own; `others` has its names in other libraries."""
+    """Makes a spec refuse an unknown argument with the name to use; `others` has the names in other libraries."""
     own_of = {name: own for own, names in others.items() for name in names}
 
     def decorate(spec: type[Spec]) -> type[Spec]:
@@ -109,11 +109,11 @@ def _name(what: str, value: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a table lives on a mesh: `SHARDED`, `REPLICATED` or `on(device)`. On one device all are the same."""
+    """The place of a table on a mesh: `SHARDED`, `REPLICATED` or `on(device)`. On one device all are the same."""
 
     kind: Literal["sharded", "on", "replicated"]
     shard: int = 0
-    """With "on": the shard that has the whole table."""
+    """The shard that has the whole table, for kind "on"."""
 
     def __repr__(self) -> str:
         return f"on({self.shard})" if self.kind == "on" else self.kind.upper()
@@ -168,7 +168,7 @@ _ON_WIRE = {"choices": (None, *_WIRE_DTYPES), "wanted": f"None or one of {_WIRE_
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeSpec:
-    """How rows and gradients travel between shards. Arithmetic is float32 at both ends.
+    """The form in which rows and gradients travel between shards. Arithmetic is float32 at both ends.
 
     The dense wire is XLA's all-to-all. The window wire writes straight into the memory of other GPUs, where the GPUs of
     one host reach each other's memory. Both give the same bits.
@@ -188,7 +188,7 @@ class ExchangeSpec:
     wire: Literal["auto", "dense", "window"] = checks.declare(
         "auto", checks.one_of, choices=("auto", "dense", "window"), wanted='"auto", "dense" or "window"'
     )
-    """What carries lines between shards: "auto" takes windows where they can be had."""
+    """The wire between shards: "auto" takes windows where they are available."""
 
     def __post_init__(self) -> None:
         checks.check_fields(self, "ExchangeSpec")
@@ -218,10 +218,10 @@ class TableSpec:
     dim: int
     """Numbers in a row: 1 to 1024."""
     optimizer: Optimizer
-    """What moves the rows: from `jaxsok.optim`."""
+    """The optimizer of its rows, from `jaxsok.optim`."""
     _: dataclasses.KW_ONLY
     initializer: initializers.Initializer = dataclasses.field(default_factory=initializers.uniform)
-    """What a new row holds: from `jaxsok.initializers`."""
+    """The numbers of a new row, from `jaxsok.initializers`."""
     capacity: int = checks.declare(65_536, checks.integer, **_ROWS)
     """Rows at first, on all shards together; the tables of a store pool theirs. `collection.grow` adds more."""
     max_capacity: int | None = checks.declare(None, checks.optional(checks.integer), **_ROWS)
@@ -231,26 +231,27 @@ class TableSpec:
     embedding_dtype: RowDtype | None = None
     """Dtype of embeddings and their gradients: float32, or the rows' own; None: the rows' own."""
     rounding: Rounding = checks.declare("stochastic", checks.one_of, choices=tuple(ROUNDINGS))
-    """How a step's float32 result becomes a row of 16 bits: "stochastic", up or down at random so that the mean is
-    kept, or "nearest", where steps below a row's last bit are lost. Ignored for float32 rows."""
+    """Rounding of a step's float32 result to a row of 16 bits: "stochastic", up or down at random so that the mean is
+    kept, or "nearest", which loses steps below a row's last bit. Ignored for float32 rows."""
     row_gradient: RowGradient = checks.declare("sum", checks.one_of, choices=tuple(ROW_GRADIENTS))
-    """How the gradients of a row's uses become one: their sum, their mean, or the sum over the root of their number."""
+    """The gradient of a row: the sum over its uses, their mean, or the sum over the root of their number."""
     unknown: Literal["initial", "zeros"] = checks.declare(
         "initial", checks.one_of, choices=("initial", "zeros"), wanted='"initial" or "zeros"'
     )
-    """What `find` and serving give for a key without a row: the row it would get, or zeros."""
+    """The result of `find` and serving for a key without a row: the row it would get, or zeros."""
     placement: Placement = SHARDED
-    """Where it lives on a mesh: SHARDED, REPLICATED or on(device)."""
+    """Its place on a mesh: SHARDED, REPLICATED or on(device)."""
     admission: policies.Admission | None = None
-    """Which unseen keys get a row, from `jaxsok.policies`; None: all."""
+    """The policy, from `jaxsok.policies`, by which unseen keys get a row; None: all get one."""
     eviction: policies.Eviction | None = None
-    """Which rows leave when the store is full at its `max_capacity`, from `jaxsok.policies`; None: no row. Where a
-    table of the store has no `max_capacity` the store grows instead, and only `collection.evict` uses the policy."""
+    """The policy, from `jaxsok.policies`, by which rows leave when the store is full at its `max_capacity`; None: no
+    row leaves. If a table of the store has no `max_capacity`, the store grows instead, and only `collection.evict` uses
+    the policy."""
     statistics: bool = checks.declare(False, checks.flag)
-    """Whether each row keeps its frequency and last step: 8 bytes. Kept too where `eviction` needs them, and for all
-    tables of a store if one of them asks."""
+    """True keeps the frequency and last step of each row: 8 bytes. They are also kept if `eviction` needs them, or if
+    another table of the store asks for them."""
     memory: HostMemory | None = None
-    """Where its rows and optimizer state lie: `jaxsok.HostMemory(...)`, or None: on the device."""
+    """The memory of its rows and optimizer state: `jaxsok.HostMemory(...)`; None: the device's."""
 
     def __post_init__(self) -> None:
         _name("TableSpec", self.name)
@@ -301,14 +302,13 @@ class TableSpec:
 
     @property
     def refused_read_initial(self) -> bool:
-        """Whether a key without a row reads its initial row in a lookup; else a constant."""
+        """True if a key without a row reads its initial row in a lookup, not a constant."""
         return self.admission is None or self.admission.unadmitted == "initial"
 
     def unknown_reads(self, seed: int) -> "float | initializers.InitialRows | initializers.Initializer":
-        """What `find` gives for a key without a row, as files and served tables can carry it.
+        """Returns the row of `find` for a key without one, as files and served tables can carry it.
 
-        A number, in every column; or InitialRows; or the initializer, where XLA computes its rows: only this table's
-        own programs can. `seed` is that of the state.
+        A number, in every column; InitialRows of the state's seed; or the initializer, if only XLA computes its rows.
         """
         initializer = self.initializer.of_dim(self.dim)
         if self.unknown == "zeros":
@@ -338,14 +338,15 @@ class FeatureSpec:
     """The name of a TableSpec; several features may read one table."""
     _: dataclasses.KW_ONLY
     combiner: Combiner | None = checks.declare("sum", checks.one_of, choices=tuple(COMBINERS))
-    """How a bag's rows become its embedding; None: every key keeps its own row."""
+    """The operation that makes a bag's embedding of its rows; None: every key keeps its own row."""
     weighted: bool = checks.declare(False, checks.flag)
-    """Whether each key comes with a float32 weight."""
+    """True if each key comes with a float32 weight."""
     max_keys: int | None = checks.declare(None, checks.optional(checks.integer), **_ROWS)
     """Keys of a ragged batch at most: the static size of its buffer, on a mesh shared out evenly among the shards.
     None: each batch's next power of two."""
     max_hotness: int | None = checks.declare(None, checks.optional(checks.integer), **_ROWS)
-    """With combiner None and ragged bags: give `[num_bags, max_hotness, dim]` in place of `[max_keys, dim]`."""
+    """The width of the embedding `[num_bags, max_hotness, dim]`, in place of `[max_keys, dim]`, for combiner None and
+    ragged bags."""
     key_dtype: Literal["int64", "int32"] = checks.declare(
         "int64", checks.one_of, choices=("int64", "int32"), wanted='"int64" or "int32"'
     )
@@ -373,6 +374,11 @@ class FeatureSpec:
             )
 
 
+def _common(name: str, meaning: str) -> Any:
+    """Declares a property of a StoreSpec that all of its tables have in common."""
+    return property(lambda store: getattr(store.tables[0], name), doc=meaning)
+
+
 @dataclasses.dataclass(frozen=True)
 class StoreSpec:
     """Tables of one store: the same in all that `group_into_stores` looks at; all or none replicated."""
@@ -380,17 +386,14 @@ class StoreSpec:
     tables: tuple[TableSpec, ...]
     num_shards: int = 1
     sends_bags: bool = False
-    """Whether shards exchange partial bags, not rows; never on one shard, nor of replicated tables."""
+    """True if shards exchange partial bags, not rows; never on one shard, nor of replicated tables."""
 
-    @property
-    def dim(self) -> int:
-        """Numbers in a row."""
-        return self.tables[0].dim
-
-    @property
-    def dtype(self) -> RowDtype:
-        """Dtype of the rows."""
-        return self.tables[0].dtype
+    dim = _common("dim", "Numbers in a row.")
+    dtype = _common("dtype", "Dtype of the rows.")
+    rounding = _common("rounding", "Rounding of a step's result to a row of 16 bits.")
+    optimizer = _common("optimizer", "The optimizer of the rows.")
+    row_gradient = _common("row_gradient", "The gradient of a row, made of those of its uses.")
+    memory = _common("memory", "The memory of rows and optimizer state; None: the device's.")
 
     @property
     def itemsize(self) -> int:
@@ -403,29 +406,9 @@ class StoreSpec:
         return self.tables[0].embedding_dtype or self.dtype
 
     @property
-    def rounding(self) -> Rounding:
-        """How a step's result becomes a row of 16 bits."""
-        return self.tables[0].rounding
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """What moves the rows."""
-        return self.tables[0].optimizer
-
-    @property
-    def row_gradient(self) -> RowGradient:
-        """How the gradients of a row's uses become one."""
-        return self.tables[0].row_gradient
-
-    @property
     def state_specs(self) -> tuple[RowState, ...]:
         """The optimizer state of a row."""
         return self.optimizer.state_specs(self.dim)
-
-    @property
-    def memory(self) -> HostMemory | None:
-        """Where rows and optimizer state lie; None: on the device."""
-        return self.tables[0].memory
 
     @property
     def num_slots(self) -> int:
@@ -437,7 +420,7 @@ class StoreSpec:
 
     @property
     def keeps_statistics(self) -> bool:
-        """Whether its rows have `last_step` and `frequency`."""
+        """True if its rows have `last_step` and `frequency`."""
         return any(
             table.statistics or (table.eviction is not None and table.eviction.needs_statistics)
             for table in self.tables
@@ -445,16 +428,16 @@ class StoreSpec:
 
     @property
     def has_admission(self) -> bool:
-        """Whether some table keeps unseen keys out."""
+        """True if some table keeps unseen keys out."""
         return any(table.admission is not None for table in self.tables)
 
     @property
     def counts_sightings(self) -> bool:
-        """Whether some table admits by exact count."""
+        """True if some table admits by exact count."""
         return any(isinstance(table.admission, policies.AdmitByCount) for table in self.tables)
 
     def bloom_segments(self) -> list[tuple[int, int]]:
-        """Begin and size of each table's part of a shard's Bloom filter, in counters; size 0: it has none."""
+        """Returns begin and size of each table's part of a shard's Bloom filter, in counters; size 0: it has none."""
         segments, begin = [], 0
         for table in self.tables:
             size = 0
@@ -468,7 +451,7 @@ class StoreSpec:
 
     @property
     def traced_tables(self) -> tuple[int, ...]:
-        """The numbers of the tables whose new rows XLA computes, and not the kernels."""
+        """The numbers of the tables whose new rows XLA computes."""
         return tuple(number for number, table in enumerate(self.tables) if table.initializer.is_traced)
 
     @property
@@ -478,7 +461,7 @@ class StoreSpec:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every shard has all rows."""
+        """True if every shard has all rows."""
         return self.num_shards > 1 and self.tables[0].placement.kind == "replicated"
 
     @property
@@ -493,23 +476,21 @@ class StoreSpec:
         return None if None in limits else min(self.rows_of_shard(limits), MAX_CAPACITY)
 
     def rows_of_shard(self, rows: Sequence[int]) -> int:
-        """Returns what a shard needs so that the tables together have room for `rows` each.
-
-        Hashing gives a shard its share give or take a root: with four of them on top a shard overflows before the
-        tables are full about once in 30,000 times.
-        """
+        """Returns the rows of a shard with which the tables together have room for `rows` each."""
         if self.num_shards == 1 or self.is_replicated:
             return sum(rows)
         pinned, spread = pinned_and_spread(zip(self.tables, rows, strict=True), self.num_shards)
         share = spread / self.num_shards
+        # A share varies by its root: with four of them on top a shard overflows before the tables are full about once
+        # in 30,000 times.
         return min(spread, math.ceil(share + 4 * math.sqrt(share))) + pinned
 
     def table_number(self, name: str) -> int:
-        """The number by which the store's kernels know a table."""
+        """Returns the number by which the store's kernels know a table."""
         return [table.name for table in self.tables].index(name)
 
     def table_words(self) -> np.ndarray:
-        """What the kernels know of the tables: uint32[num_tables, NUM_TABLE_WORDS] (TableWord in layout.h)."""
+        """Describes the tables to the kernels: uint32[num_tables, NUM_TABLE_WORDS] (TableWord in layout.h)."""
         words = np.zeros((len(self.tables), NUM_TABLE_WORDS), np.uint32)
         for line, table, (begin, size) in zip(words, self.tables, self.bloom_segments(), strict=True):
             name = int(name_word(table.name))
@@ -517,8 +498,7 @@ class StoreSpec:
             line[:3] = name & 0xFFFFFFFF, name >> 32, initializer.kind
             line[3:5] = np.array([initializer.a, initializer.b], np.float32).view(np.uint32)
             # In a replicated store each shard owns all rows.
-            pinned = 0 if self.is_replicated else table.placement.shard if table.placement.kind == "on" else NO_ROW
-            line[5] = pinned
+            line[5] = 0 if self.is_replicated else table.placement.shard if table.placement.kind == "on" else NO_ROW
             line[6] = table.unknown == "zeros"
             admission = table.admission
             if admission is None or admission.threshold >= 2**32:
@@ -529,7 +509,7 @@ class StoreSpec:
         return words
 
     def refused_words(self) -> np.ndarray:
-        """`table_words` whose initializers give what keys without a row read in a lookup."""
+        """Returns `table_words` with the initializers that keys without a row read in a lookup."""
         words = self.table_words()
         for line, table in zip(words, self.tables, strict=True):
             if not table.refused_read_initial:
@@ -539,11 +519,11 @@ class StoreSpec:
 
     def sighting_floors(self, cleared: int | None = None) -> np.ndarray:
         """Returns by table the count at which a key is admitted and stops waiting; 1 for the table `cleared`."""
-        counts = [
-            table.admission.threshold if isinstance(table.admission, policies.AdmitByCount) else 1
-            for table in self.tables
-        ]
-        return np.array([1 if number == cleared else count for number, count in enumerate(counts)], np.uint32)
+        floors = np.ones(len(self.tables), np.uint32)
+        for number, table in enumerate(self.tables):
+            if isinstance(table.admission, policies.AdmitByCount) and number != cleared:
+                floors[number] = table.admission.threshold
+        return floors
 
 
 def pinned_and_spread(amounts: Iterable[tuple[TableSpec, Any]], num_shards: int) -> tuple[Any, Any]:
@@ -583,12 +563,11 @@ def check_forms(op: str, features: Iterable[FeatureSpec]) -> None:
 def group_into_stores(
     tables: Sequence[TableSpec], num_shards: int = 1, of_bags: frozenset[str] = frozenset()
 ) -> tuple[StoreSpec, ...]:
-    """Groups tables by what their stores must share, in the order of their first table; `of_bags`: `bag_tables`.
+    """Groups tables by the properties that a store shares, in the order of their first table; `of_bags`: `bag_tables`.
 
     Example:
       >>> from jaxsok import optim
-      >>> ada = optim.adagrad(0.1)
-      >>> specs = [TableSpec("a", 8, ada), TableSpec("b", 16, ada), TableSpec("c", 8, ada)]
+      >>> specs = [TableSpec(name, dim, optim.sgd(0.1)) for name, dim in (("a", 8), ("b", 16), ("c", 8))]
       >>> [[table.name for table in store.tables] for store in group_into_stores(specs)]
       [['a', 'c'], ['b']]
     """
@@ -598,7 +577,7 @@ def group_into_stores(
         sends_bags = num_shards > 1 and not is_replicated and table.name in of_bags
         is_wide = table.dtype == "float32"
         form = (table.dtype, table.embedding_dtype or table.dtype, None if is_wide else table.rounding)
-        # A store's capacity is one budget, so its tables share one eviction policy; and so is its cache.
+        # A store's capacity is one budget, as is its cache: its tables share one eviction policy and one memory.
         key = (sends_bags, table.dim, form, table.optimizer, table.row_gradient, is_replicated, table.eviction)
         key += (table.memory,)
         groups.setdefault(key, []).append(table)
@@ -610,11 +589,11 @@ def fingerprint(stores: Sequence[StoreSpec]) -> str:
 
     Capacities, learning rates, schedules and rounding may change between runs; they are not in it.
     """
-    return hashlib.blake2b("\n".join(described(stores)).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b("\n".join(describe(stores)).encode(), digest_size=8).hexdigest()
 
 
-def described(stores: Sequence[StoreSpec]) -> list[str]:
-    """Lists what the fingerprint hashes: a line for each table, then one for each store with state of no row."""
+def describe(stores: Sequence[StoreSpec]) -> list[str]:
+    """Lists the texts that the fingerprint hashes: one per table, then those of stores with more than plain rows."""
     dtypes = [
         store.dtype if store.embedding_dtype == store.dtype else f"{store.dtype} as {store.embedding_dtype}"
         for store in stores
@@ -625,7 +604,7 @@ def described(stores: Sequence[StoreSpec]) -> list[str]:
         for table in store.tables
     ]
     lines += [
-        f"{s}:kept:{store.keeps_statistics}:{[_described_admission(table) for table in store.tables]}"
+        f"{s}:kept:{store.keeps_statistics}:{[_describe_admission(table) for table in store.tables]}"
         for s, store in enumerate(stores)
         if store.keeps_statistics or any(table.admission is not None for table in store.tables)
     ]
@@ -641,7 +620,7 @@ def described(stores: Sequence[StoreSpec]) -> list[str]:
     return [line + placement for line, placement in itertools.zip_longest(lines, placements, fillvalue="")]
 
 
-def _described_admission(table: TableSpec) -> str:
+def _describe_admission(table: TableSpec) -> str:
     admission = table.admission
     if isinstance(admission, policies.AdmitByBloom):
         return f"bloom of {admission.num_keys}, {admission.false_positive_rate}"

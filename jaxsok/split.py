@@ -32,11 +32,7 @@ def pack_sharded(
     shards: Shards,
     mask: np.ndarray | None = None,
 ) -> Batch:
-    """Packs this process's part of a batch for its shards; entries with a line for each sample are split alike.
-
-    All features have one number of samples. `tag` is the collection's fingerprint; `mask` says which samples are real,
-    if some were added. Errors name feature, argument, got and wanted.
-    """
+    """Packs this process's part of a batch for its shards; entries with a row per sample are split alike."""
     features_lib.require_features(raw, features)
     if any(_is_on_device(raw[spec.name]) for spec in features):
         return _pack_on_device(raw, stores, features, tag, shards)
@@ -60,7 +56,7 @@ def pack_sharded(
 def split_rest(
     rest: dict[str, Any], mask: np.ndarray | None, num_samples: int | None, shards: Shards
 ) -> tuple[dict[str, Any], Any]:
-    """Splits a batch's other entries and its mask as the samples are; None: there are no features."""
+    """Splits a batch's other entries and its mask as the samples are; `num_samples` is None without features."""
     numbers = shards.local()
     if num_samples is not None:
         rest = {name: _split_rest(value, num_samples, numbers, shards) for name, value in rest.items()}
@@ -68,15 +64,7 @@ def split_rest(
 
 
 def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) -> tuple[dict[str, Any], np.ndarray]:
-    """Adds samples without keys until there are `pad_to`; other entries with a line for each sample get zeros.
-
-    Also returns which samples are real. TypeError, ValueError: device arrays, or more samples than `pad_to`.
-
-    Example:
-      >>> raw, mask = pad({"user": np.array([7, 9])}, [FeatureSpec("user", table="user")], 3)
-      >>> raw["user"].keys.tolist(), mask.tolist()
-      ([7, 9, 18446744073709551615], [True, True, False])
-    """
+    """Adds samples without keys up to `pad_to`, and zeros to entries with a row per sample; marks real samples."""
     checks.integer("batch: pad_to", pad_to, 1, wanted="a number of samples, at least 1")
     features_lib.require_features(raw, features)
     counts: dict[str, int] = {}
@@ -99,7 +87,7 @@ def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) ->
 
 
 def pad_rest(rest: Mapping[str, Any], num_samples: int, pad_to: int) -> tuple[dict[str, Any], np.ndarray]:
-    """Adds zeros to the entries that have a line for each sample; also returns which samples are real."""
+    """Adds zeros to the entries that have a row per sample; also marks the samples that are real."""
     padded = dict(rest)
     for name, value in rest.items():
         if hasattr(value, "shape") and value.shape[:1] == (num_samples,):
@@ -109,10 +97,7 @@ def pad_rest(rest: Mapping[str, Any], num_samples: int, pad_to: int) -> tuple[di
 
 
 def read_bags(spec: FeatureSpec, value: Any, what: str) -> tuple[Bags, int]:
-    """Reads a feature on the host, checks it, and counts its bags; errors begin with `what`.
-
-    Keys are uint64, and ragged ones have offsets.
-    """
+    """Reads a feature on the host, checks it, and counts its bags: keys are uint64, ragged features have offsets."""
     bags = features_lib.bags_of(value)
     words = keys_lib.words_of(bags.keys, spec.key_dtype, what)
     keys = keys_lib.from_words(words)
@@ -138,7 +123,7 @@ def cut_bags(bags: Bags, first: int, last: int) -> Bags:
     return Bags(bags.keys[begin:end], offsets=offsets, weights=of_part)
 
 
-def picked_bags(bags: Bags, numbers: np.ndarray) -> Bags:
+def pick_bags(bags: Bags, numbers: np.ndarray) -> Bags:
     """Returns some bags of `read_bags` by number."""
     place, offsets = numbers, None
     if bags.offsets is not None:
@@ -150,10 +135,10 @@ def picked_bags(bags: Bags, numbers: np.ndarray) -> Bags:
     return Bags(bags.keys[place], offsets=offsets, weights=weights)
 
 
-def _shared_bags(bags: Bags, inverse: np.ndarray, num_bags: int) -> Bags:
-    """Picks the bags that some samples share, in order, and adds empty ones until there are `num_bags`."""
+def _pick_shared_bags(bags: Bags, inverse: np.ndarray, num_bags: int) -> Bags:
+    """Picks the bags that some samples share, in order, and adds empty bags until there are `num_bags`."""
     used, inverse = np.unique(inverse, return_inverse=True)
-    return _with_empty(dataclasses.replace(picked_bags(bags, used), inverse=inverse), num_bags - used.size)
+    return _with_empty(dataclasses.replace(pick_bags(bags, used), inverse=inverse), num_bags - used.size)
 
 
 def _with_empty(bags: Bags, more: int) -> Bags:
@@ -169,9 +154,8 @@ def _with_empty(bags: Bags, more: int) -> Bags:
 
 def _is_on_device(value: Any) -> bool:
     bags = features_lib.bags_of(value)
-    return any(
-        isinstance(one, jax.Array) for one in (bags.keys, bags.lengths, bags.offsets, bags.weights, bags.inverse)
-    )
+    arrays = bags.keys, bags.lengths, bags.offsets, bags.weights, bags.inverse
+    return any(isinstance(array, jax.Array) for array in arrays)
 
 
 def _require_even(what: str, num_samples: int, num_parts: int, shards: Shards) -> None:
@@ -199,7 +183,7 @@ def _cut(spec: FeatureSpec, value: Any, num_parts: int, shards: Shards) -> tuple
     else:
         # Several processes must agree on the number of bags of a part.
         most = most if shards.num_processes > 1 else min(most, num_bags)
-        parts = [_shared_bags(bags, piece, most) for piece in np.split(bags.inverse, num_parts)]
+        parts = [_pick_shared_bags(bags, piece, most) for piece in np.split(bags.inverse, num_parts)]
     limit = None if spec.max_keys is None else -(-spec.max_keys // shards.num_shards)
     if bags.offsets is None:
         return parts, num_samples, limit
@@ -221,7 +205,7 @@ def _cut(spec: FeatureSpec, value: Any, num_parts: int, shards: Shards) -> tuple
 
 
 def _split_rest(value: Any, num_samples: int, numbers: Sequence[int], shards: Shards) -> Any:
-    """Splits an entry with a line for each sample as the samples are; returns anything else as it is."""
+    """Splits an entry with a row per sample as the samples are; returns anything else as it is."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return value
     if not hasattr(value, "shape") or value.shape[:1] != (num_samples,):
@@ -254,7 +238,7 @@ def _pack_on_device(
             )
         pair = {"keys": bags.keys} if bags.weights is None else {"keys": bags.keys, "weights": bags.weights}
         for name, array in pair.items():
-            pair[name] = _placed(what, name, array, spec, shards)
+            pair[name] = _place(what, name, array, spec, shards)
         arrays[spec.name] = pair
         limit = None if spec.max_keys is None else -(-spec.max_keys // shards.num_shards)
         specs.append(dataclasses.replace(spec, max_keys=limit))
@@ -278,7 +262,7 @@ def _pack_parts(
     return shards.run(pack_part, (arrays,), (shards.spec,), shards.spec)
 
 
-def _placed(what: str, name: str, array: Any, spec: FeatureSpec, shards: Shards) -> Any:
+def _place(what: str, name: str, array: Any, spec: FeatureSpec, shards: Shards) -> Any:
     """Splits a feature's array over the shards; refuses one that is split over other axes."""
     if not isinstance(array, jax.Array):
         array = keys_lib.words_of(array, spec.key_dtype, what) if name == "keys" else np.asarray(array)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jaxsok.types import COUNTS, NonFiniteGradientError, StalePlanError, TableFullError
+from jaxsok.types import COUNTS, ByTable, NonFiniteGradientError, StalePlanError, TableCounts, TableFullError
 
 PER_TABLE = (*COUNTS, "num_nonfinite", "num_rows", "num_evicted")
 PER_STORE = ("longest_probe", "num_unplaced", "num_rounds")
@@ -195,10 +195,10 @@ class Stats:
 
 def pack_words(
     *,
-    counts: Int32[Array, "num_tables num_counts"],
-    num_nonfinite: Int32[Array, " num_tables"],
-    num_rows: Int32[Array, " num_tables"],
-    num_evicted: Int32[Array, " num_tables"],
+    counts: TableCounts,
+    num_nonfinite: ByTable,
+    num_rows: ByTable,
+    num_evicted: ByTable,
     num_unplaced: Int32[Array, " num_stores"],
     num_rounds: Int32[Array, " num_stores"],
     num_stale: Int32[Array, ""],

@@ -29,7 +29,7 @@ from jaxsok.specs import StoreSpec
 from jaxsok.stats import Stats
 from jaxsok.store import State
 from jaxsok.strategy import Strategy
-from jaxsok.types import COUNTERS, COUNTS, ENTRIES_PER_BUCKET
+from jaxsok.types import COUNTERS, COUNTS, ENTRIES_PER_BUCKET, Clock
 from jaxsok.update import StepInputs
 
 
@@ -51,7 +51,7 @@ class Steps:
         """Makes the keys of a batch distinct; on several shards orders them by owner or sends them."""
         return self.strategy.plan(self.stores, features, send_capacities)
 
-    def lookup(self, state: State, plan: Plan, clock: UInt32[Array, ""] | None) -> tuple[Embeddings, State, Plan]:
+    def lookup(self, state: State, plan: Plan, clock: Clock | None) -> tuple[Embeddings, State, Plan]:
         """Looks up a batch; unseen keys get rows. `clock` is the last step of rows used; None: the state's step.
 
         A batch that is in flight has been looked up: its embeddings are taken out of the state. Then the batches that
@@ -69,13 +69,13 @@ class Steps:
             state = dataclasses.replace(state, ahead=(*state.ahead, in_flight))
         return embeddings, state, plan
 
-    def _looked_up(self, state: State, plan: Plan, clock: UInt32[Array, ""] | None) -> tuple[Embeddings, State, Plan]:
+    def _looked_up(self, state: State, plan: Plan, clock: Clock | None) -> tuple[Embeddings, State, Plan]:
         embeddings: Embeddings = {}
         stores, found, asked, digests = list(state.stores), [], [], []
         now = state.step if clock is None else clock
         for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
             if not features.layouts:
-                found.append(lookup_lib.nothing(spec))
+                found.append(lookup_lib.find_nothing(spec))
                 asked.append(None if plan.asked is None else plan.asked[s])
                 continue
             result = self.strategy.lookup(spec, s, state, plan, now)
@@ -83,18 +83,18 @@ class Steps:
             found.append(result.found)
             asked.append(result.asked)
             digests.append(result.digest)
-            embeddings |= lookup_lib.named(features, result.values)
+            embeddings |= lookup_lib.by_name(features, result.values)
         after, ticket = tickets.issue(state, stores, plan.features, digests)
         state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
         sent = tuple(asked) if self.shards.num_shards > 1 else None
         return embeddings, state, dataclasses.replace(plan, asked=sent, found=tuple(found), ticket=ticket)
 
-    def _indexed(self, state: State, plan: Plan, step: UInt32[Array, ""]) -> tuple[State, InFlight]:
+    def _indexed(self, state: State, plan: Plan, step: Clock) -> tuple[State, InFlight]:
         """Does the part of a lookup that reads no row's numbers, as of a step that is to come."""
         stores, found, digests = list(state.stores), [], []
         for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
             if not features.layouts:
-                found.append(lookup_lib.nothing(spec))
+                found.append(lookup_lib.find_nothing(spec))
                 continue
             stores[s], of_store, digest = self.strategy.index(spec, s, state, plan, step)
             stores[s] = tiers.brought_ahead(spec, stores[s], of_store.row_ids)
@@ -111,7 +111,7 @@ class Steps:
         for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
             if features.layouts:
                 stores[s], found[s], values = self.strategy.read(spec, s, state, plan, found[s])
-                embeddings |= lookup_lib.named(features, values)
+                embeddings |= lookup_lib.by_name(features, values)
         state = dataclasses.replace(state, stores=tuple(stores))
         return embeddings, state, dataclasses.replace(plan, found=tuple(found))
 
@@ -135,11 +135,11 @@ class Steps:
         found = []
         for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
             if not features.layouts:
-                found.append(lookup_lib.nothing(spec))
+                found.append(lookup_lib.find_nothing(spec))
                 continue
             found_in_store, values = self.strategy.find(spec, s, state, plan)
             found.append(found_in_store)
-            embeddings |= lookup_lib.named(features, values)
+            embeddings |= lookup_lib.by_name(features, values)
         nonfinite = [jnp.zeros(len(store.tables), jnp.int32) for store in self.stores]
         none = jnp.zeros((), jnp.int32)
         return embeddings, self._stats(state, [found], nonfinite, none, none)

@@ -17,7 +17,17 @@ from jaxsok.kernels.call import StoreArrays
 from jaxsok.kernels.tier import Tier, host_bytes, num_staged
 from jaxsok.printed import condition_of, in_short, in_units, listed
 from jaxsok.specs import StoreSpec
-from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, FRESH, RECORD_WORDS, TIER_COUNTERS
+from jaxsok.types import (
+    BUCKET_WORDS,
+    COUNTERS,
+    ENTRIES_PER_BUCKET,
+    FRESH,
+    RECORD_WORDS,
+    TIER_COUNTERS,
+    Clock,
+    PartitionOwners,
+    Seed,
+)
 
 NUM_STATISTICS = 2  # words of a row's statistics: last step, frequency
 MIN_SIGHTINGS = 4096  # buckets for waiting keys, at least; `grow` adds more
@@ -43,7 +53,7 @@ class StoreState(StoreArrays):
     """The arrays of one store."""
 
     globals_: tuple[Array, ...] = ()
-    """Optimizer state that belongs to no row: an equal line for each shard."""
+    """Optimizer state that belongs to no row, repeated for each shard."""
     tier: tuple[Tier, ...] = ()
     """One where rows lie in host memory: `rows` are then records of bytes, with the optimizer state, and `states` are
     empty."""
@@ -79,15 +89,12 @@ class StoreState(StoreArrays):
         return self.counters[COUNTERS.index("generation")]
 
     def advanced(self, generation: UInt32[Array, ""], num_gone: UInt32[Array, "..."]) -> "StoreState":
-        """The store one generation after this one, if rows went (`num_gone`) on any shard.
-
-        So a plan becomes stale on all shards or on none.
-        """
+        """Advances the generation if rows went (`num_gone`) on any shard, so that plans become stale on all of them."""
         after = generation + (num_gone > 0).any().astype(jnp.uint32)
         return dataclasses.replace(self, counters=self.counters.at[COUNTERS.index("generation")].set(after))
 
     def num_rows(self) -> UInt32[Array, ""]:
-        """Rows in use."""
+        """Returns the rows in use."""
         word = {name: self.counters[i] for i, name in enumerate(COUNTERS)}
         return word["num_allocated"] - (word["free_end"] - word["free_begin"])
 
@@ -95,18 +102,18 @@ class StoreState(StoreArrays):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """All arrays of a collection: what jitted steps take, donate and return."""
+    """All arrays of a collection: a pytree that jitted steps take, donate and return."""
 
     stores: tuple[StoreState, ...]
-    step: UInt32[Array, ""]
-    """How many updates came before; it stays at 2**32 - 1."""
-    seed: UInt32[Array, "2"]
-    partition_owners: UInt32[Array, " num_partitions"]
+    step: Clock
+    """The number of updates so far; it stays at 2**32 - 1."""
+    seed: Seed
+    partition_owners: PartitionOwners
     """The shard of each of the 4,096 partitions of keys; on one device a single 0."""
     tickets: UInt32[Array, "num_shards num_lines 2"]
     """Tickets of lookups whose plans no update has used yet (tickets.py)."""
     lineage: UInt32[Array, "2"]
-    """Drawn from the seed, and anew when a state is made of a folder: exports identify their base by it."""
+    """Words by which exports identify their base: drawn from the seed, or when a state is made of a folder."""
     num_refused: UInt32[Array, " num_tables"]
     """Uses of keys that updates counted as refused for want of room, since the state was made, modulo 2**32, by table
     of the collection. `grow` warns by it."""
@@ -117,7 +124,7 @@ class State:
     ahead: tuple[Any, ...] = ()
     """Lookups in flight (`plan.InFlight`), oldest first: those of batches whose steps are to come."""
     drains: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Whether steps look nothing up ahead until no lookup is in flight (`Collection.drain`)."""
+    """True makes steps look nothing up ahead until no lookup is in flight (`Collection.drain`)."""
 
     def __repr__(self) -> str:
         """Names its stores' sizes, its bytes, and whether it is traced or deleted; reads no array."""
@@ -149,11 +156,7 @@ def bloom_words(spec: StoreSpec) -> int:
 
 
 def row_bytes(spec: StoreSpec) -> int:
-    """Returns the bytes of one row of capacity on the device: row, optimizer state, record, its share of the index.
-
-    64 float32 with rowwise Adagrad take 256 + 4 + 16 + 32 = 308; 64 bfloat16 take 128 less. Of a row in host memory
-    the device has the record, its place and its share of the index: 52.
-    """
+    """Returns the bytes of one row of capacity on the device: row, optimizer state, record, its share of the index."""
     return sum(_bytes_by_row(spec).values()) + 4 * BUCKET_WORDS * 2 // ENTRIES_PER_BUCKET
 
 
@@ -187,7 +190,7 @@ def cache_bytes(spec: StoreSpec) -> int:
 
 
 def staged_bytes(spec: StoreSpec, num_keys: int) -> int:
-    """Returns the bytes of what a call with so many keys stages beside the cache, and of its slots."""
+    """Returns the bytes that a call with so many keys stages in addition to the cache, and those of its slots."""
     return num_staged(num_keys, spec.num_slots, keeps=True) * _staged_line(spec) + 4 * num_keys
 
 
@@ -250,15 +253,12 @@ def capacities_of(state: State) -> tuple[int, ...]:
 
 
 def init_stores(specs: tuple[StoreSpec, ...], salts: UInt32[Array, "num_stores 2"]) -> tuple[StoreState, ...]:
-    """Makes empty stores; see `init_store`."""
+    """Makes empty stores, with salts for their hashes."""
     return tuple(init_store(spec, salts[s]) for s, spec in enumerate(specs))
 
 
 def init_store(spec: StoreSpec, salt: UInt32[Array, "2"]) -> StoreState:
-    """Makes an empty store of the declared capacity, for all shards; `salt`, low word first, is in all its hashes.
-
-    Where rows lie in host memory, `rows` is empty: `host_slabs.with_host_slabs` makes the host slab.
-    """
+    """Makes an empty store for all shards; `host_slabs.with_host_slabs` adds the host slab where rows lie there."""
     capacity, num_shards = spec.capacity, spec.num_shards
     slab = new_slab(spec, num_shards * capacity)
     counters = jnp.zeros((num_shards, len(COUNTERS)), jnp.uint32)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32, UInt32
+from jaxtyping import Array, Float32, Int32
 
 from jaxsok import annotations, lookup, norms, partial_bags, update
 from jaxsok import exchange as exchange_lib
@@ -24,6 +24,7 @@ from jaxsok.plan import Found, Plan, Requests, Uses
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec
 from jaxsok.store import State, StoreState
+from jaxsok.types import ByTable, Clock, Digest
 from jaxsok.windows import windows_of
 
 
@@ -34,7 +35,7 @@ class StoreLookup(NamedTuple):
     found: Found
     values: list[Array]
     """By feature."""
-    digest: UInt32[Array, "1 2"]
+    digest: Digest
     """Digest of the keys of all shards, for the ticket."""
     asked: Requests | Uses | None = None
 
@@ -61,13 +62,11 @@ class Strategy(abc.ABC):
         """Makes the keys of a batch distinct; with send capacities they go to their owners at once."""
 
     @abc.abstractmethod
-    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: UInt32[Array, ""]) -> StoreLookup:
+    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: Clock) -> StoreLookup:
         """Looks up the features of a store that has some."""
 
     @abc.abstractmethod
-    def index(
-        self, spec: StoreSpec, s: int, state: State, plan: Plan, step: UInt32[Array, ""]
-    ) -> tuple[StoreState, Found, UInt32[Array, "1 2"]]:
+    def index(self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock) -> tuple[StoreState, Found, Digest]:
         """Does the part of `lookup` that reads no row's numbers, as of a step that is to come; `read` does the rest.
 
         Also returns the digest of the keys of all shards. On a mesh the plan's requests have been exchanged.
@@ -86,7 +85,7 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def update(
         self, spec: StoreSpec, s: int, state: State, used: Used, inputs: update.StepInputs
-    ) -> tuple[StoreState, Int32[Array, " num_tables"], Int32[Array, ""]]:
+    ) -> tuple[StoreState, ByTable, Int32[Array, ""]]:
         """Steps the rows that were used; also counts rows with non-finite gradients, and uses of stale plans."""
 
     @abc.abstractmethod
@@ -112,14 +111,12 @@ class Fused(Strategy):
         ]
         return Plan(features, distinct=tuple(distinct))
 
-    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: UInt32[Array, ""]) -> StoreLookup:
+    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: Clock) -> StoreLookup:
         store, features = state.stores[s], plan.features.stores[s]
         distinct = None if plan.distinct is None else plan.distinct[s]
         return StoreLookup(*lookup.lookup_here(spec, store, state.seed, features, distinct, state.step, clock))
 
-    def index(
-        self, spec: StoreSpec, s: int, state: State, plan: Plan, step: UInt32[Array, ""]
-    ) -> tuple[StoreState, Found, UInt32[Array, "1 2"]]:
+    def index(self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock) -> tuple[StoreState, Found, Digest]:
         store, features = state.stores[s], plan.features.stores[s]
         distinct = None if plan.distinct is None else plan.distinct[s]
         indexed = lookup.index_here(spec, store, state.seed, features, distinct, step, step)
@@ -135,7 +132,7 @@ class Fused(Strategy):
 
     def update(
         self, spec: StoreSpec, s: int, state: State, used: Used, inputs: update.StepInputs
-    ) -> tuple[StoreState, Int32[Array, " num_tables"], Int32[Array, ""]]:
+    ) -> tuple[StoreState, ByTable, Int32[Array, ""]]:
         return update.update_here(spec, state.stores[s], s, used, inputs)
 
     def add_squares(self, spec: StoreSpec, s: int, state: State, used: Used, squares: Squares) -> Squares:
@@ -190,15 +187,13 @@ class Exchanged(Strategy):
             return *partial_bags.read(spec, features, asked, owner, *indexed), asked
         return *lookup.lookup_exchanged(spec, store, features, asked, owner), asked
 
-    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: UInt32[Array, ""]) -> StoreLookup:
+    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: Clock) -> StoreLookup:
         owner = lookup.Owner(self.exchange, spec, state.seed, state.step, clock)
         store, found, values, asked = self._looked_up(spec, s, state, plan, owner)
         return StoreLookup(store, found, values, asked.digest, asked)
 
     @annotations.by_store
-    def index(
-        self, spec: StoreSpec, s: int, state: State, plan: Plan, step: UInt32[Array, ""]
-    ) -> tuple[StoreState, Found, UInt32[Array, "1 2"]]:
+    def index(self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock) -> tuple[StoreState, Found, Digest]:
         store, asked = state.stores[s], there(there(plan.asked)[s])
         owner = lookup.Owner(self.exchange, spec, state.seed, step, step)
         if isinstance(asked, Uses):
@@ -223,7 +218,7 @@ class Exchanged(Strategy):
 
     def update(
         self, spec: StoreSpec, s: int, state: State, used: Used, inputs: update.StepInputs
-    ) -> tuple[StoreState, Int32[Array, " num_tables"], Int32[Array, ""]]:
+    ) -> tuple[StoreState, ByTable, Int32[Array, ""]]:
         form = partial_bags if spec.sends_bags else update
         return form.update_exchanged(self.exchange, spec, state.stores[s], s, used, inputs)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8, UInt32
+from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jaxsok import admission, tiers
 from jaxsok import rows as rows_lib
@@ -17,7 +17,19 @@ from jaxsok.kernels import evict as evict_kernels
 from jaxsok.kernels import table as kernels
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY, Keys, RowIds, TableIds
+from jaxsok.types import (
+    COUNTS,
+    NO_ROW,
+    PADDING_KEY,
+    ByTable,
+    Clock,
+    Keys,
+    RowFlags,
+    RowIds,
+    Seed,
+    TableCounts,
+    TableIds,
+)
 
 _FOUND, _INSERTED, _PADDING = (COUNTS.index(name) for name in ("num_found", "num_inserted", "num_padding"))
 
@@ -34,34 +46,28 @@ def find(store: StoreState, keys: Keys, table_ids: TableIds | np.ndarray) -> Row
 def find_or_insert(
     spec: StoreSpec,
     store: StoreState,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     keys: Keys,
     table_ids: TableIds | np.ndarray,
     *,
-    step: UInt32[Array, ""] | None = None,
+    step: Clock | None = None,
     uses: Array | None = None,
-) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
+) -> tuple[StoreState, RowIds, TableCounts]:
     """Finds the row id of each (table, key) pair, and gives unseen pairs rows, by first occurrence.
 
-    The store is donated. Keys are words; duplicates and PADDING_KEY are allowed. With a `step` the tables' admission
-    decides about unseen keys, and `uses` are the occurrences that each key stands for (None: one each); without a step
-    all keys are admitted. With NumPy `table_ids` the tables whose rows XLA computes skip keys that are not theirs.
-
-    Row ids are NO_ROW for padding, for keys that are not admitted and where the store is full. Counts by table
-    (types.COUNTS) count keys, but of the unadmitted their uses.
-
-    Costs one call. Where XLA computes the rows of some tables there are two more, which search and write, and every
-    such table computes a row for each key, of which those of new keys are written.
+    Row ids are NO_ROW for padding, for keys that are not admitted and where the store is full. Without a `step` all
+    keys are admitted; `uses` are the occurrences of each key (None: one). With NumPy `table_ids`, tables whose rows XLA
+    computes skip other tables' keys. Counts count keys, but of the unadmitted their uses. The store is donated.
     """
     keys = jnp.asarray(keys)
     if not spec.traced_tables:
-        return _inserted(spec, store, seed, keys, jnp.asarray(table_ids), step, uses)
+        return _insert(spec, store, seed, keys, jnp.asarray(table_ids), step, uses)
     ids = jnp.asarray(table_ids)
     known = find(store, keys, ids)
     is_known = known != jnp.uint32(NO_ROW)
     # Known keys need no second search. And since the insertion depends on the search, XLA does not copy the index.
     unseen = jnp.where(is_known[:, None], jnp.uint32(PADDING_KEY & 0xFFFFFFFF), keys)
-    store, new, counts = _inserted(spec, store, seed, unseen, ids, step, uses)
+    store, new, counts = _insert(spec, store, seed, unseen, ids, step, uses)
     found = ((ids[:, None] == jnp.arange(len(spec.tables), dtype=jnp.uint32)[None, :]) & is_known[:, None]).sum(
         axis=0, dtype=jnp.int32
     )
@@ -71,15 +77,15 @@ def find_or_insert(
     return store, jnp.where(is_known, known, new), counts
 
 
-def _inserted(
+def _insert(
     spec: StoreSpec,
     store: StoreState,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     keys: Keys,
     table_ids: TableIds,
-    step: UInt32[Array, ""] | None,
+    step: Clock | None,
     uses: Array | None,
-) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
+) -> tuple[StoreState, RowIds, TableCounts]:
     deciding = admission.operands(spec, step, uses)
     has_rows = spec.memory is None  # else a row is initialized when it is first brought
     return kernels.find_or_insert(store, spec.table_words(), seed, keys, table_ids, deciding, has_rows=has_rows)
@@ -88,20 +94,17 @@ def _inserted(
 def gather(
     spec: StoreSpec,
     store: StoreState,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     requests: UInt32[Array, "num_keys 4"],
     row_ids: RowIds,
     *,
     is_find: bool,
     dtype: str,
-) -> tuple[StoreState, Float[Array, "num_keys dim"], Int32[Array, " num_tables"]]:
+) -> tuple[StoreState, Float[Array, "num_keys dim"], ByTable]:
     """Reads the rows of requests whose row ids are known; also counts by table the uses without a row.
 
-    Rows are read as float32, bfloat16 or in the dtype of the store, rounded to nearest.
-
     NO_ROW gives the initial row of the key, in lookups what the table's admission says, and with `is_find` zeros in
-    tables with `unknown="zeros"`; PADDING_KEY gives zeros. The store does not change, but an update of the returned one
-    comes after this read.
+    tables with `unknown="zeros"`; PADDING_KEY gives zeros. An update of the returned store comes after this read.
     """
     store, view, slots = tiers.brought(spec, store, seed, row_ids, keeps=not is_find)
     counters, rows, num_absent = kernels.gather(
@@ -127,8 +130,8 @@ def gather(
 def assign(
     spec: StoreSpec,
     store: StoreState,
-    seed: UInt32[Array, "2"],
-    clock: UInt32[Array, ""],
+    seed: Seed,
+    clock: Clock,
     keys: Keys,
     table_ids: TableIds | np.ndarray,
     rows: Float[Array, "num_keys dim"],
@@ -136,16 +139,12 @@ def assign(
     statistics: UInt32[Array, "num_keys 2"] | None = None,
     *,
     is_distinct: bool = False,
-) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
+) -> tuple[StoreState, RowIds, TableCounts]:
     """Gives (table, key) pairs known rows; unseen pairs get them too, whatever their table's admission says.
 
-    The store is donated. Of duplicate pairs the last row counts; `is_distinct` says that there are none, and saves a
-    sort. Rows of any float dtype are rounded to nearest. `states` has optimizer state by name: what is missing stays as
-    it is, and is initial for new rows. `statistics` has last step and frequency of each row; None: `clock` becomes the
-    last step, and the frequency stays. Results are as in `find_or_insert`.
-
-    Costs a search for the keys, a sort of them, and each row in and out; nothing of the size of a table. In a store
-    with tables that admit by count two searches more: keys that waited are forgotten like admitted ones.
+    Of duplicate pairs the last row counts; `is_distinct` says that there are none, and saves a sort. `states` has
+    optimizer state by name: missing state stays as it is, and is initial for new rows. Without `statistics` (last step
+    and frequency) `clock` becomes the last step. The store is donated; results are those of `find_or_insert`.
     """
     store, num_let_in = _let_in(spec, store, seed, keys, table_ids)
     store, row_ids, counts = find_or_insert(spec, store, seed, keys, table_ids)
@@ -167,13 +166,9 @@ def assign(
 
 
 def _let_in(
-    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], keys: Keys, table_ids: TableIds | np.ndarray
-) -> tuple[StoreState, Int32[Array, " num_tables"]]:
-    """Gives waiting keys their rows, as if they had been seen often enough, and counts these rows.
-
-    So their counts are forgotten when rows go; otherwise a key that comes back would begin with its old sightings.
-    Where a shard is full such a key is admitted once there is room.
-    """
+    spec: StoreSpec, store: StoreState, seed: Seed, keys: Keys, table_ids: TableIds | np.ndarray
+) -> tuple[StoreState, ByTable]:
+    """Gives waiting keys rows as if seen often enough, so that their counts are forgotten when rows go; counts them."""
     if not store.sightings:
         return store, jnp.zeros(len(spec.tables), jnp.int32)
     keys, ids = jnp.asarray(keys), jnp.asarray(table_ids)
@@ -196,25 +191,16 @@ def _last_of_each(row_ids: RowIds) -> RowIds:
 
 
 def touch(
-    spec: StoreSpec,
-    store: StoreState,
-    row_ids: RowIds,
-    uses: UInt32[Array, " num_keys"] | None,
-    clock: UInt32[Array, ""],
+    spec: StoreSpec, store: StoreState, row_ids: RowIds, uses: UInt32[Array, " num_keys"] | None, clock: Clock
 ) -> StoreState:
-    """Records in the statistics that a lookup used rows; does nothing for a store without statistics.
-
-    `frequency` grows by the uses (None: one each), to 2**32 - 1 at most; `last_step` becomes the clock, even if it was
-    later before. Rows may repeat; NO_ROW is ignored. The store is donated. Costs one call: 4 bytes a position (8 with
-    uses), 8 bytes of each row in and out.
-    """
+    """Records in a store's statistics, if it keeps any, that a lookup used rows (`uses`: None for one each)."""
     if not spec.keeps_statistics:
         return store
     return dataclasses.replace(store, statistics=kernels.touch(row_ids, uses, clock, store.statistics))
 
 
 def reads_initial(spec: StoreSpec, number: int, *, is_find: bool) -> bool:
-    """Whether keys of a table without a row read their initial row: in `find`, or in a lookup."""
+    """Returns whether keys of a table without a row read their initial row: in `find`, or in a lookup."""
     table = spec.tables[number]
     return table.unknown == "initial" if is_find else table.refused_read_initial
 
@@ -228,11 +214,7 @@ def given_by_xla(spec: StoreSpec, *, is_find: bool) -> list[int]:
 
 
 def initial_rows(spec: StoreSpec, keys: Keys, table_ids: TableIds | np.ndarray) -> Float[Array, "num_keys dim"]:
-    """Computes new rows of keys in the dtype of the store, by the initializers that XLA runs.
-
-    Keys of other tables get zeros, and padding any values. With NumPy table ids only a key's own table computes its
-    row; otherwise every such table does.
-    """
+    """Computes new rows of keys by the initializers that XLA runs; keys of other tables get zeros."""
     if isinstance(table_ids, np.ndarray):
         ends = [0, *(np.flatnonzero(np.diff(table_ids)) + 1).tolist(), len(table_ids)]
         runs = [(int(table_ids[begin]), keys[begin:end]) for begin, end in itertools.pairwise(ends) if end > begin]
@@ -269,10 +251,7 @@ def rounded(values: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
 
 
 def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -> tuple[StoreState, UInt32[Array, ""]]:
-    """Takes the rows of (table, key) pairs away, and counts the distinct pairs that existed.
-
-    The store is donated; absent pairs are ignored. Costs a search for each key, and what `release` costs.
-    """
+    """Takes the rows of (table, key) pairs away, and counts the distinct pairs that existed; donates the store."""
     row_ids = find(store, keys, table_ids)
     flags = jnp.zeros(store.capacity, jnp.uint8).at[row_ids].set(jnp.uint8(1), mode="drop")  # NO_ROW is beyond all
     store, num_released = release(spec, store, flags, is_eviction=False)
@@ -280,16 +259,11 @@ def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -
 
 
 def release(
-    spec: StoreSpec, store: StoreState, flags: UInt8[Array, " capacity"], *, is_eviction: bool
+    spec: StoreSpec, store: StoreState, flags: RowFlags, *, is_eviction: bool
 ) -> tuple[StoreState, UInt32[Array, " num_tables"]]:
-    """Takes flagged rows away and counts them by table: state and statistics are reset, the index is swept.
+    """Takes flagged rows, which must be in use, away and counts them by table; advances the generation if any goes.
 
-    The store is donated. Flagged rows must be in use; with `is_eviction` they count as evicted. The generation is
-    advanced, and counts of admitted keys are forgotten: a key that comes back starts anew. Where no row goes nothing
-    changes.
-
-    Costs a byte a row of capacity where no row goes; else also the records twice (32 bytes a row) and the index once
-    (32 bytes a row read, and changed buckets written). Workspace: 2 bits a row.
+    State and statistics are reset, the index is swept, and counts of admitted keys are forgotten. Donates the store.
     """
     initial_values = [state.initial_value for state in spec.state_specs if spec.memory is None]
     store, num_released = evict_kernels.release(store, flags, initial_values, counts_evicted=is_eviction)
@@ -298,10 +272,7 @@ def release(
 
 
 def clear(spec: StoreSpec, store: StoreState, number: int) -> tuple[StoreState, UInt32[Array, ""]]:
-    """Takes all rows of one table away and counts them; keys that wait for a row are forgotten.
-
-    The store is donated. Reads the records (16 bytes a row), and costs what `release` costs; searches for no key.
-    """
+    """Takes all rows of one table away and counts them; forgets keys that wait for a row. Donates the store."""
     flags = [is_key(lines[:, :2]) & (lines[:, 2] == jnp.uint32(number)) for lines in store.records]
     store, num_released = release(spec, store, jnp.concatenate(flags).astype(jnp.uint8), is_eviction=False)
     begin, size = spec.bloom_segments()[number]

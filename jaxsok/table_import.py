@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, UInt32
+from jaxtyping import Array
 
 from jaxsok import grow as grow_lib
 from jaxsok import keys as keys_lib
@@ -26,7 +26,7 @@ from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import State, StoreState, with_store
 from jaxsok.table_export import default_chunk_rows
-from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, PADDING_KEY, TableFullError
+from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, PADDING_KEY, Clock, TableFullError
 
 LEAST_ROWS = 256  # per call: fewer are padded to it, more by an eighth at most, so that programs are few
 SALTS = 3  # under so many a chunk is tried, if keys find no entry in the index
@@ -42,7 +42,7 @@ def import_table(
     number: int,
     chunks: Iterable[Records],
     *,
-    clock: UInt32[Array, ""] | None,
+    clock: Clock | None,
     num_rows: int | None,
     reset_state: bool,
     shards: Shards,

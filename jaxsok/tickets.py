@@ -25,6 +25,7 @@ from jaxsok.features import Features
 from jaxsok.kernels import tickets as kernels
 from jaxsok.plan import Plan
 from jaxsok.store import State, StoreState
+from jaxsok.types import Digest
 
 RING = 256  # open tickets of a state: as many lookups may come between a lookup and its update
 NUM_LINES = kernels.NUM_TICKET_LINES + RING
@@ -40,7 +41,7 @@ def no_tickets(num_shards: int) -> Tickets:
 
 
 def issue(
-    state: State, stores: Sequence[StoreState], features: Features, digests: Sequence[UInt32[Array, "1 2"]]
+    state: State, stores: Sequence[StoreState], features: Features, digests: Sequence[Digest]
 ) -> tuple[Tickets, kernels.Ticket]:
     """Makes the ticket of a lookup: returns the tickets after it, and the new one.
 

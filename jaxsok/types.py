@@ -5,7 +5,7 @@ A test compares the words with `ffi/core/layout.h`.
 
 from typing import Literal, TypeAlias
 
-from jaxtyping import Array, Int32, UInt32
+from jaxtyping import Array, Int32, UInt8, UInt32
 
 PADDING_KEY: int = 2**64 - 1
 """The one reserved key (int64 -1): it finds nothing, inserts nothing and contributes zeros."""
@@ -96,6 +96,18 @@ Keys: TypeAlias = UInt32[Array, "num_keys 2"]
 RowIds: TypeAlias = UInt32[Array, " num_keys"]
 TableIds: TypeAlias = UInt32[Array, " num_keys"]
 Inverse: TypeAlias = Int32[Array, " num_keys"]
+
+Seed: TypeAlias = UInt32[Array, "2"]
+Clock: TypeAlias = UInt32[Array, ""]
+"""A step, or the time of a user's own clock."""
+
+Counters: TypeAlias = UInt32[Array, " num_counters"]
+TableCounts: TypeAlias = Int32[Array, "num_tables num_counts"]
+ByTable: TypeAlias = Int32[Array, " num_tables"]
+RowFlags: TypeAlias = UInt8[Array, " capacity"]
+PartitionOwners: TypeAlias = UInt32[Array, " num_partitions"]
+Digest: TypeAlias = UInt32[Array, "1 2"]
+"""Digest of the keys of a batch, for its ticket."""
 
 
 class TableFullError(RuntimeError):

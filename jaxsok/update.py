@@ -13,48 +13,32 @@ import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
 from jaxsok import annotations, tiers
+from jaxsok import gradients as gradients_lib
 from jaxsok.checks import there
 from jaxsok.exchange import Exchange, gathered_dtype
-from jaxsok.gradients import (
-    Arrived,
-    Used,
-    as_features,
-    bag_gradient,
-    by_bag,
-    concatenated,
-    fits_windows,
-    joined,
-    over_arrivals,
-    scaled_by_uses,
-    uses_in_all,
-)
+from jaxsok.gradients import Arrived, Used
 from jaxsok.kernels import update as kernels
 from jaxsok.optimizers.program import compiled
 from jaxsok.optimizers.protocol import PROGRAM
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import NO_ROW, ROUNDINGS, ROW_GRADIENTS, RowIds
+from jaxsok.types import NO_ROW, ROUNDINGS, ROW_GRADIENTS, Clock, RowIds, Seed
 
 
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a step beside rows and gradients; seed and step give the random bits."""
+    """The inputs of a step apart from rows and gradients; seed and step give the random bits."""
 
     row_step: kernels.RowStep
-    """What the optimizer, its kernel or a row program, does to a row."""
-    seed: UInt32[Array, "2"]
-    step: UInt32[Array, ""]
+    """The step of one row, by the optimizer's kernel or a row program."""
+    seed: Seed
+    step: Clock
     counts_uses: bool
     """Whether a row program reads the uses of a row."""
 
     @classmethod
     def of(
-        cls,
-        spec: StoreSpec,
-        globals_: tuple[Array, ...],
-        seed: UInt32[Array, "2"],
-        step: UInt32[Array, ""],
-        learning_rate: Any,
+        cls, spec: StoreSpec, globals_: tuple[Array, ...], seed: Seed, step: Clock, learning_rate: Any
     ) -> tuple["StepInputs", tuple[Array, ...]]:
         """Returns the inputs of a store's step, and the store's globals after it."""
         optimizer = spec.optimizer
@@ -74,10 +58,10 @@ def update_here(
 ) -> tuple[StoreState, Array, Array]:
     """Steps one store on one shard; also counts rows with non-finite gradients by table, and uses of stale plans."""
     parts = [plan.features.stores[s] for plan in used.plans]
-    batch, num_tiles = joined(parts)
-    row_ids = concatenated([plan.found_of(s).row_ids for plan in used.plans])
+    batch, num_tiles = gradients_lib.joined(parts)
+    row_ids = gradients_lib.concatenated([plan.found_of(s).row_ids for plan in used.plans])
     flat = [
-        bag_gradient(grads, part, layout, spec)
+        gradients_lib.bag_gradient(grads, part, layout, spec)
         for part, grads in zip(parts, used.gradients, strict=True)
         for layout in part.layouts
     ]
@@ -115,11 +99,11 @@ def _step_of_lines(
     total: Array | None,
 ) -> kernels.Step:
     """Returns the step of the rows of requests, plan after plan, with a gradient each; `total` has their uses."""
-    batch, num_tiles = as_features([part.shape[0] for part in received])
-    keys = concatenated([part[:, :2] for part in received])
+    batch, num_tiles = gradients_lib.as_features([part.shape[0] for part in received])
+    keys = gradients_lib.concatenated([part[:, :2] for part in received])
     # One feature has keys of all tables, and random rounding depends on the table.
     is_random = spec.dtype != "float32" and spec.rounding == "stochastic"
-    table_ids = concatenated([part[:, 2] for part in received]) if is_random else None
+    table_ids = gradients_lib.concatenated([part[:, 2] for part in received]) if is_random else None
     # The sums are scaled already.
     inputs = dataclasses.replace(
         inputs, row_step=dataclasses.replace(inputs.row_step, row_gradient=ROW_GRADIENTS["sum"])
@@ -133,22 +117,25 @@ def update_exchanged(
 ) -> tuple[StoreState, Array, Array]:
     """Steps the rows of one store that this shard owns; counts as `update_here` does."""
     is_live = used.is_live
-    if fits_windows(exchange, spec, s, used):
+    if gradients_lib.fits_windows(exchange, spec, s, used):
         return _update_in_windows(exchange, spec, store, s, used, inputs)
 
     def step(carry: tuple[StoreState, Array, Array], arrived: list[Arrived]) -> tuple[StoreState, Array, Array]:
         store, num_nonfinite, num_stale = carry
-        sums, total = scaled_by_uses(spec, arrived, is_live, counts_uses=inputs.counts_uses)
-        received, row_ids = [one.received for one in arrived], concatenated([one.row_ids for one in arrived])
+        sums, total = gradients_lib.scale_by_uses(spec, arrived, is_live, counts_uses=inputs.counts_uses)
+        received, row_ids = (
+            [part.received for part in arrived],
+            gradients_lib.concatenated([part.row_ids for part in arrived]),
+        )
         store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
         step_of_round = _step_of_lines(spec, inputs, received, slots, is_live, total)
         view, more_nonfinite, _ = kernels.update(view, step_of_round, sums)
         store = tiers.returned(store, view, writes=True)
-        more_stale = sum(jnp.where(is_live[p], 0, one.uses.sum()) for p, one in enumerate(arrived))
+        more_stale = sum(jnp.where(is_live[p], 0, part.uses.sum()) for p, part in enumerate(arrived))
         return store, num_nonfinite + more_nonfinite, num_stale + more_stale
 
     carry = store, jnp.zeros(len(spec.tables), jnp.int32), jnp.zeros((), jnp.int32)
-    store, num_nonfinite, num_stale = over_arrivals(
+    store, num_nonfinite, num_stale = gradients_lib.over_arrivals(
         exchange, "update", spec, s, used, lambda carry: carry[0], step, carry
     )
     if spec.is_replicated:
@@ -161,12 +148,12 @@ def update_exchanged(
 def _update_in_windows(
     exchange: Exchange, spec: StoreSpec, store: StoreState, s: int, used: Used, inputs: StepInputs
 ) -> tuple[StoreState, Array, Array]:
-    """Does what `update_exchanged` does; sums of gradients go into windows, and from there into the step."""
+    """Does `update_exchanged`; sums of gradients go into windows, and from there into the step."""
     (plan,), (gradients,), windows = used.plans, used.gradients, there(exchange.windows)
     part, asked, row_ids = plan.features.stores[s], plan.asked_of(s), plan.found_of(s).row_ids
     received = asked.received
     uses = jnp.where(row_ids == jnp.uint32(NO_ROW), 0, received[:, 3].astype(jnp.int32))
-    total = uses_in_all([row_ids], [uses], used.is_live) if inputs.counts_uses else None
+    total = gradients_lib.uses_in_all([row_ids], [uses], used.is_live) if inputs.counts_uses else None
     dtype = gathered_dtype(exchange.spec.gradients, "float32")
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
     _, *bags = part.operands()
@@ -177,7 +164,7 @@ def _update_in_windows(
         _step_of_lines(spec, inputs, [received], slots, used.is_live, total),
         asked.slots,
         bags,
-        by_bag(spec, part, gradients),
+        gradients_lib.by_bag(spec, part, gradients),
         part.num_tiles,
         dtype,
     )

@@ -62,12 +62,12 @@ class Windows:
         """Makes the windows of several processes larger; after each step they wait for each other."""
         growth = kernels.Growth(self.platform, self.number)
         # Threads may trace in another order in each process.
-        num_bytes = max(int(text) for text in processes.gathered(_TOPIC, str(num_bytes)))
+        num_bytes = max(int(text) for text in processes.gather(_TOPIC, str(num_bytes)))
         with _together():
             own = growth.take(num_bytes, self.num_windows)
         # A handle is zeros except in the process that has the window.
-        handles = [np.frombuffer(bytes.fromhex(text), np.uint8) for text in processes.gathered(_TOPIC, own.hex())]
-        last = max(int(text) for text in processes.gathered(_TOPIC, str(growth.close())))
+        handles = [np.frombuffer(bytes.fromhex(text), np.uint8) for text in processes.gather(_TOPIC, own.hex())]
+        last = max(int(text) for text in processes.gather(_TOPIC, str(growth.close())))
         is_mapped = False
         try:
             with _together():
@@ -77,7 +77,7 @@ class Windows:
             is_mapped = True
         finally:
             growth.settle(is_mapped=is_mapped)
-            processes.gathered(_TOPIC, "")
+            processes.gather(_TOPIC, "")
             growth.resume()
 
     def exchange(self, lines: Array) -> Array:
@@ -102,7 +102,7 @@ def _together() -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    messages = [text for text in processes.gathered(_TOPIC, "" if error is None else str(error)) if text]
+    messages = [text for text in processes.gather(_TOPIC, "" if error is None else str(error)) if text]
     if messages:
         raise error or RuntimeError(messages[0])
 
@@ -136,7 +136,7 @@ def _why_not(shards: MeshShards) -> str | None:
         return "the devices are those of a topology, which programs are only compiled for"
     if shards.num_shards > MOST_SHARDS:
         return f"there are {shards.num_shards} shards, at most {MOST_SHARDS} can share windows"
-    if shards.num_processes > 1 and len(set(processes.gathered(_TOPIC, socket.gethostname()))) > 1:
+    if shards.num_processes > 1 and len(set(processes.gather(_TOPIC, socket.gethostname()))) > 1:
         return "the processes are on several hosts"
     return None
 

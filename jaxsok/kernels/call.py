@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, UInt32
 
 from jaxsok.kernels import library
+from jaxsok.types import Counters
 
 # Slabs of one array differ in capacity. Rows are float32, bfloat16 or float16; optimizer state is as wide as its row
 # or 1.
@@ -29,7 +30,7 @@ class StoreArrays:
 
     index: UInt32[Array, "num_buckets 16"]
     """(table, key) → row id: 64-byte buckets of four entries, whose order is not deterministic on a GPU."""
-    counters: UInt32[Array, " num_counters"]
+    counters: Counters
     """See `jaxsok.types.COUNTERS`."""
     table_rows: UInt32[Array, " num_tables"]
     rows: tuple[Slab, ...]

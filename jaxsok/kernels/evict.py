@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Array, UInt8, UInt32
 
 from jaxsok.kernels.call import RecordSlab, Store, call_on, call_on_store, result, workspace
+from jaxsok.types import RowFlags
 
 # Slabs of one array differ in capacity.
 ScoreSlab = UInt32[Array, " _"]
@@ -20,7 +21,7 @@ def select(
     mask: Sequence[MaskSlab],
     num_tables: int,
     table: int = ALL_TABLES,
-) -> tuple[UInt8[Array, " capacity"], UInt32[Array, " num_tables"]]:
+) -> tuple[RowFlags, UInt32[Array, " num_tables"]]:
     """Selects the rows that leave, and counts them by table. See `LaunchSelect` in ffi/kernels/evict.h.
 
     `scores` are one or two arrays in slabs, the more significant first, and `num_kept` rows stay; without scores the
@@ -43,11 +44,7 @@ def select(
 
 
 def release(
-    store: Store,
-    flags: UInt8[Array, " capacity"],
-    initial_values: Sequence[float] = (),
-    *,
-    counts_evicted: bool = False,
+    store: Store, flags: RowFlags, initial_values: Sequence[float] = (), *, counts_evicted: bool = False
 ) -> tuple[Store, UInt32[Array, " num_tables"]]:
     """Takes flagged rows away and sweeps the index. See `LaunchRelease` in ffi/kernels/evict.h.
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok.kernels.call import Slab, Store, StoreArrays, call, call_on, call_on_store, result, workspace
 from jaxsok.kernels.table import ADMITTING, Admission, Tables, admission_operands
-from jaxsok.types import COUNTS, Keys, RowIds
+from jaxsok.types import COUNTS, ByTable, Clock, Counters, Digest, Keys, RowIds, Seed, TableCounts
 
 Batch = tuple[Keys, Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Int32[np.ndarray, "num_features 12"]]
 """keys, offsets, weights, features: the parts of `BatchView` in ffi/kernels/lookup.h."""
@@ -21,34 +21,57 @@ QUANTIZED_DTYPES: tuple[str, ...] = ("int8", "float8_e4m3fn")
 _COMBINER_WORD = 1  # of a line of features: kFeatureCombiner in ffi/core/layout.h
 
 
-class LookedUp(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """A batch, and the embeddings to make of it."""
+
+    tables: Tables
+    seed: Seed
+    batch: Batch
+    num_tiles: int
+    shapes: Sequence[tuple[int, ...]]
+    """Shape of the embedding of each feature; neighbours may share one in equal parts."""
+    dtype: str = "float32"
+    """Dtype of the embeddings."""
+
+    def operands(self, **others: Any) -> dict[str, Any]:
+        """Returns tables and seed, other operands, and the batch."""
+        return {"tables": self.tables, "seed": self.seed} | others | batch_operands(self.batch)
+
+    def results(self) -> dict[str, Any]:
+        """Returns the types of counts and embeddings."""
+        keys = self.batch[0]
+        return {
+            "counts": result(keys, (self.tables.shape[0], len(COUNTS)), "int32"),
+            "embeddings": [result(keys, shape, self.dtype) for shape in self.shapes],
+        }
+
+    def attributes(self) -> dict[str, Any]:
+        """Returns what a launch must know before it can read the batch; `kinds`: FeatureKind in ffi/core/layout.h."""
+        is_bag = self.batch[3][:, _COMBINER_WORD] != 0
+        return {"num_tiles": self.num_tiles, "kinds": int(not is_bag.all()) | int(is_bag.any()) << 1}
+
+
+class LookupResults(NamedTuple):
     """The results of a lookup, without the store."""
 
     row_ids: RowIds
-    counts: Int32[Array, "num_tables num_counts"]
-    digest: UInt32[Array, "1 2"]
+    counts: TableCounts
+    digest: Digest
     embeddings: list[Array]
-    """By feature."""
+    """The embedding of each feature."""
 
 
 def lookup(
-    store: Store,
-    tables: Tables,
-    seed: UInt32[Array, "2"],
-    batch: Batch,
-    embedding_shapes: Sequence[tuple[int, ...]],
-    num_tiles: int,
-    embedding_dtype: str = "float32",
-    admission: Admission | None = None,
-    clock: UInt32[Array, ""] | None = None,
-) -> tuple[Store, LookedUp]:
+    store: Store, reading: Reading, admission: Admission | None = None, clock: Clock | None = None
+) -> tuple[Store, LookupResults]:
     """Looks up a batch; unseen keys get rows. See `LaunchLookup` in ffi/kernels/lookup.h.
 
     The store is donated. With a clock, which becomes `last_step`, the uses of rows are noted in its statistics.
     """
     if clock is not None and not store.statistics:
         raise ValueError("lookup: clock: got one for a store that keeps no statistics; leave it out")
-    keys = batch[0]
+    keys = reading.batch[0]
     deciding, asked = admission_operands(admission)
     noted = {} if clock is None else {"clock": clock}
     changes = ["index", "counters", "table_rows", "rows", "records"]
@@ -61,63 +84,44 @@ def lookup(
     store, out = call_on_store(
         "jaxsok_lookup",
         store,
-        {"tables": tables, "seed": seed} | batch_operands(batch) | deciding | noted,
-        results | _counts_and_embeddings(batch, tables, embedding_shapes, embedding_dtype),
+        reading.operands() | deciding | noted,
+        results | reading.results(),
         changes=changes,
         admission=asked,
-        **_attributes(batch, num_tiles),
+        **reading.attributes(),
     )
-    return store, LookedUp(out["row_ids"], out["counts"], out["digest"], out["embeddings"])
+    return store, LookupResults(out["row_ids"], out["counts"], out["digest"], out["embeddings"])
 
 
-def lookup_find(
-    store: StoreArrays,
-    tables: Tables,
-    seed: UInt32[Array, "2"],
-    batch: Batch,
-    embedding_shapes: Sequence[tuple[int, ...]],
-    num_tiles: int,
-    embedding_dtype: str = "float32",
-) -> tuple[Int32[Array, "num_tables num_counts"], list[Array]]:
+def lookup_find(store: StoreArrays, reading: Reading) -> tuple[TableCounts, list[Array]]:
     """Looks up a batch and changes nothing. See `LaunchLookupFind` in ffi/kernels/lookup.h."""
+    reads, attributes = ("index", "counters", "rows"), reading.attributes()
     _, out = call_on_store(
-        "jaxsok_lookup_find",
-        store,
-        {"tables": tables, "seed": seed} | batch_operands(batch),
-        _counts_and_embeddings(batch, tables, embedding_shapes, embedding_dtype),
-        reads=("index", "counters", "rows"),
-        **_attributes(batch, num_tiles),
+        "jaxsok_lookup_find", store, reading.operands(), reading.results(), reads=reads, **attributes
     )
     return out["counts"], out["embeddings"]
 
 
 def lookup_planned(
-    counters: UInt32[Array, " num_counters"],
-    tables: Tables,
-    seed: UInt32[Array, "2"],
-    batch: Batch,
+    counters: Counters,
+    reading: Reading,
     row_ids: RowIds,
     rows: Sequence[Slab],
-    embedding_shapes: Sequence[tuple[int, ...]],
-    num_tiles: int,
-    embedding_dtype: str = "float32",
     table_ids: UInt32[Array, " num_keys"] | None = None,
-) -> tuple[UInt32[Array, " num_counters"], Int32[Array, "num_tables num_counts"], list[Array]]:
+) -> tuple[Counters, TableCounts, list[Array]]:
     """Combines rows whose ids are known, a store's or others. See `LaunchLookupPlanned` in ffi/kernels/lookup.h.
 
     The counters are donated and do not change, but an op that takes them comes after this one. `table_ids` has the
-    table of each key of bags, where the features do not give it. There is an embedding for each feature, or for several
-    neighbours, which share it in equal parts.
+    table of each key of bags, where the features do not give it.
     """
+    ids = {"row_ids": row_ids, "table_ids": jnp.zeros(0, jnp.uint32) if table_ids is None else table_ids}
     out = call_on(
         "jaxsok_lookup_planned",
         {"counters": counters, "rows": rows},
-        {"tables": tables, "seed": seed}
-        | batch_operands(batch)
-        | {"row_ids": row_ids, "table_ids": jnp.zeros(0, jnp.uint32) if table_ids is None else table_ids},
-        _counts_and_embeddings(batch, tables, embedding_shapes, embedding_dtype),
+        reading.operands() | ids,
+        reading.results(),
         in_place=("counters",),
-        **_attributes(batch, num_tiles),
+        **reading.attributes(),
     )
     return out["counters"], out["counts"], out["embeddings"]
 
@@ -125,41 +129,30 @@ def lookup_planned(
 def lookup_window(
     window: int,
     store: StoreArrays,
-    tables: Tables,
-    seed: UInt32[Array, "2"],
+    reading: Reading,
     requests: UInt32[Array, "num_lines 4"],
     row_ids: RowIds,
-    batch: Batch,
     slots: Int32[Array, " num_keys"],
-    embedding_shapes: Sequence[tuple[int, ...]],
-    num_tiles: int,
-    embedding_dtype: str,
     *,
     is_find: bool,
     dtype: str,
-) -> tuple[
-    UInt32[Array, " num_counters"], Int32[Array, " num_tables"], Int32[Array, "num_tables num_counts"], list[Array]
-]:
-    """Sends rows to the shards that asked for them, and combines what came, in one call of each shard.
+) -> tuple[Counters, ByTable, TableCounts, list[Array]]:
+    """Does `table.gather`, an exchange and `lookup_planned` in one call of each shard; writes no row in between.
 
-    It is `table.gather`, an exchange and `lookup_planned`, where no row is written between. Row ids are by request
-    received; `slots` has the line of each key's row among those that come back. Returns the counters, which are
-    donated and do not change, num_absent, counts and embeddings.
+    Row ids are by request received; `slots` has the line of each key's row among those that come back, as `dtype`.
+    Returns the counters, which are donated and do not change, num_absent, counts and embeddings.
     """
     out = call_on(
         "jaxsok_lookup_window",
         {"counters": store.counters, "rows": store.rows},
-        {"tables": tables, "seed": seed, "requests": requests, "row_ids": row_ids}
-        | batch_operands(batch)
-        | {"slots": slots.view(np.uint32)},
-        {"num_absent": result(requests, (tables.shape[0],), "int32")}
-        | _counts_and_embeddings(batch, tables, embedding_shapes, embedding_dtype),
+        reading.operands(requests=requests, row_ids=row_ids) | {"slots": slots.view(np.uint32)},
+        {"num_absent": result(requests, (reading.tables.shape[0],), "int32")} | reading.results(),
         in_place=("counters",),
         window=window,
         is_find=is_find,
         is_float32=dtype == "float32",
         is_bfloat16=dtype == "bfloat16",
-        **_attributes(batch, num_tiles),
+        **reading.attributes(),
     )
     return out["counters"], out["num_absent"], out["counts"], out["embeddings"]
 
@@ -167,43 +160,29 @@ def lookup_window(
 def lookup_bags_window(
     window: int,
     store: StoreArrays,
-    tables: Tables,
-    seed: UInt32[Array, "2"],
+    reading: Reading,
     owned: Batch,
     num_owned_tiles: int,
     row_ids: RowIds,
     table_ids: UInt32[Array, " num_owned_keys"],
-    batch: Batch,
     slots: UInt32[Array, " num_lines"],
-    embedding_shapes: Sequence[tuple[int, ...]],
-    num_tiles: int,
     dtype: str,
-) -> tuple[UInt32[Array, " num_counters"], list[Array]]:
-    """Sums a shard's rows in the bags of all shards, sends the sums, and adds what came, in one call of each shard.
+) -> tuple[Counters, list[Array]]:
+    """Does `lookup_planned` of the owned batch, an exchange and `lookup_planned` of the sums, in a call of each shard.
 
-    It is `lookup_planned` of the batch that is owned, an exchange and `lookup_planned` of the sums, where no sum is
-    written between. The owned batch has a feature for each shard; `slots` has the lines of each bag among the sums that
-    come as `dtype`, float32 or bfloat16. Returns the counters, which are donated and do not change, and float32
-    embeddings.
+    The owned batch has a feature for each shard; `slots` has the lines of each bag among the sums that come as `dtype`,
+    float32 or bfloat16. Returns the counters, which are donated and do not change, and float32 embeddings.
     """
     out = call_on(
         "jaxsok_lookup_bags_window",
         {"counters": store.counters, "rows": store.rows},
-        {
-            "tables": tables,
-            "seed": seed,
-            "owned": owned,
-            "row_ids": row_ids,
-            "table_ids": table_ids,
-        }
-        | batch_operands(batch)
-        | {"slots": slots},
-        _counts_and_embeddings(batch, tables, embedding_shapes, "float32"),
+        reading.operands(owned=owned, row_ids=row_ids, table_ids=table_ids) | {"slots": slots},
+        reading.results(),
         in_place=("counters",),
         window=window,
         num_owned_tiles=num_owned_tiles,
         is_bfloat16=dtype == "bfloat16",
-        **_attributes(batch, num_tiles),
+        **reading.attributes(),
     )
     return out["counters"], out["embeddings"]
 
@@ -213,18 +192,18 @@ class FrozenOperands:
     """One frozen store and the batch that reads it (`FrozenLookup` in ffi/kernels/lookup.h)."""
 
     index: UInt32[Array, "num_buckets 16"]
-    counters: UInt32[Array, " num_counters"]
+    counters: Counters
     """Only the salt is read."""
     tables: UInt32[np.ndarray, "num_tables 16"]
-    """A key without a row reads its table's initial row."""
+    """The tables; a key without a row reads its table's initial row."""
     batch: tuple[Keys, Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Any]
-    """As `Batch`; its features, int32[num_features, 12], may be traced."""
+    """A `Batch` whose features, int32[num_features, 12], may be traced."""
     rows: Any
     """`[capacity, dim]`: float32, bfloat16, float16, int8 or float8_e4m3fn."""
     scales: Float32[Array, " capacity"] | None
     """Scales of int8 and float8_e4m3fn rows; else None."""
     embedding_shapes: Sequence[tuple[Any, ...]]
-    """By feature: the last axis is `dim`, the bags lie before it. Sizes may be symbolic."""
+    """Shape of each feature's embedding: `dim` last, the bags before it. Sizes may be symbolic."""
     embedding_dtype: str
     """float32; or that of the rows, if they are bfloat16 or float16."""
     kinds: int
@@ -232,21 +211,20 @@ class FrozenOperands:
 
 
 def lookup_frozen(
-    stores: Sequence[FrozenOperands], seed: UInt32[Array, "2"], *, is_counted: bool = True
-) -> tuple[Int32[Array, "num_tables num_counts"] | None, list[list[Array]]]:
+    stores: Sequence[FrozenOperands], seed: Seed, *, is_counted: bool = True
+) -> tuple[TableCounts | None, list[list[Array]]]:
     """Looks up a batch in several read-only stores, in one call. See `LaunchLookupFrozen`.
 
     A value of a quantized row is its number times the row's scale, rounded to float32; weights and sums come after.
-    Float rows give the bits of `lookup_find`. The seed is for initial rows, unless they are constant. Counts, of the
-    stores' tables one after the other, cost a launch more on a GPU; without `is_counted` they are None. ValueError:
-    rows do not fit scales or embeddings.
+    Float rows give the bits of `lookup_find`. Counts, of the stores' tables one after the other, cost a launch more on
+    a GPU; without `is_counted` they are None. ValueError: rows do not fit scales or embeddings.
     """
     for number, store in enumerate(stores):
         _check_frozen(store, f"kernels.lookup_frozen: stores[{number}]")
     keys, num_tables = stores[0].batch[0], sum(store.tables.shape[0] for store in stores)
-    read = [(one.index, one.counters, one.tables, *one.batch, one.rows, one.scales) for one in stores]
+    read = [(store.index, store.counters, store.tables, *store.batch, store.rows, store.scales) for store in stores]
     embeddings = [
-        [result(one.batch[0], shape, one.embedding_dtype) for shape in one.embedding_shapes] for one in stores
+        [result(store.batch[0], shape, store.embedding_dtype) for shape in store.embedding_shapes] for store in stores
     ]
     out = call(
         "jaxsok_lookup_frozen",
@@ -278,19 +256,3 @@ def batch_operands(batch: Batch) -> dict[str, Any]:
 def bag_operands(bags: Sequence[Any]) -> dict[str, Any]:
     """Returns the operands that ReadBags reads: offsets, weights, features."""
     return dict(zip(("offsets", "weights", "features"), bags, strict=True))
-
-
-def _attributes(batch: Batch, num_tiles: int) -> dict[str, Any]:
-    """Returns what a launch must know before it can read the batch; `kinds`: FeatureKind in ffi/core/layout.h."""
-    is_bag = batch[3][:, _COMBINER_WORD] != 0
-    return {"num_tiles": num_tiles, "kinds": int(not is_bag.all()) | int(is_bag.any()) << 1}
-
-
-def _counts_and_embeddings(
-    batch: Batch, tables: Tables, embedding_shapes: Sequence[tuple[int, ...]], embedding_dtype: str
-) -> dict[str, Any]:
-    keys = batch[0]
-    return {
-        "counts": result(keys, (tables.shape[0], len(COUNTS)), "int32"),
-        "embeddings": [result(keys, shape, embedding_dtype) for shape in embedding_shapes],
-    }

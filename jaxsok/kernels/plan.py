@@ -5,7 +5,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok.kernels.call import call, result, workspace
 from jaxsok.kernels.lookup import Batch, batch_operands
-from jaxsok.types import REQUEST_WORDS, Inverse, Keys, TableIds
+from jaxsok.types import REQUEST_WORDS, Inverse, Keys, PartitionOwners, TableIds
 
 LEFT_OUT = 1 << 31
 """In the table of a use: the divisor of its bag is zero (`kLeftOut` in ffi/kernels/plan.h)."""
@@ -35,7 +35,7 @@ def plan(batch: Batch, num_tiles: int) -> tuple[Keys, TableIds, Inverse, Int32[A
 def plan_requests(
     batch: Batch,
     tables: UInt32[np.ndarray, "num_tables 16"],
-    partition_owners: UInt32[Array, " num_partitions"] | UInt32[np.ndarray, " num_partitions"],
+    partition_owners: PartitionOwners | UInt32[np.ndarray, " num_partitions"],
     *,
     num_tiles: int,
     num_shards: int,
@@ -62,7 +62,7 @@ def plan_requests(
 def plan_uses(
     batch: Batch,
     tables: UInt32[np.ndarray, "num_tables 16"],
-    partition_owners: UInt32[Array, " num_partitions"] | UInt32[np.ndarray, " num_partitions"],
+    partition_owners: PartitionOwners | UInt32[np.ndarray, " num_partitions"],
     *,
     num_tiles: int,
     num_shards: int,

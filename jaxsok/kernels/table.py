@@ -6,10 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, Shaped, UInt32
+from jaxtyping import Array, Float, Shaped, UInt32
 
 from jaxsok.kernels.call import RecordSlab, StatisticsSlab, Store, call, call_on, call_on_store, result, workspace
-from jaxsok.types import BUCKET_WORDS, COUNTS, Keys, RowIds, TableIds
+from jaxsok.types import BUCKET_WORDS, COUNTS, ByTable, Clock, Counters, Keys, RowIds, Seed, TableCounts, TableIds
 
 Tables = UInt32[np.ndarray, "num_tables 16"]
 """The tables of a store, by number: TableWord in ffi/core/layout.h."""
@@ -19,7 +19,7 @@ Tables = UInt32[np.ndarray, "num_tables 16"]
 class Admission:
     """Decides which unseen keys get a row, with the store's sightings and its Bloom filter."""
 
-    step: UInt32[Array, ""]
+    step: Clock
     refused: Tables
     """As `tables`, with initializers that give what keys without a row read."""
     uses: UInt32[Array, " num_keys"] | None = None
@@ -38,12 +38,7 @@ def admission_operands(admission: Admission | None) -> tuple[dict[str, Any], int
     return (operands, 1) if admission.uses is None else (operands | {"uses": admission.uses}, 3)
 
 
-def find(
-    index: UInt32[Array, "num_buckets 16"],
-    counters: UInt32[Array, " num_counters"],
-    keys: Keys,
-    table_ids: TableIds,
-) -> RowIds:
+def find(index: UInt32[Array, "num_buckets 16"], counters: Counters, keys: Keys, table_ids: TableIds) -> RowIds:
     """Finds row ids of (table, key) pairs; NO_ROW where absent or padding. See `LaunchFind` in ffi/kernels/table.h."""
     arrays = {"index": index, "counters": counters}
     results = {"row_ids": result(keys, (keys.shape[0],), "uint32")}
@@ -53,13 +48,13 @@ def find(
 def find_or_insert(
     store: Store,
     tables: Tables,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     keys: Keys,
     table_ids: TableIds,
     admission: Admission | None = None,
     *,
     has_rows: bool = True,
-) -> tuple[Store, RowIds, Int32[Array, "num_tables num_counts"]]:
+) -> tuple[Store, RowIds, TableCounts]:
     """Finds row ids of (table, key) pairs; unseen pairs get rows. The store is donated.
 
     Without `has_rows` no numbers of new rows are written. See `LaunchFindOrInsert` in ffi/kernels/table.h.
@@ -84,16 +79,16 @@ def find_or_insert(
 
 
 def gather(
-    counters: UInt32[Array, " num_counters"],
+    counters: Counters,
     tables: Tables,
-    seed: UInt32[Array, "2"],
+    seed: Seed,
     requests: UInt32[Array, "num_keys 4"],
     row_ids: RowIds,
     rows: Sequence[Float[Array, "_ dim"]],
     *,
     is_find: bool,
     dtype: str,
-) -> tuple[UInt32[Array, " num_counters"], Float[Array, "num_keys dim"], Int32[Array, " num_tables"]]:
+) -> tuple[Counters, Float[Array, "num_keys dim"], ByTable]:
     """Reads the rows of requests whose row ids are known; also counts absent ones. See `LaunchGather`.
 
     The counters are donated and do not change, but an op that takes them comes after this one.
@@ -119,10 +114,7 @@ def scatter(row_ids: RowIds, lines: Shaped[Array, "_ _"], slabs: Sequence[Shaped
 
 
 def touch(
-    row_ids: RowIds,
-    uses: UInt32[Array, " _"] | None,
-    clock: UInt32[Array, ""],
-    statistics: Sequence[StatisticsSlab],
+    row_ids: RowIds, uses: UInt32[Array, " _"] | None, clock: Clock, statistics: Sequence[StatisticsSlab]
 ) -> tuple[StatisticsSlab, ...]:
     """Notes in donated statistics that a lookup used rows, once each or as `uses` says. See `LaunchTouch`."""
     uses = jnp.zeros(0, jnp.uint32) if uses is None else uses
@@ -132,8 +124,8 @@ def touch(
 
 
 def rebuild(
-    counters: UInt32[Array, " num_counters"], records: Sequence[RecordSlab], num_buckets: int
-) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
+    counters: Counters, records: Sequence[RecordSlab], num_buckets: int
+) -> tuple[UInt32[Array, "num_buckets 16"], Counters]:
     """Makes an index of `num_buckets` buckets from the records; the counters are donated. See `LaunchRebuild`."""
     results = {"index": result(counters, (num_buckets, BUCKET_WORDS), "uint32")}
     arrays = {"counters": counters, "records": records}
@@ -150,11 +142,11 @@ def forget(
 
 
 def wait(
-    counters: UInt32[Array, " num_counters"],
+    counters: Counters,
     floors: UInt32[np.ndarray, " num_tables"],
     entries: UInt32[Array, "num_entries 4"],
     num_buckets: int,
-) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
+) -> tuple[UInt32[Array, "num_buckets 16"], Counters]:
     """Makes sightings of `num_buckets` buckets of waiting keys; the counters are donated. See `LaunchWait`."""
     operands = {"floors": floors, "entries": entries}
     results = {"sightings": result(counters, (num_buckets, BUCKET_WORDS), "uint32")}

@@ -6,19 +6,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from jaxsok.kernels.call import call, result
-from jaxsok.types import Keys
+from jaxsok.types import Counters, Digest, Keys
 
 NUM_TICKET_LINES = 2
 """Lines of a state's tickets before the open ones: the last ticket, and the number of lookups (`TicketsView`)."""
 NUM_TICKET_WORDS = 2
 """Words of a ticket before the generations of stores."""
 
-Counters = UInt32[Array, " num_counters"]
 Ticket = UInt32[Array, "1 num_words"]
 """Low word, high word, and the generation of each store."""
 
 
-def tickets_digest(keys: Keys) -> UInt32[Array, "1 2"]:
+def tickets_digest(keys: Keys) -> Digest:
     """Computes the digest of a batch's keys. See `LaunchTicketsDigest`."""
     return call("jaxsok_tickets_digest", {"keys": keys}, {"digest": result(keys, (1, 2), "uint32")})["digest"]
 
@@ -27,7 +26,7 @@ def tickets_issue(
     tickets: UInt32[Array, "1 num_lines 2"],
     lineage: UInt32[Array, "2"],
     counters: Sequence[Counters],
-    digests: Sequence[UInt32[Array, "1 2"]],
+    digests: Sequence[Digest],
     *,
     layout: int,
 ) -> tuple[UInt32[Array, "1 num_lines 2"], Ticket]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 from jaxsok.kernels.call import Store, call_on_store, result, workspace
 from jaxsok.kernels.lookup import Batch, batch_operands
 from jaxsok.kernels.table import Tables
-from jaxsok.types import Inverse, RowIds
+from jaxsok.types import ByTable, Clock, Inverse, RowIds, Seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Step:
     """A step of the rows that a batch used (`Step` in ffi/handlers/update.cc)."""
 
     tables: Tables
-    seed: UInt32[Array, "2"]
-    step: UInt32[Array, ""]
+    seed: Seed
+    step: Clock
     batch: Batch
     num_tiles: int
     row_ids: RowIds
@@ -84,7 +84,7 @@ _STEPPED = {"reads": ("counters", "records"), "changes": ("rows", "states")}
 
 def update(
     store: Store, step: Step, gradients: Sequence[Float[Array, "..."]]
-) -> tuple[Store, Int32[Array, " num_tables"], Int32[Array, ""]]:
+) -> tuple[Store, ByTable, Int32[Array, ""]]:
     """Steps every row that the batch used, once. See `LaunchUpdate` in ffi/kernels/update.h.
 
     The store is donated. Also returns num_nonfinite and num_stale.
@@ -110,7 +110,7 @@ def update_window(
     gradients: Sequence[Float32[Array, "..."]],
     num_bag_tiles: int,
     dtype: str,
-) -> tuple[Store, Int32[Array, " num_tables"], Int32[Array, ""]]:
+) -> tuple[Store, ByTable, Int32[Array, ""]]:
     """Sums bag gradients by line, sends the sums to the owners of the rows and steps these, in one call of each shard.
 
     It is `combine.combine_transpose`, an exchange and `update`. `slots` has the line of each key of the bags; the step
@@ -138,7 +138,7 @@ def update_window(
 
 def update_bags_window(
     window: int, store: Store, step: Step, lines: Float[Array, "num_bags dim"]
-) -> tuple[Store, Int32[Array, " num_tables"], Int32[Array, ""]]:
+) -> tuple[Store, ByTable, Int32[Array, ""]]:
     """Sends the gradients of bags to all shards, and steps the rows that were used in these, in one call of each shard.
 
     It is an exchange and `update`, whose batch has a feature for each shard. Lines are float32 or bfloat16.

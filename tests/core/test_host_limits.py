@@ -139,7 +139,7 @@ def test_all_processes_compute_the_same_share(monkeypatch):
         return [message, message.replace("1000", "900")]
 
     monkeypatch.setattr(shards.MeshShards, "num_processes", 2)
-    monkeypatch.setattr(processes, "gathered", gathered)
+    monkeypatch.setattr(processes, "gather", gathered)
     monkeypatch.setattr(host_limits, "limits", lambda: mine)
     share = host_limits.share_of_device(shards.MeshShards(mesh, ("data",)))
     assert share == least_share([(2, mine), (2, other)]) and share.num_bytes == 225 and len(asked) == 1

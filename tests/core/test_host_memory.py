@@ -16,7 +16,7 @@ import jaxsok
 from jaxsok import REPLICATED, FeatureSpec, HostMemory, TableSpec, grow, host_limits, host_slabs, memory_estimate, on
 from jaxsok.host_limits import HostLimit
 from jaxsok.kernels.host_memory import HostBytes
-from jaxsok.specs import described, group_into_stores
+from jaxsok.specs import describe, group_into_stores
 from jaxsok.types import FRESH, NO_ROW
 
 ADAM = jaxsok.optim.adam(0.1)
@@ -96,7 +96,7 @@ def test_tables_of_one_memory_share_a_store():
 
 def test_the_cache_is_in_the_fingerprint_where_there_is_one():
     """States of tables on the device keep the fingerprint that they had."""
-    plain, cached = (described(group_into_stores([table(memory=memory, capacity=50)])) for memory in (None, 10))
+    plain, cached = (describe(group_into_stores([table(memory=memory, capacity=50)])) for memory in (None, 10))
     assert cached == [*plain, "0:HostMemory(device_rows=10)"]
 
 

@@ -34,7 +34,7 @@ def travel(way, dtype, is_replicated=False):
     """Jitted: rows `[NUM_SHARDS * num_lines, DIM]` of all shards on their way there ("to_owners") or back."""
     mesh = programs.mesh(NUM_SHARDS)
     route = exchange.Route(MeshShards(mesh, ("data",)), is_replicated, CAPACITY)
-    function = functools.partial(getattr(route, f"rows_{way}"), dtype=dtype)
+    function = functools.partial(exchange.send_rows, dtype=dtype, send=getattr(route, way))
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
 
 

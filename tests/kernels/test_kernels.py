@@ -127,12 +127,7 @@ def _lookup(s, x, tables, features, num_tiles, shapes, embedding_dtype, refused=
     tables = np.array(tables, np.uint32)
     after, out = lookup.lookup(
         dataclasses.replace(s, statistics=x.get("statistics", ())),
-        tables,
-        x["seed"],
-        _batch(x, features),
-        shapes,
-        num_tiles,
-        embedding_dtype,
+        lookup.Reading(tables, x["seed"], _batch(x, features), num_tiles, shapes, embedding_dtype),
         _admission(x, refused),
         x.get("clock"),
     )
@@ -142,26 +137,15 @@ def _lookup(s, x, tables, features, num_tiles, shapes, embedding_dtype, refused=
 
 def _lookup_find(s, x, tables, features, num_tiles, shapes, embedding_dtype):
     tables = np.array(tables, np.uint32)
-    counts, embeddings = lookup.lookup_find(
-        s, tables, x["seed"], _batch(x, features), shapes, num_tiles, embedding_dtype
-    )
+    reading = lookup.Reading(tables, x["seed"], _batch(x, features), num_tiles, shapes, embedding_dtype)
+    counts, embeddings = lookup.lookup_find(s, reading)
     return {"counts": counts, "embeddings": embeddings}, s
 
 
 def _lookup_planned(s, x, tables, features, num_tiles, shapes, embedding_dtype):
     tables = np.array(tables, np.uint32)
-    counters, counts, embeddings = lookup.lookup_planned(
-        s.counters,
-        tables,
-        x["seed"],
-        _batch(x, features),
-        x["row_ids"],
-        s.rows,
-        shapes,
-        num_tiles,
-        embedding_dtype,
-        x.get("table_ids"),
-    )
+    reading = lookup.Reading(tables, x["seed"], _batch(x, features), num_tiles, shapes, embedding_dtype)
+    counters, counts, embeddings = lookup.lookup_planned(s.counters, reading, x["row_ids"], s.rows, x.get("table_ids"))
     return {"counts": counts, "embeddings": embeddings}, dataclasses.replace(s, counters=counters)
 
 

@@ -228,14 +228,10 @@ def test_is_find_of_training(dtype, embedding_dtype, back_end):
         num_tiles = given[s][1].num_tiles
         batch = (*arrays["batch"][:3], stores[s].batch[3])
         no_table_rows = jnp.zeros(0, jnp.uint32)
+        shapes = stores[s].embedding_shapes
         return lookup.lookup_find(
             StoreArrays(arrays["index"], arrays["counters"], no_table_rows, (arrays["rows"],), ()),
-            stores[s].tables,
-            jnp.asarray(SEED),
-            batch,
-            stores[s].embedding_shapes,
-            num_tiles,
-            embedding_dtype,
+            lookup.Reading(stores[s].tables, jnp.asarray(SEED), batch, num_tiles, shapes, embedding_dtype),
         )
 
     want_counts = []

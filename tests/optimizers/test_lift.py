@@ -727,7 +727,7 @@ for tx, options in (
     (optax.partition({"a": optax.masked(optax.adam(0.1), lambda x: True)}, "a"), {}),
 ):
     table = jaxsok.TableSpec("t", 4, jaxsok.optim.lift(tx, **options))
-    print(specs.described(specs.group_into_stores([table])))
+    print(specs.describe(specs.group_into_stores([table])))
 """
 
 
