@@ -62,7 +62,6 @@ class TableForm:
 
     @classmethod
     def of(cls, store: StoreSpec, table: TableSpec) -> "TableForm":
-        """Returns the form of a table as it is declared."""
         return cls(
             name=table.name,
             dim=table.dim,
@@ -75,18 +74,15 @@ class TableForm:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "TableForm":
-        """Reads what `to_json` wrote."""
         fields = {field.name: value[field.name] for field in dataclasses.fields(cls)}
         fields["states"] = tuple((str(name), int(dim), float(initial)) for name, dim, initial in fields["states"])
         return cls(**fields)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the entry of the manifest."""
         return dataclasses.asdict(self)
 
     @functools.cached_property
     def schema(self) -> "pa.Schema":
-        """The schema of the files."""
         pa = arrow()
         types = {"float32": pa.float32(), "float16": pa.float16(), "bfloat16": pa.uint16()}
         fields = [
@@ -156,9 +152,6 @@ def keys_batch(keys: np.ndarray, counts: np.ndarray | None = None) -> Any:
     return pa.record_batch(columns, schema=keys_schema(counts is not None))
 
 
-# Writing -------------------------------------------------------------------------------------------------------------
-
-
 class _SegmentedFile(io.RawIOBase):
     """A file that PyArrow writes, with offset, size and checksum of each segment."""
 
@@ -193,7 +186,6 @@ class _SegmentedFile(io.RawIOBase):
 
 
 def close_synced(file: Any) -> None:
-    """Closes a written file once its bytes are on the disk."""
     file.flush()
     if hasattr(file, "fileno"):
         # A file system may lack it: its own close has to do then.
@@ -203,7 +195,6 @@ def close_synced(file: Any) -> None:
 
 
 def write_synced(path: Any, text: str) -> None:
-    """Writes a text file to the disk."""
     with contextlib.closing(path.open("wb")) as file:
         file.write(text.encode())
         close_synced(file)
@@ -242,11 +233,7 @@ class BatchFile:
         }
 
     def abandon(self) -> None:
-        """Closes the file as it is."""
         self._file.file.close()
-
-
-# Reading -------------------------------------------------------------------------------------------------------------
 
 
 class SavedFile:

@@ -74,7 +74,6 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
         return commit
 
     def save(self, directory: Any, args: "TablesSave") -> None:
-        """Saves and waits for the files."""
         with processes.together(SAVE):
             saving = args.started()
             self.report = args.report
@@ -157,7 +156,7 @@ class TablesSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(TablesCheckpointHandler, for_restore=True)
 @dataclasses.dataclass
 class TablesRestore(ocp.args.CheckpointArgs):
-    """What to restore, and into what.
+    """What to restore, and into which collection and state.
 
     Example:
       `state = manager.restore(step, args=ocp.args.Composite(tables=TablesRestore(collection)))["tables"]`

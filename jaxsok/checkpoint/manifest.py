@@ -35,7 +35,6 @@ def _part_of(folder: Any, process: int) -> Any:
 
 
 def write_part(folder: Any, process: int, part: Mapping[str, Any]) -> None:
-    """Writes the part of one process."""
     write_synced(_part_of(folder, process), _sealed(part))
 
 
@@ -80,7 +79,6 @@ def read(op: str, folder: Any) -> dict[str, Any]:
 
 
 def table_files(op: str, folder: Any, manifest: Mapping[str, Any], table: str, kind: str = ROWS) -> list[SavedFile]:
-    """Returns the files of a table of one kind."""
     entry = manifest["tables"][table]
     schema = TableForm.from_json(entry["form"]).schema if kind == ROWS else keys_schema(kind == WAITING)
     return [SavedFile(op, folder, file, schema) for file in entry[kind]]
@@ -189,9 +187,6 @@ def _read(op: str, path: Any, form: manifests.Check) -> dict[str, Any]:
         )
     manifests.checked(op, path, body, form, CorruptFileError)
     return body
-
-
-# What a manifest has -------------------------------------------------------------------------------------------------
 
 
 def _check_tiles(ranges: Sequence[Sequence[int]], size: int) -> None:

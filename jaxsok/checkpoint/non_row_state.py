@@ -1,4 +1,4 @@
-"""What is saved beside rows, into a state: its step, words of its stores, and keys that wait for a row."""
+"""Restores what is saved apart from rows: the step, words of the stores, and keys that wait for a row."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ def add(
     is_whole: bool,
     optimizer_state: OptimizerState,
 ) -> None:
-    """Restores what is saved beside the rows of the tables `names`; a whole state also gets its step and a life."""
+    """Restores what is saved apart from the rows of the tables `names`; a whole state also gets its step and a life."""
     _add_admission(source, collection, held, names)
     if is_whole:
         state, step = held.state, jnp.asarray(source.manifest["step"], jnp.uint32)
@@ -154,7 +154,6 @@ def _add_waiting(source: Source, collection: Collection, held: Held, s: int, num
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def _forget_waiting(spec: StoreSpec, number: int, shards: Shards, store: StoreState) -> StoreState:
-    """Forgets the waiting keys of one table on every shard."""
 
     def forget(store: StoreState) -> StoreState:
         return admission_lib.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)

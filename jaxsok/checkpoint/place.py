@@ -1,6 +1,6 @@
-"""Rows into a state, round by round: some for each shard at a time, those of keys that it owns.
+"""Places rows into a state, round by round: some for each shard at a time, those of keys that it owns.
 
-Sharding model: a round is one program over all shards. Each process gives the lines of its own shards, padded to one
+Sharding model: a round is one program over all shards. Each process gives the rows of its own shards, padded to one
 size, and all make equally many rounds. (`import_table` takes the same records in all processes.)
 """
 

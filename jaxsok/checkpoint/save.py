@@ -58,7 +58,6 @@ class SaveOptions:
     """What is copied from the device at a time; smaller where `host_bytes` requires it."""
 
     def check(self, op: str) -> None:
-        """Refuses invalid values."""
         if self.compression not in COMPRESSIONS:
             raise ValueError(f"{op}: compression: got {self.compression!r}, wanted one of {list(COMPRESSIONS)}.")
         for name in ("host_bytes", "piece_bytes"):

@@ -26,7 +26,7 @@ UNDER_WAY = 2  # pieces between device and host
 
 @dataclasses.dataclass(frozen=True)
 class RowsPiece:
-    """Some lines of a shard's slabs, live or not."""
+    """Some rows of a shard's slabs, live or not."""
 
     store: int
     records: np.ndarray
@@ -36,7 +36,6 @@ class RowsPiece:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of host memory."""
         statistics = 0 if self.statistics is None else self.statistics.nbytes
         return self.records.nbytes + self.rows.nbytes + sum(state.nbytes for state in self.states) + statistics
 
@@ -53,7 +52,6 @@ class WordsPiece:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of host memory."""
         return self.words.nbytes
 
 
@@ -175,7 +173,7 @@ def _cut(arrays: tuple[Array, ...], start: int, stop: int, most: int) -> tuple[t
 
 
 def _whole(slab: RowSlab, start: int, stop: int, most: int) -> tuple[tuple[Array, ...], slice]:
-    """Does `_cut` with all that a slab has."""
+    """Copies as `_cut` all that a slab has."""
     first, size, lines = _range(slab.size, start, stop, most)
     return tuple(jax.tree.leaves(slab.cut(first, size))), lines
 

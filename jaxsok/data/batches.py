@@ -1,4 +1,4 @@
-"""Which samples make a batch, as a dataset of Grain: batches by number, for one process.
+"""A dataset of Grain that says which samples make a batch: batches by number, for one process.
 
 Grain does the rest: epochs (`repeat`), transformations (`map`), threads, worker processes, and iterators whose state
 can be saved. A batch depends on nothing but the source, the seed, the epoch and its number. Therefore the state of an
@@ -134,7 +134,7 @@ class Batches(grain.MapDataset):
         return f"Batches({type(self._source).__name__}, {self._length} of {self._of_stream} samples from each stream)"
 
     def _positions(self, epoch: int, number: int, stream: int, part: slice) -> slice | np.ndarray:
-        """Returns where samples of a batch are in the source: ascending, or as a slice."""
+        """Finds the samples of a batch in the source: ascending, or as a slice."""
         begin = number * self._of_stream
         last = min(begin + self._of_stream, self._stream_samples)
         if self._seed is None:
@@ -183,7 +183,7 @@ def iterate(
 
 
 def _parts_of(index: int, count: int, streams: int, of_stream: int) -> list[tuple[int, slice]]:
-    """Returns which streams a process reads, and which of a batch's samples from each."""
+    """Finds which streams a process reads, and which of a batch's samples from each."""
     if streams >= count:
         of_process = streams // count
         return [(stream, slice(0, of_stream)) for stream in range(index * of_process, (index + 1) * of_process)]

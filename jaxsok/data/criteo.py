@@ -45,9 +45,6 @@ class LogFormatError(ValueError):
     """A row of a log is not in Criteo's format; the message names the file, the row (from 1) and the column."""
 
 
-# Text -----------------------------------------------------------------------------------------------------------------
-
-
 class TextSource(BlockSource):
     r"""Plain text in Criteo's format, one or several files in order; integers x become log(1 + x), or 0 below 0.
 
@@ -90,11 +87,10 @@ class TextSource(BlockSource):
 
     @property
     def has_label(self) -> bool:
-        """Whether rows have labels: those of Kaggle's test file have none, and there is no column `label`."""
+        """True if rows have labels: those of Kaggle's test file have none, and there is no column `label`."""
         return all(place.has_label for place in self._blocks)
 
     def load(self, block: int) -> Columns:
-        """Parses a block."""
         place = self._blocks[block]
         with open(place.path, "rb") as file:
             file.seek(place.start)
@@ -103,16 +99,13 @@ class TextSource(BlockSource):
 
 
 class _Place(NamedTuple):
-    """Where a block of text is."""
+    """The place of a block of text."""
 
     path: str
     first_row: int
     start: int
     num_bytes: int
     has_label: bool
-
-
-# Binary ---------------------------------------------------------------------------------------------------------------
 
 
 def binary_source(path: str | os.PathLike) -> JoinedSource:
@@ -315,9 +308,6 @@ class _NpyWriter:
         self._partial.unlink(missing_ok=True)
 
 
-# Parsing --------------------------------------------------------------------------------------------------------------
-
-
 def _paths_of(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
     return [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
 
@@ -442,7 +432,7 @@ def _label(column: pa.Array) -> np.ndarray:
 
 
 def _words(digit: int) -> np.uint64:
-    """The byte `digit`, eight times."""
+    """Repeats a byte, the digit, eight times."""
     return np.uint64(digit * 0x0101010101010101)
 
 
@@ -466,7 +456,7 @@ def _keys_of(column: pa.Array, out: np.ndarray) -> bool:
 
 
 def _is_hex(text: np.ndarray) -> np.ndarray:
-    """For each word, whether its eight bytes are hexadecimal digits.
+    """Checks for each word that its eight bytes are hexadecimal digits.
 
     Adding to a byte below 0x80 what is missing to 0x80 sets its highest bit exactly if it reaches the bound, and never
     carries into the next byte; the bytes at or above 0x80 are refused by the last term.
@@ -495,7 +485,7 @@ def _explain(block: _Block, error: Exception | None) -> LogFormatError:
 
 
 def _refusal(name: str, field: bytes) -> str | None:
-    """What was wanted in place of `field`, or None if it is good."""
+    """Says what was wanted in place of `field`; None if it is good."""
     if name in CATEGORY_NAMES:
         is_hex = len(field) == _HEX_DIGITS and all(digit in b"0123456789abcdefABCDEF" for digit in field)
         return None if is_hex or not field else "8 hexadecimal digits or nothing"

@@ -39,7 +39,7 @@ class Source(Protocol):
 
     @property
     def ends(self) -> np.ndarray:
-        """Where each block ends: int64 `[num_blocks]`, ascending. A block is what is read from a file at once."""
+        """The end of each block: int64 `[num_blocks]`, ascending. A block is read from a file at once."""
         ...
 
     def take(self, positions: slice | np.ndarray) -> Columns:
@@ -50,13 +50,9 @@ class Source(Protocol):
         """Asks for at least so many blocks to be kept in memory, where reading one again is expensive."""
         ...
 
-    def __len__(self) -> int:
-        """Returns the number of samples."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, position: int) -> Columns:
-        """Reads one sample."""
-        ...
+    def __getitem__(self, position: int) -> Columns: ...
 
 
 class _Source(abc.ABC):
@@ -101,7 +97,6 @@ class ArraySource(_Source):
         self.ends = np.minimum(np.arange(0, num_samples, block_samples, dtype=np.int64) + block_samples, num_samples)
 
     def take(self, positions: slice | np.ndarray) -> Columns:
-        """Reads samples: a slice without a copy."""
         return _picked_all(self.columns, positions)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,7 +118,6 @@ class JoinedSource(_Source):
         self.ends = np.concatenate([part.ends + start for part, start in zip(parts, self._starts[:-1], strict=True)])
 
     def take(self, positions: slice | np.ndarray) -> Columns:
-        """Reads samples from the sources that hold them."""
         return _read_parts(self._starts[1:], positions, lambda number, of_part: self._parts[number].take(of_part))
 
     def keep(self, num_blocks: int) -> None:
@@ -222,7 +216,6 @@ class ArrowSource(BlockSource):
         super().__init__([size for _, size in pieces])
 
     def load(self, block: int) -> Columns:
-        """Reads and decodes a block."""
         import pyarrow as pa
 
         piece = self._pieces[block]
@@ -319,9 +312,6 @@ def _column_of_arrow(name: str, column: Any) -> Any:
     return numbers if lengths is None else Bags(numbers, offsets=offsets_of(lengths))
 
 
-# Columns --------------------------------------------------------------------------------------------------------------
-
-
 def _with_offsets(name: str, column: Any) -> Any:
     if not isinstance(column, Bags):
         return column if hasattr(column, "shape") else np.asarray(column)
@@ -343,7 +333,7 @@ def _each(change: Callable[[Any], Any], column: Any) -> Any:
 
 
 class _Mapped(NamedTuple):
-    """Where an array is mapped from."""
+    """The place in a file from which an array is mapped."""
 
     path: str
     dtype: np.dtype

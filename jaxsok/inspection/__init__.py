@@ -1,4 +1,4 @@
-"""What is in a checkpoint, an export or a file of another system; and what a collection will take, drawn.
+"""Reads what is in a checkpoint, an export or a file of another system; draws what a collection will take.
 
 `inspect` reads any of them, `report` any records, `read_spec` declarations of tables. The command line is
 `python -m jaxsok inspect` and `estimate`. Import it by `from jaxsok import inspection`.
@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """What was found at a path. `str` makes text of it, `to_json` plain numbers."""
+    """The result of `inspect` for a path. `str` makes text of it, `to_json` plain numbers."""
 
     path: str
     kind: str

@@ -14,7 +14,7 @@ QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
 
 class Bin(NamedTuple):
-    """How many numbers are in [low, high)."""
+    """The number of values in [low, high)."""
 
     low: float
     high: float
@@ -54,7 +54,6 @@ class Magnitudes:
         self.max = math.nan
 
     def add(self, values: np.ndarray) -> None:
-        """Counts float64[num_values]; infinite and NaN ones apart."""
         is_finite = np.isfinite(values)
         finite = values if is_finite.all() else values[is_finite]
         self.num_nonfinite += values.size - finite.size
@@ -82,7 +81,7 @@ class Magnitudes:
         return min(max(middle, self.min), self.max)
 
     def bins(self) -> tuple[Bin, ...]:
-        """A histogram of those above 0, of at most 16 bins of equal ratio; empty ends left out."""
+        """Makes a histogram of those above 0, of at most 16 bins of equal ratio; empty ends left out."""
         filled = np.flatnonzero(self._counts)
         if not filled.size:
             return ()
@@ -110,7 +109,6 @@ class Frequencies:
         self.num_rows = 0
 
     def add(self, frequency: np.ndarray) -> None:
-        """Counts uint32[num_rows]."""
         wide = frequency.astype(np.int64)
         number = wide.copy()
         is_large = wide >> self._EXACT > 0
@@ -127,12 +125,10 @@ class Frequencies:
 
     @property
     def num_uses(self) -> int:
-        """How often all rows were used."""
         return int(self._sums.sum())
 
     @property
     def num_unused(self) -> int:
-        """How many rows have frequency 0."""
         return int(self._counts[0])
 
     def share_of_top(self, share: float) -> float:
@@ -150,7 +146,6 @@ class Frequencies:
         return uses / self.num_uses
 
     def bins(self) -> tuple[Bin, ...]:
-        """A histogram by octave."""
         edges = [0, 1, *(1 << bit for bit in range(1, self._EXACT + 1))]
         edges += [(1 << self._EXACT) + (n << self._PRECISE) for n in range(1, 33 - self._EXACT)]
         return _octave_bins([int(self._counts[a:b].sum()) for a, b in itertools.pairwise(edges)])
@@ -169,7 +164,6 @@ class Steps:
         self.max = 0
 
     def add(self, last_step: np.ndarray) -> None:
-        """Counts uint32[num_rows]."""
         if not last_step.size:
             return
         low, high = int(last_step.min()), int(last_step.max())
@@ -183,7 +177,7 @@ class Steps:
         self.num_rows += last_step.size
 
     def ages(self, clock: int) -> tuple[Bin, ...]:
-        """A histogram of `clock - last_step` by octave, 0 at least; each step counts as the last one of its counter."""
+        """Makes a histogram of `clock - last_step` by octave, 0 at least; steps count as the last one of their counter."""
         filled = np.flatnonzero(self._counts)
         ages = np.maximum(clock - (filled + 1) * self.width + 1, 0)
         which = np.searchsorted(_OCTAVES, ages, side="right") - 1

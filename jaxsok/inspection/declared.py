@@ -36,7 +36,7 @@ LEARNING_RATE = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """What a file declares: the arguments of `memory_estimate`, and of `Collection`."""
+    """The declarations of a file: the arguments of `memory_estimate`, and of `Collection`."""
 
     tables: tuple[TableSpec, ...]
     features: tuple[FeatureSpec, ...] = ()

@@ -1,4 +1,4 @@
-"""Which kind of file a path has, and which tables are in it: found by content, not by name.
+"""Finds which kind of file a path has, and which tables are in it: by content, not by name.
 
 A line of `KINDS` has a function that opens a path as tables, each a function that begins to read its records, or
 returns None where the path is of another kind. A new kind is one more line.
@@ -27,7 +27,7 @@ Read = Callable[[], Iterable[Records]]
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """What a path holds; `facts` and `table_facts` are what the files say of themselves and of tables."""
+    """The tables of a path; `facts` and `table_facts` are what the files say of themselves and of tables."""
 
     kind: str
     tables: Mapping[str, Read]

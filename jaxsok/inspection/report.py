@@ -46,7 +46,7 @@ class Uses:
 
 @dataclasses.dataclass(frozen=True)
 class Ages:
-    """How long ago rows were last used, and the least and greatest last step."""
+    """Steps since rows were last used, and the least and greatest last step."""
 
     clock: int
     """What ages are counted from: the step of the file if it has one, else the latest last step."""
@@ -59,7 +59,7 @@ class Ages:
 
 @dataclasses.dataclass(frozen=True)
 class TableReport:
-    """What was found in one table. `str` makes text of it, `to_json` plain numbers."""
+    """The result of `report` for one table. `str` makes text of it, `to_json` plain numbers."""
 
     name: str
     num_rows: int

@@ -205,9 +205,6 @@ def load(
     return files.import_all(op, collection, state, chunks, with_state=with_state, reset_state=reset_state)
 
 
-# Records as batches of columns ---------------------------------------------------------------------------------------
-
-
 def _arrow(op: str) -> tuple[Any, Any]:
     try:
         import pyarrow
@@ -408,7 +405,7 @@ def _blocks(footer: bytes) -> list[tuple[int, int, int]]:
 
 
 def _is_tiled(body: Any, batch: Any) -> bool:
-    """Whether the buffers of a batch follow each other in its bytes, with gaps below 64."""
+    """Checks that the buffers of a batch follow each other in its bytes, with gaps below 64."""
     buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size]
     if not buffers:
         return body is None or body.size < 64

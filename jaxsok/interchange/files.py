@@ -1,4 +1,4 @@
-"""What the formats share: sizes checked before anything is read, keys checked before rows, files that appear whole.
+"""The common part of the formats: sizes and keys are checked before rows are read, and files appear whole.
 
 A reader checks names, types, sizes and all keys before it gives out rows. A writer fills files under other names, and
 renames them when the last row is in.
@@ -53,12 +53,9 @@ class RecordChunks:
         return self.start()
 
 
-# Writing -------------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What all chunks of one export have in common."""
+    """The dim, dtype, states and statistics of all chunks of one export."""
 
     dim: int
     dtype: np.dtype
@@ -232,14 +229,12 @@ class PartialFiles:
 
 
 def refuse_existing(op: str, paths: Sequence[pathlib.Path], overwrite: bool) -> None:
-    """Refuses existing files unless they may be overwritten."""
     there = [path for path in paths if path.exists()]
     if there and not overwrite:
         raise FileExistsError(f"{op}: {there[0]}: is there already; pass overwrite=True, or another place.")
 
 
 def write_array(file: IO[bytes], array: np.ndarray) -> None:
-    """Writes an array row by row."""
     file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
@@ -250,9 +245,6 @@ def narrow(op: str, what: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray
     if result is not array and np.isfinite(result).sum() != np.isfinite(array).sum():
         raise ValueError(f"{op}: {what}: got a number beyond the range of {dtype.name}, wanted a wider dtype.")
     return result
-
-
-# Reading -------------------------------------------------------------------------------------------------------------
 
 
 def size_of(op: str, path: pathlib.Path, remedy: str = "") -> int:
@@ -292,7 +284,6 @@ class RawArray:
         return self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
 
     def byte_of(self, row: int) -> int:
-        """Returns where a row begins."""
         return self.begin + row * self.row_bytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -329,14 +320,12 @@ def rows_in(op: str, path: pathlib.Path, row_bytes: int, begin: int = 0) -> int:
 
 
 def rows_of_chunk(op: str, chunk_rows: int | None, row_bytes: int) -> int:
-    """Returns how many rows a chunk has."""
     if chunk_rows is None:
         return max(1, CHUNK_BYTES // row_bytes)
     return checks.integer(f"{op}: chunk_rows", chunk_rows, 1, wanted="None or a positive integer")
 
 
 def check_dim(op: str, dim: Any) -> None:
-    """Refuses an invalid dim."""
     checks.integer(f"{op}: dim", dim, 1, wanted="a positive integer: the dim of the table")
 
 
@@ -386,7 +375,6 @@ def _second(chunks: Callable[[], Iterator[np.ndarray]], key: np.uint64) -> int:
 
 
 def check_raw_keys(keys: RawArray) -> None:
-    """Applies `check_keys` to a file."""
     num_keys, at_once = keys.shape[0], max(1, CHUNK_BYTES // 8)
 
     def chunks() -> Iterator[np.ndarray]:
@@ -394,8 +382,6 @@ def check_raw_keys(keys: RawArray) -> None:
 
     check_keys(keys.op, num_keys, chunks, lambda number: f"{keys.path}: byte {keys.byte_of(number)}")
 
-
-# Names and collections -----------------------------------------------------------------------------------------------
 
 _PLAIN = str.maketrans(string.punctuation, "_" * len(string.punctuation))
 
@@ -430,7 +416,6 @@ def names_of(
 
 
 def spec_of(collection: Collection, table: str) -> TableSpec:
-    """Returns the declaration of a table."""
     return next(spec for spec in collection.tables if spec.name == table)
 
 
@@ -502,7 +487,6 @@ def paths_of(
     tables: Sequence[str] | Mapping[str, str] | None,
     ending: str,
 ) -> dict[str, pathlib.Path]:
-    """Returns each table's one file in a directory."""
     names = names_of(op, collection, tables, ending)
     return {table: pathlib.Path(directory) / f"{spelled(name)}{ending}" for table, name in names.items()}
 

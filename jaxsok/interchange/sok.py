@@ -250,9 +250,6 @@ def load(
     return files.import_all(op, collection, state, chunks, reset_state=reset_state)
 
 
-# Names and slots -----------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class _Output:
     end: str
@@ -288,7 +285,7 @@ def _files_of(op: str, directory: str | os.PathLike, table: str) -> list[pathlib
 
 
 def _is_of(path: pathlib.Path, end: str, table: str) -> bool:
-    """Whether a file is a table's, by the end of its name or, for slots of any name, by its header."""
+    """Checks whether a file is a table's, by the end of its name or, for slots of any name, by its header."""
     if not path.is_file() or path.suffix == ".partial":
         return False
     if end in _ENDS:
@@ -372,9 +369,6 @@ def _declared_slots(
             "keeps -learning_rate * trace. Use write_sok or read_sok with learning_rate=, or with_state=False."
         )
     return chosen, None if callable(rate) else float(rate)
-
-
-# Bytes ---------------------------------------------------------------------------------------------------------------
 
 
 def _state(op: str, path: pathlib.Path, table: str, end: str, num_rows: int, width: int) -> RawArray:

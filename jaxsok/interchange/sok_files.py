@@ -28,7 +28,7 @@ _NAME, _KIND, _SLOT, _DTYPE = slice(0, 256), slice(256, 260), slice(260, 292), s
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a header says, if the file has one."""
+    """The header of a file, if it has one."""
 
     table: str
     slot: str
@@ -38,7 +38,6 @@ class Header:
 
     @classmethod
     def of(cls, path: pathlib.Path) -> "Header":
-        """Reads the header of a file."""
         with open(path, "rb") as file:
             words = file.read(HEADER_BYTES)
         table, slot = (words[place].decode(errors="replace").lstrip(" ") for place in (_NAME, _SLOT))

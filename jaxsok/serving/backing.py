@@ -56,11 +56,11 @@ class RowSource(abc.ABC):
 
     @abc.abstractmethod
     def num_rows(self, table: str) -> int:
-        """The rows of a table, or somewhat more: caches are sized by it."""
+        """Counts the rows of a table, or somewhat more: caches are sized by it."""
 
     @abc.abstractmethod
     def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
-        """The rows of uint64 keys, and which of them are there. Keys may repeat; PADDING_KEY is never there.
+        """Reads the rows of uint64 keys, and which of them are there. Keys may repeat; PADDING_KEY is never there.
 
         Rows have the precision of the table's dtype: a row of an int8 table is its numbers times its scale. Rows of
         missing keys may hold anything. Arrays are read only, or the caller's own.
@@ -84,7 +84,7 @@ class RowSource(abc.ABC):
 
     @functools.cached_property
     def _warned_at(self) -> dict[str, float]:
-        """The time of the last warning of rows that cannot be quantized, by table."""
+        """Times of the last warnings of rows that cannot be quantized, by table."""
         return {}
 
     def _warn_broken(self, table: str, keys: np.ndarray) -> None:
@@ -99,7 +99,7 @@ class RowSource(abc.ABC):
 
     @abc.abstractmethod
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
-        """All rows of a table, at most `chunk_rows` at a time, to fill a cache. With frequencies, if they are known."""
+        """Yields all rows of a table, at most `chunk_rows` at a time, to fill a cache; with known frequencies."""
 
     def ready_as(self, older: Any) -> None:  # noqa: B027 - most compile nothing
         """Compiles what an older version was asked for."""
@@ -125,10 +125,7 @@ class HostRows(RowSource):
 
     @classmethod
     def of(cls, sources: Sequence[tuple[FrozenTable, RecordSource]], *, version: int = 0) -> "HostRows":
-        """Reads streams of records; keeps the frequencies of tables all of whose records have them.
-
-        ValueError: as `freeze_records`.
-        """
+        """Reads streams of records; keeps the frequencies of tables all of whose records have them."""
         tables, maps = freeze_records(sources, device=host_device())
         return cls(tables, maps, version=version)
 
@@ -138,7 +135,6 @@ class HostRows(RowSource):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory: rows, index and maps."""
         return self._tables.num_bytes + sum(row_map.num_bytes for row_map in self._maps)
 
     def num_rows(self, table: str) -> int:
@@ -146,15 +142,12 @@ class HostRows(RowSource):
         return int(self._maps[store].table_rows[number])
 
     def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
-        """See `RowSource.fetch`. Keys that are not there have the table's default.
-
-        Costs a bucket (64 bytes) and a row for each key, on all cores.
-        """
+        """Reads a bucket (64 bytes) and a row for each key, on all cores; missing keys have the table's default."""
         self._place("fetch", table)
         return self._in_parts(table, keys, lambda words: _fetch(self._tables, table, words))
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
-        """See `RowSource.fetch_quantized`; gives the stored bits."""
+        """Reads the stored bits."""
         s, number = self._place("fetch_quantized", table)
         number_there = jax.device_put(np.uint32(number), host_device())
         store = self._tables.stores[s]
@@ -182,7 +175,7 @@ class HostRows(RowSource):
             self._asked[what, size] = None
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
-        """See `RowSource.scan`; in the order in which the keys came."""
+        """Goes by the order in which the keys came."""
         store, number = self._place("scan", table)
         keys, row_ids = self._maps[store].keys_of(number)
         of_store = self._maps[store].frequencies
@@ -217,7 +210,7 @@ class Layered(RowSource):
 
     @property
     def version(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - follows its layers
-        """The sum of the layers' versions: it rises when one of them does."""
+        """The sum of the layers' versions."""
         return sum(layer.version for layer in self._layers)
 
     @property
@@ -225,11 +218,11 @@ class Layered(RowSource):
         return self._layers[0].tables
 
     def num_rows(self, table: str) -> int:
-        """The rows of the layer that has most: the upper ones are usually a part of the last."""
+        """Counts the rows of the largest layer: the upper ones usually have a part of the last."""
         return max(layer.num_rows(table) for layer in self._layers)
 
     def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
-        """See `RowSource.fetch`: asks each layer for the keys that those before it do not have."""
+        """Asks each layer for the keys that those before it do not have."""
         return self._first_found(keys, lambda layer, some: layer.fetch(table, some))
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
@@ -249,7 +242,7 @@ class Layered(RowSource):
         return parts
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
-        """See `RowSource.scan`: goes by layer, without the keys of the layers before, which are asked."""
+        """Goes by layer, without the keys of the layers before, which are asked."""
         for number, layer in enumerate(self._layers):
             for records in layer.scan(table, chunk_rows):
                 is_new = np.ones(records.num_rows, bool)
@@ -261,9 +254,6 @@ class Layered(RowSource):
     def close(self) -> None:
         for layer in self._layers:
             layer.close()
-
-
-# Rows as a cache stores them ------------------------------------------------------------------------------------------
 
 
 def fetch_lines(source: RowSource, name: str, keys: np.ndarray) -> tuple[Lines, np.ndarray]:
@@ -291,17 +281,15 @@ def round_rows(table: FrozenTable, rows: np.ndarray) -> Lines:
 
 
 def take(lines: Lines, which: np.ndarray) -> Lines:
-    """Takes some of the rows."""
     return tuple(array[which] for array in lines)
 
 
 def joined_lines(parts: Iterable[Lines]) -> Lines:
-    """Joins rows of one dim and dtype."""
     return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
 
 
 def hottest_rows(chunks: Iterable[Records], num_rows: int) -> Records:
-    """The rows of highest frequency, of equal ones the first; without frequencies the first ones."""
+    """Selects the rows of highest frequency, of equal ones the first; without frequencies the first ones."""
     parts, num_kept, are_known = [], 0, True
     for records in chunks:
         parts.append(records)

@@ -120,7 +120,7 @@ def _of_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: in
 
 
 def is_delta(path: Path) -> bool:
-    """Whether `export_delta` wrote the folder; CorruptFileError: its manifest is damaged."""
+    """Returns True for a folder of `export_delta`; CorruptFileError: its manifest is damaged."""
     folder = pathlib.Path(path)
     return (folder / manifest_lib.NAME).is_file() and Source.of("is_delta", folder).manifest["kind"] == "delta"
 
@@ -164,7 +164,7 @@ def open_saved(op: str, path: Path) -> list[TableSource]:
 def open_all(
     op: str, model: str, folder: pathlib.Path, tables: Mapping[str, FrozenTable], key_bits: KeyBits
 ) -> dict[str, TableSource]:
-    """The tables of a model in a folder: an export, a checkpoint, HPS directories by name, or one HPS directory."""
+    """Opens the tables of a model: in an export, a checkpoint, HPS directories by name, or one HPS directory."""
     is_one = _is_hps(folder)
     if is_one and len(tables) > 1:
         raise ServingError(
@@ -185,9 +185,6 @@ def open_all(
             f'{op}: model "{model}": source: got "{folder}" without any of its tables: {refused}'
         ) from refused
     return found
-
-
-# Folders -------------------------------------------------------------------------------------------------------------
 
 
 def _found(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
@@ -225,7 +222,7 @@ def _is_hps(folder: pathlib.Path) -> bool:
 
 
 def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The folders directly below that Orbax or an export has committed."""
+    """Lists the folders directly below that Orbax or an export has committed."""
     return [
         path
         for path in folder.iterdir()
@@ -245,9 +242,6 @@ def _check(link: Source, table: str, dim: int) -> None:
     for kind in (manifest_lib.ROWS, manifest_lib.TOMBSTONES):
         for file in link.files(table, kind):
             file.verify()
-
-
-# HPS -----------------------------------------------------------------------------------------------------------------
 
 
 def _of_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits, hotness: bool) -> TableSource:
@@ -284,14 +278,10 @@ def _cut(keys: np.ndarray, key_bits: KeyBits) -> np.ndarray:
     return keys & np.uint64(2**32 - 1) if key_bits == 32 else keys
 
 
-# Chains --------------------------------------------------------------------------------------------------------------
-
-
 class _Chain:
     """One table in the links of a chain, or in a delta alone."""
 
     def __init__(self, links: Sequence[Source], table: str, key_bits: KeyBits) -> None:
-        """Reads the deltas after the first link."""
         self._links, self._table = links, table
         self._key_bits: KeyBits = key_bits
         dtypes = {link.form(table).dtype for link in links}
@@ -340,7 +330,7 @@ class _Chain:
                 yield keys[self._is_live(keys, number)]
 
     def _is_live(self, keys: np.ndarray, link: int) -> np.ndarray:
-        """Whether no later link replaces the rows of a link: bool[num_keys]."""
+        """Finds the rows of a link that no later link replaces: bool[num_keys]."""
         if self._keys.size == 0:
             return np.ones(keys.shape, bool)
         places = np.minimum(np.searchsorted(self._keys, keys), self._keys.size - 1)

@@ -132,7 +132,7 @@ def _by_store(parts: "Sequence[_Part]") -> "dict[int, list[_Part]]":
 def _pairs(
     by_store: "Mapping[int, Sequence[_Part]]", values: Sequence[Sequence[Array]]
 ) -> "Iterator[tuple[_Part, Array]]":
-    """The inputs and their results, of a call for these stores and perhaps others."""
+    """Yields the inputs and their results, of a call for these stores and perhaps others."""
     for of_store, lines in zip(by_store.values(), values, strict=False):
         yield from zip(of_store, lines, strict=True)
 
@@ -176,7 +176,7 @@ def _operands(store: FrozenStore, words: np.ndarray, parts: "Sequence[_Part]") -
 def find_rows(
     tables: FrozenTables, table: str, keys: Any
 ) -> tuple[Float32[Array, "num_keys dim"], Bool[Array, " num_keys"]]:
-    """The rows of keys `[num_keys]` (as `LookupInput.keys`) of one table, and which of them are there.
+    """Reads the rows of keys `[num_keys]` (as `LookupInput.keys`) of one table, and which of them are there.
 
     Missing keys have the rows that `lookup` gives; PADDING_KEY is not there, and has zeros.
     """
@@ -188,9 +188,6 @@ def find_rows(
     row_ids = table_kernels.find(store.index, store.counters, jnp.asarray(words), ids)
     rows = lookup(tables, {table: LookupInput(table, words if isinstance(words, jax.Array) else jnp.asarray(words))})
     return rows[table], row_ids != jnp.uint32(NO_ROW)
-
-
-# Inputs, packed ------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +206,7 @@ class _Part:
 
     @property
     def is_clipped_in_bags(self) -> bool:
-        """Whether rows are clipped before they are combined: rows come first, then they are combined."""
+        """True if rows are clipped before they are combined, which takes another call."""
         return self.given.max_norm is not None and self.given.combiner is not None
 
     def finished(self, value: Float32[Array, "num_lines dim"]) -> Array:
@@ -265,13 +262,13 @@ def _place(tables: FrozenTables, what: str, table: str) -> tuple[int, int]:
 
 
 def num_tiles(num_bags: Any) -> Any:
-    """The tiles of a feature's bags, at least one; `num_bags` may be symbolic."""
+    """Counts the tiles of a feature's bags, at least one; `num_bags` may be symbolic."""
     tiles = (num_bags + BAGS_PER_TILE - 1) // BAGS_PER_TILE
     return max(tiles, 1) if isinstance(tiles, int) else jax.core.max_dim(tiles, 1)
 
 
 def _features(lines: Sequence[Sequence[Any]]) -> Int32[Array, "num_features 12"]:
-    """The features operand; the program computes it where sizes are symbolic."""
+    """Builds the features operand; the program computes it where sizes are symbolic."""
     if all(isinstance(word, int) for line in lines for word in line):
         return jnp.asarray(np.array(lines, np.int32).reshape(-1, NUM_FEATURE_WORDS))
     return jnp.stack([jnp.stack([jnp.asarray(word, jnp.int32) for word in line]) for line in lines])
@@ -284,9 +281,6 @@ def _joined(arrays: Sequence[Any], empty: np.ndarray) -> Array:
         return jnp.asarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
     arrays = [jnp.asarray(array) for array in arrays]
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
-
-
-# Rows that are clipped before they are combined ----------------------------------------------------------------------
 
 
 def _factors(rows: Float32[Array, "_ dim"], max_norm: float) -> Float32[Array, " _"]:
@@ -330,7 +324,7 @@ _ONES = FrozenSpec(((FrozenTable("one", dim=1, default=1.0),),))
 
 
 def _summed(part: _Part, factors: Any) -> _Part:
-    """The input whose bags are sums, by its weights times some factors; None: 1."""
+    """Describes the input whose bags are sums, by its weights times some factors; None: 1."""
     known = [jnp.asarray(weights) for weights in (factors, part.weights) if weights is not None]
     weights = math.prod(known, start=jnp.ones(part.words.shape[0], jnp.float32))
     return dataclasses.replace(part, combiner="sum", weights=weights, num_bags=part.shape[0])

@@ -56,7 +56,7 @@ def of(op: str, given: Any) -> LookupSpec:
 
 
 def all_of(op: str, given: Any) -> tuple[tuple[str, LookupSpec], ...]:
-    """Gives the specs of a group by name, as a hashable value. TypeError, ValueError: no mapping, or an empty one."""
+    """Returns the specs of a group by name, as a hashable value. TypeError, ValueError: no mapping, or an empty one."""
     if not isinstance(given, Mapping):
         raise TypeError(f"{op}: specs: got {type(given).__name__}, wanted a mapping from names to LookupSpecs.")
     if not given:

@@ -43,7 +43,7 @@ def quantized(rows: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dequantized(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The float32 rows of numbers and scales, to the bit as lookups read them. ValueError: other dtypes or shapes."""
+    """Returns float32 rows, to the bit as lookups read them. ValueError: other dtypes or shapes."""
     numbers, scales = np.asarray(numbers), np.asarray(scales)
     if numbers.ndim != 2 or numbers.dtype not in _DTYPES.values():
         raise ValueError(
@@ -58,7 +58,7 @@ def dequantized(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _scales(dtype: str, row_max: np.ndarray) -> np.ndarray:
-    """float32 scales, such that the largest number times the scale stays finite."""
+    """Computes float32 scales, such that the largest number times the scale stays finite."""
     largest = np.float32(_LARGEST[dtype])
     scales = np.maximum(row_max / largest, _LEAST_SCALE[dtype])
     with np.errstate(over="ignore"):

@@ -66,7 +66,6 @@ class Beside:
             self._waiting.clear()
 
     def drain(self) -> None:
-        """Waits until nothing is left."""
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None)
 
@@ -124,7 +123,7 @@ class Ready(Generic[Program]):
         self.beside = Beside()
 
     def has(self, where: Any, program: Program) -> bool:
-        """Whether a program is compiled; the caller is about to call it."""
+        """Checks for a compiled program, which the caller is about to call."""
         with self._lock:
             self._used[program] = None
             self._used.move_to_end(program)
@@ -161,7 +160,7 @@ class Ready(Generic[Program]):
         self.beside.offer((where, program), functools.partial(self.make, where, program))
 
     def used(self) -> list[Program]:
-        """The last `MOST_USED` programs that were called; the latest last."""
+        """Lists the last `MOST_USED` programs that were called; the latest last."""
         with self._lock:
             return list(self._used)
 

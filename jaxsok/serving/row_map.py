@@ -1,4 +1,4 @@
-"""Which (table, key) has which row of a frozen store: kept on the host, beside rows that lie elsewhere.
+"""The map from (table, key) to row of a frozen store: kept on the host, apart from the rows.
 
 A frozen store has an index and no records, so its device can neither find a free row nor make the index anew. The map
 can: it is the index and the records of a store, on the CPU, changed by the kernels of training. For about 45 bytes a
@@ -67,7 +67,6 @@ class RowMap:
 
     @property
     def capacity(self) -> int:
-        """The rows of the store."""
         return self._arrays.records[0].shape[0]
 
     @property
@@ -76,12 +75,10 @@ class RowMap:
 
     @property
     def table_rows(self) -> np.ndarray:
-        """Rows in use, by table."""
         return np.asarray(self._arrays.table_rows)
 
     @property
     def num_free(self) -> int:
-        """The rows that new keys can have."""
         return self.capacity - int(self.table_rows.sum())
 
     @property
@@ -89,7 +86,7 @@ class RowMap:
         return sum(array.nbytes for array in jax.tree.leaves((self._arrays, self.frequencies)))
 
     def find(self, table: int, keys: np.ndarray) -> np.ndarray:
-        """The row of each key (uint64) of a table, by its number: uint32; NO_ROW where it has none."""
+        """Finds the row of each key (uint64) of a table, by its number: uint32; NO_ROW where it has none."""
         found = [
             np.asarray(_find(self._arrays.index, self._arrays.counters, words, ids))[:count]
             for words, ids, count in self._parts(table, keys)
@@ -97,7 +94,7 @@ class RowMap:
         return np.concatenate(found) if found else np.zeros(0, np.uint32)
 
     def place(self, table: int, keys: np.ndarray) -> np.ndarray:
-        """The row of each key, uint32; new keys get free rows, first those that were freed first.
+        """Gives each key a row, uint32; new keys get free rows, first those that were freed first.
 
         Keys (uint64) may repeat; PADDING_KEY gets NO_ROW. ValueError: not enough free rows; nothing has changed then.
         """
@@ -127,7 +124,7 @@ class RowMap:
         return removed
 
     def keys_of(self, table: int) -> tuple[np.ndarray, np.ndarray]:
-        """The keys of a table and their rows, by row: uint64 and uint32."""
+        """Lists the keys of a table and their rows, by row: uint64 and uint32."""
         records = np.asarray(self._arrays.records[0])
         keys = keys_lib.from_words(records[:, :2])
         rows = np.flatnonzero((keys != np.uint64(PADDING_KEY)) & (records[:, 2] == table))
@@ -154,7 +151,7 @@ class RowMap:
         self._rebuild(self._arrays.counters, max(self.num_buckets, buckets_of(capacity)))
 
     def index(self, device: Any) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
-        """Copies of index and counters on a device, as a lookup reads them."""
+        """Copies index and counters to a device, as a lookup reads them."""
         return tuple(
             jax.device_put(np.array(array), device, may_alias=False)
             for array in (self._arrays.index, self._arrays.counters)
@@ -196,12 +193,12 @@ def _drawn_salt() -> np.ndarray:
 
 
 def buckets_of(capacity: int) -> int:
-    """The buckets of the index of a frozen store."""
+    """Counts the buckets of the index of a frozen store."""
     return max(4, -(-int(capacity / LOAD + 1) // ENTRIES_PER_BUCKET))
 
 
 def host_device() -> Any:
-    """JAX's CPU device. RuntimeError: it is switched off; says how to switch it on."""
+    """Returns JAX's CPU device. RuntimeError: it is switched off; says how to switch it on."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:

@@ -185,7 +185,7 @@ class Session:
         self._served("refresh", model).reader.refresh()
 
     def stats(self, model: str | None = None) -> dict[str, Any]:
-        """Counts of a model; `model` may be None if there is one.
+        """Returns the counts of a model; `model` may be None if there is one.
 
         Gives `version` and `source` (the folders of its tables); `lookups`, `predicts`, `updates`; the keys that were
         read as `keys`, `hits`, `missing`, `padding` and `hit_rate`; `bytes` of the device and `host_bytes`; and
@@ -197,7 +197,7 @@ class Session:
         return self._served("stats", model).stats()
 
     def report(self) -> str:
-        """What was loaded, as text: tables, memory, limits, and keys of the configuration without effect."""
+        """Describes what was loaded: tables, memory, limits, and keys of the configuration without effect."""
         self._require_open("report")
         lines = list(self.config.summary())
         for served in self._models.values():

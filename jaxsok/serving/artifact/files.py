@@ -27,7 +27,7 @@ class ArtifactError(ServingError):
 
 
 def manifest_of(exported: Any, tables: FrozenTables, inputs: Mapping[str, InputSpec]) -> dict[str, Any]:
-    """The manifest of an exported program, without its checksums."""
+    """Describes an exported program: the manifest without its checksums."""
     outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     return {
         "format": FORMAT,
@@ -55,7 +55,6 @@ def _table_to_json(table: FrozenTable) -> dict[str, Any]:
 
 
 def store_from_json(store: Mapping[str, Any]) -> tuple[FrozenTable, ...]:
-    """Makes the tables of a store of a manifest."""
     tables = []
     for entry in store["tables"]:
         initial = InitialRows.from_json(entry["initial"]) if "initial" in entry else None
@@ -92,13 +91,12 @@ def write(path: pathlib.Path, program: bytes, manifest: dict[str, Any]) -> None:
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    """The checksum of a manifest without its own."""
+    """Hashes a manifest without its own checksum."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(op: str, path: pathlib.Path) -> dict[str, Any]:
-    """Reads and checks the manifest of an artifact."""
     file = path / MANIFEST
     if not path.is_dir():
         raise FileNotFoundError(f"{op}: path: got {path}, where there is no folder, wanted one of export_model.")
@@ -117,7 +115,6 @@ def read_manifest(op: str, path: pathlib.Path) -> dict[str, Any]:
 
 
 def read_program(op: str, file: pathlib.Path, wanted: Mapping[str, Any]) -> bytes:
-    """Reads the program of an artifact, and checks it against the manifest."""
     try:
         size = file.stat().st_size
     except FileNotFoundError as error:

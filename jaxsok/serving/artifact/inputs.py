@@ -79,14 +79,12 @@ KINDS: dict[str, type] = {"keys": KeysInput, "bags": BagsInput, "array": ArrayIn
 
 
 def input_to_json(spec: InputSpec) -> dict[str, Any]:
-    """Converts an input for a manifest, or for a page of the server."""
     (kind,) = (kind for kind, cls in KINDS.items() if type(spec) is cls)
     fields = dataclasses.asdict(spec).items()
     return {"kind": kind, **{name: list(value) if isinstance(value, tuple) else value for name, value in fields}}
 
 
 def input_from_json(entry: Mapping[str, Any]) -> InputSpec:
-    """Makes an input of an entry of a manifest."""
     kind = KINDS[entry["kind"]]
     fields = {field.name: entry[field.name] for field in dataclasses.fields(kind)}
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
@@ -101,7 +99,7 @@ class OutputSpec:
 
     @property
     def is_batched(self) -> bool:
-        """Whether it has a row for each sample."""
+        """True if it has a row for each sample."""
         return bool(self.shape) and self.shape[0] == BATCH
 
 
@@ -121,7 +119,7 @@ def _check_shape(spec: Any) -> None:
 
 
 def input_shapes(spec: InputSpec, num_samples: Any, num_keys: Any) -> Any:
-    """The shapes of an input of a program; `num_keys` are those of bags. Sizes may be symbolic."""
+    """Describes the arrays of an input of a program, whose sizes may be symbolic; `num_keys` are those of bags."""
     shape = jax.ShapeDtypeStruct
     if isinstance(spec, KeysInput):
         return shape((num_samples, *spec.shape, 2), jnp.uint32)
@@ -132,7 +130,7 @@ def input_shapes(spec: InputSpec, num_samples: Any, num_keys: Any) -> Any:
 
 
 def read_input(what: str, spec: InputSpec, given: Any) -> tuple[Any, int]:
-    """Checks an input; gives it in the program's form, with its batch size."""
+    """Checks an input; returns it in the program's form, with its batch size."""
     if isinstance(spec, KeysInput):
         with refusals():
             words = keys_lib.words_of(given, "int32", what)
@@ -210,7 +208,7 @@ def _integers(what: str, given: Any) -> np.ndarray:
 
 
 def _fits(got: Any, wanted: Any) -> bool:
-    """Whether numbers of one dtype may be given for another: the same kind, or integers for floats."""
+    """Allows numbers of the same kind, and integers for floats."""
     is_integer = jnp.issubdtype(got, jnp.integer)
     if got == wanted or jnp.issubdtype(wanted, jnp.bool_):
         return got == wanted

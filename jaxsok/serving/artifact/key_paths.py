@@ -121,7 +121,7 @@ def _last(var: Any) -> int:
 
 
 def _has_words(eqn: Any) -> bool:
-    """Whether the last axis is still that of the two words of a key."""
+    """Checks that the last axis still holds the two words of a key."""
     return bool(eqn.outvars[0].aval.ndim) and eqn.outvars[0].aval.shape[-1] == 2
 
 
@@ -137,7 +137,7 @@ def _gathers_words(eqn: Any) -> bool:
 
 
 def _is_by_lines(eqn: Any) -> bool:
-    """Whether the result has one number along its last axis."""
+    """Checks that the result has one number along its last axis."""
     dims, last = eqn.params["broadcast_dimensions"], _last(eqn.outvars[0])
     return last not in dims or eqn.invars[0].aval.shape[dims.index(last)] == 1
 

@@ -38,7 +38,7 @@ class ServedModel:
 
     @property
     def is_per_sample(self) -> bool:
-        """Whether every result has a row for each sample; else batches are neither padded nor joined with others."""
+        """True if every result has a row for each sample; else batches are neither padded nor joined with others."""
         return all(output.is_batched for output in self.outputs.values())
 
     def call(self, tables: FrozenTables, inputs: Mapping[str, Any], *, pad: bool = False) -> dict[str, Array]:
@@ -78,14 +78,14 @@ class ServedModel:
         self._program.lower(*self._bound(tables), leaves).compile()
 
     def leaves_of(self, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """The shapes of the program's inputs, from what `sizes` gives."""
+        """Returns the shapes of the program's inputs, from what `sizes` gives."""
         return {
             name: inputs_lib.input_shapes(spec, num_samples, num_keys)
             for (name, spec), (num_samples, num_keys) in zip(self.inputs.items(), sizes, strict=True)
         }
 
     def sizes(self, leaves: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        """The samples of each input, and the keys of its bags (else 0): a program is compiled for each."""
+        """Counts the samples of each input, and the keys of its bags (else 0): a program is compiled for each."""
         return tuple(
             (leaf[1].shape[0] - 1, leaf[0].shape[0]) if isinstance(leaf, tuple) else (leaf.shape[0], 0)
             for leaf in (leaves[name] for name in self.inputs)

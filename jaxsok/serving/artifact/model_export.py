@@ -183,7 +183,7 @@ def _check_inputs(op: str, inputs: Any, tables: FrozenTables) -> dict[str, Input
 
 
 def _argument_shapes(export: Any, tables: FrozenTables, inputs: Mapping[str, InputSpec]) -> tuple[Any, ...]:
-    """The shapes that the program is traced with; every size that may differ later is a symbol."""
+    """Describes the program's arguments; every size that may differ later is a symbol."""
     scope = export.SymbolicScope()
 
     def symbol(name: str) -> Any:

@@ -43,7 +43,6 @@ class CompiledPrograms:
         return self._ready.has(None, (name, *sizes))
 
     def make(self, name: str, *sizes: Any) -> None:
-        """Compiles a program unless it is compiled."""
         self._ready.need(None, (name, *sizes))
 
     def _compile(self, _: None, program: tuple[Any, ...]) -> None:
@@ -53,7 +52,7 @@ class CompiledPrograms:
             self.query_sizes.add(sizes[1])
 
     def _operands(self, name: str, of: Any, *sizes: Any) -> tuple[Any, ...]:
-        """The shapes of a program's operands, which are neither read nor donated; `of` is a store, but of a query."""
+        """Describes a program's operands, which are neither read nor donated; `of` is a store, but of a query."""
         if name == "query":  # of `lookup`, which gives each position its row, or of `lookup_tables`
             statistics = tuple(form.statistics for form in self._forms)
             stores = tuple((form.index, form.counters, form.slabs) for form in self._forms)
@@ -77,9 +76,9 @@ class CompiledPrograms:
         return self._index(num_rows), self._shape((num_rows,), np.bool_)
 
     def padded_sizes(self, least: Sizes) -> Sizes:
-        """The sizes to pad a lookup to: those of a compiled query that is not much larger, else the least.
+        """Chooses the sizes to pad a lookup to: the least, or those of a compiled query that is not much larger.
 
-        In the first case the query of the least sizes is compiled in the background.
+        Then the query of the least sizes is compiled in the background.
         """
         if least in self.query_sizes:
             return least
@@ -111,7 +110,7 @@ class CompiledPrograms:
                     self.make("insert", s, must_leave, LEAST_KEYS << step)
 
     def tables_like(self, sizes: Sequence[int]) -> FrozenTables:
-        """What `lookup_tables` gives for so many keys of each store, as shapes without arrays."""
+        """Describes what `lookup_tables` gives for so many keys of each store, as shapes without arrays."""
         stores = []
         for s, count in enumerate(sizes):
             size = padded_size(count, LEAST_KEYS)
@@ -131,11 +130,9 @@ class CompiledPrograms:
         return self._shape((size, table.dim), jnp.dtype(table.dtype)), self._shape((size,), np.float32)
 
     def _lines(self, s: int, size: int) -> tuple[Any, ...]:
-        """The shapes of rows that are inserted or overwritten."""
         return tuple(self._shape((size, slab.shape[1]), slab.dtype) for slab in self._forms[s].slabs)
 
     def _keys(self, size: int) -> tuple[Any, Any]:
-        """The shapes of words and table ids."""
         return self._shape((size, 2), np.uint32), self._shape((size,), np.uint32)
 
     def _shape(self, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -119,7 +119,6 @@ class DeviceCache:
 
     @property
     def capacity(self) -> int:
-        """Rows of all stores."""
         return sum(self.stores.capacities)
 
     @property
@@ -133,7 +132,7 @@ class DeviceCache:
         return {name: int(counts[s][number]) if counts else 0 for name, (s, number) in self._spec.places.items()}
 
     def cached_keys(self) -> dict[str, np.ndarray]:
-        """The keys of each table that are cached now, uint64 (16 bytes a row of capacity are copied to the host)."""
+        """Reads the keys of each table that are cached now, uint64; copies 16 bytes a row of capacity to the host."""
         return self._changes.cached_keys()
 
     def stats(self) -> CacheStats:
@@ -143,12 +142,11 @@ class DeviceCache:
         return self._counter.tables()
 
     def lookup(self, keys: Mapping[str, Any]) -> CachedRows:
-        """The rows of keys of any shape, all of one version of the source.
+        """Reads the rows of keys of any shape, all of one version of the source.
 
         Keys that no tier has, and those whose rows come in the background, have the default of their table. PADDING_KEY
         reads zeros and is not counted. Raises UnknownTableError or RequestError before anything is looked up, and what
-        the source raises if the lookup waits for it; the cache is then as before. Costs one program where nothing
-        misses; else also the fetch and, of a table that waits, its insertion.
+        the source raises if the lookup waits for it; the cache is then as before.
         """
         request = Request(self._spec, keys, self._compiled.padded_sizes)
         found = self._ask(request, is_expanded=True)
@@ -178,7 +176,7 @@ class DeviceCache:
         return Found.of(self._spec, request, *self.stores.query(request.batches, is_expanded))
 
     def _store_of(self, s: int, request: Request, found: Found, fetched: Mapping[str, Fetched]) -> FrozenStore:
-        """The rows of a request in one store, as a frozen store of their own."""
+        """Packs the rows of a request in one store as a frozen store of their own."""
         slabs, table = found.out.rows[s], self._spec.stores[s][0]
         num_rows = slabs[0].shape[0]
         names = [part.name for part in request.parts if part.store == s]
@@ -248,7 +246,7 @@ class DeviceCache:
         self._compiled.warm_up(sizes, self.stores.capacities, as_tables=as_tables)
 
     def tables_like(self, num_keys: Mapping[str, int]) -> FrozenTables:
-        """The shapes of what `lookup_tables` gives for so many keys of tables, padding among them."""
+        """Describes what `lookup_tables` gives for so many keys of tables, padding among them."""
         return self._compiled.tables_like(self._by_store("tables_like", num_keys))
 
     def _by_store(self, op: str, num_keys: Mapping[str, int]) -> list[int]:
@@ -288,12 +286,7 @@ class DeviceCache:
 
 
 def cache_bytes(tables: Mapping[FrozenTable, int]) -> dict[str, int]:
-    """Bytes of device memory of a cache that holds so many rows of tables.
-
-    Example:
-      >>> cache_bytes({FrozenTable("user", dim=128): 1_000_000})
-      {'rows': 512000000, 'index': 32000000, 'records': 16000000, 'statistics': 8000000}
-    """
+    """Counts the bytes of device memory of a cache that holds so many rows of tables."""
     spec = FrozenSpec.of(list(tables))
     rows_of = {table.name: num_rows for table, num_rows in tables.items()}
     capacities = [sum(rows_of[table.name] for table in of_store) for of_store in spec.stores]

@@ -81,7 +81,7 @@ def query(
     clock: Array,
     salt: Array,
 ) -> tuple[tuple[tuple[Array, ...], ...], Queried]:
-    """Steps 1, 2 and 5 of a lookup: makes keys distinct, asks the cache, gives each position its row."""
+    """Makes keys distinct, asks the cache, and gives each position its row: steps 1, 2 and 5 of a lookup."""
     done = [
         _query_store(*arguments, is_expanded, clock, salt)
         for arguments in zip(layout, statistics, stores, batches, strict=True)
@@ -148,10 +148,7 @@ def _read(slab: Array, row_ids: Array) -> Array:
 def insert(
     must_leave: bool, store: CacheStore, words: Array, ids: Array, lines: tuple[Array, ...], clock: Array
 ) -> tuple[CacheStore, Array, Array]:
-    """Inserts at most `capacity` distinct keys; with `must_leave` the least recent rows make room first.
-
-    Gives the store, and how many rows came and went.
-    """
+    """Inserts at most `capacity` distinct keys; with `must_leave` the least recent rows make room. Counts both."""
     num_evicted = jnp.zeros((), jnp.uint32)
     if must_leave:
         known = kernels.find(store.index, store.counters, words, ids)

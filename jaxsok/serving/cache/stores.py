@@ -49,7 +49,6 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """Keys and padding."""
         return self.words.shape[0]
 
 
@@ -86,7 +85,6 @@ class DeviceStores:
             return sum(leaf.nbytes for leaf in jax.tree.leaves(self.arrays))
 
     def snapshot(self) -> Snapshot:
-        """The source and its epoch, read together."""
         with self.lock:
             return self._snapshot()
 
@@ -208,12 +206,10 @@ class DeviceStores:
             return [programs.copied(getattr(store, field)) for store in self.arrays]
 
     def close(self) -> None:
-        """Gives the device memory back."""
         with self.lock:
             self.arrays = ()
 
     def require_open(self) -> None:
-        """Refuses calls after `close`."""
         if not self.arrays:
             raise ServingError("DeviceCache: got a call after close, wanted none; open another.")
 
@@ -241,8 +237,6 @@ class DeviceStores:
     def put(self, tree: Any) -> Any:
         return jax.device_put(tree, self.device)
 
-    # Called under the lock -------------------------------------------------------------------------------------------
-
     def _snapshot(self) -> Snapshot:
         return Snapshot(self.source, self._epoch, self.source.version)
 
@@ -263,8 +257,6 @@ class DeviceStores:
             owned = jax.device_put(lines, self.device, may_alias=False)  # as what is donated has to be
             stores.append(dataclasses.replace(store, statistics=(owned,)))
         self.arrays, self._clock = tuple(stores), len(ticks)
-
-    # Not under the lock ----------------------------------------------------------------------------------------------
 
     def _count(self, pairs: Sequence[Sequence[Any]], *names: str) -> int:
         """Counts pairs of numbers on the device under two names, and returns the first sum; waits for the device."""

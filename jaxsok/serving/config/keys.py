@@ -26,18 +26,15 @@ class Kind:
 
 
 def instance(kind: type, wanted: str) -> Kind:
-    """Allows any instance of a type."""
     return Kind(wanted, lambda value: value if isinstance(value, kind) else WRONG)
 
 
 def integer(least: int, most: int = _INT_MAX) -> Kind:
-    """Allows an integer within bounds."""
     wanted = f"an integer of {least} to {most}"
     return Kind(wanted, lambda value: int(value) if checks.is_integer(value, least, most) else WRONG)
 
 
 def number(least: float = -math.inf, most: float = math.inf) -> Kind:
-    """Allows a finite number within bounds."""
     within = {(True, True): "a number", (False, True): f"a number of {least:g} or more"}
     wanted = within.get((least == -math.inf, most == math.inf), f"a number of {least:g} to {most:g}")
 
@@ -62,7 +59,6 @@ def among(names: Mapping[str, Sequence[str]] | Sequence[str]) -> Kind:
 
 
 def list_of(items: Kind, wanted: str) -> Kind:
-    """Allows a list whose entries are of one kind."""
     return Kind(wanted, lambda value: value if isinstance(value, list | tuple) else WRONG, items)
 
 

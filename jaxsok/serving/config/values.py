@@ -112,29 +112,25 @@ class ModelConfig:
 
     @property
     def device_id(self) -> int:
-        """The number of the device that serves the model."""
         return self.deployed_device_list[-1]
 
     @property
     def tier(self) -> Tier:
-        """Where rows are: "device", all on the device; "host", none; "cache", some there, over all in host memory."""
+        """The place of rows: on the "device" all, in its "cache" some (over all in host memory), or none ("host")."""
         if not self.gpucache:
             return "host"
         return "device" if self.embedding_cache_type == "static" or self.gpucacheper >= 1.0 else "cache"
 
     @property
     def is_filled_at_start(self) -> bool:
-        """Whether a device cache has rows before the first lookup."""
         return self.tier == "cache" and self.init_ec and self.cache_refresh_percentage_per_iteration > 0
 
     @property
     def is_refreshed(self) -> bool:
-        """Whether a device cache is refreshed by the clock."""
         return self.tier == "cache" and self.refresh_interval > 0 and self.cache_refresh_percentage_per_iteration > 0
 
     @property
     def is_fused(self) -> bool:
-        """Whether one call looks up all tables of a request."""
         return self.fuse_embedding_table is not False
 
     @property
@@ -213,11 +209,10 @@ class Config:
 
     @property
     def key_bits(self) -> Literal[32, 64]:
-        """Bits of the keys of all models."""
         return 64 if self.supportlonglong else 32
 
     def summary(self) -> list[str]:
-        """The configuration as lines of a report: models, tables, notes, keys without effect."""
+        """Describes the configuration in lines of a report: models, tables, notes, keys without effect."""
         lines = [f"configuration: {self.file or '(a mapping)'}; keys of {self.key_bits} bits"]
         where = self.databases or "host memory"
         for model in self.models:
@@ -309,7 +304,7 @@ TOP_KEYS: dict[str, Key] = {
 
 
 def idle_keys(model: ModelConfig) -> dict[str, str]:
-    """The keys that have no effect beside the others of this model, with the reason."""
+    """Finds the keys that have no effect in this model, with the reason."""
     idle: dict[str, str] = {}
     if model.embedding_cache_type == "static":
         idle["enable_pagelock"] = "static tables lie in device memory"

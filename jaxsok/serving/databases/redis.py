@@ -76,7 +76,7 @@ class RedisDatabase(Database):
             _log.warning("RedisDatabase: uses of keys were not noted, which may be evicted early: %s", error)
 
     def _uses(self, part: str, fields: Sequence[bytes]) -> list[tuple[Any, ...]]:
-        """The commands that note one use of each key, now."""
+        """Makes the commands that note one use of each key, now."""
         if self._config.overflow_policy == "evict_least_used":
             return [("HINCRBY", f"{part}t", field, 1) for field in fields]
         if self._config.overflow_policy == "evict_oldest" and fields:
@@ -131,7 +131,7 @@ class RedisDatabase(Database):
         return [f"hps_et{{{name}/p{part}}}" for part in range(self._config.num_partitions)]
 
     def _parts(self, name: str, keys: np.ndarray) -> Iterator[tuple[str, np.ndarray, list[bytes]]]:
-        """The partitions of some keys: the name of each, the places of its keys, and these as bytes."""
+        """Groups keys by partition: its name, the places of its keys, and these as bytes."""
         parts, fields, names = partition_of(keys, self._config.num_partitions), bytes_of(keys), self._names(name)
         for part in np.unique(parts):
             where = np.flatnonzero(parts == part)
@@ -163,7 +163,7 @@ class RedisDatabase(Database):
 
 
 def partition_of(keys: np.ndarray, num_partitions: int) -> np.ndarray:
-    """The partition of each key: HPS's hash, rrxmrrxmsx_0 of Pelle Evensen, modulo their number.
+    """Computes the partition of each key: HPS's hash, rrxmrrxmsx_0 of Pelle Evensen, modulo their number.
 
     Example:
       >>> partition_of(np.arange(6, dtype=np.uint64), 8).tolist()

@@ -54,7 +54,6 @@ class Database(abc.ABC):
 
 
 def bytes_of(keys: np.ndarray) -> list[bytes]:
-    """Keys as a database has them."""
     return keys.view(f"V{keys.itemsize}").tolist()
 
 
@@ -112,7 +111,7 @@ class DatabaseRows(RowSource):
         return self._databases[-1].count(self._name("num_rows", table))
 
     def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
-        """See `RowSource.fetch`. DatabaseError: no database can answer, or one has rows of another dim."""
+        """Raises DatabaseError if no database can answer, or one has rows of another dim."""
         name, dim, writes = self._name("fetch", table), self._tables[table].dim, self._shared.writes
         keys, inverse = np.unique(np.asarray(keys, np.uint64), return_inverse=True)
         rows, is_found = np.zeros((len(keys), dim), np.float32), np.zeros(len(keys), bool)
@@ -165,7 +164,7 @@ class DatabaseRows(RowSource):
                 yield Records(some[is_found], rows[is_found])
 
     def keys(self, table: str) -> Iterator[Keys]:
-        """All keys of a table, uint64, some at a time; of those that come or go meanwhile, any."""
+        """Yields all keys of a table, uint64, some at a time; of those that come or go meanwhile, any."""
         for some in self._databases[-1].keys(self._name("keys", table)):
             yield np.frombuffer(b"".join(some), self._key_dtype).astype(np.uint64)
 
@@ -207,7 +206,7 @@ class DatabaseRows(RowSource):
         return (keys != np.uint64(PADDING_KEY)) & (keys <= np.iinfo(self._key_dtype).max)
 
     def _batches(self, database: Database, keys: Keys, places: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The places of some keys in batches, with the keys as a database has them."""
+        """Yields the places of some keys in batches, with the keys as a database has them."""
         for start in range(0, len(places), database.max_batch_size):
             where = places[start : start + database.max_batch_size]
             yield where, keys[where].astype(self._key_dtype)

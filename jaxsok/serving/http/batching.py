@@ -67,7 +67,6 @@ class Batcher(Generic[Payload, Result]):
 
     @property
     def num_waiting(self) -> int:
-        """The payloads for which no call has begun."""
         return len(self._waiting)
 
     async def submit(self, payload: Payload, costs: Mapping[str, int]) -> Result:
@@ -129,7 +128,7 @@ class Batcher(Generic[Payload, Result]):
         return []
 
     def _fitting(self) -> tuple[int, bool]:
-        """How many of the first payloads fit into one call, and whether they fill it."""
+        """Counts the first payloads that fit into one call; also returns whether they fill it."""
         totals = dict.fromkeys(self._limits, 0)
         for number, job in enumerate(self._waiting):
             for name, cost in job.costs.items():

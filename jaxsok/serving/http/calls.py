@@ -30,17 +30,17 @@ class ParsedRequest:
 
     @property
     def costs(self) -> dict[str, int]:
-        """What it adds to the limits of a call, which are those of `limits_of`."""
+        """The costs by the names of `limits_of`."""
         return {"": self.num_samples, **self.num_keys}
 
     @property
     def size(self) -> int:
-        """Its number of samples, or of keys if it is a lookup."""
+        """The number of samples, or of keys if it is a lookup."""
         return self.num_samples or sum(self.num_keys.values())
 
 
 def limits_of(model: Any) -> dict[str, int]:
-    """Gives the limits of one call: samples, under a name that no table has, and keys by table."""
+    """Limits one call: samples, under a name that no table has, and keys by table."""
     return {"": model.max_batch_size, **model.max_keys}
 
 
@@ -57,7 +57,7 @@ class Lookups(_Calls):
     op, request_field, field = "lookup", "keys", "rows"  # field: of the response
 
     def most_values(self, model: Any) -> tuple[int, Sequence[str]]:
-        """The most numbers that a request can have, and the names of its arrays."""
+        """Bounds the numbers that a request can have; also returns the names of its arrays."""
         return min(self._max_keys, sum(model.max_keys.values())), list(model.tables)
 
     def read(self, body: bytes, given: str, model: Any) -> ParsedRequest:
@@ -98,7 +98,6 @@ class Predictions(_Calls):
     op, request_field, field = "predict", "inputs", "outputs"
 
     def most_values(self, model: Any) -> tuple[int, Sequence[str]]:
-        """The most numbers that a request can have, and the names of its arrays."""
         batch, keys, weights, rest = model.max_batch_size, collections.Counter(), collections.Counter(), 0
         for spec in model.inputs.values():
             if isinstance(spec, BagsInput):

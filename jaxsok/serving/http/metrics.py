@@ -41,7 +41,6 @@ class Metrics:
     content_type = prometheus_client.CONTENT_TYPE_LATEST
 
     def __init__(self, stats: Stats, depths: Depths) -> None:
-        """Registers all metrics. Each scrape calls `stats`, for the session's counters by model, and `depths`."""
         self.registry = prometheus_client.CollectorRegistry()
 
         def metric(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
@@ -70,7 +69,7 @@ class Metrics:
         self.registry.register(_AtScrape(stats, depths))
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format. Asks the session: call it off the event loop."""
+        """Formats all metrics for Prometheus. Asks the session: call it off the event loop."""
         return prometheus_client.generate_latest(self.registry)
 
 

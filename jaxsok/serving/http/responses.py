@@ -46,7 +46,6 @@ class Busy(Refusal):
 
 
 def refused(refusal: Refusal) -> Response:
-    """Makes the response of a refusal."""
     error = {"code": refusal.code, "message": str(refusal)}
     return JSONResponse({"error": error}, refusal.status, refusal.headers)
 
@@ -70,7 +69,7 @@ def refusal_of(error: Exception, op: str) -> Refusal:
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """The response where no route matches."""
+    """Answers where no route matches."""
     status = getattr(error, "status_code", 500)
     code, message = {
         404: ("not_found", "there is nothing at this path."),
@@ -80,7 +79,7 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 
 def formats(request: Request, op: str) -> tuple[str, str]:
-    """The formats of the body and of the response; raises a Refusal of 415 or 406."""
+    """Chooses the formats of the body and of the response; raises a Refusal of 415 or 406."""
     content_type = request.headers.get("content-type")
     given = wire.media_type_of(content_type)
     if given is None:

@@ -143,7 +143,6 @@ class Server(uvicorn.Server):
         await self.app.asgi(scope, receive, send_and_close if scope["type"] == "http" else send)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves, and returns when all is closed."""
         super().run(sockets or [self._where])
 
     def stop(self) -> None:
@@ -156,7 +155,6 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts connections, then calls `on_ready`."""
         await super().startup(sockets)
         if self._on_ready is not None:
             self._on_ready(self)

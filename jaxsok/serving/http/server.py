@@ -74,7 +74,7 @@ class ServerOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "ServerOptions":
-        """The options of the command line; those that are None or missing have their defaults."""
+        """Takes the options of the command line; those that are None or missing have their defaults."""
         names = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in given.items() if name in names and value is not None})
 
@@ -86,7 +86,7 @@ class _Request(Request):
 
 
 class _Endpoint:
-    """What a route calls: an ASGI application that sends its response itself, and counts the request until then."""
+    """An ASGI application for a route, which sends its response itself and counts the request until then."""
 
     def __init__(self, app: "App", name: str, answer: "Answer") -> None:
         self._app, self._name, self._answer = app, name, answer
@@ -159,7 +159,6 @@ class App:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken."""
         return self._bodies is not None and not self.is_stopping
 
     @contextlib.asynccontextmanager
@@ -178,7 +177,6 @@ class App:
             await self._end()
 
     def stop_taking(self) -> None:
-        """Makes readiness false from now on."""
         self.is_stopping = True
         self.metrics.is_ready.set(0)
 
@@ -435,7 +433,7 @@ def _check_held(held_bytes: int, num_bytes: int, options: ServerOptions, op: str
 
 
 def send_limit_s(num_bytes: int, options: ServerOptions) -> float:
-    """Seconds for sending all of a response: a client that reads piece by piece would hold its bytes for hours."""
+    """Limits the time to send all of a response: a client that reads piece by piece would hold its bytes for hours."""
     return options.send_timeout_s + num_bytes / options.min_send_rate
 
 

@@ -52,7 +52,6 @@ class Watcher:
         self._thread = threading.Thread(target=self._watch, name="jaxsok-watch", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 30.0) -> bool:
@@ -148,7 +147,6 @@ class Watcher:
 
 
 def require_folder(folder: str | os.PathLike[str]) -> None:
-    """Raises FileNotFoundError if there is no such folder."""
     if not pathlib.Path(folder).is_dir():
         raise FileNotFoundError(f'serve: --watch: got "{folder}", wanted a folder that exists.')
 
@@ -158,7 +156,7 @@ def _order(path: pathlib.Path) -> _Order:
 
 
 def _kind_of(path: pathlib.Path) -> Literal["full", "delta"] | None:
-    """The kind of an export; None: it is no export, or is not complete yet."""
+    """Finds the kind of an export; None: it is no export, or is not complete yet."""
     if not path.is_dir():
         return None
     path = path / "tables" if (path / "tables").is_dir() else path

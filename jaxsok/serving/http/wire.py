@@ -43,7 +43,7 @@ _NONFINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
 def extent(shape: Iterable[int]) -> int:
-    """The cost of an array as lists: its numbers, where an axis of size 0 counts as 1, since its outer lists remain."""
+    """Counts the numbers of an array as lists; an axis of size 0 counts as 1, since its outer lists remain."""
     return math.prod(size or 1 for size in shape)
 
 
@@ -97,7 +97,7 @@ def _check_fields(value: Mapping[str, Any], wanted: Sequence[str], got: str) -> 
 
 
 def body_bytes(given: str, num_values: int, names: Sequence[str]) -> int:
-    """The most bytes that a body of so many numbers, in arrays of these names, can need."""
+    """Bounds the bytes that a body of so many numbers, in arrays of these names, can need."""
     return REST_BYTES + VALUE_BYTES[given] * num_values + sum(256 + 12 * len(name) for name in names)
 
 
@@ -261,9 +261,6 @@ def tensors_body(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) 
     return b"".join([len(text).to_bytes(8, "little"), text, *data])
 
 
-# Arrays of either format -----------------------------------------------------------------------------------------
-
-
 def read_keys(value: Any, what: str) -> np.ndarray:
     """Reads keys, uint64, of a tensor of integers, or of JSON lists of one shape: integers, or strings of their digits.
 
@@ -348,7 +345,7 @@ def read_bags(parts: Mapping[str, Any], is_weighted: bool, what: str) -> Bags:
 
 
 def media_type_of(content_type: str | None) -> Literal["json", "tensors"] | None:
-    """Which format a Content-Type names; None: neither."""
+    """Finds the format that a Content-Type names; None: neither."""
     header = email.message.Message()
     header["Content-Type"] = content_type or ""
     if header.get_content_charset("utf-8") not in ("utf-8", "utf8"):
@@ -357,7 +354,7 @@ def media_type_of(content_type: str | None) -> Literal["json", "tensors"] | None
 
 
 def accepted(accept: str | None, default: Literal["json", "tensors"]) -> Literal["json", "tensors"] | None:
-    """Which format an Accept header asks for; `default` where it leaves the choice; None: neither of the two.
+    """Finds the format that an Accept header asks for; `default` where it leaves the choice; None: neither.
 
     Example:
       >>> accepted("*/*", "tensors"), accepted("text/html, application/json;q=0.5", "tensors"), accepted("a/b", "json")

@@ -49,7 +49,7 @@ class PredictRequest:
         return Prediction(tuple(self.served.inputs.items()), self.served.sizes(self.leaves))
 
     def keys(self) -> dict[str, np.ndarray]:
-        """The known keys that are read of each table, without padding."""
+        """Reads the known keys of each table, without padding."""
         return {
             table: np.concatenate([keys_in(self.leaves[name])[self._read_part(name)] for name in names])
             for table, names in lookups_of(self.served)
@@ -71,7 +71,7 @@ class PredictRequest:
 
 
 def first_predictions(served: artifact.ServedModel | None, levels: Sequence[int]) -> list[Prediction]:
-    """The programs of a dense model to compile before a request needs them, for so many samples each."""
+    """Lists the programs of a dense model to compile before a request needs them, for so many samples each."""
     if served is None or not served.is_per_sample:  # other models are compiled for each size
         return []
     inputs = tuple(served.inputs.items())
@@ -100,17 +100,15 @@ def load_dense_model(
 
 
 def lookups_of(served: artifact.ServedModel) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Tables, and the inputs that they are looked up by; without tables whose keys the model computes."""
+    """Lists the tables, and the inputs that they are looked up by; without tables whose keys the model computes."""
     return tuple((table, names) for table, names in served.lookups.items() if names)
 
 
 def words_in(leaves: Any) -> Any:
-    """The keys of an input of a program, as words."""
     return leaves[0] if isinstance(leaves, tuple) else leaves
 
 
 def keys_in(leaves: Any) -> np.ndarray:
-    """The keys of an input of a program, uint64."""
     return keys_lib.from_words(words_in(leaves)).reshape(-1)
 
 
@@ -134,7 +132,7 @@ def count_found(
 
 
 def _read_words(leaves: Any) -> Any:
-    """The keys of an input that are read, as words: those outside of all bags become padding."""
+    """Reads the keys of an input, as words: those outside of all bags become padding."""
     if not isinstance(leaves, tuple):
         return jnp.reshape(leaves, (-1, 2))
     words, offsets, *_ = leaves

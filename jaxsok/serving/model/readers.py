@@ -1,4 +1,4 @@
-"""Where the rows of a model are read: all on a device, or some in its cache over host memory."""
+"""The readers of a model's rows: all on a device, or some in its cache over host memory."""
 
 import dataclasses
 import functools
@@ -92,7 +92,7 @@ class _Sizes:
         return [self.lookup(names, level) for level in self.levels for names in self.sets]
 
     def padding(self) -> Iterator[dict[str, np.ndarray]]:
-        """Requests of padding in all tables, one of each level."""
+        """Yields a request of padding in all tables for each level."""
         for level in self.levels:
             yield {name: np.full(level * n, np.uint64(PADDING_KEY)) for name, n in self.per_sample.items()}
 
@@ -141,9 +141,9 @@ class DeviceRows:
         return values, version.number, _counted(num_keys, dict(zip(self._names, total.tolist(), strict=True)))
 
     def _programs(self, place: Any, num_keys: Mapping[str, int]) -> list[Lookup]:
-        """Compiled programs that look up so many keys of some tables: one, or one for each table if they are not fused.
+        """Finds compiled programs for so many keys of some tables: one, or one for each table if they are not fused.
 
-        If only the program for all tables is compiled, it answers, and that for these tables is compiled beside.
+        If only the program for all tables is compiled, it answers, and that for these tables is compiled in a thread.
         `MOST_SETS` sets of tables get one. No program makes `MOST_EXTRA_BYTES` of rows beyond the request's.
         """
         names = tuple(name for name in self._names if name in num_keys)
@@ -385,5 +385,4 @@ def look_up_words(
 
 
 def rest_s(until: float | None) -> float | None:
-    """Seconds until a time of `time.monotonic`."""
     return None if until is None else max(0.0, until - time.monotonic())

@@ -102,8 +102,6 @@ class Served:
             version=version.number,
         )
 
-    # Requests --------------------------------------------------------------------------------------------------------
-
     def lookup(self, keys: Mapping[str, Any]) -> Answer:
         arrays = self._read_keys(keys)
         return self._answer("lookups", lambda: self.reader.lookup(arrays))
@@ -169,8 +167,6 @@ class Served:
                 f"times {most // self.config.max_batch_size} of a sample."
             )
 
-    # Versions --------------------------------------------------------------------------------------------------------
-
     def update(self, source: Source | None, dense_file: str | os.PathLike[str] | None, in_place: InPlace) -> int:
         dense_model = None
         if dense_file is not None:
@@ -201,8 +197,6 @@ class Served:
     def settle(self, now: Version) -> None:
         """Forgets the programs of versions other than the served one; also called after a failure."""
         self.reader.ready.keep([self.reader.place_of(now)])
-
-    # Reports ---------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         version, stats = self.versions.current, self.counts.stats()

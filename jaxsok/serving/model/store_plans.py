@@ -49,7 +49,7 @@ class Change:
         return self.gone is not None and not len(self.keys) and not len(self.gone)
 
     def pieces(self) -> Iterator[Records]:
-        """Its rows in pieces, small enough for one write."""
+        """Yields its rows in pieces, small enough for one write."""
         most = max(1, PIECE_BYTES // self.table.row_bytes)
         for records in self.source.chunks():
             check_records("update", self.table, records)
@@ -57,7 +57,7 @@ class Change:
                 yield records.take(slice(start, start + most))
 
     def gone_from(self, row_map: RowMap, number: int) -> np.ndarray:
-        """The keys that it takes away from a table."""
+        """Finds the keys that it takes away from a table."""
         if self.gone is not None:
             return self.gone
         row_ids = row_map.find(number, self.keys)
@@ -118,7 +118,7 @@ class StorePlan:
         return 64 * self.row_map.num_buckets
 
     def bytes_beside(self, old: FrozenStore) -> int:
-        """Bytes of a copy of the store."""
+        """Counts the bytes of a copy of the store."""
         rows_bytes = self.row_map.capacity * self.changes[0].table.row_bytes
         return (rows_bytes + self.piece_bytes) * self._has_rows(old) + self.index_bytes
 
@@ -126,7 +126,7 @@ class StorePlan:
         return any(len(change.keys) for change in self.changes) or self.row_map.capacity != old.capacity
 
     def lines(self) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
-        """The changed rows as they are stored: row ids, and what `lines_of` gives."""
+        """Yields the changed rows as they are stored: row ids, and what `lines_of` gives."""
         for change in self.changes:
             for records in change.pieces():
                 row_ids = self.row_map.find(self.numbers[change.table.name], records.keys)
@@ -149,7 +149,7 @@ class StorePlan:
         return dataclasses.replace(store, index=index, counters=counters)
 
     def _copied(self, array: Array) -> Array:
-        """Makes an array for the next version where an array lies, with its lines unless all of them go."""
+        """Makes an array for the next version where an array lies, with its rows unless all of them go."""
         zeros = jnp.zeros((self.row_map.capacity, *array.shape[1:]), array.dtype)
         zeros = jax.device_put(zeros, array.sharding)
         return zeros if self.is_fresh else _put_first(zeros, array)

@@ -37,7 +37,7 @@ class StoredVersion(Version):
         return {name: self.stored.num_rows(name) for name in self.tables.tables}
 
     def rows(self) -> RowSource:
-        """The rows, as those of this version."""
+        """Returns the rows, as those of this version."""
         rows = copy.copy(self.stored)
         rows.version, rows.served = self.number, self.served
         return rows
@@ -85,7 +85,6 @@ class StoredVersions:
 
     @property
     def current(self) -> StoredVersion:
-        """The latest version."""
         return self._current
 
     def update(

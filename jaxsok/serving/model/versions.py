@@ -56,11 +56,11 @@ class Version:
 
     @functools.cached_property
     def form(self) -> Form:
-        """The form of the arrays: programs are compiled for it."""
+        """The form of the arrays, for which programs are compiled."""
         return Form(self.tables)
 
     def following(self, opened: Mapping[str, TableSource], dense_model: tuple[Any, str] | None) -> Self:
-        """The next version, as an update by some tables, and by a dense model and its file, describes it."""
+        """Makes the next version of an update: of some tables, and of a dense model and its file."""
         served, dense_file = dense_model or (self.served, self.dense_file)
         return dataclasses.replace(
             self,
@@ -72,12 +72,11 @@ class Version:
         )
 
     def over(self, stores: Sequence[FrozenStore]) -> "Version":
-        """This version, over other arrays."""
+        """Makes this version over other arrays."""
         return dataclasses.replace(self, tables=dataclasses.replace(self.tables, stores=tuple(stores)))
 
     @functools.cached_property
     def num_rows(self) -> dict[str, int]:
-        """Rows in use, by table."""
         return {name: int(self.maps[s].table_rows[n]) for name, (s, n) in self.tables.spec.places.items()}
 
 
@@ -130,7 +129,7 @@ class Memory:
 
 
 class Reader(Protocol):
-    """What an update asks of those who read the versions; see `served.Served`."""
+    """The methods that an update calls on the readers of versions; see `served.Served`."""
 
     def prepare(self, old: Version, new: Version) -> None: ...
     def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None: ...
@@ -259,8 +258,6 @@ class Versions:
         finally:
             self.held_bytes = 0
 
-    # Planning --------------------------------------------------------------------------------------------------------
-
     def _planned(self, old: Version, changes: Sequence[Change], in_place: InPlace) -> tuple[list[StorePlan], bool]:
         """Plans each store that changes, and whether in place; refuses impossible updates."""
         tables, spec, of_store = old.tables, old.tables.spec.stores, dict[int, list[Change]]()
@@ -307,8 +304,6 @@ class Versions:
         more = max(row_map.num_tables * self._spare_rows, num_needed // 16)  # so that not each update is too many
         return max(num_needed, min(num_needed + more, MAX_CAPACITY))
 
-    # In place --------------------------------------------------------------------------------------------------------
-
     def _write_in_place(self, old: Version, new: Version, writes: Sequence["_Write"]) -> None:
         """Scatters changed rows into the arrays that are served."""
         stores, done = list(new.tables.stores), 0
@@ -336,9 +331,6 @@ class _Write:
     row_ids: np.ndarray
     after: Sequence[np.ndarray]  # as `lines_of` gives them
     before: Sequence[np.ndarray]
-
-
-# Sources -------------------------------------------------------------------------------------------------------------
 
 
 def open_update(model: str, source: Source, version: Version, key_bits: folders.KeyBits) -> dict[str, TableSource]:
@@ -375,11 +367,8 @@ def open_update(model: str, source: Source, version: Version, key_bits: folders.
     return opened
 
 
-# Arrays --------------------------------------------------------------------------------------------------------------
-
-
 def free_bytes(device: Any, limit: int | None, used: int) -> int | None:
-    """Free bytes of a device's memory, with a limit what is left of it beside `used`; None: not known, as on CPUs."""
+    """Counts the free bytes of a device; with a limit what `used` leaves of it. None: not known, as on CPUs."""
     if limit is not None:
         return max(0, limit - used)
     found = device.memory_stats()
