@@ -177,7 +177,7 @@ class Steps:
         self.num_rows += last_step.size
 
     def ages(self, clock: int) -> tuple[Bin, ...]:
-        """Makes a histogram of `clock - last_step` by octave, 0 at least; steps count as the last one of their counter."""
+        """Makes a histogram of `clock - last_step` by octave, 0 at least; a step counts as the last of its counter."""
         filled = np.flatnonzero(self._counts)
         ages = np.maximum(clock - (filled + 1) * self.width + 1, 0)
         which = np.searchsorted(_OCTAVES, ages, side="right") - 1

@@ -26,7 +26,7 @@ _WANTED_TYPES = {
     "persistent_db": 'one of "rocks_db", "disabled"',
     "update_source": "null",
 }
-_REFUSED_TYPES: dict[str, dict[str, str]] = {
+_REFUSED_TYPES: dict[str, dict[str, str]] = {  # with the reason
     "volatile_db": {
         "multi_process_hash_map": "memory shared by processes is not there: take redis_cluster, or serve from one",
         "rocks_db": "RocksDB is no volatile database: take it as the type of persistent_db",
@@ -40,7 +40,6 @@ _REFUSED_TYPES: dict[str, dict[str, str]] = {
         "`python -m jaxsok serve --watch`"
     },
 }
-"""Why a type of a database is refused."""
 _REFUSED_CACHES = {
     "uvm": "unified memory is not there: take dynamic, whose rows beyond gpucacheper lie in host memory, or static if "
     "all of them fit",
@@ -155,8 +154,9 @@ class _Reader:
             self.block(name, top[name] or {}, values_lib.OLDER_DATABASE_KEYS)
         models = tuple(self.model(f"models[{i}]", model, top) for i, model in enumerate(top["models"]))
         self.check_distinct([model.model for model in models], "models[{}].model", "models[{}]", "rename one of them")
-        for i, model in enumerate(models):
-            self.check_place_of_rows(f"models[{i}]", model, volatile_db.type, persistent_db.type)
+        if volatile_db.type == persistent_db.type == "disabled":
+            for i, model in enumerate(models):
+                self.check_place_of_rows(f"models[{i}]", model)
         self.check_databases(given, volatile_db, persistent_db, all(model.tier == "device" for model in models))
         return Config(
             models=models,
@@ -223,11 +223,8 @@ class _Reader:
     def refuse_unknown(self, path: str, name: Any, keys: Mapping[str, Key]) -> NoReturn:
         near = difflib.get_close_matches(str(name), keys, 1, 0.6)
         elsewhere = [block for block, others in _BLOCKS.items() if name in others]
-        meant = ""
-        if near:
-            meant = f'did you mean "{near[0]}"? '
-        elif elsewhere:
-            meant = f"it is a key of {elsewhere[0]}: move it there. "
+        meant = f"it is a key of {elsewhere[0]}: move it there. " if elsewhere else ""
+        meant = f'did you mean "{near[0]}"? ' if near else meant
         text = f"got an unknown key, wanted one of HPS 24.06 or jaxsok; {meant}HPS would ignore it: take it out if "
         self.fail(_joined(path, str(name)), f"{text}nothing is meant")
 
@@ -270,18 +267,16 @@ class _Reader:
                 f"volatile_db.num_partitions: took {took}; all who share the database must have the same: write it out."
             )
 
-    def check_place_of_rows(self, path: str, model: ModelConfig, volatile: str, persistent: str) -> None:
-        """Refuses a model whose rows would have no place; notes where a database stays empty."""
-        if volatile != "disabled" or persistent != "disabled":
-            return
+    def check_place_of_rows(self, path: str, model: ModelConfig) -> None:
+        """Refuses a model whose rows need a database; notes where HPS would need one."""
         if model.tier != "device":
             what = "without gpucache" if model.tier == "host" else f"with gpucacheper {model.gpucacheper:g}"
             remedy = f"{path} {what} has rows that are not on the device: without a database lookups would answer the "
             remedy += 'default value for them. Or set gpucacheper to 1.0. A block without a type is "disabled"'
             self.refuse("volatile_db.type", "disabled", '"parallel_hash_map"', remedy)
         if model.embedding_cache_type == "dynamic":
-            reason = "without a database HPS answers default values; here all rows are on the device."
-            self.notes.append(f"{path}: {reason}")
+            reason = "without a database HPS answers default values; here all rows are on the device"
+            self.notes.append(f"{path}: {reason}.")
 
     def model(self, path: str, given: Mapping[str, Any], top: Mapping[str, Any]) -> ModelConfig:
         values = self.block(path, given, values_lib.MODEL_KEYS)
@@ -335,17 +330,15 @@ class _Reader:
                 self.refuse(f"{path}.{key}", list(values[key]), wanted, remedy)
         for i, file in enumerate(files):
             self.refuse_remote(f"{path}.sparse_files[{i}]", file)
-        names = values["embedding_table_names"]
-        at = f"{path}.embedding_table_names[{{}}]"
+        at, names = f"{path}.embedding_table_names[{{}}]", values["embedding_table_names"]
         self.check_distinct(names, at, "entry {}", "requests tell tables apart by it")
         columns = zip(*(values[key] for key in values_lib.PER_TABLE), strict=True)
         return tuple(TableConfig(**dict(zip(values_lib.PER_TABLE.values(), column, strict=True))) for column in columns)
 
     def refuse_remote(self, path: str, file: str) -> None:
-        if _SCHEME.match(file):
-            self.refuse(path, file, "a path of this machine", "copy the files here: no remote storage is read")
-        if "\0" in file:
-            self.refuse(path, file, "a path of this machine", "a path has no zero byte")
+        if _SCHEME.match(file) or "\0" in file:
+            remedy = "a path has no zero byte" if "\0" in file else "copy the files here: no remote storage is read"
+            self.refuse(path, file, "a path of this machine", remedy)
 
     def resolve_cache_type(self, path: str, given: Mapping[str, Any], values: dict[str, Any]) -> None:
         """Sets the kind of cache; refuses unknown kinds."""

@@ -54,9 +54,9 @@ class Batcher(Generic[Payload, Result]):
     ) -> None:
         """Takes requests from now on; work begins with the first.
 
-        `run` is called in a thread; if it raises for several payloads, it is called with each alone. `limits` bound the
-        sum of each cost in a call; a payload above a limit goes alone. `observe` is called in the thread with the
-        payloads of each call, and whether it had to be split.
+        `run` is called in a thread; if it fails for several payloads, it is called with each alone. `limits` bound the
+        costs of a call; a payload above a limit goes alone. `observe` gets the payloads of each call, and whether it
+        was split.
         """
         self._run, self._limits, self._executor, self._observe = run, dict(limits), executor, observe
         self._max_delay_s, self._max_waiting, self._num_workers = max_delay_s, max_waiting, num_workers
@@ -117,7 +117,7 @@ class Batcher(Generic[Payload, Result]):
             self._arrived.clear()
             await self._arrived.wait()
         while self._waiting:
-            num_jobs, is_full = self._fitting()
+            num_jobs, is_full = self._count_fitting()
             rest_s = self._waiting[0].arrived + self._max_delay_s - loop.time()
             if is_full or rest_s <= 0 or self._closed:
                 return [self._waiting.popleft() for _ in range(num_jobs)]
@@ -127,7 +127,7 @@ class Batcher(Generic[Payload, Result]):
                     await self._arrived.wait()
         return []
 
-    def _fitting(self) -> tuple[int, bool]:
+    def _count_fitting(self) -> tuple[int, bool]:
         """Counts the first payloads that fit into one call; also returns whether they fill it."""
         totals = dict.fromkeys(self._limits, 0)
         for number, job in enumerate(self._waiting):

@@ -44,11 +44,10 @@ def limits_of(model: Any) -> dict[str, int]:
     return {"": model.max_batch_size, **model.max_keys}
 
 
+@dataclasses.dataclass(frozen=True)
 class _Calls:
-    """Calls of a session, and the most keys that one request may have."""
-
-    def __init__(self, session: Any, max_keys: int) -> None:
-        self._session, self._max_keys = session, max_keys
+    session: Any
+    max_keys: int  # of one request
 
 
 class Lookups(_Calls):
@@ -58,7 +57,7 @@ class Lookups(_Calls):
 
     def most_values(self, model: Any) -> tuple[int, Sequence[str]]:
         """Bounds the numbers that a request can have; also returns the names of its arrays."""
-        return min(self._max_keys, sum(model.max_keys.values())), list(model.tables)
+        return min(self.max_keys, sum(model.max_keys.values())), list(model.tables)
 
     def read(self, body: bytes, given: str, model: Any) -> ParsedRequest:
         """Reads keys by table, uint64 of any shape; raises a ServingError for what the model cannot answer."""
@@ -72,7 +71,7 @@ class Lookups(_Calls):
         for name, array in keys.items():
             _check_most(wire.extent(array.shape), model.max_keys[name], f'{op}: table "{name}"')
             check_bits(f'{op}: table "{name}"', array, model.key_bits)
-        _check_most(sum(wire.extent(array.shape) for array in keys.values()), self._max_keys, op)
+        _check_most(sum(wire.extent(array.shape) for array in keys.values()), self.max_keys, op)
         return ParsedRequest(keys, {name: array.size for name, array in keys.items()})
 
     def run(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
@@ -80,14 +79,14 @@ class Lookups(_Calls):
         keys_of = [request.arrays for request in requests]
         names = list(dict.fromkeys(name for keys in keys_of for name in keys))
         joined = {name: np.concatenate([keys[name].reshape(-1) for keys in keys_of if name in keys]) for name in names}
-        answer = self._session.lookup(joined, model=model)
+        answer = self.session.lookup(joined, model=model)
         rows = {name: np.asarray(answer[name], np.float32) for name in names}
-        places, results = dict.fromkeys(names, 0), []
+        results = []
         for request in requests:
             parts = {}
             for name, keys in request.arrays.items():
-                begin, places[name] = places[name], places[name] + keys.size
-                parts[name] = rows[name][begin : places[name]].reshape(*keys.shape, rows[name].shape[-1])
+                parts[name] = rows[name][: keys.size].reshape(*keys.shape, rows[name].shape[-1])
+                rows[name] = rows[name][keys.size :]
             results.append((parts, int(answer.version)))
         return results
 
@@ -110,7 +109,7 @@ class Predictions(_Calls):
                 rest += batch * wire.extent(spec.shape)
         for numbers in (keys, weights):
             most = sum(min(number, model.max_keys[table]) for table, number in numbers.items())
-            rest += min(self._max_keys, most)
+            rest += min(self.max_keys, most)
         return rest, [name for given in model.inputs for name in (given, *(f"{given}.{part}" for part in _PARTS))]
 
     def read(self, body: bytes, given: str, model: Any) -> ParsedRequest:
@@ -121,10 +120,9 @@ class Predictions(_Calls):
         for name in found:
             if name not in specs:
                 raise RequestError(f"{op}: input: got {wire.brief(name)}, wanted {sorted(specs)}.")
-        missing = sorted(set(specs) - set(found))
-        if missing:
+        if missing := sorted(set(specs) - set(found)):
             raise RequestError(f"{op}: inputs: got none for {missing}, wanted {sorted(specs)}.")
-        inputs, sizes, num_keys = {}, {}, dict[str, int]()
+        inputs, sizes, num_keys = {}, {}, collections.Counter[str]()
         for name, value in found.items():
             spec, what = specs[name], f'{op}: input "{name}"'
             inputs[name] = array = _read_input(value, spec, model.max_batch_size, what)
@@ -132,14 +130,14 @@ class Predictions(_Calls):
             if isinstance(spec, BagsInput | KeysInput):
                 keys = array.keys if isinstance(array, Bags) else array
                 check_bits(what, keys, model.key_bits)
-                num_keys[spec.table] = num_keys.get(spec.table, 0) + keys.size
+                num_keys[spec.table] += keys.size
         if len(set(sizes.values())) > 1:
             raise RequestError(f"{op}: inputs must have one number of samples, got {sizes}.")
         num_samples = next(iter(sizes.values()))
         _check_most(num_samples, model.max_batch_size, op, "samples")
         if num_samples == 0:
             raise RequestError(f"{op}: got 0 samples, wanted at least 1.")
-        _check_most(sum(num_keys.values()), self._max_keys, op)
+        _check_most(sum(num_keys.values()), self.max_keys, op)
         for table, number in num_keys.items():
             _check_most(number, model.max_keys[table], f'{op}: table "{table}"')
         return ParsedRequest(inputs, num_keys, num_samples)
@@ -150,7 +148,7 @@ class Predictions(_Calls):
         Requests share a call if their samples have one shape and each output has a row for each sample. Otherwise each
         has its own call: a mean over the batch, for example, must not mix clients.
         """
-        known, groups = self._session.models[model], dict[Any, list[int]]()
+        known, groups = self.session.models[model], dict[Any, list[int]]()
         can_join = all(output.is_batched for output in known.outputs.values())
         for number, request in enumerate(requests):
             groups.setdefault(_shapes(request) if can_join else number, []).append(number)
@@ -163,7 +161,7 @@ class Predictions(_Calls):
 
     def _run_joined(self, known: Any, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
         joined = {name: _join([request.arrays[name] for request in requests]) for name in requests[0].arrays}
-        answer = self._session.predict(joined, model=known.name)
+        answer = self.session.predict(joined, model=known.name)
         outputs = {name: _sendable(np.asarray(value)) for name, value in answer.items()}
         if len(requests) == 1:
             return [(outputs, int(answer.version))]

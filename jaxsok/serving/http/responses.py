@@ -9,23 +9,17 @@ from collections.abc import Mapping
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jaxsok.serving.errors import (
-    DatabaseError,
-    RequestTooLargeError,
-    ServingError,
-    UnknownModelError,
-    UnknownTableError,
-)
+from jaxsok.serving import errors
 from jaxsok.serving.http import wire
 from jaxsok.serving.http.batching import ClosedError, QueueFullError
 
 _log = logging.getLogger(__name__)
 
 _STATUSES: dict[type, tuple[int, str]] = {  # the first that fits
-    UnknownModelError: (404, "unknown_model"),
-    UnknownTableError: (404, "unknown_table"),
-    RequestTooLargeError: (413, "too_large"),
-    ServingError: (400, "bad_request"),
+    errors.UnknownModelError: (404, "unknown_model"),
+    errors.UnknownTableError: (404, "unknown_table"),
+    errors.RequestTooLargeError: (413, "too_large"),
+    errors.ServingError: (400, "bad_request"),
 }
 CLOSE: Mapping[str, str] = {"Connection": "close"}  # for a response before the request was read
 
@@ -54,7 +48,7 @@ def refusal_of(error: Exception, op: str) -> Refusal:
     """Makes the refusal of an error: a client's own error with its reason, an internal one without."""
     if isinstance(error, Refusal):
         return error
-    if isinstance(error, DatabaseError):
+    if isinstance(error, errors.DatabaseError):
         _log.error("%s: %s", op, error)
         return Refusal(503, "database", f"{op}: a database does not answer; ask again later.", {"Retry-After": "1"})
     for kind, (status, code) in _STATUSES.items():
@@ -80,14 +74,14 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 def formats(request: Request, op: str) -> tuple[str, str]:
     """Chooses the formats of the body and of the response; raises a Refusal of 415 or 406."""
-    content_type = request.headers.get("content-type")
+    content_type, refused_type = request.headers.get("content-type"), (415, "unsupported_media_type")
     given = wire.media_type_of(content_type)
     if given is None:
-        message = f"{op}: got Content-Type {wire.brief(content_type)}, wanted {' or '.join(wire.MEDIA_TYPES.values())}."
-        raise Refusal(415, "unsupported_media_type", message)
+        wanted = " or ".join(wire.MEDIA_TYPES.values())
+        raise Refusal(*refused_type, f"{op}: got Content-Type {wire.brief(content_type)}, wanted {wanted}.")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        raise Refusal(415, "unsupported_media_type", f"{op}: got Content-Encoding {wire.brief(encoding)}, wanted none.")
+        raise Refusal(*refused_type, f"{op}: got Content-Encoding {wire.brief(encoding)}, wanted none.")
     wanted = wire.accepted(",".join(request.headers.getlist("accept")), given)
     if wanted is None:
         message = f"{op}: Accept allows neither {' nor '.join(wire.MEDIA_TYPES.values())}."

@@ -18,9 +18,9 @@ from jaxsok.serving.http.responses import CLOSE, Refusal, refused
 from jaxsok.serving.http.server import ABORT, DISCARD_S, App
 
 MAX_HEAD_BYTES = 1 << 16  # a request's first line and headers
+# Unsent bytes of a connection in the kernel. Its buffer would grow to megabytes, and it reports room when a third is
+# free; with less the server sees early what a client reads.
 _UNSENT_BYTES = 1 << 17
-"""Unsent bytes of a connection that the kernel may hold, so that the server sees early what a client reads: the buffer
-would grow to megabytes, and the kernel reports room when a third of it is free."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -101,8 +101,7 @@ class Server(uvicorn.Server):
     """A server that is not ready before it stops, and whose signals end `run`, not the process.
 
     `run` answers until SIGTERM, SIGINT or `stop`; then it finishes what it took and closes the session. `where` comes
-    from `bind`. `access_log` writes a line for each request to the logger "uvicorn.access"; `on_ready` is called when
-    connections are accepted.
+    from `bind`. `access_log` writes to the logger "uvicorn.access"; `on_ready` is called when connections are accepted.
     """
 
     def __init__(

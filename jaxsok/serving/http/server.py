@@ -1,8 +1,7 @@
 """The HTTP application over a session: lookups, predictions, models, health, metrics. docs/server.md has the formats.
 
-No client is trusted: sizes are bounded while they are read, every input is checked before it joins a batch, and
-nothing that a client sends names a file. The event loop reads, checks and answers small bodies; calls of the session,
-and large bodies, run in threads.
+No client is trusted: sizes are bounded while bodies are read, every input is checked before it joins a batch, and no
+input names a file. The event loop handles small bodies; calls of the session, and large bodies, run in threads.
 """
 
 import asyncio
@@ -57,10 +56,8 @@ class ServerOptions:
     body_timeout_s: float = 15.0  # for the body to arrive
     timeout_s: float = 30.0  # for an answer, from the last byte of the body on
     send_timeout_s: float = 30.0  # for a client's system to take 64 KiB of its response; then its connection is cut off
-    min_send_rate: float = 1 << 18
-    """Bytes a second at which a client must take its response after `send_timeout_s`; else it is cut off."""
-    keep_alive_s: float = 5.0
-    """A connection without a request is closed after so long; while the server stops, no earlier."""
+    min_send_rate: float = 1 << 18  # bytes a second of a response after `send_timeout_s`, or the client is cut off
+    keep_alive_s: float = 5.0  # after which a connection without a request is closed; while the server stops, too
     num_workers: int = 2  # calls of the session at the same time, by model and endpoint
     drain_s: float = 0.0  # after a signal: still takes requests, while /readyz says that it will not
     shutdown_s: float = 30.0  # after that: answers kept connections, and finishes what it took; then cuts off
@@ -75,8 +72,8 @@ class ServerOptions:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "ServerOptions":
         """Takes the options of the command line; those that are None or missing have their defaults."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in given.items() if name in names and value is not None})
+        names = [field.name for field in dataclasses.fields(cls) if given.get(field.name) is not None]
+        return cls(**{name: given[name] for name in names})
 
 
 class _Request(Request):
@@ -108,11 +105,10 @@ Answer: TypeAlias = Callable[[_Request], Awaitable[Response]]
 
 
 class App:
-    """The ASGI application over one session, with its batchers, threads and counters.
+    """The ASGI application (`asgi`) over one session, with its batchers, threads and counters.
 
-    `App(session).asgi` runs under any ASGI server, `running.Server` under uvicorn. Work begins with the application's
-    lifespan, whose end closes the session. `watch` is a folder of exports and deltas (watch.py): those in it are
-    applied before the first request, later ones as they come. FileNotFoundError: there is no such folder.
+    Work begins with the application's lifespan, whose end closes the session. `watch` is a folder of exports and deltas
+    (watch.py): those in it are applied before the first request, later ones as they come.
     """
 
     def __init__(
@@ -130,31 +126,24 @@ class App:
             count = lambda model, result: self.metrics.watched.labels(model, result).inc()  # noqa: E731
             self._watcher = Watcher(session, watch, interval_s=watch_interval_s, observe=count)
         self.is_stopping = False
-        self.is_closed = False
-        """Whether nothing of the session runs any more."""
-        self.num_running = 0
-        """Calls of the session that have not ended, also those whose clients have gone."""
+        self.is_closed = False  # then nothing of the session runs any more
+        self.num_running = 0  # calls of the session that have not ended, also those whose clients have gone
         self.num_taken, self.held_bytes = 0, 0
         self._batchers: dict[tuple[str, str], Batcher[ParsedRequest, Any]] = {}
         self._lock = threading.Lock()  # guards num_running
         self._pools: list[concurrent.futures.ThreadPoolExecutor] = []
         self._bodies: concurrent.futures.ThreadPoolExecutor | None = None
         self._kinds = tuple(kind(session, self.options.max_keys) for kind in (Lookups, Predictions))
-        asks = [("POST", f"/{{model}}/{kind.op}", kind.op, functools.partial(self._ask, kind)) for kind in self._kinds]
-        pages = [("GET", "", "models", self._models), ("GET", "/{model}", "model", self._model_page)]
-        self.asgi = Starlette(
-            routes=[
-                Route("/healthz", self._healthz),
-                Route("/readyz", self._readyz),
-                Route("/metrics", self._metrics),
-                *(
-                    Route(f"/v1/models{path}", _Endpoint(self, name, answer), methods=[method])
-                    for method, path, name, answer in (*pages, *asks)
-                ),
-            ],
-            exception_handlers={HTTPException: http_error},
-            lifespan=self._lifespan,
-        )
+        pages = {"/healthz": self._healthz, "/readyz": self._readyz, "/metrics": self._metrics}
+        asked = [("GET", "", "models", self._models), ("GET", "/{model}", "model", self._model_page)]
+        asked += [
+            ("POST", f"/{{model}}/{kind.op}", kind.op, functools.partial(self._ask, kind)) for kind in self._kinds
+        ]
+        routes = [Route(path, page) for path, page in pages.items()]
+        for method, path, name, answer in asked:
+            routes.append(Route(f"/v1/models{path}", _Endpoint(self, name, answer), methods=[method]))
+        handlers = {HTTPException: http_error}
+        self.asgi = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
         self.asgi.router.redirect_slashes = False
 
     @property
@@ -266,18 +255,16 @@ class App:
         num_bytes = sum(wire.extent(array.shape) * array.itemsize for array in arrays.values())
         _check_response(num_values, num_bytes, wanted, options, kind.op)
         about = {"model": model.name, "version": version}
+        work = functools.partial(wire.tensors_body, arrays, {**about, "version": str(version)})
         if wanted == "json":
-            made = await self._off_loop(num_bytes, wire.json_body, kind.field, arrays, about)
-        else:
-            made = await self._off_loop(num_bytes, wire.tensors_body, arrays, {**about, "version": str(version)})
-        return Response(made, media_type=wire.MEDIA_TYPES[wanted])
+            work = functools.partial(wire.json_body, kind.field, arrays, about)
+        return Response(await self._off_loop(num_bytes, work), media_type=wire.MEDIA_TYPES[wanted])
 
     def _model(self, request: Request, op: str) -> Any:
-        name = request.path_params["model"]
-        model = self.session.models.get(name)
-        if model is None:
-            raise UnknownModelError.of(op, name[:80], self.session.models)
-        return model
+        name, models = request.path_params["model"], self.session.models
+        if name not in models:
+            raise UnknownModelError.of(op, name[:80], models)
+        return models[name]
 
     def _most_bytes(self, kind: Lookups | Predictions, model: Any, given: str) -> int:
         return min(self.options.max_body_bytes, wire.body_bytes(given, *kind.most_values(model)))
@@ -302,9 +289,8 @@ class App:
                     if is_long or is_much:
                         parts.clear()
                         await _discard(request, options)
-                    if is_long:
-                        raise Refusal(413, "too_large", _too_large("more", most), CLOSE)
-                    if is_much:
+                        if is_long:
+                            raise Refusal(413, "too_large", _too_large("more", most), CLOSE)
                         raise Busy(f"requests hold {options.max_held_bytes} bytes, the most that are held", CLOSE)
         except TimeoutError:
             message = f"body: it did not arrive within {options.body_timeout_s:g} s."

@@ -28,10 +28,9 @@ class _Found(NamedTuple):
 
 
 class Watcher:
-    """Looks into a folder again and again, in a thread of its own that `start` starts; docs/server.md has its form.
+    """A thread that looks into a folder again and again; docs/server.md has its form.
 
-    `observe` is called with the model and "applied", "skipped" or "refused" for each folder. FileNotFoundError: there
-    is no such folder.
+    `observe` is called with the model and "applied", "skipped" or "refused" for each folder.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Watcher:
         num_applied = 0
         for model in self._session.models:
             try:
-                pending = self._found(model)
+                pending = self._find(model)
             except OSError as error:
                 self._refuse(model, self.folder, error)
                 continue
@@ -88,7 +87,7 @@ class Watcher:
             num_applied += sum(self._apply(pending, i) for i in deltas if pending[i].kind == "delta")
         return num_applied
 
-    def _found(self, model: str) -> list[_Found]:
+    def _find(self, model: str) -> list[_Found]:
         folder = self.folder / model
         if not folder.is_dir() or _kind_of(folder) is not None:
             if len(self._session.models) > 1:
@@ -103,12 +102,11 @@ class Watcher:
             except OSError as error:
                 self._refuse(model, path, error)
                 continue
-            if kind is None:
-                continue
-            made.append(_Found(model, path, kind))
-            if model in self._last and _order(path) < self._last[model]:
+            if kind is not None and model in self._last and _order(path) < self._last[model]:
                 _log.warning("watch: %s stands before what model %s has; it is skipped", path, model)
-                self._skip(made.pop())
+                self._skip(_Found(model, path, kind))
+            elif kind is not None:
+                made.append(_Found(model, path, kind))
         return made
 
     def _apply(self, pending: Sequence[_Found], number: int) -> bool:
