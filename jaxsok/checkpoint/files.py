@@ -185,7 +185,7 @@ class _SegmentedFile(io.RawIOBase):
         return segment
 
 
-def close_synced(file: Any) -> None:
+def close_and_sync(file: Any) -> None:
     file.flush()
     if hasattr(file, "fileno"):
         # A file system may lack it: its own close has to do then.
@@ -194,10 +194,10 @@ def close_synced(file: Any) -> None:
     file.close()
 
 
-def write_synced(path: Any, text: str) -> None:
+def write_and_sync(path: Any, text: str) -> None:
     with contextlib.closing(path.open("wb")) as file:
         file.write(text.encode())
-        close_synced(file)
+        close_and_sync(file)
 
 
 class BatchFile:
@@ -222,7 +222,7 @@ class BatchFile:
         """Ends the file and has it on the disk; returns the manifest's entry."""
         self._writer.close()
         foot = self._file.end_segment()
-        close_synced(self._file.file)
+        close_and_sync(self._file.file)
         return {
             "name": self.name,
             "size": self._file.size,

@@ -58,7 +58,7 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
         self.report = args.report
         # The folder may be on its way: a commit future waits for it, in its thread, and then writes.
         commit = ocp.future.CommitFutureAwaitingContractedSignals(
-            _written(saving, directory, votes), name="jaxsok_tables"
+            _write(saving, directory, votes), name="jaxsok_tables"
         )
         began = time.monotonic()
 
@@ -102,7 +102,7 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
         return {**{name: manifest[name] for name in ("step", "clock", "uuid", "mesh", "kind")}, "tables": tables}
 
 
-async def _written(saving: Saving, directory: Any, votes: tuple[processes.Vote, processes.Vote]) -> None:
+async def _write(saving: Saving, directory: Any, votes: tuple[processes.Vote, processes.Vote]) -> None:
     """Writes, and waits for all processes: Orbax would wait for those that failed until its timeout."""
     for vote, write in zip(votes, (saving.write, _join), strict=True):
         try:

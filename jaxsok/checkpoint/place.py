@@ -58,7 +58,7 @@ def place_records(
             break
         size = min(most_lines, 1 << max(6, (most - 1).bit_length()))
         total += sum(block.num_rows for block in blocks.values())
-        arrays = {shard: _padded(spec, block, size) for shard, block in blocks.items()}
+        arrays = {shard: _pad(spec, block, size) for shard, block in blocks.items()}
         if is_once:
             arrays = dict.fromkeys(local, arrays[local[0]])
         piece = {name: shards.put({shard: arrays[shard][name] for shard in local}) for name in arrays[local[0]]}
@@ -69,7 +69,7 @@ def place_records(
     return total if is_once or shards.num_processes == 1 else processes.total(total)
 
 
-def _padded(spec: StoreSpec, records: Records, size: int) -> dict[str, np.ndarray]:
+def _pad(spec: StoreSpec, records: Records, size: int) -> dict[str, np.ndarray]:
     arrays = {"keys": records.keys, "rows": records.rows}
     arrays |= {f"state.{state.name}": records.state[state.name] for state in spec.state_specs}
     if spec.keeps_statistics:

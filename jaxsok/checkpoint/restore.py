@@ -143,7 +143,7 @@ def restore(
         non_row_state.note_keys(full, collection)
     rows = {}
     for name in names:
-        by_partition = manifest_lib.unpacked(full.manifest["tables"][name]["partition_rows"])
+        by_partition = manifest_lib.unpack(full.manifest["tables"][name]["partition_rows"])
         rows[name] = _rows_by_shard(op, collection, name, by_partition)
     if not is_new:
         rows = {name: coming - _table_rows(collection, state, name) for name, coming in rows.items()}

@@ -18,17 +18,9 @@ import jax
 import numpy as np
 
 from jaxsok import checks, operations, policies
+from jaxsok.checkpoint import files
 from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.files import (
-    ALL_PARTITIONS,
-    COMPRESSIONS,
-    BatchFile,
-    TableForm,
-    close_synced,
-    keys_batch,
-    keys_schema,
-)
 from jaxsok.checkpoint.snapshot import Piece, RowsPiece, WordsPiece, pieces, shard_parts
 from jaxsok.collection import Collection
 from jaxsok.keys import from_words
@@ -58,8 +50,8 @@ class SaveOptions:
     """What is copied from the device at a time; smaller where `host_bytes` requires it."""
 
     def check(self, op: str) -> None:
-        if self.compression not in COMPRESSIONS:
-            raise ValueError(f"{op}: compression: got {self.compression!r}, wanted one of {list(COMPRESSIONS)}.")
+        if self.compression not in files.COMPRESSIONS:
+            raise ValueError(f"{op}: compression: got {self.compression!r}, wanted one of {list(files.COMPRESSIONS)}.")
         for name in ("host_bytes", "piece_bytes"):
             checks.integer(f"{op}: {name}", getattr(self, name), 1, wanted="a number of bytes")
 
@@ -286,10 +278,10 @@ class _Tables:
     def __init__(self, saving: Saving, folder: Any):
         self.saving, self.folder, self.collection = saving, folder, saving.collection
         stores = self.collection.stores
-        self.forms = [[TableForm.of(spec, table) for table in spec.tables] for spec in stores]
+        self.forms = [[files.TableForm.of(spec, table) for table in spec.tables] for spec in stores]
         self.words = [np.array([name_word(table.name) for table in spec.tables]) for spec in stores]
         self.numbers = {table.name: number for number, table in enumerate(self.collection.tables)}
-        self.open: dict[tuple[str, str], BatchFile] = {}
+        self.open: dict[tuple[str, str], files.BatchFile] = {}
         self.done: dict[tuple[str, str], dict[str, Any]] = {}
         self.bloom: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.nonfinite = dict.fromkeys(self.numbers, 0)
@@ -329,7 +321,7 @@ class _Tables:
                 self._write_batch(form, piece, keys, lines[start:stop], partitions[start:stop])
 
     def _write_batch(
-        self, form: TableForm, piece: RowsPiece, keys: np.ndarray, lines: np.ndarray, partitions: np.ndarray
+        self, form: files.TableForm, piece: RowsPiece, keys: np.ndarray, lines: np.ndarray, partitions: np.ndarray
     ) -> None:
         statistics = None if piece.statistics is None else piece.statistics[lines]
         records = Records(
@@ -354,9 +346,9 @@ class _Tables:
             counts = entries[:, 2]
             mine = entries[(entries[:, 3] == number) & (counts > 0) & (counts < admission.threshold)]
             if mine.size:
-                file = self._file(form.name, manifest_lib.WAITING, keys_schema(True))
+                file = self._file(form.name, manifest_lib.WAITING, files.keys_schema(True))
                 keys, counts = from_words(mine[:, :2]), np.ascontiguousarray(mine[:, 2])
-                file.write(keys_batch(keys, counts), ALL_PARTITIONS)
+                file.write(files.keys_batch(keys, counts), files.ALL_PARTITIONS)
 
     def _write_bloom(self, piece: WordsPiece) -> None:
         if piece.store not in self.bloom:
@@ -371,22 +363,22 @@ class _Tables:
     def write_tombstones(self, table: str, keys: np.ndarray) -> None:
         size = max(1, self.saving.options.bytes_of_piece // keys.itemsize)
         for start in range(0, keys.size, size):
-            file = self._file(table, manifest_lib.TOMBSTONES, keys_schema(False))
-            file.write(keys_batch(keys[start : start + size]), ALL_PARTITIONS)
+            file = self._file(table, manifest_lib.TOMBSTONES, files.keys_schema(False))
+            file.write(files.keys_batch(keys[start : start + size]), files.ALL_PARTITIONS)
 
-    def _file(self, table: str, kind: str, schema: Any) -> BatchFile:
+    def _file(self, table: str, kind: str, schema: Any) -> files.BatchFile:
         if (table, kind) not in self.open:
             process = "" if kind == manifest_lib.TOMBSTONES else f".process_{jax.process_index():05d}"
             ending = "" if kind == manifest_lib.ROWS else f".{kind}"
             name = f"table_{self.numbers[table]:04d}{process}{ending}.arrow"
-            self.open[table, kind] = BatchFile(self.folder, name, schema, self.saving.options.compression)
+            self.open[table, kind] = files.BatchFile(self.folder, name, schema, self.saving.options.compression)
         return self.open[table, kind]
 
     def close(self) -> None:
         for key, file in self.open.items():
             self.done[key] = file.close()
         for file, _ in self.bloom.values():
-            close_synced(file)
+            files.close_and_sync(file)
 
     def entries(self) -> dict[str, dict[str, Any]]:
         stores, (low, high) = self.saving.part["stores"], self.saving.part["seed"]
@@ -400,7 +392,7 @@ class _Tables:
                 "unknown": manifest_lib.unknown_to_json(table, low | high << 32),
                 "num_rows": sum(file["num_rows"] for file in self._done(table.name, manifest_lib.ROWS)),
                 "num_nonfinite": self.nonfinite[table.name],
-                "partition_rows": manifest_lib.packed(self.by_partition[table.name]),
+                "partition_rows": manifest_lib.pack(self.by_partition[table.name]),
                 **{kind: self._done(table.name, kind) for kind in manifest_lib.KINDS},
                 "num_evicted": evicted.get(table.name, 0),
             }

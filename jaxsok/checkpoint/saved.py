@@ -64,7 +64,7 @@ class Source:
         for table in tables:
             entry = self.manifest["tables"][table]
             files = sum(sum(batch[3] for batch in file["batches"]) for file in entry[manifest_lib.ROWS])
-            partitions = int(manifest_lib.unpacked(entry["partition_rows"]).sum())
+            partitions = int(manifest_lib.unpack(entry["partition_rows"]).sum())
             if not files == partitions == entry["num_rows"]:
                 raise CorruptFileError(
                     f'{self.op}: table "{table}": got {files} rows in the files and {partitions} in the partitions of '

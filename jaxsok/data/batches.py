@@ -142,7 +142,7 @@ class Batches(grain.MapDataset):
             return slice(offset + min(begin + part.start, last), offset + min(begin + part.stop, last))
         window, place = divmod(begin, self._window)
         size = min(self._window, self._stream_samples - window * self._window)
-        mixed = _mixed(self._seed, epoch, window, size, tuple(stream for stream, _ in self._parts))[stream]
+        mixed = _mix(self._seed, epoch, window, size, tuple(stream for stream, _ in self._parts))[stream]
         places = stream * self._stream_samples + window * self._window + mixed[place : place + last - begin]
         # Blocks in the order of this epoch, and the place of each sample among them.
         order = _block_order(self._seed, epoch, len(self._sizes))
@@ -199,6 +199,6 @@ def _block_order(seed: int, epoch: int, num_blocks: int) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=8)
-def _mixed(seed: int, epoch: int, window: int, size: int, streams: tuple[int, ...]) -> dict[int, np.ndarray]:
+def _mix(seed: int, epoch: int, window: int, size: int, streams: tuple[int, ...]) -> dict[int, np.ndarray]:
     """Returns the order of a window's samples in each stream of a process, which its next batches need too."""
     return {stream: np.random.default_rng([seed, epoch, stream, window]).permutation(size) for stream in streams}

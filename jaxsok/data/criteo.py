@@ -144,7 +144,7 @@ class _Day(ArraySource):
         if labels.exists():
             columns["label"] = np.load(labels, mmap_mode="r").reshape(-1)
         if bags.exists():
-            columns |= _mapped_bags(bags)
+            columns |= _map_bags(bags)
         else:
             columns["sparse"] = _mapped_rows(pathlib.Path(f"{stem}_sparse.npy"), NUM_CATEGORIES)
         counts = {name: len(column) for name, column in columns.items()}
@@ -197,7 +197,7 @@ def _mapped_rows(path: pathlib.Path, width: int) -> np.ndarray:
     return array
 
 
-def _mapped_bags(path: pathlib.Path) -> dict[str, np.ndarray]:
+def _map_bags(path: pathlib.Path) -> dict[str, np.ndarray]:
     """Maps the keys of each category from an uncompressed .npz, which `np.load` would copy to memory."""
     arrays = {}
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
@@ -255,7 +255,7 @@ def convert(
     num_rows = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for columns in _parsed_blocks(_paths_of(paths), num_threads):
+        for columns in _parse_blocks(_paths_of(paths), num_threads):
             left = len(columns["integers"]) if max_rows is None else max_rows - num_rows
             sparse = np.stack([columns[name] for name in CATEGORY_NAMES], axis=1)
             arrays = {"dense": columns["integers"], "sparse": sparse}
@@ -376,7 +376,7 @@ def _column_count_message(num_columns: int) -> str:
     )
 
 
-def _parsed_blocks(paths: Sequence[str], num_threads: int) -> Iterator[Columns]:
+def _parse_blocks(paths: Sequence[str], num_threads: int) -> Iterator[Columns]:
     """Parses blocks side by side, and gives them in order."""
     pending: collections.deque[Future[Columns]] = collections.deque()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="criteo-parse") as pool:

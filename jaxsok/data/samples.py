@@ -366,10 +366,10 @@ def _num_samples(column: Any) -> int:
 
 
 def _picked_all(columns: Columns, positions: slice | np.ndarray) -> Columns:
-    return {name: _picked(column, positions) for name, column in columns.items()}
+    return {name: _pick(column, positions) for name, column in columns.items()}
 
 
-def _picked(column: Any, positions: slice | np.ndarray) -> Any:
+def _pick(column: Any, positions: slice | np.ndarray) -> Any:
     """Returns some samples of a column; a slice without a copy of its keys."""
     if not isinstance(column, Bags):
         return column[positions]

@@ -41,14 +41,14 @@ class Opened:
 def open_tables(path: pathlib.Path) -> Opened:
     """Opens a file or folder of any kind, or a folder of files, each a table; errors are those of `inspect`."""
     if not path.exists():
-        raise FileNotFoundError(f"inspect: {path}: got no such file or folder, wanted {_wanted()}.")
+        raise FileNotFoundError(f"inspect: {path}: got no such file or folder, wanted {_list_kinds()}.")
     opened = _open(path)
     if opened is not None:
         return opened
     children = sorted(child for child in path.iterdir() if child.suffix not in _UNFINISHED) if path.is_dir() else []
     found = {child: opened for child in children if (opened := _open(child)) is not None}
     if not found:
-        raise ValueError(f"inspect: {path}: got {_content(path)}, wanted {_wanted()}.")
+        raise ValueError(f"inspect: {path}: got {_content(path)}, wanted {_list_kinds()}.")
     tables: dict[str, Read] = {}
     for child, opened in found.items():
         for name, read in opened.tables.items():
@@ -65,7 +65,7 @@ def _open(path: pathlib.Path) -> Opened | None:
     return next((opened for _, open_kind in KINDS if (opened := open_kind(path)) is not None), None)
 
 
-def _wanted() -> str:
+def _list_kinds() -> str:
     *wanted, last = (wanted for wanted, _ in KINDS)
     return f"{', '.join(wanted)} or {last}"
 

@@ -80,7 +80,7 @@ def write_sok(
 
     Source: `dump` of SOK 2.1.
     """
-    op, spelled = "write_sok", _spelled("write_sok", table)
+    op, spelled = "write_sok", _spell("write_sok", table)
     slots, scale = _slots_of(op, optimizer, learning_rate)
     if key_dtype not in KEY_DTYPES:
         raise ValueError(f"{op}: key_dtype: got {key_dtype!r}, wanted one of {list(KEY_DTYPES)}.")
@@ -133,7 +133,7 @@ def read_sok(
     Example:
       `chunks = read_sok("dump", "user:0", dim=64, optimizer="adagrad")`
     """
-    op, base = "read_sok", pathlib.Path(directory) / _spelled("read_sok", table)
+    op, base = "read_sok", pathlib.Path(directory) / _spell("read_sok", table)
     files.check_dim(op, dim)
     slots, scale = _slots_of(op, optimizer, learning_rate)
     if isinstance(optimizer, str) and optimizer in _ALSO:
@@ -258,7 +258,7 @@ class _Output:
     slot: str = ""
 
 
-def _spelled(op: str, table: str) -> str:
+def _spell(op: str, table: str) -> str:
     if not isinstance(table, str) or not table:
         raise ValueError(f"{op}: table: got {table!r}, wanted the name of SOK's variable.")
     return files.spelled(table)
@@ -266,7 +266,7 @@ def _spelled(op: str, table: str) -> str:
 
 def _files_of(op: str, directory: str | os.PathLike, table: str) -> list[pathlib.Path]:
     """Finds the files of a table; refuses those of another one whose name is spelled the same."""
-    base = pathlib.Path(directory) / _spelled(op, table)
+    base = pathlib.Path(directory) / _spell(op, table)
     if not base.parent.is_dir():
         return []
     there = sorted(
@@ -395,13 +395,13 @@ def _chunks(
     def chunks() -> Iterator[Records]:
         for start in range(0, num_rows, at_once):
             stop = start + at_once
-            state = {name: _scaled(array.read(start, stop), scale) for name, array in states.items()}
+            state = {name: _scale(array.read(start, stop), scale) for name, array in states.items()}
             yield Records(keys.read_keys(start, stop), rows.read(start, stop), state)
 
     return RecordChunks(num_rows, dim, {name: array.shape[1] for name, array in states.items()}, chunks)
 
 
-def _scaled(numbers: np.ndarray, scale: float) -> np.ndarray:
+def _scale(numbers: np.ndarray, scale: float) -> np.ndarray:
     return (numbers * numbers.dtype.type(scale) if scale != 1 else numbers).astype(np.float32, copy=False)
 
 

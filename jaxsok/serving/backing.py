@@ -109,17 +109,13 @@ class RowSource(abc.ABC):
 
 
 class HostRows(RowSource):
-    """Rows in host memory: frozen tables on JAX's CPU device, which do not change, read by threaded kernels.
-
-    `maps` of the rows serve `scan`. A newer version is another object.
-    """
+    """Rows in host memory: frozen tables on JAX's CPU device, read by threaded kernels. `maps` serve `scan`."""
 
     def __init__(self, tables: FrozenTables, maps: Sequence[RowMap], *, version: int = 0, served: Any = None) -> None:
         if len(maps) != len(tables.stores):
             raise ValueError(f"HostRows: maps: got {len(maps)}, wanted one for each of {len(tables.stores)} stores.")
         self.version, self.served = version, served
-        self._tables = tables
-        self._maps = tuple(maps)
+        self._tables, self._maps = tables, tuple(maps)
         # Sizes of which a fetch is compiled: of a table, or of a store for its numbers and scales.
         self._asked: dict[tuple[str | int, int], None] = {}
 
@@ -149,9 +145,8 @@ class HostRows(RowSource):
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
         """Reads the stored bits."""
         s, number = self._place("fetch_quantized", table)
-        number_there = jax.device_put(np.uint32(number), host_device())
-        store = self._tables.stores[s]
-        return self._in_parts(s, keys, lambda words: _fetch_quantized(store, words, number_there))
+        store, number = self._tables.stores[s], jax.device_put(np.uint32(number), host_device())
+        return self._in_parts(s, keys, lambda words: _fetch_quantized(store, words, number))
 
     def _in_parts(self, what: str | int, keys: Keys, fetch: Callable[[Any], tuple[Any, ...]]) -> Any:
         keys, parts = np.asarray(keys, np.uint64), []
@@ -181,9 +176,9 @@ class HostRows(RowSource):
         of_store = self._maps[store].frequencies
         frequency = None if of_store is None or not of_store[row_ids].any() else of_store[row_ids]
         for start in range(0, len(keys), chunk_rows):
-            lines = slice(start, start + chunk_rows)
-            rows, _ = self.fetch(table, keys[lines])
-            yield Records(keys[lines], rows, frequency=None if frequency is None else frequency[lines])
+            some = slice(start, start + chunk_rows)
+            rows, _ = self.fetch(table, keys[some])
+            yield Records(keys[some], rows, frequency=None if frequency is None else frequency[some])
 
     def _place(self, op: str, table: str) -> tuple[int, int]:
         if table not in self._tables.spec.places:
@@ -192,10 +187,7 @@ class HostRows(RowSource):
 
 
 class Layered(RowSource):
-    """Tiers in an order: the first that has a key gives its row. All have the same tables.
-
-    As HPS: rows in host memory, then a database, then the default value.
-    """
+    """Tiers of the same tables in an order: the first that has a key gives its row, as in HPS."""
 
     def __init__(self, layers: Sequence[RowSource]) -> None:
         if not layers:
@@ -223,12 +215,12 @@ class Layered(RowSource):
 
     def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
         """Asks each layer for the keys that those before it do not have."""
-        return self._first_found(keys, lambda layer, some: layer.fetch(table, some))
+        return self._ask_layers(keys, lambda layer, some: layer.fetch(table, some))
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
-        return self._first_found(keys, lambda layer, some: layer.fetch_quantized(table, some))
+        return self._ask_layers(keys, lambda layer, some: layer.fetch_quantized(table, some))
 
-    def _first_found(self, keys: Keys, fetch: Callable[[RowSource, Keys], tuple[np.ndarray, ...]]) -> Any:
+    def _ask_layers(self, keys: Keys, fetch: Callable[[RowSource, Keys], tuple[np.ndarray, ...]]) -> Any:
         parts = fetch(self._layers[0], keys)
         for layer in self._layers[1:]:
             missing = np.flatnonzero(~parts[-1])
@@ -284,7 +276,7 @@ def take(lines: Lines, which: np.ndarray) -> Lines:
     return tuple(array[which] for array in lines)
 
 
-def joined_lines(parts: Iterable[Lines]) -> Lines:
+def join_lines(parts: Iterable[Lines]) -> Lines:
     return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
 
 

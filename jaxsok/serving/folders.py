@@ -90,7 +90,7 @@ def open_table(
       512 MiB; and 12 bytes for each key of a chain's deltas, for as long as the result lives.
     """
     files_lib.check_dim(op, dim)
-    folder, is_hps = _found(op, path, table)
+    folder, is_hps = _find(op, path, table)
     if is_hps:
         return _of_hps(op, folder, table, int(dim), key_bits, hotness)
     links = [Source.of(op, folder)] if alone and is_delta(path) else chain_of(op, folder)
@@ -151,7 +151,7 @@ def frozen_as(what: str, source: TableSource, dtype: Any = None, default: float 
 
 def open_saved(op: str, path: Path) -> list[TableSource]:
     """Opens all tables of an export, a delta (with its chain) or a step of a checkpoint."""
-    folder, is_hps = _found(op, path, "any")
+    folder, is_hps = _find(op, path, "any")
     if is_hps:
         raise ServingError(
             f'{op}: source: got the HPS directory "{folder}", which does not name its table, wanted the HPS '
@@ -187,7 +187,7 @@ def open_all(
     return found
 
 
-def _found(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
+def _find(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
     folder = pathlib.Path(path)
     what = f'{op}: table "{table}": path: got "{folder}"'
     wanted = (

@@ -79,7 +79,7 @@ def embedding(op: str, spec: LookupSpec, tables: FrozenTables | None, keys: Any,
     offsets or weights given twice. ValueError: a table of another dim, or no dim to make zeros of.
     """
     read = _read(f'{op} "{spec.table}"', spec, keys, **more)
-    return _looked_up(op, {spec.table: spec}, tables, {spec.table: read})[spec.table]
+    return _look_up(op, {spec.table: spec}, tables, {spec.table: read})[spec.table]
 
 
 def embeddings(op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | None, inputs: Any) -> dict[str, Array]:
@@ -93,7 +93,7 @@ def embeddings(op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | 
         if name not in specs:
             raise RequestError(f"{op}: inputs: got {name!r}, wanted some of {list(specs)}.")
     read = {name: _read(f'{op}: "{name}"', specs[name], keys) for name, keys in inputs.items()}
-    return _looked_up(op, {name: specs[name] for name in inputs}, tables, read)
+    return _look_up(op, {name: specs[name] for name in inputs}, tables, read)
 
 
 def check_tables(op: str, tables: Any) -> FrozenTables:
@@ -127,7 +127,7 @@ def _read(
     return LookupInput(spec.table, keys, combiner, offsets=offsets, weights=weights, max_norm=max_norm)
 
 
-def _looked_up(
+def _look_up(
     op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | None, inputs: Mapping[str, LookupInput]
 ) -> dict[str, Array]:
     for name, spec in specs.items():

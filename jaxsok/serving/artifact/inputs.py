@@ -196,7 +196,7 @@ def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:
             raise RequestError(f"{what}: weights: got infinite or NaN, wanted finite numbers.")
         leaves.append(weights.astype(jnp.float32).reshape(-1))
     if num_keys == 0:  # a size of a program is 1 at least; the key is beyond the last bag
-        leaves = [_filled(leaves[0], 1, _PADDING_WORD), leaves[1], *(_filled(leaf, 1, 0) for leaf in leaves[2:])]
+        leaves = [_fill(leaves[0], 1, _PADDING_WORD), leaves[1], *(_fill(leaf, 1, 0) for leaf in leaves[2:])]
     return tuple(leaves), len(offsets) - 1
 
 
@@ -224,14 +224,14 @@ def pad_input(leaves: Any, num_samples: int, size: int) -> Any:
         num_keys = padded_size(words.shape[0], LEAST_BATCH)
         last = offsets[-1] if len(offsets) else 0
         return (
-            _filled(words, num_keys, _PADDING_WORD),
-            _filled(offsets, size + 1, last),
-            *(_filled(array, num_keys, 0) for array in weights),
+            _fill(words, num_keys, _PADDING_WORD),
+            _fill(offsets, size + 1, last),
+            *(_fill(array, num_keys, 0) for array in weights),
         )
-    return _filled(leaves, size, _PADDING_WORD if leaves.dtype == jnp.uint32 else 0)
+    return _fill(leaves, size, _PADDING_WORD if leaves.dtype == jnp.uint32 else 0)
 
 
-def _filled(array: Any, size: int, value: Any) -> Any:
+def _fill(array: Any, size: int, value: Any) -> Any:
     more = size - array.shape[0]
     if more == 0:
         return array

@@ -1,7 +1,7 @@
 """Finds which inputs of a traced model its lookups read, by table, so that a cache knows what to fetch.
 
-`mark` names the keys of a lookup in the trace. `found` follows each input to those names, through operations that pick
-and move whole keys. Any other operation on the words of a key makes an unknown key.
+`mark` names the keys of a lookup in the trace. `find_inputs` follows each input to those names, through operations that
+pick and move whole keys. Any other operation on the words of a key makes an unknown key.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,9 +30,7 @@ _CALLS = {
     **dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2"), "jaxpr"),
     **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
     "custom_vmap_call": "call",
-}
-"""Call operations, and the parameter that has their program."""
-
+}  # call operations, and the parameter that has their program
 _LOOKUPS = frozenset({"ffi_call", "custom_call"})  # what may take the rows of a store
 
 
@@ -41,7 +39,7 @@ def mark(table: str, words: Any) -> Array:
     return checkpoint_name(jnp.asarray(words), f"{_MARK}{table}")
 
 
-def found(jaxpr: Any, labels: Sequence[Label], tables: Sequence[str]) -> dict[str, tuple[str, ...] | None]:
+def find_inputs(jaxpr: Any, labels: Sequence[Label], tables: Sequence[str]) -> dict[str, tuple[str, ...] | None]:
     """Finds the inputs whose keys each table is looked up by, from the labels of the program's arguments.
 
     Gives no names for a table that is not read; None where the model computes keys, or reads rows without a lookup.
@@ -83,7 +81,7 @@ class _Walk:
         if has_inner or name not in _LOOKUPS:
             self.unknown.update(*(label for label in labels if isinstance(label, Rows)))
         if has_inner:
-            self.unknown.update(_marked(eqn))
+            self.unknown.update(_find_marks(eqn))
             return nothing
         labels = [None if isinstance(label, Rows) else label for label in labels]
         if name == "name" and eqn.params["name"].startswith(_MARK):
@@ -169,10 +167,10 @@ def _inner(eqn: Any) -> Iterator[Any]:
                 yield inner
 
 
-def _marked(eqn: Any) -> Iterator[str]:
-    """The tables that are looked up within an operation."""
+def _find_marks(eqn: Any) -> Iterator[str]:
+    """Yields the tables that are looked up within an operation."""
     for jaxpr in _inner(eqn):
         for inside in jaxpr.eqns:
             if inside.primitive.name == "name" and inside.params["name"].startswith(_MARK):
                 yield inside.params["name"].removeprefix(_MARK)
-            yield from _marked(inside)
+            yield from _find_marks(inside)

@@ -70,12 +70,12 @@ class ServedModel:
 
     def run(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> dict[str, Array]:
         """Runs the program over what `read` or `padded` gave; results have a row for each of its samples."""
-        out = self._program(*self._bound(tables), leaves)
+        out = self._program(*self._bind(tables), leaves)
         return {name: out[name] for name in self.outputs}
 
     def compile(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> None:
         """Compiles the program for tables and leaves (`leaves_of`), whose arrays may be `jax.ShapeDtypeStruct`."""
-        self._program.lower(*self._bound(tables), leaves).compile()
+        self._program.lower(*self._bind(tables), leaves).compile()
 
     def leaves_of(self, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """Returns the shapes of the program's inputs, from what `sizes` gives."""
@@ -96,8 +96,8 @@ class ServedModel:
         size = padded_size(num_samples, LEAST_BATCH)
         return {name: inputs_lib.pad_input(leaf, num_samples, size) for name, leaf in leaves.items()}
 
-    def _bound(self, tables: FrozenTables) -> tuple[Any, Any, Any]:
-        stores, numbers, words = _rebound(self._stores, tables.spec)
+    def _bind(self, tables: FrozenTables) -> tuple[Any, Any, Any]:
+        stores, numbers, words = _find_tables(self._stores, tables.spec)
         arrays = tuple(tables.stores[store] for store in stores)
         return tuple((store.index, store.counters, store.rows, store.scales) for store in arrays), numbers, words
 
@@ -186,7 +186,7 @@ def require_fit(what: str, wanted: Iterable[FrozenTable], given: Mapping[str, Fr
 
 
 @functools.lru_cache(maxsize=32)
-def _rebound(
+def _find_tables(
     wanted: tuple[tuple[FrozenTable, ...], ...], given: FrozenSpec
 ) -> tuple[tuple[int, ...], tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
     """Finds the tables that a program wants, by store: its number, the tables' numbers, and its words."""

@@ -117,7 +117,7 @@ def export_model(
             else leaves
             for name, leaves in given.items()
         }
-        return _named(op, function(bound, inner))
+        return _name_results(op, function(bound, inner))
 
     checks = [export.DisabledSafetyCheck.custom_call(target) for target, _ in library.TARGETS]
     shapes, jitted = _argument_shapes(export, tables, inputs), jax.jit(program)
@@ -143,7 +143,7 @@ def _lookups(
         elif argument == 3 and not isinstance(inputs[which.key], ArrayInput) and rest in ([], [0]):
             label = frozenset([which.key])
         labels.append(label)
-    return key_paths.found(jaxpr, labels, list(tables.tables))
+    return key_paths.find_inputs(jaxpr, labels, list(tables.tables))
 
 
 def _function_of(op: str, model: Any, variables: Mapping[str, Any] | None) -> Function:
@@ -211,7 +211,7 @@ def _argument_shapes(export: Any, tables: FrozenTables, inputs: Mapping[str, Inp
     return tuple(arrays), tuple(numbers), tuple(words), given
 
 
-def _named(op: str, out: Any) -> dict[str, Array]:
+def _name_results(op: str, out: Any) -> dict[str, Array]:
     if not isinstance(out, Mapping):
         out = {"output": out}
     if not out:

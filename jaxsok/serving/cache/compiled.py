@@ -36,8 +36,7 @@ class CompiledPrograms:
         self._place = self._forms[0].index.sharding
         self._ready: Ready[tuple[Any, ...]] = Ready(self._compile)
         self.beside = self._ready.beside
-        self.query_sizes: set[Sizes] = set()
-        """Sizes for which the query of `lookup` is compiled; only grows."""
+        self.query_sizes: set[Sizes] = set()  # for which the query of `lookup` is compiled; only grows
 
     def has(self, name: str, *sizes: Any) -> bool:
         return self._ready.has(None, (name, *sizes))
@@ -68,11 +67,11 @@ class CompiledPrograms:
                 return form, *self._keys(size)
             case "find", (size,):
                 return form.index, form.counters, *self._keys(size)
-            case "copied", (field,):
+            case "copy", (field,):
                 return (getattr(form, field),)
-            case "merged", (num_rows, num_lines):  # of fetched rows into those of a lookup
+            case "merge", (num_rows, num_lines):  # of fetched rows into those of a lookup
                 return self._slabs(of, num_rows), self._shape((num_rows,), np.int32), self._slabs(of, num_lines)
-        (num_rows,) = sizes  # "hidden"
+        (num_rows,) = sizes  # "hide"
         return self._index(num_rows), self._shape((num_rows,), np.bool_)
 
     def padded_sizes(self, least: Sizes) -> Sizes:
@@ -100,9 +99,9 @@ class CompiledPrograms:
             self.make("query", not as_tables, padded)
             for s, size in enumerate(padded) if as_tables else ():
                 if self._spec.stores[s][0].is_quantized:
-                    self.make("hidden", s, size)
+                    self.make("hide", s, size)
                 for step in range((size // LEAST_KEYS).bit_length()):
-                    self.make("merged", s, size, LEAST_KEYS << step)
+                    self.make("merge", s, size, LEAST_KEYS << step)
         for s, most in enumerate(map(max, zip(*sizes, strict=True))):
             last = padded_size(min(most, capacities[s]), LEAST_KEYS)
             for step in range((last // LEAST_KEYS).bit_length() if most else 0):

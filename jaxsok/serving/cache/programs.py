@@ -120,7 +120,7 @@ def _query_store(
         wanted = row_ids
         requests = jnp.concatenate([records[:, :3], jnp.ones((n, 1), jnp.uint32)], axis=1)
     if numbers and not is_expanded:
-        # Rows of uncached keys mean nothing: those that are not fetched either are `hidden`.
+        # Rows of uncached keys mean nothing: those that are not fetched either go to `hide`.
         lines = _read(numbers[0], wanted), _read(rows, wanted)[:, 0]
     else:
         stored, of_stored, is_row = rows, wanted, wanted != jnp.uint32(NO_ROW)
@@ -181,7 +181,7 @@ def _scatter(store: CacheStore, row_ids: Array, lines: tuple[Array, ...]) -> Cac
 
 
 @jax.jit
-def merged(slabs: tuple[Array, ...], slots: Array, lines: tuple[Array, ...]) -> tuple[Array, ...]:
+def merge(slabs: tuple[Array, ...], slots: Array, lines: tuple[Array, ...]) -> tuple[Array, ...]:
     """Replaces some rows (and their scales), each by the line that its slot names unless that is negative."""
     return tuple(
         jnp.where((slots >= 0).reshape(-1, *[1] * (slab.ndim - 1)), part.at[slots].get(mode="clip"), slab)
@@ -190,7 +190,7 @@ def merged(slabs: tuple[Array, ...], slots: Array, lines: tuple[Array, ...]) -> 
 
 
 @jax.jit
-def hidden(index: Array, is_hidden: Array) -> Array:
+def hide(index: Array, is_hidden: Array) -> Array:
     """Hides rows from an index by row id: it gives their entries no table."""
     entries = index.reshape(-1, 4)  # key (two words), row id, table
     hides = is_hidden.at[entries[:, 2]].get(mode="fill", fill_value=False)
@@ -198,6 +198,6 @@ def hidden(index: Array, is_hidden: Array) -> Array:
 
 
 find = jax.jit(kernels.find)
-copied = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
+copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
 # Drops and counts the rows of those keys that are cached; reads all records and the index once.
 drop = jax.jit(release, donate_argnums=0)

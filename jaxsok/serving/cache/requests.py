@@ -29,10 +29,7 @@ class Part:
 
 
 class Request:
-    """Checked keys, packed into one array for each store, so that programs differ in few sizes.
-
-    `choose` gives the sizes that the stores' keys are padded to, from the least powers of two that have room for them.
-    """
+    """Checked keys, packed into one array for each store; `choose` gives its size, from the least power of two."""
 
     def __init__(
         self, spec: FrozenSpec, keys: Mapping[str, Any], choose: Callable[[tuple[int, ...]], tuple[int, ...]]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxsok.serving.backing import Lines, RowSource, joined_lines, take
+from jaxsok.serving.backing import Lines, RowSource, join_lines, take
 from jaxsok.serving.cache import programs
 from jaxsok.serving.cache.compiled import LEAST_KEYS, CompiledPrograms
 from jaxsok.serving.cache.stats import Counter
@@ -75,8 +75,7 @@ class DeviceStores:
         self._most_rows = [0] * len(self.arrays)
         self._clock = 0
         self.source, self._epoch = source, 0
-        self._leaving: Mapping[str, np.ndarray] | None = {}
-        """Keys by table, sorted, that a swap is about to change; None: all."""
+        self._leaving: Mapping[str, np.ndarray] | None = {}  # keys that a swap will change, sorted; None: all
         self.compiled = CompiledPrograms(spec, self.layout, self.arrays)
 
     @property
@@ -199,11 +198,11 @@ class DeviceStores:
     def copies(self, field: str, *, is_required: bool = False) -> list[Any]:
         """Copies a field of each store, which a later program may donate. Closed stores give none, or are refused."""
         for s in range(len(self.capacities)):
-            self.compiled.make("copied", s, field)
+            self.compiled.make("copy", s, field)
         with self.lock:
             if is_required:
                 self.require_open()
-            return [programs.copied(getattr(store, field)) for store in self.arrays]
+            return [programs.copy(getattr(store, field)) for store in self.arrays]
 
     def close(self) -> None:
         with self.lock:
@@ -221,7 +220,7 @@ class DeviceStores:
             parts.setdefault(s, []).append((np.full(len(keys), number, np.uint32), keys, lines))
         for s, some in parts.items():
             ids, keys = (np.concatenate([part[i] for part in some]) for i in range(2))
-            lines = None if some[0][2] is None else joined_lines(part[2] for part in some)
+            lines = None if some[0][2] is None else join_lines(part[2] for part in some)
             if are_bounded and lines is not None and len(keys) > self.capacities[s]:
                 last = np.sort(np.lexsort((keys, ids))[-self.capacities[s] :])
                 ids, keys, lines = ids[last], keys[last], take(lines, last)

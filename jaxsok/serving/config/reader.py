@@ -92,7 +92,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
     path = pathlib.Path(source)
     if not path.is_file():
         raise FileNotFoundError(f"config.read: source: got {str(path)!r}, which is no file, wanted a JSON file.")
-    return _Reader(str(path)).config(_parsed(path))
+    return _Reader(str(path)).config(_parse_file(path))
 
 
 class _Repeated(dict):
@@ -103,7 +103,7 @@ class _Repeated(dict):
         ((self.key, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
 
 
-def _parsed(path: pathlib.Path) -> Any:
+def _parse_file(path: pathlib.Path) -> Any:
     what = f'config: file "{path}"'
 
     def refuse_constant(name: str) -> NoReturn:
@@ -148,8 +148,8 @@ class _Reader:
             self.refuse("models", [], "at least one model")
         volatile, persistent, _ = (self.database(name, top) for name in values_lib.DATABASE_KEYS)
         own = self.block("volatile_db.jaxsok", volatile["jaxsok"] or {}, values_lib.VOLATILE_JAXSOK_KEYS)
-        volatile_db = _made(VolatileDb, volatile | own) if "volatile_db" in given else VolatileDb("parallel_hash_map")
-        persistent_db = _made(PersistentDb, persistent)
+        volatile_db = _make(VolatileDb, volatile | own) if "volatile_db" in given else VolatileDb("parallel_hash_map")
+        persistent_db = _make(PersistentDb, persistent)
         for name in values_lib.OLDER_DATABASES:
             self.block(name, top[name] or {}, values_lib.OLDER_DATABASE_KEYS)
         models = tuple(self.model(f"models[{i}]", model, top) for i, model in enumerate(top["models"]))
@@ -194,13 +194,13 @@ class _Reader:
         """Checks the values of a block and fills in defaults; notes keys without effect."""
         if isinstance(given, _Repeated):
             text = "got the key twice, wanted it once; which one counts depends on the reader: take one out"
-            self.fail(_joined(path, given.key), text)
+            self.fail(_join(path, given.key), text)
         for name in given:
             if name not in keys:
                 self.refuse_unknown(path, name, keys)
         values: dict[str, Any] = {}
         for name, key in keys.items():
-            at = _joined(path, name)
+            at = _join(path, name)
             if name in given:
                 values[name] = self.value(at, given[name], key.kind)
                 if key.reason:
@@ -214,7 +214,7 @@ class _Reader:
     def value(self, path: str, given: Any, kind: Kind) -> Any:
         parsed = kind.parse(given)
         if parsed is WRONG:
-            is_quoted = isinstance(given, str) and kind.parse(_unquoted(given)) is not WRONG
+            is_quoted = isinstance(given, str) and kind.parse(_unquote(given)) is not WRONG
             self.refuse(path, given, kind.wanted, "write it without quotes" if is_quoted else "")
         if kind.items is not None:
             return tuple(self.value(f"{path}[{i}]", item, kind.items) for i, item in enumerate(parsed))
@@ -226,11 +226,11 @@ class _Reader:
         meant = f"it is a key of {elsewhere[0]}: move it there. " if elsewhere else ""
         meant = f'did you mean "{near[0]}"? ' if near else meant
         text = f"got an unknown key, wanted one of HPS 24.06 or jaxsok; {meant}HPS would ignore it: take it out if "
-        self.fail(_joined(path, str(name)), f"{text}nothing is meant")
+        self.fail(_join(path, str(name)), f"{text}nothing is meant")
 
     def note_no_effect(self, path: str, value: Any, reason: str) -> None:
         """Notes a key; the first reason stands."""
-        self.without.setdefault(path, WithoutEffect(path, _frozen(value), reason))
+        self.without.setdefault(path, WithoutEffect(path, _freeze(value), reason))
 
     def database(self, name: str, top: Mapping[str, Any]) -> dict[str, Any]:
         """Reads the block of a database; refuses types that jaxsok does not have."""
@@ -304,7 +304,7 @@ class _Reader:
             values["fuse_embedding_table"] = False
         elif "fuse_embedding_table" not in given:
             values["fuse_embedding_table"] = top["fuse_embedding_table"]
-        model = _made(ModelConfig, values)
+        model = _make(ModelConfig, values)
         for key, reason in values_lib.idle_keys(model).items():
             if key in given:
                 self.note_no_effect(f"{path}.{key}", given[key], reason)
@@ -375,20 +375,20 @@ def _order(path: str) -> list[tuple[int, str]]:
     return [(int(number), "") if number else (-1, name) for number, name in re.findall(r"\[(\d+)\]|([^.\[\]]+)", path)]
 
 
-def _made(kind: type, values: Mapping[str, Any]) -> Any:
+def _make(kind: type, values: Mapping[str, Any]) -> Any:
     return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
 
 
-def _joined(path: str, name: str) -> str:
+def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _frozen(value: Any) -> Any:
+def _freeze(value: Any) -> Any:
     value = list(value.items()) if isinstance(value, Mapping) else value
-    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
+    return tuple(_freeze(item) for item in value) if isinstance(value, list | tuple) else value
 
 
-def _unquoted(text: str) -> Any:
+def _unquote(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -39,7 +39,7 @@ class Busy(Refusal):
         super().__init__(503, "busy", f"{why}; ask again later.", {"Retry-After": "1", **(headers or {})})
 
 
-def refused(refusal: Refusal) -> Response:
+def make_response(refusal: Refusal) -> Response:
     error = {"code": refusal.code, "message": str(refusal)}
     return JSONResponse({"error": error}, refusal.status, refusal.headers)
 
@@ -69,7 +69,7 @@ async def http_error(request: Request, error: Exception) -> Response:
         404: ("not_found", "there is nothing at this path."),
         405: ("method_not_allowed", f"this path does not take {request.method[:20]}."),
     }.get(status, ("refused", "the request was refused."))
-    return refused(Refusal(status, code, message, getattr(error, "headers", None)))
+    return make_response(Refusal(status, code, message, getattr(error, "headers", None)))
 
 
 def formats(request: Request, op: str) -> tuple[str, str]:
@@ -82,7 +82,7 @@ def formats(request: Request, op: str) -> tuple[str, str]:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise Refusal(*refused_type, f"{op}: got Content-Encoding {wire.brief(encoding)}, wanted none.")
-    wanted = wire.accepted(",".join(request.headers.getlist("accept")), given)
+    wanted = wire.choose_format(",".join(request.headers.getlist("accept")), given)
     if wanted is None:
         message = f"{op}: Accept allows neither {' nor '.join(wire.MEDIA_TYPES.values())}."
         raise Refusal(406, "not_acceptable", message)

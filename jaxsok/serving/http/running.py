@@ -14,7 +14,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxsok.serving.http.responses import CLOSE, Refusal, refused
+from jaxsok.serving.http.responses import CLOSE, Refusal, make_response
 from jaxsok.serving.http.server import ABORT, DISCARD_S, App
 
 MAX_HEAD_BYTES = 1 << 16  # a request's first line and headers
@@ -89,7 +89,7 @@ class _Protocol(H11Protocol):
         if self.conn.is_head_long:
             message = f"the head of a request: got more than {MAX_HEAD_BYTES} bytes, at most so many are taken."
             refusal = Refusal(431, "head_too_large", message, CLOSE)
-        response = refused(refusal)
+        response = make_response(refusal)
         status, headers = response.status_code, [*self.server_state.default_headers, *response.raw_headers]
         events = h11.Response(status_code=status, headers=headers), h11.Data(data=response.body), h11.EndOfMessage()
         self.transport.write(b"".join(self.conn.send(event) for event in events))

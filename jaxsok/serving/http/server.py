@@ -30,7 +30,7 @@ from jaxsok.serving.http import wire
 from jaxsok.serving.http.batching import Batcher, ClosedError
 from jaxsok.serving.http.calls import Lookups, ParsedRequest, Predictions, limits_of
 from jaxsok.serving.http.metrics import Metrics
-from jaxsok.serving.http.responses import CLOSE, Busy, Refusal, formats, http_error, refusal_of, refused
+from jaxsok.serving.http.responses import CLOSE, Busy, Refusal, formats, http_error, make_response, refusal_of
 from jaxsok.serving.http.watch import Watcher
 
 _log = logging.getLogger(__name__)
@@ -193,13 +193,13 @@ class App:
             response = await answer(request)
             _check_held(self.held_bytes - request.num_bytes, len(response.body), self.options, name)
         except ClientDisconnect:
-            response = refused(Refusal(499, "client_closed", "the client left"))
+            response = make_response(Refusal(499, "client_closed", "the client left"))
         except asyncio.CancelledError:
             if not self.is_stopping:
                 raise
-            response = refused(refusal_of(ClosedError(), name))
+            response = make_response(refusal_of(ClosedError(), name))
         except Exception as error:
-            response = refused(refusal_of(error, name))
+            response = make_response(refusal_of(error, name))
         self.metrics.requests.labels(*labels, str(response.status_code)).inc()
         self.metrics.latency.labels(*labels).observe(time.perf_counter() - begin)
         self.metrics.received.labels(*labels).inc(request.num_bytes)
@@ -380,7 +380,9 @@ class App:
         return JSONResponse({"status": "ok"})
 
     async def _readyz(self, request: Request) -> Response:
-        return JSONResponse({"status": "ready"}) if self.is_ready else refused(refusal_of(ClosedError(), "readyz"))
+        return (
+            JSONResponse({"status": "ready"}) if self.is_ready else make_response(refusal_of(ClosedError(), "readyz"))
+        )
 
     async def _metrics(self, request: Request) -> Response:
         return Response(await asyncio.to_thread(self.metrics.text), headers={"Content-Type": self.metrics.content_type})

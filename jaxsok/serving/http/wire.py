@@ -293,10 +293,9 @@ def read_numbers(value: Any, dtype: Any, what: str) -> np.ndarray:
     array = _check_tensor(value, dtype, what) if isinstance(value, np.ndarray) else _array_of(value, dtype, what)
     with np.errstate(over="ignore", invalid="ignore"):
         made = array.astype(dtype)
-        if dtype.kind in "biu":
-            is_lost = (made != array) | ((made < 0) != (array < 0))
-        else:
-            is_lost = np.isfinite(array) & ~np.isfinite(made.astype(np.float64))
+    is_lost = (made != array) | ((made < 0) != (array < 0))
+    if dtype.kind == "f":
+        is_lost = np.isfinite(array) & ~np.isfinite(made.astype(np.float64))
     if is_lost.any():
         raise RequestError(f"{what}: got a number that does not fit {dtype.name}.")
     return made
@@ -353,12 +352,12 @@ def media_type_of(content_type: str | None) -> Literal["json", "tensors"] | None
     return {JSON: "json", TENSORS: "tensors"}.get(header.get_content_type())  # pyright: ignore[reportReturnType]
 
 
-def accepted(accept: str | None, default: Literal["json", "tensors"]) -> Literal["json", "tensors"] | None:
+def choose_format(accept: str | None, default: Literal["json", "tensors"]) -> Literal["json", "tensors"] | None:
     """Finds the format that an Accept header asks for; `default` where it leaves the choice; None: neither.
 
     Example:
-      >>> accepted("*/*", "tensors"), accepted("text/html, application/json;q=0.5", "tensors"), accepted("a/b", "json")
-      ('tensors', 'json', None)
+      >>> [choose_format(accept, "tensors") for accept in ("*/*", "text/html, application/json;q=0.5", "a/b")]
+      ['tensors', 'json', None]
     """
     if accept is None or not accept.strip():
         return default

@@ -141,14 +141,14 @@ class StorePlan:
         """Makes the next version beside the store as it is; shares the rows if none changes."""
         if self._has_rows(store):
             with jax.default_device(device):
-                rows, *scales = (self._copied(array) for array in (store.rows, *store.scales))
+                rows, *scales = (self._copy(array) for array in (store.rows, *store.scales))
             store = dataclasses.replace(store, rows=rows, scales=tuple(scales))
             for row_ids, lines in self.lines():
                 store = write_lines(store, row_ids, lines)
         index, counters = self.row_map.index(device)
         return dataclasses.replace(store, index=index, counters=counters)
 
-    def _copied(self, array: Array) -> Array:
+    def _copy(self, array: Array) -> Array:
         """Makes an array for the next version where an array lies, with its rows unless all of them go."""
         zeros = jnp.zeros((self.row_map.capacity, *array.shape[1:]), array.dtype)
         zeros = jax.device_put(zeros, array.sharding)

@@ -18,19 +18,10 @@ from typing import Any, Literal, Protocol, Self
 import jax
 import numpy as np
 
-from jaxsok.serving import folders
+from jaxsok.serving import folders, frozen
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.folders import TableSource
-from jaxsok.serving.frozen import (
-    FrozenStore,
-    FrozenTable,
-    FrozenTables,
-    freeze_records,
-    frozen_bytes,
-    ready_to_write,
-    write_lines,
-)
 from jaxsok.serving.model.store_plans import Change, StorePlan
 from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.ready import Form
@@ -46,7 +37,7 @@ class Version:
     """One version of the tables and the dense model."""
 
     number: int  # 1 at first; each update adds one
-    tables: FrozenTables
+    tables: frozen.FrozenTables
     maps: tuple[RowMap, ...]  # which keys have which rows, by store
     files: Mapping[str, str]  # the folder that changed each table last
     uuids: Mapping[str, str | None]  # which export each table holds; None: no delta can follow
@@ -71,7 +62,7 @@ class Version:
             dense_file=dense_file,
         )
 
-    def over(self, stores: Sequence[FrozenStore]) -> "Version":
+    def over(self, stores: Sequence[frozen.FrozenStore]) -> "Version":
         """Makes this version over other arrays."""
         return dataclasses.replace(self, tables=dataclasses.replace(self.tables, stores=tuple(stores)))
 
@@ -146,7 +137,7 @@ class Versions:
     def __init__(
         self,
         config: ModelConfig,
-        given: Sequence[tuple[FrozenTable, TableSource]],
+        given: Sequence[tuple[frozen.FrozenTable, TableSource]],
         *,
         key_bits: folders.KeyBits,
         memory: Memory,
@@ -160,10 +151,12 @@ class Versions:
         # One update at a time holds `_updating`: it alone sets `_current` and closes the gate. Arrays of `_current` are
         # donated only while the gate is closed.
         self._gate, self._updating = Gate(), threading.Lock()
-        needed = sum(sum(frozen_bytes(table, source.num_rows + config.spare_rows).values()) for table, source in given)
+        needed = sum(
+            sum(frozen.frozen_bytes(table, source.num_rows + config.spare_rows).values()) for table, source in given
+        )
         why = "its tables; take a smaller row_dtype, or, where they lie on a device, a gpucacheper below 1"
         memory.require("open", self.name, memory.free(), needed, why)
-        tables, maps = freeze_records(given, spare_rows=config.spare_rows, device=memory.device)
+        tables, maps = frozen.freeze_records(given, spare_rows=config.spare_rows, device=memory.device)
         self._current = Version(
             number=1,
             tables=tables,
@@ -222,7 +215,7 @@ class Versions:
     def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Reader) -> None:
         maps = list(old.maps)
         with self._memory.lock:  # not while programs are compiled, which may take minutes
-            plans, is_in_place = self._planned(old, changes, in_place)
+            plans, is_in_place = self._plan(old, changes, in_place)
             writes, held_bytes, stores = [], 0, list(old.tables.stores)
             for plan in plans:
                 s, store = plan.store, stores[plan.store]
@@ -244,7 +237,7 @@ class Versions:
             reader.prepare(old, new)
             if is_in_place:
                 for write in writes:
-                    ready_to_write(stores[write.store], len(write.row_ids))
+                    frozen.ready_to_write(stores[write.store], len(write.row_ids))
                 with self._memory.lock:
                     why = "a piece of rows to update in place; another model has taken them meanwhile"
                     needed = max((plan.piece_bytes for plan in plans), default=0)
@@ -258,7 +251,7 @@ class Versions:
         finally:
             self.held_bytes = 0
 
-    def _planned(self, old: Version, changes: Sequence[Change], in_place: InPlace) -> tuple[list[StorePlan], bool]:
+    def _plan(self, old: Version, changes: Sequence[Change], in_place: InPlace) -> tuple[list[StorePlan], bool]:
         """Plans each store that changes, and whether in place; refuses impossible updates."""
         tables, spec, of_store = old.tables, old.tables.spec.stores, dict[int, list[Change]]()
         for change in changes:
@@ -310,12 +303,12 @@ class Versions:
         with self._gate.writing():
             try:
                 for write in writes:
-                    stores[write.store] = write_lines(stores[write.store], write.row_ids, write.after)
+                    stores[write.store] = frozen.write_lines(stores[write.store], write.row_ids, write.after)
                     done += 1
                 jax.block_until_ready([store.rows for store in stores])
             except BaseException:
                 for write in writes[:done]:
-                    stores[write.store] = write_lines(stores[write.store], write.row_ids, write.before)
+                    stores[write.store] = frozen.write_lines(stores[write.store], write.row_ids, write.before)
                 for s, was in enumerate(old.tables.stores):
                     stores[s] = dataclasses.replace(stores[s], index=was.index, counters=was.counters)
                 self._current = old.over(stores)
@@ -377,6 +370,6 @@ def free_bytes(device: Any, limit: int | None, used: int) -> int | None:
     return max(0, found["bytes_limit"] - found["bytes_in_use"])
 
 
-def _read_lines(store: FrozenStore, row_ids: np.ndarray) -> tuple[np.ndarray, ...]:
+def _read_lines(store: frozen.FrozenStore, row_ids: np.ndarray) -> tuple[np.ndarray, ...]:
     ids = fill_up(np.asarray(row_ids, np.uint32), padded_size(len(row_ids), 1024))
     return tuple(np.asarray(array[ids])[: len(row_ids)] for array in (store.rows, *store.scales))
