@@ -149,11 +149,7 @@ def _export(
     clock: int | None,
     chain: Sequence[Source] = (),
 ) -> Exported:
-    """Writes into a folder with a name of its own, and renames it when all of it is on the disk.
-
-    With a chain it writes a delta on the last link. What fails in one process fails in all, and removes what was
-    written.
-    """
+    """Writes, with a chain a delta on its last link, under another name; fails in all processes if in one."""
     final = pathlib.Path(path)
     rests_on = None
     if chain:

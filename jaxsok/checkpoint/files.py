@@ -54,10 +54,8 @@ class TableForm:
     dim: int
     dtype: str
     optimizer: str
-    state_form: str
-    """`Optimizer.state_form`, which tells states of the same names apart."""
-    states: tuple[tuple[str, int, float], ...]
-    """Name, dim and initial value of each piece of optimizer state."""
+    state_form: str  # `Optimizer.state_form`, which tells states of the same names apart
+    states: tuple[tuple[str, int, float], ...]  # name, dim and initial value of each piece of optimizer state
     statistics: bool
 
     @classmethod

@@ -23,8 +23,7 @@ from jaxsok.specs import TableSpec
 from jaxsok.types import NUM_PARTITIONS
 
 FORMAT = "jaxsok tables"
-VERSION = 1
-"""The format's version; a reader takes its own and older ones."""
+VERSION = 1  # the format's version; a reader takes its own and older ones
 NAME = "manifest.json"
 KINDS = ROWS, WAITING, TOMBSTONES = "files", "waiting", "tombstones"
 BLOOM = "bloom"

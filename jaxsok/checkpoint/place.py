@@ -29,8 +29,7 @@ def place_records(
     """Places records of table `number` of store `s`, and returns how many there were on all shards.
 
     `held` has room for all of them; its state is donated and replaced. `of_shard` reads the records of a shard of this
-    process; for a replicated store those of one shard. Keys that are refused raise TableFullError. What `of_shard`
-    raises is a RuntimeError in the other processes.
+    process; for a replicated store those of one shard. What it raises is a RuntimeError in the other processes.
     """
     spec, shards = collection.stores[s], collection.shards
     local = shards.local()

@@ -115,10 +115,7 @@ def restore(
     optimizer_state: OptimizerState = "require",
     clock: Any = None,
 ) -> State:
-    """Restores tables from a full export and its deltas, in order; arguments and errors are those of `load`.
-
-    Rows that enter a given state count as used now: otherwise its next delta would miss them.
-    """
+    """Restores tables from a full export and its deltas, in order, as `load`."""
     full, is_new, now = chain[0], state is None, None
     op = full.op
     with processes.together(op):
@@ -273,9 +270,8 @@ def with_room(
 ) -> State:
     """Grows a state, which is donated, for `rows`, the net gain of each shard: int64[num_shards] by table.
 
-    A new state also gets room for one step's new keys, if memory allows. A store that evicts may get more rows than its
-    `max_capacity`, until the next `grow`: fewer shards have less to spare for hashes that are uneven, so that rows of a
-    full store would not fit. TableFullError: `max_capacity` of a store that does not evict is too low.
+    A new state also gets room for one step's new keys, if memory allows. A store that evicts may exceed its
+    `max_capacity` until the next `grow`: with fewer shards, uneven hashes need more room.
     """
     capacities, roomy = {}, {}
     for s, spec in enumerate(collection.stores):

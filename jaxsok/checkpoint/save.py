@@ -42,12 +42,9 @@ LOG = logging.getLogger("jaxsok.checkpoint")
 class SaveOptions:
     """How a state is saved."""
 
-    compression: str = "none"
-    """"none", "lz4" or "zstd"."""
-    host_bytes: int = HOST_BYTES
-    """Host memory that a process may take beside its tables."""
-    piece_bytes: int = PIECE_BYTES
-    """What is copied from the device at a time; smaller where `host_bytes` requires it."""
+    compression: str = "none"  # "none", "lz4" or "zstd"
+    host_bytes: int = HOST_BYTES  # host memory that a process may take beside its tables
+    piece_bytes: int = PIECE_BYTES  # what is copied from the device at a time; smaller where `host_bytes` requires it
 
     def check(self, op: str) -> None:
         if self.compression not in files.COMPRESSIONS:
@@ -100,9 +97,8 @@ class Saving:
     ):
         """Reads what is small and waits for the state, which must not be donated until `feed` has returned.
 
-        `kind` is "checkpoint", "full" or "delta". `clock` is the time of the save (None: the state's step). Of a delta
-        `rests_on` has `base`, `base_path` and `since`, before which rows are left out; `tombstones` has the keys that
-        are gone, by table.
+        `kind` is "checkpoint", "full" or "delta". Of a delta `rests_on` has `base`, `base_path` and `since`, before
+        which rows are left out; `tombstones` has the keys that are gone, by table.
         """
         options.check(op)
         check_state(op, collection, state)
@@ -137,10 +133,7 @@ class Saving:
     # Copying
 
     def feed(self, is_alive: Callable[[], None] = lambda: None) -> None:
-        """Copies the state to the host, as fast as the queue takes it; then the state may be donated.
-
-        While it waits for the writer to begin it calls `is_alive`, which raises if that will never happen.
-        """
+        """Copies the state to the host, as fast as the queue takes it; `is_alive` raises if no writer will begin."""
         try:
             for piece in self._pieces():
                 self._put(piece, is_alive)

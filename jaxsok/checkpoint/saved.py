@@ -131,10 +131,7 @@ def choose_tables(source: Source, collection: Collection, tables: Sequence[str] 
 def check_forms(
     source: Source, collection: Collection, names: Sequence[str], optimizer_state: OptimizerState
 ) -> dict[str, tuple[str, ...]]:
-    """Returns the pieces of optimizer state to restore, by table.
-
-    A ValueError names a table of another dim, or with state of another form that `optimizer_state` requires.
-    """
+    """Returns the pieces of optimizer state to restore, by table; refuses another dim, or a form that is required."""
     op = source.op
     if optimizer_state not in OPTIMIZER_STATES:
         raise ValueError(f"{op}: optimizer_state: got {optimizer_state!r}, wanted one of {list(OPTIMIZER_STATES)}.")

@@ -45,8 +45,7 @@ class WordsPiece:
     """A range of admission data: buckets of waiting keys, or words of a Bloom filter."""
 
     store: int
-    kind: str
-    """"waiting" or "bloom"."""
+    kind: str  # "waiting" or "bloom"
     shard: int
     words: np.ndarray
 
@@ -59,10 +58,7 @@ Piece = RowsPiece | WordsPiece
 
 
 def shard_parts(array: Array, spec: StoreSpec, shards: Shards) -> dict[int, Array]:
-    """Finds the parts of a store's array that this process saves, by shard, each on its device.
-
-    Copies on other mesh axes, and on the shards of a replicated store, are saved once.
-    """
+    """Finds the parts of a store's array that this process saves, each once, by shard and on its device."""
     if not shards.is_mesh:
         # Every process has a state of its own then, and the first one's is saved.
         return {0: array.addressable_data(0)} if jax.process_index() == 0 else {}
@@ -82,8 +78,7 @@ def pieces(
 ) -> Iterator[Piece]:
     """Copies all pieces of a store that this process saves; it must not be donated before the last has come.
 
-    A piece has at most `piece_bytes`, give or take a row. With `since`, only rows with a later or equal last step are
-    kept; where they are few they are picked on the device.
+    A piece has about `piece_bytes`. With `since`, only rows with a later or equal last step are kept.
     """
     return map(_UnderWay.wait, sent_ahead(_start(number, spec, store, seed, shards, piece_bytes, since), UNDER_WAY))
 

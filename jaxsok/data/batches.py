@@ -16,8 +16,7 @@ from absl import flags
 from jaxsok import checks
 from jaxsok.data.samples import Source, joined
 
-NUM_AHEAD = 4
-"""Batches that are read ahead, if not stated otherwise."""
+NUM_AHEAD = 4  # batches that are read ahead, if not stated otherwise
 
 
 class Batches(grain.MapDataset):

@@ -437,10 +437,7 @@ def _words(digit: int) -> np.uint64:
 
 
 def _keys_of(column: pa.Array, out: np.ndarray) -> bool:
-    """Writes the keys of a column of hexadecimal strings; says whether all of them were hexadecimal.
-
-    Eight digits are one 64-bit word, first digit in its lowest byte, and all bytes are worked on at once.
-    """
+    """Writes the keys of a column of hexadecimal strings, as 64-bit words; says whether all were hexadecimal."""
     text = np.frombuffer(column.buffers()[1], np.uint64, len(column), column.offset * _HEX_DIGITS)
     nibbles = (text & _words(0x0F)) + ((text >> np.uint64(6)) & _words(1)) * np.uint64(9)
     words = ((nibbles << np.uint64(4)) | (nibbles >> np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
@@ -456,11 +453,7 @@ def _keys_of(column: pa.Array, out: np.ndarray) -> bool:
 
 
 def _is_hex(text: np.ndarray) -> np.ndarray:
-    """Checks for each word that its eight bytes are hexadecimal digits.
-
-    Adding to a byte below 0x80 what is missing to 0x80 sets its highest bit exactly if it reaches the bound, and never
-    carries into the next byte; the bytes at or above 0x80 are refused by the last term.
-    """
+    """Checks for each word that its eight bytes are hexadecimal digits, below 0x80, by sums that never carry over."""
     lower = text | _words(0x20)
     is_digit = (text + _words(0x80 - 0x30)) & ~(text + _words(0x80 - 0x3A))
     is_letter = (lower + _words(0x80 - 0x61)) & ~(lower + _words(0x80 - 0x67))

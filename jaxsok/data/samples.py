@@ -23,8 +23,7 @@ from jaxsok import adapters, checks
 from jaxsok.features import Bags, offsets_of
 from jaxsok.split import cut_bags, picked_bags
 
-Columns = dict[str, Any]
-"""By name: arrays `[num_samples, ...]`, or `Bags` with offsets."""
+Columns = dict[str, Any]  # by name: arrays `[num_samples, ...]`, or `Bags` with offsets
 
 BLOCK_SAMPLES = 1 << 16
 """Samples in a block of a source that has no blocks of its own: neighbours stay together that long when shuffled."""

@@ -30,8 +30,7 @@ from jaxsok import optimizers as optim
 from jaxsok.collection import Collection
 from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, HostMemory, Placement, TableSpec, on
 
-LEARNING_RATE = 0.01
-"""The rate of an optimizer whose file gives none: bytes do not depend on it."""
+LEARNING_RATE = 0.01  # the rate of an optimizer whose file gives none: bytes do not depend on it
 
 
 @dataclasses.dataclass(frozen=True)

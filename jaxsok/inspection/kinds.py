@@ -30,12 +30,10 @@ class Opened:
     """The tables of a path; `facts` and `table_facts` are what the files say of themselves and of tables."""
 
     kind: str
-    tables: Mapping[str, Read]
-    """By name, a function that begins to read the records."""
+    tables: Mapping[str, Read]  # by name, a function that begins to read the records
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     table_facts: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    clock: int | None = None
-    """The step, or the user's time, of the files."""
+    clock: int | None = None  # the step, or the user's time, of the files
 
 
 def open_tables(path: pathlib.Path) -> Opened:

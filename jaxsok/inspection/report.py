@@ -11,8 +11,7 @@ from jaxsok.inspection.counts import QUANTILES, Bin, Frequencies, Magnitudes, St
 from jaxsok.printed import aligned, in_units
 from jaxsok.records import Records
 
-TOP_SHARE = 0.01
-"""The share of rows that counts as the most used."""
+TOP_SHARE = 0.01  # the share of rows that counts as the most used
 _BAR = 40  # characters of the longest bar
 _BLOCK_BYTES = 4 << 20  # of the float64 numbers whose norms are taken at once
 

@@ -343,11 +343,7 @@ def _checksum(batch: Any) -> int:
 
 
 def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
-    """Returns schema and number of rows of an Arrow file without a byte too many or too few.
-
-    Schema, record batches, end mark and footer must follow each other, the buffers of each batch likewise, and the
-    footer must list the same: bytes that were cut out or put in move what follows them.
-    """
+    """Returns schema and number of rows of an Arrow file whose parts follow each other, as its footer lists them."""
     pa, _ = _arrow(op)
 
     def refuse(byte: int, got: Any, wanted: Any) -> None:

@@ -26,8 +26,7 @@ from jaxsok.types import PADDING_KEY
 CHUNK_BYTES: int = 64 * 2**20
 """The size of a chunk of records where the caller gives no number of rows; also that of exports."""
 
-KEYS_HELD: int = 2**25
-"""Keys that are compared at once: 256 MiB, twice. A longer file is read once for each such part."""
+KEYS_HELD: int = 2**25  # keys that are compared at once: 256 MiB, twice. A longer file is read once for each such part
 
 ROW_DTYPES: dict[str, np.dtype] = {
     "float16": np.dtype(np.float16),
@@ -74,8 +73,7 @@ class Form:
         return f"rows of {self.dim} x {self.dtype.name}, state {states}, statistics {kept}"
 
 
-EMPTY = Form(0, ROW_DTYPES["float32"], (), False, False)
-"""The form of an export without chunks."""
+EMPTY = Form(0, ROW_DTYPES["float32"], (), False, False)  # the form of an export without chunks
 
 
 def form_of(op: str, records: Any) -> Form:
@@ -131,9 +129,8 @@ def check_records(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records]]
 class PartialFiles:
     """Files of one export, written as `<name>.<random>.partial` and renamed once all are complete.
 
-    A reader needs the first file, so it is removed first and appears last: whenever the process ends, there is the old
-    export, the new one, or none. If the old one is gone and a new file cannot get its name, the partial files stay, and
-    a note of the error names them.
+    A reader needs the first file, so it is removed first and appears last: there is the old export, the new one, or
+    none. If a new file cannot get its name then, the partial files stay, and a note of the error names them.
     """
 
     def __init__(
@@ -263,8 +260,7 @@ class RawArray:
     dtype: np.dtype
     shape: tuple[int, ...]
     begin: int = 0
-    keys: pathlib.Path | None = None
-    """The file that tells how many rows there are, if it is another one."""
+    keys: pathlib.Path | None = None  # the file that tells how many rows there are, if it is another one
 
     def __post_init__(self) -> None:
         size, wanted = size_of(self.op, self.path), self.begin + self.row_bytes * self.shape[0]
@@ -332,9 +328,8 @@ def check_dim(op: str, dim: Any) -> None:
 def check_keys(op: str, num_keys: int, chunks: Callable[[], Iterator[np.ndarray]], place: Callable[[int], str]) -> None:
     """Refuses PADDING_KEY and keys that occur twice, among `num_keys` uint64 keys that `chunks` begins to read.
 
-    `place` names a key by its number in errors. Exact, in bounded memory: at most KEYS_HELD keys are compared at once,
-    and a longer file is read again for each part of its keys, chosen by hash. Costs 8 bytes a key and a sort for each
-    part.
+    `place` names a key by its number in errors. At most KEYS_HELD keys are compared at once; a longer file is read
+    again for each part of its keys, chosen by hash.
     """
     num_parts = max(1, -(-num_keys // KEYS_HELD))
     for part in range(num_parts):

@@ -32,8 +32,7 @@ class Header:
 
     table: str
     slot: str
-    kind: int
-    """One of KINDS; -1: this is no header."""
+    kind: int  # one of KINDS; -1: this is no header
     num_numbers: int
 
     @classmethod

@@ -77,8 +77,12 @@ class RowSource(abc.ABC):
             rows = rows.astype(np.float32, copy=False)
         is_broken = is_found & ~np.isfinite(rows).all(axis=1)
         if is_broken.any():
-            is_found = is_found & ~is_broken
-            self._warn_broken(table, np.asarray(keys)[is_broken])
+            is_found, now = is_found & ~is_broken, time.monotonic()
+            if now - self._warned_at.get(table, -_WARN_S) >= _WARN_S:
+                self._warned_at[table], first = now, np.asarray(keys)[is_broken][0]
+                text = '%s.fetch: table "%s": got %d rows that are not finite, the first of key %d, wanted numbers to '
+                text += "be quantized; they count as not found. Not told again for %g s."
+                _log.warning(text, type(self).__name__, table, np.count_nonzero(is_broken), first, _WARN_S)
         numbers, scales = quantize.quantized(np.where(is_found[:, None], rows, 0), self.tables[table].dtype)
         return numbers, scales, is_found
 
@@ -86,16 +90,6 @@ class RowSource(abc.ABC):
     def _warned_at(self) -> dict[str, float]:
         """Times of the last warnings of rows that cannot be quantized, by table."""
         return {}
-
-    def _warn_broken(self, table: str, keys: np.ndarray) -> None:
-        now = time.monotonic()
-        if now - self._warned_at.get(table, -_WARN_S) >= _WARN_S:
-            self._warned_at[table] = now
-            _log.warning(
-                '%s.fetch: table "%s": got %d rows that are not finite, the first of key %d, wanted numbers to be '
-                "quantized; they count as not found. Not told again for %g s.",
-                *(type(self).__name__, table, len(keys), keys[0], _WARN_S),
-            )
 
     @abc.abstractmethod
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:

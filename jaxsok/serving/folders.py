@@ -32,10 +32,7 @@ _ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder that Orbax
 
 @dataclasses.dataclass(frozen=True)
 class TableSource:
-    """Rows of one table in checked files, which are read again whenever `chunks` or `tombstones` is called.
-
-    A file that changes while it is read is refused, as far as its checksum or its size show it.
-    """
+    """Rows of one table in checked files, which `chunks` and `tombstones` read again; changed files are refused."""
 
     table: str
     path: pathlib.Path  # the folder with the files; for a chain, the last link's
@@ -71,23 +68,19 @@ def open_table(
     """Opens all rows of a table: `path` is one of the folders above, for a delta with its chain beside it.
 
     With `alone` a delta is opened by itself, for a server of its `base`: new or replaced rows, and keys that go.
-
     `table` is its name in an export or a checkpoint; an HPS directory has one table, without a name. With 32 `key_bits`
-    keys are cut to their low 32 bits, as HPS does where `supportlonglong` is false. With `hotness` the `meta` of an HPS
-    directory is read as frequencies; exports have theirs either way. Errors name `op`.
+    keys are cut to their low 32 bits, as in HPS. `hotness` reads `meta` of HPS as frequencies. Errors name `op`.
 
     Raises:
-      FileNotFoundError: there is nothing of the kind.
-      UnknownTableError: there are other tables.
+      FileNotFoundError, UnknownTableError: there is nothing of the kind, or other tables.
       ServingError: another dim, or several folders of tables.
-      ValueError: HPS files that are empty or of odd size, or repeated keys: names file and byte. Keys that are equal
-        when they are cut, a delta without its chain, or with `hotness` a `meta` that does not fit.
+      ValueError: HPS files that are empty or of odd size, repeated keys (also when they are cut), a delta without its
+        chain, or a `meta` that does not fit.
       CorruptFileError: files of an export are damaged.
 
     Cost:
-      Reads all files of the table once (of HPS: all keys), and for a chain or cut keys again, to count and to compare.
-      Memory: a chunk (64 MiB, or as the export was written); for HPS and for cut keys 8 bytes a key, twice, but at most
-      512 MiB; and 12 bytes for each key of a chain's deltas, for as long as the result lives.
+      Reads all files of the table once (of HPS: all keys), and for a chain or cut keys again. Memory: a chunk (64 MiB),
+      8 bytes a key twice (512 MiB at most), and 12 bytes for each key of a chain's deltas as long as the result lives.
     """
     files_lib.check_dim(op, dim)
     folder, is_hps = _find(op, path, table)
@@ -134,10 +127,7 @@ Frozen: TypeAlias = tuple[FrozenTable, TableSource]
 
 
 def frozen_as(what: str, source: TableSource, dtype: Any = None, default: float | None = None) -> Frozen:
-    """Describes how a table is served: its rows have `dtype`, keys without a row read `default`; None: as it was saved.
-
-    ServingError, which begins with `what`: served tables cannot compute the rows of such keys.
-    """
+    """Describes how a table is served: its rows have `dtype`, absent keys read `default`; None: as it was saved."""
     absent = source.unknown if default is None else default
     if isinstance(absent, str):
         raise ServingError(

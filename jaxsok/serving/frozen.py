@@ -311,10 +311,7 @@ def freeze_records(
 
 
 def write_rows(store: FrozenStore, table: FrozenTable, row_ids: np.ndarray, rows: np.ndarray) -> FrozenStore:
-    """Writes rows, given in any float dtype, into a donated store, rounded or quantized as its table says.
-
-    Row ids are uint32; NO_ROW is ignored, and of a repeated row id the last row counts.
-    """
+    """Writes rows of any float dtype into a donated store, as its table stores them; the last of a row id counts."""
     last = len(row_ids) - 1 - np.unique(row_ids[::-1], return_index=True)[1]
     if len(last) != len(row_ids):
         last.sort()

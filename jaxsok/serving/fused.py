@@ -281,8 +281,7 @@ def _factors(rows: Float32[Array, "_ dim"], max_norm: float) -> Float32[Array, "
 def _combine_clipped(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping[str, Array]) -> dict[str, Array]:
     """Combines known rows in the order of the kernels.
 
-    Rows are read again with weights that clip them. Divisors are sums of the weights alone, which a store without keys
-    gives: its rows have one column that reads 1.
+    Rows are read again with weights that clip them. A store without keys, whose rows read 1, sums weights to divisors.
     """
     by_store = _by_store(parts)
     operands = []

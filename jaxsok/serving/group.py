@@ -75,18 +75,14 @@ def embedding(op: str, spec: LookupSpec, tables: FrozenTables | None, keys: Any,
     """Computes the result of a layer of one input, from keys or `jaxsok.Bags`.
 
     Without tables it gives zeros of the same shape, for Linen's `init`. `more` has offsets and weights, and replaces
-    the spec's combiner and max_norm where it is not None. RequestError: bags with an inverse or without a combiner, or
-    offsets or weights given twice. ValueError: a table of another dim, or no dim to make zeros of.
+    the spec's combiner and max_norm where it is not None.
     """
     read = _read(f'{op} "{spec.table}"', spec, keys, **more)
     return _look_up(op, {spec.table: spec}, tables, {spec.table: read})[spec.table]
 
 
 def embeddings(op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | None, inputs: Any) -> dict[str, Array]:
-    """Computes the results of a layer of several inputs in one call; `inputs` are keys of some or all specs, by name.
-
-    Errors are those of `embedding`; RequestError also for no mapping, or a name that no spec has.
-    """
+    """Computes the results of a layer of several inputs, which are keys of some or all specs by name, in one call."""
     if not isinstance(inputs, Mapping):
         raise RequestError(f"{op}: inputs: got {type(inputs).__name__}, wanted a mapping from names to keys.")
     for name in inputs:

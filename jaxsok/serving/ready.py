@@ -38,7 +38,7 @@ class Beside:
     def offer(self, name: Hashable | None, work: Callable[[], None]) -> bool:
         """Runs the work, unless too many wait or no thread starts; returns whether it will.
 
-        Work of one name runs once, also after a failure, which is logged; None: work without a name runs each time.
+        Work of one name runs once, also after a failure; without a name (None) it runs each time.
         """
         with self._changed:
             if self._is_closed or name in self._known or len(self._waiting) >= MOST_BESIDE:

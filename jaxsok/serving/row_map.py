@@ -37,7 +37,6 @@ class RowMap:
     """The rows of one frozen store by (table, key). Changed in place by one thread at a time.
 
     `salt` is 64 bits that are mixed into every hash; None: drawn, so that an attacker cannot choose keys that collide.
-    ValueError: a store cannot have as many rows as `capacity`.
     """
 
     def __init__(self, num_tables: int, capacity: int, *, salt: int | None = None) -> None:
@@ -84,10 +83,7 @@ class RowMap:
         return np.concatenate(found) if found else np.zeros(0, np.uint32)
 
     def place(self, table: int, keys: np.ndarray) -> np.ndarray:
-        """Gives each key a row, uint32; new keys get free rows, first those that were freed first.
-
-        Keys (uint64) may repeat; PADDING_KEY gets NO_ROW. ValueError: not enough free rows; nothing has changed then.
-        """
+        """Gives each key a row, uint32; new keys get free rows, in the order in which they were freed."""
         keys = np.asarray(keys)
         self._require_room(table, keys)
         placed = []

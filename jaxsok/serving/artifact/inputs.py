@@ -86,8 +86,7 @@ def input_to_json(spec: InputSpec) -> dict[str, Any]:
 
 def input_from_json(entry: Mapping[str, Any]) -> InputSpec:
     kind = KINDS[entry["kind"]]
-    fields = {field.name: entry[field.name] for field in dataclasses.fields(kind)}
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    return kind(**{field.name: entry[field.name] for field in dataclasses.fields(kind)})  # lists become tuples there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,17 +216,13 @@ def _fits(got: Any, wanted: Any) -> bool:
     return is_integer or jnp.issubdtype(got, jnp.floating)
 
 
-def pad_input(leaves: Any, num_samples: int, size: int) -> Any:
+def pad_input(leaves: Any, size: int) -> Any:
     """Fills an input up to `size` samples: with PADDING_KEY, empty bags, or 0."""
     if isinstance(leaves, tuple):
         words, offsets, *weights = leaves
-        num_keys = padded_size(words.shape[0], LEAST_BATCH)
-        last = offsets[-1] if len(offsets) else 0
-        return (
-            _fill(words, num_keys, _PADDING_WORD),
-            _fill(offsets, size + 1, last),
-            *(_fill(array, num_keys, 0) for array in weights),
-        )
+        num_keys, last = padded_size(words.shape[0], LEAST_BATCH), offsets[-1] if len(offsets) else 0
+        weights = (_fill(array, num_keys, 0) for array in weights)
+        return _fill(words, num_keys, _PADDING_WORD), _fill(offsets, size + 1, last), *weights
     return _fill(leaves, size, _PADDING_WORD if leaves.dtype == jnp.uint32 else 0)
 
 

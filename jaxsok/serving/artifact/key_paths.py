@@ -40,10 +40,7 @@ def mark(table: str, words: Any) -> Array:
 
 
 def find_inputs(jaxpr: Any, labels: Sequence[Label], tables: Sequence[str]) -> dict[str, tuple[str, ...] | None]:
-    """Finds the inputs whose keys each table is looked up by, from the labels of the program's arguments.
-
-    Gives no names for a table that is not read; None where the model computes keys, or reads rows without a lookup.
-    """
+    """Finds the inputs by whose keys each table is looked up; None: the model computes keys, or reads other rows."""
     walk = _Walk(tables)
     walk.run(jaxpr.jaxpr, labels, jaxpr.consts)
     return {table: None if table in walk.unknown else tuple(sorted(walk.read[table])) for table in tables}
@@ -65,8 +62,10 @@ class _Walk:
 
         for eqn in jaxpr.eqns:
             results = self._results(eqn, [label(var) for var in eqn.invars], by_lines)
-            if eqn.primitive.name == "broadcast_in_dim" and _is_by_lines(eqn):
-                by_lines.add(eqn.outvars[0])
+            if eqn.primitive.name == "broadcast_in_dim":
+                dims, last = eqn.params["broadcast_dimensions"], _last(eqn.outvars[0])
+                if last not in dims or eqn.invars[0].aval.shape[dims.index(last)] == 1:
+                    by_lines.add(eqn.outvars[0])
             env |= dict(zip(eqn.outvars, results, strict=True))
         return [label(var) for var in jaxpr.outvars]
 
@@ -132,12 +131,6 @@ def _gathers_words(eqn: Any) -> bool:
         and numbers.offset_dims[-1:] == (_last(eqn.outvars[0]),)
         and eqn.params.get("fill_value") is None  # then what is outside reads padding
     )
-
-
-def _is_by_lines(eqn: Any) -> bool:
-    """Checks that the result has one number along its last axis."""
-    dims, last = eqn.params["broadcast_dimensions"], _last(eqn.outvars[0])
-    return last not in dims or eqn.invars[0].aval.shape[dims.index(last)] == 1
 
 
 # Whether each leaves the two words of a key together.

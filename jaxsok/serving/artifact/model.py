@@ -63,10 +63,10 @@ class ServedModel:
         leaves, num_samples = self.read(inputs)
         if num_samples == 0 and not pad:
             raise RequestError("call: inputs: got a batch of no samples, wanted one at least; or pad=True.")
-        out = self.run(tables, self.padded(leaves, num_samples) if pad else leaves)
-        return {
-            name: value[:num_samples] if pad and self.outputs[name].is_batched else value for name, value in out.items()
-        }
+        if not pad:
+            return self.run(tables, leaves)
+        out = self.run(tables, self.padded(leaves, num_samples))
+        return {name: value[:num_samples] if self.outputs[name].is_batched else value for name, value in out.items()}
 
     def run(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> dict[str, Array]:
         """Runs the program over what `read` or `padded` gave; results have a row for each of its samples."""
@@ -94,7 +94,7 @@ class ServedModel:
     def padded(self, leaves: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
         """Pads what `read` gave to powers of two of samples, and of keys of bags."""
         size = padded_size(num_samples, LEAST_BATCH)
-        return {name: inputs_lib.pad_input(leaf, num_samples, size) for name, leaf in leaves.items()}
+        return {name: inputs_lib.pad_input(leaf, size) for name, leaf in leaves.items()}
 
     def _bind(self, tables: FrozenTables) -> tuple[Any, Any, Any]:
         stores, numbers, words = _find_tables(self._stores, tables.spec)
@@ -102,10 +102,7 @@ class ServedModel:
         return tuple((store.index, store.counters, store.rows, store.scales) for store in arrays), numbers, words
 
     def read(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Checks the inputs of a call; gives the program's inputs, unpadded, and the batch size.
-
-        Raises RequestError, which names input, got and wanted.
-        """
+        """Checks the inputs of a call (RequestError); gives the program's inputs, unpadded, and the batch size."""
         if not isinstance(inputs, Mapping):
             raise RequestError(f"call: inputs: got {type(inputs).__name__}, wanted a mapping from names to arrays.")
         if inputs.keys() != self.inputs.keys():

@@ -25,10 +25,7 @@ _PROGRAMS = dict(vars(programs))
 
 
 class CompiledPrograms:
-    """Knows which programs of a cache are compiled; JAX keeps what compiling one makes.
-
-    A program has the name of a function of programs.py, and the sizes that `_operands` takes.
-    """
+    """Knows the compiled programs of a cache, by a function of programs.py and the sizes that `_operands` takes."""
 
     def __init__(self, spec: FrozenSpec, layout: programs.Layout, stores: Sequence[programs.CacheStore]) -> None:
         self._spec, self._layout = spec, layout
@@ -75,10 +72,7 @@ class CompiledPrograms:
         return self._index(num_rows), self._shape((num_rows,), np.bool_)
 
     def padded_sizes(self, least: Sizes) -> Sizes:
-        """Chooses the sizes to pad a lookup to: the least, or those of a compiled query that is not much larger.
-
-        Then the query of the least sizes is compiled in the background.
-        """
+        """Chooses the sizes of a lookup: the least, or while those are compiled a query that is not much larger."""
         if least in self.query_sizes:
             return least
         most = max(_MOST_PADDING * sum(least), _FEW_KEYS)

@@ -33,8 +33,8 @@ Layout = tuple[bytes, ...]  # the words of the tables of each store, hashable: a
 class CacheStore(StoreArrays):
     """Rows of tables of one dim and dtype, as a training store has them, in one slab.
 
-    Its statistics are the tick of each row's last use, and how often it was used. Kernels begin new rows in floats, so
-    `rows` has the scales of quantized rows, and `numbers` what they scale.
+    Its statistics are the tick of each row's last use, and how often it was used. `rows` of quantized tables are the
+    scales of `numbers`: kernels begin new rows in floats.
     """
 
     numbers: tuple[Array, ...] = ()

@@ -160,10 +160,7 @@ class DeviceStores:
         return np.asarray(row_ids)[: len(keys)] != NO_ROW
 
     def rewrite(self, batches: Sequence[Batch], source: RowSource | None = None) -> int:
-        """Overwrites the cached rows of batches, and drops those of batches without lines; counts what it wrote.
-
-        With a source it goes over to that one in the same instant.
-        """
+        """Overwrites the cached rows of batches, drops those of batches without lines, and sets a given source."""
         for batch in batches:
             self.compiled.make("drop" if batch.lines is None else "overwrite", batch.store, batch.size)
         counts = []

@@ -66,11 +66,6 @@ def _parse_path(value: Any) -> Any:
     return text if isinstance(text, str) else WRONG
 
 
-def _parse_seconds(value: Any) -> Any:
-    """Gives whole seconds; a fraction is cut off, as in HPS."""
-    return COUNT.parse(math.trunc(value) if isinstance(value, float) and math.isfinite(value) else value)
-
-
 def _parse_any(value: Any) -> Any:
     items = value if isinstance(value, list | tuple) else [value]
     return WRONG if any(isinstance(item, list | tuple | Mapping) for item in items) else value
@@ -87,7 +82,10 @@ OPTIONAL_FILE = Kind("a path", _parse_path)
 POSITIVE, COUNT, SIZE, FRACTION = integer(1), integer(0), integer(0, 2**64 - 1), number(0.0, 1.0)
 FLOAT32 = number(-_FLOAT32_MAX, _FLOAT32_MAX)
 OPTIONAL_FLOAT32 = Kind(f"{FLOAT32.wanted}, or null", lambda value: None if value is None else FLOAT32.parse(value))
-WHOLE_SECONDS = Kind(COUNT.wanted, _parse_seconds)
+WHOLE_SECONDS = Kind(  # a fraction is cut off, as in HPS
+    COUNT.wanted,
+    lambda value: COUNT.parse(math.trunc(value) if isinstance(value, float) and math.isfinite(value) else value),
+)
 UNREAD = Kind("a number, a string, true, false, null, or a list of them", _parse_any)  # of a key that is not read
 DATABASE = among(
     {

@@ -1,6 +1,7 @@
 """Reads a configuration: checks parsed JSON key by key and makes values of it (values.py)."""
 
 import collections
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -214,7 +215,10 @@ class _Reader:
     def value(self, path: str, given: Any, kind: Kind) -> Any:
         parsed = kind.parse(given)
         if parsed is WRONG:
-            is_quoted = isinstance(given, str) and kind.parse(_unquote(given)) is not WRONG
+            unquoted = WRONG
+            with contextlib.suppress(ValueError, RecursionError):
+                unquoted = json.loads(given) if isinstance(given, str) else WRONG
+            is_quoted = kind.parse(unquoted) is not WRONG
             self.refuse(path, given, kind.wanted, "write it without quotes" if is_quoted else "")
         if kind.items is not None:
             return tuple(self.value(f"{path}[{i}]", item, kind.items) for i, item in enumerate(parsed))
@@ -386,10 +390,3 @@ def _join(path: str, name: str) -> str:
 def _freeze(value: Any) -> Any:
     value = list(value.items()) if isinstance(value, Mapping) else value
     return tuple(_freeze(item) for item in value) if isinstance(value, list | tuple) else value
-
-
-def _unquote(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return WRONG

@@ -49,12 +49,10 @@ class TableConfig:
     """An HPS directory, an export or a delta of `jaxsok.checkpoint`, or a step of an Orbax checkpoint."""
     default: float | None = column(
         "default_value_for_each_table", keys.OPTIONAL_FLOAT32, "a list of numbers, one for each table"
-    )
-    """A missing key reads it in every column. None (`null`, or a short list): as in training by the files, else 0.0."""
+    )  # A missing key reads it in every column. None (`null`, or a short list): as in training by the files, else 0.0
     max_keys_per_sample: int = column(
         "maxnum_catfeature_query_per_table_per_sample", keys.POSITIVE, "a list of numbers of keys, one for each table"
-    )
-    """A request has at most `max_batch_size` times as many keys."""
+    )  # A request has at most `max_batch_size` times as many keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +73,7 @@ class ModelConfig:
     lookups wait for them. 0: never waits; above 1: always waits, so that answers are exact."""
     embedding_cache_type: Literal["dynamic", "static"] = declare(
         keys.among(("dynamic", "static", "uvm", "stochastic")), "dynamic"
-    )
-    """"dynamic": a cache over rows in host memory. "static": all rows on the device. `use_static_table` makes it so."""
+    )  # "dynamic": a cache over rows in host memory. "static": all rows on the device. `use_static_table` makes it so
     use_static_table: bool = declare(keys.BOOL, False)  # the same as `embedding_cache_type` "static"
     num_of_worker_buffer_in_pool: int = declare(keys.POSITIVE, 1)  # lookups at the same time; others wait
     cache_refresh_percentage_per_iteration: float = declare(keys.FRACTION, 0.0)
@@ -261,8 +258,7 @@ DATABASE_KEYS: dict[str, dict[str, Key]] = {
         **without_effect(_NO_UPDATES, keys.COUNT, "max_commit_interval"),
         **without_effect(_OLDER, keys.UNREAD, "max_receive_buffer_size"),
     },
-}
-"""The keys of the blocks of databases."""
+}  # the keys of the blocks of databases
 VOLATILE_JAXSOK_KEYS = keys.keys_of(VolatileDb, "jaxsok")
 OLDER_DATABASES = ("cpu_memory_db", "distributed_db")  # the blocks of HPS 3.3 that later became volatile_db
 OLDER_DATABASE_KEYS = without_effect(_OLDER, keys.UNREAD, *DATABASE_KEYS["volatile_db"])

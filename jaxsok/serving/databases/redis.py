@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 class RedisDatabase(Database):
     """A Redis cluster, or one server, as `volatile_db` of a configuration declares it.
 
-    The commands of a call go to all nodes at once; `num_node_connections` calls run at the same time, others wait. The
-    next call makes a lost connection anew. A node that hangs fails a call after a few times `timeout_s`.
+    `num_node_connections` calls run at the same time, each to all nodes at once; others wait. The next call restores a
+    lost connection. A node that hangs fails a call after a few times `timeout_s`.
 
     Source: HPS of HugeCTR 24.06, `HugeCTR/src/hps/redis_backend.cpp`. Other than there, evict_random evicts (HPS looks
     for the keys where it does not put them), and no more rows leave than the target says.

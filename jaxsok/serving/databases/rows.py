@@ -29,10 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class Database(abc.ABC):
-    """Values by key, in sets by name, for many threads. Methods raise DatabaseError where they cannot do their work.
-
-    Keys are distinct, little-endian, of uint32 or uint64, and `max_batch_size` at most in a call.
-    """
+    """Values by distinct keys (little-endian uint32 or uint64), in sets by name, for many threads."""
 
     def __init__(self, max_batch_size: int) -> None:
         self.max_batch_size = max_batch_size
@@ -64,21 +61,6 @@ class DatabaseRows(RowSource):
     Of two databases, the last one has all rows; the first one is asked first. If it fails, the last one answers alone
     for RETRY_S, and a warning is logged. With `lifts` (HPS's `cache_missed_embeddings`) rows that only the last one had
     are written into the first one by a thread; not if any were written since they were read, which may be newer.
-
-    Raises:
-      ServingError: names that HPS does not allow: others than 1 to 120 letters, digits, `_` and `-`.
-
-    Example:
-      >>> import tempfile
-      >>> from jaxsok.serving.config import PersistentDb
-      >>> from jaxsok.serving.databases.rocksdb import RocksDatabase
-      >>> database = RocksDatabase(PersistentDb("rocks_db", path=tempfile.mkdtemp()))
-      >>> rows = DatabaseRows([database], "dlrm", [FrozenTable("user", dim=2)])
-      >>> rows.insert("user", np.array([7, 9], np.uint64), np.array([[1, 2], [3, 4]], np.float32))
-      >>> found, is_found = rows.fetch("user", np.array([9, 8], np.uint64))
-      >>> found[0].tolist(), is_found.tolist()
-      ([3.0, 4.0], [True, False])
-      >>> database.close()
     """
 
     def __init__(
@@ -169,11 +151,7 @@ class DatabaseRows(RowSource):
             yield np.frombuffer(b"".join(some), self._key_dtype).astype(np.uint64)
 
     def insert(self, table: str, keys: Keys, rows: Rows) -> None:
-        """Inserts or replaces rows of distinct keys, in the last database first.
-
-        ServingError: rows of another shape, PADDING_KEY, or keys that do not fit; nothing is written. DatabaseError: a
-        database fails; some rows may be written.
-        """
+        """Inserts or replaces rows of distinct keys, in the last database first; if one fails, some may be written."""
         name, dim = self._name("insert", table), self._tables[table].dim
         keys, rows = np.asarray(keys, np.uint64), np.ascontiguousarray(rows, "<f4")
         if rows.shape != (len(keys), dim) or not self._fit(keys).all():

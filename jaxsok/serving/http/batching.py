@@ -1,7 +1,4 @@
-"""Collects the requests of many clients into few calls, runs these off the event loop, and splits the results.
-
-Knows nothing of tables, HTTP or JAX: what a call does with the requests is a function that the Batcher gets.
-"""
+"""Collects the requests of many clients into few calls, runs these off the event loop, and splits the results."""
 
 import asyncio
 import collections
@@ -35,10 +32,10 @@ class _Job(Generic[Payload]):
 
 
 class Batcher(Generic[Payload, Result]):
-    """Runs payloads together, in the order in which they came.
+    """Runs payloads together, in the order in which they came, on one event loop but for `run`.
 
     A call begins when a worker is free, and the waiting payloads fill it or the first has waited `max_delay_s`. All
-    payloads of a call see one version of the tables. Everything but `run` happens on one event loop.
+    payloads of a call see one version of the tables.
     """
 
     def __init__(
@@ -70,10 +67,7 @@ class Batcher(Generic[Payload, Result]):
         return len(self._waiting)
 
     async def submit(self, payload: Payload, costs: Mapping[str, int]) -> Result:
-        """Waits for the payload's result; a cancelled caller takes its payload out of the queue.
-
-        Raises QueueFullError, ClosedError after `close`, or what `run` raised for this payload.
-        """
+        """Waits for the payload's result, or raises its error; a cancelled caller takes its payload back."""
         if self._closed:
             raise ClosedError
         if len(self._waiting) >= self._max_waiting:

@@ -1,7 +1,4 @@
-"""Checks requests against a model, joins several into one call of the session, and splits its answers.
-
-All that a client can get wrong is refused here, before a request joins others.
-"""
+"""Checks requests against a model, joins several into one call of the session, and splits its answers."""
 
 import collections
 import dataclasses
@@ -145,8 +142,8 @@ class Predictions(_Calls):
     def run(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
         """Gives each request its outputs, and the version.
 
-        Requests share a call if their samples have one shape and each output has a row for each sample. Otherwise each
-        has its own call: a mean over the batch, for example, must not mix clients.
+        Requests share a call if their samples have one shape and each output has a row for each sample: a mean over the
+        batch, for example, must not mix clients.
         """
         known, groups = self.session.models[model], dict[Any, list[int]]()
         can_join = all(output.is_batched for output in known.outputs.values())
@@ -162,7 +159,10 @@ class Predictions(_Calls):
     def _run_joined(self, known: Any, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
         joined = {name: _join([request.arrays[name] for request in requests]) for name in requests[0].arrays}
         answer = self.session.predict(joined, model=known.name)
-        outputs = {name: _sendable(np.asarray(value)) for name, value in answer.items()}
+        outputs = {name: np.asarray(value) for name, value in answer.items()}
+        for name, value in outputs.items():
+            if value.dtype.kind not in "iu" and value.dtype not in (np.float32, np.float64):
+                outputs[name] = value.astype(np.float32)  # both formats have this dtype
         if len(requests) == 1:
             return [(outputs, int(answer.version))]
         if answer.version != known.version:  # the dense model may be one whose results cannot be cut
@@ -236,8 +236,3 @@ def _join(values: Sequence[Any]) -> Any:
         offsets=offsets_of(lengths).astype(np.int32),
         weights=None if values[0].weights is None else np.concatenate([value.weights for value in values]),
     )
-
-
-def _sendable(value: np.ndarray) -> np.ndarray:
-    """Converts what is neither an integer nor a wide float to float32, so that both formats have its dtype."""
-    return value if value.dtype.kind in "iu" or value.dtype in (np.float32, np.float64) else value.astype(np.float32)

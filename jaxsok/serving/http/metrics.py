@@ -1,7 +1,4 @@
-"""Prometheus metrics of a server: its own requests, and the session's counters at the time of a scrape.
-
-Each server has a registry of its own, so that two servers of one process stay apart.
-"""
+"""Prometheus metrics of a server, in its own registry; the session's counters are read at the time of a scrape."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias

@@ -1,7 +1,4 @@
-"""Responses in JSON, and refusals, which have one form: `{"error": {"code", "message"}}`.
-
-An internal error is reported without detail; the log has its reason.
-"""
+"""Responses in JSON, and refusals: `{"error": {"code", "message"}}`. The log has the reason of internal errors."""
 
 import logging
 from collections.abc import Mapping

@@ -161,8 +161,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stops being ready, drains, refuses connections, lets idle ones ask once more, then closes.
 
-        A kept connection that is closed loses the request that its client is sending. So each stays until a response
-        has said that it closes, or until it has been idle for `keep_alive_s`.
+        A kept connection that is closed loses the request under way. So each stays until a response has said that it
+        closes, or until it has been idle for `keep_alive_s`.
         """
         self.app.stop_taking()
         options, loop = self.app.options, asyncio.get_running_loop()

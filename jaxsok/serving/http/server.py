@@ -134,7 +134,8 @@ class App:
         self._pools: list[concurrent.futures.ThreadPoolExecutor] = []
         self._bodies: concurrent.futures.ThreadPoolExecutor | None = None
         self._kinds = tuple(kind(session, self.options.max_keys) for kind in (Lookups, Predictions))
-        pages = {"/healthz": self._healthz, "/readyz": self._readyz, "/metrics": self._metrics}
+        pages = {"/readyz": self._readyz, "/metrics": self._metrics}
+        pages["/healthz"] = lambda _: JSONResponse({"status": "ok"})
         asked = [("GET", "", "models", self._models), ("GET", "/{model}", "model", self._model_page)]
         asked += [
             ("POST", f"/{{model}}/{kind.op}", kind.op, functools.partial(self._ask, kind)) for kind in self._kinds
@@ -375,9 +376,6 @@ class App:
             "formats": list(wire.MEDIA_TYPES.values()),
         }
         return JSONResponse(page)
-
-    async def _healthz(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
 
     async def _readyz(self, request: Request) -> Response:
         return (

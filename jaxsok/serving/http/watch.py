@@ -1,7 +1,4 @@
-"""Applies new exports and deltas from a folder of the operator, in order, while the server answers.
-
-Folders are ordered by name; digits count as numbers, so `delta-9` stands before `delta-10`.
-"""
+"""Applies new exports and deltas from a folder, in order of their names (`delta-9` before `delta-10`)."""
 
 import logging
 import os

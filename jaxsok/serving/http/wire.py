@@ -104,8 +104,8 @@ def body_bytes(given: str, num_values: int, names: Sequence[str]) -> int:
 def check_json(body: bytes, num_values: int, names: Sequence[str], what: str) -> None:
     """Refuses bodies that would become many more objects than a request can need, before they are parsed.
 
-    Python makes up to 70 bytes of a byte of JSON. Commas, brackets and colons bound its lists, objects and numbers; up
-    to twice as many as are needed pass, so that bodies only a little too large get a message of their own.
+    Python makes up to 70 bytes of a byte of JSON. Commas, brackets and colons bound its objects; twice as many as are
+    needed pass, so that bodies only a little too large get a message of their own.
     """
     inside = "".join(names)
     for sign, most in ((",", 2 * num_values), ("[", 2 * num_values), (":", 2 * len(names))):
@@ -262,12 +262,7 @@ def tensors_body(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) 
 
 
 def read_keys(value: Any, what: str) -> np.ndarray:
-    """Reads keys, uint64, of a tensor of integers, or of JSON lists of one shape: integers, or strings of their digits.
-
-    Example:
-      >>> read_keys([[1, -1], ["18446744073709551614", 9]], "lookup").tolist()
-      [[1, 18446744073709551615], [18446744073709551614, 9]]
-    """
+    """Reads keys, uint64, of a tensor of integers, or of JSON lists of integers, or of strings of their digits."""
     if isinstance(value, np.ndarray):
         _check_tensor(value, np.dtype(np.uint64), what)
         return value.astype(np.uint64 if value.dtype.kind == "u" else np.int64).view(np.uint64)
@@ -353,12 +348,7 @@ def media_type_of(content_type: str | None) -> Literal["json", "tensors"] | None
 
 
 def choose_format(accept: str | None, default: Literal["json", "tensors"]) -> Literal["json", "tensors"] | None:
-    """Finds the format that an Accept header asks for; `default` where it leaves the choice; None: neither.
-
-    Example:
-      >>> [choose_format(accept, "tensors") for accept in ("*/*", "text/html, application/json;q=0.5", "a/b")]
-      ['tensors', 'json', None]
-    """
+    """Finds the format that an Accept header asks for; `default` where it leaves the choice; None: neither."""
     if accept is None or not accept.strip():
         return default
     asked: dict[str, float] = {}

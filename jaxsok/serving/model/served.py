@@ -58,8 +58,7 @@ class Model:
 class Served:
     """One model of a session: checks and counts requests, answers each from one version, and makes the next one.
 
-    Many threads call it at the same time. `reader` reads the rows, which lie, or are cached, on `device`. It is started
-    here, and belongs to this object.
+    Many threads call it. It starts and owns `reader`, which reads the rows that lie, or are cached, on `device`.
     """
 
     def __init__(
@@ -277,10 +276,7 @@ def open_model(
     *,
     warm_up: bool,
 ) -> Served:
-    """Opens the files of a model, and serves it from a device; rows that do not lie there lie on the host.
-
-    Where the configuration names databases, they lie in these.
-    """
+    """Opens the files of a model, and serves it from a device; other rows lie on the host, or in databases."""
     given = [_open_table(config, table, whole.key_bits) for table in config.tables]
     dense_model = None
     if config.dense_file:

@@ -1,7 +1,4 @@
-"""The next version of one store: which keys have which rows, and what is written to them.
-
-A plan has its own map of rows, so making one changes nothing that is read.
-"""
+"""The next version of one store, with a map of rows of its own: a plan changes nothing that is read."""
 
 import dataclasses
 import functools

@@ -90,10 +90,7 @@ class StoredVersions:
     def update(
         self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, reader: Reader
     ) -> Version:
-        """Writes the rows of a source into the databases; see `Session.update`.
-
-        ServingError: it cannot be done; nothing has changed. DatabaseError: a database failed; some rows are written.
-        """
+        """Writes the rows of a source into the databases, see `Session.update`; if one fails, some rows are written."""
         if in_place is False:
             raise ServingError(
                 f'update: in_place: got False for model "{self.name}", whose rows lie in databases, wanted True or '

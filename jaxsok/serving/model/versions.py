@@ -2,8 +2,8 @@
 
 A version is a value. An update makes the next one *beside* it, which copies the arrays of the stores that change and
 swaps one reference. Where two copies do not fit, it works *in place*: it scatters changed rows into donated arrays
-while readers wait. Either way it reads and checks everything before it changes anything, a reader sees all tables of
-one version, and after a failure the old version is served.
+while readers wait. Either way it checks everything first, a reader sees all tables of one version, and after a
+failure the old version is served.
 """
 
 import contextlib
@@ -130,8 +130,7 @@ class Reader(Protocol):
 class Versions:
     """The versions of one model's tables, whose rows all lie in one memory. Loads the first one.
 
-    `can_donate` is False if others read the rows beside `reading`; rows then may not change where they lie.
-    ServingError: there is no room.
+    `can_donate` is False if others read the rows apart from `reading`: then rows may not change where they lie.
     """
 
     def __init__(
@@ -190,10 +189,7 @@ class Versions:
     def update(
         self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, reader: Reader
     ) -> Version:
-        """Makes the next version and serves it, with another dense model and its file if given; see `Session.update`.
-
-        ServingError: it cannot be done; nothing has changed.
-        """
+        """Makes the next version, with another dense model and its file if given, and serves it."""
         if not (isinstance(in_place, bool) or in_place == "auto"):
             raise ServingError(f'update: in_place: got {in_place!r}, wanted True, False or "auto".')
         if in_place is True and not self._can_donate:
@@ -223,9 +219,10 @@ class Versions:
                 if is_in_place:
                     index, counters = plan.row_map.index(self._memory.device)
                     stores[s] = dataclasses.replace(store, index=index, counters=counters)
-                    writes += [
-                        _Write(s, row_ids, after, _read_lines(store, row_ids)) for row_ids, after in plan.lines()
-                    ]
+                    for row_ids, after in plan.lines():
+                        ids = fill_up(np.asarray(row_ids, np.uint32), padded_size(len(row_ids), 1024))
+                        before = [np.asarray(array[ids])[: len(row_ids)] for array in (store.rows, *store.scales)]
+                        writes.append(_Write(s, row_ids, after, before))
                     held_bytes += plan.index_bytes
                 else:
                     stores[s] = plan.write(store, self._memory.device)
@@ -327,10 +324,7 @@ class _Write:
 
 
 def open_update(model: str, source: Source, version: Version, key_bits: folders.KeyBits) -> dict[str, TableSource]:
-    """Opens and checks an update by table: a folder, or folders by table, that comes after a version.
-
-    Raises ServingError for a delta of another base, or without tables of the model; and as `open_table`.
-    """
+    """Opens and checks an update by table: a folder, or folders by table, that comes after a version."""
     tables, op = version.tables.tables, "update"
     if isinstance(source, Mapping):
         if not source:
@@ -368,8 +362,3 @@ def free_bytes(device: Any, limit: int | None, used: int) -> int | None:
     if not found or "bytes_limit" not in found:
         return None
     return max(0, found["bytes_limit"] - found["bytes_in_use"])
-
-
-def _read_lines(store: frozen.FrozenStore, row_ids: np.ndarray) -> tuple[np.ndarray, ...]:
-    ids = fill_up(np.asarray(row_ids, np.uint32), padded_size(len(row_ids), 1024))
-    return tuple(np.asarray(array[ids])[: len(row_ids)] for array in (store.rows, *store.scales))
