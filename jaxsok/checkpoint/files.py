@@ -203,9 +203,8 @@ class BatchFile:
 
     def __init__(self, folder: Any, name: str, schema: Any, compression: str = "none"):
         pa = arrow()
-        self.name = name
+        self.name, self.num_rows = name, 0
         self.batches: list[list[int]] = []
-        self.num_rows = 0
         self._file = _SegmentedFile((folder / name).open("wb"), MAGIC_BYTES + schema.serialize().size)
         options = pa.ipc.IpcWriteOptions(compression=None if compression == "none" else compression)
         self._writer = pa.ipc.new_file(pa.PythonFile(self._file, mode="w"), schema, options=options)

@@ -50,12 +50,10 @@ def join_parts(op: str, folder: Any) -> dict[str, Any]:
     whole[BLOOM] = [entry for part in parts for entry in part[BLOOM]]
     for name, table in first["tables"].items():
         entries_of = [part["tables"][name] for part in parts]
-        joined = dict(table)
-        for count in ("num_rows", "num_nonfinite", "num_evicted"):
-            joined[count] = sum(entry[count] for entry in entries_of)
+        counts = ("num_rows", "num_nonfinite", "num_evicted")
+        joined = table | {count: sum(entry[count] for entry in entries_of) for count in counts}
         joined["partition_rows"] = pack(sum(unpack(entry["partition_rows"]) for entry in entries_of))
-        for kind in KINDS:
-            joined[kind] = [file for entry in entries_of for file in entry[kind]]
+        joined |= {kind: [file for entry in entries_of for file in entry[kind]] for kind in KINDS}
         whole["tables"][name] = joined
     # First away and then written: a folder with a manifest is whole.
     for n in range(len(parts)):

@@ -20,7 +20,7 @@ from jaxsok.table_import import Held, RecordWriter, padded
 
 ROUND_BYTES = 32 << 20  # of all shards of a process together: host memory stays at a few times that
 MOST_LINES = 1 << 20  # of a shard in a round
-FAILED = 1 << 41  # lines: more than any process has
+FAILED = 1 << 41  # rows: more than any process has
 
 
 def place_records(

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from jaxsok.store import State
 from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, NUM_PARTITIONS, PADDING_KEY
 
 HOST_BYTES = 4 << 30  # of a process (decision D12)
-PIECE_BYTES = 64 << 20  # large enough for a link's full speed, small beside HOST_BYTES
+PIECE_BYTES = 64 << 20  # large enough for a link's full speed, small compared with HOST_BYTES
 WORKING_PIECES = 6  # pieces' worth of memory outside the queue: under way to the host, sorted, compressed, written
 BATCHES_PER_PIECE = 16  # so that a process which restores a sixteenth of the partitions reads little more than that
 LOG = logging.getLogger("jaxsok.checkpoint")
@@ -40,10 +40,10 @@ LOG = logging.getLogger("jaxsok.checkpoint")
 
 @dataclasses.dataclass(frozen=True)
 class SaveOptions:
-    """How a state is saved."""
+    """Options of a save."""
 
     compression: str = "none"  # "none", "lz4" or "zstd"
-    host_bytes: int = HOST_BYTES  # host memory that a process may take beside its tables
+    host_bytes: int = HOST_BYTES  # host memory that a process may take in addition to its tables
     piece_bytes: int = PIECE_BYTES  # what is copied from the device at a time; smaller where `host_bytes` requires it
 
     def check(self, op: str) -> None:
@@ -54,21 +54,16 @@ class SaveOptions:
 
     @property
     def bytes_of_piece(self) -> int:
-        """Returns the bytes of a piece, so that those outside the queue take half of the memory at most."""
+        """The bytes of a piece, so that those outside the queue take half of the memory at most."""
         return max(1, min(self.piece_bytes, self.host_bytes // (2 * WORKING_PIECES)))
-
-    @property
-    def bytes_of_queue(self) -> int:
-        """Returns how many bytes may wait to be written."""
-        return max(1, self.host_bytes - WORKING_PIECES * self.bytes_of_piece)
 
 
 @dataclasses.dataclass
 class SaveReport:
-    """What a save did in this process; `num_bytes` were copied from the devices."""
+    """The result of a save in this process; `num_bytes` were copied from the devices."""
 
     pause_s: float = 0.0
-    """How long training waited: until the last row was on the host."""
+    """Seconds for which training waited: until the last row was on the host."""
     num_bytes: int = 0
     peak_bytes: int = 0
     """In the queue at most."""
@@ -130,13 +125,13 @@ class Saving:
         }
         self.part["clock"] = time_of(op, state, clock)
 
-    # Copying
-
     def feed(self, is_alive: Callable[[], None] = lambda: None) -> None:
         """Copies the state to the host, as fast as the queue takes it; `is_alive` raises if no writer will begin."""
+        how = {"piece_bytes": self.options.bytes_of_piece, "since": self.since}
         try:
-            for piece in self._pieces():
-                self._put(piece, is_alive)
+            for s, (spec, store) in enumerate(zip(self.collection.stores, self.state.stores, strict=True)):
+                for piece in pieces(s, spec, store, self.state.seed, self.collection.shards, **how):
+                    self._put(piece, is_alive)
         except BaseException as error:
             self._fail(error)
             raise
@@ -147,15 +142,11 @@ class Saving:
             self._changed.notify_all()
         LOG.info("%s: %d bytes on the host after %.3f s", self.op, self.report.num_bytes, self.report.pause_s)
 
-    def _pieces(self) -> Iterator[Piece]:
-        state, shards, piece_bytes = self.state, self.collection.shards, self.options.bytes_of_piece
-        for s, (spec, store) in enumerate(zip(self.collection.stores, state.stores, strict=True)):
-            yield from pieces(s, spec, store, state.seed, shards, piece_bytes=piece_bytes, since=self.since)
-
     def _put(self, piece: Piece, is_alive: Callable[[], None]) -> None:
+        most = max(1, self.options.host_bytes - WORKING_PIECES * self.options.bytes_of_piece)
         with self._changed:
             # An empty queue takes a piece of any size.
-            while self._error is None and self._held and self._held + piece.nbytes > self.options.bytes_of_queue:
+            while self._error is None and self._held and self._held + piece.nbytes > most:
                 if not self._changed.wait(timeout=1.0) and not self._writes.is_set():
                     is_alive()
             if self._error is not None:
@@ -171,8 +162,6 @@ class Saving:
             self._error = self._error or error
             self._queue.clear()
             self._changed.notify_all()
-
-    # Writing
 
     def write(self, folder: Any) -> None:
         """Writes this process's files into a folder, then its part of the manifest."""
@@ -197,15 +186,10 @@ class Saving:
         report.num_rows = {name: entry["num_rows"] for name, entry in entries.items()}
         report.num_nonfinite = {name: entry["num_nonfinite"] for name, entry in entries.items()}
         report.file_bytes = tables.file_bytes()
+        text = '%s: table "%s": %d of %d rows have numbers that are infinite or NaN; they are saved as they are.'
         for name, count in report.num_nonfinite.items():
             if count:
-                LOG.warning(
-                    '%s: table "%s": %d of %d rows have numbers that are infinite or NaN; they are saved as they are.',
-                    self.op,
-                    name,
-                    count,
-                    report.num_rows[name],
-                )
+                LOG.warning(text, self.op, name, count, report.num_rows[name])
         bloom = [entry for _, entry in tables.bloom.values()]
         part = {**self.part, "tables": entries, "bloom": bloom, "pause_s": report.pause_s}
         manifest_lib.write_part(folder, jax.process_index(), part)
@@ -218,8 +202,6 @@ class Saving:
             if self._error is not None:
                 raise RuntimeError(f"{self.op}: the state could not be copied: {self._error}") from self._error
             return self._queue.popleft()
-
-    # What is small
 
     def _store_part(self, s: int) -> dict[str, Any]:
         spec, store, shards = self.collection.stores[s], self.state.stores[s], self.collection.shards
@@ -258,7 +240,7 @@ def save_now(saving: Saving, folder: Any) -> None:
         try:
             saving.feed()
         finally:
-            # What stopped the copy may be what stopped the writer; that one says why.
+            # The writer may have stopped the copy; its error says why.
             concurrent.futures.wait([written])
             if saving.has_stopped:
                 written.result()

@@ -1,4 +1,4 @@
-"""What was saved: a folder's manifest and files, and whether its tables fit those of a collection.
+"""Saved tables: a folder's manifest and files, and checks that its tables fit those of a collection.
 
 The manifest is checked before anything is read, and all data against its checksum before it is used.
 """

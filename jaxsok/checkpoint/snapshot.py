@@ -124,7 +124,7 @@ def _start_rows(
 def _start_since(
     make: Callable[..., Piece], slab: RowSlab, start: int, stop: int, most: int, since: int
 ) -> Iterator["_UnderWay"]:
-    # A delta has few rows as a rule: the keys and statistics of all rows tell which.
+    # A delta usually has few rows. The keys and statistics of all rows say which.
     cut, lines = _cut((slab.records, there(slab.statistics)), start, stop, most)
     words, seen = (np.asarray(array)[lines] for array in cut)
     is_wanted = (from_words(words[:, :2]) != np.uint64(PADDING_KEY)) & (seen[:, 0] >= np.uint32(since))

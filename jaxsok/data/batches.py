@@ -99,17 +99,14 @@ class Batches(grain.MapDataset):
             )
         if not drop_remainder and streams > 1:
             raise ValueError(f"Batches: drop_remainder: got False with {streams} streams, wanted one stream.")
-        self._of_stream = batch_size // streams
-        """Samples of a batch from one stream."""
+        self._of_stream = batch_size // streams  # samples of a batch from one stream
         self._stream_samples = max(0, last - self._first) // streams
         self._length = self._stream_samples // self._of_stream
         if not drop_remainder:
             self._length = -(-self._stream_samples // self._of_stream)
         if not self._length:
-            raise ValueError(
-                f"Batches: batch_size: got {batch_size} for {max(0, last - self._first)} samples, wanted at most as "
-                "many."
-            )
+            got = f"{batch_size} for {max(0, last - self._first)} samples"
+            raise ValueError(f"Batches: batch_size: got {got}, wanted at most as many.")
         # This process's part of each batch: from these streams, these of each stream's samples.
         self._parts = _parts_of(index, count, streams, self._of_stream)
         self._window = shuffle_batches * self._of_stream
@@ -186,10 +183,9 @@ def _parts_of(index: int, count: int, streams: int, of_stream: int) -> list[tupl
     if streams >= count:
         of_process = streams // count
         return [(stream, slice(0, of_stream)) for stream in range(index * of_process, (index + 1) * of_process)]
-    sharers = count // streams
-    share = of_stream // sharers
-    part = index % sharers
-    return [(index // sharers, slice(part * share, (part + 1) * share))]
+    stream, part = divmod(index, count // streams)
+    share = of_stream * streams // count
+    return [(stream, slice(part * share, (part + 1) * share))]
 
 
 @functools.lru_cache(maxsize=8)

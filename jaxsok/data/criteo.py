@@ -33,8 +33,7 @@ INTEGER_NAMES = tuple(f"I{i + 1}" for i in range(NUM_INTEGERS))
 CATEGORY_NAMES = tuple(f"C{i + 1}" for i in range(NUM_CATEGORIES))
 COLUMN_NAMES = ("label", *INTEGER_NAMES, *CATEGORY_NAMES)
 
-MISSING_KEY = np.uint64(PADDING_KEY).astype(np.int64)
-"""PADDING_KEY as int64: a missing category contributes zeros. No category has it: they are below 2**32."""
+MISSING_KEY = np.uint64(PADDING_KEY).astype(np.int64)  # contributes zeros; categories are below 2**32
 
 _BLOCK_BYTES = 4 << 20  # about 17,000 rows: 1 MiB pays more for each call than for its rows, 8 MiB falls out of cache
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -80,7 +79,7 @@ class TextSource(BlockSource):
             first_row, start = 1, 0
             for block in _blocks(path):
                 self._blocks.append(_Place(path, first_row, start, len(block.text), block.has_label))
-                counts.append(_count_rows(block.text))
+                counts.append(block.text.count(b"\n") + (not block.text.endswith(b"\n")))
                 first_row, start = first_row + counts[-1], start + len(block.text)
         _require_labels_alike(self._blocks)
         super().__init__(counts)
@@ -126,7 +125,8 @@ def binary_source(path: str | os.PathLike) -> JoinedSource:
     path = pathlib.Path(path)
     if path.is_file():
         return JoinedSource([_RowsOf40(path)])
-    days = [_Day(dense) for dense in sorted(path.glob("*_dense.npy"), key=_numbers_in)]
+    numbers_in = lambda dense: ([int(number) for number in re.findall(r"\d+", dense.name)], dense.name)  # noqa: E731
+    days = [_Day(dense) for dense in sorted(path.glob("*_dense.npy"), key=numbers_in)]
     if not days:
         raise FileNotFoundError(f"binary_source: {path}: got no *_dense.npy there, wanted at least one day.")
     if len({"label" in day.columns for day in days}) > 1:
@@ -175,19 +175,12 @@ class _RowsOf40(ArraySource):
     def take(self, positions: slice | np.ndarray) -> Columns:
         rows = super().take(positions)["rows"]
         integers = np.log1p(np.maximum(rows[:, 1 : 1 + NUM_INTEGERS], 0).astype(np.float32))
-        return {
-            "label": rows[:, 0].astype(np.float32),
-            "integers": integers,
-            **_columns_of(rows[:, 1 + NUM_INTEGERS :]),
-        }
+        columns = {"label": rows[:, 0].astype(np.float32), "integers": integers}
+        return columns | _columns_of(rows[:, 1 + NUM_INTEGERS :])
 
 
 def _columns_of(categories: np.ndarray) -> Columns:
     return {name: categories[:, i] for i, name in enumerate(CATEGORY_NAMES)}
-
-
-def _numbers_in(path: pathlib.Path) -> tuple[list[int], str]:
-    return [int(number) for number in re.findall(r"\d+", path.name)], path.name
 
 
 def _mapped_rows(path: pathlib.Path, width: int) -> np.ndarray:
@@ -207,14 +200,11 @@ def _map_bags(path: pathlib.Path) -> dict[str, np.ndarray]:
             file.seek(member.header_offset + 26)  # the lengths of name and extra field, which the data follow
             name_bytes, extra_bytes = np.frombuffer(file.read(4), "<u2").tolist()
             file.seek(member.header_offset + 30 + name_bytes + extra_bytes)
-            version = np.lib.format.read_magic(file)
-            read_header = (
-                np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            )
+            formats, version = np.lib.format, np.lib.format.read_magic(file)
+            read_header = formats.read_array_header_1_0 if version == (1, 0) else formats.read_array_header_2_0
             shape, is_fortran, dtype = read_header(file)
-            arrays[member.filename.removesuffix(".npy")] = np.memmap(
-                path, dtype, "r", file.tell(), shape, "F" if is_fortran else "C"
-            )
+            order = "F" if is_fortran else "C"
+            arrays[member.filename.removesuffix(".npy")] = np.memmap(path, dtype, "r", file.tell(), shape, order)
     wanted = {str(i): name for i, name in enumerate(CATEGORY_NAMES)}
     if set(arrays) != set(wanted):
         raise ValueError(f'binary_source: {path}: got arrays {list(arrays)}, wanted "0" to "{NUM_CATEGORIES - 1}".')
@@ -317,10 +307,6 @@ def _is_gzip(path: str) -> bool:
         return file.read(2) == _GZIP_MAGIC
 
 
-def _count_rows(text: bytes) -> int:
-    return text.count(b"\n") + (not text.endswith(b"\n"))
-
-
 def _require_labels_alike(blocks: Sequence[Any]) -> None:
     for block in blocks:
         if block.has_label != blocks[0].has_label:
@@ -334,14 +320,10 @@ class _Block(NamedTuple):
     has_label: bool
 
 
-def _open(path: str) -> pa.NativeFile:
-    is_gzip = _is_gzip(path)
-    return pa.input_stream(path, compression="gzip" if is_gzip else None, buffer_size=_BLOCK_BYTES if is_gzip else None)
-
-
 def _blocks(path: str) -> Iterator[_Block]:
     first_row, rest, has_label = 1, b"", None
-    with _open(path) as stream:
+    gzip, buffer_size = ("gzip", _BLOCK_BYTES) if _is_gzip(path) else (None, None)
+    with pa.input_stream(path, compression=gzip, buffer_size=buffer_size) as stream:
         while True:
             try:
                 text = stream.read(_BLOCK_BYTES)
@@ -355,18 +337,14 @@ def _blocks(path: str) -> Iterator[_Block]:
             rest = text[end:] if end else rest + text
             if whole and (end or not text):
                 if has_label is None:
-                    has_label = _has_label(path, whole)
+                    num_columns = whole.partition(b"\n")[0].count(b"\t") + 1
+                    has_label = num_columns == len(COLUMN_NAMES)
+                    if not has_label and num_columns != len(COLUMN_NAMES) - 1:
+                        raise LogFormatError(f"criteo: {path}, row 1: {_column_count_message(num_columns)}")
                 yield _Block(path, first_row, whole, has_label)
                 first_row += whole.count(b"\n")
             if not text:
                 return
-
-
-def _has_label(path: str, text: bytes) -> bool:
-    num_columns = text.partition(b"\n")[0].count(b"\t") + 1
-    if num_columns not in (len(COLUMN_NAMES), len(COLUMN_NAMES) - 1):
-        raise LogFormatError(f"criteo: {path}, row 1: {_column_count_message(num_columns)}")
-    return num_columns == len(COLUMN_NAMES)
 
 
 def _column_count_message(num_columns: int) -> str:
@@ -411,7 +389,7 @@ def _parse(block: _Block) -> Columns:
         raise _explain(block, error) from error
     chunks = [table.column(name).chunk(0) for name in names]
     num_rows = table.num_rows
-    label = _label(chunks.pop(0)) if block.has_label else None
+    label = chunks.pop(0).fill_null(np.nan).to_numpy(zero_copy_only=False) if block.has_label else None
     integers = np.empty((num_rows, NUM_INTEGERS), np.float32)
     categories = np.empty((NUM_CATEGORIES, num_rows), np.int64)
     is_good = label is None or bool(np.all((label == 0) | (label == 1)))
@@ -425,10 +403,6 @@ def _parse(block: _Block) -> Columns:
         raise _explain(block, None)
     columns: Columns = {} if label is None else {"label": label}
     return columns | {"integers": integers} | dict(zip(CATEGORY_NAMES, categories, strict=True))
-
-
-def _label(column: pa.Array) -> np.ndarray:
-    return column.fill_null(np.nan).to_numpy(zero_copy_only=False)
 
 
 def _words(digit: int) -> np.uint64:

@@ -25,8 +25,7 @@ from jaxsok.split import cut_bags, picked_bags
 
 Columns = dict[str, Any]  # by name: arrays `[num_samples, ...]`, or `Bags` with offsets
 
-BLOCK_SAMPLES = 1 << 16
-"""Samples in a block of a source that has no blocks of its own: neighbours stay together that long when shuffled."""
+BLOCK_SAMPLES = 1 << 16  # of a source without blocks of its own: so many neighbours stay together when shuffled
 
 
 @runtime_checkable
@@ -218,22 +217,19 @@ class ArrowSource(BlockSource):
         import pyarrow as pa
 
         piece = self._pieces[block]
-        if isinstance(piece, tuple):
+        if isinstance(piece, _Fragment):
+            piece = piece.fragment.to_table(schema=piece.schema, columns=self._columns)
+        elif isinstance(piece, tuple):
             path, number = piece
             with pa.memory_map(path) as file:
                 piece = pa.ipc.open_file(file).get_batch(number)
-        elif not isinstance(piece, pa.RecordBatch):
-            fragment, schema = piece.fragment, piece.schema
-            piece = fragment.to_table(schema=schema, columns=self._columns)
         names = piece.schema.names if self._columns is None else self._columns
         return {name: _column_of_arrow(name, piece.column(name)) for name in names}
 
 
-class _Fragment:
-    """A part of a dataset: a row group, or a file."""
-
-    def __init__(self, fragment: Any, schema: Any):
-        self.fragment, self.schema = fragment, schema
+class _Fragment(NamedTuple):
+    fragment: Any  # of a dataset: a row group, or a file
+    schema: Any
 
 
 def _pieces_of(data: Any) -> tuple[Any, list[tuple[Any, int]]]:
@@ -343,9 +339,8 @@ class _Mapped(NamedTuple):
 
 def _to_mapped(array: Any) -> Any:
     """Returns where a mapped array is in its file; any other array as it is."""
-    if not isinstance(array, np.memmap) or array._mmap is None or not array.filename or array.mode not in ("r", "r+"):
-        return array
-    if not (array.flags.c_contiguous or array.flags.f_contiguous):
+    is_mapped = isinstance(array, np.memmap) and array._mmap is not None and array.filename
+    if not is_mapped or array.mode not in ("r", "r+") or not (array.flags.c_contiguous or array.flags.f_contiguous):
         return array
     # A view has the offset of the array it was made from; the mapping begins with a page.
     begin = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY

@@ -47,11 +47,8 @@ class Magnitudes:
 
     def __init__(self) -> None:
         self._counts = np.zeros((self._HIGHEST - self._LOWEST) * self._BY_OCTAVE, np.int64)
-        self.num_zero = 0
-        self.num_nonfinite = 0
-        self.num_finite = 0
-        self.min = math.nan
-        self.max = math.nan
+        self.num_zero = self.num_nonfinite = self.num_finite = 0
+        self.min = self.max = math.nan
 
     def add(self, values: np.ndarray) -> None:
         is_finite = np.isfinite(values)
@@ -100,13 +97,11 @@ class Frequencies:
     """Uses of rows, uint32. Counts and sums are exact; above 65,535 counters are shared within 0.1%."""
 
     _EXACT = 16  # bits
-    _PRECISE = 10  # bits that tell the numbers of one octave apart
+    _PRECISE = 10  # bits of precision within an octave
 
     def __init__(self) -> None:
         size = (1 << self._EXACT) + ((32 - self._EXACT) << self._PRECISE)
-        self._counts = np.zeros(size, np.int64)
-        self._sums = np.zeros(size, np.int64)
-        self.num_rows = 0
+        self._counts, self._sums, self.num_rows = np.zeros(size, np.int64), np.zeros(size, np.int64), 0
 
     def add(self, frequency: np.ndarray) -> None:
         wide = frequency.astype(np.int64)
@@ -158,10 +153,7 @@ class Steps:
 
     def __init__(self) -> None:
         self._counts = np.zeros(self._NUM_BINS, np.int64)
-        self.width = 1
-        self.num_rows = 0
-        self.min = 0
-        self.max = 0
+        self.width, self.num_rows, self.min, self.max = 1, 0, 0, 0
 
     def add(self, last_step: np.ndarray) -> None:
         if not last_step.size:

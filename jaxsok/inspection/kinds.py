@@ -46,7 +46,11 @@ def open_tables(path: pathlib.Path) -> Opened:
     children = sorted(child for child in path.iterdir() if child.suffix not in _UNFINISHED) if path.is_dir() else []
     found = {child: opened for child in children if (opened := _open(child)) is not None}
     if not found:
-        raise ValueError(f"inspect: {path}: got {_content(path)}, wanted {_list_kinds()}.")
+        content = f"a file of {path.stat().st_size:,} bytes that begins with {_head(path, 8)!r}"
+        if path.is_dir():
+            names = sorted(child.name for child in path.iterdir())
+            content = f"a folder of {names[:5]}{'...' if len(names) > 5 else ''}" if names else "an empty folder"
+        raise ValueError(f"inspect: {path}: got {content}, wanted {_list_kinds()}.")
     tables: dict[str, Read] = {}
     for child, opened in found.items():
         for name, read in opened.tables.items():
@@ -68,14 +72,6 @@ def _list_kinds() -> str:
     return f"{', '.join(wanted)} or {last}"
 
 
-def _content(path: pathlib.Path) -> str:
-    if path.is_dir():
-        names = sorted(child.name for child in path.iterdir())
-        return f"a folder of {names[:5]}{'...' if len(names) > 5 else ''}" if names else "an empty folder"
-    head = _head(path, 8)
-    return f"a file of {path.stat().st_size:,} bytes that begins with {head!r}"
-
-
 def _head(path: pathlib.Path, num_bytes: int) -> bytes:
     if not path.is_file():
         return b""
@@ -89,7 +85,7 @@ def _saved_folders(path: pathlib.Path) -> list[pathlib.Path]:
         return [path]
     if not path.is_dir():
         return []
-    # What is not committed has a name of its own.
+    # Uncommitted folders have other names.
     below = [
         child
         for child in sorted(path.iterdir())
@@ -153,7 +149,7 @@ def _saved_records(source: Source, table: str) -> Iterator[Records]:
 def _open_hps(path: pathlib.Path) -> Opened | None:
     if not (path / "key").is_file() or not (path / "emb_vector").is_file():
         return None
-    # The files do not tell the dim; where the sizes make none, the reader says what is wrong with them.
+    # The dim follows from the sizes; where the sizes make none, the reader says what is wrong with them.
     num_keys = (path / "key").stat().st_size // 8
     dim = max(1, (path / "emb_vector").stat().st_size // (4 * max(1, num_keys)))
     has_hotness = (path / "meta").is_file()

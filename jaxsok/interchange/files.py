@@ -23,9 +23,7 @@ from jaxsok.specs import TableSpec
 from jaxsok.store import State
 from jaxsok.types import PADDING_KEY
 
-CHUNK_BYTES: int = 64 * 2**20
-"""The size of a chunk of records where the caller gives no number of rows; also that of exports."""
-
+CHUNK_BYTES: int = 64 * 2**20  # of a chunk of records where the caller gives no number of rows; also of exports
 KEYS_HELD: int = 2**25  # keys that are compared at once: 256 MiB, twice. A longer file is read once for each such part
 
 ROW_DTYPES: dict[str, np.dtype] = {
@@ -260,7 +258,7 @@ class RawArray:
     dtype: np.dtype
     shape: tuple[int, ...]
     begin: int = 0
-    keys: pathlib.Path | None = None  # the file that tells how many rows there are, if it is another one
+    keys: pathlib.Path | None = None  # the file that says how many rows there are, if it is another one
 
     def __post_init__(self) -> None:
         size, wanted = size_of(self.op, self.path), self.begin + self.row_bytes * self.shape[0]
@@ -303,9 +301,8 @@ def rows_in(op: str, path: pathlib.Path, row_bytes: int, begin: int = 0) -> int:
     """Counts the rows after a file's header; refuses a partial row."""
     size = size_of(op, path)
     if size < begin:
-        raise ValueError(
-            f"{op}: {path}: byte {size}: got the end of the file, wanted a header of {begin} bytes; truncated."
-        )
+        wanted = f"a header of {begin} bytes; truncated"
+        raise ValueError(f"{op}: {path}: byte {size}: got the end of the file, wanted {wanted}.")
     num_rows, rest = divmod(size - begin, row_bytes)
     if rest:
         raise ValueError(
@@ -371,10 +368,7 @@ def _second(chunks: Callable[[], Iterator[np.ndarray]], key: np.uint64) -> int:
 
 def check_raw_keys(keys: RawArray) -> None:
     num_keys, at_once = keys.shape[0], max(1, CHUNK_BYTES // 8)
-
-    def chunks() -> Iterator[np.ndarray]:
-        return (keys.read_keys(start, start + at_once) for start in range(0, num_keys, at_once))
-
+    chunks = lambda: (keys.read_keys(start, start + at_once) for start in range(0, num_keys, at_once))  # noqa: E731
     check_keys(keys.op, num_keys, chunks, lambda number: f"{keys.path}: byte {keys.byte_of(number)}")
 
 
@@ -487,7 +481,5 @@ def paths_of(
 
 
 def _without_state(chunks: RecordChunks) -> RecordChunks:
-    def start() -> Iterator[Records]:
-        return (dataclasses.replace(chunk, state={}) for chunk in chunks)
-
+    start = lambda: (dataclasses.replace(chunk, state={}) for chunk in chunks)  # noqa: E731
     return RecordChunks(chunks.num_rows, chunks.dim, {}, start)

@@ -34,9 +34,7 @@ _SLOTS: dict[str, dict[str, str]] = {
     "group_ftrl": {"accumulator": "Ftrl-accumulator", "z": "Ftrl-linear"},
 }  # by optimizer, the file of each state. TensorFlow's slots hold the same numbers, but for momentum
 
-# SOK takes Adamax for Adam where it names the files.
-_ALSO = {"adamax": {"m": "Adam-m", "u": "Adam-v"}}
-
+_ALSO = {"adamax": {"m": "Adam-m", "u": "Adam-v"}}  # SOK takes Adamax for Adam where it names the files
 _ENDS = {"key", "weight", *(end for slots in (*_SLOTS.values(), *_ALSO.values()) for end in slots.values())}
 
 OptimizerLike = str | Mapping[str, str] | None
@@ -151,13 +149,13 @@ def read_sok(
 def read_sok_v1(directory: str | os.PathLike, table: str, *, dim: int, chunk_rows: int | None = None) -> RecordChunks:
     """Reads `<table>_keys.file` and `<table>_values.file`, as the `Saver` of SOK 1 wrote them.
 
-    Without a header: rows are float32, keys int64 or uint32, as their size tells. SOK 1 had one table for all slots of
+    Without a header: rows are float32, keys int64 or uint32, as their size shows. SOK 1 had one table for all slots of
     a layer, and wrote no optimizer state.
 
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: empty or mis-sized files, PADDING_KEY, or a key that occurs twice; names file and byte. A file of
-        int64 keys that lost its second half cannot be told from one of uint32.
+        int64 keys that lost its second half looks like one of uint32.
 
     Example:
       >>> import tempfile
@@ -208,9 +206,8 @@ def save(
     for table, name in names.items():
         optimizer, rate = chosen[table]
         chunks = collection.export_chunks(state, table, with_state=optimizer is not None)
-        num_rows[table] = write_sok(
-            directory, name, chunks, optimizer=optimizer, learning_rate=rate, overwrite=overwrite
-        )
+        how = {"optimizer": optimizer, "learning_rate": rate, "overwrite": overwrite}
+        num_rows[table] = write_sok(directory, name, chunks, **how)
     return num_rows
 
 
@@ -237,15 +234,9 @@ def load(
     for table, name in names.items():
         optimizer, rate = _declared_slots(op, collection, table, with_state, optimizers)
         spec = files.spec_of(collection, table)
-        chunks[table] = read_sok(
-            directory,
-            name,
-            dim=spec.dim,
-            optimizer=optimizer,
-            learning_rate=rate,
-            widths={state.name: state.dim for state in spec.optimizer.state_specs(spec.dim)},
-            chunk_rows=chunk_rows,
-        )
+        widths = {state.name: state.dim for state in spec.optimizer.state_specs(spec.dim)}
+        how = {"optimizer": optimizer, "learning_rate": rate, "widths": widths, "chunk_rows": chunk_rows}
+        chunks[table] = read_sok(directory, name, dim=spec.dim, **how)
     return files.import_all(op, collection, state, chunks, reset_state=reset_state)
 
 
@@ -346,18 +337,16 @@ def _declared_slots(
         if name not in [spec.name for spec in collection.tables]:
             raise ValueError(f"{op}: optimizers: got {name!r}, wanted some of {[s.name for s in collection.tables]}.")
     spec = files.spec_of(collection, table)
-    optimizer = spec.optimizer
-    if not with_state or not (optimizer.state_specs(spec.dim) or table in (optimizers or {})):
+    states = [state.name for state in spec.optimizer.state_specs(spec.dim)]
+    if not with_state or not (states or table in (optimizers or {})):
         return None, None
-    rate = optimizer.learning_rate
-    chosen = (optimizers or {}).get(table, optimizer.name)
+    rate, chosen = spec.optimizer.learning_rate, (optimizers or {}).get(table, spec.optimizer.name)
     if isinstance(chosen, str) and chosen not in _SLOTS:
         raise ValueError(
             f'{op}: table "{table}": got the optimizer {chosen}, of which SOK has no files, wanted one of '
             f"{list(_SLOTS)}; pass with_state=False for rows alone, or a mapping from names of state to ends of files, "
             f'as optimizers={{"{table}": {{"m": "Adam-m"}}}}.'
         )
-    states = [state.name for state in optimizer.state_specs(spec.dim)]
     names = _SLOTS[chosen] if isinstance(chosen, str) else dict(chosen or {})
     unknown = [name for name in names if name not in states]
     if unknown:

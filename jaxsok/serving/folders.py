@@ -1,4 +1,4 @@
-"""Where frozen tables come from: folders on this machine, as streams of rows with their keys.
+"""The sources of frozen tables: folders on this machine, as streams of rows with their keys.
 
 A folder is an HPS directory (`key`, `emb_vector`), an export of `jaxsok.checkpoint` (with the base of its deltas), or a
 step of an Orbax checkpoint with jaxsok's tables below it. Sizes, checksums and keys are checked when it is opened,
@@ -65,7 +65,7 @@ def open_table(
     alone: bool = False,
     op: str = "open_table",
 ) -> TableSource:
-    """Opens all rows of a table: `path` is one of the folders above, for a delta with its chain beside it.
+    """Opens all rows of a table: `path` is one of the folders above, for a delta with its chain next to it.
 
     With `alone` a delta is opened by itself, for a server of its `base`: new or replaced rows, and keys that go.
     `table` is its name in an export or a checkpoint; an HPS directory has one table, without a name. With 32 `key_bits`

@@ -39,7 +39,7 @@ class LookupInput:
     of any shape. NumPy integers; a `jax.Array` is `uint32[..., 2]` words, int64 with x64 on, or int32, which counts by
     its sign."""
     combiner: types.Combiner | None = dataclasses.field(default=None, metadata={"static": True})
-    """How a bag's rows become its embedding; None: every key reads its own row."""
+    """The operation on the rows of a bag; None: every key reads its own row."""
     offsets: Any = None  # `[num_bags + 1]`: where each bag begins, and where the last one ends
     weights: Any = None  # one float for each key, in the shape of `keys`; with a combiner
     max_norm: float | None = dataclasses.field(default=None, metadata={"static": True})  # longer rows (L2) are scaled

@@ -32,7 +32,7 @@ class FrozenTablesVariable(nnx.Variable):
 
 
 Tables = FrozenTables | FrozenTablesVariable | None
-"""What a layer is bound to: tables, a Variable of them that several layers share, or nothing yet."""
+"""The tables of a layer: some, a Variable of them that several layers share, or nothing yet."""
 
 
 class LookupLayer(nnx.Module):

@@ -19,7 +19,7 @@ Program = TypeVar("Program", bound=Hashable)
 
 _log = logging.getLogger(__name__)
 
-MOST_BESIDE = 256  # programs that wait to be compiled beside, at most
+MOST_BESIDE = 256  # programs that wait for the thread, at most
 MOST_USED = 64  # programs that an update compiles for the new version, at most: those that were called last
 MOST_MADE = 4096  # programs of a place that are known to be compiled, at most: those that were called last
 

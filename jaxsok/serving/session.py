@@ -40,7 +40,7 @@ def open(
       device: of JAX; None: the one whose number is the last of `deployed_device_list`.
       warm_up: whether the programs of lookups in all tables of a model, and of its dense model, are compiled now, so
         that no such request waits for one. They also answer requests for fewer tables, until the programs of these are
-        compiled beside.
+        compiled in the background.
       memory_limit: bytes of the device's memory that tables may take; None: all that the device reports as free.
         Rows in host memory may take what the system and its control groups leave.
 
@@ -181,7 +181,7 @@ class Session:
         return self._find("update", model).update(source, dense_file, in_place)
 
     def refresh(self, model: str | None = None) -> None:
-        """Reads the rows of a device's cache anew from the tier below; does nothing without a cache."""
+        """Reads the rows of a device's cache again from the tier below; does nothing without a cache."""
         self._find("refresh", model).reader.refresh()
 
     def stats(self, model: str | None = None) -> dict[str, Any]:

@@ -133,12 +133,12 @@ def _gathers_words(eqn: Any) -> bool:
     )
 
 
-# Whether each leaves the two words of a key together.
+# Operations, and a check that the two words of a key stay together.
 _JOINS: Mapping[str, Callable[[Any], bool]] = {
     "concatenate": lambda eqn: eqn.params["dimension"] != _last(eqn.outvars[0]),
     "pad": lambda eqn: tuple(eqn.params["padding_config"][-1:]) == ((0, 0, 0),),
 }
-# Whether each picks or moves whole keys of its first operand, whose last axis is the two words of a key.
+# Operations on keys, whose last axis is their two words, and a check that whole keys are picked or moved.
 _KEEPS: Mapping[str, Callable[[Any], bool]] = {
     "reshape": lambda eqn: _has_words(eqn) and eqn.params["dimensions"] is None,
     "slice": _has_words,

@@ -51,7 +51,7 @@ class Changes:
         return num_inserted
 
     def refresh(self, fraction: float) -> int:
-        """Reads the cached rows anew, a fraction of them at a time; 0: all at once."""
+        """Reads the cached rows again, a fraction of them at a time; 0: all at once."""
         with self._lock:
             num_refreshed, cached = 0, self.cached_keys()
             num_cached = sum(map(len, cached.values()))

@@ -48,7 +48,7 @@ class CacheStore(StoreArrays):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Queried:
-    """What the query program gives, by store."""
+    """The results of the query program, by store."""
 
     rows: tuple[tuple[Array, ...], ...]  # float32 of each position; numbers and scales of distinct keys, if quantized
     records: tuple[Array, ...]  # of the distinct keys, by first position
@@ -182,7 +182,7 @@ def _scatter(store: CacheStore, row_ids: Array, lines: tuple[Array, ...]) -> Cac
 
 @jax.jit
 def merge(slabs: tuple[Array, ...], slots: Array, lines: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Replaces some rows (and their scales), each by the line that its slot names unless that is negative."""
+    """Replaces some rows (and their scales), each by the row that its slot names unless that is negative."""
     return tuple(
         jnp.where((slots >= 0).reshape(-1, *[1] * (slab.ndim - 1)), part.at[slots].get(mode="clip"), slab)
         for slab, part in zip(slabs, lines, strict=True)

@@ -104,7 +104,7 @@ class Fetched:
     rows: Lines
 
     def put_into(self, lines: np.ndarray, inverse: np.ndarray) -> np.ndarray:
-        """Puts these rows, as float32, among the lines of positions."""
+        """Puts these rows, as float32, among the rows of positions."""
         if not len(self.places):
             return lines
         last = inverse.max(initial=0, where=inverse != NO_ROW)

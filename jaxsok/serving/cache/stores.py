@@ -243,7 +243,7 @@ class DeviceStores:
         return np.uint32(self._clock)
 
     def _renumber(self) -> None:
-        """Numbers the ticks anew from 1 in the same order: the clock has 32 bits. Waits for the device."""
+        """Numbers the ticks again from 1 in the same order: the clock has 32 bits. Waits for the device."""
         statistics = [np.array(store.statistics[0]) for store in self.arrays]
         ticks, ranks = np.unique(np.concatenate([lines[:, 0] for lines in statistics]), return_inverse=True)
         parts = np.split(ranks.ravel(), np.cumsum([len(lines) for lines in statistics[:-1]]))

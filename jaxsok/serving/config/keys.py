@@ -1,4 +1,4 @@
-"""What a key of the configuration may be: kinds of values, and the declaration of a key as a field of a dataclass."""
+"""Kinds of values of a configuration, and the declaration of its keys as fields of a dataclass."""
 
 import dataclasses
 import math

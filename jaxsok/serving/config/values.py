@@ -84,7 +84,7 @@ class ModelConfig:
     init_ec: bool = declare(keys.BOOL, True)  # whether opening fills the cache; see above
     fp8_quant: bool = declare(keys.BOOL, False)  # whether rows of a static model become float8_e4m3fn (`row_dtype`)
     fuse_embedding_table: bool | None = declare(keys.BOOL, None)
-    """Whether one call looks up all tables of a request. None: the configuration's value, else True: answers are the
+    """True: one call looks up all tables of a request. None: the configuration's value, else True: answers are the
     same to the bit, without HPS's restrictions (disjoint keys, all tables in each request)."""
     row_dtype: str | None = declare(keys.among(keys.ROW_DTYPES), None, block="jaxsok")  # None: as in the files
     spare_rows: int = declare(keys.COUNT, 0, block="jaxsok")  # of each table, for new keys of updates in place
@@ -150,7 +150,7 @@ class PersistentDb:
 
     type: Persistent = declare(keys.DATABASE, "disabled")
     path: str = declare(keys.FILE, os.path.join(tempfile.gettempdir(), "rocksdb"))
-    num_threads: int = declare(keys.POSITIVE, 16)  # of RocksDB, beside
+    num_threads: int = declare(keys.POSITIVE, 16)  # of RocksDB, in the background
     read_only: bool = declare(keys.BOOL, False)  # then it is not filled, and models over it take no updates
     max_batch_size: int = declare(keys.POSITIVE, 65536)  # keys in a call, at most
     initialize_after_startup: bool = declare(keys.BOOL, True)  # whether opening writes the rows of `sparse_files`

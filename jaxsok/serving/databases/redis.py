@@ -1,4 +1,4 @@
-"""Redis as HPS lays rows out in it: each table in `num_partitions` hashes of rows, beside hashes of their uses.
+"""Redis as HPS lays rows out in it: each table in `num_partitions` hashes of rows, with hashes of their uses.
 
 Partition p of a table is the hash `hps_et{<table>/p<p>}v`. With an overflow policy that looks at uses,
 `hps_et{<table>/p<p>}t` has of each key a decimal count (evict_least_used) or 8 bytes of Unix time (evict_oldest). The

@@ -46,7 +46,7 @@ class Database(abc.ABC):
     @abc.abstractmethod
     def keys(self, name: str) -> Iterator[Sequence[bytes]]: ...  # all, some at a time
     def close(self) -> None:
-        """Ends what runs beside; disconnects."""
+        """Ends background work; disconnects."""
         self.beside.close()
 
 
@@ -81,7 +81,7 @@ class DatabaseRows(RowSource):
         self._databases, self._model, self._lifts = tuple(databases), model, lifts
         self._tables = {table.name: table for table in tables}
         self._key_dtype = np.dtype("<u8" if key_bits == 64 else "<u4")
-        # Of all copies of this object. `lock` is held by a writer, and while rows are lifted; `writes` changes under
+        # Shared by all copies. `lock` is held by a writer, and while rows are lifted; `writes` changes under
         # it, when a write begins and when it ends.
         self._shared = types.SimpleNamespace(lock=threading.Lock(), writes=0, skip_until=0.0)
 

@@ -44,7 +44,7 @@ DISCARD_S = 2.0  # how long the rest of a refused body is read, so that the clie
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
-    """What a server takes at most, and how long it waits."""
+    """The limits of a server: sizes, counts and times."""
 
     max_delay_ms: float = 2.0  # a request waits so long for others to share its call
     max_body_bytes: int = 16 << 20  # in one request; less where its model cannot need so many (`wire.body_bytes`)

@@ -28,7 +28,7 @@ MEDIA_TYPES = {"json": JSON, "tensors": TENSORS}
 MAX_HEADER_BYTES = 1 << 20
 VALUE_BYTES = {"json": 64, "tensors": 8}
 """Bytes of a body for each number: JSON has up to 20 digits in quotes, with brackets, spaces and line ends."""
-REST_BYTES = 1 << 16  # of a body beside numbers and names
+REST_BYTES = 1 << 16  # of a body without its numbers and names
 MAX_NDIM = 8
 PIECE_VALUES = 1 << 14  # numbers of a JSON response that are written in one go: some 10 ms
 _MAX_AXIS = 2**31 - 1

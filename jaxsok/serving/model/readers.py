@@ -64,9 +64,9 @@ class RowReader(Protocol):
     def first_programs(self, served: artifact.ServedModel | None) -> list[Program]: ...  # compiled before requests come
     def start(self, *, warm_up: bool) -> None: ...  # before the first request
     def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None: ...  # keys that changed or went
-    def refresh(self) -> None: ...  # reads cached rows anew
+    def refresh(self) -> None: ...  # reads cached rows again
     def add_stats(self, stats: dict[str, Any]) -> None: ...
-    def stop(self) -> None: ...  # begins nothing more beside requests
+    def stop(self) -> None: ...  # begins nothing more in the background
     def close(self, until: float | None) -> bool: ...  # waits until a time of `time.monotonic`; whether all has ended
 
 

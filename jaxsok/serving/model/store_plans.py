@@ -135,7 +135,7 @@ class StorePlan:
                 yield row_ids, lines_of(change.table, records.rows)
 
     def write(self, store: FrozenStore, device: Any) -> FrozenStore:
-        """Makes the next version beside the store as it is; shares the rows if none changes."""
+        """Makes the next version next to the store as it is; shares the rows if none changes."""
         if self._has_rows(store):
             with jax.default_device(device):
                 rows, *scales = (self._copy(array) for array in (store.rows, *store.scales))
