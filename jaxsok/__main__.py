@@ -4,6 +4,7 @@ A command only finds its program and passes its arguments on.
 """
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -17,8 +18,7 @@ from types import ModuleType
 
 import jax
 
-_SOURCES = pathlib.Path(__file__).resolve().parents[1]
-"""The checkout, or the folder into which a wheel was installed."""
+_SOURCES = pathlib.Path(__file__).resolve().parents[1]  # the checkout, or the folder of an installed wheel
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # Demo and benchmarks bring their own parsers.
     commands.add_parser("demo", add_help=False, help="trains a DLRM on a click log, and says how well it ranks")
-    commands.add_parser("bench", add_help=False, help="times jaxsok here, beside its limits and peers (bench --help)")
-    _declare_inspect(commands.add_parser("inspect", help="tells what is in a checkpoint, an export or a file"))
+    commands.add_parser("bench", add_help=False, help="times jaxsok here, with its limits and peers (bench --help)")
+    _declare_inspect(commands.add_parser("inspect", help="reports what is in a checkpoint, an export or a file"))
     _declare_estimate(commands.add_parser("estimate", help="counts the bytes that tables will take on each device"))
     _declare_serve(commands.add_parser("serve", help="answers lookups and predictions over HTTP"))
     _declare_freeze(commands.add_parser("freeze", help="writes tables into a folder for C and C++ programs"))
@@ -60,7 +60,7 @@ def _declare_inspect(parser: argparse.ArgumentParser) -> None:
         "Goes through the tables of a checkpoint or an export of jaxsok, of an HPS or SOK folder, or of a .parquet, "
         ".arrow or .npz file: dims, dtypes, sizes, ranges of keys, norms, frequencies, ages."
     )
-    parser.add_argument("path", metavar="PATH", help="file or folder; its kind is told by its content")
+    parser.add_argument("path", metavar="PATH", help="file or folder; its kind follows from its content")
     parser.add_argument("--table", action="append", metavar="NAME", help="only this one; may be given several times")
     parser.add_argument("--picture", metavar="FILE", help="draws the histograms: .png, .svg or .pdf")
     parser.add_argument("--json", metavar="FILE", help="writes all numbers")
@@ -152,8 +152,8 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
 def _rows_of(given: Sequence[str], tables: Sequence[str]) -> int | dict[str, int] | None:
     rows: dict[str, int] = {}
-    for one in given:
-        table, equals, number = one.rpartition("=")
+    for text in given:
+        table, equals, number = text.rpartition("=")
         if equals and table not in tables:
             raise ValueError(f'estimate: --num-rows: got table "{table}", wanted one of {list(tables)}.')
         rows |= dict.fromkeys([table] if equals else tables, _number("--num-rows", number))
@@ -161,15 +161,10 @@ def _rows_of(given: Sequence[str], tables: Sequence[str]) -> int | dict[str, int
 
 
 def _number(option: str, text: str) -> int:
-    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) ?([KMGT]i?)?B?", text)
-    powers = {
-        None: 1,
-        **{f"{unit}{i}": (1024 if i else 1000) ** n for n, unit in enumerate("KMGT", 1) for i in ("", "i")},
-    }
-    try:
-        number = float(found[1]) * powers[found[2]] if found else -1.0
-    except ValueError:
-        number = -1.0
+    number, found = -1.0, re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) ?([KMGT]?)(i?)B?", text)
+    with contextlib.suppress(ValueError):
+        if found and (found[2] or not found[3]):
+            number = float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")
     if number < 0 or number != int(number):
         raise ValueError(f"estimate: {option}: got {text!r}, wanted a number, as 1000000, 141e9 or 80GiB.")
     return int(number)
@@ -226,12 +221,8 @@ def _serve(options: argparse.Namespace) -> int:
             opened = session.open(options.config)
             print(opened.report(), flush=True)
             app = server.App(opened, server_options, watch=options.watch, watch_interval_s=options.watch_interval_s)
-            running.Server(
-                app,
-                where,
-                access_log=options.access_log,
-                on_ready=lambda found: print(f"serve: answers at {found.address}", flush=True),
-            ).run()
+            report = lambda found: print(f"serve: answers at {found.address}", flush=True)  # noqa: E731
+            running.Server(app, where, access_log=options.access_log, on_ready=report).run()
     except (OSError, ValueError, TypeError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2

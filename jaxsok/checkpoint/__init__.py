@@ -31,7 +31,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Orbax takes seconds to import, and exports do without it."""
+    """Imports Orbax at its first use: it takes seconds, and exports do without it."""
     if name in _OF_ORBAX:
         from jaxsok.checkpoint import handler
 

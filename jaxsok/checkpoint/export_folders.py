@@ -100,7 +100,7 @@ def export_delta(
     Applied to what the base holds, it gives the tables as they are: rows, optimizer state, statistics. Call it where a
     step has ended: an update after the export, by a plan of an earlier step, is not seen. All tables keep statistics
     (`TableSpec.statistics`). `base` is a folder of an export, or the tables' folder of a checkpoint; what it rests on
-    lies beside it, else give all links in order. The other arguments are those of `export_full`.
+    lies next to it, else give all links in order. The other arguments are those of `export_full`.
 
     Raises:
       FileExistsError, FileNotFoundError: as `export_full`.
@@ -149,11 +149,7 @@ def _export(
     clock: int | None,
     chain: Sequence[Source] = (),
 ) -> Exported:
-    """Writes into a folder with a name of its own, and renames it when all of it is on the disk.
-
-    With a chain it writes a delta on the last link. What fails in one process fails in all, and removes what was
-    written.
-    """
+    """Writes, with a chain a delta on its last link, under another name; fails in all processes if in one."""
     final = pathlib.Path(path)
     rests_on = None
     if chain:
@@ -167,13 +163,8 @@ def _export(
         if is_first and os.path.lexists(final):
             raise FileExistsError(f'{op}: path: got "{final}", which exists, wanted a new one.')
         if is_first and (others := published.left_behind(final)):
-            LOG.warning(
-                '%s: path: beside "%s" are %s: of exports that are being written, or of processes that died; remove '
-                "those that nobody writes.",
-                op,
-                final,
-                others,
-            )
+            text = '%s: path: beside "%s" are %s: of exports that are being written, or of processes that died; remove '
+            LOG.warning(text + "those that nobody writes.", op, final, others)
     try:
         with processes.together(op):
             if is_first:
@@ -206,16 +197,9 @@ def _export(
             shutil.rmtree(folder, ignore_errors=True)
         raise
     manifest = manifest_lib.read(op, final)
-    return Exported(
-        path=final,
-        uuid=manifest["uuid"],
-        kind=manifest["kind"],
-        step=manifest["step"],
-        clock=manifest["clock"],
-        num_rows={name: table["num_rows"] for name, table in manifest["tables"].items()},
-        num_tombstones={
-            name: sum(file["num_rows"] for file in table[manifest_lib.TOMBSTONES])
-            for name, table in manifest["tables"].items()
-        },
-        report=saving.report,
-    )
+    num_rows, num_tombstones = {}, {}
+    for name, table in manifest["tables"].items():
+        num_rows[name] = table["num_rows"]
+        num_tombstones[name] = sum(file["num_rows"] for file in table[manifest_lib.TOMBSTONES])
+    facts = {name: manifest[name] for name in ("uuid", "kind", "step", "clock")}
+    return Exported(final, **facts, num_rows=num_rows, num_tombstones=num_tombstones, report=saving.report)

@@ -54,15 +54,12 @@ class TableForm:
     dim: int
     dtype: str
     optimizer: str
-    state_form: str
-    """`Optimizer.state_form`, which tells states of the same names apart."""
-    states: tuple[tuple[str, int, float], ...]
-    """Name, dim and initial value of each piece of optimizer state."""
+    state_form: str  # `Optimizer.state_form`, which tells states of the same names apart
+    states: tuple[tuple[str, int, float], ...]  # name, dim and initial value of each piece of optimizer state
     statistics: bool
 
     @classmethod
     def of(cls, store: StoreSpec, table: TableSpec) -> "TableForm":
-        """Returns the form of a table as it is declared."""
         return cls(
             name=table.name,
             dim=table.dim,
@@ -75,18 +72,15 @@ class TableForm:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "TableForm":
-        """Reads what `to_json` wrote."""
         fields = {field.name: value[field.name] for field in dataclasses.fields(cls)}
         fields["states"] = tuple((str(name), int(dim), float(initial)) for name, dim, initial in fields["states"])
         return cls(**fields)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the entry of the manifest."""
         return dataclasses.asdict(self)
 
     @functools.cached_property
     def schema(self) -> "pa.Schema":
-        """The schema of the files."""
         pa = arrow()
         types = {"float32": pa.float32(), "float16": pa.float16(), "bfloat16": pa.uint16()}
         fields = [
@@ -156,9 +150,6 @@ def keys_batch(keys: np.ndarray, counts: np.ndarray | None = None) -> Any:
     return pa.record_batch(columns, schema=keys_schema(counts is not None))
 
 
-# Writing -------------------------------------------------------------------------------------------------------------
-
-
 class _SegmentedFile(io.RawIOBase):
     """A file that PyArrow writes, with offset, size and checksum of each segment."""
 
@@ -192,8 +183,7 @@ class _SegmentedFile(io.RawIOBase):
         return segment
 
 
-def close_synced(file: Any) -> None:
-    """Closes a written file once its bytes are on the disk."""
+def close_and_sync(file: Any) -> None:
     file.flush()
     if hasattr(file, "fileno"):
         # A file system may lack it: its own close has to do then.
@@ -202,11 +192,10 @@ def close_synced(file: Any) -> None:
     file.close()
 
 
-def write_synced(path: Any, text: str) -> None:
-    """Writes a text file to the disk."""
+def write_and_sync(path: Any, text: str) -> None:
     with contextlib.closing(path.open("wb")) as file:
         file.write(text.encode())
-        close_synced(file)
+        close_and_sync(file)
 
 
 class BatchFile:
@@ -214,9 +203,8 @@ class BatchFile:
 
     def __init__(self, folder: Any, name: str, schema: Any, compression: str = "none"):
         pa = arrow()
-        self.name = name
+        self.name, self.num_rows = name, 0
         self.batches: list[list[int]] = []
-        self.num_rows = 0
         self._file = _SegmentedFile((folder / name).open("wb"), MAGIC_BYTES + schema.serialize().size)
         options = pa.ipc.IpcWriteOptions(compression=None if compression == "none" else compression)
         self._writer = pa.ipc.new_file(pa.PythonFile(self._file, mode="w"), schema, options=options)
@@ -231,7 +219,7 @@ class BatchFile:
         """Ends the file and has it on the disk; returns the manifest's entry."""
         self._writer.close()
         foot = self._file.end_segment()
-        close_synced(self._file.file)
+        close_and_sync(self._file.file)
         return {
             "name": self.name,
             "size": self._file.size,
@@ -242,11 +230,7 @@ class BatchFile:
         }
 
     def abandon(self) -> None:
-        """Closes the file as it is."""
         self._file.file.close()
-
-
-# Reading -------------------------------------------------------------------------------------------------------------
 
 
 class SavedFile:

@@ -1,4 +1,4 @@
-"""The Orbax handler: tables as an item of a checkpoint, beside dense parameters or alone.
+"""The Orbax handler: tables as an item of a checkpoint, with dense parameters or alone.
 
 Orbax makes the folder, waits for all processes and commits; save.py writes the files and restore.py reads them.
 `async_save` returns as soon as the state is on the host; a thread writes the files.
@@ -57,10 +57,8 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
         saving = args.started()
         self.report = args.report
         # The folder may be on its way: a commit future waits for it, in its thread, and then writes.
-        commit = ocp.future.CommitFutureAwaitingContractedSignals(
-            _written(saving, directory, votes), name="jaxsok_tables"
-        )
-        began = time.monotonic()
+        writing, began = _write(saving, directory, votes), time.monotonic()
+        commit = ocp.future.CommitFutureAwaitingContractedSignals(writing, name="jaxsok_tables")
 
         def is_alive() -> None:
             try:
@@ -74,7 +72,6 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
         return commit
 
     def save(self, directory: Any, args: "TablesSave") -> None:
-        """Saves and waits for the files."""
         with processes.together(SAVE):
             saving = args.started()
             self.report = args.report
@@ -103,7 +100,7 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
         return {**{name: manifest[name] for name in ("step", "clock", "uuid", "mesh", "kind")}, "tables": tables}
 
 
-async def _written(saving: Saving, directory: Any, votes: tuple[processes.Vote, processes.Vote]) -> None:
+async def _write(saving: Saving, directory: Any, votes: tuple[processes.Vote, processes.Vote]) -> None:
     """Writes, and waits for all processes: Orbax would wait for those that failed until its timeout."""
     for vote, write in zip(votes, (saving.write, _join), strict=True):
         try:
@@ -124,7 +121,7 @@ def _join(directory: Any) -> None:
 @ocp.args.register_with_handler(TablesCheckpointHandler, for_save=True)
 @dataclasses.dataclass
 class TablesSave(ocp.args.CheckpointArgs):
-    """What to save, for `CheckpointManager.save` and the like, alone or in `ocp.args.Composite`.
+    """The arguments of a save, for `CheckpointManager.save` and the like, alone or in `ocp.args.Composite`.
 
     The options are those of `SaveOptions`. When `save` has returned, the state may be donated; `report.pause_s` says
     how long that took. What does not fit into `host_bytes` is written before `save` returns.
@@ -142,7 +139,7 @@ class TablesSave(ocp.args.CheckpointArgs):
     clock: int | None = None
     """The time, where lookups have a clock; None: the state's step."""
     report: SaveReport | None = dataclasses.field(default=None, init=False)
-    """What the save did; `total_s` and `file_bytes` once it has ended."""
+    """The result of the save; `total_s` and `file_bytes` once it has ended."""
 
     def started(self) -> Saving:
         """Makes the save of these arguments; for the handler."""
@@ -157,7 +154,7 @@ class TablesSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(TablesCheckpointHandler, for_restore=True)
 @dataclasses.dataclass
 class TablesRestore(ocp.args.CheckpointArgs):
-    """What to restore, and into what.
+    """The arguments of a restore.
 
     Example:
       `state = manager.restore(step, args=ocp.args.Composite(tables=TablesRestore(collection)))["tables"]`

@@ -41,19 +41,15 @@ def check(op: str, collection: Collection, state: State, folder: Any, manifest: 
     """Refuses a base of another life, or of an earlier one after the export at which this life began."""
     saved = manifest.get("lineage")
     if saved is None:
-        LOG.warning(
-            '%s: base: "%s" does not say of which state it is: it was written before jaxsok kept account. If this '
-            "state was restored from before it, the delta lacks rows; write a full export then.",
-            op,
-            folder,
-        )
+        text = '%s: base: "%s" does not say of which state it is: it was written before jaxsok kept account. If this '
+        text += "state was restored from before it, the delta lacks rows; write a full export then."
+        LOG.warning(text, op, folder)
         return
     if not collection.shards.is_mesh and jax.process_index() > 0:
         return  # each process has a state of its own then, and the first one's is saved
     life = _life_of(state)
-    if saved["word"] == life.name:
-        return
-    if any(name == saved["word"] and saved["order"] <= order for name, order in life.ancestors):
+    is_earlier = any(name == saved["word"] and saved["order"] <= order for name, order in life.ancestors)
+    if saved["word"] == life.name or is_earlier:
         return
     raise ValueError(
         f'{op}: base: got "{folder}", exported by a state (lineage {saved["word"]}) that this one ({life.name}) did '

@@ -16,15 +16,14 @@ from typing import Any
 import numpy as np
 
 from jaxsok import manifests
-from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, keys_schema, write_synced
+from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, keys_schema, write_and_sync
 from jaxsok.initializers import InitialRows
 from jaxsok.manifests import Wrong, entries, integer, list_of, number, text, tuple_of
 from jaxsok.specs import TableSpec
 from jaxsok.types import NUM_PARTITIONS
 
 FORMAT = "jaxsok tables"
-VERSION = 1
-"""The format's version; a reader takes its own and older ones."""
+VERSION = 1  # the format's version; a reader takes its own and older ones
 NAME = "manifest.json"
 KINDS = ROWS, WAITING, TOMBSTONES = "files", "waiting", "tombstones"
 BLOOM = "bloom"
@@ -35,8 +34,7 @@ def _part_of(folder: Any, process: int) -> Any:
 
 
 def write_part(folder: Any, process: int, part: Mapping[str, Any]) -> None:
-    """Writes the part of one process."""
-    write_synced(_part_of(folder, process), _sealed(part))
+    write_and_sync(_part_of(folder, process), _seal(part))
 
 
 def join_parts(op: str, folder: Any) -> dict[str, Any]:
@@ -52,18 +50,16 @@ def join_parts(op: str, folder: Any) -> dict[str, Any]:
     whole[BLOOM] = [entry for part in parts for entry in part[BLOOM]]
     for name, table in first["tables"].items():
         entries_of = [part["tables"][name] for part in parts]
-        joined = dict(table)
-        for count in ("num_rows", "num_nonfinite", "num_evicted"):
-            joined[count] = sum(entry[count] for entry in entries_of)
-        joined["partition_rows"] = packed(sum(unpacked(entry["partition_rows"]) for entry in entries_of))
-        for kind in KINDS:
-            joined[kind] = [file for entry in entries_of for file in entry[kind]]
+        counts = ("num_rows", "num_nonfinite", "num_evicted")
+        joined = table | {count: sum(entry[count] for entry in entries_of) for count in counts}
+        joined["partition_rows"] = pack(sum(unpack(entry["partition_rows"]) for entry in entries_of))
+        joined |= {kind: [file for entry in entries_of for file in entry[kind]] for kind in KINDS}
         whole["tables"][name] = joined
     # First away and then written: a folder with a manifest is whole.
     for n in range(len(parts)):
         _part_of(folder, n).unlink()
     temporary = folder / f"{NAME}.writing"
-    write_synced(temporary, _sealed(whole))
+    write_and_sync(temporary, _seal(whole))
     temporary.rename(folder / NAME)
     return whole
 
@@ -80,19 +76,18 @@ def read(op: str, folder: Any) -> dict[str, Any]:
 
 
 def table_files(op: str, folder: Any, manifest: Mapping[str, Any], table: str, kind: str = ROWS) -> list[SavedFile]:
-    """Returns the files of a table of one kind."""
     entry = manifest["tables"][table]
     schema = TableForm.from_json(entry["form"]).schema if kind == ROWS else keys_schema(kind == WAITING)
     return [SavedFile(op, folder, file, schema) for file in entry[kind]]
 
 
-def packed(values: np.ndarray) -> str:
+def pack(values: np.ndarray) -> str:
     """Packs a number for each partition into a short text."""
     return base64.b64encode(zlib.compress(np.asarray(values, "<i8").tobytes())).decode()
 
 
-def unpacked(value: str) -> np.ndarray:
-    """Reads what `packed` wrote; anything else raises Wrong."""
+def unpack(value: str) -> np.ndarray:
+    """Reads what `pack` wrote; anything else raises Wrong."""
     wanted = f"{NUM_PARTITIONS} counts, packed"
     try:
         stream, size = zlib.decompressobj(), 8 * NUM_PARTITIONS
@@ -150,7 +145,7 @@ def array_from_json(value: Mapping[str, Any]) -> np.ndarray:
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
-def _sealed(body: Mapping[str, Any]) -> str:
+def _seal(body: Mapping[str, Any]) -> str:
     """Writes JSON with a checksum of its own, a line for each part."""
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items()]
     sealed = "{\n" + ",\n".join([f'"checksum": {zlib.crc32(_canonical(body))}', *lines]) + "\n}\n"
@@ -189,9 +184,6 @@ def _read(op: str, path: Any, form: manifests.Check) -> dict[str, Any]:
         )
     manifests.checked(op, path, body, form, CorruptFileError)
     return body
-
-
-# What a manifest has -------------------------------------------------------------------------------------------------
 
 
 def _check_tiles(ranges: Sequence[Sequence[int]], size: int) -> None:
@@ -290,7 +282,7 @@ _TABLE = entries(
         "num_rows": _SIZE,
         "num_nonfinite": _SIZE,
         "num_evicted": _COUNT,
-        "partition_rows": manifests.also(text(), unpacked),
+        "partition_rows": manifests.also(text(), unpack),
         **dict.fromkeys(KINDS, _FILES),
     },
     {"unknown": unknown_from_json},  # which older folders lack

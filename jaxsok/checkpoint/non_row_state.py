@@ -1,4 +1,4 @@
-"""What is saved beside rows, into a state: its step, words of its stores, and keys that wait for a row."""
+"""Restores what is saved apart from rows: the step, words of the stores, and keys that wait for a row."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ def add(
     is_whole: bool,
     optimizer_state: OptimizerState,
 ) -> None:
-    """Restores what is saved beside the rows of the tables `names`; a whole state also gets its step and a life."""
+    """Restores what is saved apart from the rows of the tables `names`; a whole state also gets its step and a life."""
     _add_admission(source, collection, held, names)
     if is_whole:
         state, step = held.state, jnp.asarray(source.manifest["step"], jnp.uint32)
@@ -68,7 +68,7 @@ def with_store_words(source: Source, collection: Collection, state: State) -> St
 
 
 def note_keys(source: Source, collection: Collection) -> None:
-    """Tells `grow` how many keys a step had when the state was saved; older formats do not say."""
+    """Reports to `grow` how many keys a step had when the state was saved; older formats do not say."""
     for s, spec in enumerate(collection.stores):
         names = {table.name for table in spec.tables}
         totals = [0, 0]
@@ -127,13 +127,8 @@ def _add_admission(source: Source, collection: Collection, held: Held, names: Se
         table = collection.stores[s].tables[number]
         was, now = source.manifest["tables"][name]["admission"], admission_of(collection.stores[s], table)
         if was and now and was["by"] != now["by"]:
-            LOG.warning(
-                '%s: table "%s": admission by %s was saved, wanted by %s: keys without a row are counted from 0.',
-                source.op,
-                name,
-                was["by"],
-                now["by"],
-            )
+            text = '%s: table "%s": admission by %s was saved, wanted by %s: keys without a row are counted from 0.'
+            LOG.warning(text, source.op, name, was["by"], now["by"])
         if isinstance(table.admission, policies.AdmitByCount):
             _add_waiting(source, collection, held, s, number)
         if isinstance(table.admission, policies.AdmitByBloom):
@@ -154,7 +149,6 @@ def _add_waiting(source: Source, collection: Collection, held: Held, s: int, num
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def _forget_waiting(spec: StoreSpec, number: int, shards: Shards, store: StoreState) -> StoreState:
-    """Forgets the waiting keys of one table on every shard."""
 
     def forget(store: StoreState) -> StoreState:
         return admission_lib.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)
@@ -181,17 +175,12 @@ def _with_bloom(source: Source, collection: Collection, state: State, s: int, nu
     begin, size = spec.bloom_segments()[number]
     saved_s, saved = source.store_of(table.name)
     old_begin, old_size = saved["bloom_segments"][saved["tables"].index(table.name)]
-    was = source.manifest["tables"][table.name]["admission"]
-    is_same = was == admission_of(spec, table) and old_size == size
+    was, wanted = source.manifest["tables"][table.name]["admission"], admission_of(spec, table)
+    is_same = was == wanted and old_size == size
     if not is_same and old_size:
-        LOG.warning(
-            '%s: table "%s": its Bloom filter begins anew: %s was saved, wanted %s, and counters without keys '
-            "cannot be dealt to other shards. Keys without a row are counted from 0.",
-            source.op,
-            table.name,
-            was,
-            admission_of(spec, table),
-        )
+        text = '%s: table "%s": its Bloom filter begins anew: %s was saved, wanted %s, and counters without keys '
+        text += "cannot be dealt to other shards. Keys without a row are counted from 0."
+        LOG.warning(text, source.op, table.name, was, wanted)
     (bloom,) = state.stores[s].bloom
     blocks = {}
     for shard, part in local_parts(bloom, spec.num_shards).items():

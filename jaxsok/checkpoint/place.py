@@ -1,6 +1,6 @@
-"""Rows into a state, round by round: some for each shard at a time, those of keys that it owns.
+"""Places rows into a state, round by round: some for each shard at a time, those of keys that it owns.
 
-Sharding model: a round is one program over all shards. Each process gives the lines of its own shards, padded to one
+Sharding model: a round is one program over all shards. Each process gives the rows of its own shards, padded to one
 size, and all make equally many rounds. (`import_table` takes the same records in all processes.)
 """
 
@@ -20,7 +20,7 @@ from jaxsok.table_import import Held, RecordWriter, padded
 
 ROUND_BYTES = 32 << 20  # of all shards of a process together: host memory stays at a few times that
 MOST_LINES = 1 << 20  # of a shard in a round
-FAILED = 1 << 41  # lines: more than any process has
+FAILED = 1 << 41  # rows: more than any process has
 
 
 def place_records(
@@ -29,8 +29,7 @@ def place_records(
     """Places records of table `number` of store `s`, and returns how many there were on all shards.
 
     `held` has room for all of them; its state is donated and replaced. `of_shard` reads the records of a shard of this
-    process; for a replicated store those of one shard. Keys that are refused raise TableFullError. What `of_shard`
-    raises is a RuntimeError in the other processes.
+    process; for a replicated store those of one shard. What it raises is a RuntimeError in the other processes.
     """
     spec, shards = collection.stores[s], collection.shards
     local = shards.local()
@@ -58,7 +57,7 @@ def place_records(
             break
         size = min(most_lines, 1 << max(6, (most - 1).bit_length()))
         total += sum(block.num_rows for block in blocks.values())
-        arrays = {shard: _padded(spec, block, size) for shard, block in blocks.items()}
+        arrays = {shard: _pad(spec, block, size) for shard, block in blocks.items()}
         if is_once:
             arrays = dict.fromkeys(local, arrays[local[0]])
         piece = {name: shards.put({shard: arrays[shard][name] for shard in local}) for name in arrays[local[0]]}
@@ -69,7 +68,7 @@ def place_records(
     return total if is_once or shards.num_processes == 1 else processes.total(total)
 
 
-def _padded(spec: StoreSpec, records: Records, size: int) -> dict[str, np.ndarray]:
+def _pad(spec: StoreSpec, records: Records, size: int) -> dict[str, np.ndarray]:
     arrays = {"keys": records.keys, "rows": records.rows}
     arrays |= {f"state.{state.name}": records.state[state.name] for state in spec.state_specs}
     if spec.keeps_statistics:

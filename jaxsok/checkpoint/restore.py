@@ -47,7 +47,7 @@ def load(
 ) -> State:
     """Makes a state of an export, or of a full one and its deltas in order.
 
-    `path` is of an export, beside the links that it rests on, or all links in order. `collection` may have any mesh,
+    `path` is of an export, next to the links that it rests on, or all links in order. `collection` may have any mesh,
     capacities and grouping into stores; with `tables` (names; None: all) the export may have others. A given `state` is
     donated and keeps its seed and step; a new one has those of the last link. `optimizer_state` is "require",
     "matching" or "initial" (see `TablesRestore`). Rows that enter a given state count as used now: at `clock`, where
@@ -115,10 +115,7 @@ def restore(
     optimizer_state: OptimizerState = "require",
     clock: Any = None,
 ) -> State:
-    """Restores tables from a full export and its deltas, in order; arguments and errors are those of `load`.
-
-    Rows that enter a given state count as used now: otherwise its next delta would miss them.
-    """
+    """Restores tables from a full export and its deltas, in order, as `load`."""
     full, is_new, now = chain[0], state is None, None
     op = full.op
     with processes.together(op):
@@ -143,10 +140,12 @@ def restore(
         non_row_state.note_keys(full, collection)
     rows = {}
     for name in names:
-        by_partition = manifest_lib.unpacked(full.manifest["tables"][name]["partition_rows"])
+        by_partition = manifest_lib.unpack(full.manifest["tables"][name]["partition_rows"])
         rows[name] = _rows_by_shard(op, collection, name, by_partition)
-    if not is_new:
-        rows = {name: coming - _table_rows(collection, state, name) for name, coming in rows.items()}
+        if not is_new:
+            s, number = locate(op, collection, name)
+            there = collection.shards.read(state.stores[s].table_rows).reshape(-1, len(collection.stores[s].tables))
+            rows[name] -= there[:, number].astype(np.int64)
     with held_on(collection, state, names, is_new=is_new) as held:
         # Before anything goes: a refusal changes nothing.
         held.state = with_room(full, collection, state, rows, is_new=is_new)
@@ -185,12 +184,12 @@ def place(source: Source, collection: Collection, held: Held, name: str, taken: 
     spec = collection.stores[s]
     table = spec.tables[number]
     owners = _owners_of(collection, spec, table)
-    fitted = _fitter(source, spec, table, taken, now)
+    fit = _fitter(source, spec, table, taken, now)
 
     def of_shard(shard: int) -> Iterator[Records]:
         wanted = None if spec.is_replicated or (owners == shard).all() else owners == shard
         if wanted is None or wanted.any():
-            yield from map(fitted, source.records(name, wanted))
+            yield from map(fit, source.records(name, wanted))
 
     num_placed = place_records(op, collection, s, number, held, of_shard)
     saved = source.manifest["tables"][name]["num_rows"]
@@ -209,7 +208,7 @@ def _fitter(
     clock = np.uint32(source.manifest["clock"])
     dtype = jnp.dtype(table.dtype)
 
-    def fitted(records: Records) -> Records:
+    def fit(records: Records) -> Records:
         num_rows = records.num_rows
         state = {
             state.name: records.state[state.name]
@@ -225,7 +224,7 @@ def _fitter(
             last_step = np.maximum(last_step, np.uint32(now))
         return Records(records.keys, rounded(records.rows, dtype), state, last_step, frequency)
 
-    return fitted
+    return fit
 
 
 def apply_link(
@@ -244,7 +243,7 @@ def apply_link(
         taken = check_forms(source, collection, names, optimizer_state)
     if is_whole:
         non_row_state.note_keys(source, collection)
-    # What goes makes room for what comes: a table that evicts may be full at both ends of a delta.
+    # Removed rows make room for new ones: a table that evicts may be full at both ends of a delta.
     more = {name: _more_rows(source, collection, held.state, name) for name in names}
     held.state = with_room(source, collection, held.state, more)
     for name in names:
@@ -273,9 +272,8 @@ def with_room(
 ) -> State:
     """Grows a state, which is donated, for `rows`, the net gain of each shard: int64[num_shards] by table.
 
-    A new state also gets room for one step's new keys, if memory allows. A store that evicts may get more rows than its
-    `max_capacity`, until the next `grow`: fewer shards have less to spare for hashes that are uneven, so that rows of a
-    full store would not fit. TableFullError: `max_capacity` of a store that does not evict is too low.
+    A new state also gets room for one step's new keys, if memory allows. A store that evicts may exceed its
+    `max_capacity` until the next `grow`: with fewer shards, uneven hashes need more room.
     """
     capacities, roomy = {}, {}
     for s, spec in enumerate(collection.stores):
@@ -290,14 +288,9 @@ def with_room(
                     f"{source.op}: store of tables {[table.name for table in spec.tables]}: max_capacity: got "
                     f"{spec.max_capacity} rows for a shard, wanted {needed} for what was saved; raise it."
                 )
-            LOG.warning(
-                "%s: store of tables %s: max_capacity: got %d rows for a shard, wanted %d for what was saved; the next "
-                "call of grow evicts.",
-                source.op,
-                [table.name for table in spec.tables],
-                spec.max_capacity,
-                needed,
-            )
+            text = "%s: store of tables %s: max_capacity: got %d rows for a shard, wanted %d for what was saved; the "
+            text += "next call of grow evicts."
+            LOG.warning(text, source.op, [table.name for table in spec.tables], spec.max_capacity, needed)
         capacity = state.stores[s].capacity // spec.num_shards
         if needed > capacity:
             capacities[s] = needed
@@ -323,12 +316,6 @@ def _keys_of_step(collection: Collection, s: int, num_rows: int) -> int:
     names = {table.name for table in collection.stores[s].tables}
     declared = sum(feature.max_keys or 0 for feature in collection.features if feature.table in names)
     return max(LEAST_ROOM, declared, num_rows // grow_lib.SLACK_SHARE)
-
-
-def _table_rows(collection: Collection, state: State, name: str) -> np.ndarray:
-    s, number = locate("restore", collection, name)
-    spec, shards, words = collection.stores[s], collection.shards, state.stores[s].table_rows
-    return shards.read(words).reshape(spec.num_shards, len(spec.tables))[:, number].astype(np.int64)
 
 
 def _rows_by_shard(op: str, collection: Collection, name: str, rows: np.ndarray) -> np.ndarray:

@@ -11,24 +11,16 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxsok import checks, operations, policies
+from jaxsok.checkpoint import files
 from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.files import (
-    ALL_PARTITIONS,
-    COMPRESSIONS,
-    BatchFile,
-    TableForm,
-    close_synced,
-    keys_batch,
-    keys_schema,
-)
 from jaxsok.checkpoint.snapshot import Piece, RowsPiece, WordsPiece, pieces, shard_parts
 from jaxsok.collection import Collection
 from jaxsok.keys import from_words
@@ -40,7 +32,7 @@ from jaxsok.store import State
 from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, NUM_PARTITIONS, PADDING_KEY
 
 HOST_BYTES = 4 << 30  # of a process (decision D12)
-PIECE_BYTES = 64 << 20  # large enough for a link's full speed, small beside HOST_BYTES
+PIECE_BYTES = 64 << 20  # large enough for a link's full speed, small compared with HOST_BYTES
 WORKING_PIECES = 6  # pieces' worth of memory outside the queue: under way to the host, sorted, compressed, written
 BATCHES_PER_PIECE = 16  # so that a process which restores a sixteenth of the partitions reads little more than that
 LOG = logging.getLogger("jaxsok.checkpoint")
@@ -48,39 +40,30 @@ LOG = logging.getLogger("jaxsok.checkpoint")
 
 @dataclasses.dataclass(frozen=True)
 class SaveOptions:
-    """How a state is saved."""
+    """Options of a save."""
 
-    compression: str = "none"
-    """"none", "lz4" or "zstd"."""
-    host_bytes: int = HOST_BYTES
-    """Host memory that a process may take beside its tables."""
-    piece_bytes: int = PIECE_BYTES
-    """What is copied from the device at a time; smaller where `host_bytes` requires it."""
+    compression: str = "none"  # "none", "lz4" or "zstd"
+    host_bytes: int = HOST_BYTES  # host memory that a process may take in addition to its tables
+    piece_bytes: int = PIECE_BYTES  # what is copied from the device at a time; smaller where `host_bytes` requires it
 
     def check(self, op: str) -> None:
-        """Refuses invalid values."""
-        if self.compression not in COMPRESSIONS:
-            raise ValueError(f"{op}: compression: got {self.compression!r}, wanted one of {list(COMPRESSIONS)}.")
+        if self.compression not in files.COMPRESSIONS:
+            raise ValueError(f"{op}: compression: got {self.compression!r}, wanted one of {list(files.COMPRESSIONS)}.")
         for name in ("host_bytes", "piece_bytes"):
             checks.integer(f"{op}: {name}", getattr(self, name), 1, wanted="a number of bytes")
 
     @property
     def bytes_of_piece(self) -> int:
-        """Returns the bytes of a piece, so that those outside the queue take half of the memory at most."""
+        """The bytes of a piece, so that those outside the queue take half of the memory at most."""
         return max(1, min(self.piece_bytes, self.host_bytes // (2 * WORKING_PIECES)))
-
-    @property
-    def bytes_of_queue(self) -> int:
-        """Returns how many bytes may wait to be written."""
-        return max(1, self.host_bytes - WORKING_PIECES * self.bytes_of_piece)
 
 
 @dataclasses.dataclass
 class SaveReport:
-    """What a save did in this process; `num_bytes` were copied from the devices."""
+    """The result of a save in this process; `num_bytes` were copied from the devices."""
 
     pause_s: float = 0.0
-    """How long training waited: until the last row was on the host."""
+    """Seconds for which training waited: until the last row was on the host."""
     num_bytes: int = 0
     peak_bytes: int = 0
     """In the queue at most."""
@@ -109,9 +92,8 @@ class Saving:
     ):
         """Reads what is small and waits for the state, which must not be donated until `feed` has returned.
 
-        `kind` is "checkpoint", "full" or "delta". `clock` is the time of the save (None: the state's step). Of a delta
-        `rests_on` has `base`, `base_path` and `since`, before which rows are left out; `tombstones` has the keys that
-        are gone, by table.
+        `kind` is "checkpoint", "full" or "delta". Of a delta `rests_on` has `base`, `base_path` and `since`, before
+        which rows are left out; `tombstones` has the keys that are gone, by table.
         """
         options.check(op)
         check_state(op, collection, state)
@@ -143,16 +125,13 @@ class Saving:
         }
         self.part["clock"] = time_of(op, state, clock)
 
-    # Copying
-
     def feed(self, is_alive: Callable[[], None] = lambda: None) -> None:
-        """Copies the state to the host, as fast as the queue takes it; then the state may be donated.
-
-        While it waits for the writer to begin it calls `is_alive`, which raises if that will never happen.
-        """
+        """Copies the state to the host, as fast as the queue takes it; `is_alive` raises if no writer will begin."""
+        how = {"piece_bytes": self.options.bytes_of_piece, "since": self.since}
         try:
-            for piece in self._pieces():
-                self._put(piece, is_alive)
+            for s, (spec, store) in enumerate(zip(self.collection.stores, self.state.stores, strict=True)):
+                for piece in pieces(s, spec, store, self.state.seed, self.collection.shards, **how):
+                    self._put(piece, is_alive)
         except BaseException as error:
             self._fail(error)
             raise
@@ -163,15 +142,11 @@ class Saving:
             self._changed.notify_all()
         LOG.info("%s: %d bytes on the host after %.3f s", self.op, self.report.num_bytes, self.report.pause_s)
 
-    def _pieces(self) -> Iterator[Piece]:
-        state, shards, piece_bytes = self.state, self.collection.shards, self.options.bytes_of_piece
-        for s, (spec, store) in enumerate(zip(self.collection.stores, state.stores, strict=True)):
-            yield from pieces(s, spec, store, state.seed, shards, piece_bytes=piece_bytes, since=self.since)
-
     def _put(self, piece: Piece, is_alive: Callable[[], None]) -> None:
+        most = max(1, self.options.host_bytes - WORKING_PIECES * self.options.bytes_of_piece)
         with self._changed:
             # An empty queue takes a piece of any size.
-            while self._error is None and self._held and self._held + piece.nbytes > self.options.bytes_of_queue:
+            while self._error is None and self._held and self._held + piece.nbytes > most:
                 if not self._changed.wait(timeout=1.0) and not self._writes.is_set():
                     is_alive()
             if self._error is not None:
@@ -187,8 +162,6 @@ class Saving:
             self._error = self._error or error
             self._queue.clear()
             self._changed.notify_all()
-
-    # Writing
 
     def write(self, folder: Any) -> None:
         """Writes this process's files into a folder, then its part of the manifest."""
@@ -213,15 +186,10 @@ class Saving:
         report.num_rows = {name: entry["num_rows"] for name, entry in entries.items()}
         report.num_nonfinite = {name: entry["num_nonfinite"] for name, entry in entries.items()}
         report.file_bytes = tables.file_bytes()
+        text = '%s: table "%s": %d of %d rows have numbers that are infinite or NaN; they are saved as they are.'
         for name, count in report.num_nonfinite.items():
             if count:
-                LOG.warning(
-                    '%s: table "%s": %d of %d rows have numbers that are infinite or NaN; they are saved as they are.',
-                    self.op,
-                    name,
-                    count,
-                    report.num_rows[name],
-                )
+                LOG.warning(text, self.op, name, count, report.num_rows[name])
         bloom = [entry for _, entry in tables.bloom.values()]
         part = {**self.part, "tables": entries, "bloom": bloom, "pause_s": report.pause_s}
         manifest_lib.write_part(folder, jax.process_index(), part)
@@ -234,8 +202,6 @@ class Saving:
             if self._error is not None:
                 raise RuntimeError(f"{self.op}: the state could not be copied: {self._error}") from self._error
             return self._queue.popleft()
-
-    # What is small
 
     def _store_part(self, s: int) -> dict[str, Any]:
         spec, store, shards = self.collection.stores[s], self.state.stores[s], self.collection.shards
@@ -274,7 +240,7 @@ def save_now(saving: Saving, folder: Any) -> None:
         try:
             saving.feed()
         finally:
-            # What stopped the copy may be what stopped the writer; that one says why.
+            # The writer may have stopped the copy; its error says why.
             concurrent.futures.wait([written])
             if saving.has_stopped:
                 written.result()
@@ -287,10 +253,10 @@ class _Tables:
     def __init__(self, saving: Saving, folder: Any):
         self.saving, self.folder, self.collection = saving, folder, saving.collection
         stores = self.collection.stores
-        self.forms = [[TableForm.of(spec, table) for table in spec.tables] for spec in stores]
+        self.forms = [[files.TableForm.of(spec, table) for table in spec.tables] for spec in stores]
         self.words = [np.array([name_word(table.name) for table in spec.tables]) for spec in stores]
         self.numbers = {table.name: number for number, table in enumerate(self.collection.tables)}
-        self.open: dict[tuple[str, str], BatchFile] = {}
+        self.open: dict[tuple[str, str], files.BatchFile] = {}
         self.done: dict[tuple[str, str], dict[str, Any]] = {}
         self.bloom: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.nonfinite = dict.fromkeys(self.numbers, 0)
@@ -330,7 +296,7 @@ class _Tables:
                 self._write_batch(form, piece, keys, lines[start:stop], partitions[start:stop])
 
     def _write_batch(
-        self, form: TableForm, piece: RowsPiece, keys: np.ndarray, lines: np.ndarray, partitions: np.ndarray
+        self, form: files.TableForm, piece: RowsPiece, keys: np.ndarray, lines: np.ndarray, partitions: np.ndarray
     ) -> None:
         statistics = None if piece.statistics is None else piece.statistics[lines]
         records = Records(
@@ -355,9 +321,9 @@ class _Tables:
             counts = entries[:, 2]
             mine = entries[(entries[:, 3] == number) & (counts > 0) & (counts < admission.threshold)]
             if mine.size:
-                file = self._file(form.name, manifest_lib.WAITING, keys_schema(True))
+                file = self._file(form.name, manifest_lib.WAITING, files.keys_schema(True))
                 keys, counts = from_words(mine[:, :2]), np.ascontiguousarray(mine[:, 2])
-                file.write(keys_batch(keys, counts), ALL_PARTITIONS)
+                file.write(files.keys_batch(keys, counts), files.ALL_PARTITIONS)
 
     def _write_bloom(self, piece: WordsPiece) -> None:
         if piece.store not in self.bloom:
@@ -372,22 +338,22 @@ class _Tables:
     def write_tombstones(self, table: str, keys: np.ndarray) -> None:
         size = max(1, self.saving.options.bytes_of_piece // keys.itemsize)
         for start in range(0, keys.size, size):
-            file = self._file(table, manifest_lib.TOMBSTONES, keys_schema(False))
-            file.write(keys_batch(keys[start : start + size]), ALL_PARTITIONS)
+            file = self._file(table, manifest_lib.TOMBSTONES, files.keys_schema(False))
+            file.write(files.keys_batch(keys[start : start + size]), files.ALL_PARTITIONS)
 
-    def _file(self, table: str, kind: str, schema: Any) -> BatchFile:
+    def _file(self, table: str, kind: str, schema: Any) -> files.BatchFile:
         if (table, kind) not in self.open:
             process = "" if kind == manifest_lib.TOMBSTONES else f".process_{jax.process_index():05d}"
             ending = "" if kind == manifest_lib.ROWS else f".{kind}"
             name = f"table_{self.numbers[table]:04d}{process}{ending}.arrow"
-            self.open[table, kind] = BatchFile(self.folder, name, schema, self.saving.options.compression)
+            self.open[table, kind] = files.BatchFile(self.folder, name, schema, self.saving.options.compression)
         return self.open[table, kind]
 
     def close(self) -> None:
         for key, file in self.open.items():
             self.done[key] = file.close()
         for file, _ in self.bloom.values():
-            close_synced(file)
+            files.close_and_sync(file)
 
     def entries(self) -> dict[str, dict[str, Any]]:
         stores, (low, high) = self.saving.part["stores"], self.saving.part["seed"]
@@ -401,7 +367,7 @@ class _Tables:
                 "unknown": manifest_lib.unknown_to_json(table, low | high << 32),
                 "num_rows": sum(file["num_rows"] for file in self._done(table.name, manifest_lib.ROWS)),
                 "num_nonfinite": self.nonfinite[table.name],
-                "partition_rows": manifest_lib.packed(self.by_partition[table.name]),
+                "partition_rows": manifest_lib.pack(self.by_partition[table.name]),
                 **{kind: self._done(table.name, kind) for kind in manifest_lib.KINDS},
                 "num_evicted": evicted.get(table.name, 0),
             }

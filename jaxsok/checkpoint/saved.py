@@ -1,4 +1,4 @@
-"""What was saved: a folder's manifest and files, and whether its tables fit those of a collection.
+"""Saved tables: a folder's manifest and files, and checks that its tables fit those of a collection.
 
 The manifest is checked before anything is read, and all data against its checksum before it is used.
 """
@@ -33,15 +33,12 @@ class Source:
 
     @classmethod
     def of(cls, op: str, folder: Any) -> "Source":
-        """Reads the manifest."""
         return cls(op, folder, manifest_lib.read(op, folder))
 
     def form(self, table: str) -> TableForm:
-        """Returns the columns of a saved table."""
         return TableForm.from_json(self.manifest["tables"][table]["form"])
 
     def files(self, table: str, kind: str = manifest_lib.ROWS) -> list[SavedFile]:
-        """Returns the files of a saved table, of one kind."""
         return manifest_lib.table_files(self.op, self.folder, self.manifest, table, kind)
 
     def records(self, table: str, wanted: np.ndarray | None = None) -> Iterator[Records]:
@@ -56,7 +53,6 @@ class Source:
                 yield records
 
     def waiting(self, table: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Reads the keys that wait for a row, and how often they were seen."""
         for file in self.files(table, manifest_lib.WAITING):
             for batch in file.batches():
                 yield tuple(batch.column(name).to_numpy(zero_copy_only=False) for name in ("key", "count"))
@@ -68,7 +64,7 @@ class Source:
         for table in tables:
             entry = self.manifest["tables"][table]
             files = sum(sum(batch[3] for batch in file["batches"]) for file in entry[manifest_lib.ROWS])
-            partitions = int(manifest_lib.unpacked(entry["partition_rows"]).sum())
+            partitions = int(manifest_lib.unpack(entry["partition_rows"]).sum())
             if not files == partitions == entry["num_rows"]:
                 raise CorruptFileError(
                     f'{self.op}: table "{table}": got {files} rows in the files and {partitions} in the partitions of '
@@ -78,7 +74,6 @@ class Source:
             file.check_size()
 
     def verify(self, tables: Sequence[str]) -> None:
-        """Reads all files of some tables against their checksums."""
         self.check(tables)
         for file in self._all_files(tables):
             file.verify()
@@ -95,7 +90,6 @@ class Source:
                 yield SavedFile(self.op, self.folder, entry, None), entry["pieces"]
 
     def bloom(self, store: int, shard: int) -> np.ndarray:
-        """Reads the words of a shard's Bloom filter."""
         parts = [np.zeros(0, np.uint32)]
         for file, pieces in self._bloom_files({store}):
             mine = [piece[:3] for piece in pieces if piece[3] == shard]
@@ -137,10 +131,7 @@ def choose_tables(source: Source, collection: Collection, tables: Sequence[str] 
 def check_forms(
     source: Source, collection: Collection, names: Sequence[str], optimizer_state: OptimizerState
 ) -> dict[str, tuple[str, ...]]:
-    """Returns the pieces of optimizer state to restore, by table.
-
-    A ValueError names a table of another dim, or with state of another form that `optimizer_state` requires.
-    """
+    """Returns the pieces of optimizer state to restore, by table; refuses another dim, or a form that is required."""
     op = source.op
     if optimizer_state not in OPTIMIZER_STATES:
         raise ValueError(f"{op}: optimizer_state: got {optimizer_state!r}, wanted one of {list(OPTIMIZER_STATES)}.")

@@ -26,7 +26,7 @@ UNDER_WAY = 2  # pieces between device and host
 
 @dataclasses.dataclass(frozen=True)
 class RowsPiece:
-    """Some lines of a shard's slabs, live or not."""
+    """Some rows of a shard's slabs, live or not."""
 
     store: int
     records: np.ndarray
@@ -36,7 +36,6 @@ class RowsPiece:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of host memory."""
         statistics = 0 if self.statistics is None else self.statistics.nbytes
         return self.records.nbytes + self.rows.nbytes + sum(state.nbytes for state in self.states) + statistics
 
@@ -46,14 +45,12 @@ class WordsPiece:
     """A range of admission data: buckets of waiting keys, or words of a Bloom filter."""
 
     store: int
-    kind: str
-    """"waiting" or "bloom"."""
+    kind: str  # "waiting" or "bloom"
     shard: int
     words: np.ndarray
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of host memory."""
         return self.words.nbytes
 
 
@@ -61,10 +58,7 @@ Piece = RowsPiece | WordsPiece
 
 
 def shard_parts(array: Array, spec: StoreSpec, shards: Shards) -> dict[int, Array]:
-    """Finds the parts of a store's array that this process saves, by shard, each on its device.
-
-    Copies on other mesh axes, and on the shards of a replicated store, are saved once.
-    """
+    """Finds the parts of a store's array that this process saves, each once, by shard and on its device."""
     if not shards.is_mesh:
         # Every process has a state of its own then, and the first one's is saved.
         return {0: array.addressable_data(0)} if jax.process_index() == 0 else {}
@@ -84,8 +78,7 @@ def pieces(
 ) -> Iterator[Piece]:
     """Copies all pieces of a store that this process saves; it must not be donated before the last has come.
 
-    A piece has at most `piece_bytes`, give or take a row. With `since`, only rows with a later or equal last step are
-    kept; where they are few they are picked on the device.
+    A piece has about `piece_bytes`. With `since`, only rows with a later or equal last step are kept.
     """
     return map(_UnderWay.wait, sent_ahead(_start(number, spec, store, seed, shards, piece_bytes, since), UNDER_WAY))
 
@@ -131,7 +124,7 @@ def _start_rows(
 def _start_since(
     make: Callable[..., Piece], slab: RowSlab, start: int, stop: int, most: int, since: int
 ) -> Iterator["_UnderWay"]:
-    # A delta has few rows as a rule: the keys and statistics of all rows tell which.
+    # A delta usually has few rows. The keys and statistics of all rows say which.
     cut, lines = _cut((slab.records, there(slab.statistics)), start, stop, most)
     words, seen = (np.asarray(array)[lines] for array in cut)
     is_wanted = (from_words(words[:, :2]) != np.uint64(PADDING_KEY)) & (seen[:, 0] >= np.uint32(since))
@@ -175,7 +168,7 @@ def _cut(arrays: tuple[Array, ...], start: int, stop: int, most: int) -> tuple[t
 
 
 def _whole(slab: RowSlab, start: int, stop: int, most: int) -> tuple[tuple[Array, ...], slice]:
-    """Does `_cut` with all that a slab has."""
+    """Copies as `_cut` all that a slab has."""
     first, size, lines = _range(slab.size, start, stop, most)
     return tuple(jax.tree.leaves(slab.cut(first, size))), lines
 

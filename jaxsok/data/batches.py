@@ -1,4 +1,4 @@
-"""Which samples make a batch, as a dataset of Grain: batches by number, for one process.
+"""A dataset of Grain that says which samples make a batch: batches by number, for one process.
 
 Grain does the rest: epochs (`repeat`), transformations (`map`), threads, worker processes, and iterators whose state
 can be saved. A batch depends on nothing but the source, the seed, the epoch and its number. Therefore the state of an
@@ -16,8 +16,7 @@ from absl import flags
 from jaxsok import checks
 from jaxsok.data.samples import Source, joined
 
-NUM_AHEAD = 4
-"""Batches that are read ahead, if not stated otherwise."""
+NUM_AHEAD = 4  # batches that are read ahead, if not stated otherwise
 
 
 class Batches(grain.MapDataset):
@@ -100,17 +99,14 @@ class Batches(grain.MapDataset):
             )
         if not drop_remainder and streams > 1:
             raise ValueError(f"Batches: drop_remainder: got False with {streams} streams, wanted one stream.")
-        self._of_stream = batch_size // streams
-        """Samples of a batch from one stream."""
+        self._of_stream = batch_size // streams  # samples of a batch from one stream
         self._stream_samples = max(0, last - self._first) // streams
         self._length = self._stream_samples // self._of_stream
         if not drop_remainder:
             self._length = -(-self._stream_samples // self._of_stream)
         if not self._length:
-            raise ValueError(
-                f"Batches: batch_size: got {batch_size} for {max(0, last - self._first)} samples, wanted at most as "
-                "many."
-            )
+            got = f"{batch_size} for {max(0, last - self._first)} samples"
+            raise ValueError(f"Batches: batch_size: got {got}, wanted at most as many.")
         # This process's part of each batch: from these streams, these of each stream's samples.
         self._parts = _parts_of(index, count, streams, self._of_stream)
         self._window = shuffle_batches * self._of_stream
@@ -134,7 +130,7 @@ class Batches(grain.MapDataset):
         return f"Batches({type(self._source).__name__}, {self._length} of {self._of_stream} samples from each stream)"
 
     def _positions(self, epoch: int, number: int, stream: int, part: slice) -> slice | np.ndarray:
-        """Returns where samples of a batch are in the source: ascending, or as a slice."""
+        """Finds the samples of a batch in the source: ascending, or as a slice."""
         begin = number * self._of_stream
         last = min(begin + self._of_stream, self._stream_samples)
         if self._seed is None:
@@ -142,7 +138,7 @@ class Batches(grain.MapDataset):
             return slice(offset + min(begin + part.start, last), offset + min(begin + part.stop, last))
         window, place = divmod(begin, self._window)
         size = min(self._window, self._stream_samples - window * self._window)
-        mixed = _mixed(self._seed, epoch, window, size, tuple(stream for stream, _ in self._parts))[stream]
+        mixed = _mix(self._seed, epoch, window, size, tuple(stream for stream, _ in self._parts))[stream]
         places = stream * self._stream_samples + window * self._window + mixed[place : place + last - begin]
         # Blocks in the order of this epoch, and the place of each sample among them.
         order = _block_order(self._seed, epoch, len(self._sizes))
@@ -183,14 +179,13 @@ def iterate(
 
 
 def _parts_of(index: int, count: int, streams: int, of_stream: int) -> list[tuple[int, slice]]:
-    """Returns which streams a process reads, and which of a batch's samples from each."""
+    """Finds which streams a process reads, and which of a batch's samples from each."""
     if streams >= count:
         of_process = streams // count
         return [(stream, slice(0, of_stream)) for stream in range(index * of_process, (index + 1) * of_process)]
-    sharers = count // streams
-    share = of_stream // sharers
-    part = index % sharers
-    return [(index // sharers, slice(part * share, (part + 1) * share))]
+    stream, part = divmod(index, count // streams)
+    share = of_stream * streams // count
+    return [(stream, slice(part * share, (part + 1) * share))]
 
 
 @functools.lru_cache(maxsize=8)
@@ -199,6 +194,6 @@ def _block_order(seed: int, epoch: int, num_blocks: int) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=8)
-def _mixed(seed: int, epoch: int, window: int, size: int, streams: tuple[int, ...]) -> dict[int, np.ndarray]:
+def _mix(seed: int, epoch: int, window: int, size: int, streams: tuple[int, ...]) -> dict[int, np.ndarray]:
     """Returns the order of a window's samples in each stream of a process, which its next batches need too."""
     return {stream: np.random.default_rng([seed, epoch, stream, window]).permutation(size) for stream in streams}

@@ -33,8 +33,7 @@ INTEGER_NAMES = tuple(f"I{i + 1}" for i in range(NUM_INTEGERS))
 CATEGORY_NAMES = tuple(f"C{i + 1}" for i in range(NUM_CATEGORIES))
 COLUMN_NAMES = ("label", *INTEGER_NAMES, *CATEGORY_NAMES)
 
-MISSING_KEY = np.uint64(PADDING_KEY).astype(np.int64)
-"""PADDING_KEY as int64: a missing category contributes zeros. No category has it: they are below 2**32."""
+MISSING_KEY = np.uint64(PADDING_KEY).astype(np.int64)  # contributes zeros; categories are below 2**32
 
 _BLOCK_BYTES = 4 << 20  # about 17,000 rows: 1 MiB pays more for each call than for its rows, 8 MiB falls out of cache
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -43,9 +42,6 @@ _HEX_DIGITS = 8
 
 class LogFormatError(ValueError):
     """A row of a log is not in Criteo's format; the message names the file, the row (from 1) and the column."""
-
-
-# Text -----------------------------------------------------------------------------------------------------------------
 
 
 class TextSource(BlockSource):
@@ -83,18 +79,17 @@ class TextSource(BlockSource):
             first_row, start = 1, 0
             for block in _blocks(path):
                 self._blocks.append(_Place(path, first_row, start, len(block.text), block.has_label))
-                counts.append(_count_rows(block.text))
+                counts.append(block.text.count(b"\n") + (not block.text.endswith(b"\n")))
                 first_row, start = first_row + counts[-1], start + len(block.text)
         _require_labels_alike(self._blocks)
         super().__init__(counts)
 
     @property
     def has_label(self) -> bool:
-        """Whether rows have labels: those of Kaggle's test file have none, and there is no column `label`."""
+        """True if rows have labels: those of Kaggle's test file have none, and there is no column `label`."""
         return all(place.has_label for place in self._blocks)
 
     def load(self, block: int) -> Columns:
-        """Parses a block."""
         place = self._blocks[block]
         with open(place.path, "rb") as file:
             file.seek(place.start)
@@ -103,16 +98,13 @@ class TextSource(BlockSource):
 
 
 class _Place(NamedTuple):
-    """Where a block of text is."""
+    """The place of a block of text."""
 
     path: str
     first_row: int
     start: int
     num_bytes: int
     has_label: bool
-
-
-# Binary ---------------------------------------------------------------------------------------------------------------
 
 
 def binary_source(path: str | os.PathLike) -> JoinedSource:
@@ -133,7 +125,8 @@ def binary_source(path: str | os.PathLike) -> JoinedSource:
     path = pathlib.Path(path)
     if path.is_file():
         return JoinedSource([_RowsOf40(path)])
-    days = [_Day(dense) for dense in sorted(path.glob("*_dense.npy"), key=_numbers_in)]
+    numbers_in = lambda dense: ([int(number) for number in re.findall(r"\d+", dense.name)], dense.name)  # noqa: E731
+    days = [_Day(dense) for dense in sorted(path.glob("*_dense.npy"), key=numbers_in)]
     if not days:
         raise FileNotFoundError(f"binary_source: {path}: got no *_dense.npy there, wanted at least one day.")
     if len({"label" in day.columns for day in days}) > 1:
@@ -151,7 +144,7 @@ class _Day(ArraySource):
         if labels.exists():
             columns["label"] = np.load(labels, mmap_mode="r").reshape(-1)
         if bags.exists():
-            columns |= _mapped_bags(bags)
+            columns |= _map_bags(bags)
         else:
             columns["sparse"] = _mapped_rows(pathlib.Path(f"{stem}_sparse.npy"), NUM_CATEGORIES)
         counts = {name: len(column) for name, column in columns.items()}
@@ -182,19 +175,12 @@ class _RowsOf40(ArraySource):
     def take(self, positions: slice | np.ndarray) -> Columns:
         rows = super().take(positions)["rows"]
         integers = np.log1p(np.maximum(rows[:, 1 : 1 + NUM_INTEGERS], 0).astype(np.float32))
-        return {
-            "label": rows[:, 0].astype(np.float32),
-            "integers": integers,
-            **_columns_of(rows[:, 1 + NUM_INTEGERS :]),
-        }
+        columns = {"label": rows[:, 0].astype(np.float32), "integers": integers}
+        return columns | _columns_of(rows[:, 1 + NUM_INTEGERS :])
 
 
 def _columns_of(categories: np.ndarray) -> Columns:
     return {name: categories[:, i] for i, name in enumerate(CATEGORY_NAMES)}
-
-
-def _numbers_in(path: pathlib.Path) -> tuple[list[int], str]:
-    return [int(number) for number in re.findall(r"\d+", path.name)], path.name
 
 
 def _mapped_rows(path: pathlib.Path, width: int) -> np.ndarray:
@@ -204,7 +190,7 @@ def _mapped_rows(path: pathlib.Path, width: int) -> np.ndarray:
     return array
 
 
-def _mapped_bags(path: pathlib.Path) -> dict[str, np.ndarray]:
+def _map_bags(path: pathlib.Path) -> dict[str, np.ndarray]:
     """Maps the keys of each category from an uncompressed .npz, which `np.load` would copy to memory."""
     arrays = {}
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
@@ -214,14 +200,11 @@ def _mapped_bags(path: pathlib.Path) -> dict[str, np.ndarray]:
             file.seek(member.header_offset + 26)  # the lengths of name and extra field, which the data follow
             name_bytes, extra_bytes = np.frombuffer(file.read(4), "<u2").tolist()
             file.seek(member.header_offset + 30 + name_bytes + extra_bytes)
-            version = np.lib.format.read_magic(file)
-            read_header = (
-                np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            )
+            formats, version = np.lib.format, np.lib.format.read_magic(file)
+            read_header = formats.read_array_header_1_0 if version == (1, 0) else formats.read_array_header_2_0
             shape, is_fortran, dtype = read_header(file)
-            arrays[member.filename.removesuffix(".npy")] = np.memmap(
-                path, dtype, "r", file.tell(), shape, "F" if is_fortran else "C"
-            )
+            order = "F" if is_fortran else "C"
+            arrays[member.filename.removesuffix(".npy")] = np.memmap(path, dtype, "r", file.tell(), shape, order)
     wanted = {str(i): name for i, name in enumerate(CATEGORY_NAMES)}
     if set(arrays) != set(wanted):
         raise ValueError(f'binary_source: {path}: got arrays {list(arrays)}, wanted "0" to "{NUM_CATEGORIES - 1}".')
@@ -262,7 +245,7 @@ def convert(
     num_rows = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for columns in _parsed_blocks(_paths_of(paths), num_threads):
+        for columns in _parse_blocks(_paths_of(paths), num_threads):
             left = len(columns["integers"]) if max_rows is None else max_rows - num_rows
             sparse = np.stack([columns[name] for name in CATEGORY_NAMES], axis=1)
             arrays = {"dense": columns["integers"], "sparse": sparse}
@@ -315,9 +298,6 @@ class _NpyWriter:
         self._partial.unlink(missing_ok=True)
 
 
-# Parsing --------------------------------------------------------------------------------------------------------------
-
-
 def _paths_of(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
     return [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
 
@@ -325,10 +305,6 @@ def _paths_of(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> list[st
 def _is_gzip(path: str) -> bool:
     with open(path, "rb") as file:
         return file.read(2) == _GZIP_MAGIC
-
-
-def _count_rows(text: bytes) -> int:
-    return text.count(b"\n") + (not text.endswith(b"\n"))
 
 
 def _require_labels_alike(blocks: Sequence[Any]) -> None:
@@ -344,14 +320,10 @@ class _Block(NamedTuple):
     has_label: bool
 
 
-def _open(path: str) -> pa.NativeFile:
-    is_gzip = _is_gzip(path)
-    return pa.input_stream(path, compression="gzip" if is_gzip else None, buffer_size=_BLOCK_BYTES if is_gzip else None)
-
-
 def _blocks(path: str) -> Iterator[_Block]:
     first_row, rest, has_label = 1, b"", None
-    with _open(path) as stream:
+    gzip, buffer_size = ("gzip", _BLOCK_BYTES) if _is_gzip(path) else (None, None)
+    with pa.input_stream(path, compression=gzip, buffer_size=buffer_size) as stream:
         while True:
             try:
                 text = stream.read(_BLOCK_BYTES)
@@ -365,18 +337,14 @@ def _blocks(path: str) -> Iterator[_Block]:
             rest = text[end:] if end else rest + text
             if whole and (end or not text):
                 if has_label is None:
-                    has_label = _has_label(path, whole)
+                    num_columns = whole.partition(b"\n")[0].count(b"\t") + 1
+                    has_label = num_columns == len(COLUMN_NAMES)
+                    if not has_label and num_columns != len(COLUMN_NAMES) - 1:
+                        raise LogFormatError(f"criteo: {path}, row 1: {_column_count_message(num_columns)}")
                 yield _Block(path, first_row, whole, has_label)
                 first_row += whole.count(b"\n")
             if not text:
                 return
-
-
-def _has_label(path: str, text: bytes) -> bool:
-    num_columns = text.partition(b"\n")[0].count(b"\t") + 1
-    if num_columns not in (len(COLUMN_NAMES), len(COLUMN_NAMES) - 1):
-        raise LogFormatError(f"criteo: {path}, row 1: {_column_count_message(num_columns)}")
-    return num_columns == len(COLUMN_NAMES)
 
 
 def _column_count_message(num_columns: int) -> str:
@@ -386,7 +354,7 @@ def _column_count_message(num_columns: int) -> str:
     )
 
 
-def _parsed_blocks(paths: Sequence[str], num_threads: int) -> Iterator[Columns]:
+def _parse_blocks(paths: Sequence[str], num_threads: int) -> Iterator[Columns]:
     """Parses blocks side by side, and gives them in order."""
     pending: collections.deque[Future[Columns]] = collections.deque()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="criteo-parse") as pool:
@@ -421,7 +389,7 @@ def _parse(block: _Block) -> Columns:
         raise _explain(block, error) from error
     chunks = [table.column(name).chunk(0) for name in names]
     num_rows = table.num_rows
-    label = _label(chunks.pop(0)) if block.has_label else None
+    label = chunks.pop(0).fill_null(np.nan).to_numpy(zero_copy_only=False) if block.has_label else None
     integers = np.empty((num_rows, NUM_INTEGERS), np.float32)
     categories = np.empty((NUM_CATEGORIES, num_rows), np.int64)
     is_good = label is None or bool(np.all((label == 0) | (label == 1)))
@@ -437,20 +405,13 @@ def _parse(block: _Block) -> Columns:
     return columns | {"integers": integers} | dict(zip(CATEGORY_NAMES, categories, strict=True))
 
 
-def _label(column: pa.Array) -> np.ndarray:
-    return column.fill_null(np.nan).to_numpy(zero_copy_only=False)
-
-
 def _words(digit: int) -> np.uint64:
-    """The byte `digit`, eight times."""
+    """Repeats a byte, the digit, eight times."""
     return np.uint64(digit * 0x0101010101010101)
 
 
 def _keys_of(column: pa.Array, out: np.ndarray) -> bool:
-    """Writes the keys of a column of hexadecimal strings; says whether all of them were hexadecimal.
-
-    Eight digits are one 64-bit word, first digit in its lowest byte, and all bytes are worked on at once.
-    """
+    """Writes the keys of a column of hexadecimal strings, as 64-bit words; says whether all were hexadecimal."""
     text = np.frombuffer(column.buffers()[1], np.uint64, len(column), column.offset * _HEX_DIGITS)
     nibbles = (text & _words(0x0F)) + ((text >> np.uint64(6)) & _words(1)) * np.uint64(9)
     words = ((nibbles << np.uint64(4)) | (nibbles >> np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
@@ -466,11 +427,7 @@ def _keys_of(column: pa.Array, out: np.ndarray) -> bool:
 
 
 def _is_hex(text: np.ndarray) -> np.ndarray:
-    """For each word, whether its eight bytes are hexadecimal digits.
-
-    Adding to a byte below 0x80 what is missing to 0x80 sets its highest bit exactly if it reaches the bound, and never
-    carries into the next byte; the bytes at or above 0x80 are refused by the last term.
-    """
+    """Checks for each word that its eight bytes are hexadecimal digits, below 0x80, by sums that never carry over."""
     lower = text | _words(0x20)
     is_digit = (text + _words(0x80 - 0x30)) & ~(text + _words(0x80 - 0x3A))
     is_letter = (lower + _words(0x80 - 0x61)) & ~(lower + _words(0x80 - 0x67))
@@ -495,7 +452,7 @@ def _explain(block: _Block, error: Exception | None) -> LogFormatError:
 
 
 def _refusal(name: str, field: bytes) -> str | None:
-    """What was wanted in place of `field`, or None if it is good."""
+    """Says what was wanted in place of `field`; None if it is good."""
     if name in CATEGORY_NAMES:
         is_hex = len(field) == _HEX_DIGITS and all(digit in b"0123456789abcdefABCDEF" for digit in field)
         return None if is_hex or not field else "8 hexadecimal digits or nothing"

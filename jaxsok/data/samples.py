@@ -23,11 +23,9 @@ from jaxsok import adapters, checks
 from jaxsok.features import Bags, offsets_of
 from jaxsok.split import cut_bags, picked_bags
 
-Columns = dict[str, Any]
-"""By name: arrays `[num_samples, ...]`, or `Bags` with offsets."""
+Columns = dict[str, Any]  # by name: arrays `[num_samples, ...]`, or `Bags` with offsets
 
-BLOCK_SAMPLES = 1 << 16
-"""Samples in a block of a source that has no blocks of its own: neighbours stay together that long when shuffled."""
+BLOCK_SAMPLES = 1 << 16  # of a source without blocks of its own: so many neighbours stay together when shuffled
 
 
 @runtime_checkable
@@ -39,7 +37,7 @@ class Source(Protocol):
 
     @property
     def ends(self) -> np.ndarray:
-        """Where each block ends: int64 `[num_blocks]`, ascending. A block is what is read from a file at once."""
+        """The end of each block: int64 `[num_blocks]`, ascending. A block is read from a file at once."""
         ...
 
     def take(self, positions: slice | np.ndarray) -> Columns:
@@ -50,13 +48,9 @@ class Source(Protocol):
         """Asks for at least so many blocks to be kept in memory, where reading one again is expensive."""
         ...
 
-    def __len__(self) -> int:
-        """Returns the number of samples."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, position: int) -> Columns:
-        """Reads one sample."""
-        ...
+    def __getitem__(self, position: int) -> Columns: ...
 
 
 class _Source(abc.ABC):
@@ -101,7 +95,6 @@ class ArraySource(_Source):
         self.ends = np.minimum(np.arange(0, num_samples, block_samples, dtype=np.int64) + block_samples, num_samples)
 
     def take(self, positions: slice | np.ndarray) -> Columns:
-        """Reads samples: a slice without a copy."""
         return _picked_all(self.columns, positions)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,7 +116,6 @@ class JoinedSource(_Source):
         self.ends = np.concatenate([part.ends + start for part, start in zip(parts, self._starts[:-1], strict=True)])
 
     def take(self, positions: slice | np.ndarray) -> Columns:
-        """Reads samples from the sources that hold them."""
         return _read_parts(self._starts[1:], positions, lambda number, of_part: self._parts[number].take(of_part))
 
     def keep(self, num_blocks: int) -> None:
@@ -222,26 +214,22 @@ class ArrowSource(BlockSource):
         super().__init__([size for _, size in pieces])
 
     def load(self, block: int) -> Columns:
-        """Reads and decodes a block."""
         import pyarrow as pa
 
         piece = self._pieces[block]
-        if isinstance(piece, tuple):
+        if isinstance(piece, _Fragment):
+            piece = piece.fragment.to_table(schema=piece.schema, columns=self._columns)
+        elif isinstance(piece, tuple):
             path, number = piece
             with pa.memory_map(path) as file:
                 piece = pa.ipc.open_file(file).get_batch(number)
-        elif not isinstance(piece, pa.RecordBatch):
-            fragment, schema = piece.fragment, piece.schema
-            piece = fragment.to_table(schema=schema, columns=self._columns)
         names = piece.schema.names if self._columns is None else self._columns
         return {name: _column_of_arrow(name, piece.column(name)) for name in names}
 
 
-class _Fragment:
-    """A part of a dataset: a row group, or a file."""
-
-    def __init__(self, fragment: Any, schema: Any):
-        self.fragment, self.schema = fragment, schema
+class _Fragment(NamedTuple):
+    fragment: Any  # of a dataset: a row group, or a file
+    schema: Any
 
 
 def _pieces_of(data: Any) -> tuple[Any, list[tuple[Any, int]]]:
@@ -319,9 +307,6 @@ def _column_of_arrow(name: str, column: Any) -> Any:
     return numbers if lengths is None else Bags(numbers, offsets=offsets_of(lengths))
 
 
-# Columns --------------------------------------------------------------------------------------------------------------
-
-
 def _with_offsets(name: str, column: Any) -> Any:
     if not isinstance(column, Bags):
         return column if hasattr(column, "shape") else np.asarray(column)
@@ -343,7 +328,7 @@ def _each(change: Callable[[Any], Any], column: Any) -> Any:
 
 
 class _Mapped(NamedTuple):
-    """Where an array is mapped from."""
+    """The place in a file from which an array is mapped."""
 
     path: str
     dtype: np.dtype
@@ -354,9 +339,8 @@ class _Mapped(NamedTuple):
 
 def _to_mapped(array: Any) -> Any:
     """Returns where a mapped array is in its file; any other array as it is."""
-    if not isinstance(array, np.memmap) or array._mmap is None or not array.filename or array.mode not in ("r", "r+"):
-        return array
-    if not (array.flags.c_contiguous or array.flags.f_contiguous):
+    is_mapped = isinstance(array, np.memmap) and array._mmap is not None and array.filename
+    if not is_mapped or array.mode not in ("r", "r+") or not (array.flags.c_contiguous or array.flags.f_contiguous):
         return array
     # A view has the offset of the array it was made from; the mapping begins with a page.
     begin = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
@@ -376,10 +360,10 @@ def _num_samples(column: Any) -> int:
 
 
 def _picked_all(columns: Columns, positions: slice | np.ndarray) -> Columns:
-    return {name: _picked(column, positions) for name, column in columns.items()}
+    return {name: _pick(column, positions) for name, column in columns.items()}
 
 
-def _picked(column: Any, positions: slice | np.ndarray) -> Any:
+def _pick(column: Any, positions: slice | np.ndarray) -> Any:
     """Returns some samples of a column; a slice without a copy of its keys."""
     if not isinstance(column, Bags):
         return column[positions]

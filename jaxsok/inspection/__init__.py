@@ -1,4 +1,4 @@
-"""What is in a checkpoint, an export or a file of another system; and what a collection will take, drawn.
+"""Reads what is in a checkpoint, an export or a file of another system; draws what a collection will take.
 
 `inspect` reads any of them, `report` any records, `read_spec` declarations of tables. The command line is
 `python -m jaxsok inspect` and `estimate`. Import it by `from jaxsok import inspection`.
@@ -36,13 +36,13 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """What was found at a path. `str` makes text of it, `to_json` plain numbers."""
+    """The result of `inspect` for a path. `str` makes text of it, `to_json` plain numbers."""
 
     path: str
     kind: str
     """"jaxsok", "HPS", "SOK", "Parquet", "Arrow" or "npz"."""
     facts: Mapping[str, Any]
-    """What the files say of themselves, as the step."""
+    """Facts in the files, as the step."""
     tables: tuple[TableReport, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -81,10 +81,8 @@ def inspect(path: str | os.PathLike[str], tables: Sequence[str] | None = None) -
     for name in names:
         if name not in found.tables:
             raise ValueError(f'inspect: {path}: table: got "{name}", wanted one of {list(found.tables)}.')
-    reports = [
-        dataclasses.replace(
-            report(found.tables[name](), name=name, clock=found.clock), facts=dict(found.table_facts.get(name, {}))
-        )
-        for name in names
-    ]
+    reports = []
+    for name in names:
+        of_table = report(found.tables[name](), name=name, clock=found.clock)
+        reports.append(dataclasses.replace(of_table, facts=dict(found.table_facts.get(name, {}))))
     return Inspection(str(path), found.kind, found.facts, tuple(reports))

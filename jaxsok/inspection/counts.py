@@ -14,7 +14,7 @@ QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
 
 class Bin(NamedTuple):
-    """How many numbers are in [low, high)."""
+    """The number of values in [low, high)."""
 
     low: float
     high: float
@@ -47,14 +47,10 @@ class Magnitudes:
 
     def __init__(self) -> None:
         self._counts = np.zeros((self._HIGHEST - self._LOWEST) * self._BY_OCTAVE, np.int64)
-        self.num_zero = 0
-        self.num_nonfinite = 0
-        self.num_finite = 0
-        self.min = math.nan
-        self.max = math.nan
+        self.num_zero = self.num_nonfinite = self.num_finite = 0
+        self.min = self.max = math.nan
 
     def add(self, values: np.ndarray) -> None:
-        """Counts float64[num_values]; infinite and NaN ones apart."""
         is_finite = np.isfinite(values)
         finite = values if is_finite.all() else values[is_finite]
         self.num_nonfinite += values.size - finite.size
@@ -82,7 +78,7 @@ class Magnitudes:
         return min(max(middle, self.min), self.max)
 
     def bins(self) -> tuple[Bin, ...]:
-        """A histogram of those above 0, of at most 16 bins of equal ratio; empty ends left out."""
+        """Makes a histogram of those above 0, of at most 16 bins of equal ratio; empty ends left out."""
         filled = np.flatnonzero(self._counts)
         if not filled.size:
             return ()
@@ -101,16 +97,13 @@ class Frequencies:
     """Uses of rows, uint32. Counts and sums are exact; above 65,535 counters are shared within 0.1%."""
 
     _EXACT = 16  # bits
-    _PRECISE = 10  # bits that tell the numbers of one octave apart
+    _PRECISE = 10  # bits of precision within an octave
 
     def __init__(self) -> None:
         size = (1 << self._EXACT) + ((32 - self._EXACT) << self._PRECISE)
-        self._counts = np.zeros(size, np.int64)
-        self._sums = np.zeros(size, np.int64)
-        self.num_rows = 0
+        self._counts, self._sums, self.num_rows = np.zeros(size, np.int64), np.zeros(size, np.int64), 0
 
     def add(self, frequency: np.ndarray) -> None:
-        """Counts uint32[num_rows]."""
         wide = frequency.astype(np.int64)
         number = wide.copy()
         is_large = wide >> self._EXACT > 0
@@ -127,12 +120,10 @@ class Frequencies:
 
     @property
     def num_uses(self) -> int:
-        """How often all rows were used."""
         return int(self._sums.sum())
 
     @property
     def num_unused(self) -> int:
-        """How many rows have frequency 0."""
         return int(self._counts[0])
 
     def share_of_top(self, share: float) -> float:
@@ -150,7 +141,6 @@ class Frequencies:
         return uses / self.num_uses
 
     def bins(self) -> tuple[Bin, ...]:
-        """A histogram by octave."""
         edges = [0, 1, *(1 << bit for bit in range(1, self._EXACT + 1))]
         edges += [(1 << self._EXACT) + (n << self._PRECISE) for n in range(1, 33 - self._EXACT)]
         return _octave_bins([int(self._counts[a:b].sum()) for a, b in itertools.pairwise(edges)])
@@ -163,13 +153,9 @@ class Steps:
 
     def __init__(self) -> None:
         self._counts = np.zeros(self._NUM_BINS, np.int64)
-        self.width = 1
-        self.num_rows = 0
-        self.min = 0
-        self.max = 0
+        self.width, self.num_rows, self.min, self.max = 1, 0, 0, 0
 
     def add(self, last_step: np.ndarray) -> None:
-        """Counts uint32[num_rows]."""
         if not last_step.size:
             return
         low, high = int(last_step.min()), int(last_step.max())
@@ -183,7 +169,7 @@ class Steps:
         self.num_rows += last_step.size
 
     def ages(self, clock: int) -> tuple[Bin, ...]:
-        """A histogram of `clock - last_step` by octave, 0 at least; each step counts as the last one of its counter."""
+        """Makes a histogram of `clock - last_step` by octave, 0 at least; a step counts as the last of its counter."""
         filled = np.flatnonzero(self._counts)
         ages = np.maximum(clock - (filled + 1) * self.width + 1, 0)
         which = np.searchsorted(_OCTAVES, ages, side="right") - 1

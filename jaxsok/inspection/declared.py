@@ -30,13 +30,12 @@ from jaxsok import optimizers as optim
 from jaxsok.collection import Collection
 from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, HostMemory, Placement, TableSpec, on
 
-LEARNING_RATE = 0.01
-"""The rate of an optimizer whose file gives none: bytes do not depend on it."""
+LEARNING_RATE = 0.01  # the rate of an optimizer whose file gives none: bytes do not depend on it
 
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """What a file declares: the arguments of `memory_estimate`, and of `Collection`."""
+    """The declarations of a file: the arguments of `memory_estimate`, and of `Collection`."""
 
     tables: tuple[TableSpec, ...]
     features: tuple[FeatureSpec, ...] = ()
@@ -80,7 +79,7 @@ def read_spec(path: str | os.PathLike[str]) -> Declared:
 def read_batches(
     path: str | os.PathLike[str], features: Sequence[FeatureSpec], num_samples: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Cuts a `.npz` file with an array for each feature, a line for each sample, into raw batches.
+    """Cuts a `.npz` file with an array for each feature, a row for each sample, into raw batches.
 
     Samples at the end that do not fill a batch are left out.
 
@@ -181,9 +180,8 @@ class _Place:
         arguments = dict(value) if isinstance(value, Mapping) else {"name": value}
         name = arguments.pop("name", None)
         if not isinstance(name, str) or name not in known:
-            raise self.error(
-                f"got {value!r}, wanted the name of {what}, or {{name = ..., arguments}}: {sorted(known)}."
-            )
+            wanted = f"the name of {what}, or {{name = ..., arguments}}: {sorted(known)}"
+            raise self.error(f"got {value!r}, wanted {wanted}.")
         return self.make(known[name], defaults | arguments)
 
 
@@ -193,9 +191,8 @@ def _of_data(place: _Place, data: Any) -> Declared:
     if not tables:
         raise (place / "tables").error("got none, wanted at least one table.")
     features = [at.make(FeatureSpec, feature) for at, feature in (place / "features").items(fields.get("features", []))]
-    exchange = fields.get("exchange")
-    made = None if exchange is None else (place / "exchange").make(ExchangeSpec, exchange)
-    return Declared(tuple(tables), tuple(features), made)
+    exchange = fields.get("exchange") and (place / "exchange").make(ExchangeSpec, fields["exchange"])
+    return Declared(tuple(tables), tuple(features), exchange)
 
 
 def _table(place: _Place, data: Any) -> TableSpec:
@@ -239,16 +236,10 @@ def _placement(place: _Place, value: Any) -> Placement:
 def _functions(module: Any) -> dict[str, Callable[..., Any]]:
     names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
     values = {name: getattr(module, name) for name in names}
-    return {
-        name: value
-        for name, value in values.items()
-        if inspect.isfunction(value) and value.__module__.startswith(module.__name__)
-    }
+    is_own = lambda value: inspect.isfunction(value) and value.__module__.startswith(module.__name__)  # noqa: E731
+    return {name: value for name, value in values.items() if is_own(value)}
 
 
 def _policies(kind: type) -> dict[str, Callable[..., Any]]:
-    return {
-        name: value
-        for name, value in vars(policies).items()
-        if inspect.isclass(value) and issubclass(value, kind) and value is not kind and not name.startswith("_")
-    }
+    classes = {name: value for name, value in vars(policies).items() if inspect.isclass(value) and name[0] != "_"}
+    return {name: value for name, value in classes.items() if issubclass(value, kind) and value is not kind}

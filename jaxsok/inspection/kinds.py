@@ -1,4 +1,4 @@
-"""Which kind of file a path has, and which tables are in it: found by content, not by name.
+"""Finds which kind of file a path has, and which tables are in it: by content, not by name.
 
 A line of `KINDS` has a function that opens a path as tables, each a function that begins to read its records, or
 returns None where the path is of another kind. A new kind is one more line.
@@ -27,28 +27,30 @@ Read = Callable[[], Iterable[Records]]
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """What a path holds; `facts` and `table_facts` are what the files say of themselves and of tables."""
+    """The tables of a path; `facts` and `table_facts` are what the files say of themselves and of tables."""
 
     kind: str
-    tables: Mapping[str, Read]
-    """By name, a function that begins to read the records."""
+    tables: Mapping[str, Read]  # by name, a function that begins to read the records
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     table_facts: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    clock: int | None = None
-    """The step, or the user's time, of the files."""
+    clock: int | None = None  # the step, or the user's time, of the files
 
 
 def open_tables(path: pathlib.Path) -> Opened:
     """Opens a file or folder of any kind, or a folder of files, each a table; errors are those of `inspect`."""
     if not path.exists():
-        raise FileNotFoundError(f"inspect: {path}: got no such file or folder, wanted {_wanted()}.")
+        raise FileNotFoundError(f"inspect: {path}: got no such file or folder, wanted {_list_kinds()}.")
     opened = _open(path)
     if opened is not None:
         return opened
     children = sorted(child for child in path.iterdir() if child.suffix not in _UNFINISHED) if path.is_dir() else []
     found = {child: opened for child in children if (opened := _open(child)) is not None}
     if not found:
-        raise ValueError(f"inspect: {path}: got {_content(path)}, wanted {_wanted()}.")
+        content = f"a file of {path.stat().st_size:,} bytes that begins with {_head(path, 8)!r}"
+        if path.is_dir():
+            names = sorted(child.name for child in path.iterdir())
+            content = f"a folder of {names[:5]}{'...' if len(names) > 5 else ''}" if names else "an empty folder"
+        raise ValueError(f"inspect: {path}: got {content}, wanted {_list_kinds()}.")
     tables: dict[str, Read] = {}
     for child, opened in found.items():
         for name, read in opened.tables.items():
@@ -65,17 +67,9 @@ def _open(path: pathlib.Path) -> Opened | None:
     return next((opened for _, open_kind in KINDS if (opened := open_kind(path)) is not None), None)
 
 
-def _wanted() -> str:
+def _list_kinds() -> str:
     *wanted, last = (wanted for wanted, _ in KINDS)
     return f"{', '.join(wanted)} or {last}"
-
-
-def _content(path: pathlib.Path) -> str:
-    if path.is_dir():
-        names = sorted(child.name for child in path.iterdir())
-        return f"a folder of {names[:5]}{'...' if len(names) > 5 else ''}" if names else "an empty folder"
-    head = _head(path, 8)
-    return f"a file of {path.stat().st_size:,} bytes that begins with {head!r}"
 
 
 def _head(path: pathlib.Path, num_bytes: int) -> bytes:
@@ -91,7 +85,7 @@ def _saved_folders(path: pathlib.Path) -> list[pathlib.Path]:
         return [path]
     if not path.is_dir():
         return []
-    # What is not committed has a name of its own.
+    # Uncommitted folders have other names.
     below = [
         child
         for child in sorted(path.iterdir())
@@ -155,7 +149,7 @@ def _saved_records(source: Source, table: str) -> Iterator[Records]:
 def _open_hps(path: pathlib.Path) -> Opened | None:
     if not (path / "key").is_file() or not (path / "emb_vector").is_file():
         return None
-    # The files do not tell the dim; where the sizes make none, the reader says what is wrong with them.
+    # The dim follows from the sizes; where the sizes make none, the reader says what is wrong with them.
     num_keys = (path / "key").stat().st_size // 8
     dim = max(1, (path / "emb_vector").stat().st_size // (4 * max(1, num_keys)))
     has_hotness = (path / "meta").is_file()

@@ -19,7 +19,7 @@ _MOST_TICKS = 4  # that fit under a panel, of up to eight characters each
 
 
 def draw_reports(reports: Sequence[TableReport], path: str | os.PathLike[str]) -> None:
-    """Draws the histograms of tables: a line for each table; norms, frequencies and ages side by side.
+    """Draws the histograms of tables: a row for each table; norms, frequencies and ages side by side.
 
     `reports`, at least one, are of `report` or `inspect`. The ending of `path` is the format: .png, .svg, .pdf. An
     ImportError says that Matplotlib is missing.
@@ -81,9 +81,9 @@ def draw_estimate(estimate: MemoryEstimate, path: str | os.PathLike[str]) -> Non
     if estimate.host_bytes:
         title += f"; {in_units(estimate.host_bytes)} of host memory"
     axes.set_title(title, loc="left")
-    order = [part.replace("_", " ") for part in (*STATE, *STEP)]
     handles, labels = axes.get_legend_handles_labels()
     by_label = dict(zip(labels, handles, strict=True))
+    order = [part.replace("_", " ") for part in (*STATE, *STEP)]
     handles = [by_label[label] for label in order if label in by_label]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
     figure.savefig(path)
@@ -119,7 +119,7 @@ def draw_cache_estimates(estimates: Sequence[CacheEstimate], path: str | os.Path
 
 def _panels(table: TableReport) -> list[tuple[str, Sequence[Bin], str]]:
     norms = {"rows": table.norms, **table.states}
-    panels = [(f"norm of {name}", one.bins, _COLOURS[min(i, 1)]) for i, (name, one) in enumerate(norms.items())]
+    panels = [(f"norm of {name}", of.bins, _COLOURS[min(i, 1)]) for i, (name, of) in enumerate(norms.items())]
     if table.uses is not None:
         panels.append(("frequency", table.uses.bins, _COLOURS[2]))
     if table.ages is not None:
@@ -135,12 +135,10 @@ def _bars(axes: Any, bins: Sequence[Bin], colour: str) -> None:
         axes.set_xticks([])
         return
     lows = [counted.low or 0.5 for counted in bins]
-    highs = [counted.high for counted in bins]
-    widths = [high - low for low, high in zip(lows, highs, strict=True)]
-    heights = [counted.num for counted in bins]
+    edges, heights = [*lows, bins[-1].high], [counted.num for counted in bins]
+    widths = [counted.high - low for counted, low in zip(bins, lows, strict=True)]
     axes.bar(lows, heights, width=widths, align="edge", color=colour, edgecolor="white", linewidth=0.5)
     axes.set_xscale("log")
-    edges = [*lows, highs[-1]]
     if edges[-1] < 100 * edges[0]:
         # Over less than two decades Matplotlib names ticks between the powers of ten as well, one across the other.
         names = [f"{edge:.3g}" for edge in (bins[0].low, *edges[1:])]

@@ -11,8 +11,7 @@ from jaxsok.inspection.counts import QUANTILES, Bin, Frequencies, Magnitudes, St
 from jaxsok.printed import aligned, in_units
 from jaxsok.records import Records
 
-TOP_SHARE = 0.01
-"""The share of rows that counts as the most used."""
+TOP_SHARE = 0.01  # the share of rows that counts as the most used
 _BAR = 40  # characters of the longest bar
 _BLOCK_BYTES = 4 << 20  # of the float64 numbers whose norms are taken at once
 
@@ -46,10 +45,10 @@ class Uses:
 
 @dataclasses.dataclass(frozen=True)
 class Ages:
-    """How long ago rows were last used, and the least and greatest last step."""
+    """Steps since rows were last used, and the least and greatest last step."""
 
     clock: int
-    """What ages are counted from: the step of the file if it has one, else the latest last step."""
+    """The step that ages are counted from: the step of the file if it has one, else the latest last step."""
     first_step: int
     last_step: int
     resolution: int
@@ -59,7 +58,7 @@ class Ages:
 
 @dataclasses.dataclass(frozen=True)
 class TableReport:
-    """What was found in one table. `str` makes text of it, `to_json` plain numbers."""
+    """The result of `report` for one table. `str` makes text of it, `to_json` plain numbers."""
 
     name: str
     num_rows: int
@@ -81,7 +80,7 @@ class TableReport:
     ages: Ages | None
     """None: the records have no last step."""
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What the files say of it beside its records, as the number of keys that wait for a row."""
+    """Facts in the files that are not in its records, as the number of keys that wait for a row."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns dicts, lists and numbers; None for what is not a number."""
@@ -94,7 +93,8 @@ class TableReport:
             f"{f'state {states}' if states else 'no optimizer state'}; {in_units(self.num_bytes)}"
         ]
         if self.facts:
-            lines += [", ".join(f"{name} {_fact(value)}" for name, value in self.facts.items())]
+            facts = {name: f"{value:,}" if isinstance(value, int) else value for name, value in self.facts.items()}
+            lines += [", ".join(f"{name} {value}" for name, value in facts.items())]
         if not self.num_rows:
             return "\n".join(lines)
         keys = f"keys {self.min_key} to {self.max_key}"
@@ -144,12 +144,9 @@ def report(records: Iterable[Records], *, name: str = "table", clock: int | None
 
 class _Seen:
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.num_rows, self.num_bytes, self.num_negative = name, 0, 0, 0
         self.form: tuple[int, str] | None = None
-        self.num_rows = 0
-        self.num_bytes = 0
         self.keys: list[int] = []  # least and greatest, unsigned and signed
-        self.num_negative = 0
         self.rows = Magnitudes()
         self.states: dict[str, tuple[int, Magnitudes]] = {}
         self.uses: Frequencies | None = None
@@ -175,21 +172,18 @@ class _Seen:
         arrays = [chunk.keys, chunk.rows, *chunk.state.values(), chunk.last_step, chunk.frequency]
         self.num_bytes += sum(array.nbytes for array in arrays if array is not None)
         self.num_rows += chunk.num_rows
-        self._add_keys(chunk.keys)
+        signed = chunk.keys.view(np.int64)
+        found = [int(chunk.keys.min()), int(chunk.keys.max()), int(signed.min()), int(signed.max())]
+        pairs = zip((min, max, min, max), self.keys or found, found, strict=True)
+        self.keys = [pick(before, now) for pick, before, now in pairs]
+        self.num_negative += int((signed < 0).sum())
         _add_norms(self.rows, chunk.rows)
         for name, (_, norms) in self.states.items():
             _add_norms(norms, chunk.state[name])
         for counts, column in ((self.uses, chunk.frequency), (self.steps, chunk.last_step)):
             if counts is not None and column is not None:
-                for start in range(0, column.shape[0], 1 << 20):
+                for start in range(0, chunk.num_rows, 1 << 20):
                     counts.add(column[start : start + (1 << 20)])
-
-    def _add_keys(self, keys: np.ndarray) -> None:
-        signed = keys.view(np.int64)
-        found = [int(keys.min()), int(keys.max()), int(signed.min()), int(signed.max())]
-        before = self.keys or found
-        self.keys = [pick(a, b) for pick, a, b in zip((min, max, min, max), before, found, strict=True)]
-        self.num_negative += int((signed < 0).sum())
 
     def report(self, clock: int | None) -> TableReport:
         uses, steps = self.uses, self.steps
@@ -281,10 +275,6 @@ def _number(value: float | Bin) -> str:
 
 def _whole(counted: Bin) -> str:
     return f"{counted.low:,}" if counted.high == counted.low + 1 else f"{counted.low:,} - {counted.high - 1:,}"
-
-
-def _fact(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _plain(value: Any) -> Any:

@@ -10,6 +10,7 @@
 Any tool that reads such files can make them: the metadata is optional, and signed or narrower integers do for keys.
 """
 
+import functools
 import itertools
 import os
 import pathlib
@@ -60,9 +61,8 @@ def write_parquet(
     schema, num_rows = _schema(form), 0
     with PartialFiles("write_parquet", [pathlib.Path(path)], overwrite=overwrite) as (file,):
         summed = _Summed(file)
-        with parquet.ParquetWriter(
-            summed, schema, compression=compression or "none", write_page_checksum=True, use_dictionary=False
-        ) as writer:
+        how = {"compression": compression or "none", "write_page_checksum": True, "use_dictionary": False}
+        with parquet.ParquetWriter(summed, schema, **how) as writer:
             for chunk in chunks:
                 writer.write_batch(_batch(chunk, schema), row_group_size=max(1, chunk.num_rows))
                 num_rows += chunk.num_rows
@@ -93,11 +93,9 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
     size = _check_ends(op, path, _PARQUET, 12)
     _check_footer(op, path, size)
 
-    def opened() -> Any:
-        return parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False)
-
+    open_file = functools.partial(parquet.ParquetFile, path, page_checksum_verification=True, pre_buffer=False)
     try:
-        with opened() as file:
+        with open_file() as file:
             schema, metadata = file.schema_arrow, file.metadata
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{op}: {path}: the footer, before byte {size - 8}: {error}") from error
@@ -105,7 +103,7 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
     at_once = files.rows_of_chunk(op, chunk_rows, form.row_bytes)
 
     def batches(columns: list[str] | None = None) -> Iterator[Any]:
-        with opened() as file:
+        with open_file() as file:
             for group in range(metadata.num_row_groups):
                 try:
                     yield from file.iter_batches(at_once, row_groups=[group], columns=columns)
@@ -205,9 +203,6 @@ def load(
     return files.import_all(op, collection, state, chunks, with_state=with_state, reset_state=reset_state)
 
 
-# Records as batches of columns ---------------------------------------------------------------------------------------
-
-
 def _arrow(op: str) -> tuple[Any, Any]:
     try:
         import pyarrow
@@ -232,9 +227,8 @@ def _batch(chunk: Records, schema: Any) -> Any:
 
     def lists(array: np.ndarray) -> Any:
         numbers = array.astype(np.float32) if array.dtype.name == "bfloat16" else array
-        return pa.FixedSizeListArray.from_arrays(
-            pa.array(np.ascontiguousarray(numbers).reshape(-1)), max(1, array.shape[1])
-        )
+        flat = pa.array(np.ascontiguousarray(numbers).reshape(-1))
+        return pa.FixedSizeListArray.from_arrays(flat, max(1, array.shape[1]))
 
     arrays = [pa.array(chunk.keys), lists(chunk.rows), *(lists(array) for array in chunk.state.values())]
     arrays += [pa.array(array) for array in (chunk.last_step, chunk.frequency) if array is not None]
@@ -305,15 +299,12 @@ def _records(op: str, path: pathlib.Path, form: Form, batch: Any) -> Records:
 def _check_all(
     op: str, path: pathlib.Path, form: Form, num_rows: int, batches: Callable[..., Iterator[Any]]
 ) -> RecordChunks:
-    def chunks() -> Iterator[Records]:
-        return (_records(op, path, form, batch) for batch in batches())
-
-    def keys() -> Iterator[np.ndarray]:
-        return (from_words(to_words(batch.column("key").to_numpy(), op)) for batch in batches(["key"]))
-
+    chunks = lambda: (_records(op, path, form, batch) for batch in batches())  # noqa: E731
+    columns = lambda: (batch.column("key").to_numpy() for batch in batches(["key"]))  # noqa: E731
     found = sum(chunk.num_rows for chunk in chunks())
     if found != num_rows:
         raise ValueError(f"{op}: {path}: got {found} rows, wanted {num_rows}, as the footer says.")
+    keys = lambda: (from_words(to_words(column, op)) for column in columns())  # noqa: E731
     files.check_keys(op, num_rows, keys, lambda number: f"{path}: line {number}")
     return RecordChunks(num_rows, form.dim, dict(form.states), chunks)
 
@@ -346,11 +337,7 @@ def _checksum(batch: Any) -> int:
 
 
 def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
-    """Returns schema and number of rows of an Arrow file without a byte too many or too few.
-
-    Schema, record batches, end mark and footer must follow each other, the buffers of each batch likewise, and the
-    footer must list the same: bytes that were cut out or put in move what follows them.
-    """
+    """Returns schema and number of rows of an Arrow file whose parts follow each other, as its footer lists them."""
     pa, _ = _arrow(op)
 
     def refuse(byte: int, got: Any, wanted: Any) -> None:
@@ -408,7 +395,7 @@ def _blocks(footer: bytes) -> list[tuple[int, int, int]]:
 
 
 def _is_tiled(body: Any, batch: Any) -> bool:
-    """Whether the buffers of a batch follow each other in its bytes, with gaps below 64."""
+    """Checks that the buffers of a batch follow each other in its bytes, with gaps below 64."""
     buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size]
     if not buffers:
         return body is None or body.size < 64

@@ -1,4 +1,4 @@
-"""What the formats share: sizes checked before anything is read, keys checked before rows, files that appear whole.
+"""The common part of the formats: sizes and keys are checked before rows are read, and files appear whole.
 
 A reader checks names, types, sizes and all keys before it gives out rows. A writer fills files under other names, and
 renames them when the last row is in.
@@ -23,11 +23,8 @@ from jaxsok.specs import TableSpec
 from jaxsok.store import State
 from jaxsok.types import PADDING_KEY
 
-CHUNK_BYTES: int = 64 * 2**20
-"""The size of a chunk of records where the caller gives no number of rows; also that of exports."""
-
-KEYS_HELD: int = 2**25
-"""Keys that are compared at once: 256 MiB, twice. A longer file is read once for each such part."""
+CHUNK_BYTES: int = 64 * 2**20  # of a chunk of records where the caller gives no number of rows; also of exports
+KEYS_HELD: int = 2**25  # keys that are compared at once: 256 MiB, twice. A longer file is read once for each such part
 
 ROW_DTYPES: dict[str, np.dtype] = {
     "float16": np.dtype(np.float16),
@@ -53,12 +50,9 @@ class RecordChunks:
         return self.start()
 
 
-# Writing -------------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What all chunks of one export have in common."""
+    """The dim, dtype, states and statistics of all chunks of one export."""
 
     dim: int
     dtype: np.dtype
@@ -77,8 +71,7 @@ class Form:
         return f"rows of {self.dim} x {self.dtype.name}, state {states}, statistics {kept}"
 
 
-EMPTY = Form(0, ROW_DTYPES["float32"], (), False, False)
-"""The form of an export without chunks."""
+EMPTY = Form(0, ROW_DTYPES["float32"], (), False, False)  # the form of an export without chunks
 
 
 def form_of(op: str, records: Any) -> Form:
@@ -134,9 +127,8 @@ def check_records(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records]]
 class PartialFiles:
     """Files of one export, written as `<name>.<random>.partial` and renamed once all are complete.
 
-    A reader needs the first file, so it is removed first and appears last: whenever the process ends, there is the old
-    export, the new one, or none. If the old one is gone and a new file cannot get its name, the partial files stay, and
-    a note of the error names them.
+    A reader needs the first file, so it is removed first and appears last: there is the old export, the new one, or
+    none. If a new file cannot get its name then, the partial files stay, and a note of the error names them.
     """
 
     def __init__(
@@ -232,14 +224,12 @@ class PartialFiles:
 
 
 def refuse_existing(op: str, paths: Sequence[pathlib.Path], overwrite: bool) -> None:
-    """Refuses existing files unless they may be overwritten."""
     there = [path for path in paths if path.exists()]
     if there and not overwrite:
         raise FileExistsError(f"{op}: {there[0]}: is there already; pass overwrite=True, or another place.")
 
 
 def write_array(file: IO[bytes], array: np.ndarray) -> None:
-    """Writes an array row by row."""
     file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
@@ -250,9 +240,6 @@ def narrow(op: str, what: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray
     if result is not array and np.isfinite(result).sum() != np.isfinite(array).sum():
         raise ValueError(f"{op}: {what}: got a number beyond the range of {dtype.name}, wanted a wider dtype.")
     return result
-
-
-# Reading -------------------------------------------------------------------------------------------------------------
 
 
 def size_of(op: str, path: pathlib.Path, remedy: str = "") -> int:
@@ -271,8 +258,7 @@ class RawArray:
     dtype: np.dtype
     shape: tuple[int, ...]
     begin: int = 0
-    keys: pathlib.Path | None = None
-    """The file that tells how many rows there are, if it is another one."""
+    keys: pathlib.Path | None = None  # the file that says how many rows there are, if it is another one
 
     def __post_init__(self) -> None:
         size, wanted = size_of(self.op, self.path), self.begin + self.row_bytes * self.shape[0]
@@ -292,7 +278,6 @@ class RawArray:
         return self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
 
     def byte_of(self, row: int) -> int:
-        """Returns where a row begins."""
         return self.begin + row * self.row_bytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -316,9 +301,8 @@ def rows_in(op: str, path: pathlib.Path, row_bytes: int, begin: int = 0) -> int:
     """Counts the rows after a file's header; refuses a partial row."""
     size = size_of(op, path)
     if size < begin:
-        raise ValueError(
-            f"{op}: {path}: byte {size}: got the end of the file, wanted a header of {begin} bytes; truncated."
-        )
+        wanted = f"a header of {begin} bytes; truncated"
+        raise ValueError(f"{op}: {path}: byte {size}: got the end of the file, wanted {wanted}.")
     num_rows, rest = divmod(size - begin, row_bytes)
     if rest:
         raise ValueError(
@@ -329,23 +313,20 @@ def rows_in(op: str, path: pathlib.Path, row_bytes: int, begin: int = 0) -> int:
 
 
 def rows_of_chunk(op: str, chunk_rows: int | None, row_bytes: int) -> int:
-    """Returns how many rows a chunk has."""
     if chunk_rows is None:
         return max(1, CHUNK_BYTES // row_bytes)
     return checks.integer(f"{op}: chunk_rows", chunk_rows, 1, wanted="None or a positive integer")
 
 
 def check_dim(op: str, dim: Any) -> None:
-    """Refuses an invalid dim."""
     checks.integer(f"{op}: dim", dim, 1, wanted="a positive integer: the dim of the table")
 
 
 def check_keys(op: str, num_keys: int, chunks: Callable[[], Iterator[np.ndarray]], place: Callable[[int], str]) -> None:
     """Refuses PADDING_KEY and keys that occur twice, among `num_keys` uint64 keys that `chunks` begins to read.
 
-    `place` names a key by its number in errors. Exact, in bounded memory: at most KEYS_HELD keys are compared at once,
-    and a longer file is read again for each part of its keys, chosen by hash. Costs 8 bytes a key and a sort for each
-    part.
+    `place` names a key by its number in errors. At most KEYS_HELD keys are compared at once; a longer file is read
+    again for each part of its keys, chosen by hash.
     """
     num_parts = max(1, -(-num_keys // KEYS_HELD))
     for part in range(num_parts):
@@ -386,16 +367,10 @@ def _second(chunks: Callable[[], Iterator[np.ndarray]], key: np.uint64) -> int:
 
 
 def check_raw_keys(keys: RawArray) -> None:
-    """Applies `check_keys` to a file."""
     num_keys, at_once = keys.shape[0], max(1, CHUNK_BYTES // 8)
-
-    def chunks() -> Iterator[np.ndarray]:
-        return (keys.read_keys(start, start + at_once) for start in range(0, num_keys, at_once))
-
+    chunks = lambda: (keys.read_keys(start, start + at_once) for start in range(0, num_keys, at_once))  # noqa: E731
     check_keys(keys.op, num_keys, chunks, lambda number: f"{keys.path}: byte {keys.byte_of(number)}")
 
-
-# Names and collections -----------------------------------------------------------------------------------------------
 
 _PLAIN = str.maketrans(string.punctuation, "_" * len(string.punctuation))
 
@@ -430,7 +405,6 @@ def names_of(
 
 
 def spec_of(collection: Collection, table: str) -> TableSpec:
-    """Returns the declaration of a table."""
     return next(spec for spec in collection.tables if spec.name == table)
 
 
@@ -502,13 +476,10 @@ def paths_of(
     tables: Sequence[str] | Mapping[str, str] | None,
     ending: str,
 ) -> dict[str, pathlib.Path]:
-    """Returns each table's one file in a directory."""
     names = names_of(op, collection, tables, ending)
     return {table: pathlib.Path(directory) / f"{spelled(name)}{ending}" for table, name in names.items()}
 
 
 def _without_state(chunks: RecordChunks) -> RecordChunks:
-    def start() -> Iterator[Records]:
-        return (dataclasses.replace(chunk, state={}) for chunk in chunks)
-
+    start = lambda: (dataclasses.replace(chunk, state={}) for chunk in chunks)  # noqa: E731
     return RecordChunks(chunks.num_rows, chunks.dim, {}, start)

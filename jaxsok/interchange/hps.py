@@ -1,7 +1,7 @@
 """The pair of files of HugeCTR's Hierarchical Parameter Server (HPS): `key` and `emb_vector` in a directory per table.
 
 `key` is raw little-endian int64, whatever the server's key type; `emb_vector` is raw float32, `[num_rows, dim]`, in the
-same order. Without headers, only sizes tell a whole file from a part. An optional `meta` has an int64 for each key: its
+same order. Without headers, only sizes show a whole file. An optional `meta` has an int64 for each key, its
 hotness, by which the server fills its cache. There is no optimizer state and no last step.
 """
 
@@ -69,7 +69,7 @@ def read_hps(
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: empty or mis-sized files, PADDING_KEY, or a key that occurs twice; names file and byte. A table that
-        was cut off in both files, at the same row, cannot be told from a whole one.
+        was cut off in both files, at the same row, looks like a whole one.
 
     Example:
       `rows = np.concatenate([chunk.rows for chunk in read_hps("model/user_embeddings/user", dim=64)])`
@@ -119,10 +119,9 @@ def save(
     Example:
       `hps.save(collection, state, "model/user_embeddings", tables=["user"], defaults=0.0)`
     """
-    op, names = "hps.save", files.names_of("hps.save", collection, tables)
+    op, places = "hps.save", files.paths_of("hps.save", collection, directory, tables, "")
     files.refuse_processes(op, collection, "write_hps")
-    places = {table: pathlib.Path(directory) / files.spelled(name) for table, name in names.items()}
-    _check_defaults(op, collection, list(names), defaults)
+    _check_defaults(op, collection, list(places), defaults)
     num_rows = collection.num_rows(state)
     for table, place in places.items():
         files.refuse_existing(op, _paths(place), overwrite)
@@ -148,15 +147,9 @@ def load(
     Example:
       `state = hps.load(collection, state, "model/user_embeddings")`
     """
-    names = files.names_of("hps.load", collection, tables)
-    chunks = {
-        table: read_hps(
-            pathlib.Path(directory) / files.spelled(name),
-            dim=files.spec_of(collection, table).dim,
-            chunk_rows=chunk_rows,
-        )
-        for table, name in names.items()
-    }
+    chunks = {}
+    for table, path in files.paths_of("hps.load", collection, directory, tables, "").items():
+        chunks[table] = read_hps(path, dim=files.spec_of(collection, table).dim, chunk_rows=chunk_rows)
     return files.import_all("hps.load", collection, state, chunks, reset_state=reset_state)
 
 

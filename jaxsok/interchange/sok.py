@@ -32,12 +32,9 @@ _SLOTS: dict[str, dict[str, str]] = {
     "adadelta": {"v": "Adadelta-accum_grad", "u": "Adadelta-accum_var"},
     "ftrl": {"accumulator": "Ftrl-accumulator", "z": "Ftrl-linear"},
     "group_ftrl": {"accumulator": "Ftrl-accumulator", "z": "Ftrl-linear"},
-}
-"""By optimizer, the file of each state. TensorFlow's slots hold the same numbers, but for momentum."""
+}  # by optimizer, the file of each state. TensorFlow's slots hold the same numbers, but for momentum
 
-# SOK takes Adamax for Adam where it names the files.
-_ALSO = {"adamax": {"m": "Adam-m", "u": "Adam-v"}}
-
+_ALSO = {"adamax": {"m": "Adam-m", "u": "Adam-v"}}  # SOK takes Adamax for Adam where it names the files
 _ENDS = {"key", "weight", *(end for slots in (*_SLOTS.values(), *_ALSO.values()) for end in slots.values())}
 
 OptimizerLike = str | Mapping[str, str] | None
@@ -80,7 +77,7 @@ def write_sok(
 
     Source: `dump` of SOK 2.1.
     """
-    op, spelled = "write_sok", _spelled("write_sok", table)
+    op, spelled = "write_sok", _spell("write_sok", table)
     slots, scale = _slots_of(op, optimizer, learning_rate)
     if key_dtype not in KEY_DTYPES:
         raise ValueError(f"{op}: key_dtype: got {key_dtype!r}, wanted one of {list(KEY_DTYPES)}.")
@@ -133,7 +130,7 @@ def read_sok(
     Example:
       `chunks = read_sok("dump", "user:0", dim=64, optimizer="adagrad")`
     """
-    op, base = "read_sok", pathlib.Path(directory) / _spelled("read_sok", table)
+    op, base = "read_sok", pathlib.Path(directory) / _spell("read_sok", table)
     files.check_dim(op, dim)
     slots, scale = _slots_of(op, optimizer, learning_rate)
     if isinstance(optimizer, str) and optimizer in _ALSO:
@@ -152,13 +149,13 @@ def read_sok(
 def read_sok_v1(directory: str | os.PathLike, table: str, *, dim: int, chunk_rows: int | None = None) -> RecordChunks:
     """Reads `<table>_keys.file` and `<table>_values.file`, as the `Saver` of SOK 1 wrote them.
 
-    Without a header: rows are float32, keys int64 or uint32, as their size tells. SOK 1 had one table for all slots of
+    Without a header: rows are float32, keys int64 or uint32, as their size shows. SOK 1 had one table for all slots of
     a layer, and wrote no optimizer state.
 
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: empty or mis-sized files, PADDING_KEY, or a key that occurs twice; names file and byte. A file of
-        int64 keys that lost its second half cannot be told from one of uint32.
+        int64 keys that lost its second half looks like one of uint32.
 
     Example:
       >>> import tempfile
@@ -209,9 +206,8 @@ def save(
     for table, name in names.items():
         optimizer, rate = chosen[table]
         chunks = collection.export_chunks(state, table, with_state=optimizer is not None)
-        num_rows[table] = write_sok(
-            directory, name, chunks, optimizer=optimizer, learning_rate=rate, overwrite=overwrite
-        )
+        how = {"optimizer": optimizer, "learning_rate": rate, "overwrite": overwrite}
+        num_rows[table] = write_sok(directory, name, chunks, **how)
     return num_rows
 
 
@@ -238,19 +234,10 @@ def load(
     for table, name in names.items():
         optimizer, rate = _declared_slots(op, collection, table, with_state, optimizers)
         spec = files.spec_of(collection, table)
-        chunks[table] = read_sok(
-            directory,
-            name,
-            dim=spec.dim,
-            optimizer=optimizer,
-            learning_rate=rate,
-            widths={state.name: state.dim for state in spec.optimizer.state_specs(spec.dim)},
-            chunk_rows=chunk_rows,
-        )
+        widths = {state.name: state.dim for state in spec.optimizer.state_specs(spec.dim)}
+        how = {"optimizer": optimizer, "learning_rate": rate, "widths": widths, "chunk_rows": chunk_rows}
+        chunks[table] = read_sok(directory, name, dim=spec.dim, **how)
     return files.import_all(op, collection, state, chunks, reset_state=reset_state)
-
-
-# Names and slots -----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +248,7 @@ class _Output:
     slot: str = ""
 
 
-def _spelled(op: str, table: str) -> str:
+def _spell(op: str, table: str) -> str:
     if not isinstance(table, str) or not table:
         raise ValueError(f"{op}: table: got {table!r}, wanted the name of SOK's variable.")
     return files.spelled(table)
@@ -269,7 +256,7 @@ def _spelled(op: str, table: str) -> str:
 
 def _files_of(op: str, directory: str | os.PathLike, table: str) -> list[pathlib.Path]:
     """Finds the files of a table; refuses those of another one whose name is spelled the same."""
-    base = pathlib.Path(directory) / _spelled(op, table)
+    base = pathlib.Path(directory) / _spell(op, table)
     if not base.parent.is_dir():
         return []
     there = sorted(
@@ -288,7 +275,7 @@ def _files_of(op: str, directory: str | os.PathLike, table: str) -> list[pathlib
 
 
 def _is_of(path: pathlib.Path, end: str, table: str) -> bool:
-    """Whether a file is a table's, by the end of its name or, for slots of any name, by its header."""
+    """Checks whether a file is a table's, by the end of its name or, for slots of any name, by its header."""
     if not path.is_file() or path.suffix == ".partial":
         return False
     if end in _ENDS:
@@ -350,18 +337,16 @@ def _declared_slots(
         if name not in [spec.name for spec in collection.tables]:
             raise ValueError(f"{op}: optimizers: got {name!r}, wanted some of {[s.name for s in collection.tables]}.")
     spec = files.spec_of(collection, table)
-    optimizer = spec.optimizer
-    if not with_state or not (optimizer.state_specs(spec.dim) or table in (optimizers or {})):
+    states = [state.name for state in spec.optimizer.state_specs(spec.dim)]
+    if not with_state or not (states or table in (optimizers or {})):
         return None, None
-    rate = optimizer.learning_rate
-    chosen = (optimizers or {}).get(table, optimizer.name)
+    rate, chosen = spec.optimizer.learning_rate, (optimizers or {}).get(table, spec.optimizer.name)
     if isinstance(chosen, str) and chosen not in _SLOTS:
         raise ValueError(
             f'{op}: table "{table}": got the optimizer {chosen}, of which SOK has no files, wanted one of '
             f"{list(_SLOTS)}; pass with_state=False for rows alone, or a mapping from names of state to ends of files, "
             f'as optimizers={{"{table}": {{"m": "Adam-m"}}}}.'
         )
-    states = [state.name for state in optimizer.state_specs(spec.dim)]
     names = _SLOTS[chosen] if isinstance(chosen, str) else dict(chosen or {})
     unknown = [name for name in names if name not in states]
     if unknown:
@@ -372,9 +357,6 @@ def _declared_slots(
             "keeps -learning_rate * trace. Use write_sok or read_sok with learning_rate=, or with_state=False."
         )
     return chosen, None if callable(rate) else float(rate)
-
-
-# Bytes ---------------------------------------------------------------------------------------------------------------
 
 
 def _state(op: str, path: pathlib.Path, table: str, end: str, num_rows: int, width: int) -> RawArray:
@@ -401,13 +383,13 @@ def _chunks(
     def chunks() -> Iterator[Records]:
         for start in range(0, num_rows, at_once):
             stop = start + at_once
-            state = {name: _scaled(array.read(start, stop), scale) for name, array in states.items()}
+            state = {name: _scale(array.read(start, stop), scale) for name, array in states.items()}
             yield Records(keys.read_keys(start, stop), rows.read(start, stop), state)
 
     return RecordChunks(num_rows, dim, {name: array.shape[1] for name, array in states.items()}, chunks)
 
 
-def _scaled(numbers: np.ndarray, scale: float) -> np.ndarray:
+def _scale(numbers: np.ndarray, scale: float) -> np.ndarray:
     return (numbers * numbers.dtype.type(scale) if scale != 1 else numbers).astype(np.float32, copy=False)
 
 

@@ -28,17 +28,15 @@ _NAME, _KIND, _SLOT, _DTYPE = slice(0, 256), slice(256, 260), slice(260, 292), s
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a header says, if the file has one."""
+    """The header of a file, if it has one."""
 
     table: str
     slot: str
-    kind: int
-    """One of KINDS; -1: this is no header."""
+    kind: int  # one of KINDS; -1: this is no header
     num_numbers: int
 
     @classmethod
     def of(cls, path: pathlib.Path) -> "Header":
-        """Reads the header of a file."""
         with open(path, "rb") as file:
             words = file.read(HEADER_BYTES)
         table, slot = (words[place].decode(errors="replace").lstrip(" ") for place in (_NAME, _SLOT))
@@ -49,32 +47,27 @@ class Header:
         return cls(table, slot, kind if is_header else -1, num_numbers)
 
 
-def key_files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """Finds the key files of a dump, one for each table."""
-    paths = sorted(directory.glob("*-key")) if directory.is_dir() else []
-    return [path for path in paths if path.is_file() and Header.of(path).kind == 0]
-
-
 def tables_in(directory: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Finds the tables of a dump: by name, the arguments by which `read_sok` reads all of one, as sizes tell them."""
+    """Finds the tables of a dump: by name, the arguments by which `read_sok` reads all of one, as sizes show them."""
     tables: dict[str, dict[str, Any]] = {}
-    for path in key_files(directory):
+    paths = sorted(directory.glob("*-key")) if directory.is_dir() else []
+    for path in paths:
+        if not path.is_file() or Header.of(path).kind != 0:
+            continue
         header, prefix = Header.of(path), path.name.removesuffix("-key")
         num_rows, weight = max(1, header.num_numbers), directory / f"{prefix}-weight"
         dim = max(1, Header.of(weight).num_numbers // num_rows) if weight.is_file() else 1
-        states = [state for state in sorted(directory.glob(f"{prefix}-*-*")) if state.suffix != ".partial"]
-        widths = {state.name.removeprefix(f"{prefix}-"): _width(state, num_rows, dim) for state in states}
+        widths = {}
+        for state in sorted(directory.glob(f"{prefix}-*-*")):
+            if state.suffix != ".partial":
+                # The width is dim, unless the size shows another and is not some rows of dim: SOK leaves out rows that
+                # were never trained. The reader says what to do then.
+                width, rest = divmod(Header.of(state).num_numbers, num_rows)
+                is_other = not rest and (width == 1 or Header.of(state).num_numbers % dim)
+                widths[state.name.removeprefix(f"{prefix}-")] = width if is_other else dim
         optimizer = {end: end for end in widths} or None
         tables[header.table or prefix] = {"dim": dim, "optimizer": optimizer, "widths": widths}
     return tables
-
-
-def _width(path: pathlib.Path, num_rows: int, dim: int) -> int:
-    """Returns dim, unless a file's size tells another width and is not some lines of dim."""
-    num_numbers = Header.of(path).num_numbers
-    width, rest = divmod(num_numbers, num_rows)
-    # SOK writes fewer lines where rows were never trained; the reader tells what to do then.
-    return width if not rest and (width == 1 or num_numbers % dim) else dim
 
 
 def header_bytes(op: str, table: str, kind: int, slot: str, dtype: str) -> bytes:

@@ -56,11 +56,11 @@ class RowSource(abc.ABC):
 
     @abc.abstractmethod
     def num_rows(self, table: str) -> int:
-        """The rows of a table, or somewhat more: caches are sized by it."""
+        """Counts the rows of a table, or somewhat more: caches are sized by it."""
 
     @abc.abstractmethod
     def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
-        """The rows of uint64 keys, and which of them are there. Keys may repeat; PADDING_KEY is never there.
+        """Reads the rows of uint64 keys, and which of them are there. Keys may repeat; PADDING_KEY is never there.
 
         Rows have the precision of the table's dtype: a row of an int8 table is its numbers times its scale. Rows of
         missing keys may hold anything. Arrays are read only, or the caller's own.
@@ -77,29 +77,23 @@ class RowSource(abc.ABC):
             rows = rows.astype(np.float32, copy=False)
         is_broken = is_found & ~np.isfinite(rows).all(axis=1)
         if is_broken.any():
-            is_found = is_found & ~is_broken
-            self._warn_broken(table, np.asarray(keys)[is_broken])
+            is_found, now = is_found & ~is_broken, time.monotonic()
+            if now - self._warned_at.get(table, -_WARN_S) >= _WARN_S:
+                self._warned_at[table], first = now, np.asarray(keys)[is_broken][0]
+                text = '%s.fetch: table "%s": got %d rows that are not finite, the first of key %d, wanted numbers to '
+                text += "be quantized; they count as not found. Not told again for %g s."
+                _log.warning(text, type(self).__name__, table, np.count_nonzero(is_broken), first, _WARN_S)
         numbers, scales = quantize.quantized(np.where(is_found[:, None], rows, 0), self.tables[table].dtype)
         return numbers, scales, is_found
 
     @functools.cached_property
     def _warned_at(self) -> dict[str, float]:
-        """The time of the last warning of rows that cannot be quantized, by table."""
+        """Times of the last warnings of rows that cannot be quantized, by table."""
         return {}
-
-    def _warn_broken(self, table: str, keys: np.ndarray) -> None:
-        now = time.monotonic()
-        if now - self._warned_at.get(table, -_WARN_S) >= _WARN_S:
-            self._warned_at[table] = now
-            _log.warning(
-                '%s.fetch: table "%s": got %d rows that are not finite, the first of key %d, wanted numbers to be '
-                "quantized; they count as not found. Not told again for %g s.",
-                *(type(self).__name__, table, len(keys), keys[0], _WARN_S),
-            )
 
     @abc.abstractmethod
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
-        """All rows of a table, at most `chunk_rows` at a time, to fill a cache. With frequencies, if they are known."""
+        """Yields all rows of a table, at most `chunk_rows` at a time, to fill a cache; with known frequencies."""
 
     def ready_as(self, older: Any) -> None:  # noqa: B027 - most compile nothing
         """Compiles what an older version was asked for."""
@@ -109,26 +103,19 @@ class RowSource(abc.ABC):
 
 
 class HostRows(RowSource):
-    """Rows in host memory: frozen tables on JAX's CPU device, which do not change, read by threaded kernels.
-
-    `maps` of the rows serve `scan`. A newer version is another object.
-    """
+    """Rows in host memory: frozen tables on JAX's CPU device, read by threaded kernels. `maps` serve `scan`."""
 
     def __init__(self, tables: FrozenTables, maps: Sequence[RowMap], *, version: int = 0, served: Any = None) -> None:
         if len(maps) != len(tables.stores):
             raise ValueError(f"HostRows: maps: got {len(maps)}, wanted one for each of {len(tables.stores)} stores.")
         self.version, self.served = version, served
-        self._tables = tables
-        self._maps = tuple(maps)
+        self._tables, self._maps = tables, tuple(maps)
         # Sizes of which a fetch is compiled: of a table, or of a store for its numbers and scales.
         self._asked: dict[tuple[str | int, int], None] = {}
 
     @classmethod
     def of(cls, sources: Sequence[tuple[FrozenTable, RecordSource]], *, version: int = 0) -> "HostRows":
-        """Reads streams of records; keeps the frequencies of tables all of whose records have them.
-
-        ValueError: as `freeze_records`.
-        """
+        """Reads streams of records; keeps the frequencies of tables all of whose records have them."""
         tables, maps = freeze_records(sources, device=host_device())
         return cls(tables, maps, version=version)
 
@@ -138,7 +125,6 @@ class HostRows(RowSource):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory: rows, index and maps."""
         return self._tables.num_bytes + sum(row_map.num_bytes for row_map in self._maps)
 
     def num_rows(self, table: str) -> int:
@@ -146,19 +132,15 @@ class HostRows(RowSource):
         return int(self._maps[store].table_rows[number])
 
     def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
-        """See `RowSource.fetch`. Keys that are not there have the table's default.
-
-        Costs a bucket (64 bytes) and a row for each key, on all cores.
-        """
+        """Reads a bucket (64 bytes) and a row for each key, on all cores; missing keys have the table's default."""
         self._place("fetch", table)
         return self._in_parts(table, keys, lambda words: _fetch(self._tables, table, words))
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
-        """See `RowSource.fetch_quantized`; gives the stored bits."""
+        """Reads the stored bits."""
         s, number = self._place("fetch_quantized", table)
-        number_there = jax.device_put(np.uint32(number), host_device())
-        store = self._tables.stores[s]
-        return self._in_parts(s, keys, lambda words: _fetch_quantized(store, words, number_there))
+        store, number = self._tables.stores[s], jax.device_put(np.uint32(number), host_device())
+        return self._in_parts(s, keys, lambda words: _fetch_quantized(store, words, number))
 
     def _in_parts(self, what: str | int, keys: Keys, fetch: Callable[[Any], tuple[Any, ...]]) -> Any:
         keys, parts = np.asarray(keys, np.uint64), []
@@ -182,15 +164,15 @@ class HostRows(RowSource):
             self._asked[what, size] = None
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
-        """See `RowSource.scan`; in the order in which the keys came."""
+        """Goes by the order in which the keys came."""
         store, number = self._place("scan", table)
         keys, row_ids = self._maps[store].keys_of(number)
         of_store = self._maps[store].frequencies
         frequency = None if of_store is None or not of_store[row_ids].any() else of_store[row_ids]
         for start in range(0, len(keys), chunk_rows):
-            lines = slice(start, start + chunk_rows)
-            rows, _ = self.fetch(table, keys[lines])
-            yield Records(keys[lines], rows, frequency=None if frequency is None else frequency[lines])
+            some = slice(start, start + chunk_rows)
+            rows, _ = self.fetch(table, keys[some])
+            yield Records(keys[some], rows, frequency=None if frequency is None else frequency[some])
 
     def _place(self, op: str, table: str) -> tuple[int, int]:
         if table not in self._tables.spec.places:
@@ -199,10 +181,7 @@ class HostRows(RowSource):
 
 
 class Layered(RowSource):
-    """Tiers in an order: the first that has a key gives its row. All have the same tables.
-
-    As HPS: rows in host memory, then a database, then the default value.
-    """
+    """Tiers of the same tables in an order: the first that has a key gives its row, as in HPS."""
 
     def __init__(self, layers: Sequence[RowSource]) -> None:
         if not layers:
@@ -217,7 +196,7 @@ class Layered(RowSource):
 
     @property
     def version(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - follows its layers
-        """The sum of the layers' versions: it rises when one of them does."""
+        """The sum of the layers' versions."""
         return sum(layer.version for layer in self._layers)
 
     @property
@@ -225,17 +204,17 @@ class Layered(RowSource):
         return self._layers[0].tables
 
     def num_rows(self, table: str) -> int:
-        """The rows of the layer that has most: the upper ones are usually a part of the last."""
+        """Counts the rows of the largest layer: the upper ones usually have a part of the last."""
         return max(layer.num_rows(table) for layer in self._layers)
 
     def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
-        """See `RowSource.fetch`: asks each layer for the keys that those before it do not have."""
-        return self._first_found(keys, lambda layer, some: layer.fetch(table, some))
+        """Asks each layer for the keys that those before it do not have."""
+        return self._ask_layers(keys, lambda layer, some: layer.fetch(table, some))
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
-        return self._first_found(keys, lambda layer, some: layer.fetch_quantized(table, some))
+        return self._ask_layers(keys, lambda layer, some: layer.fetch_quantized(table, some))
 
-    def _first_found(self, keys: Keys, fetch: Callable[[RowSource, Keys], tuple[np.ndarray, ...]]) -> Any:
+    def _ask_layers(self, keys: Keys, fetch: Callable[[RowSource, Keys], tuple[np.ndarray, ...]]) -> Any:
         parts = fetch(self._layers[0], keys)
         for layer in self._layers[1:]:
             missing = np.flatnonzero(~parts[-1])
@@ -249,7 +228,7 @@ class Layered(RowSource):
         return parts
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
-        """See `RowSource.scan`: goes by layer, without the keys of the layers before, which are asked."""
+        """Goes by layer, without the keys of the layers before, which are asked."""
         for number, layer in enumerate(self._layers):
             for records in layer.scan(table, chunk_rows):
                 is_new = np.ones(records.num_rows, bool)
@@ -261,9 +240,6 @@ class Layered(RowSource):
     def close(self) -> None:
         for layer in self._layers:
             layer.close()
-
-
-# Rows as a cache stores them ------------------------------------------------------------------------------------------
 
 
 def fetch_lines(source: RowSource, name: str, keys: np.ndarray) -> tuple[Lines, np.ndarray]:
@@ -291,17 +267,15 @@ def round_rows(table: FrozenTable, rows: np.ndarray) -> Lines:
 
 
 def take(lines: Lines, which: np.ndarray) -> Lines:
-    """Takes some of the rows."""
     return tuple(array[which] for array in lines)
 
 
-def joined_lines(parts: Iterable[Lines]) -> Lines:
-    """Joins rows of one dim and dtype."""
+def join_lines(parts: Iterable[Lines]) -> Lines:
     return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
 
 
 def hottest_rows(chunks: Iterable[Records], num_rows: int) -> Records:
-    """The rows of highest frequency, of equal ones the first; without frequencies the first ones."""
+    """Selects the rows of highest frequency, of equal ones the first; without frequencies the first ones."""
     parts, num_kept, are_known = [], 0, True
     for records in chunks:
         parts.append(records)

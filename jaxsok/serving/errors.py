@@ -32,7 +32,6 @@ class UnknownModelError(ServingError):
 
     @classmethod
     def of(cls, op: str, got: object, known: Iterable[str]) -> "UnknownModelError":
-        """Makes the error with its message."""
         return cls(f"{op}: model: got {got!r}, wanted one of {sorted(known)}.")
 
 
@@ -41,7 +40,6 @@ class UnknownTableError(ServingError):
 
     @classmethod
     def of(cls, op: str, got: object, known: Iterable[str], where: str = "") -> "UnknownTableError":
-        """Makes the error with its message; `where` says whose tables are known."""
         of_whom = f", the tables of {where}" if where else ""
         return cls(f"{op}: table: got {got!r}, wanted one of {sorted(known)}{of_whom}.")
 

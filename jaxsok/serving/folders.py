@@ -1,4 +1,4 @@
-"""Where frozen tables come from: folders on this machine, as streams of rows with their keys.
+"""The sources of frozen tables: folders on this machine, as streams of rows with their keys.
 
 A folder is an HPS directory (`key`, `emb_vector`), an export of `jaxsok.checkpoint` (with the base of its deltas), or a
 step of an Orbax checkpoint with jaxsok's tables below it. Sizes, checksums and keys are checked when it is opened,
@@ -32,10 +32,7 @@ _ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder that Orbax
 
 @dataclasses.dataclass(frozen=True)
 class TableSource:
-    """Rows of one table in checked files, which are read again whenever `chunks` or `tombstones` is called.
-
-    A file that changes while it is read is refused, as far as its checksum or its size show it.
-    """
+    """Rows of one table in checked files, which `chunks` and `tombstones` read again; changed files are refused."""
 
     table: str
     path: pathlib.Path  # the folder with the files; for a chain, the last link's
@@ -68,29 +65,25 @@ def open_table(
     alone: bool = False,
     op: str = "open_table",
 ) -> TableSource:
-    """Opens all rows of a table: `path` is one of the folders above, for a delta with its chain beside it.
+    """Opens all rows of a table: `path` is one of the folders above, for a delta with its chain next to it.
 
     With `alone` a delta is opened by itself, for a server of its `base`: new or replaced rows, and keys that go.
-
     `table` is its name in an export or a checkpoint; an HPS directory has one table, without a name. With 32 `key_bits`
-    keys are cut to their low 32 bits, as HPS does where `supportlonglong` is false. With `hotness` the `meta` of an HPS
-    directory is read as frequencies; exports have theirs either way. Errors name `op`.
+    keys are cut to their low 32 bits, as in HPS. `hotness` reads `meta` of HPS as frequencies. Errors name `op`.
 
     Raises:
-      FileNotFoundError: there is nothing of the kind.
-      UnknownTableError: there are other tables.
+      FileNotFoundError, UnknownTableError: there is nothing of the kind, or other tables.
       ServingError: another dim, or several folders of tables.
-      ValueError: HPS files that are empty or of odd size, or repeated keys: names file and byte. Keys that are equal
-        when they are cut, a delta without its chain, or with `hotness` a `meta` that does not fit.
+      ValueError: HPS files that are empty or of odd size, repeated keys (also when they are cut), a delta without its
+        chain, or a `meta` that does not fit.
       CorruptFileError: files of an export are damaged.
 
     Cost:
-      Reads all files of the table once (of HPS: all keys), and for a chain or cut keys again, to count and to compare.
-      Memory: a chunk (64 MiB, or as the export was written); for HPS and for cut keys 8 bytes a key, twice, but at most
-      512 MiB; and 12 bytes for each key of a chain's deltas, for as long as the result lives.
+      Reads all files of the table once (of HPS: all keys), and for a chain or cut keys again. Memory: a chunk (64 MiB),
+      8 bytes a key twice (512 MiB at most), and 12 bytes for each key of a chain's deltas as long as the result lives.
     """
     files_lib.check_dim(op, dim)
-    folder, is_hps = _found(op, path, table)
+    folder, is_hps = _find(op, path, table)
     if is_hps:
         return _of_hps(op, folder, table, int(dim), key_bits, hotness)
     links = [Source.of(op, folder)] if alone and is_delta(path) else chain_of(op, folder)
@@ -120,7 +113,7 @@ def _of_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: in
 
 
 def is_delta(path: Path) -> bool:
-    """Whether `export_delta` wrote the folder; CorruptFileError: its manifest is damaged."""
+    """Returns True for a folder of `export_delta`; CorruptFileError: its manifest is damaged."""
     folder = pathlib.Path(path)
     return (folder / manifest_lib.NAME).is_file() and Source.of("is_delta", folder).manifest["kind"] == "delta"
 
@@ -134,10 +127,7 @@ Frozen: TypeAlias = tuple[FrozenTable, TableSource]
 
 
 def frozen_as(what: str, source: TableSource, dtype: Any = None, default: float | None = None) -> Frozen:
-    """Describes how a table is served: its rows have `dtype`, keys without a row read `default`; None: as it was saved.
-
-    ServingError, which begins with `what`: served tables cannot compute the rows of such keys.
-    """
+    """Describes how a table is served: its rows have `dtype`, absent keys read `default`; None: as it was saved."""
     absent = source.unknown if default is None else default
     if isinstance(absent, str):
         raise ServingError(
@@ -151,7 +141,7 @@ def frozen_as(what: str, source: TableSource, dtype: Any = None, default: float 
 
 def open_saved(op: str, path: Path) -> list[TableSource]:
     """Opens all tables of an export, a delta (with its chain) or a step of a checkpoint."""
-    folder, is_hps = _found(op, path, "any")
+    folder, is_hps = _find(op, path, "any")
     if is_hps:
         raise ServingError(
             f'{op}: source: got the HPS directory "{folder}", which does not name its table, wanted the HPS '
@@ -164,7 +154,7 @@ def open_saved(op: str, path: Path) -> list[TableSource]:
 def open_all(
     op: str, model: str, folder: pathlib.Path, tables: Mapping[str, FrozenTable], key_bits: KeyBits
 ) -> dict[str, TableSource]:
-    """The tables of a model in a folder: an export, a checkpoint, HPS directories by name, or one HPS directory."""
+    """Opens the tables of a model: in an export, a checkpoint, HPS directories by name, or one HPS directory."""
     is_one = _is_hps(folder)
     if is_one and len(tables) > 1:
         raise ServingError(
@@ -187,10 +177,7 @@ def open_all(
     return found
 
 
-# Folders -------------------------------------------------------------------------------------------------------------
-
-
-def _found(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
+def _find(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
     folder = pathlib.Path(path)
     what = f'{op}: table "{table}": path: got "{folder}"'
     wanted = (
@@ -225,7 +212,7 @@ def _is_hps(folder: pathlib.Path) -> bool:
 
 
 def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The folders directly below that Orbax or an export has committed."""
+    """Lists the folders directly below that Orbax or an export has committed."""
     return [
         path
         for path in folder.iterdir()
@@ -245,9 +232,6 @@ def _check(link: Source, table: str, dim: int) -> None:
     for kind in (manifest_lib.ROWS, manifest_lib.TOMBSTONES):
         for file in link.files(table, kind):
             file.verify()
-
-
-# HPS -----------------------------------------------------------------------------------------------------------------
 
 
 def _of_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits, hotness: bool) -> TableSource:
@@ -284,14 +268,10 @@ def _cut(keys: np.ndarray, key_bits: KeyBits) -> np.ndarray:
     return keys & np.uint64(2**32 - 1) if key_bits == 32 else keys
 
 
-# Chains --------------------------------------------------------------------------------------------------------------
-
-
 class _Chain:
     """One table in the links of a chain, or in a delta alone."""
 
     def __init__(self, links: Sequence[Source], table: str, key_bits: KeyBits) -> None:
-        """Reads the deltas after the first link."""
         self._links, self._table = links, table
         self._key_bits: KeyBits = key_bits
         dtypes = {link.form(table).dtype for link in links}
@@ -340,7 +320,7 @@ class _Chain:
                 yield keys[self._is_live(keys, number)]
 
     def _is_live(self, keys: np.ndarray, link: int) -> np.ndarray:
-        """Whether no later link replaces the rows of a link: bool[num_keys]."""
+        """Finds the rows of a link that no later link replaces: bool[num_keys]."""
         if self._keys.size == 0:
             return np.ones(keys.shape, bool)
         places = np.minimum(np.searchsorted(self._keys, keys), self._keys.size - 1)

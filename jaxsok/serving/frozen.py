@@ -74,12 +74,12 @@ class FrozenTable:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether each row has a scale."""
+        """True if each row has a scale."""
         return self.dtype in QUANTIZED
 
     @property
     def missing(self) -> str:
-        """What a key that is not there reads, as reports show it."""
+        """Text for reports: what a key without a row reads."""
         return f"default {self.default:g}" if self.initial is None else str(self.initial)
 
     @property
@@ -165,7 +165,6 @@ class FrozenTables:
 
 
 def require_tables(op: str, tables: Any) -> None:
-    """Refuses what is not FrozenTables (TypeError)."""
     if not isinstance(tables, FrozenTables):
         raise TypeError(f"{op}: tables: got {type(tables).__name__}, wanted FrozenTables, as freeze gives them.")
 
@@ -190,9 +189,6 @@ class SizedRecords:
 
     def __iter__(self) -> Iterator[Records]:
         return iter(self.chunks)
-
-
-# Making them ---------------------------------------------------------------------------------------------------------
 
 
 def freeze(
@@ -315,10 +311,7 @@ def freeze_records(
 
 
 def write_rows(store: FrozenStore, table: FrozenTable, row_ids: np.ndarray, rows: np.ndarray) -> FrozenStore:
-    """Writes rows, given in any float dtype, into a donated store, rounded or quantized as its table says.
-
-    Row ids are uint32; NO_ROW is ignored, and of a repeated row id the last row counts.
-    """
+    """Writes rows of any float dtype into a donated store, as its table stores them; the last of a row id counts."""
     last = len(row_ids) - 1 - np.unique(row_ids[::-1], return_index=True)[1]
     if len(last) != len(row_ids):
         last.sort()
@@ -351,7 +344,6 @@ def ready_to_write(store: FrozenStore, num_rows: int) -> None:
 
 
 def check_records(op: str, table: FrozenTable, records: Records) -> None:
-    """Refuses records (ValueError) whose rows are not of the table's dim."""
     if records.rows.shape != (records.num_rows, table.dim):
         raise ValueError(
             f'{op}: table "{table.name}": rows: got shape {list(records.rows.shape)}, wanted '
@@ -374,7 +366,7 @@ def frozen_bytes(table: FrozenTable, num_rows: int) -> dict[str, int]:
 
 
 def _table_words(tables: Sequence[FrozenTable]) -> np.ndarray:
-    """The tables as the kernels of training know them, under `SEED`: an absent key reads its initial row."""
+    """Describes the tables as the kernels of training know them, under `SEED`: an absent key reads its initial row."""
     optimizer = optimizers.sgd(0.0)
     specs = [
         TableSpec(table.name, table.dim, optimizer, initializer=initializers.constant(float(table.default)))

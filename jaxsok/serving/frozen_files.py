@@ -61,7 +61,8 @@ def _write_store(folder: pathlib.Path, s: int, tables: FrozenTables) -> dict[str
     store, spec, words = tables.stores[s], tables.spec.stores[s], tables.spec.words[s]
     index = np.asarray(store.index)
     arrays = {"index": index, "rows": store.rows, **({"scales": store.scales[0]} if store.scales else {})}
-    num_rows, counters = _num_rows(index, len(spec)), np.asarray(store.counters)
+    owners, counters = index.reshape(-1, 4)[:, 3], np.asarray(store.counters)  # entries: key, row id, table
+    num_rows = np.bincount(owners[owners < len(spec)], minlength=len(spec)).tolist()
     return {
         "dim": spec[0].dim,
         "dtype": spec[0].dtype,
@@ -85,9 +86,3 @@ def _write(path: pathlib.Path, array: Any) -> int:
             checksum = zlib.crc32(piece, checksum)
             file.write(piece)
     return checksum
-
-
-def _num_rows(index: np.ndarray, num_tables: int) -> list[int]:
-    """Counts the rows of each table by the entries of an index: key, row id, table (core/layout.h)."""
-    owners = index.reshape(-1, 4)[:, 3]
-    return np.bincount(owners[owners < num_tables], minlength=num_tables).tolist()

@@ -14,23 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jaxsok import checks, features, guards
+from jaxsok import checks, features, guards, types
 from jaxsok import keys as keys_lib
 from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels import table as table_kernels
 from jaxsok.serving.errors import RequestError, UnknownTableError, refusals
 from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenStore, FrozenTable, FrozenTables, require_tables
-from jaxsok.types import (
-    BAGS_PER_TILE,
-    BUCKET_WORDS,
-    COMBINERS,
-    COUNTERS,
-    COUNTS,
-    MAX_FEATURES,
-    NO_ROW,
-    NUM_FEATURE_WORDS,
-    Combiner,
-)
 
 
 @jax.tree_util.register_dataclass
@@ -49,8 +38,8 @@ class LookupInput:
     """`[num_bags]`, `[num_bags, hotness]` filled up with PADDING_KEY, or with offsets `[num_keys]`. Without a combiner
     of any shape. NumPy integers; a `jax.Array` is `uint32[..., 2]` words, int64 with x64 on, or int32, which counts by
     its sign."""
-    combiner: Combiner | None = dataclasses.field(default=None, metadata={"static": True})
-    """How a bag's rows become its embedding; None: every key reads its own row."""
+    combiner: types.Combiner | None = dataclasses.field(default=None, metadata={"static": True})
+    """The operation on the rows of a bag; None: every key reads its own row."""
     offsets: Any = None  # `[num_bags + 1]`: where each bag begins, and where the last one ends
     weights: Any = None  # one float for each key, in the shape of `keys`; with a combiner
     max_norm: float | None = dataclasses.field(default=None, metadata={"static": True})  # longer rows (L2) are scaled
@@ -86,17 +75,17 @@ def lookup(tables: FrozenTables, inputs: Mapping[str, LookupInput]) -> dict[str,
       >>> found["item"].tolist(), found["bags"].tolist()
       ([[2.0], [-1.0]], [[3.0], [0.0], [1.0]])
     """
-    return _looked_up(tables, inputs, is_counted=False)[0]
+    return _look_up(tables, inputs, is_counted=False)[0]
 
 
 def lookup_with_counts(
     tables: FrozenTables, inputs: Mapping[str, LookupInput]
 ) -> tuple[dict[str, Array], Int32[Array, "num_tables num_counts"]]:
     """Looks up as `lookup`, and counts by table in the order of `tables.tables`; columns are `jaxsok.types.COUNTS`."""
-    return _looked_up(tables, inputs, is_counted=True)
+    return _look_up(tables, inputs, is_counted=True)
 
 
-def _looked_up(
+def _look_up(
     tables: FrozenTables, inputs: Mapping[str, LookupInput], *, is_counted: bool
 ) -> tuple[dict[str, Array], Int32[Array, "num_tables num_counts"] | None]:
     require_tables("lookup", tables)
@@ -106,22 +95,23 @@ def _looked_up(
     parts = [_read(tables, name, given) for name, given in inputs.items()]
     by_store = _by_store(parts)
     for of_store in by_store.values():
-        if len(of_store) > MAX_FEATURES:
-            raise RequestError(f"lookup: inputs: got {len(of_store)} over one store, wanted at most {MAX_FEATURES}.")
+        if len(of_store) > types.MAX_FEATURES:
+            raise RequestError(
+                f"lookup: inputs: got {len(of_store)} over one store, wanted at most {types.MAX_FEATURES}."
+            )
     if not parts:
-        return {}, jnp.zeros((len(tables.tables), len(COUNTS)), jnp.int32) if is_counted else None
+        return {}, jnp.zeros((len(tables.tables), len(types.COUNTS)), jnp.int32) if is_counted else None
     operands = [_operands(stores[s], tables.spec.words[s], of_store) for s, of_store in by_store.items()]
     counts, values = kernels.lookup_frozen(operands, jnp.asarray(SEED), is_counted=is_counted)
     asked = np.array([i for i, (s, _) in enumerate(tables.spec.places.values()) if s in by_store])
     if counts is not None and len(asked) < len(tables.tables):
-        counts = jnp.zeros((len(tables.tables), len(COUNTS)), jnp.int32).at[asked].set(counts)
+        counts = jnp.zeros((len(tables.tables), len(types.COUNTS)), jnp.int32).at[asked].set(counts)
     embeddings = {
-        part.name: value if part.is_clipped_in_bags else part.finished(value)
-        for part, value in _pairs(by_store, values)
+        part.name: value if part.is_clipped_in_bags else part.finish(value) for part, value in _pairs(by_store, values)
     }
     clipped = [part for part in parts if part.is_clipped_in_bags]
     if clipped:
-        embeddings |= _clipped_in_bags(dataclasses.replace(tables, stores=stores), clipped, embeddings)
+        embeddings |= _combine_clipped(dataclasses.replace(tables, stores=stores), clipped, embeddings)
     return {name: embeddings[name] for name in inputs}, counts
 
 
@@ -132,7 +122,7 @@ def _by_store(parts: "Sequence[_Part]") -> "dict[int, list[_Part]]":
 def _pairs(
     by_store: "Mapping[int, Sequence[_Part]]", values: Sequence[Sequence[Array]]
 ) -> "Iterator[tuple[_Part, Array]]":
-    """The inputs and their results, of a call for these stores and perhaps others."""
+    """Yields the inputs and their results, of a call for these stores and perhaps others."""
     for of_store, lines in zip(by_store.values(), values, strict=False):
         yield from zip(of_store, lines, strict=True)
 
@@ -146,7 +136,7 @@ def _operands(store: FrozenStore, words: np.ndarray, parts: "Sequence[_Part]") -
         kinds |= 2 if is_bag else 1
         is_weighted, is_ragged = is_bag and part.weights is not None, is_bag and part.offsets is not None
         key, bag, offset, weight, tile = starts
-        line = [part.table, COMBINERS[part.combiner], key, num_keys, bag, part.num_bags]
+        line = [part.table, types.COMBINERS[part.combiner], key, num_keys, bag, part.num_bags]
         lines.append([*line, part.hotness if is_bag else 1, offset, weight if is_weighted else -1, tile, 0, 0])
         sizes = (
             num_keys,
@@ -157,9 +147,9 @@ def _operands(store: FrozenStore, words: np.ndarray, parts: "Sequence[_Part]") -
         )
         starts = [start + size for start, size in zip(starts, sizes, strict=True)]
     bags = [part for part in parts if part.combiner is not None]
-    keys = _joined([part.words for part in parts], keys_lib.padding_words((0,)))
-    offsets = _joined([part.offsets for part in bags if part.offsets is not None], np.zeros(0, np.int32))
-    weights = _joined([part.weights for part in bags if part.weights is not None], np.zeros(0, np.float32))
+    keys = _join([part.words for part in parts], keys_lib.padding_words((0,)))
+    offsets = _join([part.offsets for part in bags if part.offsets is not None], np.zeros(0, np.int32))
+    weights = _join([part.weights for part in bags if part.weights is not None], np.zeros(0, np.float32))
     return kernels.FrozenOperands(
         index=store.index,
         counters=store.counters,
@@ -176,7 +166,7 @@ def _operands(store: FrozenStore, words: np.ndarray, parts: "Sequence[_Part]") -
 def find_rows(
     tables: FrozenTables, table: str, keys: Any
 ) -> tuple[Float32[Array, "num_keys dim"], Bool[Array, " num_keys"]]:
-    """The rows of keys `[num_keys]` (as `LookupInput.keys`) of one table, and which of them are there.
+    """Reads the rows of keys `[num_keys]` (as `LookupInput.keys`) of one table, and which of them are there.
 
     Missing keys have the rows that `lookup` gives; PADDING_KEY is not there, and has zeros.
     """
@@ -187,10 +177,7 @@ def find_rows(
     ids = jnp.full(words.shape[0], jnp.uint32(place[1]))
     row_ids = table_kernels.find(store.index, store.counters, jnp.asarray(words), ids)
     rows = lookup(tables, {table: LookupInput(table, words if isinstance(words, jax.Array) else jnp.asarray(words))})
-    return rows[table], row_ids != jnp.uint32(NO_ROW)
-
-
-# Inputs, packed ------------------------------------------------------------------------------------------------------
+    return rows[table], row_ids != jnp.uint32(types.NO_ROW)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,10 +196,10 @@ class _Part:
 
     @property
     def is_clipped_in_bags(self) -> bool:
-        """Whether rows are clipped before they are combined: rows come first, then they are combined."""
+        """True if rows are clipped before they are combined, which takes another call."""
         return self.given.max_norm is not None and self.given.combiner is not None
 
-    def finished(self, value: Float32[Array, "num_lines dim"]) -> Array:
+    def finish(self, value: Float32[Array, "num_lines dim"]) -> Array:
         if self.given.max_norm is not None and self.given.combiner is None:
             value = value * _factors(value, self.given.max_norm)[:, None]
         return value.reshape(*self.shape, value.shape[-1])
@@ -223,8 +210,8 @@ def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
     given = given if isinstance(given, LookupInput) else LookupInput(name, given)
     what = f'lookup: input "{name}"'
     store, table = _place(tables, what, given.table)
-    if given.combiner not in COMBINERS:
-        raise RequestError(f"{what}: combiner: got {given.combiner!r}, wanted one of {list(COMBINERS)}.")
+    if given.combiner not in types.COMBINERS:
+        raise RequestError(f"{what}: combiner: got {given.combiner!r}, wanted one of {list(types.COMBINERS)}.")
     if given.max_norm is not None and not (checks.is_number(given.max_norm) and 0 <= given.max_norm < math.inf):
         raise RequestError(f"{what}: max_norm: got {given.max_norm!r}, wanted a number from 0, or None.")
     bags = given.keys if isinstance(given.keys, features.Bags) else features.Bags(given.keys, offsets=given.offsets)
@@ -265,19 +252,19 @@ def _place(tables: FrozenTables, what: str, table: str) -> tuple[int, int]:
 
 
 def num_tiles(num_bags: Any) -> Any:
-    """The tiles of a feature's bags, at least one; `num_bags` may be symbolic."""
-    tiles = (num_bags + BAGS_PER_TILE - 1) // BAGS_PER_TILE
+    """Counts the tiles of a feature's bags, at least one; `num_bags` may be symbolic."""
+    tiles = (num_bags + types.BAGS_PER_TILE - 1) // types.BAGS_PER_TILE
     return max(tiles, 1) if isinstance(tiles, int) else jax.core.max_dim(tiles, 1)
 
 
 def _features(lines: Sequence[Sequence[Any]]) -> Int32[Array, "num_features 12"]:
-    """The features operand; the program computes it where sizes are symbolic."""
+    """Builds the features operand; the program computes it where sizes are symbolic."""
     if all(isinstance(word, int) for line in lines for word in line):
-        return jnp.asarray(np.array(lines, np.int32).reshape(-1, NUM_FEATURE_WORDS))
+        return jnp.asarray(np.array(lines, np.int32).reshape(-1, types.NUM_FEATURE_WORDS))
     return jnp.stack([jnp.stack([jnp.asarray(word, jnp.int32) for word in line]) for line in lines])
 
 
-def _joined(arrays: Sequence[Any], empty: np.ndarray) -> Array:
+def _join(arrays: Sequence[Any], empty: np.ndarray) -> Array:
     if not arrays:
         return jnp.asarray(empty)
     if all(isinstance(array, np.ndarray) for array in arrays):
@@ -286,34 +273,30 @@ def _joined(arrays: Sequence[Any], empty: np.ndarray) -> Array:
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
 
 
-# Rows that are clipped before they are combined ----------------------------------------------------------------------
-
-
 def _factors(rows: Float32[Array, "_ dim"], max_norm: float) -> Float32[Array, " _"]:
     norms = jnp.sqrt((rows * rows).sum(axis=-1))
     return jnp.where(norms > max_norm, max_norm / jnp.where(norms > 0, norms, 1.0), 1.0)
 
 
-def _clipped_in_bags(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping[str, Array]) -> dict[str, Array]:
+def _combine_clipped(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping[str, Array]) -> dict[str, Array]:
     """Combines known rows in the order of the kernels.
 
-    Rows are read again with weights that clip them. Divisors are sums of the weights alone, which a store without keys
-    gives: its rows have one column that reads 1.
+    Rows are read again with weights that clip them. A store without keys, whose rows read 1, sums weights to divisors.
     """
     by_store = _by_store(parts)
     operands = []
     for s, of_store in by_store.items():
-        bags = [_summed(part, _factors(rows[part.name], part.given.max_norm)) for part in of_store]
+        bags = [_sum_bags(part, _factors(rows[part.name], part.given.max_norm)) for part in of_store]
         operands.append(_operands(tables.stores[s], tables.spec.words[s], bags))
     divided = [part for part in parts if part.given.combiner != "sum"]
     if divided:
         ones = [
-            _summed(dataclasses.replace(part, table=0), part.weights if part.given.combiner == "sqrtn" else None)
+            _sum_bags(dataclasses.replace(part, table=0), part.weights if part.given.combiner == "sqrtn" else None)
             for part in divided
         ]
         no_keys = FrozenStore(
-            index=jnp.full((1, BUCKET_WORDS), jnp.uint32(0xFFFFFFFF)),
-            counters=jnp.zeros(len(COUNTERS), jnp.uint32),
+            index=jnp.full((1, types.BUCKET_WORDS), jnp.uint32(0xFFFFFFFF)),
+            counters=jnp.zeros(len(types.COUNTERS), jnp.uint32),
             rows=jnp.zeros((1, 1), jnp.float32),
         )
         operands.append(_operands(no_keys, _ONES.words[0], ones))
@@ -329,8 +312,8 @@ def _clipped_in_bags(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping
 _ONES = FrozenSpec(((FrozenTable("one", dim=1, default=1.0),),))
 
 
-def _summed(part: _Part, factors: Any) -> _Part:
-    """The input whose bags are sums, by its weights times some factors; None: 1."""
+def _sum_bags(part: _Part, factors: Any) -> _Part:
+    """Describes the input whose bags are sums, by its weights times some factors; None: 1."""
     known = [jnp.asarray(weights) for weights in (factors, part.weights) if weights is not None]
     weights = math.prod(known, start=jnp.ones(part.words.shape[0], jnp.float32))
     return dataclasses.replace(part, combiner="sum", weights=weights, num_bags=part.shape[0])

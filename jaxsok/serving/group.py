@@ -56,7 +56,7 @@ def of(op: str, given: Any) -> LookupSpec:
 
 
 def all_of(op: str, given: Any) -> tuple[tuple[str, LookupSpec], ...]:
-    """Gives the specs of a group by name, as a hashable value. TypeError, ValueError: no mapping, or an empty one."""
+    """Returns the specs of a group by name, as a hashable value. TypeError, ValueError: no mapping, or an empty one."""
     if not isinstance(given, Mapping):
         raise TypeError(f"{op}: specs: got {type(given).__name__}, wanted a mapping from names to LookupSpecs.")
     if not given:
@@ -75,25 +75,21 @@ def embedding(op: str, spec: LookupSpec, tables: FrozenTables | None, keys: Any,
     """Computes the result of a layer of one input, from keys or `jaxsok.Bags`.
 
     Without tables it gives zeros of the same shape, for Linen's `init`. `more` has offsets and weights, and replaces
-    the spec's combiner and max_norm where it is not None. RequestError: bags with an inverse or without a combiner, or
-    offsets or weights given twice. ValueError: a table of another dim, or no dim to make zeros of.
+    the spec's combiner and max_norm where it is not None.
     """
     read = _read(f'{op} "{spec.table}"', spec, keys, **more)
-    return _looked_up(op, {spec.table: spec}, tables, {spec.table: read})[spec.table]
+    return _look_up(op, {spec.table: spec}, tables, {spec.table: read})[spec.table]
 
 
 def embeddings(op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | None, inputs: Any) -> dict[str, Array]:
-    """Computes the results of a layer of several inputs in one call; `inputs` are keys of some or all specs, by name.
-
-    Errors are those of `embedding`; RequestError also for no mapping, or a name that no spec has.
-    """
+    """Computes the results of a layer of several inputs, which are keys of some or all specs by name, in one call."""
     if not isinstance(inputs, Mapping):
         raise RequestError(f"{op}: inputs: got {type(inputs).__name__}, wanted a mapping from names to keys.")
     for name in inputs:
         if name not in specs:
             raise RequestError(f"{op}: inputs: got {name!r}, wanted some of {list(specs)}.")
     read = {name: _read(f'{op}: "{name}"', specs[name], keys) for name, keys in inputs.items()}
-    return _looked_up(op, {name: specs[name] for name in inputs}, tables, read)
+    return _look_up(op, {name: specs[name] for name in inputs}, tables, read)
 
 
 def check_tables(op: str, tables: Any) -> FrozenTables:
@@ -127,7 +123,7 @@ def _read(
     return LookupInput(spec.table, keys, combiner, offsets=offsets, weights=weights, max_norm=max_norm)
 
 
-def _looked_up(
+def _look_up(
     op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | None, inputs: Mapping[str, LookupInput]
 ) -> dict[str, Array]:
     for name, spec in specs.items():

@@ -106,7 +106,7 @@ def set_tables(variables: Mapping[str, Any], tables: FrozenTables) -> dict[str, 
 def as_function(
     model: nn.Module, variables: Mapping[str, Any], method: Any = None
 ) -> Callable[[FrozenTables, Mapping[str, Any]], Any]:
-    """The model as the function of tables and inputs by name that `export_model` takes; its parameters are inside.
+    """Returns the model as the function of tables and inputs by name that `export_model` takes, with its parameters.
 
     `variables` come from `init`, with "params" as trained; ValueError: without the collection "tables". `method` of the
     model is called in place of `__call__`, with `**inputs`.
@@ -133,7 +133,7 @@ def _places(op: str, variables: Mapping[str, Any]) -> Any:
 
 
 def _tables(layer: nn.Module, given: FrozenTables | None) -> FrozenTables | None:
-    """The tables of the call, or those in the collection; None in `init` without any."""
+    """Finds the tables of the call, or those in the collection; None in `init` without any."""
     op = type(layer).__name__
     if layer.is_initializing() and not layer.has_variable(_TABLES, _FROZEN):
         layer.put_variable(_TABLES, _FROZEN, _Unset())

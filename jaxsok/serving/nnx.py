@@ -32,7 +32,7 @@ class FrozenTablesVariable(nnx.Variable):
 
 
 Tables = FrozenTables | FrozenTablesVariable | None
-"""What a layer is bound to: tables, a Variable of them that several layers share, or nothing yet."""
+"""The tables of a layer: some, a Variable of them that several layers share, or nothing yet."""
 
 
 class LookupLayer(nnx.Module):
@@ -154,7 +154,7 @@ def set_tables(model: Any, tables: FrozenTables) -> None:
 
 
 def as_function(model: Any, method: Callable[..., Any] | None = None) -> Callable[[FrozenTables, Mapping], Any]:
-    """The model, as it is now, as the function of tables and inputs by name that `export_model` takes.
+    """Returns the model, as it is now, as the function of tables and inputs by name that `export_model` takes.
 
     Its parameters are inside; call `model.eval()` first, where that matters. `method` is called as
     `method(model, **inputs)`; None: `model(**inputs)`. ValueError: the model has no layers of this module.

@@ -8,17 +8,17 @@ from jaxsok import keys as keys_lib
 
 
 def padded_size(num_keys: int, least: int) -> int:
-    """The least power of two from `least` on that has room for the keys."""
+    """Returns the least power of two from `least` on that has room for the keys."""
     return max(least, 1 << max(0, num_keys - 1).bit_length())
 
 
 def fill_up(array: np.ndarray, size: int, value: Any = 0) -> np.ndarray:
-    """Copies an array, with lines of one value behind."""
+    """Copies an array and appends rows of one value."""
     filled = np.empty((size, *array.shape[1:]), array.dtype)
     filled[: len(array)], filled[len(array) :] = array, value
     return filled
 
 
 def key_words(keys: np.ndarray, size: int) -> np.ndarray:
-    """Keys of one axis as words, with padding behind: uint32[size, 2]."""
+    """Converts keys of one axis to words, with padding behind: uint32[size, 2]."""
     return fill_up(keys_lib.to_words(np.asarray(keys, np.uint64)), size, np.uint32(0xFFFFFFFF))

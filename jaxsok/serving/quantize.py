@@ -36,14 +36,18 @@ def quantized(rows: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
             f"quantized: rows: got {rows[row, column]} in row {row}, column {column}, wanted finite numbers; such a "
             f"row has no scale. Repair it, or keep the table in float32."
         )
-    scales = _scales(dtype, np.abs(rows).max(axis=1, initial=0.0))
+    largest = np.float32(_LARGEST[dtype])
+    scales = np.maximum(np.abs(rows).max(axis=1, initial=0.0) / largest, _LEAST_SCALE[dtype])
+    with np.errstate(over="ignore"):
+        overflows = np.isinf(scales * largest)  # the largest number times its scale must stay finite
+    scales = np.where(overflows, np.nextafter(scales, np.float32(0)), scales).astype(np.float32)
     # A quotient in float64 is far nearer than half a step to the true one, so the rounding to 8 bits is the only one.
     ratios = np.clip(rows.astype(np.float64) / scales[:, None], -_LARGEST[dtype], _LARGEST[dtype])
     return (np.rint(ratios) if dtype == "int8" else ratios).astype(_DTYPES[dtype]), scales
 
 
 def dequantized(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The float32 rows of numbers and scales, to the bit as lookups read them. ValueError: other dtypes or shapes."""
+    """Returns float32 rows, to the bit as lookups read them. ValueError: other dtypes or shapes."""
     numbers, scales = np.asarray(numbers), np.asarray(scales)
     if numbers.ndim != 2 or numbers.dtype not in _DTYPES.values():
         raise ValueError(
@@ -55,12 +59,3 @@ def dequantized(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
             f"dequantized: scales: got {scales.dtype}{list(scales.shape)}, wanted float32[{numbers.shape[0]}]."
         )
     return numbers.astype(np.float32) * scales[:, None]
-
-
-def _scales(dtype: str, row_max: np.ndarray) -> np.ndarray:
-    """float32 scales, such that the largest number times the scale stays finite."""
-    largest = np.float32(_LARGEST[dtype])
-    scales = np.maximum(row_max / largest, _LEAST_SCALE[dtype])
-    with np.errstate(over="ignore"):
-        overflows = np.isinf(scales * largest)
-    return np.where(overflows, np.nextafter(scales, np.float32(0)), scales).astype(np.float32)

@@ -19,10 +19,8 @@ Program = TypeVar("Program", bound=Hashable)
 
 _log = logging.getLogger(__name__)
 
-MOST_BESIDE = 256  # programs that wait to be compiled beside, at most
-
+MOST_BESIDE = 256  # programs that wait for the thread, at most
 MOST_USED = 64  # programs that an update compiles for the new version, at most: those that were called last
-
 MOST_MADE = 4096  # programs of a place that are known to be compiled, at most: those that were called last
 
 
@@ -40,7 +38,7 @@ class Beside:
     def offer(self, name: Hashable | None, work: Callable[[], None]) -> bool:
         """Runs the work, unless too many wait or no thread starts; returns whether it will.
 
-        Work of one name runs once, also after a failure, which is logged; None: work without a name runs each time.
+        Work of one name runs once, also after a failure; without a name (None) it runs each time.
         """
         with self._changed:
             if self._is_closed or name in self._known or len(self._waiting) >= MOST_BESIDE:
@@ -66,7 +64,6 @@ class Beside:
             self._waiting.clear()
 
     def drain(self) -> None:
-        """Waits until nothing is left."""
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None)
 
@@ -124,7 +121,7 @@ class Ready(Generic[Program]):
         self.beside = Beside()
 
     def has(self, where: Any, program: Program) -> bool:
-        """Whether a program is compiled; the caller is about to call it."""
+        """Checks for a compiled program, which the caller is about to call."""
         with self._lock:
             self._used[program] = None
             self._used.move_to_end(program)
@@ -161,7 +158,7 @@ class Ready(Generic[Program]):
         self.beside.offer((where, program), functools.partial(self.make, where, program))
 
     def used(self) -> list[Program]:
-        """The last `MOST_USED` programs that were called; the latest last."""
+        """Lists the last `MOST_USED` programs that were called; the latest last."""
         with self._lock:
             return list(self._used)
 

@@ -1,6 +1,6 @@
-"""Which (table, key) has which row of a frozen store: kept on the host, beside rows that lie elsewhere.
+"""The map from (table, key) to row of a frozen store: kept on the host, apart from the rows.
 
-A frozen store has an index and no records, so its device can neither find a free row nor make the index anew. The map
+A frozen store has an index and no records, so its device can neither find a free row nor rebuild the index. The map
 can: it is the index and the records of a store, on the CPU, changed by the kernels of training. For about 45 bytes a
 row on the host, updates touch only the rows that change.
 """
@@ -16,58 +16,46 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from jaxsok import keys as keys_lib
+from jaxsok import types
 from jaxsok.kernels import evict as evict_kernels
 from jaxsok.kernels import table as kernels
 from jaxsok.kernels.call import StoreArrays
 from jaxsok.serving.padding import fill_up, key_words, padded_size
-from jaxsok.types import (
-    BUCKET_WORDS,
-    COUNTERS,
-    ENTRIES_PER_BUCKET,
-    MAX_CAPACITY,
-    NO_ROW,
-    NUM_TABLE_WORDS,
-    PADDING_KEY,
-    RECORD_WORDS,
-)
 
+# Entries in use ÷ entries of an index when every row is in use: 24.6 bytes a row. Walks are still short, and less than
+# one key in 10^9 finds no entry within the kernels' bound; then the index is made larger.
 LOAD: float = 0.65
-"""Entries in use ÷ entries of an index when every row is in use: 24.6 bytes a row. Walks are still short, and less than
-one key in 10^9 finds no entry within the kernels' bound; then the index is made larger.
-"""
 
 Arrays = TypeVar("Arrays", bound=StoreArrays)
 KEYS_AT_A_TIME = 1 << 20
 _LEAST_KEYS = 1024  # in a call, padded to a power of two, so that programs are few
 _UNUSED = np.uint32(0xFFFFFFFF)
-SALT = np.array([COUNTERS.index("salt_low"), COUNTERS.index("salt_high")])
+SALT = np.array([types.COUNTERS.index("salt_low"), types.COUNTERS.index("salt_high")])
 
 
 class RowMap:
     """The rows of one frozen store by (table, key). Changed in place by one thread at a time.
 
     `salt` is 64 bits that are mixed into every hash; None: drawn, so that an attacker cannot choose keys that collide.
-    ValueError: a store cannot have as many rows as `capacity`.
     """
 
     def __init__(self, num_tables: int, capacity: int, *, salt: int | None = None) -> None:
-        if not 1 <= capacity <= MAX_CAPACITY:
-            raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted 1 to {MAX_CAPACITY}.")
+        if not 1 <= capacity <= types.MAX_CAPACITY:
+            raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted 1 to {types.MAX_CAPACITY}.")
         self.num_tables = num_tables
         self.frequencies: np.ndarray | None = None  # how often each row was used, uint32; None: no table knows
-        counters = np.zeros(len(COUNTERS), np.uint32)
-        counters[SALT] = _drawn_salt() if salt is None else (salt & 0xFFFFFFFF, salt >> 32)
+        counters = np.zeros(len(types.COUNTERS), np.uint32)
+        counters[SALT] = _draw_salt() if salt is None else (salt & 0xFFFFFFFF, salt >> 32)
         self._arrays = StoreArrays(
-            index=_on_host(np.full((buckets_of(capacity), BUCKET_WORDS), _UNUSED)),
+            index=_on_host(np.full((buckets_of(capacity), types.BUCKET_WORDS), _UNUSED)),
             counters=_on_host(counters),
             table_rows=_on_host(np.zeros(num_tables, np.uint32)),
             rows=(_on_host(np.zeros((capacity, 1), np.float32)),),  # the kernels write new rows somewhere
-            records=(_on_host(np.full((capacity, RECORD_WORDS), _UNUSED)),),
+            records=(_on_host(np.full((capacity, types.RECORD_WORDS), _UNUSED)),),
         )
 
     @property
     def capacity(self) -> int:
-        """The rows of the store."""
         return self._arrays.records[0].shape[0]
 
     @property
@@ -76,12 +64,10 @@ class RowMap:
 
     @property
     def table_rows(self) -> np.ndarray:
-        """Rows in use, by table."""
         return np.asarray(self._arrays.table_rows)
 
     @property
     def num_free(self) -> int:
-        """The rows that new keys can have."""
         return self.capacity - int(self.table_rows.sum())
 
     @property
@@ -89,7 +75,7 @@ class RowMap:
         return sum(array.nbytes for array in jax.tree.leaves((self._arrays, self.frequencies)))
 
     def find(self, table: int, keys: np.ndarray) -> np.ndarray:
-        """The row of each key (uint64) of a table, by its number: uint32; NO_ROW where it has none."""
+        """Finds the row of each key (uint64) of a table, by its number: uint32; NO_ROW where it has none."""
         found = [
             np.asarray(_find(self._arrays.index, self._arrays.counters, words, ids))[:count]
             for words, ids, count in self._parts(table, keys)
@@ -97,23 +83,20 @@ class RowMap:
         return np.concatenate(found) if found else np.zeros(0, np.uint32)
 
     def place(self, table: int, keys: np.ndarray) -> np.ndarray:
-        """The row of each key, uint32; new keys get free rows, first those that were freed first.
-
-        Keys (uint64) may repeat; PADDING_KEY gets NO_ROW. ValueError: not enough free rows; nothing has changed then.
-        """
+        """Gives each key a row, uint32; new keys get free rows, in the order in which they were freed."""
         keys = np.asarray(keys)
         self._require_room(table, keys)
         placed = []
         for words, ids, count in self._parts(table, keys):
-            is_padding = keys_lib.from_words(words) == np.uint64(PADDING_KEY)
+            is_padding = keys_lib.from_words(words) == np.uint64(types.PADDING_KEY)
             while True:
                 self._arrays, row_ids, _ = _place(self._arrays, words, ids)
                 row_ids = np.asarray(row_ids)
-                if not ((row_ids == NO_ROW) & ~is_padding).any():
+                if not ((row_ids == types.NO_ROW) & ~is_padding).any():
                     break
                 # A key found no entry: aimed keys, or bad luck. Both end with another salt and more room.
                 counters = np.array(self._arrays.counters)
-                counters[SALT] = _drawn_salt()
+                counters[SALT] = _draw_salt()
                 self._rebuild(_on_host(counters), self.num_buckets + self.num_buckets // 4 + 1)
             placed.append(row_ids[:count])
         return np.concatenate(placed) if placed else np.zeros(0, np.uint32)
@@ -127,25 +110,27 @@ class RowMap:
         return removed
 
     def keys_of(self, table: int) -> tuple[np.ndarray, np.ndarray]:
-        """The keys of a table and their rows, by row: uint64 and uint32."""
+        """Lists the keys of a table and their rows, by row: uint64 and uint32."""
         records = np.asarray(self._arrays.records[0])
         keys = keys_lib.from_words(records[:, :2])
-        rows = np.flatnonzero((keys != np.uint64(PADDING_KEY)) & (records[:, 2] == table))
+        rows = np.flatnonzero((keys != np.uint64(types.PADDING_KEY)) & (records[:, 2] == table))
         return keys[rows], rows.astype(np.uint32)
 
     def set_frequencies(self, row_ids: np.ndarray, values: np.ndarray) -> None:
         """Sets the frequencies of some rows; NO_ROW is ignored."""
         if self.frequencies is None:
             self.frequencies = np.zeros(self.capacity, np.uint32)
-        is_row = row_ids != NO_ROW
+        is_row = row_ids != types.NO_ROW
         self.frequencies[row_ids[is_row]] = values[is_row]
 
     def grow(self, capacity: int) -> None:
         """Adds free rows; those in use keep their places."""
         if capacity <= self.capacity:
             return
-        if capacity > MAX_CAPACITY:
-            raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted at most {MAX_CAPACITY}.")
+        if capacity > types.MAX_CAPACITY:
+            raise ValueError(
+                f"RowMap: capacity: got {capacity} rows in one store, wanted at most {types.MAX_CAPACITY}."
+            )
         records = _on_host(fill_up(np.asarray(self._arrays.records[0]), capacity, _UNUSED))
         rows = _on_host(np.zeros((capacity, 1), np.float32))
         self._arrays = dataclasses.replace(self._arrays, rows=(rows,), records=(records,))
@@ -154,7 +139,7 @@ class RowMap:
         self._rebuild(self._arrays.counters, max(self.num_buckets, buckets_of(capacity)))
 
     def index(self, device: Any) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
-        """Copies of index and counters on a device, as a lookup reads them."""
+        """Copies index and counters to a device, as a lookup reads them."""
         return tuple(
             jax.device_put(np.array(array), device, may_alias=False)
             for array in (self._arrays.index, self._arrays.counters)
@@ -178,8 +163,8 @@ class RowMap:
     def _require_room(self, table: int, keys: np.ndarray) -> None:
         if len(keys) <= self.num_free:
             return
-        distinct = np.unique(keys[keys != np.uint64(PADDING_KEY)])
-        num_new = int((self.find(table, distinct) == NO_ROW).sum())
+        distinct = np.unique(keys[keys != np.uint64(types.PADDING_KEY)])
+        num_new = int((self.find(table, distinct) == types.NO_ROW).sum())
         if num_new > self.num_free:
             raise ValueError(
                 f"RowMap: keys: got {num_new} that have no row, wanted at most {self.num_free}, the rows that are free "
@@ -191,17 +176,17 @@ class RowMap:
         self._arrays = dataclasses.replace(self._arrays, index=index, counters=counters)
 
 
-def _drawn_salt() -> np.ndarray:
+def _draw_salt() -> np.ndarray:
     return np.frombuffer(secrets.token_bytes(8), np.uint32)
 
 
 def buckets_of(capacity: int) -> int:
-    """The buckets of the index of a frozen store."""
-    return max(4, -(-int(capacity / LOAD + 1) // ENTRIES_PER_BUCKET))
+    """Counts the buckets of the index of a frozen store."""
+    return max(4, -(-int(capacity / LOAD + 1) // types.ENTRIES_PER_BUCKET))
 
 
 def host_device() -> Any:
-    """JAX's CPU device. RuntimeError: it is switched off; says how to switch it on."""
+    """Returns JAX's CPU device. RuntimeError: it is switched off; says how to switch it on."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
@@ -226,7 +211,7 @@ def release(arrays: StoreArrays, words: Array, ids: Array) -> tuple[StoreArrays,
 
 def find_or_insert(arrays: Arrays, words: Array, ids: Array) -> tuple[Arrays, Array, Array]:
     """Gives the arrays, row ids, and counts; to be compiled. New rows mean nothing yet, so any initializer will do."""
-    no_words = np.zeros((arrays.table_rows.shape[0], NUM_TABLE_WORDS), np.uint32)
+    no_words = np.zeros((arrays.table_rows.shape[0], types.NUM_TABLE_WORDS), np.uint32)
     return kernels.find_or_insert(arrays, no_words, jnp.zeros(2, jnp.uint32), words, ids)
 
 

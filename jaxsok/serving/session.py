@@ -40,7 +40,7 @@ def open(
       device: of JAX; None: the one whose number is the last of `deployed_device_list`.
       warm_up: whether the programs of lookups in all tables of a model, and of its dense model, are compiled now, so
         that no such request waits for one. They also answer requests for fewer tables, until the programs of these are
-        compiled beside.
+        compiled in the background.
       memory_limit: bytes of the device's memory that tables may take; None: all that the device reports as free.
         Rows in host memory may take what the system and its control groups leave.
 
@@ -127,7 +127,7 @@ class Session:
           RequestError: keys of the wrong type, or that do not fit 32 bits where keys have so many.
           RequestTooLargeError: more keys of a table than `Model.max_keys`.
         """
-        return self._served("lookup", model).lookup(keys)
+        return self._find("lookup", model).lookup(keys)
 
     def predict(self, inputs: Mapping[str, Any], model: str | None = None) -> Answer:
         """Runs the dense model over the tables; gives its outputs by name.
@@ -143,7 +143,7 @@ class Session:
           UnknownModelError: there is none, or it has no dense model.
           RequestError, RequestTooLargeError: inputs that are missing, of the wrong type or shape, or too many.
         """
-        return self._served("predict", model).predict(inputs)
+        return self._find("predict", model).predict(inputs)
 
     def update(
         self,
@@ -178,14 +178,14 @@ class Session:
           bytes a row). Where sizes or the dense model change, the last programs of requests are compiled before the
           version is served.
         """
-        return self._served("update", model).update(source, dense_file, in_place)
+        return self._find("update", model).update(source, dense_file, in_place)
 
     def refresh(self, model: str | None = None) -> None:
-        """Reads the rows of a device's cache anew from the tier below; does nothing without a cache."""
-        self._served("refresh", model).reader.refresh()
+        """Reads the rows of a device's cache again from the tier below; does nothing without a cache."""
+        self._find("refresh", model).reader.refresh()
 
     def stats(self, model: str | None = None) -> dict[str, Any]:
-        """Counts of a model; `model` may be None if there is one.
+        """Returns the counts of a model; `model` may be None if there is one.
 
         Gives `version` and `source` (the folders of its tables); `lookups`, `predicts`, `updates`; the keys that were
         read as `keys`, `hits`, `missing`, `padding` and `hit_rate`; `bytes` of the device and `host_bytes`; and
@@ -194,10 +194,10 @@ class Session:
         `missing` are of distinct keys of each call: hits were in the cache, missing ones are misses that no tier has.
         Warming up is not counted.
         """
-        return self._served("stats", model).stats()
+        return self._find("stats", model).stats()
 
     def report(self) -> str:
-        """What was loaded, as text: tables, memory, limits, and keys of the configuration without effect."""
+        """Describes what was loaded: tables, memory, limits, and keys of the configuration without effect."""
         self._require_open("report")
         lines = list(self.config.summary())
         for served in self._models.values():
@@ -226,7 +226,7 @@ class Session:
         if self._is_closed:
             raise ServingError(f"{op}: session: got one that is closed, wanted an open one.")
 
-    def _served(self, op: str, model: str | None) -> "Served":
+    def _find(self, op: str, model: str | None) -> "Served":
         models = self._models
         self._require_open(op)
         if model is None and len(models) == 1:

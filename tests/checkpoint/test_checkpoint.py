@@ -599,7 +599,7 @@ def test_rows_of_another_type_are_refused(saved, tmp_path):
     file.write(pa.record_batch([pa.array([1, 2], pa.int32())], schema=schema), (0, 4095))
     whole = json.loads((folder / "manifest.json").read_text())
     whole.pop("checksum")
-    counts = {"num_rows": 2, "partition_rows": manifest.packed(np.eye(1, NUM_PARTITIONS, dtype=np.int64)[0] * 2)}
+    counts = {"num_rows": 2, "partition_rows": manifest.pack(np.eye(1, NUM_PARTITIONS, dtype=np.int64)[0] * 2)}
     whole["tables"]["user"] |= {"files": [file.close()], **counts}
     (folder / "manifest.json").write_text(manifest._sealed(whole))
     with pytest.raises(checkpoint.CorruptFileError, match=r"byte 8: got columns key int32, wanted key uint64, row "):

@@ -1,11 +1,8 @@
 """A whole model as a file: the program and its dense parameters, for any batch size; the tables stay outside.
 
 A folder of two files. `model.stablehlo` has what `jax.export` wrote; `model.json` has inputs, outputs, the wanted
-tables, and checksums. The program takes the arrays of the tables as arguments, of any number of rows and buckets, with
-their defaults and numbers: a table can be replaced by a larger one, or by one in another store or order. Its name, dim
-and row dtype are fixed.
-
-Loading needs jaxsok and JAX, and not the code that made the model.
+tables, and checksums. The program takes the arrays of tables as arguments: a table can be replaced by a larger one, or
+by one in another store or order, of the same name, dim and row dtype. Loading needs jaxsok and JAX alone.
 """
 
 from jaxsok.serving.artifact.files import ArtifactError

@@ -27,8 +27,16 @@ class ArtifactError(ServingError):
 
 
 def manifest_of(exported: Any, tables: FrozenTables, inputs: Mapping[str, InputSpec]) -> dict[str, Any]:
-    """The manifest of an exported program, without its checksums."""
-    outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
+    """Describes an exported program: the manifest without its checksums."""
+    outputs, stores = [], []
+    for name, aval in jax.tree.unflatten(exported.out_tree, exported.out_avals).items():
+        shape = [size if isinstance(size, int) else str(size) for size in aval.shape]
+        outputs.append({"name": name, "shape": shape, "dtype": aval.dtype.name})
+    for of_store in tables.spec.stores:
+        entries_of = [{"name": table.name, "default": float(table.default)} for table in of_store]
+        for table, entry in zip(of_store, entries_of, strict=True):
+            entry |= {} if table.initial is None else {"initial": table.initial.to_json()}
+        stores.append({"dim": of_store[0].dim, "dtype": of_store[0].dtype, "tables": entries_of})
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -37,25 +45,12 @@ def manifest_of(exported: Any, tables: FrozenTables, inputs: Mapping[str, InputS
         "calling_convention": exported.calling_convention_version,
         "platforms": list(exported.platforms),
         "inputs": [{"name": name, **input_to_json(spec)} for name, spec in inputs.items()],
-        "outputs": [{"name": name, **_output_to_json(aval)} for name, aval in outputs.items()],
-        "stores": [
-            {"dim": store[0].dim, "dtype": store[0].dtype, "tables": [_table_to_json(table) for table in store]}
-            for store in tables.spec.stores
-        ],
+        "outputs": outputs,
+        "stores": stores,
     }
 
 
-def _output_to_json(aval: Any) -> dict[str, Any]:
-    return {"shape": [size if isinstance(size, int) else str(size) for size in aval.shape], "dtype": aval.dtype.name}
-
-
-def _table_to_json(table: FrozenTable) -> dict[str, Any]:
-    initial = {} if table.initial is None else {"initial": table.initial.to_json()}
-    return {"name": table.name, "default": float(table.default), **initial}
-
-
 def store_from_json(store: Mapping[str, Any]) -> tuple[FrozenTable, ...]:
-    """Makes the tables of a store of a manifest."""
     tables = []
     for entry in store["tables"]:
         initial = InitialRows.from_json(entry["initial"]) if "initial" in entry else None
@@ -63,23 +58,19 @@ def store_from_json(store: Mapping[str, Any]) -> tuple[FrozenTable, ...]:
     return tuple(tables)
 
 
-def _check_axis(value: Any) -> None:
-    (text() if isinstance(value, str) else integer())(value)
-
-
 _NAME = text(".+", "a name")
+_AXIS: manifests.Check = lambda size: (text() if isinstance(size, str) else integer())(size)  # noqa: E731
 _TABLE = entries({"name": _NAME, "default": manifests.number})  # `InitialRows.from_json` checks what it reads
 _MODEL = entries(
     {
         "jax": text(),
         "inputs": list_of(entries({"name": _NAME, "kind": manifests.one_of(tuple(KINDS))})),
-        "outputs": list_of(entries({"name": _NAME, "shape": list_of(_check_axis), "dtype": text()})),
+        "outputs": list_of(entries({"name": _NAME, "shape": list_of(_AXIS), "dtype": text()})),
         "stores": list_of(entries({"dim": integer(1, MAX_DIM), "dtype": text(), "tables": list_of(_TABLE)})),
         "program": entries({"bytes": integer(), "sha256": text()}),
     },
     {"lookups": manifests.by_name(manifests.optional(list_of(_NAME)))},
-)
-"""The schema of a manifest; the rest of an input is checked where it is made."""
+)  # the schema of a manifest; the rest of an input is checked where it is made
 
 
 def write(path: pathlib.Path, program: bytes, manifest: dict[str, Any]) -> None:
@@ -92,13 +83,12 @@ def write(path: pathlib.Path, program: bytes, manifest: dict[str, Any]) -> None:
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    """The checksum of a manifest without its own."""
+    """Hashes a manifest without its own checksum."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(op: str, path: pathlib.Path) -> dict[str, Any]:
-    """Reads and checks the manifest of an artifact."""
     file = path / MANIFEST
     if not path.is_dir():
         raise FileNotFoundError(f"{op}: path: got {path}, where there is no folder, wanted one of export_model.")
@@ -117,7 +107,6 @@ def read_manifest(op: str, path: pathlib.Path) -> dict[str, Any]:
 
 
 def read_program(op: str, file: pathlib.Path, wanted: Mapping[str, Any]) -> bytes:
-    """Reads the program of an artifact, and checks it against the manifest."""
     try:
         size = file.stat().st_size
     except FileNotFoundError as error:

@@ -79,17 +79,14 @@ KINDS: dict[str, type] = {"keys": KeysInput, "bags": BagsInput, "array": ArrayIn
 
 
 def input_to_json(spec: InputSpec) -> dict[str, Any]:
-    """Converts an input for a manifest, or for a page of the server."""
     (kind,) = (kind for kind, cls in KINDS.items() if type(spec) is cls)
     fields = dataclasses.asdict(spec).items()
     return {"kind": kind, **{name: list(value) if isinstance(value, tuple) else value for name, value in fields}}
 
 
 def input_from_json(entry: Mapping[str, Any]) -> InputSpec:
-    """Makes an input of an entry of a manifest."""
     kind = KINDS[entry["kind"]]
-    fields = {field.name: entry[field.name] for field in dataclasses.fields(kind)}
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    return kind(**{field.name: entry[field.name] for field in dataclasses.fields(kind)})  # lists become tuples there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +98,7 @@ class OutputSpec:
 
     @property
     def is_batched(self) -> bool:
-        """Whether it has a row for each sample."""
+        """True if it has a row for each sample."""
         return bool(self.shape) and self.shape[0] == BATCH
 
 
@@ -121,7 +118,7 @@ def _check_shape(spec: Any) -> None:
 
 
 def input_shapes(spec: InputSpec, num_samples: Any, num_keys: Any) -> Any:
-    """The shapes of an input of a program; `num_keys` are those of bags. Sizes may be symbolic."""
+    """Describes the arrays of an input of a program, whose sizes may be symbolic; `num_keys` are those of bags."""
     shape = jax.ShapeDtypeStruct
     if isinstance(spec, KeysInput):
         return shape((num_samples, *spec.shape, 2), jnp.uint32)
@@ -132,7 +129,7 @@ def input_shapes(spec: InputSpec, num_samples: Any, num_keys: Any) -> Any:
 
 
 def read_input(what: str, spec: InputSpec, given: Any) -> tuple[Any, int]:
-    """Checks an input; gives it in the program's form, with its batch size."""
+    """Checks an input; returns it in the program's form, with its batch size."""
     if isinstance(spec, KeysInput):
         with refusals():
             words = keys_lib.words_of(given, "int32", what)
@@ -198,7 +195,7 @@ def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:
             raise RequestError(f"{what}: weights: got infinite or NaN, wanted finite numbers.")
         leaves.append(weights.astype(jnp.float32).reshape(-1))
     if num_keys == 0:  # a size of a program is 1 at least; the key is beyond the last bag
-        leaves = [_filled(leaves[0], 1, _PADDING_WORD), leaves[1], *(_filled(leaf, 1, 0) for leaf in leaves[2:])]
+        leaves = [_fill(leaves[0], 1, _PADDING_WORD), leaves[1], *(_fill(leaf, 1, 0) for leaf in leaves[2:])]
     return tuple(leaves), len(offsets) - 1
 
 
@@ -210,7 +207,7 @@ def _integers(what: str, given: Any) -> np.ndarray:
 
 
 def _fits(got: Any, wanted: Any) -> bool:
-    """Whether numbers of one dtype may be given for another: the same kind, or integers for floats."""
+    """Allows numbers of the same kind, and integers for floats."""
     is_integer = jnp.issubdtype(got, jnp.integer)
     if got == wanted or jnp.issubdtype(wanted, jnp.bool_):
         return got == wanted
@@ -219,21 +216,17 @@ def _fits(got: Any, wanted: Any) -> bool:
     return is_integer or jnp.issubdtype(got, jnp.floating)
 
 
-def pad_input(leaves: Any, num_samples: int, size: int) -> Any:
+def pad_input(leaves: Any, size: int) -> Any:
     """Fills an input up to `size` samples: with PADDING_KEY, empty bags, or 0."""
     if isinstance(leaves, tuple):
         words, offsets, *weights = leaves
-        num_keys = padded_size(words.shape[0], LEAST_BATCH)
-        last = offsets[-1] if len(offsets) else 0
-        return (
-            _filled(words, num_keys, _PADDING_WORD),
-            _filled(offsets, size + 1, last),
-            *(_filled(array, num_keys, 0) for array in weights),
-        )
-    return _filled(leaves, size, _PADDING_WORD if leaves.dtype == jnp.uint32 else 0)
+        num_keys, last = padded_size(words.shape[0], LEAST_BATCH), offsets[-1] if len(offsets) else 0
+        weights = (_fill(array, num_keys, 0) for array in weights)
+        return _fill(words, num_keys, _PADDING_WORD), _fill(offsets, size + 1, last), *weights
+    return _fill(leaves, size, _PADDING_WORD if leaves.dtype == jnp.uint32 else 0)
 
 
-def _filled(array: Any, size: int, value: Any) -> Any:
+def _fill(array: Any, size: int, value: Any) -> Any:
     more = size - array.shape[0]
     if more == 0:
         return array

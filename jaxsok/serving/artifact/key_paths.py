@@ -1,7 +1,7 @@
 """Finds which inputs of a traced model its lookups read, by table, so that a cache knows what to fetch.
 
-`mark` names the keys of a lookup in the trace. `found` follows each input to those names, through operations that pick
-and move whole keys. Any other operation on the words of a key makes an unknown key.
+`mark` names the keys of a lookup in the trace. `find_inputs` follows each input to those names, through operations that
+pick and move whole keys. Any other operation on the words of a key makes an unknown key.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,9 +30,7 @@ _CALLS = {
     **dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2"), "jaxpr"),
     **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
     "custom_vmap_call": "call",
-}
-"""Call operations, and the parameter that has their program."""
-
+}  # call operations, and the parameter that has their program
 _LOOKUPS = frozenset({"ffi_call", "custom_call"})  # what may take the rows of a store
 
 
@@ -41,11 +39,8 @@ def mark(table: str, words: Any) -> Array:
     return checkpoint_name(jnp.asarray(words), f"{_MARK}{table}")
 
 
-def found(jaxpr: Any, labels: Sequence[Label], tables: Sequence[str]) -> dict[str, tuple[str, ...] | None]:
-    """Finds the inputs whose keys each table is looked up by, from the labels of the program's arguments.
-
-    Gives no names for a table that is not read; None where the model computes keys, or reads rows without a lookup.
-    """
+def find_inputs(jaxpr: Any, labels: Sequence[Label], tables: Sequence[str]) -> dict[str, tuple[str, ...] | None]:
+    """Finds the inputs by whose keys each table is looked up; None: the model computes keys, or reads other rows."""
     walk = _Walk(tables)
     walk.run(jaxpr.jaxpr, labels, jaxpr.consts)
     return {table: None if table in walk.unknown else tuple(sorted(walk.read[table])) for table in tables}
@@ -67,8 +62,10 @@ class _Walk:
 
         for eqn in jaxpr.eqns:
             results = self._results(eqn, [label(var) for var in eqn.invars], by_lines)
-            if eqn.primitive.name == "broadcast_in_dim" and _is_by_lines(eqn):
-                by_lines.add(eqn.outvars[0])
+            if eqn.primitive.name == "broadcast_in_dim":
+                dims, last = eqn.params["broadcast_dimensions"], _last(eqn.outvars[0])
+                if last not in dims or eqn.invars[0].aval.shape[dims.index(last)] == 1:
+                    by_lines.add(eqn.outvars[0])
             env |= dict(zip(eqn.outvars, results, strict=True))
         return [label(var) for var in jaxpr.outvars]
 
@@ -83,7 +80,7 @@ class _Walk:
         if has_inner or name not in _LOOKUPS:
             self.unknown.update(*(label for label in labels if isinstance(label, Rows)))
         if has_inner:
-            self.unknown.update(_marked(eqn))
+            self.unknown.update(_find_marks(eqn))
             return nothing
         labels = [None if isinstance(label, Rows) else label for label in labels]
         if name == "name" and eqn.params["name"].startswith(_MARK):
@@ -121,7 +118,7 @@ def _last(var: Any) -> int:
 
 
 def _has_words(eqn: Any) -> bool:
-    """Whether the last axis is still that of the two words of a key."""
+    """Checks that the last axis still holds the two words of a key."""
     return bool(eqn.outvars[0].aval.ndim) and eqn.outvars[0].aval.shape[-1] == 2
 
 
@@ -136,18 +133,12 @@ def _gathers_words(eqn: Any) -> bool:
     )
 
 
-def _is_by_lines(eqn: Any) -> bool:
-    """Whether the result has one number along its last axis."""
-    dims, last = eqn.params["broadcast_dimensions"], _last(eqn.outvars[0])
-    return last not in dims or eqn.invars[0].aval.shape[dims.index(last)] == 1
-
-
-# Whether each leaves the two words of a key together.
+# Operations, and a check that the two words of a key stay together.
 _JOINS: Mapping[str, Callable[[Any], bool]] = {
     "concatenate": lambda eqn: eqn.params["dimension"] != _last(eqn.outvars[0]),
     "pad": lambda eqn: tuple(eqn.params["padding_config"][-1:]) == ((0, 0, 0),),
 }
-# Whether each picks or moves whole keys of its first operand, whose last axis is the two words of a key.
+# Operations on keys, whose last axis is their two words, and a check that whole keys are picked or moved.
 _KEEPS: Mapping[str, Callable[[Any], bool]] = {
     "reshape": lambda eqn: _has_words(eqn) and eqn.params["dimensions"] is None,
     "slice": _has_words,
@@ -169,10 +160,10 @@ def _inner(eqn: Any) -> Iterator[Any]:
                 yield inner
 
 
-def _marked(eqn: Any) -> Iterator[str]:
-    """The tables that are looked up within an operation."""
+def _find_marks(eqn: Any) -> Iterator[str]:
+    """Yields the tables that are looked up within an operation."""
     for jaxpr in _inner(eqn):
         for inside in jaxpr.eqns:
             if inside.primitive.name == "name" and inside.params["name"].startswith(_MARK):
                 yield inside.params["name"].removeprefix(_MARK)
-            yield from _marked(inside)
+            yield from _find_marks(inside)

@@ -38,7 +38,7 @@ class ServedModel:
 
     @property
     def is_per_sample(self) -> bool:
-        """Whether every result has a row for each sample; else batches are neither padded nor joined with others."""
+        """True if every result has a row for each sample; else batches are neither padded nor joined with others."""
         return all(output.is_batched for output in self.outputs.values())
 
     def call(self, tables: FrozenTables, inputs: Mapping[str, Any], *, pad: bool = False) -> dict[str, Array]:
@@ -63,29 +63,29 @@ class ServedModel:
         leaves, num_samples = self.read(inputs)
         if num_samples == 0 and not pad:
             raise RequestError("call: inputs: got a batch of no samples, wanted one at least; or pad=True.")
-        out = self.run(tables, self.padded(leaves, num_samples) if pad else leaves)
-        return {
-            name: value[:num_samples] if pad and self.outputs[name].is_batched else value for name, value in out.items()
-        }
+        if not pad:
+            return self.run(tables, leaves)
+        out = self.run(tables, self.padded(leaves, num_samples))
+        return {name: value[:num_samples] if self.outputs[name].is_batched else value for name, value in out.items()}
 
     def run(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> dict[str, Array]:
         """Runs the program over what `read` or `padded` gave; results have a row for each of its samples."""
-        out = self._program(*self._bound(tables), leaves)
+        out = self._program(*self._bind(tables), leaves)
         return {name: out[name] for name in self.outputs}
 
     def compile(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> None:
         """Compiles the program for tables and leaves (`leaves_of`), whose arrays may be `jax.ShapeDtypeStruct`."""
-        self._program.lower(*self._bound(tables), leaves).compile()
+        self._program.lower(*self._bind(tables), leaves).compile()
 
     def leaves_of(self, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """The shapes of the program's inputs, from what `sizes` gives."""
+        """Returns the shapes of the program's inputs, from what `sizes` gives."""
         return {
             name: inputs_lib.input_shapes(spec, num_samples, num_keys)
             for (name, spec), (num_samples, num_keys) in zip(self.inputs.items(), sizes, strict=True)
         }
 
     def sizes(self, leaves: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        """The samples of each input, and the keys of its bags (else 0): a program is compiled for each."""
+        """Counts the samples of each input, and the keys of its bags (else 0): a program is compiled for each."""
         return tuple(
             (leaf[1].shape[0] - 1, leaf[0].shape[0]) if isinstance(leaf, tuple) else (leaf.shape[0], 0)
             for leaf in (leaves[name] for name in self.inputs)
@@ -94,18 +94,15 @@ class ServedModel:
     def padded(self, leaves: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
         """Pads what `read` gave to powers of two of samples, and of keys of bags."""
         size = padded_size(num_samples, LEAST_BATCH)
-        return {name: inputs_lib.pad_input(leaf, num_samples, size) for name, leaf in leaves.items()}
+        return {name: inputs_lib.pad_input(leaf, size) for name, leaf in leaves.items()}
 
-    def _bound(self, tables: FrozenTables) -> tuple[Any, Any, Any]:
-        stores, numbers, words = _rebound(self._stores, tables.spec)
+    def _bind(self, tables: FrozenTables) -> tuple[Any, Any, Any]:
+        stores, numbers, words = _find_tables(self._stores, tables.spec)
         arrays = tuple(tables.stores[store] for store in stores)
         return tuple((store.index, store.counters, store.rows, store.scales) for store in arrays), numbers, words
 
     def read(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Checks the inputs of a call; gives the program's inputs, unpadded, and the batch size.
-
-        Raises RequestError, which names input, got and wanted.
-        """
+        """Checks the inputs of a call (RequestError); gives the program's inputs, unpadded, and the batch size."""
         if not isinstance(inputs, Mapping):
             raise RequestError(f"call: inputs: got {type(inputs).__name__}, wanted a mapping from names to arrays.")
         if inputs.keys() != self.inputs.keys():
@@ -186,7 +183,7 @@ def require_fit(what: str, wanted: Iterable[FrozenTable], given: Mapping[str, Fr
 
 
 @functools.lru_cache(maxsize=32)
-def _rebound(
+def _find_tables(
     wanted: tuple[tuple[FrozenTable, ...], ...], given: FrozenSpec
 ) -> tuple[tuple[int, ...], tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
     """Finds the tables that a program wants, by store: its number, the tables' numbers, and its words."""

@@ -26,10 +26,7 @@ Function: TypeAlias = Callable[[FrozenTables, Mapping[str, Any]], Any]
 
 
 class _TracedSpec(FrozenSpec):
-    """A spec whose table numbers and words are arguments of the program.
-
-    Compared by identity: it is static in traces, and two traces have other arguments.
-    """
+    """A spec whose table numbers and words are arguments of the program; compared by identity, as two traces differ."""
 
     def __init__(self, stores: Any, numbers: Sequence[Any], words: Sequence[Any]) -> None:
         super().__init__(stores)
@@ -105,19 +102,17 @@ def export_model(
     require_tables(op, tables)
     if isinstance(platforms, str) or not platforms or not set(platforms) <= set(PLATFORMS):
         raise ValueError(f"{op}: platforms: got {platforms!r}, wanted some of {list(PLATFORMS)}.")
-    inputs = _check_inputs(op, inputs, tables)
+    _check_inputs(op, inputs, tables)
     export, function = jax_export(op), _function_of(op, model, variables)
     stores = tables.spec.stores
 
     def program(arrays: Any, numbers: Any, words: Any, given: Mapping[str, Any]) -> dict[str, Array]:
         bound = FrozenTables(tuple(FrozenStore(*store) for store in arrays), _TracedSpec(stores, numbers, words))
-        inner = {
-            name: Bags(leaves[0], offsets=leaves[1], weights=(*leaves, None)[2])
-            if isinstance(leaves, tuple)
-            else leaves
-            for name, leaves in given.items()
-        }
-        return _named(op, function(bound, inner))
+        inner = dict(given)
+        for name, leaves in given.items():
+            if isinstance(leaves, tuple):
+                inner[name] = Bags(leaves[0], offsets=leaves[1], weights=(*leaves, None)[2])
+        return _name_results(op, function(bound, inner))
 
     checks = [export.DisabledSafetyCheck.custom_call(target) for target, _ in library.TARGETS]
     shapes, jitted = _argument_shapes(export, tables, inputs), jax.jit(program)
@@ -143,7 +138,7 @@ def _lookups(
         elif argument == 3 and not isinstance(inputs[which.key], ArrayInput) and rest in ([], [0]):
             label = frozenset([which.key])
         labels.append(label)
-    return key_paths.found(jaxpr, labels, list(tables.tables))
+    return key_paths.find_inputs(jaxpr, labels, list(tables.tables))
 
 
 def _function_of(op: str, model: Any, variables: Mapping[str, Any] | None) -> Function:
@@ -167,7 +162,7 @@ def _function_of(op: str, model: Any, variables: Mapping[str, Any] | None) -> Fu
     return model
 
 
-def _check_inputs(op: str, inputs: Any, tables: FrozenTables) -> dict[str, InputSpec]:
+def _check_inputs(op: str, inputs: Any, tables: FrozenTables) -> None:
     if not isinstance(inputs, Mapping) or not inputs:
         wanted = "a mapping from names to KeysInput, BagsInput or ArrayInput"
         raise TypeError(f"{op}: inputs: got {inputs!r}, wanted {wanted}.")
@@ -179,17 +174,12 @@ def _check_inputs(op: str, inputs: Any, tables: FrozenTables) -> dict[str, Input
             raise TypeError(f'{op}: inputs["{name}"]: got {type(spec).__name__}, wanted {wanted}.')
         if not isinstance(spec, ArrayInput) and spec.table not in tables.tables:
             raise UnknownTableError.of(f'{op}: inputs["{name}"]', spec.table, tables.tables)
-    return dict(inputs)
 
 
 def _argument_shapes(export: Any, tables: FrozenTables, inputs: Mapping[str, InputSpec]) -> tuple[Any, ...]:
-    """The shapes that the program is traced with; every size that may differ later is a symbol."""
-    scope = export.SymbolicScope()
-
-    def symbol(name: str) -> Any:
-        return export.symbolic_shape(name, scope=scope)[0]
-
-    shape = jax.ShapeDtypeStruct
+    """Describes the program's arguments; every size that may differ later is a symbol."""
+    scope, shape = export.SymbolicScope(), jax.ShapeDtypeStruct
+    symbol = lambda name: export.symbolic_shape(name, scope=scope)[0]  # noqa: E731
     arrays, numbers, words = [], [], []
     for s, (store, spec) in enumerate(zip(tables.stores, tables.spec.stores, strict=True)):
         capacity = symbol(f"rows_{s}")
@@ -211,9 +201,8 @@ def _argument_shapes(export: Any, tables: FrozenTables, inputs: Mapping[str, Inp
     return tuple(arrays), tuple(numbers), tuple(words), given
 
 
-def _named(op: str, out: Any) -> dict[str, Array]:
-    if not isinstance(out, Mapping):
-        out = {"output": out}
+def _name_results(op: str, out: Any) -> dict[str, Array]:
+    out = out if isinstance(out, Mapping) else {"output": out}
     if not out:
         raise ValueError(f"{op}: model: got no results from it, wanted an array, or arrays by name.")
     for name, result in out.items():

@@ -36,7 +36,6 @@ class Changes:
         return keys_of
 
     def fill(self, shares: Mapping[str, int]) -> int:
-        """Inserts so many rows of each table."""
         start, num_inserted = self._stores.snapshot(), 0
         for name, share in shares.items():
             table, hottest = start.source.tables[name], hottest_rows(start.source.scan(name, ROWS_AT_A_TIME), share)
@@ -52,7 +51,7 @@ class Changes:
         return num_inserted
 
     def refresh(self, fraction: float) -> int:
-        """Reads the cached rows anew, a fraction of them at a time; 0: all at once."""
+        """Reads the cached rows again, a fraction of them at a time; 0: all at once."""
         with self._lock:
             num_refreshed, cached = 0, self.cached_keys()
             num_cached = sum(map(len, cached.values()))
@@ -83,7 +82,7 @@ class Changes:
                 stores.rewrite(batches, source)
 
     def _changed_batches(self, source: RowSource, changed: Mapping[str, np.ndarray]) -> list[Batch]:
-        """The changed keys that are cached: with their rows in another source, or to be dropped."""
+        """Finds the changed keys that are cached: with their rows in another source, or to be dropped."""
         batches: list[Batch] = []
         gone: dict[str, tuple[np.ndarray, None]] = {}
         for name, keys in changed.items():
@@ -98,7 +97,7 @@ class Changes:
         return [*batches, *self._stores.batches(gone)]  # one program a store drops rows, which reads all of it
 
     def _batches_of(self, source: RowSource, name: str, keys: np.ndarray) -> tuple[list[Batch], np.ndarray]:
-        """The rows of keys, to be written, and the keys that the source does not have."""
+        """Reads the rows of keys, to be written; also returns the keys that the source does not have."""
         rows, is_found = fetch_lines(source, name, keys)
         return list(self._stores.batches({name: (keys[is_found], rows)})), keys[~is_found]
 

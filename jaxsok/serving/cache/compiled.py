@@ -25,10 +25,7 @@ _PROGRAMS = dict(vars(programs))
 
 
 class CompiledPrograms:
-    """Knows which programs of a cache are compiled; JAX keeps what compiling one makes.
-
-    A program has the name of a function of programs.py, and the sizes that `_operands` takes.
-    """
+    """Knows the compiled programs of a cache, by a function of programs.py and the sizes that `_operands` takes."""
 
     def __init__(self, spec: FrozenSpec, layout: programs.Layout, stores: Sequence[programs.CacheStore]) -> None:
         self._spec, self._layout = spec, layout
@@ -36,14 +33,12 @@ class CompiledPrograms:
         self._place = self._forms[0].index.sharding
         self._ready: Ready[tuple[Any, ...]] = Ready(self._compile)
         self.beside = self._ready.beside
-        self.query_sizes: set[Sizes] = set()
-        """Sizes for which the query of `lookup` is compiled; only grows."""
+        self.query_sizes: set[Sizes] = set()  # for which the query of `lookup` is compiled; only grows
 
     def has(self, name: str, *sizes: Any) -> bool:
         return self._ready.has(None, (name, *sizes))
 
     def make(self, name: str, *sizes: Any) -> None:
-        """Compiles a program unless it is compiled."""
         self._ready.need(None, (name, *sizes))
 
     def _compile(self, _: None, program: tuple[Any, ...]) -> None:
@@ -53,7 +48,7 @@ class CompiledPrograms:
             self.query_sizes.add(sizes[1])
 
     def _operands(self, name: str, of: Any, *sizes: Any) -> tuple[Any, ...]:
-        """The shapes of a program's operands, which are neither read nor donated; `of` is a store, but of a query."""
+        """Describes a program's operands, which are neither read nor donated; `of` is a store, but of a query."""
         if name == "query":  # of `lookup`, which gives each position its row, or of `lookup_tables`
             statistics = tuple(form.statistics for form in self._forms)
             stores = tuple((form.index, form.counters, form.slabs) for form in self._forms)
@@ -69,18 +64,15 @@ class CompiledPrograms:
                 return form, *self._keys(size)
             case "find", (size,):
                 return form.index, form.counters, *self._keys(size)
-            case "copied", (field,):
+            case "copy", (field,):
                 return (getattr(form, field),)
-            case "merged", (num_rows, num_lines):  # of fetched rows into those of a lookup
+            case "merge", (num_rows, num_lines):  # of fetched rows into those of a lookup
                 return self._slabs(of, num_rows), self._shape((num_rows,), np.int32), self._slabs(of, num_lines)
-        (num_rows,) = sizes  # "hidden"
+        (num_rows,) = sizes  # "hide"
         return self._index(num_rows), self._shape((num_rows,), np.bool_)
 
     def padded_sizes(self, least: Sizes) -> Sizes:
-        """The sizes to pad a lookup to: those of a compiled query that is not much larger, else the least.
-
-        In the first case the query of the least sizes is compiled in the background.
-        """
+        """Chooses the sizes of a lookup: the least, or while those are compiled a query that is not much larger."""
         if least in self.query_sizes:
             return least
         most = max(_MOST_PADDING * sum(least), _FEW_KEYS)
@@ -101,9 +93,9 @@ class CompiledPrograms:
             self.make("query", not as_tables, padded)
             for s, size in enumerate(padded) if as_tables else ():
                 if self._spec.stores[s][0].is_quantized:
-                    self.make("hidden", s, size)
+                    self.make("hide", s, size)
                 for step in range((size // LEAST_KEYS).bit_length()):
-                    self.make("merged", s, size, LEAST_KEYS << step)
+                    self.make("merge", s, size, LEAST_KEYS << step)
         for s, most in enumerate(map(max, zip(*sizes, strict=True))):
             last = padded_size(min(most, capacities[s]), LEAST_KEYS)
             for step in range((last // LEAST_KEYS).bit_length() if most else 0):
@@ -111,7 +103,7 @@ class CompiledPrograms:
                     self.make("insert", s, must_leave, LEAST_KEYS << step)
 
     def tables_like(self, sizes: Sequence[int]) -> FrozenTables:
-        """What `lookup_tables` gives for so many keys of each store, as shapes without arrays."""
+        """Describes what `lookup_tables` gives for so many keys of each store, as shapes without arrays."""
         stores = []
         for s, count in enumerate(sizes):
             size = padded_size(count, LEAST_KEYS)
@@ -131,11 +123,9 @@ class CompiledPrograms:
         return self._shape((size, table.dim), jnp.dtype(table.dtype)), self._shape((size,), np.float32)
 
     def _lines(self, s: int, size: int) -> tuple[Any, ...]:
-        """The shapes of rows that are inserted or overwritten."""
         return tuple(self._shape((size, slab.shape[1]), slab.dtype) for slab in self._forms[s].slabs)
 
     def _keys(self, size: int) -> tuple[Any, Any]:
-        """The shapes of words and table ids."""
         return self._shape((size, 2), np.uint32), self._shape((size,), np.uint32)
 
     def _shape(self, shape: tuple[int, ...], dtype: Any) -> Any:

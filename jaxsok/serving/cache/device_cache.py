@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxsok import checks
-from jaxsok.serving.backing import RowSource, joined_lines
+from jaxsok.serving.backing import RowSource, join_lines
 from jaxsok.serving.cache import programs
 from jaxsok.serving.cache.changes import Changes
 from jaxsok.serving.cache.compiled import LEAST_KEYS
@@ -62,17 +62,13 @@ class DeviceCache:
       fraction: HPS's `gpucacheper`.
       hit_rate_threshold: from this hit rate of a table on, its misses are fetched in the background. 0: always;
         above 1: never, so that answers are exact.
-      refresh_fraction: of the cached rows, that `refresh` reads at a time: HPS's
-        `cache_refresh_percentage_per_iteration`; 0: all at once.
+      refresh_fraction: the part of the cached rows that `refresh` reads at a time; 0: all at once.
       max_pending: lookups whose misses may wait for the background thread; more are dropped, and counted.
       keeps_rows: False: lookups read the source each time, as without a cache.
 
-    Raises:
-      ValueError: an argument out of range, or a store of more rows than there can be.
-
     Cost:
-      A lookup that hits: one program, and one number for each table read by the host beside the rows. An insertion
-      into a full store reads its records (about 80 bytes a row of capacity in all); other lookups wait for it.
+      A lookup that hits: one program, and a number for each table. An insertion into a full store reads its records
+      (about 80 bytes a row of capacity in all); other lookups wait for it.
 
     Source: HPS of HugeCTR 24.06, `HugeCTR/src/hps/embedding_cache.cpp`.
     """
@@ -119,7 +115,6 @@ class DeviceCache:
 
     @property
     def capacity(self) -> int:
-        """Rows of all stores."""
         return sum(self.stores.capacities)
 
     @property
@@ -133,7 +128,7 @@ class DeviceCache:
         return {name: int(counts[s][number]) if counts else 0 for name, (s, number) in self._spec.places.items()}
 
     def cached_keys(self) -> dict[str, np.ndarray]:
-        """The keys of each table that are cached now, uint64 (16 bytes a row of capacity are copied to the host)."""
+        """Reads the keys of each table that are cached now, uint64; copies 16 bytes a row of capacity to the host."""
         return self._changes.cached_keys()
 
     def stats(self) -> CacheStats:
@@ -143,12 +138,10 @@ class DeviceCache:
         return self._counter.tables()
 
     def lookup(self, keys: Mapping[str, Any]) -> CachedRows:
-        """The rows of keys of any shape, all of one version of the source.
+        """Reads the rows of keys of any shape, all of one version of the source.
 
         Keys that no tier has, and those whose rows come in the background, have the default of their table. PADDING_KEY
-        reads zeros and is not counted. Raises UnknownTableError or RequestError before anything is looked up, and what
-        the source raises if the lookup waits for it; the cache is then as before. Costs one program where nothing
-        misses; else also the fetch and, of a table that waits, its insertion.
+        reads zeros and is not counted. What the source raises leaves the cache as it was.
         """
         request = Request(self._spec, keys, self._compiled.padded_sizes)
         found = self._ask(request, is_expanded=True)
@@ -163,10 +156,7 @@ class DeviceCache:
         return CachedRows(rows, found.snapshot.version, found.hit_rates)
 
     def lookup_tables(self, keys: Mapping[str, Any]) -> CachedTables:
-        """Looks up as `lookup`, and gives small frozen tables on the device, for a model that looks up by itself.
-
-        They are all tables of the source, with one row for each distinct key; tables without keys are empty.
-        """
+        """Looks up as `lookup`, and gives all tables frozen on the device, with one row for each distinct key."""
         request = Request(self._spec, keys, lambda least: least)
         found = self._ask(request, is_expanded=False)
         fetched = self._fetcher.fetch(found, request.num_keys, self.hit_rate_threshold)
@@ -178,7 +168,7 @@ class DeviceCache:
         return Found.of(self._spec, request, *self.stores.query(request.batches, is_expanded))
 
     def _store_of(self, s: int, request: Request, found: Found, fetched: Mapping[str, Fetched]) -> FrozenStore:
-        """The rows of a request in one store, as a frozen store of their own."""
+        """Packs the rows of a request in one store as a frozen store of their own."""
         slabs, table = found.out.rows[s], self._spec.stores[s][0]
         num_rows = slabs[0].shape[0]
         names = [part.name for part in request.parts if part.store == s]
@@ -188,9 +178,9 @@ class DeviceCache:
             places = np.concatenate([some.places for some in late])
             slots[places] = np.arange(len(places), dtype=np.int32)
             size = padded_size(len(places), LEAST_KEYS)
-            self._compiled.make("merged", s, num_rows, size)
-            parts = tuple(fill_up(part, size) for part in joined_lines(some.rows for some in late))
-            slabs = programs.merged(slabs, *self.stores.put((slots, parts)))
+            self._compiled.make("merge", s, num_rows, size)
+            parts = tuple(fill_up(part, size) for part in join_lines(some.rows for some in late))
+            slabs = programs.merge(slabs, *self.stores.put((slots, parts)))
         rows, *scales = slabs
         index, counters = found.out.indices[s]
         if scales:  # 8 bits cannot hold what keys without a row read: the model must not find them
@@ -201,23 +191,23 @@ class DeviceCache:
             for some in late:
                 is_hidden[some.places] = False
             if is_hidden.any():
-                self._compiled.make("hidden", s, num_rows)
-                index = programs.hidden(index, self.stores.put(is_hidden))
+                self._compiled.make("hide", s, num_rows)
+                index = programs.hide(index, self.stores.put(is_hidden))
         return FrozenStore(index, counters, rows.astype(table.dtype), tuple(scales))
 
     def fill(self) -> int:
-        """Fills each table's share before the first lookup; returns how many rows came.
+        """Fills each table's share before the first lookup; returns the number of rows.
 
-        Takes the hottest rows, or the first ones if the source does not know frequencies. With frequencies this reads
-        all rows of the source once, with host memory for twice a table's share.
+        Takes the first rows, or the hottest if the source knows frequencies: then it reads all rows once, with host
+        memory for twice a table's share.
         """
         return self._changes.fill(self._shares)
 
     def refresh(self) -> int:
         """Overwrites cached rows in place with the source's, `refresh_fraction` of them at a time; returns how many.
 
-        Keys that the source does not have any more leave the cache. The order of replacement stays. Use it where rows
-        change beneath the source (a database); `swap` brings a new version.
+        Keys that left the source leave the cache. The order of replacement stays. It is for rows that change beneath
+        the source (a database); `swap` brings a new version.
         """
         return self._changes.refresh(self.refresh_fraction)
 
@@ -225,8 +215,7 @@ class DeviceCache:
         """Goes over to another version of the source: each lookup answers from the old or the new one, whole.
 
         `changed` has the keys whose rows differ or are gone, by table; None: everything leaves. The old source is not
-        closed: earlier lookups may still read it. Raises ValueError or UnknownTableError for other tables, and changes
-        nothing.
+        closed: earlier lookups may still read it.
 
         The cached ones among the changed keys are fetched before any lookup waits; meanwhile changed keys that miss are
         not cached. Lookups wait while one program is dispatched for each ROWS_AT_A_TIME of these rows, and one for each
@@ -238,17 +227,15 @@ class DeviceCache:
     def warm_up(self, lookups: Iterable[Mapping[str, int]], *, as_tables: bool = False) -> None:
         """Compiles what lookups of so many keys of each table need: queries, and insertions of misses.
 
-        Without it the first lookup and insertion of a new size compile. With it, a smaller lookup is padded to what is
-        compiled, if that is not much larger, until a thread has compiled its own program. `as_tables`: for
-        `lookup_tables`. Does not compile what the source needs. UnknownTableError: nothing is compiled.
-
-        On a CPU core this takes about 0.3 s for each size of a lookup, and 0.15 s for each store and power of two.
+        A smaller lookup is then padded to what is compiled, if that is not much larger, until a thread has compiled its
+        own program. `as_tables`: for `lookup_tables`. On a CPU core a size of a lookup takes about 0.3 s, a store and
+        power of two 0.15 s.
         """
         sizes = [self._by_store("warm_up", num_keys) for num_keys in lookups]
         self._compiled.warm_up(sizes, self.stores.capacities, as_tables=as_tables)
 
     def tables_like(self, num_keys: Mapping[str, int]) -> FrozenTables:
-        """The shapes of what `lookup_tables` gives for so many keys of tables, padding among them."""
+        """Describes what `lookup_tables` gives for so many keys of tables, padding among them."""
         return self._compiled.tables_like(self._by_store("tables_like", num_keys))
 
     def _by_store(self, op: str, num_keys: Mapping[str, int]) -> list[int]:
@@ -269,16 +256,15 @@ class DeviceCache:
         self._compiled.beside.stop()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Drains, stops the background threads and gives the device memory back. A second call does nothing.
+        """Drains, stops the background threads and gives the device memory back.
 
         Waits `timeout_s` (None: any time) for a program that is being compiled, and returns whether it has ended.
         """
         self._compiled.beside.stop()
         self._fetcher.background.drain()
         self._fetcher.background.close()
-        has_ended = self._compiled.beside.close(timeout_s)
         self.stores.close()
-        return has_ended
+        return self._compiled.beside.close(timeout_s)
 
     def __enter__(self) -> "DeviceCache":
         return self
@@ -288,12 +274,7 @@ class DeviceCache:
 
 
 def cache_bytes(tables: Mapping[FrozenTable, int]) -> dict[str, int]:
-    """Bytes of device memory of a cache that holds so many rows of tables.
-
-    Example:
-      >>> cache_bytes({FrozenTable("user", dim=128): 1_000_000})
-      {'rows': 512000000, 'index': 32000000, 'records': 16000000, 'statistics': 8000000}
-    """
+    """Counts the bytes of device memory of a cache that holds so many rows of tables."""
     spec = FrozenSpec.of(list(tables))
     rows_of = {table.name: num_rows for table, num_rows in tables.items()}
     capacities = [sum(rows_of[table.name] for table in of_store) for of_store in spec.stores]

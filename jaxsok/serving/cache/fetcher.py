@@ -37,7 +37,13 @@ class Fetcher:
         if fetched and self._keeps_rows:
             self._stores.insert({name: (late.keys, late.rows) for name, late in fetched.items()}, found.snapshot.epoch)
         later = {name: keys for name, (_, keys) in found.missed.items() if name not in fetched}
-        is_taken = not later or self._fetch_later(later)
+        with self._lock:  # one piece of work in the background takes all that are there
+            is_taken = not later or (
+                len(self._missed) < self._max_pending
+                and (bool(self._missed) or self.background.offer(None, self._fetch_missed))
+            )
+            if later and is_taken:
+                self._missed.append(later)
         num_missed = {name: len(keys) for name, (_, keys) in found.missed.items()}
         self._counter.add(
             lookups=1,
@@ -52,16 +58,6 @@ class Fetcher:
             gone = misses - len(fetched[name].keys) if name in fetched else 0
             self._counter.add(name, distinct=num_distinct, hits=num_distinct - misses, misses=misses, missing=gone)
         return fetched
-
-    def _fetch_later(self, missed: Mapping[str, np.ndarray]) -> bool:
-        """Has misses fetched and inserted in the background; returns whether there was room."""
-        with self._lock:
-            if len(self._missed) >= self._max_pending:
-                return False
-            if not self._missed and not self.background.offer(None, self._fetch_missed):
-                return False
-            self._missed.append(missed)
-            return True
 
     def _fetch_missed(self) -> None:
         """Fetches and inserts the misses of all lookups that wait."""

@@ -33,8 +33,8 @@ Layout = tuple[bytes, ...]  # the words of the tables of each store, hashable: a
 class CacheStore(StoreArrays):
     """Rows of tables of one dim and dtype, as a training store has them, in one slab.
 
-    Its statistics are the tick of each row's last use, and how often it was used. Kernels begin new rows in floats, so
-    `rows` has the scales of quantized rows, and `numbers` what they scale.
+    Its statistics are the tick of each row's last use, and how often it was used. `rows` of quantized tables are the
+    scales of `numbers`: kernels begin new rows in floats.
     """
 
     numbers: tuple[Array, ...] = ()
@@ -48,7 +48,7 @@ class CacheStore(StoreArrays):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Queried:
-    """What the query program gives, by store."""
+    """The results of the query program, by store."""
 
     rows: tuple[tuple[Array, ...], ...]  # float32 of each position; numbers and scales of distinct keys, if quantized
     records: tuple[Array, ...]  # of the distinct keys, by first position
@@ -81,7 +81,7 @@ def query(
     clock: Array,
     salt: Array,
 ) -> tuple[tuple[tuple[Array, ...], ...], Queried]:
-    """Steps 1, 2 and 5 of a lookup: makes keys distinct, asks the cache, gives each position its row."""
+    """Makes keys distinct, asks the cache, and gives each position its row: steps 1, 2 and 5 of a lookup."""
     done = [
         _query_store(*arguments, is_expanded, clock, salt)
         for arguments in zip(layout, statistics, stores, batches, strict=True)
@@ -120,7 +120,7 @@ def _query_store(
         wanted = row_ids
         requests = jnp.concatenate([records[:, :3], jnp.ones((n, 1), jnp.uint32)], axis=1)
     if numbers and not is_expanded:
-        # Rows of uncached keys mean nothing: those that are not fetched either are `hidden`.
+        # Rows of uncached keys mean nothing: those that are not fetched either go to `hide`.
         lines = _read(numbers[0], wanted), _read(rows, wanted)[:, 0]
     else:
         stored, of_stored, is_row = rows, wanted, wanted != jnp.uint32(NO_ROW)
@@ -148,10 +148,7 @@ def _read(slab: Array, row_ids: Array) -> Array:
 def insert(
     must_leave: bool, store: CacheStore, words: Array, ids: Array, lines: tuple[Array, ...], clock: Array
 ) -> tuple[CacheStore, Array, Array]:
-    """Inserts at most `capacity` distinct keys; with `must_leave` the least recent rows make room first.
-
-    Gives the store, and how many rows came and went.
-    """
+    """Inserts at most `capacity` distinct keys; with `must_leave` the least recent rows make room. Counts both."""
     num_evicted = jnp.zeros((), jnp.uint32)
     if must_leave:
         known = kernels.find(store.index, store.counters, words, ids)
@@ -184,8 +181,8 @@ def _scatter(store: CacheStore, row_ids: Array, lines: tuple[Array, ...]) -> Cac
 
 
 @jax.jit
-def merged(slabs: tuple[Array, ...], slots: Array, lines: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Replaces some rows (and their scales), each by the line that its slot names unless that is negative."""
+def merge(slabs: tuple[Array, ...], slots: Array, lines: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Replaces some rows (and their scales), each by the row that its slot names unless that is negative."""
     return tuple(
         jnp.where((slots >= 0).reshape(-1, *[1] * (slab.ndim - 1)), part.at[slots].get(mode="clip"), slab)
         for slab, part in zip(slabs, lines, strict=True)
@@ -193,7 +190,7 @@ def merged(slabs: tuple[Array, ...], slots: Array, lines: tuple[Array, ...]) -> 
 
 
 @jax.jit
-def hidden(index: Array, is_hidden: Array) -> Array:
+def hide(index: Array, is_hidden: Array) -> Array:
     """Hides rows from an index by row id: it gives their entries no table."""
     entries = index.reshape(-1, 4)  # key (two words), row id, table
     hides = is_hidden.at[entries[:, 2]].get(mode="fill", fill_value=False)
@@ -201,6 +198,6 @@ def hidden(index: Array, is_hidden: Array) -> Array:
 
 
 find = jax.jit(kernels.find)
-copied = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
+copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
 # Drops and counts the rows of those keys that are cached; reads all records and the index once.
 drop = jax.jit(release, donate_argnums=0)

@@ -29,10 +29,7 @@ class Part:
 
 
 class Request:
-    """Checked keys, packed into one array for each store, so that programs differ in few sizes.
-
-    `choose` gives the sizes that the stores' keys are padded to, from the least powers of two that have room for them.
-    """
+    """Checked keys, packed into one array for each store; `choose` gives its size, from the least power of two."""
 
     def __init__(
         self, spec: FrozenSpec, keys: Mapping[str, Any], choose: Callable[[tuple[int, ...]], tuple[int, ...]]
@@ -107,7 +104,7 @@ class Fetched:
     rows: Lines
 
     def put_into(self, lines: np.ndarray, inverse: np.ndarray) -> np.ndarray:
-        """Puts these rows, as float32, among the lines of positions."""
+        """Puts these rows, as float32, among the rows of positions."""
         if not len(self.places):
             return lines
         last = inverse.max(initial=0, where=inverse != NO_ROW)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass
 class TableCounts:
-    """Counts of the keys of one table since the cache was made. Keys are distinct ones of one lookup."""
+    """Counts of the keys of one table since the cache was made: distinct keys of each lookup."""
 
     distinct: int = 0
     hits: int = 0

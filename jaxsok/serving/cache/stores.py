@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxsok.serving.backing import Lines, RowSource, joined_lines, take
+from jaxsok.serving.backing import Lines, RowSource, join_lines, take
 from jaxsok.serving.cache import programs
 from jaxsok.serving.cache.compiled import LEAST_KEYS, CompiledPrograms
 from jaxsok.serving.cache.stats import Counter
@@ -49,7 +49,6 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """Keys and padding."""
         return self.words.shape[0]
 
 
@@ -76,8 +75,7 @@ class DeviceStores:
         self._most_rows = [0] * len(self.arrays)
         self._clock = 0
         self.source, self._epoch = source, 0
-        self._leaving: Mapping[str, np.ndarray] | None = {}
-        """Keys by table, sorted, that a swap is about to change; None: all."""
+        self._leaving: Mapping[str, np.ndarray] | None = {}  # keys that a swap will change, sorted; None: all
         self.compiled = CompiledPrograms(spec, self.layout, self.arrays)
 
     @property
@@ -86,7 +84,6 @@ class DeviceStores:
             return sum(leaf.nbytes for leaf in jax.tree.leaves(self.arrays))
 
     def snapshot(self) -> Snapshot:
-        """The source and its epoch, read together."""
         with self.lock:
             return self._snapshot()
 
@@ -163,10 +160,7 @@ class DeviceStores:
         return np.asarray(row_ids)[: len(keys)] != NO_ROW
 
     def rewrite(self, batches: Sequence[Batch], source: RowSource | None = None) -> int:
-        """Overwrites the cached rows of batches, and drops those of batches without lines; counts what it wrote.
-
-        With a source it goes over to that one in the same instant.
-        """
+        """Overwrites the cached rows of batches, drops those of batches without lines, and sets a given source."""
         for batch in batches:
             self.compiled.make("drop" if batch.lines is None else "overwrite", batch.store, batch.size)
         counts = []
@@ -201,19 +195,17 @@ class DeviceStores:
     def copies(self, field: str, *, is_required: bool = False) -> list[Any]:
         """Copies a field of each store, which a later program may donate. Closed stores give none, or are refused."""
         for s in range(len(self.capacities)):
-            self.compiled.make("copied", s, field)
+            self.compiled.make("copy", s, field)
         with self.lock:
             if is_required:
                 self.require_open()
-            return [programs.copied(getattr(store, field)) for store in self.arrays]
+            return [programs.copy(getattr(store, field)) for store in self.arrays]
 
     def close(self) -> None:
-        """Gives the device memory back."""
         with self.lock:
             self.arrays = ()
 
     def require_open(self) -> None:
-        """Refuses calls after `close`."""
         if not self.arrays:
             raise ServingError("DeviceCache: got a call after close, wanted none; open another.")
 
@@ -225,7 +217,7 @@ class DeviceStores:
             parts.setdefault(s, []).append((np.full(len(keys), number, np.uint32), keys, lines))
         for s, some in parts.items():
             ids, keys = (np.concatenate([part[i] for part in some]) for i in range(2))
-            lines = None if some[0][2] is None else joined_lines(part[2] for part in some)
+            lines = None if some[0][2] is None else join_lines(part[2] for part in some)
             if are_bounded and lines is not None and len(keys) > self.capacities[s]:
                 last = np.sort(np.lexsort((keys, ids))[-self.capacities[s] :])
                 ids, keys, lines = ids[last], keys[last], take(lines, last)
@@ -241,8 +233,6 @@ class DeviceStores:
     def put(self, tree: Any) -> Any:
         return jax.device_put(tree, self.device)
 
-    # Called under the lock -------------------------------------------------------------------------------------------
-
     def _snapshot(self) -> Snapshot:
         return Snapshot(self.source, self._epoch, self.source.version)
 
@@ -253,7 +243,7 @@ class DeviceStores:
         return np.uint32(self._clock)
 
     def _renumber(self) -> None:
-        """Numbers the ticks anew from 1 in the same order: the clock has 32 bits. Waits for the device."""
+        """Numbers the ticks again from 1 in the same order: the clock has 32 bits. Waits for the device."""
         statistics = [np.array(store.statistics[0]) for store in self.arrays]
         ticks, ranks = np.unique(np.concatenate([lines[:, 0] for lines in statistics]), return_inverse=True)
         parts = np.split(ranks.ravel(), np.cumsum([len(lines) for lines in statistics[:-1]]))
@@ -263,8 +253,6 @@ class DeviceStores:
             owned = jax.device_put(lines, self.device, may_alias=False)  # as what is donated has to be
             stores.append(dataclasses.replace(store, statistics=(owned,)))
         self.arrays, self._clock = tuple(stores), len(ticks)
-
-    # Not under the lock ----------------------------------------------------------------------------------------------
 
     def _count(self, pairs: Sequence[Sequence[Any]], *names: str) -> int:
         """Counts pairs of numbers on the device under two names, and returns the first sum; waits for the device."""

@@ -1,4 +1,4 @@
-"""What a key of the configuration may be: kinds of values, and the declaration of a key as a field of a dataclass."""
+"""Kinds of values of a configuration, and the declaration of its keys as fields of a dataclass."""
 
 import dataclasses
 import math
@@ -12,8 +12,7 @@ WRONG = object()  # what `Kind.parse` gives for a value of another kind
 REQUIRED = object()  # the default of a key without one
 _INT_MAX = 2**31 - 1  # of HPS's int, and of an XLA dimension
 _FLOAT32_MAX = 3.4028234663852886e38
-ROW_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
-"""The values of `jaxsok.row_dtype`."""
+ROW_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")  # of `jaxsok.row_dtype`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,18 +25,15 @@ class Kind:
 
 
 def instance(kind: type, wanted: str) -> Kind:
-    """Allows any instance of a type."""
     return Kind(wanted, lambda value: value if isinstance(value, kind) else WRONG)
 
 
 def integer(least: int, most: int = _INT_MAX) -> Kind:
-    """Allows an integer within bounds."""
     wanted = f"an integer of {least} to {most}"
     return Kind(wanted, lambda value: int(value) if checks.is_integer(value, least, most) else WRONG)
 
 
 def number(least: float = -math.inf, most: float = math.inf) -> Kind:
-    """Allows a finite number within bounds."""
     within = {(True, True): "a number", (False, True): f"a number of {least:g} or more"}
     wanted = within.get((least == -math.inf, most == math.inf), f"a number of {least:g} to {most:g}")
 
@@ -62,18 +58,12 @@ def among(names: Mapping[str, Sequence[str]] | Sequence[str]) -> Kind:
 
 
 def list_of(items: Kind, wanted: str) -> Kind:
-    """Allows a list whose entries are of one kind."""
     return Kind(wanted, lambda value: value if isinstance(value, list | tuple) else WRONG, items)
 
 
 def _parse_path(value: Any) -> Any:
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     return text if isinstance(text, str) else WRONG
-
-
-def _parse_seconds(value: Any) -> Any:
-    """Gives whole seconds; a fraction is cut off, as in HPS."""
-    return COUNT.parse(math.trunc(value) if isinstance(value, float) and math.isfinite(value) else value)
 
 
 def _parse_any(value: Any) -> Any:
@@ -92,7 +82,10 @@ OPTIONAL_FILE = Kind("a path", _parse_path)
 POSITIVE, COUNT, SIZE, FRACTION = integer(1), integer(0), integer(0, 2**64 - 1), number(0.0, 1.0)
 FLOAT32 = number(-_FLOAT32_MAX, _FLOAT32_MAX)
 OPTIONAL_FLOAT32 = Kind(f"{FLOAT32.wanted}, or null", lambda value: None if value is None else FLOAT32.parse(value))
-WHOLE_SECONDS = Kind(COUNT.wanted, _parse_seconds)
+WHOLE_SECONDS = Kind(  # a fraction is cut off, as in HPS
+    COUNT.wanted,
+    lambda value: COUNT.parse(math.trunc(value) if isinstance(value, float) and math.isfinite(value) else value),
+)
 UNREAD = Kind("a number, a string, true, false, null, or a list of them", _parse_any)  # of a key that is not read
 DATABASE = among(
     {

@@ -1,6 +1,7 @@
 """Reads a configuration: checks parsed JSON key by key and makes values of it (values.py)."""
 
 import collections
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -26,7 +27,7 @@ _WANTED_TYPES = {
     "persistent_db": 'one of "rocks_db", "disabled"',
     "update_source": "null",
 }
-_REFUSED_TYPES: dict[str, dict[str, str]] = {
+_REFUSED_TYPES: dict[str, dict[str, str]] = {  # with the reason
     "volatile_db": {
         "multi_process_hash_map": "memory shared by processes is not there: take redis_cluster, or serve from one",
         "rocks_db": "RocksDB is no volatile database: take it as the type of persistent_db",
@@ -40,7 +41,6 @@ _REFUSED_TYPES: dict[str, dict[str, str]] = {
         "`python -m jaxsok serve --watch`"
     },
 }
-"""Why a type of a database is refused."""
 _REFUSED_CACHES = {
     "uvm": "unified memory is not there: take dynamic, whose rows beyond gpucacheper lie in host memory, or static if "
     "all of them fit",
@@ -93,7 +93,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
     path = pathlib.Path(source)
     if not path.is_file():
         raise FileNotFoundError(f"config.read: source: got {str(path)!r}, which is no file, wanted a JSON file.")
-    return _Reader(str(path)).config(_parsed(path))
+    return _Reader(str(path)).config(_parse_file(path))
 
 
 class _Repeated(dict):
@@ -104,7 +104,7 @@ class _Repeated(dict):
         ((self.key, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
 
 
-def _parsed(path: pathlib.Path) -> Any:
+def _parse_file(path: pathlib.Path) -> Any:
     what = f'config: file "{path}"'
 
     def refuse_constant(name: str) -> NoReturn:
@@ -149,14 +149,15 @@ class _Reader:
             self.refuse("models", [], "at least one model")
         volatile, persistent, _ = (self.database(name, top) for name in values_lib.DATABASE_KEYS)
         own = self.block("volatile_db.jaxsok", volatile["jaxsok"] or {}, values_lib.VOLATILE_JAXSOK_KEYS)
-        volatile_db = _made(VolatileDb, volatile | own) if "volatile_db" in given else VolatileDb("parallel_hash_map")
-        persistent_db = _made(PersistentDb, persistent)
+        volatile_db = _make(VolatileDb, volatile | own) if "volatile_db" in given else VolatileDb("parallel_hash_map")
+        persistent_db = _make(PersistentDb, persistent)
         for name in values_lib.OLDER_DATABASES:
             self.block(name, top[name] or {}, values_lib.OLDER_DATABASE_KEYS)
         models = tuple(self.model(f"models[{i}]", model, top) for i, model in enumerate(top["models"]))
         self.check_distinct([model.model for model in models], "models[{}].model", "models[{}]", "rename one of them")
-        for i, model in enumerate(models):
-            self.check_place_of_rows(f"models[{i}]", model, volatile_db.type, persistent_db.type)
+        if volatile_db.type == persistent_db.type == "disabled":
+            for i, model in enumerate(models):
+                self.check_place_of_rows(f"models[{i}]", model)
         self.check_databases(given, volatile_db, persistent_db, all(model.tier == "device" for model in models))
         return Config(
             models=models,
@@ -194,13 +195,13 @@ class _Reader:
         """Checks the values of a block and fills in defaults; notes keys without effect."""
         if isinstance(given, _Repeated):
             text = "got the key twice, wanted it once; which one counts depends on the reader: take one out"
-            self.fail(_joined(path, given.key), text)
+            self.fail(_join(path, given.key), text)
         for name in given:
             if name not in keys:
                 self.refuse_unknown(path, name, keys)
         values: dict[str, Any] = {}
         for name, key in keys.items():
-            at = _joined(path, name)
+            at = _join(path, name)
             if name in given:
                 values[name] = self.value(at, given[name], key.kind)
                 if key.reason:
@@ -214,7 +215,10 @@ class _Reader:
     def value(self, path: str, given: Any, kind: Kind) -> Any:
         parsed = kind.parse(given)
         if parsed is WRONG:
-            is_quoted = isinstance(given, str) and kind.parse(_unquoted(given)) is not WRONG
+            unquoted = WRONG
+            with contextlib.suppress(ValueError, RecursionError):
+                unquoted = json.loads(given) if isinstance(given, str) else WRONG
+            is_quoted = kind.parse(unquoted) is not WRONG
             self.refuse(path, given, kind.wanted, "write it without quotes" if is_quoted else "")
         if kind.items is not None:
             return tuple(self.value(f"{path}[{i}]", item, kind.items) for i, item in enumerate(parsed))
@@ -223,17 +227,14 @@ class _Reader:
     def refuse_unknown(self, path: str, name: Any, keys: Mapping[str, Key]) -> NoReturn:
         near = difflib.get_close_matches(str(name), keys, 1, 0.6)
         elsewhere = [block for block, others in _BLOCKS.items() if name in others]
-        meant = ""
-        if near:
-            meant = f'did you mean "{near[0]}"? '
-        elif elsewhere:
-            meant = f"it is a key of {elsewhere[0]}: move it there. "
+        meant = f"it is a key of {elsewhere[0]}: move it there. " if elsewhere else ""
+        meant = f'did you mean "{near[0]}"? ' if near else meant
         text = f"got an unknown key, wanted one of HPS 24.06 or jaxsok; {meant}HPS would ignore it: take it out if "
-        self.fail(_joined(path, str(name)), f"{text}nothing is meant")
+        self.fail(_join(path, str(name)), f"{text}nothing is meant")
 
     def note_no_effect(self, path: str, value: Any, reason: str) -> None:
         """Notes a key; the first reason stands."""
-        self.without.setdefault(path, WithoutEffect(path, _frozen(value), reason))
+        self.without.setdefault(path, WithoutEffect(path, _freeze(value), reason))
 
     def database(self, name: str, top: Mapping[str, Any]) -> dict[str, Any]:
         """Reads the block of a database; refuses types that jaxsok does not have."""
@@ -270,18 +271,16 @@ class _Reader:
                 f"volatile_db.num_partitions: took {took}; all who share the database must have the same: write it out."
             )
 
-    def check_place_of_rows(self, path: str, model: ModelConfig, volatile: str, persistent: str) -> None:
-        """Refuses a model whose rows would have no place; notes where a database stays empty."""
-        if volatile != "disabled" or persistent != "disabled":
-            return
+    def check_place_of_rows(self, path: str, model: ModelConfig) -> None:
+        """Refuses a model whose rows need a database; notes where HPS would need one."""
         if model.tier != "device":
             what = "without gpucache" if model.tier == "host" else f"with gpucacheper {model.gpucacheper:g}"
             remedy = f"{path} {what} has rows that are not on the device: without a database lookups would answer the "
             remedy += 'default value for them. Or set gpucacheper to 1.0. A block without a type is "disabled"'
             self.refuse("volatile_db.type", "disabled", '"parallel_hash_map"', remedy)
         if model.embedding_cache_type == "dynamic":
-            reason = "without a database HPS answers default values; here all rows are on the device."
-            self.notes.append(f"{path}: {reason}")
+            reason = "without a database HPS answers default values; here all rows are on the device"
+            self.notes.append(f"{path}: {reason}.")
 
     def model(self, path: str, given: Mapping[str, Any], top: Mapping[str, Any]) -> ModelConfig:
         values = self.block(path, given, values_lib.MODEL_KEYS)
@@ -309,7 +308,7 @@ class _Reader:
             values["fuse_embedding_table"] = False
         elif "fuse_embedding_table" not in given:
             values["fuse_embedding_table"] = top["fuse_embedding_table"]
-        model = _made(ModelConfig, values)
+        model = _make(ModelConfig, values)
         for key, reason in values_lib.idle_keys(model).items():
             if key in given:
                 self.note_no_effect(f"{path}.{key}", given[key], reason)
@@ -335,17 +334,15 @@ class _Reader:
                 self.refuse(f"{path}.{key}", list(values[key]), wanted, remedy)
         for i, file in enumerate(files):
             self.refuse_remote(f"{path}.sparse_files[{i}]", file)
-        names = values["embedding_table_names"]
-        at = f"{path}.embedding_table_names[{{}}]"
+        at, names = f"{path}.embedding_table_names[{{}}]", values["embedding_table_names"]
         self.check_distinct(names, at, "entry {}", "requests tell tables apart by it")
         columns = zip(*(values[key] for key in values_lib.PER_TABLE), strict=True)
         return tuple(TableConfig(**dict(zip(values_lib.PER_TABLE.values(), column, strict=True))) for column in columns)
 
     def refuse_remote(self, path: str, file: str) -> None:
-        if _SCHEME.match(file):
-            self.refuse(path, file, "a path of this machine", "copy the files here: no remote storage is read")
-        if "\0" in file:
-            self.refuse(path, file, "a path of this machine", "a path has no zero byte")
+        if _SCHEME.match(file) or "\0" in file:
+            remedy = "a path has no zero byte" if "\0" in file else "copy the files here: no remote storage is read"
+            self.refuse(path, file, "a path of this machine", remedy)
 
     def resolve_cache_type(self, path: str, given: Mapping[str, Any], values: dict[str, Any]) -> None:
         """Sets the kind of cache; refuses unknown kinds."""
@@ -382,21 +379,14 @@ def _order(path: str) -> list[tuple[int, str]]:
     return [(int(number), "") if number else (-1, name) for number, name in re.findall(r"\[(\d+)\]|([^.\[\]]+)", path)]
 
 
-def _made(kind: type, values: Mapping[str, Any]) -> Any:
+def _make(kind: type, values: Mapping[str, Any]) -> Any:
     return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
 
 
-def _joined(path: str, name: str) -> str:
+def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _frozen(value: Any) -> Any:
+def _freeze(value: Any) -> Any:
     value = list(value.items()) if isinstance(value, Mapping) else value
-    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
-
-
-def _unquoted(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return WRONG
+    return tuple(_freeze(item) for item in value) if isinstance(value, list | tuple) else value

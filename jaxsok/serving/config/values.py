@@ -46,18 +46,13 @@ class TableConfig:
     dim: int = column("embedding_vecsize_per_table", keys.integer(1, MAX_DIM), "a list of dims, one for each table")
     """Files of another dim are refused."""
     file: str = column("sparse_files", keys.FILE, "a list of paths, one for each table")
-    """An HPS directory, a folder of `jaxsok.checkpoint.export_full` or `export_delta`, or a step of an Orbax
-    checkpoint. A relative path begins where the process runs, as in HPS."""
+    """An HPS directory, an export or a delta of `jaxsok.checkpoint`, or a step of an Orbax checkpoint."""
     default: float | None = column(
         "default_value_for_each_table", keys.OPTIONAL_FLOAT32, "a list of numbers, one for each table"
-    )
-    """What a missing key reads, in every column. None, of `null` or of a list that is too short: what it reads in
-    training, if the files say it, else 0.0.
-    """
+    )  # A missing key reads it in every column. None (`null`, or a short list): as in training by the files, else 0.0
     max_keys_per_sample: int = column(
         "maxnum_catfeature_query_per_table_per_sample", keys.POSITIVE, "a list of numbers of keys, one for each table"
-    )
-    """A request has at most `max_batch_size` times as many keys."""
+    )  # A request has at most `max_batch_size` times as many keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,72 +64,52 @@ class ModelConfig:
     """In the order of `sparse_files`; names differ."""
     deployed_device_list: tuple[int, ...] = declare(keys.list_of(keys.COUNT, "a list of numbers of devices"))
     """Device numbers. The last one is used, as in HPS; `open(config, device=...)` makes a session on another device."""
-    dense_file: str = declare(keys.OPTIONAL_FILE, "")
-    """An artifact of `export_model`, which `predict` runs over the tables; "": lookups only."""
-    max_batch_size: int = declare(keys.POSITIVE, 64)
-    """Samples in a request, at most; larger ones are refused (HPS logs an error)."""
-    gpucache: bool = declare(keys.BOOL, True)
-    """Whether rows lie on the device at all; False: every lookup reads rows in host memory."""
-    gpucacheper: float = declare(keys.number(0.0), 0.2)
-    """The fraction of a table's rows that the device's cache holds; 1.0 or more: all rows, and nothing can miss."""
+    dense_file: str = declare(keys.OPTIONAL_FILE, "")  # an artifact of `export_model` for `predict`; "": lookups only
+    max_batch_size: int = declare(keys.POSITIVE, 64)  # samples of a request; more are refused (HPS logs an error)
+    gpucache: bool = declare(keys.BOOL, True)  # False: every lookup reads rows in host memory
+    gpucacheper: float = declare(keys.number(0.0), 0.2)  # the cached fraction of a table's rows; 1.0 or more: all rows
     hit_rate_threshold: float = declare(keys.number(), 0.9)
-    """A lookup with this hit rate or more answers misses with the default value and fetches their rows in the
-    background; others wait for them. 0: never waits; above 1: always waits, so that answers are exact.
-    """
+    """From this hit rate on misses read the default value, and their rows are fetched in the background; below it
+    lookups wait for them. 0: never waits; above 1: always waits, so that answers are exact."""
     embedding_cache_type: Literal["dynamic", "static"] = declare(
         keys.among(("dynamic", "static", "uvm", "stochastic")), "dynamic"
-    )
-    """"dynamic": a cache over rows in host memory. "static": all rows on the device. `use_static_table` makes it so."""
+    )  # "dynamic": a cache over rows in host memory. "static": all rows on the device. `use_static_table` makes it so
     use_static_table: bool = declare(keys.BOOL, False)  # the same as `embedding_cache_type` "static"
-    num_of_worker_buffer_in_pool: int = declare(
-        keys.POSITIVE, 1
-    )  # lookups that run at the same time, at most; others wait
+    num_of_worker_buffer_in_pool: int = declare(keys.POSITIVE, 1)  # lookups at the same time; others wait
     cache_refresh_percentage_per_iteration: float = declare(keys.FRACTION, 0.0)
-    """Fraction of the cached rows that a refresh reads at a time. Above 0 the cache is also filled when a model is
-    opened, if `init_ec` is on. 0: no refresh by the clock, as in HPS; `Session.refresh` then reads all at once.
-    """
-    refresh_delay: float = declare(keys.number(0.0), 0.0)
-    """Seconds between opening a model and the first refresh of its cache by the clock."""
-    refresh_interval: int = declare(keys.WHOLE_SECONDS, 0)
-    """Whole seconds between refreshes by the clock; 0: only `Session.refresh` refreshes."""
-    init_ec: bool = declare(keys.BOOL, True)
-    """Whether opening fills the cache; see `cache_refresh_percentage_per_iteration`."""
+    """The fraction of the cached rows that a refresh reads at a time. Above 0, opening also fills the cache. 0: no
+    refresh by the clock, as in HPS; `Session.refresh` then reads all at once."""
+    refresh_delay: float = declare(keys.number(0.0), 0.0)  # seconds from opening to the first refresh by the clock
+    refresh_interval: int = declare(keys.WHOLE_SECONDS, 0)  # seconds; 0: only `Session.refresh` refreshes
+    init_ec: bool = declare(keys.BOOL, True)  # whether opening fills the cache; see above
     fp8_quant: bool = declare(keys.BOOL, False)  # whether rows of a static model become float8_e4m3fn (`row_dtype`)
     fuse_embedding_table: bool | None = declare(keys.BOOL, None)
-    """True: one call looks up all tables of a request. False: one call for each. None, if neither the model nor the
-    configuration says: as True, since answers are the same to the bit, and HPS's restrictions (disjoint keys, all
-    tables in each request) do not exist here.
-    """
-    row_dtype: str | None = declare(keys.among(keys.ROW_DTYPES), None, block="jaxsok")
-    """The dtype of rows on the device; None: as in their files (float32 in HPS)."""
-    spare_rows: int = declare(keys.COUNT, 0, block="jaxsok")
-    """Rows of each table left free for new keys of updates in place."""
+    """True: one call looks up all tables of a request. None: the configuration's value, else True: answers are the
+    same to the bit, without HPS's restrictions (disjoint keys, all tables in each request)."""
+    row_dtype: str | None = declare(keys.among(keys.ROW_DTYPES), None, block="jaxsok")  # None: as in the files
+    spare_rows: int = declare(keys.COUNT, 0, block="jaxsok")  # of each table, for new keys of updates in place
 
     @property
     def device_id(self) -> int:
-        """The number of the device that serves the model."""
         return self.deployed_device_list[-1]
 
     @property
     def tier(self) -> Tier:
-        """Where rows are: "device", all on the device; "host", none; "cache", some there, over all in host memory."""
+        """The place of rows: on the "device" all, in its "cache" some (over all in host memory), or none ("host")."""
         if not self.gpucache:
             return "host"
         return "device" if self.embedding_cache_type == "static" or self.gpucacheper >= 1.0 else "cache"
 
     @property
     def is_filled_at_start(self) -> bool:
-        """Whether a device cache has rows before the first lookup."""
         return self.tier == "cache" and self.init_ec and self.cache_refresh_percentage_per_iteration > 0
 
     @property
     def is_refreshed(self) -> bool:
-        """Whether a device cache is refreshed by the clock."""
         return self.tier == "cache" and self.refresh_interval > 0 and self.cache_refresh_percentage_per_iteration > 0
 
     @property
     def is_fused(self) -> bool:
-        """Whether one call looks up all tables of a request."""
         return self.fuse_embedding_table is not False
 
     @property
@@ -148,15 +123,12 @@ class VolatileDb:
     """`volatile_db`: rows under the device's cache, in host memory or in Redis. All keys but `type` are of Redis."""
 
     type: Volatile = declare(keys.DATABASE, "disabled")
-    """Both maps are the one host store of jaxsok, which holds every row. "disabled" is refused for a model whose rows
-    lie neither all on the device nor in `persistent_db`.
-    """
+    """Both maps are jaxsok's host store, which holds every row. "disabled" is for models with all rows elsewhere."""
     address: str = declare(keys.SOME_TEXT, "127.0.0.1:7000")
     """`host[:port]` of a node of the cluster, or of a single server; of several, by commas, the first that answers."""
     user_name: str = declare(keys.TEXT, "default")  # sent with a password alone
     password: str = declare(keys.TEXT, "", repr=False)
-    num_partitions: int = declare(keys.POSITIVE, min(16, os.cpu_count() or 1))
-    """Hashes that a table is split into. All who share the database must have the same number."""
+    num_partitions: int = declare(keys.POSITIVE, min(16, os.cpu_count() or 1))  # the same for all users of a database
     num_node_connections: int = declare(keys.POSITIVE, 5)  # calls at the same time, at most
     max_batch_size: int = declare(keys.POSITIVE, 65536)  # keys in a call, at most
     enable_tls: bool = declare(keys.BOOL, False)
@@ -178,7 +150,7 @@ class PersistentDb:
 
     type: Persistent = declare(keys.DATABASE, "disabled")
     path: str = declare(keys.FILE, os.path.join(tempfile.gettempdir(), "rocksdb"))
-    num_threads: int = declare(keys.POSITIVE, 16)  # of RocksDB, beside
+    num_threads: int = declare(keys.POSITIVE, 16)  # of RocksDB, in the background
     read_only: bool = declare(keys.BOOL, False)  # then it is not filled, and models over it take no updates
     max_batch_size: int = declare(keys.POSITIVE, 65536)  # keys in a call, at most
     initialize_after_startup: bool = declare(keys.BOOL, True)  # whether opening writes the rows of `sparse_files`
@@ -190,15 +162,12 @@ class Config:
 
     models: tuple[ModelConfig, ...]  # at least one; names differ
     supportlonglong: bool
-    """True: keys have 64 bits. False: 32 bits, unsigned: keys of files are cut to their low 32 bits, as HPS does, and
-    requests with others are refused.
-    """
+    """True: keys have 64 bits. False: 32 bits, unsigned; keys of files are cut to them, as in HPS, others refused."""
     fuse_embedding_table: bool | None = None  # for models that do not say; see `ModelConfig.fuse_embedding_table`
     volatile_db: VolatileDb = VolatileDb("parallel_hash_map")  # without a block; without a type "disabled", as in HPS
     persistent_db: PersistentDb = PersistentDb()
     without_effect: tuple[WithoutEffect, ...] = ()  # keys that were written and set nothing, by path
-    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """What would surprise a reader of HPS's manual, as lines of the report."""
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)  # surprises for readers of HPS's manual
     file: str = dataclasses.field(default="", compare=False)  # where it was read from; "": a mapping
 
     @property
@@ -213,11 +182,10 @@ class Config:
 
     @property
     def key_bits(self) -> Literal[32, 64]:
-        """Bits of the keys of all models."""
         return 64 if self.supportlonglong else 32
 
     def summary(self) -> list[str]:
-        """The configuration as lines of a report: models, tables, notes, keys without effect."""
+        """Describes the configuration in lines of a report: models, tables, notes, keys without effect."""
         lines = [f"configuration: {self.file or '(a mapping)'}; keys of {self.key_bits} bits"]
         where = self.databases or "host memory"
         for model in self.models:
@@ -290,8 +258,7 @@ DATABASE_KEYS: dict[str, dict[str, Key]] = {
         **without_effect(_NO_UPDATES, keys.COUNT, "max_commit_interval"),
         **without_effect(_OLDER, keys.UNREAD, "max_receive_buffer_size"),
     },
-}
-"""The keys of the blocks of databases."""
+}  # the keys of the blocks of databases
 VOLATILE_JAXSOK_KEYS = keys.keys_of(VolatileDb, "jaxsok")
 OLDER_DATABASES = ("cpu_memory_db", "distributed_db")  # the blocks of HPS 3.3 that later became volatile_db
 OLDER_DATABASE_KEYS = without_effect(_OLDER, keys.UNREAD, *DATABASE_KEYS["volatile_db"])
@@ -309,7 +276,7 @@ TOP_KEYS: dict[str, Key] = {
 
 
 def idle_keys(model: ModelConfig) -> dict[str, str]:
-    """The keys that have no effect beside the others of this model, with the reason."""
+    """Finds the keys that have no effect in this model, with the reason."""
     idle: dict[str, str] = {}
     if model.embedding_cache_type == "static":
         idle["enable_pagelock"] = "static tables lie in device memory"

@@ -1,4 +1,4 @@
-"""Redis as HPS lays rows out in it: each table in `num_partitions` hashes of rows, beside hashes of their uses.
+"""Redis as HPS lays rows out in it: each table in `num_partitions` hashes of rows, with hashes of their uses.
 
 Partition p of a table is the hash `hps_et{<table>/p<p>}v`. With an overflow policy that looks at uses,
 `hps_et{<table>/p<p>}t` has of each key a decimal count (evict_least_used) or 8 bytes of Unix time (evict_oldest). The
@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 class RedisDatabase(Database):
     """A Redis cluster, or one server, as `volatile_db` of a configuration declares it.
 
-    The commands of a call go to all nodes at once; `num_node_connections` calls run at the same time, others wait. The
-    next call makes a lost connection anew. A node that hangs fails a call after a few times `timeout_s`.
+    `num_node_connections` calls run at the same time, each to all nodes at once; others wait. The next call restores a
+    lost connection. A node that hangs fails a call after a few times `timeout_s`.
 
     Source: HPS of HugeCTR 24.06, `HugeCTR/src/hps/redis_backend.cpp`. Other than there, evict_random evicts (HPS looks
     for the keys where it does not put them), and no more rows leave than the target says.
@@ -76,7 +76,7 @@ class RedisDatabase(Database):
             _log.warning("RedisDatabase: uses of keys were not noted, which may be evicted early: %s", error)
 
     def _uses(self, part: str, fields: Sequence[bytes]) -> list[tuple[Any, ...]]:
-        """The commands that note one use of each key, now."""
+        """Makes the commands that note one use of each key, now."""
         if self._config.overflow_policy == "evict_least_used":
             return [("HINCRBY", f"{part}t", field, 1) for field in fields]
         if self._config.overflow_policy == "evict_oldest" and fields:
@@ -131,7 +131,7 @@ class RedisDatabase(Database):
         return [f"hps_et{{{name}/p{part}}}" for part in range(self._config.num_partitions)]
 
     def _parts(self, name: str, keys: np.ndarray) -> Iterator[tuple[str, np.ndarray, list[bytes]]]:
-        """The partitions of some keys: the name of each, the places of its keys, and these as bytes."""
+        """Groups keys by partition: its name, the places of its keys, and these as bytes."""
         parts, fields, names = partition_of(keys, self._config.num_partitions), bytes_of(keys), self._names(name)
         for part in np.unique(parts):
             where = np.flatnonzero(parts == part)
@@ -163,7 +163,7 @@ class RedisDatabase(Database):
 
 
 def partition_of(keys: np.ndarray, num_partitions: int) -> np.ndarray:
-    """The partition of each key: HPS's hash, rrxmrrxmsx_0 of Pelle Evensen, modulo their number.
+    """Computes the partition of each key: HPS's hash, rrxmrrxmsx_0 of Pelle Evensen, modulo their number.
 
     Example:
       >>> partition_of(np.arange(6, dtype=np.uint64), 8).tolist()

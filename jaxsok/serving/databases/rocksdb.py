@@ -27,7 +27,6 @@ class RocksDatabase(Database):
     """A RocksDB folder, as `persistent_db` of a configuration declares it. One process at a time opens it to write.
 
     Memory: up to about 200 MiB for each table that is written. What was written is on the disk when a call returns.
-
     Source: HPS of HugeCTR 24.06, `HugeCTR/src/hps/rocksdb_backend.cpp`, whose options these are.
     """
 

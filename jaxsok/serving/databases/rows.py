@@ -29,10 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class Database(abc.ABC):
-    """Values by key, in sets by name, for many threads. Methods raise DatabaseError where they cannot do their work.
-
-    Keys are distinct, little-endian, of uint32 or uint64, and `max_batch_size` at most in a call.
-    """
+    """Values by distinct keys (little-endian uint32 or uint64), in sets by name, for many threads."""
 
     def __init__(self, max_batch_size: int) -> None:
         self.max_batch_size = max_batch_size
@@ -49,12 +46,11 @@ class Database(abc.ABC):
     @abc.abstractmethod
     def keys(self, name: str) -> Iterator[Sequence[bytes]]: ...  # all, some at a time
     def close(self) -> None:
-        """Ends what runs beside; disconnects."""
+        """Ends background work; disconnects."""
         self.beside.close()
 
 
 def bytes_of(keys: np.ndarray) -> list[bytes]:
-    """Keys as a database has them."""
     return keys.view(f"V{keys.itemsize}").tolist()
 
 
@@ -65,21 +61,6 @@ class DatabaseRows(RowSource):
     Of two databases, the last one has all rows; the first one is asked first. If it fails, the last one answers alone
     for RETRY_S, and a warning is logged. With `lifts` (HPS's `cache_missed_embeddings`) rows that only the last one had
     are written into the first one by a thread; not if any were written since they were read, which may be newer.
-
-    Raises:
-      ServingError: names that HPS does not allow: others than 1 to 120 letters, digits, `_` and `-`.
-
-    Example:
-      >>> import tempfile
-      >>> from jaxsok.serving.config import PersistentDb
-      >>> from jaxsok.serving.databases.rocksdb import RocksDatabase
-      >>> database = RocksDatabase(PersistentDb("rocks_db", path=tempfile.mkdtemp()))
-      >>> rows = DatabaseRows([database], "dlrm", [FrozenTable("user", dim=2)])
-      >>> rows.insert("user", np.array([7, 9], np.uint64), np.array([[1, 2], [3, 4]], np.float32))
-      >>> found, is_found = rows.fetch("user", np.array([9, 8], np.uint64))
-      >>> found[0].tolist(), is_found.tolist()
-      ([3.0, 4.0], [True, False])
-      >>> database.close()
     """
 
     def __init__(
@@ -100,7 +81,7 @@ class DatabaseRows(RowSource):
         self._databases, self._model, self._lifts = tuple(databases), model, lifts
         self._tables = {table.name: table for table in tables}
         self._key_dtype = np.dtype("<u8" if key_bits == 64 else "<u4")
-        # Of all copies of this object. `lock` is held by a writer, and while rows are lifted; `writes` changes under
+        # Shared by all copies. `lock` is held by a writer, and while rows are lifted; `writes` changes under
         # it, when a write begins and when it ends.
         self._shared = types.SimpleNamespace(lock=threading.Lock(), writes=0, skip_until=0.0)
 
@@ -112,7 +93,7 @@ class DatabaseRows(RowSource):
         return self._databases[-1].count(self._name("num_rows", table))
 
     def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
-        """See `RowSource.fetch`. DatabaseError: no database can answer, or one has rows of another dim."""
+        """Raises DatabaseError if no database can answer, or one has rows of another dim."""
         name, dim, writes = self._name("fetch", table), self._tables[table].dim, self._shared.writes
         keys, inverse = np.unique(np.asarray(keys, np.uint64), return_inverse=True)
         rows, is_found = np.zeros((len(keys), dim), np.float32), np.zeros(len(keys), bool)
@@ -165,16 +146,12 @@ class DatabaseRows(RowSource):
                 yield Records(some[is_found], rows[is_found])
 
     def keys(self, table: str) -> Iterator[Keys]:
-        """All keys of a table, uint64, some at a time; of those that come or go meanwhile, any."""
+        """Yields all keys of a table, uint64, some at a time; of those that come or go meanwhile, any."""
         for some in self._databases[-1].keys(self._name("keys", table)):
             yield np.frombuffer(b"".join(some), self._key_dtype).astype(np.uint64)
 
     def insert(self, table: str, keys: Keys, rows: Rows) -> None:
-        """Inserts or replaces rows of distinct keys, in the last database first.
-
-        ServingError: rows of another shape, PADDING_KEY, or keys that do not fit; nothing is written. DatabaseError: a
-        database fails; some rows may be written.
-        """
+        """Inserts or replaces rows of distinct keys, in the last database first; if one fails, some may be written."""
         name, dim = self._name("insert", table), self._tables[table].dim
         keys, rows = np.asarray(keys, np.uint64), np.ascontiguousarray(rows, "<f4")
         if rows.shape != (len(keys), dim) or not self._fit(keys).all():
@@ -207,7 +184,7 @@ class DatabaseRows(RowSource):
         return (keys != np.uint64(PADDING_KEY)) & (keys <= np.iinfo(self._key_dtype).max)
 
     def _batches(self, database: Database, keys: Keys, places: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The places of some keys in batches, with the keys as a database has them."""
+        """Yields the places of some keys in batches, with the keys as a database has them."""
         for start in range(0, len(places), database.max_batch_size):
             where = places[start : start + database.max_batch_size]
             yield where, keys[where].astype(self._key_dtype)

@@ -1,7 +1,4 @@
-"""Collects the requests of many clients into few calls, runs these off the event loop, and splits the results.
-
-Knows nothing of tables, HTTP or JAX: what a call does with the requests is a function that the Batcher gets.
-"""
+"""Collects the requests of many clients into few calls, runs these off the event loop, and splits the results."""
 
 import asyncio
 import collections
@@ -35,10 +32,10 @@ class _Job(Generic[Payload]):
 
 
 class Batcher(Generic[Payload, Result]):
-    """Runs payloads together, in the order in which they came.
+    """Runs payloads together, in the order in which they came, on one event loop but for `run`.
 
     A call begins when a worker is free, and the waiting payloads fill it or the first has waited `max_delay_s`. All
-    payloads of a call see one version of the tables. Everything but `run` happens on one event loop.
+    payloads of a call see one version of the tables.
     """
 
     def __init__(
@@ -54,9 +51,9 @@ class Batcher(Generic[Payload, Result]):
     ) -> None:
         """Takes requests from now on; work begins with the first.
 
-        `run` is called in a thread; if it raises for several payloads, it is called with each alone. `limits` bound the
-        sum of each cost in a call; a payload above a limit goes alone. `observe` is called in the thread with the
-        payloads of each call, and whether it had to be split.
+        `run` is called in a thread; if it fails for several payloads, it is called with each alone. `limits` bound the
+        costs of a call; a payload above a limit goes alone. `observe` gets the payloads of each call, and whether it
+        was split.
         """
         self._run, self._limits, self._executor, self._observe = run, dict(limits), executor, observe
         self._max_delay_s, self._max_waiting, self._num_workers = max_delay_s, max_waiting, num_workers
@@ -67,14 +64,10 @@ class Batcher(Generic[Payload, Result]):
 
     @property
     def num_waiting(self) -> int:
-        """The payloads for which no call has begun."""
         return len(self._waiting)
 
     async def submit(self, payload: Payload, costs: Mapping[str, int]) -> Result:
-        """Waits for the payload's result; a cancelled caller takes its payload out of the queue.
-
-        Raises QueueFullError, ClosedError after `close`, or what `run` raised for this payload.
-        """
+        """Waits for the payload's result, or raises its error; a cancelled caller takes its payload back."""
         if self._closed:
             raise ClosedError
         if len(self._waiting) >= self._max_waiting:
@@ -118,7 +111,7 @@ class Batcher(Generic[Payload, Result]):
             self._arrived.clear()
             await self._arrived.wait()
         while self._waiting:
-            num_jobs, is_full = self._fitting()
+            num_jobs, is_full = self._count_fitting()
             rest_s = self._waiting[0].arrived + self._max_delay_s - loop.time()
             if is_full or rest_s <= 0 or self._closed:
                 return [self._waiting.popleft() for _ in range(num_jobs)]
@@ -128,8 +121,8 @@ class Batcher(Generic[Payload, Result]):
                     await self._arrived.wait()
         return []
 
-    def _fitting(self) -> tuple[int, bool]:
-        """How many of the first payloads fit into one call, and whether they fill it."""
+    def _count_fitting(self) -> tuple[int, bool]:
+        """Counts the first payloads that fit into one call; also returns whether they fill it."""
         totals = dict.fromkeys(self._limits, 0)
         for number, job in enumerate(self._waiting):
             for name, cost in job.costs.items():

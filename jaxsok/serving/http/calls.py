@@ -1,7 +1,4 @@
-"""Checks requests against a model, joins several into one call of the session, and splits its answers.
-
-All that a client can get wrong is refused here, before a request joins others.
-"""
+"""Checks requests against a model, joins several into one call of the session, and splits its answers."""
 
 import collections
 import dataclasses
@@ -30,25 +27,24 @@ class ParsedRequest:
 
     @property
     def costs(self) -> dict[str, int]:
-        """What it adds to the limits of a call, which are those of `limits_of`."""
+        """The costs by the names of `limits_of`."""
         return {"": self.num_samples, **self.num_keys}
 
     @property
     def size(self) -> int:
-        """Its number of samples, or of keys if it is a lookup."""
+        """The number of samples, or of keys if it is a lookup."""
         return self.num_samples or sum(self.num_keys.values())
 
 
 def limits_of(model: Any) -> dict[str, int]:
-    """Gives the limits of one call: samples, under a name that no table has, and keys by table."""
+    """Limits one call: samples, under a name that no table has, and keys by table."""
     return {"": model.max_batch_size, **model.max_keys}
 
 
+@dataclasses.dataclass(frozen=True)
 class _Calls:
-    """Calls of a session, and the most keys that one request may have."""
-
-    def __init__(self, session: Any, max_keys: int) -> None:
-        self._session, self._max_keys = session, max_keys
+    session: Any
+    max_keys: int  # of one request
 
 
 class Lookups(_Calls):
@@ -57,8 +53,8 @@ class Lookups(_Calls):
     op, request_field, field = "lookup", "keys", "rows"  # field: of the response
 
     def most_values(self, model: Any) -> tuple[int, Sequence[str]]:
-        """The most numbers that a request can have, and the names of its arrays."""
-        return min(self._max_keys, sum(model.max_keys.values())), list(model.tables)
+        """Bounds the numbers that a request can have; also returns the names of its arrays."""
+        return min(self.max_keys, sum(model.max_keys.values())), list(model.tables)
 
     def read(self, body: bytes, given: str, model: Any) -> ParsedRequest:
         """Reads keys by table, uint64 of any shape; raises a ServingError for what the model cannot answer."""
@@ -72,7 +68,7 @@ class Lookups(_Calls):
         for name, array in keys.items():
             _check_most(wire.extent(array.shape), model.max_keys[name], f'{op}: table "{name}"')
             check_bits(f'{op}: table "{name}"', array, model.key_bits)
-        _check_most(sum(wire.extent(array.shape) for array in keys.values()), self._max_keys, op)
+        _check_most(sum(wire.extent(array.shape) for array in keys.values()), self.max_keys, op)
         return ParsedRequest(keys, {name: array.size for name, array in keys.items()})
 
     def run(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
@@ -80,14 +76,14 @@ class Lookups(_Calls):
         keys_of = [request.arrays for request in requests]
         names = list(dict.fromkeys(name for keys in keys_of for name in keys))
         joined = {name: np.concatenate([keys[name].reshape(-1) for keys in keys_of if name in keys]) for name in names}
-        answer = self._session.lookup(joined, model=model)
+        answer = self.session.lookup(joined, model=model)
         rows = {name: np.asarray(answer[name], np.float32) for name in names}
-        places, results = dict.fromkeys(names, 0), []
+        results = []
         for request in requests:
             parts = {}
             for name, keys in request.arrays.items():
-                begin, places[name] = places[name], places[name] + keys.size
-                parts[name] = rows[name][begin : places[name]].reshape(*keys.shape, rows[name].shape[-1])
+                parts[name] = rows[name][: keys.size].reshape(*keys.shape, rows[name].shape[-1])
+                rows[name] = rows[name][keys.size :]
             results.append((parts, int(answer.version)))
         return results
 
@@ -98,7 +94,6 @@ class Predictions(_Calls):
     op, request_field, field = "predict", "inputs", "outputs"
 
     def most_values(self, model: Any) -> tuple[int, Sequence[str]]:
-        """The most numbers that a request can have, and the names of its arrays."""
         batch, keys, weights, rest = model.max_batch_size, collections.Counter(), collections.Counter(), 0
         for spec in model.inputs.values():
             if isinstance(spec, BagsInput):
@@ -111,7 +106,7 @@ class Predictions(_Calls):
                 rest += batch * wire.extent(spec.shape)
         for numbers in (keys, weights):
             most = sum(min(number, model.max_keys[table]) for table, number in numbers.items())
-            rest += min(self._max_keys, most)
+            rest += min(self.max_keys, most)
         return rest, [name for given in model.inputs for name in (given, *(f"{given}.{part}" for part in _PARTS))]
 
     def read(self, body: bytes, given: str, model: Any) -> ParsedRequest:
@@ -122,10 +117,9 @@ class Predictions(_Calls):
         for name in found:
             if name not in specs:
                 raise RequestError(f"{op}: input: got {wire.brief(name)}, wanted {sorted(specs)}.")
-        missing = sorted(set(specs) - set(found))
-        if missing:
+        if missing := sorted(set(specs) - set(found)):
             raise RequestError(f"{op}: inputs: got none for {missing}, wanted {sorted(specs)}.")
-        inputs, sizes, num_keys = {}, {}, dict[str, int]()
+        inputs, sizes, num_keys = {}, {}, collections.Counter[str]()
         for name, value in found.items():
             spec, what = specs[name], f'{op}: input "{name}"'
             inputs[name] = array = _read_input(value, spec, model.max_batch_size, what)
@@ -133,14 +127,14 @@ class Predictions(_Calls):
             if isinstance(spec, BagsInput | KeysInput):
                 keys = array.keys if isinstance(array, Bags) else array
                 check_bits(what, keys, model.key_bits)
-                num_keys[spec.table] = num_keys.get(spec.table, 0) + keys.size
+                num_keys[spec.table] += keys.size
         if len(set(sizes.values())) > 1:
             raise RequestError(f"{op}: inputs must have one number of samples, got {sizes}.")
         num_samples = next(iter(sizes.values()))
         _check_most(num_samples, model.max_batch_size, op, "samples")
         if num_samples == 0:
             raise RequestError(f"{op}: got 0 samples, wanted at least 1.")
-        _check_most(sum(num_keys.values()), self._max_keys, op)
+        _check_most(sum(num_keys.values()), self.max_keys, op)
         for table, number in num_keys.items():
             _check_most(number, model.max_keys[table], f'{op}: table "{table}"')
         return ParsedRequest(inputs, num_keys, num_samples)
@@ -148,10 +142,10 @@ class Predictions(_Calls):
     def run(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
         """Gives each request its outputs, and the version.
 
-        Requests share a call if their samples have one shape and each output has a row for each sample. Otherwise each
-        has its own call: a mean over the batch, for example, must not mix clients.
+        Requests share a call if their samples have one shape and each output has a row for each sample: a mean over the
+        batch, for example, must not mix clients.
         """
-        known, groups = self._session.models[model], dict[Any, list[int]]()
+        known, groups = self.session.models[model], dict[Any, list[int]]()
         can_join = all(output.is_batched for output in known.outputs.values())
         for number, request in enumerate(requests):
             groups.setdefault(_shapes(request) if can_join else number, []).append(number)
@@ -164,8 +158,11 @@ class Predictions(_Calls):
 
     def _run_joined(self, known: Any, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
         joined = {name: _join([request.arrays[name] for request in requests]) for name in requests[0].arrays}
-        answer = self._session.predict(joined, model=known.name)
-        outputs = {name: _sendable(np.asarray(value)) for name, value in answer.items()}
+        answer = self.session.predict(joined, model=known.name)
+        outputs = {name: np.asarray(value) for name, value in answer.items()}
+        for name, value in outputs.items():
+            if value.dtype.kind not in "iu" and value.dtype not in (np.float32, np.float64):
+                outputs[name] = value.astype(np.float32)  # both formats have this dtype
         if len(requests) == 1:
             return [(outputs, int(answer.version))]
         if answer.version != known.version:  # the dense model may be one whose results cannot be cut
@@ -239,8 +236,3 @@ def _join(values: Sequence[Any]) -> Any:
         offsets=offsets_of(lengths).astype(np.int32),
         weights=None if values[0].weights is None else np.concatenate([value.weights for value in values]),
     )
-
-
-def _sendable(value: np.ndarray) -> np.ndarray:
-    """Converts what is neither an integer nor a wide float to float32, so that both formats have its dtype."""
-    return value if value.dtype.kind in "iu" or value.dtype in (np.float32, np.float64) else value.astype(np.float32)

@@ -1,7 +1,4 @@
-"""Prometheus metrics of a server: its own requests, and the session's counters at the time of a scrape.
-
-Each server has a registry of its own, so that two servers of one process stay apart.
-"""
+"""Prometheus metrics of a server, in its own registry; the session's counters are read at the time of a scrape."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -41,7 +38,6 @@ class Metrics:
     content_type = prometheus_client.CONTENT_TYPE_LATEST
 
     def __init__(self, stats: Stats, depths: Depths) -> None:
-        """Registers all metrics. Each scrape calls `stats`, for the session's counters by model, and `depths`."""
         self.registry = prometheus_client.CollectorRegistry()
 
         def metric(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
@@ -50,17 +46,14 @@ class Metrics:
         counter, histogram, gauge = prometheus_client.Counter, prometheus_client.Histogram, prometheus_client.Gauge
         asked = "endpoint", "model"
         self.requests = metric(counter, "requests", "requests answered, by status", *asked, "status")
-        self.latency = metric(
-            histogram, "request_seconds", "from the head of a request to its response", *asked, buckets=LATENCY_BUCKETS
-        )
+        text = "from the head of a request to its response"
+        self.latency = metric(histogram, "request_seconds", text, *asked, buckets=LATENCY_BUCKETS)
         self.received = metric(counter, "received_bytes", "bytes of bodies received", *asked)
         self.sent = metric(counter, "sent_bytes", "bytes of bodies sent", *asked)
-        self.batch_requests = metric(
-            histogram, "batch_requests", "requests of one call of the session", *asked, buckets=REQUEST_BUCKETS
-        )
-        self.batch_size = metric(
-            histogram, "batch_size", "keys (lookup) or samples (predict) of one call", *asked, buckets=SIZE_BUCKETS
-        )
+        text = "requests of one call of the session"
+        self.batch_requests = metric(histogram, "batch_requests", text, *asked, buckets=REQUEST_BUCKETS)
+        text = "keys (lookup) or samples (predict) of one call"
+        self.batch_size = metric(histogram, "batch_size", text, *asked, buckets=SIZE_BUCKETS)
         self.splits = metric(counter, "batch_splits", "calls that failed and were run request by request", *asked)
         self.watched = metric(counter, "watched_updates", "folders that --watch found", "model", "result")
         text = "responses that were cut off, since they were read too slowly"
@@ -70,7 +63,7 @@ class Metrics:
         self.registry.register(_AtScrape(stats, depths))
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format. Asks the session: call it off the event loop."""
+        """Formats all metrics for Prometheus. Asks the session: call it off the event loop."""
         return prometheus_client.generate_latest(self.registry)
 
 
@@ -92,11 +85,11 @@ class _AtScrape(registry.Collector):
             values = {(model,): found.get(name) for model, found in stats.items()}
             numbers = {labels: value for labels, value in values.items() if isinstance(value, int | float)}
             if numbers:
-                yield _filled(kind(f"jaxsok_{metric}", text, labels=["model"]), numbers)
-        yield _filled(gauge("jaxsok_queue_depth", "requests that wait", labels=["endpoint", "model"]), self._depths())
+                yield _fill(kind(f"jaxsok_{metric}", text, labels=["model"]), numbers)
+        yield _fill(gauge("jaxsok_queue_depth", "requests that wait", labels=["endpoint", "model"]), self._depths())
 
 
-def _filled(family: Any, values: Mapping[tuple[str, ...], float]) -> core.Metric:
+def _fill(family: Any, values: Mapping[tuple[str, ...], float]) -> core.Metric:
     for labels, value in values.items():
         family.add_metric(list(labels), value)
     return family

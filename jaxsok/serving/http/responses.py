@@ -1,7 +1,4 @@
-"""Responses in JSON, and refusals, which have one form: `{"error": {"code", "message"}}`.
-
-An internal error is reported without detail; the log has its reason.
-"""
+"""Responses in JSON, and refusals: `{"error": {"code", "message"}}`. The log has the reason of internal errors."""
 
 import logging
 from collections.abc import Mapping
@@ -9,23 +6,17 @@ from collections.abc import Mapping
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jaxsok.serving.errors import (
-    DatabaseError,
-    RequestTooLargeError,
-    ServingError,
-    UnknownModelError,
-    UnknownTableError,
-)
+from jaxsok.serving import errors
 from jaxsok.serving.http import wire
 from jaxsok.serving.http.batching import ClosedError, QueueFullError
 
 _log = logging.getLogger(__name__)
 
 _STATUSES: dict[type, tuple[int, str]] = {  # the first that fits
-    UnknownModelError: (404, "unknown_model"),
-    UnknownTableError: (404, "unknown_table"),
-    RequestTooLargeError: (413, "too_large"),
-    ServingError: (400, "bad_request"),
+    errors.UnknownModelError: (404, "unknown_model"),
+    errors.UnknownTableError: (404, "unknown_table"),
+    errors.RequestTooLargeError: (413, "too_large"),
+    errors.ServingError: (400, "bad_request"),
 }
 CLOSE: Mapping[str, str] = {"Connection": "close"}  # for a response before the request was read
 
@@ -45,8 +36,7 @@ class Busy(Refusal):
         super().__init__(503, "busy", f"{why}; ask again later.", {"Retry-After": "1", **(headers or {})})
 
 
-def refused(refusal: Refusal) -> Response:
-    """Makes the response of a refusal."""
+def make_response(refusal: Refusal) -> Response:
     error = {"code": refusal.code, "message": str(refusal)}
     return JSONResponse({"error": error}, refusal.status, refusal.headers)
 
@@ -55,7 +45,7 @@ def refusal_of(error: Exception, op: str) -> Refusal:
     """Makes the refusal of an error: a client's own error with its reason, an internal one without."""
     if isinstance(error, Refusal):
         return error
-    if isinstance(error, DatabaseError):
+    if isinstance(error, errors.DatabaseError):
         _log.error("%s: %s", op, error)
         return Refusal(503, "database", f"{op}: a database does not answer; ask again later.", {"Retry-After": "1"})
     for kind, (status, code) in _STATUSES.items():
@@ -70,26 +60,26 @@ def refusal_of(error: Exception, op: str) -> Refusal:
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """The response where no route matches."""
+    """Answers where no route matches."""
     status = getattr(error, "status_code", 500)
     code, message = {
         404: ("not_found", "there is nothing at this path."),
         405: ("method_not_allowed", f"this path does not take {request.method[:20]}."),
     }.get(status, ("refused", "the request was refused."))
-    return refused(Refusal(status, code, message, getattr(error, "headers", None)))
+    return make_response(Refusal(status, code, message, getattr(error, "headers", None)))
 
 
 def formats(request: Request, op: str) -> tuple[str, str]:
-    """The formats of the body and of the response; raises a Refusal of 415 or 406."""
-    content_type = request.headers.get("content-type")
+    """Chooses the formats of the body and of the response; raises a Refusal of 415 or 406."""
+    content_type, refused_type = request.headers.get("content-type"), (415, "unsupported_media_type")
     given = wire.media_type_of(content_type)
     if given is None:
-        message = f"{op}: got Content-Type {wire.brief(content_type)}, wanted {' or '.join(wire.MEDIA_TYPES.values())}."
-        raise Refusal(415, "unsupported_media_type", message)
+        wanted = " or ".join(wire.MEDIA_TYPES.values())
+        raise Refusal(*refused_type, f"{op}: got Content-Type {wire.brief(content_type)}, wanted {wanted}.")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        raise Refusal(415, "unsupported_media_type", f"{op}: got Content-Encoding {wire.brief(encoding)}, wanted none.")
-    wanted = wire.accepted(",".join(request.headers.getlist("accept")), given)
+        raise Refusal(*refused_type, f"{op}: got Content-Encoding {wire.brief(encoding)}, wanted none.")
+    wanted = wire.choose_format(",".join(request.headers.getlist("accept")), given)
     if wanted is None:
         message = f"{op}: Accept allows neither {' nor '.join(wire.MEDIA_TYPES.values())}."
         raise Refusal(406, "not_acceptable", message)

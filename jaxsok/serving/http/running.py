@@ -14,13 +14,13 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxsok.serving.http.responses import CLOSE, Refusal, refused
+from jaxsok.serving.http.responses import CLOSE, Refusal, make_response
 from jaxsok.serving.http.server import ABORT, DISCARD_S, App
 
 MAX_HEAD_BYTES = 1 << 16  # a request's first line and headers
+# Unsent bytes of a connection in the kernel. Its buffer would grow to megabytes, and it reports room when a third is
+# free; with less the server sees early what a client reads.
 _UNSENT_BYTES = 1 << 17
-"""Unsent bytes of a connection that the kernel may hold, so that the server sees early what a client reads: the buffer
-would grow to megabytes, and the kernel reports room when a third of it is free."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -89,7 +89,7 @@ class _Protocol(H11Protocol):
         if self.conn.is_head_long:
             message = f"the head of a request: got more than {MAX_HEAD_BYTES} bytes, at most so many are taken."
             refusal = Refusal(431, "head_too_large", message, CLOSE)
-        response = refused(refusal)
+        response = make_response(refusal)
         status, headers = response.status_code, [*self.server_state.default_headers, *response.raw_headers]
         events = h11.Response(status_code=status, headers=headers), h11.Data(data=response.body), h11.EndOfMessage()
         self.transport.write(b"".join(self.conn.send(event) for event in events))
@@ -101,8 +101,7 @@ class Server(uvicorn.Server):
     """A server that is not ready before it stops, and whose signals end `run`, not the process.
 
     `run` answers until SIGTERM, SIGINT or `stop`; then it finishes what it took and closes the session. `where` comes
-    from `bind`. `access_log` writes a line for each request to the logger "uvicorn.access"; `on_ready` is called when
-    connections are accepted.
+    from `bind`. `access_log` writes to the logger "uvicorn.access"; `on_ready` is called when connections are accepted.
     """
 
     def __init__(
@@ -143,7 +142,6 @@ class Server(uvicorn.Server):
         await self.app.asgi(scope, receive, send_and_close if scope["type"] == "http" else send)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves, and returns when all is closed."""
         super().run(sockets or [self._where])
 
     def stop(self) -> None:
@@ -156,7 +154,6 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts connections, then calls `on_ready`."""
         await super().startup(sockets)
         if self._on_ready is not None:
             self._on_ready(self)
@@ -164,8 +161,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stops being ready, drains, refuses connections, lets idle ones ask once more, then closes.
 
-        A kept connection that is closed loses the request that its client is sending. So each stays until a response
-        has said that it closes, or until it has been idle for `keep_alive_s`.
+        A kept connection that is closed loses the request under way. So each stays until a response has said that it
+        closes, or until it has been idle for `keep_alive_s`.
         """
         self.app.stop_taking()
         options, loop = self.app.options, asyncio.get_running_loop()

@@ -1,8 +1,7 @@
 """The HTTP application over a session: lookups, predictions, models, health, metrics. docs/server.md has the formats.
 
-No client is trusted: sizes are bounded while they are read, every input is checked before it joins a batch, and
-nothing that a client sends names a file. The event loop reads, checks and answers small bodies; calls of the session,
-and large bodies, run in threads.
+No client is trusted: sizes are bounded while bodies are read, every input is checked before it joins a batch, and no
+input names a file. The event loop handles small bodies; calls of the session, and large bodies, run in threads.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ from jaxsok.serving.http import wire
 from jaxsok.serving.http.batching import Batcher, ClosedError
 from jaxsok.serving.http.calls import Lookups, ParsedRequest, Predictions, limits_of
 from jaxsok.serving.http.metrics import Metrics
-from jaxsok.serving.http.responses import CLOSE, Busy, Refusal, formats, http_error, refusal_of, refused
+from jaxsok.serving.http.responses import CLOSE, Busy, Refusal, formats, http_error, make_response, refusal_of
 from jaxsok.serving.http.watch import Watcher
 
 _log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ DISCARD_S = 2.0  # how long the rest of a refused body is read, so that the clie
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
-    """What a server takes at most, and how long it waits."""
+    """The limits of a server: sizes, counts and times."""
 
     max_delay_ms: float = 2.0  # a request waits so long for others to share its call
     max_body_bytes: int = 16 << 20  # in one request; less where its model cannot need so many (`wire.body_bytes`)
@@ -57,10 +56,8 @@ class ServerOptions:
     body_timeout_s: float = 15.0  # for the body to arrive
     timeout_s: float = 30.0  # for an answer, from the last byte of the body on
     send_timeout_s: float = 30.0  # for a client's system to take 64 KiB of its response; then its connection is cut off
-    min_send_rate: float = 1 << 18
-    """Bytes a second at which a client must take its response after `send_timeout_s`; else it is cut off."""
-    keep_alive_s: float = 5.0
-    """A connection without a request is closed after so long; while the server stops, no earlier."""
+    min_send_rate: float = 1 << 18  # bytes a second of a response after `send_timeout_s`, or the client is cut off
+    keep_alive_s: float = 5.0  # after which a connection without a request is closed; while the server stops, too
     num_workers: int = 2  # calls of the session at the same time, by model and endpoint
     drain_s: float = 0.0  # after a signal: still takes requests, while /readyz says that it will not
     shutdown_s: float = 30.0  # after that: answers kept connections, and finishes what it took; then cuts off
@@ -74,9 +71,9 @@ class ServerOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "ServerOptions":
-        """The options of the command line; those that are None or missing have their defaults."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in given.items() if name in names and value is not None})
+        """Takes the options of the command line; those that are None or missing have their defaults."""
+        names = [field.name for field in dataclasses.fields(cls) if given.get(field.name) is not None]
+        return cls(**{name: given[name] for name in names})
 
 
 class _Request(Request):
@@ -86,7 +83,7 @@ class _Request(Request):
 
 
 class _Endpoint:
-    """What a route calls: an ASGI application that sends its response itself, and counts the request until then."""
+    """An ASGI application for a route, which sends its response itself and counts the request until then."""
 
     def __init__(self, app: "App", name: str, answer: "Answer") -> None:
         self._app, self._name, self._answer = app, name, answer
@@ -108,11 +105,10 @@ Answer: TypeAlias = Callable[[_Request], Awaitable[Response]]
 
 
 class App:
-    """The ASGI application over one session, with its batchers, threads and counters.
+    """The ASGI application (`asgi`) over one session, with its batchers, threads and counters.
 
-    `App(session).asgi` runs under any ASGI server, `running.Server` under uvicorn. Work begins with the application's
-    lifespan, whose end closes the session. `watch` is a folder of exports and deltas (watch.py): those in it are
-    applied before the first request, later ones as they come. FileNotFoundError: there is no such folder.
+    Work begins with the application's lifespan, whose end closes the session. `watch` is a folder of exports and deltas
+    (watch.py): those in it are applied before the first request, later ones as they come.
     """
 
     def __init__(
@@ -130,36 +126,29 @@ class App:
             count = lambda model, result: self.metrics.watched.labels(model, result).inc()  # noqa: E731
             self._watcher = Watcher(session, watch, interval_s=watch_interval_s, observe=count)
         self.is_stopping = False
-        self.is_closed = False
-        """Whether nothing of the session runs any more."""
-        self.num_running = 0
-        """Calls of the session that have not ended, also those whose clients have gone."""
+        self.is_closed = False  # then nothing of the session runs any more
+        self.num_running = 0  # calls of the session that have not ended, also those whose clients have gone
         self.num_taken, self.held_bytes = 0, 0
         self._batchers: dict[tuple[str, str], Batcher[ParsedRequest, Any]] = {}
         self._lock = threading.Lock()  # guards num_running
         self._pools: list[concurrent.futures.ThreadPoolExecutor] = []
         self._bodies: concurrent.futures.ThreadPoolExecutor | None = None
         self._kinds = tuple(kind(session, self.options.max_keys) for kind in (Lookups, Predictions))
-        asks = [("POST", f"/{{model}}/{kind.op}", kind.op, functools.partial(self._ask, kind)) for kind in self._kinds]
-        pages = [("GET", "", "models", self._models), ("GET", "/{model}", "model", self._model_page)]
-        self.asgi = Starlette(
-            routes=[
-                Route("/healthz", self._healthz),
-                Route("/readyz", self._readyz),
-                Route("/metrics", self._metrics),
-                *(
-                    Route(f"/v1/models{path}", _Endpoint(self, name, answer), methods=[method])
-                    for method, path, name, answer in (*pages, *asks)
-                ),
-            ],
-            exception_handlers={HTTPException: http_error},
-            lifespan=self._lifespan,
-        )
+        pages = {"/readyz": self._readyz, "/metrics": self._metrics}
+        pages["/healthz"] = lambda _: JSONResponse({"status": "ok"})
+        asked = [("GET", "", "models", self._models), ("GET", "/{model}", "model", self._model_page)]
+        asked += [
+            ("POST", f"/{{model}}/{kind.op}", kind.op, functools.partial(self._ask, kind)) for kind in self._kinds
+        ]
+        routes = [Route(path, page) for path, page in pages.items()]
+        for method, path, name, answer in asked:
+            routes.append(Route(f"/v1/models{path}", _Endpoint(self, name, answer), methods=[method]))
+        handlers = {HTTPException: http_error}
+        self.asgi = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
         self.asgi.router.redirect_slashes = False
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken."""
         return self._bodies is not None and not self.is_stopping
 
     @contextlib.asynccontextmanager
@@ -178,7 +167,6 @@ class App:
             await self._end()
 
     def stop_taking(self) -> None:
-        """Makes readiness false from now on."""
         self.is_stopping = True
         self.metrics.is_ready.set(0)
 
@@ -206,13 +194,13 @@ class App:
             response = await answer(request)
             _check_held(self.held_bytes - request.num_bytes, len(response.body), self.options, name)
         except ClientDisconnect:
-            response = refused(Refusal(499, "client_closed", "the client left"))
+            response = make_response(Refusal(499, "client_closed", "the client left"))
         except asyncio.CancelledError:
             if not self.is_stopping:
                 raise
-            response = refused(refusal_of(ClosedError(), name))
+            response = make_response(refusal_of(ClosedError(), name))
         except Exception as error:
-            response = refused(refusal_of(error, name))
+            response = make_response(refusal_of(error, name))
         self.metrics.requests.labels(*labels, str(response.status_code)).inc()
         self.metrics.latency.labels(*labels).observe(time.perf_counter() - begin)
         self.metrics.received.labels(*labels).inc(request.num_bytes)
@@ -268,18 +256,16 @@ class App:
         num_bytes = sum(wire.extent(array.shape) * array.itemsize for array in arrays.values())
         _check_response(num_values, num_bytes, wanted, options, kind.op)
         about = {"model": model.name, "version": version}
+        work = functools.partial(wire.tensors_body, arrays, {**about, "version": str(version)})
         if wanted == "json":
-            made = await self._off_loop(num_bytes, wire.json_body, kind.field, arrays, about)
-        else:
-            made = await self._off_loop(num_bytes, wire.tensors_body, arrays, {**about, "version": str(version)})
-        return Response(made, media_type=wire.MEDIA_TYPES[wanted])
+            work = functools.partial(wire.json_body, kind.field, arrays, about)
+        return Response(await self._off_loop(num_bytes, work), media_type=wire.MEDIA_TYPES[wanted])
 
     def _model(self, request: Request, op: str) -> Any:
-        name = request.path_params["model"]
-        model = self.session.models.get(name)
-        if model is None:
-            raise UnknownModelError.of(op, name[:80], self.session.models)
-        return model
+        name, models = request.path_params["model"], self.session.models
+        if name not in models:
+            raise UnknownModelError.of(op, name[:80], models)
+        return models[name]
 
     def _most_bytes(self, kind: Lookups | Predictions, model: Any, given: str) -> int:
         return min(self.options.max_body_bytes, wire.body_bytes(given, *kind.most_values(model)))
@@ -304,9 +290,8 @@ class App:
                     if is_long or is_much:
                         parts.clear()
                         await _discard(request, options)
-                    if is_long:
-                        raise Refusal(413, "too_large", _too_large("more", most), CLOSE)
-                    if is_much:
+                        if is_long:
+                            raise Refusal(413, "too_large", _too_large("more", most), CLOSE)
                         raise Busy(f"requests hold {options.max_held_bytes} bytes, the most that are held", CLOSE)
         except TimeoutError:
             message = f"body: it did not arrive within {options.body_timeout_s:g} s."
@@ -392,11 +377,10 @@ class App:
         }
         return JSONResponse(page)
 
-    async def _healthz(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
     async def _readyz(self, request: Request) -> Response:
-        return JSONResponse({"status": "ready"}) if self.is_ready else refused(refusal_of(ClosedError(), "readyz"))
+        return (
+            JSONResponse({"status": "ready"}) if self.is_ready else make_response(refusal_of(ClosedError(), "readyz"))
+        )
 
     async def _metrics(self, request: Request) -> Response:
         return Response(await asyncio.to_thread(self.metrics.text), headers={"Content-Type": self.metrics.content_type})
@@ -435,7 +419,7 @@ def _check_held(held_bytes: int, num_bytes: int, options: ServerOptions, op: str
 
 
 def send_limit_s(num_bytes: int, options: ServerOptions) -> float:
-    """Seconds for sending all of a response: a client that reads piece by piece would hold its bytes for hours."""
+    """Limits the time to send all of a response: a client that reads piece by piece would hold its bytes for hours."""
     return options.send_timeout_s + num_bytes / options.min_send_rate
 
 

@@ -1,7 +1,4 @@
-"""Applies new exports and deltas from a folder of the operator, in order, while the server answers.
-
-Folders are ordered by name; digits count as numbers, so `delta-9` stands before `delta-10`.
-"""
+"""Applies new exports and deltas from a folder, in order of their names (`delta-9` before `delta-10`)."""
 
 import logging
 import os
@@ -28,10 +25,9 @@ class _Found(NamedTuple):
 
 
 class Watcher:
-    """Looks into a folder again and again, in a thread of its own that `start` starts; docs/server.md has its form.
+    """A thread that looks into a folder again and again; docs/server.md has its form.
 
-    `observe` is called with the model and "applied", "skipped" or "refused" for each folder. FileNotFoundError: there
-    is no such folder.
+    `observe` is called with the model and "applied", "skipped" or "refused" for each folder.
     """
 
     def __init__(
@@ -52,7 +48,6 @@ class Watcher:
         self._thread = threading.Thread(target=self._watch, name="jaxsok-watch", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 30.0) -> bool:
@@ -78,7 +73,7 @@ class Watcher:
         num_applied = 0
         for model in self._session.models:
             try:
-                pending = self._found(model)
+                pending = self._find(model)
             except OSError as error:
                 self._refuse(model, self.folder, error)
                 continue
@@ -89,7 +84,7 @@ class Watcher:
             num_applied += sum(self._apply(pending, i) for i in deltas if pending[i].kind == "delta")
         return num_applied
 
-    def _found(self, model: str) -> list[_Found]:
+    def _find(self, model: str) -> list[_Found]:
         folder = self.folder / model
         if not folder.is_dir() or _kind_of(folder) is not None:
             if len(self._session.models) > 1:
@@ -104,12 +99,11 @@ class Watcher:
             except OSError as error:
                 self._refuse(model, path, error)
                 continue
-            if kind is None:
-                continue
-            made.append(_Found(model, path, kind))
-            if model in self._last and _order(path) < self._last[model]:
+            if kind is not None and model in self._last and _order(path) < self._last[model]:
                 _log.warning("watch: %s stands before what model %s has; it is skipped", path, model)
-                self._skip(made.pop())
+                self._skip(_Found(model, path, kind))
+            elif kind is not None:
+                made.append(_Found(model, path, kind))
         return made
 
     def _apply(self, pending: Sequence[_Found], number: int) -> bool:
@@ -148,7 +142,6 @@ class Watcher:
 
 
 def require_folder(folder: str | os.PathLike[str]) -> None:
-    """Raises FileNotFoundError if there is no such folder."""
     if not pathlib.Path(folder).is_dir():
         raise FileNotFoundError(f'serve: --watch: got "{folder}", wanted a folder that exists.')
 
@@ -158,7 +151,7 @@ def _order(path: pathlib.Path) -> _Order:
 
 
 def _kind_of(path: pathlib.Path) -> Literal["full", "delta"] | None:
-    """The kind of an export; None: it is no export, or is not complete yet."""
+    """Finds the kind of an export; None: it is no export, or is not complete yet."""
     if not path.is_dir():
         return None
     path = path / "tables" if (path / "tables").is_dir() else path

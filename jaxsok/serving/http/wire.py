@@ -28,7 +28,7 @@ MEDIA_TYPES = {"json": JSON, "tensors": TENSORS}
 MAX_HEADER_BYTES = 1 << 20
 VALUE_BYTES = {"json": 64, "tensors": 8}
 """Bytes of a body for each number: JSON has up to 20 digits in quotes, with brackets, spaces and line ends."""
-REST_BYTES = 1 << 16  # of a body beside numbers and names
+REST_BYTES = 1 << 16  # of a body without its numbers and names
 MAX_NDIM = 8
 PIECE_VALUES = 1 << 14  # numbers of a JSON response that are written in one go: some 10 ms
 _MAX_AXIS = 2**31 - 1
@@ -43,7 +43,7 @@ _NONFINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
 def extent(shape: Iterable[int]) -> int:
-    """The cost of an array as lists: its numbers, where an axis of size 0 counts as 1, since its outer lists remain."""
+    """Counts the numbers of an array as lists; an axis of size 0 counts as 1, since its outer lists remain."""
     return math.prod(size or 1 for size in shape)
 
 
@@ -97,15 +97,15 @@ def _check_fields(value: Mapping[str, Any], wanted: Sequence[str], got: str) -> 
 
 
 def body_bytes(given: str, num_values: int, names: Sequence[str]) -> int:
-    """The most bytes that a body of so many numbers, in arrays of these names, can need."""
+    """Bounds the bytes that a body of so many numbers, in arrays of these names, can need."""
     return REST_BYTES + VALUE_BYTES[given] * num_values + sum(256 + 12 * len(name) for name in names)
 
 
 def check_json(body: bytes, num_values: int, names: Sequence[str], what: str) -> None:
     """Refuses bodies that would become many more objects than a request can need, before they are parsed.
 
-    Python makes up to 70 bytes of a byte of JSON. Commas, brackets and colons bound its lists, objects and numbers; up
-    to twice as many as are needed pass, so that bodies only a little too large get a message of their own.
+    Python makes up to 70 bytes of a byte of JSON. Commas, brackets and colons bound its objects; twice as many as are
+    needed pass, so that bodies only a little too large get a message of their own.
     """
     inside = "".join(names)
     for sign, most in ((",", 2 * num_values), ("[", 2 * num_values), (":", 2 * len(names))):
@@ -261,16 +261,8 @@ def tensors_body(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) 
     return b"".join([len(text).to_bytes(8, "little"), text, *data])
 
 
-# Arrays of either format -----------------------------------------------------------------------------------------
-
-
 def read_keys(value: Any, what: str) -> np.ndarray:
-    """Reads keys, uint64, of a tensor of integers, or of JSON lists of one shape: integers, or strings of their digits.
-
-    Example:
-      >>> read_keys([[1, -1], ["18446744073709551614", 9]], "lookup").tolist()
-      [[1, 18446744073709551615], [18446744073709551614, 9]]
-    """
+    """Reads keys, uint64, of a tensor of integers, or of JSON lists of integers, or of strings of their digits."""
     if isinstance(value, np.ndarray):
         _check_tensor(value, np.dtype(np.uint64), what)
         return value.astype(np.uint64 if value.dtype.kind == "u" else np.int64).view(np.uint64)
@@ -296,10 +288,9 @@ def read_numbers(value: Any, dtype: Any, what: str) -> np.ndarray:
     array = _check_tensor(value, dtype, what) if isinstance(value, np.ndarray) else _array_of(value, dtype, what)
     with np.errstate(over="ignore", invalid="ignore"):
         made = array.astype(dtype)
-        if dtype.kind in "biu":
-            is_lost = (made != array) | ((made < 0) != (array < 0))
-        else:
-            is_lost = np.isfinite(array) & ~np.isfinite(made.astype(np.float64))
+    is_lost = (made != array) | ((made < 0) != (array < 0))
+    if dtype.kind == "f":
+        is_lost = np.isfinite(array) & ~np.isfinite(made.astype(np.float64))
     if is_lost.any():
         raise RequestError(f"{what}: got a number that does not fit {dtype.name}.")
     return made
@@ -348,7 +339,7 @@ def read_bags(parts: Mapping[str, Any], is_weighted: bool, what: str) -> Bags:
 
 
 def media_type_of(content_type: str | None) -> Literal["json", "tensors"] | None:
-    """Which format a Content-Type names; None: neither."""
+    """Finds the format that a Content-Type names; None: neither."""
     header = email.message.Message()
     header["Content-Type"] = content_type or ""
     if header.get_content_charset("utf-8") not in ("utf-8", "utf8"):
@@ -356,13 +347,8 @@ def media_type_of(content_type: str | None) -> Literal["json", "tensors"] | None
     return {JSON: "json", TENSORS: "tensors"}.get(header.get_content_type())  # pyright: ignore[reportReturnType]
 
 
-def accepted(accept: str | None, default: Literal["json", "tensors"]) -> Literal["json", "tensors"] | None:
-    """Which format an Accept header asks for; `default` where it leaves the choice; None: neither of the two.
-
-    Example:
-      >>> accepted("*/*", "tensors"), accepted("text/html, application/json;q=0.5", "tensors"), accepted("a/b", "json")
-      ('tensors', 'json', None)
-    """
+def choose_format(accept: str | None, default: Literal["json", "tensors"]) -> Literal["json", "tensors"] | None:
+    """Finds the format that an Accept header asks for; `default` where it leaves the choice; None: neither."""
     if accept is None or not accept.strip():
         return default
     asked: dict[str, float] = {}

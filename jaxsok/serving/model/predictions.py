@@ -49,7 +49,7 @@ class PredictRequest:
         return Prediction(tuple(self.served.inputs.items()), self.served.sizes(self.leaves))
 
     def keys(self) -> dict[str, np.ndarray]:
-        """The known keys that are read of each table, without padding."""
+        """Reads the known keys of each table, without padding."""
         return {
             table: np.concatenate([keys_in(self.leaves[name])[self._read_part(name)] for name in names])
             for table, names in lookups_of(self.served)
@@ -71,7 +71,7 @@ class PredictRequest:
 
 
 def first_predictions(served: artifact.ServedModel | None, levels: Sequence[int]) -> list[Prediction]:
-    """The programs of a dense model to compile before a request needs them, for so many samples each."""
+    """Lists the programs of a dense model to compile before a request needs them, for so many samples each."""
     if served is None or not served.is_per_sample:  # other models are compiled for each size
         return []
     inputs = tuple(served.inputs.items())
@@ -100,17 +100,15 @@ def load_dense_model(
 
 
 def lookups_of(served: artifact.ServedModel) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Tables, and the inputs that they are looked up by; without tables whose keys the model computes."""
+    """Lists the tables, and the inputs that they are looked up by; without tables whose keys the model computes."""
     return tuple((table, names) for table, names in served.lookups.items() if names)
 
 
 def words_in(leaves: Any) -> Any:
-    """The keys of an input of a program, as words."""
     return leaves[0] if isinstance(leaves, tuple) else leaves
 
 
 def keys_in(leaves: Any) -> np.ndarray:
-    """The keys of an input of a program, uint64."""
     return keys_lib.from_words(words_in(leaves)).reshape(-1)
 
 
@@ -118,26 +116,22 @@ def keys_in(leaves: Any) -> np.ndarray:
 def count_found(
     tables: FrozenTables, leaves: Mapping[str, Any], lookups: tuple[tuple[str, tuple[str, ...]], ...]
 ) -> jaxtyping.Int32[Array, "num_lookups 2"]:
-    """Counts, for each lookup, the keys of a prediction's inputs that are there and those that are not.
-
-    The exported program gives outputs alone, so this searches for the keys once more, on its device.
-    """
+    """Counts, by lookup, the keys of a prediction's inputs that are there and that are not."""
     counts = []
     for table, names in lookups:
-        words = jnp.concatenate([_read_words(leaves[name]) for name in names])
+        parts = []
+        for name in names:
+            words, *ends = leaves[name] if isinstance(leaves[name], tuple) else (leaves[name],)
+            words = jnp.reshape(words, (-1, 2))
+            if ends:  # keys outside of all bags become padding
+                place, offsets = jnp.arange(words.shape[0], dtype=jnp.int32), ends[0]
+                is_inside = (place >= offsets[0]) & (place < offsets[-1])
+                words = jnp.where(is_inside[:, None], words, np.uint32(0xFFFFFFFF))
+            parts.append(words)
+        words = jnp.concatenate(parts)
         s, number = tables.spec.places[table]
         store, ids = tables.stores[s], jnp.full(words.shape[0], np.uint32(number))
         is_there = table_kernels.find(store.index, store.counters, words, ids) != np.uint32(NO_ROW)
         is_real = (words != np.uint32(0xFFFFFFFF)).any(axis=1)
         counts.append([jnp.sum(is_there, dtype=jnp.int32), jnp.sum(is_real & ~is_there, dtype=jnp.int32)])
     return jnp.array(counts, jnp.int32).reshape(-1, 2)
-
-
-def _read_words(leaves: Any) -> Any:
-    """The keys of an input that are read, as words: those outside of all bags become padding."""
-    if not isinstance(leaves, tuple):
-        return jnp.reshape(leaves, (-1, 2))
-    words, offsets, *_ = leaves
-    place = jnp.arange(words.shape[0], dtype=jnp.int32)
-    is_inside = (place >= offsets[0]) & (place < offsets[-1])
-    return jnp.where(is_inside[:, None], words, np.uint32(0xFFFFFFFF))

@@ -1,4 +1,4 @@
-"""Where the rows of a model are read: all on a device, or some in its cache over host memory."""
+"""The readers of a model's rows: all on a device, or some in its cache over host memory."""
 
 import dataclasses
 import functools
@@ -35,18 +35,14 @@ from jaxsok.serving.ready import Ready
 from jaxsok.types import COUNTS, PADDING_KEY
 
 LEAST_SAMPLES = 16  # requests are padded to as many samples, or twice as many, up to `max_batch_size`
-
+# Sets of tables with programs of their own. Another request looks up all tables of its model, or, where that makes too
+# many rows, each of its own by itself.
 MOST_SETS = 16
-"""Sets of tables with programs of their own. Another request looks up all tables of its model, or, where that makes too
-many rows, each of its own by itself.
-"""
-
 MOST_EXTRA_BYTES = 64 << 20  # rows that a program may make beyond those of the request, in bytes
 
 Lookup: TypeAlias = tuple[tuple[str, int], ...]  # a program of lookups: tables, and to how many keys each is padded
 Program: TypeAlias = Lookup | Prediction
-Counts: TypeAlias = dict[str, tuple[int, ...]]
-"""Keys by table, and of them hits, missing, padding. A cache counts hits and missing itself: 0 here."""
+Counts: TypeAlias = dict[str, tuple[int, ...]]  # keys by table, and of them hits, missing (0: a cache counts), padding
 Found: TypeAlias = tuple[dict[str, np.ndarray], int, Counts]  # values by name, their version, and what was read
 ReadInputs: TypeAlias = Callable[[artifact.ServedModel | None], PredictRequest]  # checks inputs for a dense model
 
@@ -68,9 +64,9 @@ class RowReader(Protocol):
     def first_programs(self, served: artifact.ServedModel | None) -> list[Program]: ...  # compiled before requests come
     def start(self, *, warm_up: bool) -> None: ...  # before the first request
     def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None: ...  # keys that changed or went
-    def refresh(self) -> None: ...  # reads cached rows anew
+    def refresh(self) -> None: ...  # reads cached rows again
     def add_stats(self, stats: dict[str, Any]) -> None: ...
-    def stop(self) -> None: ...  # begins nothing more beside requests
+    def stop(self) -> None: ...  # begins nothing more in the background
     def close(self, until: float | None) -> bool: ...  # waits until a time of `time.monotonic`; whether all has ended
 
 
@@ -79,11 +75,10 @@ class _Sizes:
 
     def __init__(self, config: ModelConfig, names: Sequence[str]) -> None:
         num_doubled = max(0, math.ceil(math.log2(config.max_batch_size / LEAST_SAMPLES)))
+        # The numbers of samples that programs are made for, and the tables of each call for a request of all tables.
         self.levels = *(LEAST_SAMPLES << step for step in range(num_doubled)), config.max_batch_size
-        """The numbers of samples that programs are made for: powers of two, and the most there may be."""
-        self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
         self.sets = [tuple(names)] if config.is_fused else [(name,) for name in names]
-        """The tables of each call for a request of all tables."""
+        self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
 
     def lookup(self, names: Sequence[str], level: int) -> Lookup:
         return tuple((name, level * self.per_sample[name]) for name in names)
@@ -92,7 +87,7 @@ class _Sizes:
         return [self.lookup(names, level) for level in self.levels for names in self.sets]
 
     def padding(self) -> Iterator[dict[str, np.ndarray]]:
-        """Requests of padding in all tables, one of each level."""
+        """Yields a request of padding in all tables for each level."""
         for level in self.levels:
             yield {name: np.full(level * n, np.uint64(PADDING_KEY)) for name, n in self.per_sample.items()}
 
@@ -138,12 +133,12 @@ class DeviceRows:
             if name in rows
         }
         total = np.sum([np.asarray(counts)[:, _HITS_AND_MISSING] for _, counts in calls], axis=0)
-        return values, version.number, _counted(num_keys, dict(zip(self._names, total.tolist(), strict=True)))
+        return values, version.number, _count_keys(num_keys, dict(zip(self._names, total.tolist(), strict=True)))
 
     def _programs(self, place: Any, num_keys: Mapping[str, int]) -> list[Lookup]:
-        """Compiled programs that look up so many keys of some tables: one, or one for each table if they are not fused.
+        """Finds compiled programs for so many keys of some tables: one, or one for each table if they are not fused.
 
-        If only the program for all tables is compiled, it answers, and that for these tables is compiled beside.
+        If only the program for all tables is compiled, it answers, and that for these tables is compiled in a thread.
         `MOST_SETS` sets of tables get one. No program makes `MOST_EXTRA_BYTES` of rows beyond the request's.
         """
         names = tuple(name for name in self._names if name in num_keys)
@@ -182,7 +177,7 @@ class DeviceRows:
             self.ready.make(place, request.program)  # not while an update may wait for it, and others for the update
         values, num_keys = request.cut(out), {table: keys.size for table, keys in request.keys().items()}
         by_name = dict(zip(num_keys, np.asarray(counts).tolist(), strict=True))
-        return values, version.number, _counted(num_keys, by_name)
+        return values, version.number, _count_keys(num_keys, by_name)
 
     def place_of(self, version: Version) -> Any:
         return version.form, version.served
@@ -230,10 +225,7 @@ class DeviceRows:
 
 
 class CachedRows:
-    """Reads rows through a cache on the device; all of them lie in host memory, or in databases.
-
-    Without `gpucache` rows of databases are read through a cache that keeps none.
-    """
+    """Reads rows of host memory or of databases through a cache on the device, which without `gpucache` keeps none."""
 
     def __init__(self, config: ModelConfig, versions: Versions | StoredVersions, device: Any) -> None:
         self._config, self._versions = config, versions
@@ -269,12 +261,9 @@ class CachedRows:
         while True:
             request = read(served)
             self.ready.need((None, request.served), request.program)
-            found = self.cache.lookup_tables(
-                {
-                    table: np.concatenate([keys_in(request.leaves[name]) for name in names])
-                    for table, names in lookups_of(request.served)
-                }
-            )
+            lookups, leaves = lookups_of(request.served), request.leaves
+            keys = {table: np.concatenate([keys_in(leaves[name]) for name in names]) for table, names in lookups}
+            found = self.cache.lookup_tables(keys)
             served = found.source.served
             if served is request.served:
                 values = request.cut(served.run(found.tables, request.leaves))
@@ -362,7 +351,7 @@ def _rows_of(version: Version) -> backing.RowSource:
     return backing.HostRows(version.tables, version.maps, version=version.number, served=version.served)
 
 
-def _counted(num_keys: Mapping[str, int], found: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+def _count_keys(num_keys: Mapping[str, int], found: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """Counts keys by table: those that are there and those that are missing; the rest is padding."""
     return {name: (n, *found[name], n - sum(found[name])) for name, n in num_keys.items()}
 
@@ -385,5 +374,4 @@ def look_up_words(
 
 
 def rest_s(until: float | None) -> float | None:
-    """Seconds until a time of `time.monotonic`."""
     return None if until is None else max(0.0, until - time.monotonic())

@@ -12,18 +12,11 @@ from typing import Any
 import numpy as np
 
 from jaxsok import keys as keys_lib
-from jaxsok.serving import artifact, folders
+from jaxsok.serving import artifact, errors, folders
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving.config import Config, ModelConfig, TableConfig
 from jaxsok.serving.config import read as read_config
 from jaxsok.serving.databases import Connected
-from jaxsok.serving.errors import (
-    RequestError,
-    RequestTooLargeError,
-    UnknownModelError,
-    UnknownTableError,
-    refusals,
-)
 from jaxsok.serving.frozen import FrozenTable, frozen_bytes
 from jaxsok.serving.model import versions
 from jaxsok.serving.model.predictions import Prediction, PredictRequest, keys_in, load_dense_model
@@ -65,8 +58,7 @@ class Model:
 class Served:
     """One model of a session: checks and counts requests, answers each from one version, and makes the next one.
 
-    Many threads call it at the same time. `reader` reads the rows, which lie, or are cached, on `device`. It is started
-    here, and belongs to this object.
+    Many threads call it. It starts and owns `reader`, which reads the rows that lie, or are cached, on `device`.
     """
 
     def __init__(
@@ -102,8 +94,6 @@ class Served:
             version=version.number,
         )
 
-    # Requests --------------------------------------------------------------------------------------------------------
-
     def lookup(self, keys: Mapping[str, Any]) -> Answer:
         arrays = self._read_keys(keys)
         return self._answer("lookups", lambda: self.reader.lookup(arrays))
@@ -120,15 +110,15 @@ class Served:
     def _read_keys(self, keys: Any) -> dict[str, np.ndarray]:
         op = "lookup"
         if not isinstance(keys, Mapping):
-            raise RequestError(f"{op}: keys: got {type(keys).__name__}, wanted a mapping from tables to keys.")
+            raise errors.RequestError(f"{op}: keys: got {type(keys).__name__}, wanted a mapping from tables to keys.")
         if not keys:
-            raise RequestError(f"{op}: keys: got no tables, wanted at least one of {sorted(self.names)}.")
+            raise errors.RequestError(f"{op}: keys: got no tables, wanted at least one of {sorted(self.names)}.")
         arrays = {}
         for name, given in keys.items():
             if not isinstance(name, str) or name not in self.names:
-                raise UnknownTableError.of(op, name, self.names, f'model "{self.config.model}"')
+                raise errors.UnknownTableError.of(op, name, self.names, f'model "{self.config.model}"')
             what = f'{op}: table "{name}"'
-            with refusals():
+            with errors.refusals():
                 arrays[name] = keys_lib.from_words(keys_lib.words_of(given, "int64", what))
             self._check_number(what, name, arrays[name].size)
             check_bits(what, arrays[name], self.versions.key_bits)
@@ -137,18 +127,18 @@ class Served:
     def _read_inputs(self, inputs: Any, served: artifact.ServedModel | None) -> PredictRequest:
         op = "predict"
         if served is None:
-            raise UnknownModelError(
+            raise errors.UnknownModelError(
                 f'{op}: model: got "{self.config.model}", which has no dense_file, wanted one that has; lookup reads '
                 "its tables."
             )
         leaves, num_samples = served.read(inputs)
         if num_samples > self.config.max_batch_size:
-            raise RequestTooLargeError(
+            raise errors.RequestTooLargeError(
                 f"{op}: inputs: got {num_samples} samples, wanted at most {self.config.max_batch_size}, the "
                 "max_batch_size."
             )
         if num_samples == 0 and not served.is_per_sample:
-            raise RequestError(f"{op}: inputs: got a batch of no samples, wanted one at least.")
+            raise errors.RequestError(f"{op}: inputs: got a batch of no samples, wanted one at least.")
         num_keys: collections.Counter[str] = collections.Counter()
         for name, spec in served.inputs.items():
             if not isinstance(spec, artifact.ArrayInput):
@@ -164,12 +154,10 @@ class Served:
     def _check_number(self, what: str, table: str, num_keys: int) -> None:
         most = self.config.max_keys[table]
         if num_keys > most:
-            raise RequestTooLargeError(
+            raise errors.RequestTooLargeError(
                 f"{what}: keys: got {num_keys}, wanted at most {most}: max_batch_size ({self.config.max_batch_size}) "
                 f"times {most // self.config.max_batch_size} of a sample."
             )
-
-    # Versions --------------------------------------------------------------------------------------------------------
 
     def update(self, source: Source | None, dense_file: str | os.PathLike[str] | None, in_place: InPlace) -> int:
         dense_model = None
@@ -201,8 +189,6 @@ class Served:
     def settle(self, now: Version) -> None:
         """Forgets the programs of versions other than the served one; also called after a failure."""
         self.reader.ready.keep([self.reader.place_of(now)])
-
-    # Reports ---------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         version, stats = self.versions.current, self.counts.stats()
@@ -244,7 +230,7 @@ def check_bits(what: str, keys: np.ndarray, key_bits: int) -> None:
         return
     wrong = (keys >> np.uint64(32) != 0) & (keys != np.uint64(PADDING_KEY))
     if wrong.any():
-        raise RequestError(
+        raise errors.RequestError(
             f"{what}: keys: got {keys[wrong].view(np.int64)[0]}, wanted 0 to 4294967295: keys have 32 bits, since "
             "supportlonglong is false."
         )
@@ -290,10 +276,7 @@ def open_model(
     *,
     warm_up: bool,
 ) -> Served:
-    """Opens the files of a model, and serves it from a device; rows that do not lie there lie on the host.
-
-    Where the configuration names databases, they lie in these.
-    """
+    """Opens the files of a model, and serves it from a device; other rows lie on the host, or in databases."""
     given = [_open_table(config, table, whole.key_bits) for table in config.tables]
     dense_model = None
     if config.dense_file:
@@ -345,9 +328,9 @@ def open_for_export(op: str, path: str, model: str | None = None, dtype: Any = N
             for source in folders.open_saved(op, path)
         ]
     config = read_config(path)
-    found = [one for one in config.models if model in (None, one.model)]
+    found = [of for of in config.models if model in (None, of.model)]
     if len(found) != 1:
         names = [one.model for one in config.models]
-        raise UnknownModelError(f"{op}: --model: got {model!r}, wanted one of {names}.")
+        raise errors.UnknownModelError(f"{op}: --model: got {model!r}, wanted one of {names}.")
     chosen = dataclasses.replace(found[0], row_dtype=dtype or found[0].row_dtype)
     return [_open_table(chosen, table, config.key_bits) for table in chosen.tables]

@@ -1,7 +1,4 @@
-"""The next version of one store: which keys have which rows, and what is written to them.
-
-A plan has its own map of rows, so making one changes nothing that is read.
-"""
+"""The next version of one store, with a map of rows of its own: a plan changes nothing that is read."""
 
 import dataclasses
 import functools
@@ -49,7 +46,7 @@ class Change:
         return self.gone is not None and not len(self.keys) and not len(self.gone)
 
     def pieces(self) -> Iterator[Records]:
-        """Its rows in pieces, small enough for one write."""
+        """Yields its rows in pieces, small enough for one write."""
         most = max(1, PIECE_BYTES // self.table.row_bytes)
         for records in self.source.chunks():
             check_records("update", self.table, records)
@@ -57,7 +54,7 @@ class Change:
                 yield records.take(slice(start, start + most))
 
     def gone_from(self, row_map: RowMap, number: int) -> np.ndarray:
-        """The keys that it takes away from a table."""
+        """Finds the keys that it takes away from a table."""
         if self.gone is not None:
             return self.gone
         row_ids = row_map.find(number, self.keys)
@@ -118,7 +115,7 @@ class StorePlan:
         return 64 * self.row_map.num_buckets
 
     def bytes_beside(self, old: FrozenStore) -> int:
-        """Bytes of a copy of the store."""
+        """Counts the bytes of a copy of the store."""
         rows_bytes = self.row_map.capacity * self.changes[0].table.row_bytes
         return (rows_bytes + self.piece_bytes) * self._has_rows(old) + self.index_bytes
 
@@ -126,7 +123,7 @@ class StorePlan:
         return any(len(change.keys) for change in self.changes) or self.row_map.capacity != old.capacity
 
     def lines(self) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
-        """The changed rows as they are stored: row ids, and what `lines_of` gives."""
+        """Yields the changed rows as they are stored: row ids, and what `lines_of` gives."""
         for change in self.changes:
             for records in change.pieces():
                 row_ids = self.row_map.find(self.numbers[change.table.name], records.keys)
@@ -138,18 +135,18 @@ class StorePlan:
                 yield row_ids, lines_of(change.table, records.rows)
 
     def write(self, store: FrozenStore, device: Any) -> FrozenStore:
-        """Makes the next version beside the store as it is; shares the rows if none changes."""
+        """Makes the next version next to the store as it is; shares the rows if none changes."""
         if self._has_rows(store):
             with jax.default_device(device):
-                rows, *scales = (self._copied(array) for array in (store.rows, *store.scales))
+                rows, *scales = (self._copy(array) for array in (store.rows, *store.scales))
             store = dataclasses.replace(store, rows=rows, scales=tuple(scales))
             for row_ids, lines in self.lines():
                 store = write_lines(store, row_ids, lines)
         index, counters = self.row_map.index(device)
         return dataclasses.replace(store, index=index, counters=counters)
 
-    def _copied(self, array: Array) -> Array:
-        """Makes an array for the next version where an array lies, with its lines unless all of them go."""
+    def _copy(self, array: Array) -> Array:
+        """Makes an array for the next version where an array lies, with its rows unless all of them go."""
         zeros = jnp.zeros((self.row_map.capacity, *array.shape[1:]), array.dtype)
         zeros = jax.device_put(zeros, array.sharding)
         return zeros if self.is_fresh else _put_first(zeros, array)

@@ -37,7 +37,7 @@ class StoredVersion(Version):
         return {name: self.stored.num_rows(name) for name in self.tables.tables}
 
     def rows(self) -> RowSource:
-        """The rows, as those of this version."""
+        """Returns the rows, as those of this version."""
         rows = copy.copy(self.stored)
         rows.version, rows.served = self.number, self.served
         return rows
@@ -85,16 +85,12 @@ class StoredVersions:
 
     @property
     def current(self) -> StoredVersion:
-        """The latest version."""
         return self._current
 
     def update(
         self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, reader: Reader
     ) -> Version:
-        """Writes the rows of a source into the databases; see `Session.update`.
-
-        ServingError: it cannot be done; nothing has changed. DatabaseError: a database failed; some rows are written.
-        """
+        """Writes the rows of a source into the databases, see `Session.update`; if one fails, some rows are written."""
         if in_place is False:
             raise ServingError(
                 f'update: in_place: got False for model "{self.name}", whose rows lie in databases, wanted True or '

@@ -2,8 +2,8 @@
 
 A version is a value. An update makes the next one *beside* it, which copies the arrays of the stores that change and
 swaps one reference. Where two copies do not fit, it works *in place*: it scatters changed rows into donated arrays
-while readers wait. Either way it reads and checks everything before it changes anything, a reader sees all tables of
-one version, and after a failure the old version is served.
+while readers wait. Either way it checks everything first, a reader sees all tables of one version, and after a
+failure the old version is served.
 """
 
 import contextlib
@@ -18,19 +18,10 @@ from typing import Any, Literal, Protocol, Self
 import jax
 import numpy as np
 
-from jaxsok.serving import folders
+from jaxsok.serving import folders, frozen
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.folders import TableSource
-from jaxsok.serving.frozen import (
-    FrozenStore,
-    FrozenTable,
-    FrozenTables,
-    freeze_records,
-    frozen_bytes,
-    ready_to_write,
-    write_lines,
-)
 from jaxsok.serving.model.store_plans import Change, StorePlan
 from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.ready import Form
@@ -46,7 +37,7 @@ class Version:
     """One version of the tables and the dense model."""
 
     number: int  # 1 at first; each update adds one
-    tables: FrozenTables
+    tables: frozen.FrozenTables
     maps: tuple[RowMap, ...]  # which keys have which rows, by store
     files: Mapping[str, str]  # the folder that changed each table last
     uuids: Mapping[str, str | None]  # which export each table holds; None: no delta can follow
@@ -56,11 +47,11 @@ class Version:
 
     @functools.cached_property
     def form(self) -> Form:
-        """The form of the arrays: programs are compiled for it."""
+        """The form of the arrays, for which programs are compiled."""
         return Form(self.tables)
 
     def following(self, opened: Mapping[str, TableSource], dense_model: tuple[Any, str] | None) -> Self:
-        """The next version, as an update by some tables, and by a dense model and its file, describes it."""
+        """Makes the next version of an update: of some tables, and of a dense model and its file."""
         served, dense_file = dense_model or (self.served, self.dense_file)
         return dataclasses.replace(
             self,
@@ -71,13 +62,12 @@ class Version:
             dense_file=dense_file,
         )
 
-    def over(self, stores: Sequence[FrozenStore]) -> "Version":
-        """This version, over other arrays."""
+    def over(self, stores: Sequence[frozen.FrozenStore]) -> "Version":
+        """Makes this version over other arrays."""
         return dataclasses.replace(self, tables=dataclasses.replace(self.tables, stores=tuple(stores)))
 
     @functools.cached_property
     def num_rows(self) -> dict[str, int]:
-        """Rows in use, by table."""
         return {name: int(self.maps[s].table_rows[n]) for name, (s, n) in self.tables.spec.places.items()}
 
 
@@ -130,7 +120,7 @@ class Memory:
 
 
 class Reader(Protocol):
-    """What an update asks of those who read the versions; see `served.Served`."""
+    """The methods that an update calls on the readers of versions; see `served.Served`."""
 
     def prepare(self, old: Version, new: Version) -> None: ...
     def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None: ...
@@ -140,14 +130,13 @@ class Reader(Protocol):
 class Versions:
     """The versions of one model's tables, whose rows all lie in one memory. Loads the first one.
 
-    `can_donate` is False if others read the rows beside `reading`; rows then may not change where they lie.
-    ServingError: there is no room.
+    `can_donate` is False if others read the rows apart from `reading`: then rows may not change where they lie.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        given: Sequence[tuple[FrozenTable, TableSource]],
+        given: Sequence[tuple[frozen.FrozenTable, TableSource]],
         *,
         key_bits: folders.KeyBits,
         memory: Memory,
@@ -161,10 +150,12 @@ class Versions:
         # One update at a time holds `_updating`: it alone sets `_current` and closes the gate. Arrays of `_current` are
         # donated only while the gate is closed.
         self._gate, self._updating = Gate(), threading.Lock()
-        needed = sum(sum(frozen_bytes(table, source.num_rows + config.spare_rows).values()) for table, source in given)
+        needed = sum(
+            sum(frozen.frozen_bytes(table, source.num_rows + config.spare_rows).values()) for table, source in given
+        )
         why = "its tables; take a smaller row_dtype, or, where they lie on a device, a gpucacheper below 1"
         memory.require("open", self.name, memory.free(), needed, why)
-        tables, maps = freeze_records(given, spare_rows=config.spare_rows, device=memory.device)
+        tables, maps = frozen.freeze_records(given, spare_rows=config.spare_rows, device=memory.device)
         self._current = Version(
             number=1,
             tables=tables,
@@ -198,10 +189,7 @@ class Versions:
     def update(
         self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, reader: Reader
     ) -> Version:
-        """Makes the next version and serves it, with another dense model and its file if given; see `Session.update`.
-
-        ServingError: it cannot be done; nothing has changed.
-        """
+        """Makes the next version, with another dense model and its file if given, and serves it."""
         if not (isinstance(in_place, bool) or in_place == "auto"):
             raise ServingError(f'update: in_place: got {in_place!r}, wanted True, False or "auto".')
         if in_place is True and not self._can_donate:
@@ -223,7 +211,7 @@ class Versions:
     def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Reader) -> None:
         maps = list(old.maps)
         with self._memory.lock:  # not while programs are compiled, which may take minutes
-            plans, is_in_place = self._planned(old, changes, in_place)
+            plans, is_in_place = self._plan(old, changes, in_place)
             writes, held_bytes, stores = [], 0, list(old.tables.stores)
             for plan in plans:
                 s, store = plan.store, stores[plan.store]
@@ -231,9 +219,10 @@ class Versions:
                 if is_in_place:
                     index, counters = plan.row_map.index(self._memory.device)
                     stores[s] = dataclasses.replace(store, index=index, counters=counters)
-                    writes += [
-                        _Write(s, row_ids, after, _read_lines(store, row_ids)) for row_ids, after in plan.lines()
-                    ]
+                    for row_ids, after in plan.lines():
+                        ids = fill_up(np.asarray(row_ids, np.uint32), padded_size(len(row_ids), 1024))
+                        before = [np.asarray(array[ids])[: len(row_ids)] for array in (store.rows, *store.scales)]
+                        writes.append(_Write(s, row_ids, after, before))
                     held_bytes += plan.index_bytes
                 else:
                     stores[s] = plan.write(store, self._memory.device)
@@ -245,7 +234,7 @@ class Versions:
             reader.prepare(old, new)
             if is_in_place:
                 for write in writes:
-                    ready_to_write(stores[write.store], len(write.row_ids))
+                    frozen.ready_to_write(stores[write.store], len(write.row_ids))
                 with self._memory.lock:
                     why = "a piece of rows to update in place; another model has taken them meanwhile"
                     needed = max((plan.piece_bytes for plan in plans), default=0)
@@ -259,9 +248,7 @@ class Versions:
         finally:
             self.held_bytes = 0
 
-    # Planning --------------------------------------------------------------------------------------------------------
-
-    def _planned(self, old: Version, changes: Sequence[Change], in_place: InPlace) -> tuple[list[StorePlan], bool]:
+    def _plan(self, old: Version, changes: Sequence[Change], in_place: InPlace) -> tuple[list[StorePlan], bool]:
         """Plans each store that changes, and whether in place; refuses impossible updates."""
         tables, spec, of_store = old.tables, old.tables.spec.stores, dict[int, list[Change]]()
         for change in changes:
@@ -307,20 +294,18 @@ class Versions:
         more = max(row_map.num_tables * self._spare_rows, num_needed // 16)  # so that not each update is too many
         return max(num_needed, min(num_needed + more, MAX_CAPACITY))
 
-    # In place --------------------------------------------------------------------------------------------------------
-
     def _write_in_place(self, old: Version, new: Version, writes: Sequence["_Write"]) -> None:
         """Scatters changed rows into the arrays that are served."""
         stores, done = list(new.tables.stores), 0
         with self._gate.writing():
             try:
                 for write in writes:
-                    stores[write.store] = write_lines(stores[write.store], write.row_ids, write.after)
+                    stores[write.store] = frozen.write_lines(stores[write.store], write.row_ids, write.after)
                     done += 1
                 jax.block_until_ready([store.rows for store in stores])
             except BaseException:
                 for write in writes[:done]:
-                    stores[write.store] = write_lines(stores[write.store], write.row_ids, write.before)
+                    stores[write.store] = frozen.write_lines(stores[write.store], write.row_ids, write.before)
                 for s, was in enumerate(old.tables.stores):
                     stores[s] = dataclasses.replace(stores[s], index=was.index, counters=was.counters)
                 self._current = old.over(stores)
@@ -338,14 +323,8 @@ class _Write:
     before: Sequence[np.ndarray]
 
 
-# Sources -------------------------------------------------------------------------------------------------------------
-
-
 def open_update(model: str, source: Source, version: Version, key_bits: folders.KeyBits) -> dict[str, TableSource]:
-    """Opens and checks an update by table: a folder, or folders by table, that comes after a version.
-
-    Raises ServingError for a delta of another base, or without tables of the model; and as `open_table`.
-    """
+    """Opens and checks an update by table: a folder, or folders by table, that comes after a version."""
     tables, op = version.tables.tables, "update"
     if isinstance(source, Mapping):
         if not source:
@@ -375,19 +354,11 @@ def open_update(model: str, source: Source, version: Version, key_bits: folders.
     return opened
 
 
-# Arrays --------------------------------------------------------------------------------------------------------------
-
-
 def free_bytes(device: Any, limit: int | None, used: int) -> int | None:
-    """Free bytes of a device's memory, with a limit what is left of it beside `used`; None: not known, as on CPUs."""
+    """Counts the free bytes of a device; with a limit what `used` leaves of it. None: not known, as on CPUs."""
     if limit is not None:
         return max(0, limit - used)
     found = device.memory_stats()
     if not found or "bytes_limit" not in found:
         return None
     return max(0, found["bytes_limit"] - found["bytes_in_use"])
-
-
-def _read_lines(store: FrozenStore, row_ids: np.ndarray) -> tuple[np.ndarray, ...]:
-    ids = fill_up(np.asarray(row_ids, np.uint32), padded_size(len(row_ids), 1024))
-    return tuple(np.asarray(array[ids])[: len(row_ids)] for array in (store.rows, *store.scales))
