@@ -442,8 +442,9 @@ def test_batches_of_a_scan_stacked(num_shards):
         assert state.stores[0].capacity == capacity and collection.num_rows(state) == {"user": 300}
 
 
-def test_keys_that_have_rows_need_no_room():
+def test_keys_that_have_rows_need_no_room(monkeypatch):
     """Counted where positions do not fit; after some waits the table grows for the positions all the same."""
+    monkeypatch.setattr(grow, "FIRST_CALLS", 0)
     collection = programs.one_table(capacity=120)
     batch = hundred_new(collection, 0)
     state = collection.init(seed=0)

@@ -446,7 +446,6 @@ PROVOKED = {
     "keys to erase": lambda: item().erase(item().init(), "item", np.array([[7]])),
     "not jitted": lambda: item().ahead(step),
     "no state for ahead": lambda: item().ahead(jax.jit(step))(None),
-    "static arguments for ahead": lambda: item().ahead(jax.jit(step))(item().init(), "fast"),
     "label": lambda: pack(np.array([7]))["label"],
     "mask": lambda: pack(np.array([7])).features.mask("itme"),
     # On a mesh
