@@ -425,7 +425,8 @@ def _rows_to_grow_to(
     """Returns the rows that a shard needs, for each store that grows.
 
     A store whose keys were counted again and again, and had room each time, grows for their positions if there is
-    memory: counting is a wait at every step. A fresh store doubles until it has the rows of `first`, within a share of memory.
+    memory: counting is a wait at every step. A fresh store doubles until it has the rows of `first`, within a share of
+    the memory.
     """
     wanted, tired, specs = {}, {}, tracker.specs
     for s, need in needs.items():
@@ -441,8 +442,8 @@ def _rows_to_grow_to(
     host_share = agreed_host_share([specs[s] for s in (*tired, *first)], tracker.shards)
     for s, enough in first.items():
         rows, limit = capacities[s], min(specs[s].max_capacity or MAX_CAPACITY, MAX_CAPACITY)
-        # Twice the rows are as many more.
-        while rows < min(limit, enough) and fits([(specs[s], FIRST_SHARE * len(specs) * rows)], free, host_share):
+        shares = FIRST_SHARE * len(specs)
+        while rows < min(limit, enough) and fits([(specs[s], shares * (2 * rows - capacities[s]))], free, host_share):
             rows *= 2
         if rows > capacities[s]:
             wanted[s] = max(wanted.get(s, 0), min(rows, limit))
