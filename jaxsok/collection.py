@@ -812,7 +812,8 @@ class Collection:
         Growing appends a slab to every per-row array and copies no row; the step's program is compiled anew for the
         larger state. Where the key positions of the batch fit beside the rows in use, nothing is done and nothing is
         waited for. Otherwise the device counts the distinct keys of the batch that have no row, and that number
-        decides. A collection follows one state at a time; `init` starts anew.
+        decides. A store without rows gets room for 32 batches like its first one, within a sixteenth of the free
+        memory, so that later steps need no growth. A collection follows one state at a time; `init` starts anew.
 
         A store that has reached its `max_capacity`, and whose tables have an `eviction`, does not refuse: rows leave by
         that policy, a sixteenth of the capacity more than the new keys need, so that this is rare (docs/growth.md).

@@ -15,6 +15,8 @@ import pytest
 import jaxsok
 from jaxsok import ahead as ahead_lib
 
+pytestmark = pytest.mark.usefixtures("by_doubling")
+
 BATCH = 8
 
 

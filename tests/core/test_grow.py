@@ -442,9 +442,8 @@ def test_batches_of_a_scan_stacked(num_shards):
         assert state.stores[0].capacity == capacity and collection.num_rows(state) == {"user": 300}
 
 
-def test_keys_that_have_rows_need_no_room(monkeypatch):
+def test_keys_that_have_rows_need_no_room(by_doubling):
     """Counted where positions do not fit; after some waits the table grows for the positions all the same."""
-    monkeypatch.setattr(grow, "FIRST_CALLS", 0)
     collection = programs.one_table(capacity=120)
     batch = hundred_new(collection, 0)
     state = collection.init(seed=0)
@@ -523,9 +522,8 @@ def test_what_is_no_batch(batch, message):
     collection.num_rows(state)
 
 
-def test_numbers_of_keys_and_steps(monkeypatch):
+def test_numbers_of_keys_and_steps(by_doubling):
     """A number stands for the keys of all shards; steps multiply a single batch."""
-    monkeypatch.setattr(grow, "FIRST_CALLS", 0)
     collection = programs.one_table(capacity=64)
     assert collection.grow(collection.init(seed=0), 200, steps=3).stores[0].capacity == 600
     batch = hundred_new(collection, 0)

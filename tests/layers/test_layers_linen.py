@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsok
-from jaxsok import grow
 from jaxsok.layers import linen as layers
 
 TRAINING = ["tables", "plans"]
@@ -349,9 +348,8 @@ def test_growth_between_steps():
 
 
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_growth_finds_its_program(num_devices, monkeypatch):
+def test_growth_finds_its_program(num_devices, by_doubling):
     """The state lies in a train state: still no growth makes a call wait for a compilation."""
-    monkeypatch.setattr(grow, "FIRST_CALLS", 0)
     collection = cases.collection_of(num_devices, capacity=32)
     model, state, tables = declared(collection)
     step = collection.ahead(train(model))

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 import jaxsok
-from jaxsok import grow
 from jaxsok.layers import nnx as layers
 
 MODES = ("graph", "tree")
@@ -533,9 +532,8 @@ def test_growth_between_steps(mode):
 
 
 @pytest.mark.parametrize("name, num_devices", [("graph", 1), ("tree", 1), ("graph", 2)])
-def test_growth_finds_its_program(name, num_devices, monkeypatch):
+def test_growth_finds_its_program(name, num_devices, by_doubling):
     """Two growths make no call wait for a compilation; losses and tables are those of the plain step."""
-    monkeypatch.setattr(grow, "FIRST_CALLS", 0)
     with in_mode(name):
         runs = []
         for is_ahead in (True, False) if num_devices == 1 else (True,):
@@ -564,9 +562,8 @@ def test_growth_finds_its_program(name, num_devices, monkeypatch):
         cases.assert_equal(runs[0], runs[-1])
 
 
-def test_two_layers_and_a_shared_part_find_their_program(monkeypatch):
+def test_two_layers_and_a_shared_part_find_their_program(by_doubling):
     """Collections that grow apart, in a model whose modules share a module."""
-    monkeypatch.setattr(grow, "FIRST_CALLS", 0)
     collections = cases.collection_of(capacity=32), cases.collection_of(capacity=64)
 
     class Pair(nnx.Module):
