@@ -220,6 +220,7 @@ def train_dynamic(
     tx = optax.adam(config.dense_learning_rate)
     dense = collection.shards.replicate((params, tx.init(params)))
 
+    @collection.ahead  # growth finds its program compiled
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(state, params, opt_state, batch, plan):
         embeddings, state, plan = collection.lookup(state, plan)

@@ -1,59 +1,75 @@
-"""Compiles the step for the state that growth makes next, before it is needed (decision D9).
+"""Compiles the step for the state that growth makes next, before it is needed (decision D9, record 0026).
 
-Capacities are shapes, so each growth of a store needs the step's program anew. While a store fills up, a thread traces
-and compiles the step for the capacity that `grow.next_capacity` names; the first call after the growth finds the
-program. Larger `sightings` are not foreseen: the step is compiled on the spot then. The thread works on shapes alone:
-it holds no array and never waits for the device. A wrong prediction costs a compilation, never a wrong result.
+Capacities are shapes, so each growth of a store needs the step's program anew. While a store fills up, a thread lowers
+and compiles the step for the capacity that `grow.next_capacity` names. JAX keeps what it compiles, so the first call
+after the growth finds the program. Steps of `jax.jit` and of `nnx.jit` both have `lower`, which is all that this needs;
+the state may lie anywhere in their arguments. Larger `sightings` are not foreseen: the step is compiled on the spot
+then. The thread works on shapes alone: it holds no array and never waits for the device. A wrong prediction costs a
+compilation, never a wrong result.
 """
 
-import concurrent.futures
 import dataclasses
 import logging
+import sys
 import threading
 import time
+import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
-from jaxsok import checks
 from jaxsok.annotations import annotated
-from jaxsok.grow import LOOK_EVERY, GrowthTracker, free_bytes, next_capacity
-from jaxsok.host_limits import HostLimit, share_of_device
+from jaxsok.checks import there
+from jaxsok.grow import LOOK_EVERY, free_bytes, next_capacity
+from jaxsok.host_limits import share_of_device
+from jaxsok.operations import Declared
 from jaxsok.settings import current_settings, in_settings
 from jaxsok.shards import HOST_KIND, host_place
-from jaxsok.specs import StoreSpec
-from jaxsok.store import Slab, State, StoreState, capacities_of, num_buckets_of, with_slab
+from jaxsok.store import State, StoreState, capacities_of, first_slab, num_buckets_of, with_slab
 
 _log = logging.getLogger(__name__)
+_compiled = threading.local()  # `number`: the programs that XLA compiled in this thread
+
+
+def _count_compiled(event: str, *_: Any, **__: Any) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiled.number = _num_compiled() + 1
+
+
+def _num_compiled() -> int:
+    return getattr(_compiled, "number", 0)
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compiled)
 
 
 @dataclasses.dataclass
 class _Program:
-    """A compiled step, or one that is being compiled."""
+    """A program that was compiled in the background, or is being compiled."""
 
-    capacities: tuple[int, ...]
-    is_ahead: bool
-    compiled: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
-    seconds: float = 0.0
+    capacities: tuple[Any, ...]
+    """Rows allocated, by collection and store."""
+    compiled: Any = None
+    """The program, where JAX would not find it: its place for rows in host memory of one device is of another type."""
+    is_called: bool = False
 
 
 class Ahead:
     """A jitted step that has its program for the next capacity compiled ahead; `Collection.ahead` makes it."""
 
     num_compiled: int
-    """Programs compiled on the spot: each held a call up for all of its compilation."""
+    """Calls that compiled on the spot: each waited for all of the compilation."""
     num_ahead: int
     """Programs compiled in the background."""
     num_hits_ahead: int
     """Programs compiled in the background that a call then used."""
     stalls_s: list[float]
-    """Seconds that the first call of each program waited for it."""
+    """Seconds that the first call of each program took until it returned."""
 
-    def __init__(self, step: Any, specs: Sequence[StoreSpec], tracker: GrowthTracker, state_argnum: int):
+    def __init__(self, step: Any, collections: Sequence[Declared]):
         if not isinstance(step, jax.stages.Wrapped):
             raise TypeError(
                 f"ahead: step: got {_described(step)}, which has no .lower, wanted a jitted function: "
@@ -62,35 +78,41 @@ class Ahead:
         self.num_compiled = self.num_ahead = self.num_hits_ahead = 0
         self.stalls_s = []
         self._step = step
-        self._specs = tuple(specs)
-        self._tracker = tracker
-        self._state_argnum = checks.integer("ahead: state_argnum", state_argnum, 0)
-        self._programs: dict[Any, _Program] = {}
-        self._ready: dict[Any, jax.stages.Compiled] = {}  # the programs that were called
+        self._collections = tuple(collections)
+        self._programs: dict[Any, _Program] = {}  # those of the background
         self._failed: list[tuple[_Program, BaseException]] = []
         self._thread: threading.Thread | None = None
         self._looked: dict[Any, int] = {}
+        self._is_checked = False
 
-    def __call__(self, *args, **kwargs):
-        """Calls the step's program for these arguments, compiled on the spot if there is none."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the step; JAX compiles on the spot what was not compiled ahead."""
         settings = current_settings()
-        # Inside a trace there is no program to call; a compiled one cannot run operation by operation.
+        # Inside a trace there is no program to compile; while debugging JAX runs operation by operation.
         is_debugging = jax.config.jax_disable_jit or jax.debug_nans.value or jax.debug_infs.value
         if settings is None or is_debugging:
             return self._step(*args, **kwargs)
-        state = self._state_of(args)
+        self._check((args, kwargs))
         self._warn_of_failures()
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        signature = _signature(leaves, tree, settings)
-        compiled = self._ready.get(signature)
-        if compiled is None:
-            compiled = self._first_call(signature, args, kwargs)
-        # Shapes are taken down before the call, which may delete the arrays, and the thread starts after it, so that
-        # tracing does not compete with dispatching.
-        job = self._next_job(signature, state, args, kwargs, settings)
-        results = compiled(*args, **kwargs)
+        start, num_compiled = time.perf_counter(), _num_compiled()
+        capacities = self._capacities()
+        filling, program, job = self._filling(), None, None
+        if filling or any(
+            made.compiled is not None or (made.capacities == capacities and not made.is_called)
+            for made in self._programs.values()
+        ):
+            key = _key((args, kwargs), settings)
+            program = self._programs.get(key)
+            if program is not None and not program.is_called:
+                self.wait()
+            # Shapes are taken down before the call, which may delete the arrays, and the thread starts after it, so
+            # that tracing does not compete with dispatching.
+            job = self._next_job(key, filling, (args, kwargs), settings)
+        call = self._step if program is None or program.compiled is None else program.compiled
+        results = call(*args, **kwargs)
+        self._record(program, capacities, num_compiled < _num_compiled(), time.perf_counter() - start)
         if job is not None:
-            self._start(*job)
+            self._start(*job, settings)
         return results
 
     def wait(self) -> None:
@@ -98,146 +120,150 @@ class Ahead:
         if self._thread is not None:
             self._thread.join()
 
-    # What a call needs
+    def _check(self, arguments: Any) -> None:
+        """Refuses arguments without a state, at the first call: nothing could be compiled ahead."""
+        if self._is_checked:
+            return
+        ours, found = {collection.fingerprint for collection in self._collections}, []
 
-    def _state_of(self, args: tuple) -> State:
-        place = self._state_argnum
-        if place >= len(args) or not isinstance(args[place], State):
-            got = _described(args[place]) if place < len(args) else f"{len(args)} positional arguments"
-            raise TypeError(
-                f"ahead: state: got {got}, wanted the State as positional argument {place}; say with state_argnum "
-                "which one it is."
-            )
-        return args[place]
+        def look(node: Any) -> Any:
+            if isinstance(node, State) and node.fingerprint in ours:
+                found.append(node)
+            return node
 
-    def _first_call(self, signature: Any, args: tuple, kwargs: dict) -> jax.stages.Compiled:
-        """Waits for the program of a signature that was never called, or compiles it."""
-        start = time.perf_counter()
-        capacities = capacities_of(args[self._state_argnum])
-        mine = _Program(capacities, is_ahead=False)
-        program = self._programs.setdefault(signature, mine)
-        if program is not mine and program.compiled.exception() is not None:  # waits if it is under way
-            program = self._programs[signature] = mine
-        if program is mine:
-            try:
-                self._compile(mine, args, kwargs)
-            except BaseException:
-                self._programs.pop(signature, None)  # its traceback holds the arguments
-                raise
-        compiled = self._ready[signature] = program.compiled.result()
-        self.stalls_s.append(time.perf_counter() - start)
-        self.num_hits_ahead += program.is_ahead
+        _map_nodes(look, arguments)
+        if not found:
+            got = [_described(argument) for argument in (*arguments[0], *arguments[1].values())]
+            raise TypeError(f"ahead: state: got arguments {got}, wanted the State of the collection in one of them.")
+        self._is_checked = True
+
+    def _record(self, program: _Program | None, capacities: Any, is_compiled: bool, seconds: float) -> None:
+        """Counts the call, if it was the first one of a program."""
+        is_hit = program is not None and not program.is_called and not is_compiled
+        if program is not None:
+            program.is_called = True
+        if not (is_hit or is_compiled):
+            return
+        self.num_compiled += is_compiled
+        self.num_hits_ahead += is_hit
+        self.stalls_s.append(seconds)
         _log.info(
-            "ahead: program %d, for capacities %s, compiled in %.2f s %s; the call waited %.2f s",
+            "ahead: program %d, for capacities %s, compiled %s; its first call took %.2f s",
             len(self.stalls_s),
-            list(capacities),
-            program.seconds,
-            "in the background" if program.is_ahead else "on the spot",
-            self.stalls_s[-1],
+            _listed(capacities),
+            "in the background" if is_hit else "on the spot",
+            seconds,
         )
-        return compiled
-
-    @annotated("jaxsok.ahead")
-    def _compile(self, program: _Program, args: tuple, kwargs: dict) -> None:
-        """Compiles for arrays or shapes; calls that wait for the program get it, or the error."""
-        start = time.perf_counter()
-        try:
-            compiled = self._step.lower(*args, **kwargs).compile()
-            if compiled.in_tree != jax.tree.structure((args, kwargs)):
-                raise TypeError(
-                    f"ahead: step: got static arguments (its program takes {compiled.in_tree}), wanted none; bind "
-                    "them before jax.jit, with functools.partial or a closure."
-                )
-        except BaseException as error:
-            program.compiled.set_exception(error)
-            raise
-        program.seconds = time.perf_counter() - start
-        self.num_ahead += program.is_ahead
-        self.num_compiled += not program.is_ahead
-        program.compiled.set_result(compiled)
 
     # What happens ahead
 
-    def _next_job(self, signature: Any, state: State, args: tuple, kwargs: dict, settings: tuple) -> tuple | None:
-        """Chooses what the thread compiles next; None: it is at work, no store fills up, or every program is there."""
+    def _filling(self) -> dict[tuple[int, int], int]:
+        """Returns the rows that each store more than half full may need soon, by collection and store, fullest first.
+
+        Empty while the thread is at work.
+        """
+        needed, shares = {}, {}
         if self._thread is not None and self._thread.is_alive():
+            return needed
+        for c, collection in enumerate(self._collections):
+            tracker = collection.growth
+            for s, capacity in enumerate(tracker.signature or ()):
+                capacity //= tracker.specs[s].num_shards
+                reserve, known, bound = tracker.coming[s], tracker.known[s], tracker.bound(s)
+                # By the rows last seen: the bound passes the half of every large store now and then, until `grow`,
+                # which then asks for newer counters, has them.
+                if known is not None and bound is not None and reserve and 2 * (known[0] + reserve) > capacity:
+                    # For the step under way, and the one after growth.
+                    needed[c, s] = min(bound + reserve, capacity) + reserve
+                    shares[c, s] = needed[c, s] / capacity
+        return {place: needed[place] for place in sorted(needed, key=lambda place: -shares[place])}
+
+    def _next_job(self, key: Any, filling: Mapping[tuple[int, int], int], arguments: Any, settings: tuple) -> Any:
+        """Chooses what the thread compiles next: its key and arguments; None: every program is there."""
+        # A look asks for free memory, which may have changed.
+        look = key, tuple(filling)
+        turn = sum(collection.growth.num_calls for collection in self._collections) // LOOK_EVERY
+        if not filling or self._looked.get(look) == turn:
             return None
-        filling = self._filling(state)
-        look, turn = (signature, tuple(filling)), self._tracker.num_calls // LOOK_EVERY
-        if not filling or self._looked.get(look) == turn:  # a look asks for free memory, which may have changed
-            return None
-        abstract_args, abstract_kwargs = jax.tree.map(_abstract, (args, kwargs))
-        place = self._state_argnum
-        for grown in self._futures(abstract_args[place], filling):
-            future_args = (*abstract_args[:place], grown, *abstract_args[place + 1 :])
-            leaves, tree = jax.tree.flatten((future_args, abstract_kwargs))
-            future_signature = _signature(leaves, tree, settings)
-            if future_signature not in self._programs:
-                return future_signature, future_args, abstract_kwargs, settings
+        for capacities in self._futures(filling):
+            future = self._grown(arguments, capacities)
+            future_key = _key(future, settings)
+            if future_key not in self._programs and future_key != key:
+                return future_key, _Program(self._capacities(capacities)), future
         self._looked[look] = turn
         return None
 
-    def _filling(self, state: State) -> dict[int, int]:
-        """Returns the rows that each store more than half full may need soon, by its number; fullest store first."""
-        tracker, capacities = self._tracker, capacities_of(state)
-        if tracker.signature != capacities:  # not the state that `grow` knows
-            return {}
-        needed = {}
-        for s, capacity in enumerate(capacities):
-            capacity //= self._specs[s].num_shards
-            reserve, known, bound = tracker.coming[s], tracker.known[s], tracker.bound(s)
-            # By the rows last seen: the bound passes the half of every large store now and then, until `grow`, which
-            # then asks for newer counters, has them.
-            if known is not None and bound is not None and reserve and 2 * (known[0] + reserve) > capacity:
-                needed[s] = min(bound + reserve, capacity) + reserve  # the step under way, and the one after growth
-        return dict(sorted(needed.items(), key=lambda item: -item[1] / capacities[item[0]]))
+    def _futures(self, filling: Mapping[tuple[int, int], int]) -> Iterator[dict[tuple[int, int], int]]:
+        """Yields what growth may make next: the fullest store grown, the two fullest together, and so on."""
+        capacities = {}
+        for (c, s), needed in filling.items():
+            tracker = self._collections[c].growth
+            spec = tracker.specs[s]
+            old = there(tracker.signature)[s] // spec.num_shards
+            host_share = share_of_device(tracker.shards, is_agreed=False) if spec.memory is not None else None
+            capacity = next_capacity(spec, old, needed, free_bytes(), host_share)
+            if capacity > old:
+                capacities[c, s] = capacity
+                yield capacities
 
-    def _futures(self, state: State, filling: dict[int, int]) -> Iterator[State]:
-        """Yields states that growth may make next: the fullest store grown, the two fullest together, and so on."""
-        stores = list(state.stores)
-        for s, needed in filling.items():
-            num_shards = self._specs[s].num_shards
-            old = stores[s].capacity // num_shards
-            capacity = next_capacity(self._specs[s], old, needed, *self._free(self._specs[s]))
-            if capacity > old and len(stores[s].rows) < self._specs[s].max_slabs:
-                stores[s] = _grown(stores[s], num_shards, capacity)
-                yield dataclasses.replace(state, stores=tuple(stores))
+    def _grown(self, arguments: Any, capacities: Mapping[tuple[int, int], int]) -> Any:
+        """Removes the contents of arguments; the states among them that `grow` knows get the capacities of a shard."""
+        unmatched = dict(enumerate(self._collections))
 
-    def _free(self, spec: StoreSpec) -> tuple[int | None, HostLimit | None]:
-        """Guesses the free bytes by which `grow` will decide, on the device and in host memory."""
-        host_share = share_of_device(self._tracker.shards, is_agreed=False) if spec.memory is not None else None
-        return free_bytes(), host_share
+        def abstract(node: Any) -> Any:
+            if not isinstance(node, State):
+                return _abstract(node)
+            state, ours = jax.tree.map(_abstract, node), (node.fingerprint, capacities_of(node))
+            owner = next((c for c, it in unmatched.items() if ours == (it.fingerprint, it.growth.signature)), -1)
+            unmatched.pop(owner, None)
+            stores = list(state.stores)
+            for (c, s), capacity in capacities.items():
+                if c == owner:
+                    stores[s] = _grown(stores[s], self._collections[c].stores[s].num_shards, capacity)
+            return dataclasses.replace(state, stores=tuple(stores))
 
-    def _start(self, signature: Any, args: tuple, kwargs: dict, settings: tuple) -> None:
-        program = _Program(capacities_of(args[self._state_argnum]), is_ahead=True)
-        if self._programs.setdefault(signature, program) is not program:
-            return
+        return _map_nodes(abstract, arguments)
+
+    def _capacities(self, grown: Mapping[tuple[int, int], int] = types.MappingProxyType({})) -> tuple[Any, ...]:
+        """Returns the rows allocated, by collection and store; `grown` has those of a shard that are other ones."""
+        return tuple(
+            tuple(
+                grown[c, s] * collection.stores[s].num_shards if (c, s) in grown else capacity
+                for s, capacity in enumerate(collection.growth.signature or ())
+            )
+            for c, collection in enumerate(self._collections)
+        )
+
+    def _start(self, key: Any, program: _Program, arguments: Any, settings: tuple) -> None:
+        self._programs[key] = program
         # Not a daemon: at its end the interpreter waits for the thread. A daemon would come back from XLA into an
         # interpreter that is gone, which aborts the process (seen with jax 0.10.2 and 0.12.0.1).
         self._thread = threading.Thread(
-            target=self._compile_ahead, args=(program, args, kwargs, settings), name="jaxsok.ahead", daemon=False
+            target=self._compile, args=(program, arguments, settings), name="jaxsok.ahead", daemon=False
         )
         try:
             self._thread.start()
         except RuntimeError as error:  # no more threads, or the interpreter is at its end
             self._thread = None
-            program.compiled.set_exception(error)
             self._failed.append((program, error))
 
-    def _compile_ahead(self, program: _Program, args: tuple, kwargs: dict, settings: tuple) -> None:
+    @annotated("jaxsok.ahead")
+    def _compile(self, program: _Program, arguments: Any, settings: tuple) -> None:
+        args, kwargs = arguments
         try:
             with in_settings(settings):
-                self._compile(program, args, kwargs)
+                compiled = self._step.lower(*args, **kwargs).compile()
+            if any(_is_in_host_memory(leaf) for leaf in jax.tree.leaves(arguments)):
+                program.compiled = compiled
+            self.num_ahead += 1
         except BaseException as error:  # what a thread raises is not seen: the next call warns of it
-            if not program.compiled.done():  # a call may be waiting
-                program.compiled.set_exception(error)
             self._failed.append((program, error))
 
     def _warn_of_failures(self) -> None:
         while self._failed:
             program, error = self._failed.pop(0)
             warnings.warn(
-                f"ahead: step: the program for capacities {list(program.capacities)} did not compile in the "
+                f"ahead: step: the program for capacities {_listed(program.capacities)} did not compile in the "
                 f"background ({type(error).__name__}: {error}); it is compiled where it is first called.",
                 RuntimeWarning,
                 stacklevel=3,
@@ -247,48 +273,54 @@ class Ahead:
 # Shapes ---------------------------------------------------------------------------------------------------------------
 
 
-def _signature(leaves: Sequence[Any], tree: Any, settings: tuple) -> Any:
-    """Returns what a program depends on: structure, shapes, dtypes, places and settings."""
-    types, places = [], []
-    for leaf in leaves:
-        aval, place = _type_and_place(leaf)
-        types.append((aval.shape, aval.dtype, aval.weak_type))
-        places.append(place)
-    # On one device it does not matter which arrays were put there and which only came to lie there. A new slab is of
-    # the second kind until the step returns it as the first: without this, growth would compile twice.
-    chosen = {place for place in places if place is not None}
-    devices = {device for place in chosen for device in place.device_set}
-    where = None
-    if len(devices) == 1:
-        usual = next(iter(devices)).default_memory().kind
-        where = *devices, *(usual if place is None else place.memory_kind for place in places)
-    return tree, settings, tuple(types), (where or tuple(places)) if chosen else None
+def _map_nodes(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Maps the states and the other leaves of a pytree. Flax's modules stay graphs, whose parts may be shared."""
+    nnx = sys.modules.get("flax.nnx")  # a caller who passes modules has imported it
+
+    def is_module(node: Any) -> bool:
+        return nnx is not None and isinstance(node, nnx.Pytree)
+
+    def is_state(node: Any) -> bool:
+        return isinstance(node, State)
+
+    def map_node(node: Any) -> Any:
+        if not is_module(node):
+            return function(node)
+        graphdef, leaves = nnx.split(node)  # pyright: ignore[reportOptionalMemberAccess]
+        return nnx.merge(graphdef, jax.tree.map(function, leaves, is_leaf=is_state))  # pyright: ignore[reportOptionalMemberAccess]
+
+    return jax.tree.map(map_node, tree, is_leaf=lambda node: is_state(node) or is_module(node))
 
 
-def _type_and_place(leaf: Any) -> tuple[Any, Any]:
-    """Returns shape, dtype and weak type, and the sharding of an array that was put somewhere (None: it may move)."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf, leaf.sharding
-    aval = getattr(leaf, "aval", None)  # what jax.typeof gives, in a tenth of the time
-    if aval is not None:
-        return aval, leaf.sharding if getattr(leaf, "committed", False) else None
-    try:
-        return jax.typeof(leaf), None
-    except TypeError:
-        raise TypeError(
-            f"ahead: step: an argument: got {_described(leaf)}, wanted arrays and numbers alone; bind static arguments "
-            "before jax.jit, with functools.partial or a closure."
-        ) from None
+def _key(arguments: Any, settings: tuple) -> Any:
+    """Returns what tells programs of one step apart: shapes, dtypes and settings."""
+    return settings, tuple(_shape(leaf) for leaf in jax.tree.leaves(arguments))
+
+
+def _shape(leaf: Any) -> Any:
+    aval = getattr(leaf, "aval", leaf)  # what jax.typeof gives, in a tenth of the time
+    if hasattr(aval, "shape"):
+        return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
+    return leaf if isinstance(leaf, str) else type(leaf)  # a static argument, or a number
 
 
 def _abstract(leaf: Any) -> Any:
-    """Removes an argument's contents. Numbers stay: JAX treats them in a way of its own."""
+    """Removes an array's contents. Numbers stay: JAX treats them in a way of its own."""
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return leaf
-    aval, place = _type_and_place(leaf)
-    if isinstance(place, SingleDeviceSharding) and place.memory_kind == HOST_KIND:
-        place = host_place(*place.device_set)  # of another place JAX believes, without an array, that it is the device
+    aval = jax.typeof(leaf)
+    place = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None  # None: it may move
+    if _is_in_host_memory(leaf):
+        place = host_place(
+            *leaf.sharding.device_set
+        )  # of another place JAX believes, without an array, that it is the device
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=place)
+
+
+def _is_in_host_memory(leaf: Any) -> bool:
+    """Returns whether an array, or what stands for it, lies in the host memory of a single device."""
+    place = getattr(leaf, "sharding", None)
+    return place is not None and place.memory_kind == HOST_KIND and place.num_devices == 1
 
 
 def _grown(store: StoreState, num_shards: int, capacity: int) -> StoreState:
@@ -297,17 +329,16 @@ def _grown(store: StoreState, num_shards: int, capacity: int) -> StoreState:
     def resize(leaf: jax.ShapeDtypeStruct, size: int) -> jax.ShapeDtypeStruct:
         return leaf.update(shape=(size, *leaf.shape[1:]))
 
-    first = Slab(
-        store.rows[:1],
-        store.records[0],
-        tuple(slabs[0] for slabs in store.states),
-        store.statistics[:1],
-        store.tier[0].places[:1] if store.tier else (),
-    )
-    slab = jax.tree.map(lambda leaf: resize(leaf, num_shards * capacity - store.capacity), first)
+    slab = jax.tree.map(lambda leaf: resize(leaf, num_shards * capacity - store.capacity), first_slab(store))
     index = resize(store.index, num_shards * num_buckets_of(capacity))
     return dataclasses.replace(with_slab(store, slab), index=index)
 
 
 def _described(value: Any) -> str:
     return getattr(value, "__name__", None) or type(value).__name__
+
+
+def _listed(capacities: tuple[Any, ...]) -> Any:
+    """Returns the capacities of one collection, or of several, as lists."""
+    lists = [list(of_collection) for of_collection in capacities]
+    return lists[0] if len(lists) == 1 else lists

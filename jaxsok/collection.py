@@ -799,8 +799,9 @@ class Collection:
 
         Growing appends a slab to every per-row array and copies no row; the step is compiled again for the larger
         state. If the rows in use and the key positions of the batch fit, nothing is done and nothing is waited for.
-        Otherwise the device counts the distinct keys of the batch that have no row, and that number decides. A
-        collection follows one state at a time; `init` starts over.
+        Otherwise the device counts the distinct keys of the batch that have no row, and that number decides. A store
+        without rows gets room for 32 batches like its first one, within a sixteenth of the free memory, so that later
+        steps need no growth. A collection follows one state at a time; `init` starts over.
 
         A store that has reached its `max_capacity`, and whose tables have an `eviction`, does not refuse: rows leave by
         that policy, a sixteenth of the capacity more than the new keys need, so that this is rare (docs/growth.md).
@@ -867,52 +868,54 @@ class Collection:
         check_state("drain", self, state)
         return dataclasses.replace(state, drains=True)
 
-    def ahead(self, step: Any, *, state_argnum: int = 0) -> ahead_lib.Ahead:
+    def ahead(self, step: Any, *others: "Collection") -> ahead_lib.Ahead:
         """Wraps a jitted step, so that the program for the next capacity is there when the state grows.
 
-        Call the result as you call the step: results and donation are those of the step. It holds a program for each
-        set of shapes, dtypes and places of the arguments; a new set is compiled on the spot, as by `jax.jit`. Once a
-        store is more than half full, a thread traces and compiles the step for the state that `grow` will make next; if
-        growth comes before that is done, the call waits for the rest of it. Where growth goes elsewhere (memory ran
-        short, another batch size came along), the call compiles on the spot.
+        Call the result as you call the step: arguments, results and donation are those of the step. The state may lie
+        anywhere in the arguments: by itself, in a train state of Linen, in the layer of an NNX model. Once a store is
+        more than half full, a thread lowers and compiles the step for the state that `grow` will make next, and the
+        step finds the program, as if it had been called with that state before. If growth comes before that is done,
+        the call waits for the rest of it. Where growth goes elsewhere (memory ran short, another batch size came
+        along), the call compiles on the spot.
 
         The step is traced in another thread, under the settings of the calling one (`jax.set_mesh`,
-        `jax.default_device`, `jax.enable_x64`, matmul precision, type promotion, random bits; not the deprecated
-        `with mesh:`). It must not change anything outside itself when traced. If a program fails in the background, the
-        next call gives a `RuntimeWarning`, and the program is compiled where it is first called. At its end the
-        interpreter waits for a program under way.
+        `jax.default_device`, `jax.enable_x64`, matmul precision, type promotion, random bits, modes of Flax; not the
+        deprecated `with mesh:`). It must not change anything outside itself when traced. If a program fails in the
+        background, the next call gives a `RuntimeWarning`, and the program is compiled where it is first called. At its
+        end the interpreter waits for a program under way.
 
         Args:
-          step: what `jax.jit` returned, without static arguments: bind those with `functools.partial` or a closure.
-          state_argnum: which positional argument is the state.
+          step: what `jax.jit` or `nnx.jit` returned.
+          others: the other collections of a model that has several layers, if the step takes their states too.
 
         Returns:
           A callable; its `num_compiled`, `num_ahead`, `num_hits_ahead` and `stalls_s` say what was compiled, where, and
           how long calls waited. Each program is logged, at level INFO, to "jaxsok.ahead".
 
         Raises:
-          TypeError, ValueError: a step that is not jitted; when called, no state at `state_argnum`, static arguments.
+          TypeError: a step that is not jitted; at the first call, arguments without a state of the collection.
 
         Cost:
-          One to two microseconds for each array among the arguments of a call. In the background one compilation for
-          each capacity, of which the last is in vain; on a GPU XLA may time kernels there while steps run.
+          Some microseconds a call; one to two for each array among the arguments while a store is more than half full.
+          In the background one compilation for each capacity, of which the last is in vain; on a GPU XLA may time
+          kernels there while steps run.
 
         Example:
           >>> import jaxsok
-          >>> tables = [jaxsok.TableSpec("item", dim=4, optimizer=jaxsok.optim.sgd(0.1), capacity=4)]
+          >>> tables = [jaxsok.TableSpec("item", dim=4, optimizer=jaxsok.optim.sgd(0.1), capacity=64)]
           >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
           >>> def step(state, features):
           ...     embeddings, state, plan = collection.lookup(state, features)
           ...     return collection.update(state, plan, embeddings)
           >>> step = collection.ahead(jax.jit(step, donate_argnums=0))
           >>> state = collection.init(seed=0)
-          >>> for start in range(0, 16, 2):  # two new keys a step: from 4 rows to 8, then to 16
+          >>> for start in range(0, 100, 2):  # two new keys a step: from 64 rows to 128
           ...     features = collection.batch({"clicked": np.arange(start, start + 2)}).features
           ...     state, stats = step(collection.grow(state, features), features)
-          >>> state.stores[0].capacity, step.num_compiled + step.num_hits_ahead  # three programs were called
-          (16, 3)
+          >>> state.stores[0].capacity, step.num_compiled, step.num_hits_ahead
+          (128, 1, 1)
         """
-        return ahead_lib.Ahead(step, self.stores, self.growth, state_argnum)
+        return ahead_lib.Ahead(step, [self, *others])
 
     @annotations.annotated("jaxsok.stack")
     def stack(self, tree: Any) -> Any:

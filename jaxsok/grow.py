@@ -50,6 +50,7 @@ from jaxsok.store import (
     StoreState,
     cache_bytes,
     capacities_of,
+    first_slab,
     host_row_bytes,
     new_slab,
     num_buckets_of,
@@ -61,6 +62,8 @@ from jaxsok.types import COUNTERS, ENTRIES_PER_BUCKET, MAX_CAPACITY
 GROWTH_FACTOR = 2.0  # capacity after growing over capacity before: the number of programs compiled is logarithmic
 LOOK_EVERY = 64  # calls between looks at counters that nothing forces: refused keys and full indexes show there
 GENTLE_FACTOR = 1.25  # where twice does not fit into memory
+FIRST_CALLS = 32  # calls like the first one for which a store without rows gets room: its steps are not compiled yet
+FIRST_SHARE = 16  # one in so many bytes that are free may go into that, all stores together
 WAITING_RESERVES = 2  # for which waiting keys get room: so that the host need not wait for the last steps' counters
 COPIES = 3  # steps in a row that copy the state before a warning: one copy may have come from elsewhere
 WORTH_BYTES = 64 << 20  # of the largest array of a state that is: below, copying costs less than a step
@@ -320,15 +323,26 @@ def grow(
         tracker.learn(seen, allowed)
         is_unplaced |= any(seen.num_unplaced)
         _warn_of_refusals(tracker, capacities, seen)
-    if is_unplaced or is_any_short():
+    # A store without rows, before its first step: what the first batch needs says how large it should begin.
+    fresh = [
+        s
+        for s in stores
+        if tracker.num_calls == 1
+        and coming.features
+        and tracker.known[s] == (0, tracker.allowed[s])
+        and capacities[s] < min(FIRST_CALLS * positions[s], specs[s].max_capacity or MAX_CAPACITY)
+        and not _admits_by_chance(specs[s])
+    ]
+    if is_unplaced or fresh or is_any_short():
         seen = _read(state, num_shards, shards)
         tracker.num_waits += 1
         tracker.under_way.clear()
         tracker.learn(seen, tracker.allowed)
         _warn_of_refusals(tracker, capacities, seen)
-        short = [s for s in stores if is_short(s)]
+        short = [s for s in stores if is_short(s) or s in fresh]
         needs = _count(tracker, state, coming, short)
-        wanted = _rows_to_grow_to(tracker, capacities, positions, needs)
+        first = {s: FIRST_CALLS * (needs[s].num_new - coming.uncounted[s]) for s in fresh}
+        wanted = _rows_to_grow_to(tracker, capacities, positions, needs, first)
         larger = _new_capacities(tracker, state, wanted)
         crowded = [s for s in stores if is_crowded(s)]
         room = {s: WAITING_RESERVES * positions[s] for s in crowded}
@@ -402,12 +416,17 @@ def _count(tracker: GrowthTracker, state: State, coming: Coming, short: Sequence
 
 
 def _rows_to_grow_to(
-    tracker: GrowthTracker, capacities: Sequence[int], positions: Sequence[int], needs: dict[int, _Need]
+    tracker: GrowthTracker,
+    capacities: Sequence[int],
+    positions: Sequence[int],
+    needs: dict[int, _Need],
+    first: dict[int, int],
 ) -> dict[int, int]:
     """Returns the rows that a shard needs, for each store that grows.
 
     A store whose keys were counted again and again, and had room each time, grows for their positions if there is
-    memory: counting is a wait at every step.
+    memory: counting is a wait at every step. A fresh store doubles until it has the rows of `first`, within a share of
+    the memory.
     """
     wanted, tired, specs = {}, {}, tracker.specs
     for s, need in needs.items():
@@ -419,8 +438,15 @@ def _rows_to_grow_to(
             wanted[s] = need.num_rows
         elif tracker.num_counts[s] % MOST_COUNTS == 0:
             tired[s] = tracker.in_use(s) + positions[s]
-    free = agreed_free_bytes(tracker.shards) if tired else None
-    host_share = agreed_host_share([specs[s] for s in tired], tracker.shards)
+    free = agreed_free_bytes(tracker.shards) if tired or first else None
+    host_share = agreed_host_share([specs[s] for s in (*tired, *first)], tracker.shards)
+    for s, enough in first.items():
+        rows, limit = capacities[s], min(specs[s].max_capacity or MAX_CAPACITY, MAX_CAPACITY)
+        shares = FIRST_SHARE * len(specs)
+        while rows < min(limit, enough) and fits([(specs[s], shares * (2 * rows - capacities[s]))], free, host_share):
+            rows *= 2
+        if rows > capacities[s]:
+            wanted[s] = max(wanted.get(s, 0), min(rows, limit))
     for s, rows in tired.items():
         limit = min(specs[s].max_capacity or MAX_CAPACITY, MAX_CAPACITY)
         if fits([(specs[s], 2 * (min(rows, limit) - capacities[s]))], free, host_share):  # in half of the memory
@@ -455,12 +481,7 @@ def _evict(
     }
     kept, used = {}, {}
     for s, need in full.items():
-        # By chance or by Bloom filter most of the keys that were counted may be kept out.
-        by_chance = any(
-            table.admission is not None and not isinstance(table.admission, policies.AdmitByCount)
-            for table in specs[s].tables
-        )
-        is_exact = need.is_used is not None and not by_chance
+        is_exact = need.is_used is not None and not _admits_by_chance(specs[s])
         kept[s] = rows_kept(specs[s].max_capacity, need.num_new, is_exact=is_exact)
         if need.is_used is not None:
             used[s] = need.is_used
@@ -485,6 +506,13 @@ def _evict(
         if not leaving[s].policy.has_score and in_use + need.num_new > specs[s].max_capacity:
             _warn_of_shortage(tracker, specs[s], in_use, need)
     return state
+
+
+def _admits_by_chance(spec: StoreSpec) -> bool:
+    """Returns whether most of the keys that are counted may be kept out: by chance, or by a Bloom filter."""
+    return any(
+        table.admission is not None and not isinstance(table.admission, policies.AdmitByCount) for table in spec.tables
+    )
 
 
 def _warn_of_shortage(tracker: GrowthTracker, spec: StoreSpec, in_use: int, need: _Need) -> None:
@@ -622,7 +650,8 @@ def _enlarging(
         if s in capacities:
             num_rows = spec.num_shards * capacities[s] - store.capacity
             with processes.together("grow", is_shared=shards.num_processes > 1):
-                slabs[s] = with_host_slab(spec, shards.make(new_slab, spec, num_rows), shards)
+                slab = with_host_slab(spec, shards.make(new_slab, spec, num_rows), shards)
+                slabs[s] = jax.tree.map(_put_beside, slab, first_slab(store))
             store = with_slab(store, slabs[s])
         if s in capacities or is_resalted[s]:
             num_buckets = num_buckets_of(store.capacity // spec.num_shards)
@@ -645,6 +674,11 @@ def _enlarging(
         return dataclasses.replace(state, stores=tuple(stores)) if rebuild or remake else state
 
     return enlarge
+
+
+def _put_beside(new: Array, old: Array) -> Array:
+    """Commits a new array to its device if the old one is: otherwise the step is compiled again for what it returns."""
+    return jax.device_put(new, old.sharding) if old.committed and not new.committed else new
 
 
 def _half_entries(spec: StoreSpec, store: StoreState) -> int:

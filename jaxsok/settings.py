@@ -1,7 +1,9 @@
 """JAX's settings of a thread, and how another thread gets them."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -22,13 +24,20 @@ _SETTINGS = (
 )
 
 
+def _modes_of_flax() -> list[Any]:
+    """Returns Flax's modes that change what its transformations do, if Flax is in use; older Flax has none."""
+    nnx = sys.modules.get("flax.nnx")
+    modes = [getattr(nnx, name, None) for name in ("set_graph_mode", "set_graph_updates")]
+    return [mode for mode in modes if mode is not None]
+
+
 def current_settings() -> tuple | None:
     """Returns this thread's settings; None: a trace is under way."""
     try:
         mesh = jax.sharding.get_mesh()
     except ValueError:  # JAX's way to say that a trace is under way
         return None
-    return (mesh, *(setting.value for setting in _SETTINGS))
+    return (mesh, *(setting.value for setting in _SETTINGS), *(mode.current_value() for mode in _modes_of_flax()))
 
 
 @contextlib.contextmanager
@@ -36,9 +45,11 @@ def in_settings(settings: tuple) -> Iterator[None]:
     """Gives this thread the settings of another; equal settings stay, so that JAX's caches are shared."""
     mesh, *values = settings
     with contextlib.ExitStack() as stack:
-        for setting, value in zip(_SETTINGS, values, strict=True):
+        for setting, value in zip(_SETTINGS, values[: len(_SETTINGS)], strict=True):
             if setting.value != value:
                 stack.enter_context(setting(value))
+        for mode, value in zip(_modes_of_flax(), values[len(_SETTINGS) :], strict=False):
+            stack.enter_context(mode(value))
         if jax.sharding.get_mesh() != mesh:
             stack.enter_context(jax.set_mesh(mesh))
         yield

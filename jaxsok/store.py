@@ -230,6 +230,17 @@ def _initial_states(spec: StoreSpec, size: int) -> tuple[Array, ...]:
     return tuple(jnp.full((size, state.dim), np.float32(state.initial_value)) for state in spec.state_specs)
 
 
+def first_slab(store: StoreState) -> Slab:
+    """Returns the arrays of a store's first slab."""
+    return Slab(
+        store.rows[:1],
+        store.records[0],
+        tuple(slabs[0] for slabs in store.states),
+        store.statistics[:1],
+        store.tier[0].places[:1] if store.tier else (),
+    )
+
+
 def with_slab(store: StoreState, slab: Slab) -> StoreState:
     """Appends a slab to every per-row array."""
     return dataclasses.replace(

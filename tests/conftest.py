@@ -189,6 +189,12 @@ def one_salt(monkeypatch):
     monkeypatch.setattr(processes, "drawn", lambda *, is_shared, num_words=2: np.zeros(num_words, np.uint32))
 
 
+@pytest.fixture
+def by_doubling(monkeypatch):
+    """Fresh tables begin as they are declared and grow by doubling, so that a short test sees several growths."""
+    monkeypatch.setattr("jaxsok.grow.FIRST_CALLS", 0)
+
+
 @pytest.fixture(scope="module")
 def quickly():
     """Without LLVM's optimizations, which take most of the time of some tests, also where the GPU is the default."""

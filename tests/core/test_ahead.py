@@ -1,6 +1,5 @@
 """Programs compiled before growth: there in time, the same results, the same buffers; nothing lost where it fails."""
 
-import functools
 import logging
 import subprocess
 import sys
@@ -15,6 +14,8 @@ import pytest
 
 import jaxsok
 from jaxsok import ahead as ahead_lib
+
+pytestmark = pytest.mark.usefixtures("by_doubling")
 
 BATCH = 8
 
@@ -335,39 +336,34 @@ def test_bad_steps():
         collection.ahead(train_step)
     with pytest.raises(TypeError, match=r"ahead: step: got NoneType,"):
         collection.ahead(None)
-    for number in (-1, 0.5, True, "state"):
-        with pytest.raises(ValueError, match=f"ahead: state_argnum: got {number!r}, wanted an integer"):
-            collection.ahead(jax.jit(train_step), state_argnum=number)
-
-    state, features = collection.init(seed=0), new_keys(collection, 0)
     step = collection.ahead(jax.jit(train_step))
-    with pytest.raises(TypeError, match=r"ahead: state: got Features, wanted the State as positional argument 0"):
-        step(features, state)
-    with pytest.raises(TypeError, match="ahead: state: got 0 positional arguments"):
-        step(state=state, features=features)
-    with pytest.raises(TypeError, match=r"ahead: state: got 2 positional arguments.*argument 7"):
-        collection.ahead(jax.jit(train_step), state_argnum=7)(state, features)
-
-    def with_mode(state, features, mode):
-        return train_step(state, features)
-
-    for mode in ("train", 3):
-        step = collection.ahead(jax.jit(with_mode, static_argnums=2))
-        with pytest.raises(TypeError, match=r"ahead: step: .*static arguments"):
-            step(state, features, mode)
+    features = new_keys(collection, 0)
+    with pytest.raises(TypeError, match=r"ahead: state: got arguments \['NoneType', 'Features'\], wanted the State of"):
+        step(None, features)
+    stranger = jaxsok.Collection([jaxsok.TableSpec("x", 2, jaxsok.optim.sgd(0.1))], [jaxsok.FeatureSpec("x", "x")])
+    with pytest.raises(TypeError, match=r"ahead: state: got arguments \['State', 'Features'\]"):
+        step(state=stranger.init(seed=0), features=features)
 
 
 def test_the_state_may_stand_anywhere():
-    """`state_argnum`, and static arguments that are bound beforehand."""
+    """In a dict, by keyword, among static arguments; each of those has a program of its own."""
     collection = programs.one_table(capacity=16)
     train_step = programs.train_step(collection)
 
-    def step(mode, features, state):
-        assert mode == "train"
-        return train_step(state, features)
+    def step(mode, train, features):
+        assert mode in ("train", "more")
+        state, value, stats = train_step(train["tables"], features)
+        return {"tables": state}, value, stats
 
-    step = collection.ahead(jax.jit(functools.partial(step, "train"), donate_argnums=1), state_argnum=1)
-    state, _ = run(collection, lambda state, features: step(features, state), 2)
-    step.wait()
-    state, _, _ = step(new_keys(collection, 2), collection.grow(state))
-    assert jnp.shape(state.stores[0].rows[1]) == (16, 4) and step.num_hits_ahead == 1
+    jitted = collection.ahead(jax.jit(step, static_argnums=0, donate_argnames="train"))
+    train = {"tables": collection.init(seed=0)}
+    for i in range(5):
+        features = new_keys(collection, i)
+        train = {"tables": collection.grow(train["tables"], features)}
+        train, _, _ = jitted("train", train=train, features=features)
+        jax.block_until_ready(train)
+        jitted.wait()
+    assert train["tables"].stores[0].capacity == 64
+    assert (jitted.num_compiled, jitted.num_hits_ahead) == (1, 2)
+    jitted("more", train=train, features=new_keys(collection, 4))
+    assert jitted.num_compiled == 2

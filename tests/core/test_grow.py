@@ -442,7 +442,7 @@ def test_batches_of_a_scan_stacked(num_shards):
         assert state.stores[0].capacity == capacity and collection.num_rows(state) == {"user": 300}
 
 
-def test_keys_that_have_rows_need_no_room():
+def test_keys_that_have_rows_need_no_room(by_doubling):
     """Counted where positions do not fit; after some waits the table grows for the positions all the same."""
     collection = programs.one_table(capacity=120)
     batch = hundred_new(collection, 0)
@@ -522,13 +522,60 @@ def test_what_is_no_batch(batch, message):
     collection.num_rows(state)
 
 
-def test_numbers_of_keys_and_steps():
+def test_numbers_of_keys_and_steps(by_doubling):
     """A number stands for the keys of all shards; steps multiply a single batch."""
     collection = programs.one_table(capacity=64)
     assert collection.grow(collection.init(seed=0), 200, steps=3).stores[0].capacity == 600
     batch = hundred_new(collection, 0)
     assert collection.grow(collection.init(seed=0), batch, steps=3).stores[0].capacity == 300
     assert collection.grow(collection.init(seed=0), [batch, 100]).stores[0].capacity == 200
+
+
+def first_capacity(collection):
+    """The capacity after the first call of `grow`, with a batch of 100 new keys."""
+    return collection.grow(collection.init(seed=0), hundred_new(collection, 0)).stores[0].capacity
+
+
+def test_a_fresh_table_begins_with_room_for_many_batches(monkeypatch):
+    """Doubled until 32 batches like the first one fit: never beyond `max_capacity`, or a sixteenth of free memory."""
+    assert first_capacity(programs.one_table(capacity=64)) == 64 * 2**6
+    assert first_capacity(programs.one_table(capacity=3200)) == 3200
+    assert first_capacity(programs.one_table(capacity=64, max_capacity=1000)) == 1000
+    collection = programs.one_table(capacity=64)
+    of_row = collection.memory_estimate().stores[0].row_bytes
+    for more, capacity in ((4032, 4096), (4031, 2048), (0, 128)):  # a batch must fit in any case
+        monkeypatch.setattr(grow, "free_bytes", lambda more=more: 16 * max(more, 20) * of_row)
+        assert first_capacity(collection) == capacity
+    monkeypatch.undo()
+    by_chance = jaxsok.policies.AdmitByProbability(0.1)  # most of the keys that are counted get no row
+    table = jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(1.0), capacity=64, admission=by_chance)
+    assert first_capacity(jaxsok.Collection([table], [jaxsok.FeatureSpec("user", "user")])) == 128
+    state = programs.insert(collection, collection.init(seed=0), [7])
+    assert collection.grow(state, hundred_new(collection, 0)).stores[0].capacity == 128  # it is not fresh
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_fresh_table_grows_less_often_with_the_same_bits(num_shards, monkeypatch):
+    """One growth in place of several; keys, row ids, rows and optimizer state do not show it."""
+    found = []
+    for first_calls in (0, 32):
+        monkeypatch.setattr(grow, "FIRST_CALLS", first_calls)
+        tables = [jaxsok.TableSpec("user", DIM, jaxsok.optim.adagrad(0.1), capacity=64)]
+        features = [jaxsok.FeatureSpec("user", "user")]
+        collection = programs.over(2, tables, features) if num_shards > 1 else jaxsok.Collection(tables, features)
+        state, step = collection.init(seed=0), programs.fed_step(collection)
+        for number in range(8):
+            batch = hundred_new(collection, number)
+            state = collection.grow(state, batch)
+            state, _, stats = step(state, batch.features, {"user": jnp.full((100, DIM), 1.0 + number)})
+            stats.check()
+        found.append((collection.growth.num_grown, collection.export_table(state, "user")))
+    (often, small), (once, large) = found
+    assert once == 1 and often >= 3
+    for name in ("keys", "row_ids", "rows"):
+        np.testing.assert_array_equal(small[name], large[name])
+    for name in small["state"]:
+        np.testing.assert_array_equal(small["state"][name], large["state"][name])
 
 
 @pytest.mark.slow

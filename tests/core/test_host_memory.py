@@ -309,7 +309,7 @@ def test_slabs_keep_their_memory(pinned, num_shards):
 
 
 @on_cpu
-def test_programs_for_growth_are_compiled_ahead(pinned):
+def test_programs_for_growth_are_compiled_ahead(pinned, by_doubling):
     collection = jaxsok.Collection([table(memory=8, capacity=16)], FEATURES)
     step = collection.ahead(jax.jit(programs.train_step(collection), donate_argnums=0))
     state = collection.init(seed=0)

@@ -1,6 +1,8 @@
 """What the tests of the Flax layers share: collections, raw batches, and the model in NumPy alone."""
 
+import contextlib
 import functools
+import logging
 
 import jax
 import numpy as np
@@ -176,3 +178,28 @@ def assert_equal(first, second):
     assert jax.tree.structure(first) == jax.tree.structure(second)
     for (path, one), two in zip(jax.tree.leaves_with_path(first), jax.tree.leaves(second), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(two), err_msg=jax.tree_util.keystr(path))
+
+
+@contextlib.contextmanager
+def compiled_on_the_spot(name):
+    """Lists the threads that wait for XLA to compile the jitted function `name`; the compiling one does not log."""
+    threads = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            if record.getMessage().startswith(f"Finished XLA compilation of jit({name})"):
+                threads.append(record.threadName)
+
+    logger, handler = logging.getLogger("jax._src.dispatch"), Handler()
+    logger.addHandler(handler)
+    try:
+        with jax.log_compiles():  # of this thread
+            yield threads
+    finally:
+        logger.removeHandler(handler)
+
+
+def new_users(collection, number):
+    """A batch of eight users that no other batch has."""
+    raw = raw_batch(np.random.default_rng(number), num_keys=4)
+    return collection.batch({**raw, "user": np.arange(8) + 8 * number})

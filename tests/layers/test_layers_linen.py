@@ -347,6 +347,27 @@ def test_growth_between_steps():
     oracle.assert_tables(collection, tables["embed"]["state"])
 
 
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_growth_finds_its_program(num_devices, by_doubling):
+    """The state lies in a train state: still no growth makes a call wait for a compilation."""
+    collection = cases.collection_of(num_devices, capacity=32)
+    model, state, tables = declared(collection)
+    step = collection.ahead(train(model))
+    capacities, waits = set(), []
+    for number in range(18 if num_devices == 1 else 30):
+        batch = cases.new_users(collection, number)
+        tables = layers.grow(collection, tables, batch)
+        with cases.compiled_on_the_spot("step") as threads:
+            state, tables, _, stats = step(state, tables, batch)
+        stats.check()
+        waits.append(len(threads))
+        capacities.add(tables["embed"]["state"].stores[0].capacity)
+        step.wait()
+    # On a mesh the second step has Flax's count of steps as an array there, no longer as a number.
+    assert waits == [1, num_devices - 1] + [0] * (len(waits) - 2)
+    assert len(capacities) == 3 and step.num_hits_ahead == 2 and max(step.stalls_s[num_devices:]) < 1
+
+
 def test_scan_over_steps():
     """lax.scan with train state and tables as carry: a loop of steps, in place."""
     collection = cases.one_device()

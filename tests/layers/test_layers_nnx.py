@@ -531,6 +531,67 @@ def test_growth_between_steps(mode):
     oracle.assert_tables(collection, state_of(model))
 
 
+@pytest.mark.parametrize("name, num_devices", [("graph", 1), ("tree", 1), ("graph", 2)])
+def test_growth_finds_its_program(name, num_devices, by_doubling):
+    """Two growths make no call wait for a compilation; losses and tables are those of the plain step."""
+    with in_mode(name):
+        runs = []
+        for is_ahead in (True, False) if num_devices == 1 else (True,):
+            collection = cases.collection_of(num_devices, capacity=32)
+            model, optimizer = declared(collection)
+            for dense in (model.out, optimizer):
+                nnx.update(dense, cases.everywhere(collection, nnx.state(dense)))
+            step = nnx.jit(train, donate_argnums=(0, 1))
+            step = collection.ahead(step) if is_ahead else step
+            losses, waits, capacities = [], [], set()
+            for number in range(18 if num_devices == 1 else 30):
+                batch = cases.new_users(collection, number)
+                model.embed.grow(batch)
+                with cases.compiled_on_the_spot("train") as threads:
+                    loss, stats = step(model, optimizer, batch)
+                stats.check()
+                losses.append(float(loss))
+                waits.append(len(threads))
+                capacities.add(state_of(model).stores[0].capacity)
+                if is_ahead:
+                    step.wait()
+            assert len(capacities) == 3 and sum(waits) == (1 if is_ahead else 3)
+            runs.append((losses, collection.export_table(state_of(model), "user")))
+            if is_ahead:
+                assert (step.num_compiled, step.num_hits_ahead) == (1, 2) and max(step.stalls_s[1:]) < 1
+        cases.assert_equal(runs[0], runs[-1])
+
+
+def test_two_layers_and_a_shared_part_find_their_program(by_doubling):
+    """Collections that grow apart, in a model whose modules share a module."""
+    collections = cases.collection_of(capacity=32), cases.collection_of(capacity=64)
+
+    class Pair(nnx.Module):
+        def __init__(self, rngs):
+            self.one, self.two = (layers.Embeddings(collection) for collection in collections)
+            self.out = self.again = nnx.Linear(cases.WIDTH, 1, rngs=rngs)
+
+        def __call__(self, batch):
+            one, two = (cases.joined(layer(batch.features)) for layer in (self.one, self.two))
+            return (self.out(one) + self.again(two))[:, 0]
+
+    @nnx.jit
+    def step(model, batch):
+        loss, grads = layers.value_and_grad(lambda model: cases.loss_of(model(batch), batch["label"]))(model)
+        return loss, layers.update(model, grads)
+
+    step, model = collections[0].ahead(step, collections[1]), Pair(nnx.Rngs(0))
+    for number in range(18):
+        batch = cases.new_users(collections[0], number)
+        layers.grow(model, {"one": batch, "two": batch})
+        with cases.compiled_on_the_spot("step") as threads:
+            step(model, batch)
+        assert len(threads) == (number == 0)
+        step.wait()
+    assert step.num_compiled == 1 and step.num_hits_ahead == 2
+    assert [layer.tables.get_value().stores[0].capacity for layer in (model.one, model.two)] == [256, 256]
+
+
 def test_scans_over_steps(mode):
     """nnx.scan with the model as carry, and lax.scan over its split state: a loop of steps, in place."""
     collection = cases.one_device()

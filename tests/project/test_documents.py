@@ -446,7 +446,6 @@ PROVOKED = {
     "keys to erase": lambda: item().erase(item().init(), "item", np.array([[7]])),
     "not jitted": lambda: item().ahead(step),
     "no state for ahead": lambda: item().ahead(jax.jit(step))(None),
-    "static arguments for ahead": lambda: item().ahead(jax.jit(step))(item().init(), "fast"),
     "label": lambda: pack(np.array([7]))["label"],
     "mask": lambda: pack(np.array([7])).features.mask("itme"),
     # On a mesh
@@ -810,6 +809,7 @@ def test_limits():
     assert types.MAX_SLABS == 24 and types.MAX_CAPACITY == 2**31 - 1
     assert constants((ROOT / "ffi/core/layout.h").read_text())["kMaxProbes"] == 64
     assert grow.GROWTH_FACTOR == 2.0 and grow.GENTLE_FACTOR == 1.25 and grow.LOOK_EVERY == 64
+    assert grow.FIRST_CALLS == 32 and grow.FIRST_SHARE == 16
     assert store.MIN_BUCKETS == 16
 
 
