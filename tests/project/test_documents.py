@@ -365,7 +365,7 @@ PROVOKED = {
     "optax": lambda: jaxsok.TableSpec("item", 4, pytest.importorskip("optax").adam(1e-3)),
     "optimizer that is not called": lambda: jaxsok.TableSpec("item", 4, jaxsok.optim.adam),
     "argument of torch": lambda: jaxsok.TableSpec("item", num_embeddings=100),
-    "initializer": lambda: jaxsok.TableSpec("item", 4, SGD, initializer="zeros"),
+    "initializer": lambda: jaxsok.TableSpec("item", 4, SGD, initializer="glorot"),
     "dtype": lambda: jaxsok.TableSpec("item", 4, SGD, dtype="float64"),
     "embedding_dtype": lambda: jaxsok.TableSpec("item", 4, SGD, dtype="bfloat16", embedding_dtype="float16"),
     "rounding": lambda: jaxsok.TableSpec("item", 4, SGD, rounding="up"),
