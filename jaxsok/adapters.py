@@ -29,7 +29,8 @@ class Coo:
     """One feature of one batch by coordinates: each key with its bag. What `tf.SparseTensor` holds.
 
     Keys may come in any order. They are sorted by bag, then by column if there are columns; the sort is stable. Columns
-    have no other meaning. Read on the host; a `tf.SparseTensor` may stand in its place.
+    have no other meaning. Read on the host; a `tf.SparseTensor` may stand in its place, or `Bags(ids, weights=weights)`
+    of two of them.
 
     Example:
       >>> coo = Coo(np.array([[1, 0], [0, 1], [0, 0]]), np.array([9, 8, 7]), shape=(3, 2))  # bags [7, 8], [9] and []
@@ -130,6 +131,9 @@ def _converted(spec: FeatureSpec, value: Any, what: str) -> Any:
     others = {name: getattr(bags, name) for name in ("lengths", "offsets", "weights", "inverse")}
     if all(one is None or isinstance(one, np.ndarray) for one in (bags.keys, *others.values())):
         return value
+    if _is_ragged_tensor(bags.keys) or _is_ragged_tensor(bags.weights) or _is_sparse_tensor(bags.weights):
+        value = bags = _of_tensors(bags, what)
+        others = {name: getattr(bags, name) for name in others}
     if _is_coo(bags.keys):
         given = [name for name in ("lengths", "offsets", "weights") if others[name] is not None]
         if given:
@@ -183,6 +187,37 @@ def _is_bcoo(value: Any) -> bool:
 def _is_sparse_tensor(value: Any) -> bool:
     """Recognizes a `tf.SparseTensor` or `tf.compat.v1.SparseTensorValue`."""
     return all(hasattr(value, name) for name in ("indices", "values", "dense_shape"))
+
+
+def _is_ragged_tensor(value: Any) -> bool:
+    """Recognizes a `tf.RaggedTensor` or `tf.compat.v1.ragged.RaggedTensorValue`."""
+    return all(hasattr(value, name) for name in ("values", "row_splits"))
+
+
+def _of_tensors(bags: Bags, what: str) -> Bags:
+    """Reads keys and weights that are tensors of TensorFlow; weights of a SparseTensor go into a `Coo`."""
+    keys, weights = bags.keys, bags.weights
+    is_ragged = _is_ragged_tensor(keys)
+    if is_ragged and (bags.lengths is not None or bags.offsets is not None):
+        raise ValueError(f"{what}: got a RaggedTensor with lengths or offsets, wanted it alone: it has its own.")
+    if is_ragged and len(keys.values.shape) != 1:
+        raise ValueError(f"{what}: keys: got a RaggedTensor of {keys.shape}, wanted two axes: samples and their keys.")
+    for kind, parts in ((_is_ragged_tensor, ["row_splits"]), (_is_sparse_tensor, ["indices", "dense_shape"])):
+        if not kind(weights):
+            continue
+        if not kind(keys) or not all(np.array_equal(getattr(keys, part), getattr(weights, part)) for part in parts):
+            raise ValueError(
+                f"{what}: weights: got a {type(weights).__name__} beside keys of other {' and '.join(parts)}, wanted "
+                "one weight for each key, in the same places."
+            )
+        weights = np.asarray(weights.values)
+    if is_ragged:
+        offsets = np.asarray(keys.row_splits)
+        return dataclasses.replace(bags, keys=np.asarray(keys.values), offsets=offsets, weights=weights)
+    if _is_sparse_tensor(keys):
+        keys = Coo(keys.indices, keys.values, weights=weights, shape=tuple(np.asarray(keys.dense_shape).tolist()))
+        return dataclasses.replace(bags, keys=keys, weights=None)
+    return bags
 
 
 def _of_coo(spec: FeatureSpec, value: Any, what: str) -> Bags:

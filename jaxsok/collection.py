@@ -200,7 +200,7 @@ class Collection:
 
         Args:
           raw: for each feature an integer array `[num_bags]` or `[num_bags, hotness]`, or `Bags`; also `Coo` (or a
-            `tf.SparseTensor`), a column of integers or of lists of them (Arrow, Polars), a
+            `tf.SparseTensor`), a `tf.RaggedTensor`, a column of integers or of lists of them (Arrow, Polars), a
             `jax.experimental.sparse.BCOO`. All have one number of samples. Other entries are carried along
             (`batch["label"]`); a column, `[n]` or `[n, 1]`, must have a line for each sample too. Pass an array that is
             no data of samples in a tuple.
