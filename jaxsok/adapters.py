@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import checks
+from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
 from jaxsok.checks import there
 from jaxsok.features import Bags, bags_of
 from jaxsok.specs import FeatureSpec
-from jaxsok.types import PADDING_KEY
+from jaxsok.types import PADDING_KEY, Combiner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +102,49 @@ def from_kjt(
         name: Bags(values[part], lengths=of_feature, weights=None if weights is None else weights[part])
         for name, part, of_feature in zip(names, parts, lengths, strict=True)
     }
+
+
+def safe_bags(ids: Any, *, combiner: Combiner = "mean", default_key: int | None = None) -> Bags:
+    """Keeps the keys of a feature that `tf.nn.safe_embedding_lookup_sparse` would look up.
+
+    Negative keys (as int64) go, and unless `combiner` is "sum" also keys whose weights are not above 0. A bag that is
+    then empty gets `default_key`, with weight 1. For `max_norm` see `combine_clipped`.
+
+    Args:
+      ids: a feature in any form that `batch` takes, such as `Bags(sp_ids, weights=sp_weights)` of two SparseTensors.
+      combiner: that of the feature.
+      default_key: any 64-bit integer; None: empty bags stay empty and read zeros.
+
+    Raises:
+      TypeError, ValueError: what `batch` raises for the feature.
+
+    Cost:
+      A few NumPy passes over the keys.
+
+    Example:
+      >>> bags = safe_bags(Bags(np.array([7, -5, -5]), lengths=np.array([2, 1])), default_key=6)
+      >>> bags.keys.tolist(), bags.lengths.tolist()
+      ([7, 6], [1, 1])
+    """
+    what = "safe_bags"
+    bags = bags_of(_converted(FeatureSpec("ids", table="ids"), ids, what))
+    words = keys_lib.words_of(bags.keys, "int64", what)
+    keys = keys_lib.from_words(words)
+    offsets = np.arange(keys.shape[0] + 1) * (keys.size // max(1, keys.shape[0]))
+    if bags.lengths is not None or bags.offsets is not None:
+        offsets = features_lib.read_offsets(bags, words, what)
+    keys = keys.reshape(-1)[: offsets[-1]]
+    places, is_kept = np.repeat(np.arange(offsets.size - 1), np.diff(offsets)), keys.view(np.int64) >= 0
+    weights = None if bags.weights is None else np.asarray(bags.weights).reshape(-1)[: keys.size]
+    if weights is not None and combiner != "sum":
+        is_kept &= weights > 0
+    places, keys, weights = places[is_kept], keys[is_kept], None if weights is None else weights[is_kept]
+    if default_key is not None:
+        default = keys_lib.from_words(keys_lib.to_words(np.asarray([default_key]), f"{what}: default_key"))
+        empty = np.setdiff1d(np.arange(offsets.size - 1), places)
+        places, keys = np.append(places, empty), np.append(keys, np.repeat(default, empty.size))
+        weights = None if weights is None else np.append(weights, np.ones(empty.size, weights.dtype))
+    return dataclasses.replace(_sorted_by_bag(keys, places[None], weights, offsets.size - 1), inverse=bags.inverse)
 
 
 def converted(raw: Mapping[str, Any], features: Sequence[FeatureSpec], op: str = "batch") -> Mapping[str, Any]:
