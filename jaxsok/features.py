@@ -318,7 +318,7 @@ def require_samples(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> 
     A column is an entry `[num_lines]` or `[num_lines, 1]`, such as labels and weights. Scalars, arrays with more
     columns, and the contents of a dict, list or tuple may have any size.
     """
-    counts = {spec.name: _num_samples(raw[spec.name]) for spec in features}
+    counts = {spec.name: count_samples(raw[spec.name]) for spec in features}
     counts = {name: count for name, count in counts.items() if count is not None}
     if len(set(counts.values())) > 1:
         raise ValueError(
@@ -351,7 +351,7 @@ def _is_global(value: Any) -> bool:
     return isinstance(keys, jax.Array) and not isinstance(keys, jax.core.Tracer) and not keys.is_fully_addressable
 
 
-def _num_samples(value: Any) -> int | None:
+def count_samples(value: Any) -> int | None:
     """Returns the samples of a feature by its shapes; None if they do not say, which `_read` refuses."""
     if isinstance(value, np.ndarray):
         return value.shape[0] if value.ndim else None
