@@ -677,6 +677,7 @@ API = {
     "jaxsok.serving.nnx": lambda: calls_of(serving("nnx")),
     "jaxsok.serving.nnx.LookupSpec": lambda: members_of(serving("group").LookupSpec),
     "jaxsok.serving.linen": lambda: calls_of(serving("linen")),
+    "jaxsok.serving.hps": lambda: calls_of(serving("hps")),
     "jaxsok.serving.artifact": lambda: calls_of(serving("artifact")),
     "jaxsok.serving.artifact.ServedModel": lambda: members_of(serving("artifact").ServedModel),
     "jaxsok.interchange.hps": lambda: calls_of(hps),

@@ -24,7 +24,7 @@ from jaxsok.serving.errors import (
     UnknownTableError,
     refusals,
 )
-from jaxsok.serving.frozen import FrozenTable, frozen_bytes
+from jaxsok.serving.frozen import FrozenTable, FrozenTables, freeze_records, frozen_bytes
 from jaxsok.serving.model import versions
 from jaxsok.serving.model.predictions import Prediction, PredictRequest, keys_in, load_dense_model
 from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, RowReader
@@ -329,11 +329,11 @@ def open_model(
     return served
 
 
-def _open_table(config: ModelConfig, table: TableConfig, key_bits: folders.KeyBits) -> folders.Frozen:
+def _open_table(config: ModelConfig, table: TableConfig, key_bits: folders.KeyBits, op: str = "open") -> folders.Frozen:
     source = folders.open_table(
-        table.file, table=table.name, dim=table.dim, key_bits=key_bits, hotness=config.is_filled_at_start, op="open"
+        table.file, table=table.name, dim=table.dim, key_bits=key_bits, hotness=config.is_filled_at_start, op=op
     )
-    what = f'open: model "{config.model}": table "{table.name}": default_value_for_each_table'
+    what = f'{op}: model "{config.model}": table "{table.name}": default_value_for_each_table'
     return folders.frozen_as(what, source, config.row_dtype, table.default)
 
 
@@ -345,9 +345,58 @@ def open_for_export(op: str, path: str, model: str | None = None, dtype: Any = N
             for source in folders.open_saved(op, path)
         ]
     config = read_config(path)
+    chosen = choose_model(op, config, model)
+    chosen = dataclasses.replace(chosen, row_dtype=dtype or chosen.row_dtype)
+    return [_open_table(chosen, table, config.key_bits, op) for table in chosen.tables]
+
+
+def choose_model(op: str, config: Config, model: str | None) -> ModelConfig:
+    """Gives the model of a name, or the only one (None); UnknownModelError: there is none."""
     found = [one for one in config.models if model in (None, one.model)]
     if len(found) != 1:
-        names = [one.model for one in config.models]
-        raise UnknownModelError(f"{op}: --model: got {model!r}, wanted one of {names}.")
-    chosen = dataclasses.replace(found[0], row_dtype=dtype or found[0].row_dtype)
-    return [_open_table(chosen, table, config.key_bits) for table in chosen.tables]
+        raise UnknownModelError.of(op, model, [one.model for one in config.models])
+    return found[0]
+
+
+def load_tables(
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    model: str | None = None,
+    *,
+    tables: Sequence[str] | None = None,
+    device: Any = None,
+) -> FrozenTables:
+    """Loads the tables of a model of an HPS configuration, for programs that need no session.
+
+    All rows go to the device, wherever the configuration has them, in its dtypes and with its defaults. `is_fused` is
+    what `fuse_embedding_table` says; `lookup`, the layers of `jaxsok.serving` and exported models act on it.
+
+    Args:
+      config: the path of an HPS JSON file, its parsed content, or a `Config`.
+      model: its name; None, if there is one.
+      tables: names of those to load; None: all.
+      device: where they go; None: JAX's default device.
+
+    Raises:
+      ConfigError: the configuration.
+      UnknownModelError, UnknownTableError: there is none of that name.
+      FileNotFoundError, ServingError, CorruptFileError, ValueError: files, as `open`.
+
+    Cost:
+      Reads the files of these tables. On the device: `frozen_bytes`.
+
+    Example:
+      `tables = load_tables("8_table.json"); found = lookup(tables, {"table0": keys, "table1": others})`
+    """
+    op, whole = "load_tables", read_config(config)
+    chosen = choose_model(op, whole, model)
+    names = [table.name for table in chosen.tables]
+    for name in tables or ():
+        if name not in names:
+            raise UnknownTableError.of(op, name, names, f'model "{chosen.model}"')
+    given = [
+        _open_table(chosen, table, whole.key_bits, op)
+        for table in chosen.tables
+        if tables is None or table.name in tables
+    ]
+    loaded, _ = freeze_records(given, spare_rows=chosen.spare_rows, device=device)
+    return dataclasses.replace(loaded, is_fused=chosen.is_fused)
