@@ -4,6 +4,7 @@ For programs that come from HPS: `from jaxsok.serving import hps`. Each layer is
 explains calls, and takes part in its `set_tables` and in `export_model`.
 """
 
+import os
 from typing import Any
 
 import numpy as np
@@ -15,25 +16,39 @@ from jaxsok.serving import nnx
 from jaxsok.serving.config import read
 from jaxsok.serving.model.served import choose_model, load_tables
 from jaxsok.specs import FeatureSpec
-from jaxsok.types import Combiner
 
 __all__ = ["LookupLayer", "LookupLayers", "SparseLookupLayer"]
 
 
-def _table(op: str, model_name: str, table_id: int, emb_vec_size: int, emb_vec_dtype: Any, file: Any) -> dict[str, Any]:
-    """Loads one table of a model; gives the arguments of its layer."""
-    tables = choose_model(op, read(file), model_name).tables
-    table_id = checks.integer(f"{op}: table_id", table_id, 0, len(tables) - 1)
-    dtype = getattr(emb_vec_dtype, "name", None) or np.dtype(emb_vec_dtype).name
-    if dtype != "float32":
-        raise ValueError(f"{op}: emb_vec_dtype: got {dtype}, wanted float32, as HPS has it.")
-    name, dim = tables[table_id].name, tables[table_id].dim
-    if emb_vec_size != dim:
-        raise ValueError(f'{op}: emb_vec_size: got {emb_vec_size}, wanted {dim}, as "{file}" has for table "{name}".')
-    return {"table": name, "dim": dim, "tables": load_tables(file, model_name, tables=[name])}
+class _OfOneTable:
+    """Takes HPS's arguments for the layer of `jaxsok.serving.nnx` that follows in the order of classes."""
+
+    def __init__(
+        self,
+        model_name: str,
+        table_id: int,
+        emb_vec_size: int,
+        emb_vec_dtype: Any = np.float32,
+        ps_config_file: str | os.PathLike[str] = "",
+        global_batch_size: int = 1,
+    ):
+        del global_batch_size
+        op = type(self).__name__
+        tables = choose_model(op, read(ps_config_file), model_name).tables
+        table = tables[checks.integer(f"{op}: table_id", table_id, 0, len(tables) - 1)]
+        dtype = getattr(emb_vec_dtype, "name", None) or np.dtype(emb_vec_dtype).name
+        if dtype != "float32":
+            raise ValueError(f"{op}: emb_vec_dtype: got {dtype}, wanted float32, as HPS has it.")
+        if emb_vec_size != table.dim:
+            raise ValueError(
+                f'{op}: emb_vec_size: got {emb_vec_size}, wanted {table.dim}, as "{ps_config_file}" has for table '
+                f'"{table.name}".'
+            )
+        loaded = load_tables(ps_config_file, model_name, tables=[table.name])
+        super().__init__(table.name, dim=table.dim, tables=loaded)  # pyright: ignore[reportCallIssue]
 
 
-class LookupLayer(nnx.LookupLayer):
+class LookupLayer(_OfOneTable, nnx.LookupLayer):
     """A row for each key of one table of an HPS model: `jaxsok.serving.nnx.LookupLayer` with HPS's arguments.
 
     Each layer loads its own table and makes a call of its own; `LookupLayers` is for fused tables.
@@ -55,21 +70,8 @@ class LookupLayer(nnx.LookupLayer):
     Source: HPS's `hps.LookupLayer` for TensorFlow.
     """
 
-    def __init__(
-        self,
-        model_name: str,
-        table_id: int,
-        emb_vec_size: int,
-        emb_vec_dtype: Any = np.float32,
-        ps_config_file: str = "",
-        global_batch_size: int = 1,
-    ):
-        del global_batch_size
-        given = _table("LookupLayer", model_name, table_id, emb_vec_size, emb_vec_dtype, ps_config_file)
-        super().__init__(**given)
 
-
-class SparseLookupLayer(nnx.SparseLookupLayer):
+class SparseLookupLayer(_OfOneTable, nnx.SparseLookupLayer):
     """An embedding for each bag of one table of an HPS model: `nnx.SparseLookupLayer` with HPS's arguments.
 
     The arguments and errors are those of `LookupLayer`. A call takes `sp_ids` in any form that `Collection.batch` takes
@@ -81,33 +83,11 @@ class SparseLookupLayer(nnx.SparseLookupLayer):
     Source: HPS's `hps.SparseLookupLayer` for TensorFlow.
     """
 
-    def __init__(
-        self,
-        model_name: str,
-        table_id: int,
-        emb_vec_size: int,
-        emb_vec_dtype: Any = np.float32,
-        ps_config_file: str = "",
-        global_batch_size: int = 1,
-    ):
-        del global_batch_size
-        given = _table("SparseLookupLayer", model_name, table_id, emb_vec_size, emb_vec_dtype, ps_config_file)
-        super().__init__(**given)
-
-    def __call__(
-        self,
-        sp_ids: Any,
-        sp_weights: Any = None,
-        combiner: Combiner | None = None,
-        max_norm: float | None = None,
-        *,
-        tables: Any = None,
-    ) -> Float32[Array, "num_bags dim"]:
-        """Looks up; see the class."""
+    def __call__(self, sp_ids: Any, sp_weights: Any = None, **options: Any) -> Float32[Array, "num_bags dim"]:
+        """Looks up; `options` are those of `jaxsok.serving.nnx.SparseLookupLayer`."""
         ids = sp_ids if sp_weights is None else Bags(sp_ids, weights=sp_weights)
         spec = FeatureSpec("sp_ids", table=self.spec.table, weighted=sp_weights is not None)
-        read_ids = adapters.converted({"sp_ids": ids}, [spec], "SparseLookupLayer")["sp_ids"]
-        return super().__call__(read_ids, combiner=combiner, max_norm=max_norm, tables=tables)
+        return super().__call__(adapters.converted({"sp_ids": ids}, [spec], type(self).__name__)["sp_ids"], **options)
 
 
 class LookupLayers(nnx.LookupLayers):
@@ -127,7 +107,7 @@ class LookupLayers(nnx.LookupLayers):
       `embeddings = LookupLayers("8_table", "8_table.json")({"table0": keys, "table1": others})`
     """
 
-    def __init__(self, model_name: str, ps_config_file: str):
+    def __init__(self, model_name: str, ps_config_file: str | os.PathLike[str]):
         model = choose_model("LookupLayers", read(ps_config_file), model_name)
         specs = {table.name: nnx.LookupSpec(table.name, dim=table.dim) for table in model.tables}
         super().__init__(specs, tables=load_tables(ps_config_file, model_name))

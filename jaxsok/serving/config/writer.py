@@ -40,10 +40,9 @@ def write(path: str | os.PathLike[str], config: Config | Mapping[str, Any]) -> N
 
 
 def _json_of(config: Config) -> dict[str, Any]:
-    found: dict[str, Any] = {"supportlonglong": config.supportlonglong}
-    if config.fuse_embedding_table is not None:
-        found["fuse_embedding_table"] = config.fuse_embedding_table
-    found["models"] = [_model(model) for model in config.models]
+    fused = {} if config.fuse_embedding_table is None else {"fuse_embedding_table": config.fuse_embedding_table}
+    models = [_model(model) for model in config.models]
+    found: dict[str, Any] = {"supportlonglong": config.supportlonglong, **fused, "models": models}
     if config.volatile_db != VolatileDb("parallel_hash_map"):
         found["volatile_db"] = {"type": config.volatile_db.type, **_block(config.volatile_db)}
         if config.volatile_db.type == "redis_cluster":  # its default depends on the machine

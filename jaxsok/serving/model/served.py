@@ -389,14 +389,10 @@ def load_tables(
     """
     op, whole = "load_tables", read_config(config)
     chosen = choose_model(op, whole, model)
-    names = [table.name for table in chosen.tables]
+    by_name = {table.name: table for table in chosen.tables}
     for name in tables or ():
-        if name not in names:
-            raise UnknownTableError.of(op, name, names, f'model "{chosen.model}"')
-    given = [
-        _open_table(chosen, table, whole.key_bits, op)
-        for table in chosen.tables
-        if tables is None or table.name in tables
-    ]
+        if name not in by_name:
+            raise UnknownTableError.of(op, name, by_name, f'model "{chosen.model}"')
+    given = [_open_table(chosen, by_name[name], whole.key_bits, op) for name in tables or by_name]
     loaded, _ = freeze_records(given, spare_rows=chosen.spare_rows, device=device)
     return dataclasses.replace(loaded, is_fused=chosen.is_fused)
