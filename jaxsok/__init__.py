@@ -6,9 +6,10 @@ an update moves the rows that were used. Start with `Collection`.
 
 from jaxsok import initializers, policies
 from jaxsok import optimizers as optim
-from jaxsok.adapters import Coo, from_kjt
+from jaxsok.adapters import Coo, from_kjt, safe_bags
 from jaxsok.caches import CacheEstimate, CacheStats, cache_estimate
 from jaxsok.collection import Collection
+from jaxsok.combine import combine_clipped
 from jaxsok.evict import Evicted
 from jaxsok.features import Bags, Batch, Features
 from jaxsok.memory import MemoryEstimate, StoreMemory, memory_estimate
@@ -56,6 +57,7 @@ __all__ = [
     "TableProposal",
     "TableSpec",
     "cache_estimate",
+    "combine_clipped",
     "from_kjt",
     "initializers",
     "memory_estimate",
@@ -63,5 +65,6 @@ __all__ = [
     "optim",
     "policies",
     "propose",
+    "safe_bags",
     "write_scalars",
 ]

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import checks
+from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
 from jaxsok.checks import there
 from jaxsok.features import Bags, bags_of
 from jaxsok.specs import FeatureSpec
-from jaxsok.types import PADDING_KEY
+from jaxsok.types import PADDING_KEY, Combiner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Coo:
     """One feature of one batch by coordinates: each key with its bag. What `tf.SparseTensor` holds.
 
     Keys may come in any order. They are sorted by bag, then by column if there are columns; the sort is stable. Columns
-    have no other meaning. Read on the host; a `tf.SparseTensor` may stand in its place.
+    have no other meaning. Read on the host; a `tf.SparseTensor` may stand in its place, or `Bags(ids, weights=weights)`
+    of two of them.
 
     Example:
       >>> coo = Coo(np.array([[1, 0], [0, 1], [0, 0]]), np.array([9, 8, 7]), shape=(3, 2))  # bags [7, 8], [9] and []
@@ -102,6 +104,49 @@ def from_kjt(
     }
 
 
+def safe_bags(ids: Any, *, combiner: Combiner = "mean", default_key: int | None = None) -> Bags:
+    """Keeps the keys of a feature that `tf.nn.safe_embedding_lookup_sparse` would look up.
+
+    Negative keys (as int64) go, and unless `combiner` is "sum" also keys whose weights are not above 0. A bag that is
+    then empty gets `default_key`, with weight 1. For `max_norm` see `combine_clipped`.
+
+    Args:
+      ids: a feature in any form that `batch` takes, such as `Bags(sp_ids, weights=sp_weights)` of two SparseTensors.
+      combiner: that of the feature.
+      default_key: any 64-bit integer; None: empty bags stay empty and read zeros.
+
+    Raises:
+      TypeError, ValueError: what `batch` raises for the feature.
+
+    Cost:
+      A few NumPy passes over the keys.
+
+    Example:
+      >>> bags = safe_bags(Bags(np.array([7, -5, -5]), lengths=np.array([2, 1])), default_key=6)
+      >>> bags.keys.tolist(), bags.lengths.tolist()
+      ([7, 6], [1, 1])
+    """
+    what = "safe_bags"
+    bags = bags_of(_converted(FeatureSpec("ids", table="ids"), ids, what))
+    words = keys_lib.words_of(bags.keys, "int64", what)
+    keys = keys_lib.from_words(words)
+    offsets = np.arange(keys.shape[0] + 1) * (keys.size // max(1, keys.shape[0]))
+    if bags.lengths is not None or bags.offsets is not None:
+        offsets = features_lib.read_offsets(bags, words, what)
+    keys = keys.reshape(-1)[: offsets[-1]]
+    places, is_kept = np.repeat(np.arange(offsets.size - 1), np.diff(offsets)), keys.view(np.int64) >= 0
+    weights = None if bags.weights is None else np.asarray(bags.weights).reshape(-1)[: keys.size]
+    if weights is not None and combiner != "sum":
+        is_kept &= weights > 0
+    places, keys, weights = places[is_kept], keys[is_kept], None if weights is None else weights[is_kept]
+    if default_key is not None:
+        default = keys_lib.from_words(keys_lib.to_words(np.asarray([default_key]), f"{what}: default_key"))
+        empty = np.setdiff1d(np.arange(offsets.size - 1), places)
+        places, keys = np.append(places, empty), np.append(keys, np.repeat(default, empty.size))
+        weights = None if weights is None else np.append(weights, np.ones(empty.size, weights.dtype))
+    return dataclasses.replace(_sorted_by_bag(keys, places[None], weights, offsets.size - 1), inverse=bags.inverse)
+
+
 def converted(raw: Mapping[str, Any], features: Sequence[FeatureSpec], op: str = "batch") -> Mapping[str, Any]:
     """Converts the features of a raw batch to arrays or `Bags` of arrays; other entries stay as they are.
 
@@ -130,6 +175,9 @@ def _converted(spec: FeatureSpec, value: Any, what: str) -> Any:
     others = {name: getattr(bags, name) for name in ("lengths", "offsets", "weights", "inverse")}
     if all(one is None or isinstance(one, np.ndarray) for one in (bags.keys, *others.values())):
         return value
+    if _is_ragged_tensor(bags.keys) or _is_ragged_tensor(bags.weights) or _is_sparse_tensor(bags.weights):
+        value = bags = _of_tensors(bags, what)
+        others = {name: getattr(bags, name) for name in others}
     if _is_coo(bags.keys):
         given = [name for name in ("lengths", "offsets", "weights") if others[name] is not None]
         if given:
@@ -183,6 +231,37 @@ def _is_bcoo(value: Any) -> bool:
 def _is_sparse_tensor(value: Any) -> bool:
     """Recognizes a `tf.SparseTensor` or `tf.compat.v1.SparseTensorValue`."""
     return all(hasattr(value, name) for name in ("indices", "values", "dense_shape"))
+
+
+def _is_ragged_tensor(value: Any) -> bool:
+    """Recognizes a `tf.RaggedTensor` or `tf.compat.v1.ragged.RaggedTensorValue`."""
+    return all(hasattr(value, name) for name in ("values", "row_splits"))
+
+
+def _of_tensors(bags: Bags, what: str) -> Bags:
+    """Reads keys and weights that are tensors of TensorFlow; weights of a SparseTensor go into a `Coo`."""
+    keys, weights = bags.keys, bags.weights
+    is_ragged = _is_ragged_tensor(keys)
+    if is_ragged and (bags.lengths is not None or bags.offsets is not None):
+        raise ValueError(f"{what}: got a RaggedTensor with lengths or offsets, wanted it alone: it has its own.")
+    if is_ragged and len(keys.values.shape) != 1:
+        raise ValueError(f"{what}: keys: got a RaggedTensor of {keys.shape}, wanted two axes: samples and their keys.")
+    for kind, parts in ((_is_ragged_tensor, ["row_splits"]), (_is_sparse_tensor, ["indices", "dense_shape"])):
+        if not kind(weights):
+            continue
+        if not kind(keys) or not all(np.array_equal(getattr(keys, part), getattr(weights, part)) for part in parts):
+            raise ValueError(
+                f"{what}: weights: got a {type(weights).__name__} beside keys of other {' and '.join(parts)}, wanted "
+                "one weight for each key, in the same places."
+            )
+        weights = np.asarray(weights.values)
+    if is_ragged:
+        offsets = np.asarray(keys.row_splits)
+        return dataclasses.replace(bags, keys=np.asarray(keys.values), offsets=offsets, weights=weights)
+    if _is_sparse_tensor(keys):
+        keys = Coo(keys.indices, keys.values, weights=weights, shape=tuple(np.asarray(keys.dense_shape).tolist()))
+        return dataclasses.replace(bags, keys=keys, weights=None)
+    return bags
 
 
 def _of_coo(spec: FeatureSpec, value: Any, what: str) -> Bags:

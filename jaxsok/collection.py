@@ -195,7 +195,7 @@ class Collection:
         self.growth.forget()
         return settled(state)
 
-    def batch(self, raw: Mapping[str, Any], *, pad_to: int | None = None) -> Batch:
+    def batch(self, raw: Mapping[str, Any], *, pad_to: pack_lib.PadTo = None) -> Batch:
         """Packs a raw batch: features into few arrays of static size, everything else untouched.
 
         On a mesh this process's samples are split over its shards in order, and so are entries of `raw` with a row per
@@ -203,12 +203,12 @@ class Collection:
 
         Args:
           raw: for each feature an integer array `[num_bags]` or `[num_bags, hotness]`, or `Bags`; also `Coo` (or a
-            `tf.SparseTensor`), a column of integers or of lists of them (Arrow, Polars), a
+            `tf.SparseTensor`), a `tf.RaggedTensor`, a column of integers or of lists of them (Arrow, Polars), a
             `jax.experimental.sparse.BCOO`. All have one number of samples. Other entries are carried along
             (`batch["label"]`); a column, `[n]` or `[n, 1]`, must have a row per sample too. Pass an array that is no
             data of samples in a tuple.
-          pad_to: adds samples without keys until there are so many: for the last batch of a log. `batch.mask` marks the
-            real ones.
+          pad_to: adds samples without keys until there are so many: for the last batch of a log. "auto": until they can
+            be split over the shards. `batch.mask` marks the real ones.
 
         Raises:
           TypeError, ValueError: names the feature, the argument, what was got and wanted.
@@ -253,7 +253,7 @@ class Collection:
         self,
         batches: Iterable[Mapping[str, Any]],
         *,
-        pad_to: int | None = None,
+        pad_to: pack_lib.PadTo = None,
         lookahead: int = 0,
         staleness: int = 0,
         micro_batches: int = 1,

@@ -291,7 +291,7 @@ def require_features(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) ->
 
 def require_samples(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> None:
     """Refuses features with different numbers of samples, and columns with another number of rows."""
-    counts = {spec.name: _num_samples(raw[spec.name]) for spec in features}
+    counts = {spec.name: count_samples(raw[spec.name]) for spec in features}
     counts = {name: count for name, count in counts.items() if count is not None}
     if len(set(counts.values())) > 1:
         raise ValueError(
@@ -324,8 +324,10 @@ def _is_global(value: Any) -> bool:
     return isinstance(keys, jax.Array) and not isinstance(keys, jax.core.Tracer) and not keys.is_fully_addressable
 
 
-def _num_samples(value: Any) -> int | None:
+def count_samples(value: Any) -> int | None:
     """Returns the number of samples that a feature's shapes give; None if none, which `_read` refuses."""
+    if isinstance(value, np.ndarray):
+        return value.shape[0] if value.ndim else None
     bags = bags_of(value)
     for given, more in ((bags.inverse, 0), (bags.lengths, 0), (bags.offsets, 1), (bags.keys, 0)):
         if given is not None and hasattr(given, "shape"):

@@ -57,6 +57,11 @@ def zeros() -> Initializer:
     return Initializer(0, 0.0)
 
 
+def ones() -> Initializer:
+    """Every column 1."""
+    return Initializer(0, 1.0)
+
+
 def constant(value: float) -> Initializer:
     """Every column `value`."""
     _finite("constant", value=value)
@@ -139,6 +144,11 @@ class _FanIn(Initializer):
     def of_dim(self, dim: int) -> Initializer:
         return Initializer(self.kind, self.a / math.sqrt(dim), self.b / math.sqrt(dim))
 
+
+BY_NAME: Mapping[str, Callable[[], Initializer]] = {
+    maker.__name__: maker for maker in (zeros, ones, uniform, normal, truncated_normal, fan_in)
+}
+"""The names that `TableSpec(initializer=)` takes; each stands for the call without arguments."""
 
 # Apart from a state --------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,9 @@ from jaxsok.types import PADDING_KEY
 
 MOST_THREADS = 8
 """Threads that pack a batch, at most: a host has other work."""
+
+PadTo = int | Literal["auto"] | None
+"""Samples to which a batch is filled up; "auto": the next multiple of the shards of this process."""
 
 _TYPES = kernel.TYPES
 _INTEGERS = {code for dtype, code in _TYPES.items() if dtype.kind in "iu"}
@@ -297,6 +300,20 @@ class HostPacker(abc.ABC):
             packed = self._follow(recipe, given, raw, pad_to)
         return raw if packed is None else packed
 
+    def resolve(self, raw: Any, pad_to: PadTo, is_split: bool) -> int | None:
+        """Returns the number of samples that `pad_to` asks for; "auto": the next multiple of this process's shards."""
+        if pad_to is None:
+            return None
+        if pad_to != "auto":
+            return checks.integer("batch: pad_to", pad_to, 1, wanted='a number of samples, at least 1, or "auto"')
+        if isinstance(raw, HostBatch):
+            return raw.pad_to
+        raw = adapters.converted(raw, self._features)
+        features_lib.require_features(raw, self._features)
+        counts = (features_lib.count_samples(raw[spec.name]) for spec in self._features)
+        num_parts = len(self.numbers()) if is_split else 1
+        return max(1, -(-next(filter(None, counts), 1) // num_parts)) * num_parts
+
     def pack_by_threads(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> HostBatch | None:
         """Packs a checked batch; returns None where NumPy has to, which then packs it or raises."""
         given = self._read({spec.name: _with_arrays(raw[spec.name]) for spec in self._features})
@@ -511,11 +528,10 @@ class Packer(HostPacker):
         return self._shards.mesh.local_devices[0] if isinstance(self._shards, MeshShards) else jax.local_devices()[0]
 
     @annotated("jaxsok.batch")
-    def begin(self, raw: Mapping[str, Any], pad_to: int | None) -> "Packing":
+    def begin(self, raw: Mapping[str, Any], pad_to: PadTo) -> "Packing":
         """Packs a raw batch and begins its copy to the devices; `finish` makes a batch of it."""
-        if pad_to is not None:
-            pad_to = checks.integer("batch: pad_to", pad_to, 1, wanted="a number of samples, at least 1")
         is_split = not self._shards.sees_parts()
+        pad_to = self.resolve(raw, pad_to, is_split)
         packed = raw if isinstance(raw, HostBatch) else self.pack(raw, pad_to, is_split)
         if isinstance(packed, HostBatch):
             return self.send(packed, pad_to)

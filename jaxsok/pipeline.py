@@ -27,7 +27,7 @@ from jaxsok.annotations import annotated
 from jaxsok.exchange import default_send_capacity, most_send_capacity, rounded_capacity
 from jaxsok.features import Batch, Features
 from jaxsok.grow import GrowthTracker
-from jaxsok.pack import Packer, Packing
+from jaxsok.pack import Packer, Packing, PadTo
 from jaxsok.plan import Plan
 from jaxsok.settings import current_settings, in_settings
 from jaxsok.shards import Shards
@@ -73,7 +73,7 @@ class Pipeline:
         self,
         collection: Planner,
         batches: Iterable[Mapping[str, Any]],
-        pad_to: int | None = None,
+        pad_to: PadTo = None,
         ahead: LookAhead = LookAhead(),
         prefetch: int = PACKED_AHEAD,
     ):

@@ -221,7 +221,7 @@ class TableSpec:
     """The optimizer of its rows, from `jaxsok.optim`."""
     _: dataclasses.KW_ONLY
     initializer: initializers.Initializer = dataclasses.field(default_factory=initializers.uniform)
-    """The numbers of a new row, from `jaxsok.initializers`."""
+    """The numbers of a new row: from `jaxsok.initializers`, or a name, as "ones", for the call without arguments."""
     capacity: int = checks.declare(65_536, checks.integer, **_ROWS)
     """Rows at first, on all shards together; the tables of a store pool theirs. `collection.grow` adds more."""
     max_capacity: int | None = checks.declare(None, checks.optional(checks.integer), **_ROWS)
@@ -272,10 +272,12 @@ class TableSpec:
             )
         if self.optimizer.kernel == PROGRAM:
             program.compiled(self.optimizer, self.dim)
+        if isinstance(self.initializer, str) and self.initializer in initializers.BY_NAME:
+            object.__setattr__(self, "initializer", initializers.BY_NAME[self.initializer]())
         if not isinstance(self.initializer, initializers.Initializer):
             raise TypeError(
                 f"{what}: initializer: got {self.initializer!r}, wanted one of jaxsok.initializers, as "
-                "initializers.uniform(-0.05, 0.05)."
+                f"initializers.uniform(-0.05, 0.05), or a name: {list(initializers.BY_NAME)}."
             )
         self.initializer.require(self.dim, what)
         embedding_dtypes = list(dict.fromkeys([self.dtype, "float32"]))

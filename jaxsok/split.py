@@ -165,9 +165,10 @@ def _require_even(what: str, num_samples: int, num_parts: int, shards: Shards) -
             f"batch out, or pad it: collection.batch(raw, pad_to={num_parts})."
         )
     if num_samples % num_parts:
+        pad_to = -(-num_samples // num_parts) * num_parts
         raise ValueError(
             f"{what}: keys: got {num_samples} samples, wanted a multiple of {num_parts}, the shards of this process "
-            f"({shards}); pad the last batch: collection.batch(raw, pad_to={-(-num_samples // num_parts) * num_parts})."
+            f'({shards}); pad the last batch: collection.batch(raw, pad_to={pad_to}), or pad_to="auto".'
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import grain
 
 from jaxsok.collection import Collection
-from jaxsok.pack import HostBatch
+from jaxsok.pack import HostBatch, PadTo
 
 
 class PackBatch(grain.transforms.Map):
@@ -35,9 +35,10 @@ class PackBatch(grain.transforms.Map):
       Features(user: 4 keys -> [4, dim])
     """
 
-    def __init__(self, collection: Collection, *, pad_to: int | None = None):
+    def __init__(self, collection: Collection, *, pad_to: PadTo = None):
         self._packer, self._pad_to = collection.packer.for_workers(), pad_to
 
     def map(self, raw: Mapping[str, Any]) -> HostBatch | Mapping[str, Any]:
         """Packs a raw batch; errors are those of `collection.batch`, but are left to it where data are refused."""
-        return self._packer.pack(raw, self._pad_to, self._packer.is_split)
+        is_split = self._packer.is_split
+        return self._packer.pack(raw, self._packer.resolve(raw, self._pad_to, is_split), is_split)

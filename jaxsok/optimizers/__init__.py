@@ -6,7 +6,7 @@ All take a `learning_rate` (a number, a 0-d array, or an Optax schedule) and, bu
 from jaxsok.optimizers.fused import adagrad, adam, rowwise_adagrad, sgd
 from jaxsok.optimizers.lift import lift
 from jaxsok.optimizers.limits import AdaptiveClip, Limits
-from jaxsok.optimizers.moments import adamax, adamw, lion, rowwise_adam
+from jaxsok.optimizers.moments import adamax, adamw, lion, nadam, rowwise_adam
 from jaxsok.optimizers.program import NotARowProgram
 from jaxsok.optimizers.protocol import Optimizer, RowInputs, RowOutputs, RowState
 from jaxsok.optimizers.sparse import ftrl, group_adam, group_ftrl
@@ -34,6 +34,7 @@ __all__ = [
     "lars",
     "lift",
     "lion",
+    "nadam",
     "rmsprop",
     "rowwise_adagrad",
     "rowwise_adam",

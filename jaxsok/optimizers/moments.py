@@ -87,6 +87,40 @@ rowwise_adam = function_of(RowwiseAdam)
 
 
 @dataclasses.dataclass(frozen=True)
+class NAdam(AdamW):
+    """Lazy Adam with Nesterov's momentum: `row -= lr · (n / (sqrt(v̂) + eps) + weight_decay · row)`.
+
+    The moments and `v̂` are those of `adam`, and `n = b1 m / (1 - b1^(t + 1)) + (1 - b1) g / (1 - b1^t)` looks a step
+    ahead. Lazy as `adamw`, with the same arguments.
+
+    Example:
+      >>> nadam(1e-3).weight_decay
+      0.0
+
+    Source: Dozat, "Incorporating Nesterov Momentum into Adam", 2016; the form of `optax.nadam` and `optax.nadamw`.
+    TensorFlow's Nadam differs: it also warms `b1` up.
+    """
+
+    name: ClassVar[str] = "nadam"
+    weight_decay: float = not_negative(0.0)
+
+    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
+        """Learning rate, the bias corrections, that of the first moment after the next step."""
+        next_step = jnp.asarray(step).astype(jnp.float32) + 1
+        return (*super().hyper(step, learning_rate), bias_correction(next_step, self.b1))
+
+    def _update(self, inputs: RowInputs) -> tuple[Array, tuple[Array, Array]]:
+        gradient, row, (m, v), _, (_, correct1, correct2, correct_ahead) = inputs
+        m = average(m, gradient, self.b1)
+        v = average(v, gradient * gradient, self.b2)
+        ahead = self.b1 * (m / correct_ahead) + (1 - self.b1) * (gradient / correct1)
+        return ahead / (jnp.sqrt(v / correct2) + self.eps) + self.weight_decay * row, (m, v)
+
+
+nadam = function_of(NAdam)
+
+
+@dataclasses.dataclass(frozen=True)
 class Adamax(Limited):
     """Adamax: `u = max(b2 u, |g| + eps); row -= lr · (m̂ / u + weight_decay · row)`.
 

@@ -5,8 +5,9 @@
 `sources`.
 """
 
-from jaxsok.serving.config import Config
+from jaxsok.serving.config import Config, ModelConfig, TableConfig
 from jaxsok.serving.config import read as read_config
+from jaxsok.serving.config import write as write_config
 from jaxsok.serving.errors import (
     ConfigError,
     DatabaseError,
@@ -27,7 +28,7 @@ from jaxsok.serving.frozen import (
 )
 from jaxsok.serving.frozen_files import export_frozen
 from jaxsok.serving.fused import LookupInput, find_rows, lookup, lookup_with_counts
-from jaxsok.serving.model.served import Answer, Model
+from jaxsok.serving.model.served import Answer, Model, load_tables
 from jaxsok.serving.session import Session, open
 
 __all__ = [
@@ -40,11 +41,13 @@ __all__ = [
     "FrozenTables",
     "LookupInput",
     "Model",
+    "ModelConfig",
     "RequestError",
     "RequestTooLargeError",
     "ServingError",
     "Session",
     "SizedRecords",
+    "TableConfig",
     "UnknownModelError",
     "UnknownTableError",
     "export_frozen",
@@ -52,8 +55,10 @@ __all__ = [
     "freeze",
     "freeze_records",
     "frozen_bytes",
+    "load_tables",
     "lookup",
     "lookup_with_counts",
     "open",
     "read_config",
+    "write_config",
 ]

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxsok import checks
+from jaxsok.collection import Collection
 from jaxsok.features import Bags
 from jaxsok.serving.errors import RequestError
 from jaxsok.serving.frozen import FrozenTables, require_tables
@@ -62,6 +63,15 @@ def all_of(op: str, given: Any) -> tuple[tuple[str, LookupSpec], ...]:
     if not given:
         raise ValueError(f"{op}: specs: got none, wanted at least one.")
     return tuple((name, of(f'{op}: specs["{name}"]', spec)) for name, spec in given.items())
+
+
+def of_features(collection: Collection) -> dict[str, LookupSpec]:
+    """Gives the specs of a training collection's features, by their names."""
+    dims = {table.name: table.dim for table in collection.tables}
+    return {
+        feature.name: LookupSpec(feature.table, feature.combiner, dim=dims[feature.table])
+        for feature in collection.features
+    }
 
 
 def in_bags(op: str, spec: LookupSpec) -> LookupSpec:

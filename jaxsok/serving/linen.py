@@ -13,6 +13,7 @@ import jax
 from flax import linen as nn
 from jaxtyping import Array, Float32
 
+from jaxsok.collection import Collection
 from jaxsok.serving import group
 from jaxsok.serving.frozen import FrozenTables
 from jaxsok.serving.group import LookupSpec
@@ -81,6 +82,11 @@ class LookupLayers(nn.Module):
     """
 
     specs: Mapping[str, LookupSpec | str]  # by input; the name of a table stands for a row for each key
+
+    @classmethod
+    def from_collection(cls, collection: Collection, name: str | None = None) -> "LookupLayers":
+        """Makes the layer for the features of a training collection, with their names, tables and combiners."""
+        return cls(group.of_features(collection), name=name)
 
     def __call__(self, inputs: Mapping[str, Any], *, tables: FrozenTables | None = None) -> dict[str, Array]:
         """Looks up; see the class."""

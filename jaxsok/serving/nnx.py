@@ -11,6 +11,7 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float32
 
+from jaxsok.collection import Collection
 from jaxsok.serving import group
 from jaxsok.serving.frozen import FrozenTables
 from jaxsok.serving.group import LookupSpec
@@ -132,6 +133,15 @@ class LookupLayers(nnx.Module):
     def __init__(self, specs: Mapping[str, LookupSpec | str], *, tables: Tables = None):
         self.specs = group.all_of("LookupLayers", specs)
         self.tables = _variable("LookupLayers", tables)
+
+    @classmethod
+    def from_collection(cls, collection: Collection, *, tables: Tables = None) -> "LookupLayers":
+        """Makes the layer for the features of a training collection, with their names, tables and combiners.
+
+        Example:
+          `LookupLayers.from_collection(collection, tables=freeze(collection, state))`
+        """
+        return cls(group.of_features(collection), tables=tables)
 
     def __call__(self, inputs: Mapping[str, Any], *, tables: FrozenTables | None = None) -> dict[str, Array]:
         """Looks up; see the class."""

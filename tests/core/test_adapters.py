@@ -24,7 +24,8 @@ NUM_BAGS, WIDTH, DIM = 8, 3, 4
 VOCABULARY = 50  # of sparse matrices; other forms have keys of 64 bits
 MAX_KEYS = NUM_BAGS * WIDTH  # for each of two shards half of it would not always do
 SparseTensor = collections.namedtuple("SparseTensor", ("indices", "values", "dense_shape"))
-FORMS = ("coo", "rows", "shuffled", "tensor", "list", "large_list", "chunked", "polars", "bcoo")
+RaggedTensor = collections.namedtuple("RaggedTensor", ("values", "row_splits"))
+FORMS = ("coo", "rows", "shuffled", "tensor", "ragged", "list", "large_list", "chunked", "polars", "bcoo")
 
 
 @functools.cache
@@ -121,9 +122,12 @@ def in_form(form, keys, lengths, weights):
         order = np.random.default_rng(0).permutation(len(keys))
         weights = None if weights is None else weights[order]
         return jaxsok.Coo(indices[order], keys[order], weights=weights, shape=(NUM_BAGS, WIDTH))
-    if form == "tensor":
-        assert weights is None
-        return SparseTensor(indices, keys, np.array([NUM_BAGS, WIDTH]))
+    if form in ("tensor", "ragged"):
+        splits, shape = np.append(0, np.cumsum(lengths)), np.array([NUM_BAGS, WIDTH])
+        tensor = lambda values: (  # noqa: E731
+            SparseTensor(indices, values, shape) if form == "tensor" else RaggedTensor(values, splits)
+        )
+        return tensor(keys) if weights is None else jaxsok.Bags(tensor(keys), weights=tensor(weights))
     make = {
         "list": lambda lists, kind: pa.array(lists, pa.list_(kind)),
         "large_list": lambda lists, kind: pa.array(lists, pa.large_list(kind)),
@@ -143,12 +147,52 @@ def in_form(form, keys, lengths, weights):
 def test_every_form_is_a_step_of_the_same_bags(form, weighted, bags):
     """Embeddings and rows, to the bit; bags in any order and null lists included."""
     keys, lengths, weights = bags
-    if form == "tensor" and weighted:
-        return  # its weights are a tensor of their own: a Coo has both
     collection = declared(weighted=weighted, combiner="mean")
     value = in_form(form, keys, lengths, weights if weighted else None)
     want = jaxsok.Bags(keys, lengths=lengths, weights=weights if weighted else None)
     assert_same_step(collection, value, want)
+
+
+def test_tensors_whose_weights_lie_elsewhere_are_refused():
+    """One weight for each key, in the same places."""
+    keys, weights, shape = np.array([7, 9]), np.ones(2, np.float32), np.array([2, 3])
+    sparse = SparseTensor(np.array([[0, 0], [1, 2]]), keys, shape)
+    ragged = RaggedTensor(keys, np.array([0, 1, 2]))
+    refused = {
+        "beside keys of other indices and dense_shape": [
+            jaxsok.Bags(sparse, weights=SparseTensor(np.array([[0, 0], [1, 1]]), weights, shape)),
+            jaxsok.Bags(keys, weights=SparseTensor(sparse.indices, weights, shape)),
+        ],
+        "beside keys of other row_splits": [jaxsok.Bags(ragged, weights=RaggedTensor(weights, np.array([0, 2, 2])))],
+        "got a RaggedTensor with lengths or offsets": [jaxsok.Bags(ragged, lengths=np.array([1, 1]))],
+    }
+    for message, values in refused.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f'feature "item": .*{message}'):
+                declared(weighted=value.weights is not None).batch({"item": value})
+
+
+def test_real_tensors_of_tensorflow():
+    """RaggedTensor and SparseTensor, ids with and without weights, give what TensorFlow's own lookup gives."""
+    tf = pytest.importorskip("tensorflow", reason="needs TensorFlow")
+    indices, keys = [[0, 0], [0, 1], [2, 0], [2, 1], [2, 2]], np.array([7, 7, 9, 3, 5])
+    weights = np.array([0.5, 1.5, 1.0, 2.0, 0.25], np.float32)
+    tensors = {
+        "sparse": lambda values: tf.SparseTensor(indices, values, (4, 3)),
+        "ragged": lambda values: tf.RaggedTensor.from_row_splits(values, [0, 2, 2, 5, 5]),
+    }
+    sparse = tensors["sparse"]
+    for weighted in (False, True):
+        collection = declared(weighted=weighted, combiner="sum")
+        for kind, tensor in tensors.items():
+            value = jaxsok.Bags(tensor(keys), weights=tensor(weights)) if weighted else tensor(keys)
+            batch = collection.batch({"item": value})
+            embeddings, state, _ = collection.lookup(collection.init(seed=0), batch.features)
+            rows = np.asarray(collection.rows_of(state, "item", np.arange(10))[0])
+            sp_weights = sparse(weights) if weighted else None
+            want = tf.nn.safe_embedding_lookup_sparse(tf.constant(rows), sparse(keys), sp_weights, combiner="sum")
+            assert np.any(want)
+            np.testing.assert_allclose(embeddings["item"], want, rtol=1e-5, atol=1e-7, err_msg=kind)
 
 
 @pytest.mark.parametrize("form", ["shuffled", "polars"])

@@ -698,3 +698,13 @@ def test_memory_of_initial_rows_is_counted():
     temporary = compiled.memory_analysis().temp_size_in_bytes
     least = 0.5 if jax.default_backend() == "cpu" else 0.2  # XLA's GPU compiler keeps less of it in memory
     assert least * estimate.stores[0].step["workspace"] < temporary <= estimate.stores[0].step["workspace"] + (4 << 20)
+
+
+def test_names_stand_for_calls_without_arguments():
+    """A string is the same as the call, so two ways to write a table have one state."""
+    for name in ("zeros", "ones", "uniform", "normal", "truncated_normal", "fan_in"):
+        spec = jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(0.1), initializer=name)
+        assert spec.initializer == getattr(jaxsok.initializers, name)()
+    assert (draw("ones") == 1).all() and (draw("zeros") == 0).all() and draw("uniform").std() > 0.01
+    with pytest.raises(TypeError, match=r"initializer: got 'matrix', wanted .*'ones'"):
+        jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(0.1), initializer="matrix")

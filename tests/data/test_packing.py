@@ -45,7 +45,7 @@ def assert_same(got, want):
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
-@pytest.mark.parametrize("pad_to", [None, BATCH_SIZE + 4])
+@pytest.mark.parametrize("pad_to", [None, BATCH_SIZE + 4, "auto"])
 @pytest.mark.parametrize("is_narrow", [False, True])
 def test_batches_are_those_of_the_collection(num_devices, pad_to, is_narrow):
     collection, source = collection_of(num_devices), source_of()

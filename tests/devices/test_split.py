@@ -129,6 +129,21 @@ def test_padded_samples_are_masked_and_read_zeros(num_shards):
         assert len(batch.mask.sharding.device_set) == NUM_SHARDS
 
 
+@pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
+def test_any_number_of_samples_is_padded_to_the_shards(num_shards):
+    """`pad_to="auto"`: the same batch as with the next multiple, from `batch` and the pipeline."""
+    one, shards = collection(num_shards), num_shards or 1
+    for num_samples in (0, 1, NUM_SHARDS, NUM_SHARDS + 1, 2 * NUM_SHARDS):
+        raw, pad_to = raw_batch(num_samples), max(shards, -(-num_samples // shards) * shards)
+        want = one.batch(raw, pad_to=pad_to)
+        (of_pipeline, _), *_ = one.pipeline([raw], pad_to="auto")
+        for got in (one.batch(raw, pad_to="auto"), of_pipeline):
+            assert jax.tree.structure(got) == jax.tree.structure(want)
+            assert [int(got.mask.sum()), got.mask.shape[0]] == [num_samples, pad_to]
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
 def test_a_full_batch_needs_no_padding():
     """The mask says so; the shapes are those of every other batch, whatever is missing."""
     full, short, empty = (collection().batch(raw_batch(n), pad_to=NUM_SAMPLES) for n in (NUM_SAMPLES, 5, 0))

@@ -66,6 +66,15 @@ def rowwise_adam(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0):
     return zeros("dim", 1), step
 
 
+def nadam(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0):
+    def step(row, state, gradient, rate, t):
+        m, v, _, v_hat = _moments(state, gradient, gradient**2, b1, b2, t)
+        ahead = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * gradient / (1 - b1**t)
+        return (1 - rate * weight_decay) * row - rate * ahead / (v_hat**0.5 + eps), [m, v]
+
+    return zeros("dim", "dim"), step
+
+
 def adamax(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0):
     def step(row, state, gradient, rate, t):
         m = b1 * state[0] + (1 - b1) * gradient

@@ -90,6 +90,12 @@ CASES = {
     "rowwise_adam_other": Case(
         optim.rowwise_adam(rate_of, 0.7, 0.9, 1e-3, 0.3), formulas.rowwise_adam(0.7, 0.9, 1e-3, 0.3)
     ),
+    "nadam": Case(optim.nadam(rate_of), formulas.nadam(), optax.nadam(rate_of)),
+    "nadam_other": Case(
+        optim.nadam(rate_of, 0.7, 0.9, 1e-3, 0.3),
+        formulas.nadam(0.7, 0.9, 1e-3, 0.3),
+        optax.nadamw(rate_of, 0.7, 0.9, 1e-3, weight_decay=0.3),
+    ),
     "adamax": Case(optim.adamax(rate_of), formulas.adamax(), optax.adamax(rate_of)),
     "adamax_other": Case(
         optim.adamax(rate_of, 0.7, 0.8, 1e-3, 0.3),
@@ -488,6 +494,7 @@ def test_zero_gradients_give_finite_rows(name):
             "rowwise_adagrad",
             "adam",
             "rowwise_adam",
+            "nadam",
             "adamax",
             "rmsprop",
             "adadelta",

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
+import programs
 import pytest
 
 import jaxsok
@@ -159,8 +160,7 @@ def test_sequence_lengths():
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_safe_on_random_bags(combiner, weighted, default_id):
-    """The page's function `safe`: batches of which a third of the ids and of the weights are pruned."""
-    names, *_ = page()
+    """`safe_bags`: batches of which a third of the ids and of the weights are pruned."""
     table = jaxsok.TableSpec("item", DIM, jaxsok.optim.sgd(0.1), capacity=64)
     feature = jaxsok.FeatureSpec("bag", "item", combiner=combiner, weighted=weighted, max_keys=64)
     collection = jaxsok.Collection([table], [feature])
@@ -173,9 +173,77 @@ def test_safe_on_random_bags(combiner, weighted, default_id):
         weights = rng.integers(-1, 3, len(samples)).astype(np.float32) if weighted else None
         if weighted and combiner == "sum":
             weights[:] = rng.normal(size=len(samples))
-        bag = names["safe"](indices, ids, 12, weights, combiner, default_id)
+        bag = jaxsok.safe_bags(
+            jaxsok.Coo(indices, ids, weights=weights, shape=(12, 48)), combiner=combiner, default_key=default_id
+        )
         embeddings, state, _ = collection.lookup(collection.init(seed=0), collection.batch({"bag": bag}).features)
         rows = rows_by_key(collection, state, np.arange(10))
         want = looked_up(rows, indices, ids, 12, weights, combiner, default_id)
         assert (lengths == 0).any() and np.any(want)
         np.testing.assert_allclose(embeddings["bag"], want, rtol=1e-5, atol=1e-6)
+
+
+def clipped_step(rows, bags, combiner, max_norm, rate):
+    """One step of SGD under loss sum(embedding * (1, 2, 3, 4)), by the derivative of r -> m r / |r| in NumPy."""
+    direction = np.arange(1.0, DIM + 1)
+    embeddings, gradients = np.zeros((len(bags), DIM)), {key: np.zeros(DIM) for key in rows}
+    for number, entries in enumerate(bags):
+        weights = np.array([weight for _, weight in entries])
+        divisor = {"sum": 1.0, "mean": weights.sum(), "sqrtn": np.sqrt((weights**2).sum())}[combiner] or 1.0
+        for key, weight in entries:
+            row, length = rows[key], np.linalg.norm(rows[key])
+            clipped, gradient = row, direction
+            if length > max_norm:
+                clipped = row * max_norm / length
+                gradient = max_norm / length * (direction - row * (row @ direction) / length**2)
+            embeddings[number] += weight / divisor * clipped
+            gradients[key] += weight / divisor * gradient
+    return embeddings, {key: row - rate * gradients[key] for key, row in rows.items()}
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_max_norm_and_default_id_in_training(combiner, num_devices):
+    """`safe_bags` and `combine_clipped`: embeddings and rows after a step, some of them longer than `max_norm`."""
+    rng, keys = np.random.default_rng(1), np.arange(8)
+    table = jaxsok.TableSpec("item", DIM, jaxsok.optim.sgd(0.5), capacity=64)
+    feature = jaxsok.FeatureSpec("bag", "item", combiner=None, max_hotness=3)
+    collection = programs.over(num_devices, [table], [feature])
+    values = rng.normal(size=(8, DIM)).astype(np.float32)
+    state, *_ = collection.assign(collection.init(seed=0), "item", keys, values)
+    ids = jaxsok.Bags(
+        np.array([3, 7, 3, -5, 0, 2, 5]), lengths=np.array([3, 1, 2, 1]), weights=np.float32([1, 2, 0.5, 1, 1, 0.25, 3])
+    )
+    bags = jaxsok.safe_bags(ids, combiner=combiner, default_key=6)
+    weights = np.zeros((4, 3), np.float32)
+    weights[np.arange(3) < bags.lengths[:, None]] = bags.weights
+    batch = collection.batch({"bag": jaxsok.Bags(bags.keys, lengths=bags.lengths), "weights": weights})
+    embeddings, state, plan = collection.lookup(state, batch.features)
+    combined = lambda embeddings: jaxsok.combine_clipped(embeddings["bag"], batch["weights"], combiner, 1.5)  # noqa: E731
+    loss_fn = lambda embeddings: jnp.sum(combined(embeddings) @ jnp.arange(1.0, DIM + 1))  # noqa: E731
+    state, _ = collection.update(state, plan, jax.grad(loss_fn)(embeddings))
+    used = [[(3, 1), (7, 2), (3, 0.5)], [(6, 1)], [(0, 1), (2, 0.25)], [(5, 3)]]
+    want, rows = clipped_step(dict(zip(keys, values.astype(np.float64), strict=True)), used, combiner, 1.5, 0.5)
+    lengths = np.linalg.norm(values, axis=1)
+    assert (lengths > 1.5).any() and (lengths < 1.5).any()
+    np.testing.assert_allclose(combined(embeddings), want, rtol=1e-5)
+    got, _ = collection.rows_of(state, "item", keys)
+    np.testing.assert_allclose(got, np.stack([rows[key] for key in keys]), rtol=1e-5, atol=1e-6)
+
+
+def test_max_norm_and_default_id_of_tensorflow():
+    """TensorFlow's own function and its gradient; the rows move as `clipped_step` says."""
+    tf = pytest.importorskip("tensorflow", reason="needs TensorFlow")
+    rows = tf.Variable(np.random.default_rng(1).normal(size=(8, DIM)).astype(np.float32))
+    indices = [[0, 0], [0, 1], [0, 2], [1, 0], [2, 0], [2, 1], [3, 0]]
+    ids = tf.SparseTensor(indices, np.array([3, 7, 3, -5, 0, 2, 5]), (4, 3))
+    weights = tf.SparseTensor(indices, np.float32([1, 2, 0.5, 1, 1, 0.25, 3]), (4, 3))
+    for combiner in ("sum", "mean", "sqrtn"):
+        with tf.GradientTape() as tape:
+            got = tf.nn.safe_embedding_lookup_sparse(rows, ids, weights, combiner, default_id=6, max_norm=1.5)
+            loss = tf.reduce_sum(got * tf.range(1.0, DIM + 1))
+        moved = rows - 0.5 * tf.convert_to_tensor(tape.gradient(loss, rows))
+        used = [[(3, 1), (7, 2), (3, 0.5)], [(6, 1)], [(0, 1), (2, 0.25)], [(5, 3)]]
+        want, after = clipped_step(dict(enumerate(rows.numpy().astype(np.float64))), used, combiner, 1.5, 0.5)
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+        np.testing.assert_allclose(moved, np.stack([after[key] for key in range(8)]), rtol=1e-5, atol=1e-6)

@@ -232,7 +232,7 @@ def test_the_command_refuses_what_names_no_table(tmp_path, capsys):
     (tmp_path / "hps.json").write_text(json.dumps(config))
     (tmp_path / "key").write_bytes(b"")
     for arguments, text in (
-        ([str(tmp_path / "hps.json")], "--model: got None, wanted one of ['first', 'second']"),
+        ([str(tmp_path / "hps.json")], "model: got None, wanted one of ['first', 'second']"),
         ([str(tmp_path)], "which does not name its table, wanted the HPS configuration"),
         ([str(tmp_path / "nowhere")], "which is not there"),
     ):

@@ -16,7 +16,7 @@ import hypothesis.strategies as st
 import pytest
 
 from jaxsok.serving import config as config_lib
-from jaxsok.serving.config import ConfigError, read
+from jaxsok.serving.config import ConfigError, read, write
 from jaxsok.serving.errors import (
     RequestError,
     RequestTooLargeError,
@@ -849,6 +849,34 @@ def configurations(draw):
         "update_source": st.fixed_dictionaries({}, optional={"type": st.none(), "brokers": NAMES}),
     }
     return {**top, **draw(st.fixed_dictionaries({}, optional=blocks))}
+
+
+@hypothesis.given(configurations())
+def test_what_is_written_is_read_again(given):
+    """The file of any configuration reads as the same one, with HPS's own keys alone outside of the blocks `jaxsok`."""
+    config = read(given)
+    with tempfile.TemporaryDirectory() as folder:
+        write(f"{folder}/ps.json", config)
+        again = read(f"{folder}/ps.json")
+        assert dataclasses.replace(again, without_effect=()) == dataclasses.replace(config, without_effect=())
+        assert effects(again).items() <= effects(config).items()
+        write(f"{folder}/same.json", given)  # a mapping is written as it is
+        assert json.loads(pathlib.Path(folder, "same.json").read_text()) == json.loads(json.dumps(given))
+        with pytest.raises(ConfigError, match="supportlonglong"):
+            write(f"{folder}/no.json", {**given, "supportlonglong": 1})
+        assert not pathlib.Path(folder, "no.json").exists()
+
+
+def test_databases_are_written(tmp_path):
+    """Redis and RocksDB, with what depends on the machine written out."""
+    given = whole(
+        volatile_db={"type": "redis_cluster", "address": "cache:7000", "jaxsok": {"timeout_s": 2.0}},
+        persistent_db={"type": "rocks_db", "read_only": True},
+    )
+    write(tmp_path / "ps.json", read(given))
+    written = json.loads((tmp_path / "ps.json").read_text())
+    assert written["volatile_db"]["num_partitions"] >= 1 and written["persistent_db"]["path"]
+    assert read(written) == read(given)
 
 
 @hypothesis.given(configurations())

@@ -1,5 +1,6 @@
 """Exported models: any batch size, other tables, another process; what is damaged or foreign is refused in words."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -136,7 +137,11 @@ def test_it_says_what_it_wants_and_gives(served, folder):
     }
     assert [name for name, one in served.outputs.items() if one.is_batched] == ["scores", "user"]
     assert served.platforms == ("cpu", "cuda")
-    assert sorted(path.name for path in folder.iterdir()) == ["model.json", "model.stablehlo"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "model.json",
+        "model.stablehlo",
+        "model_unfused.stablehlo",
+    ]
     # Neither rows nor index: the file does not grow with the tables.
     assert (folder / "model.stablehlo").stat().st_size < 200_000
 
@@ -194,6 +199,30 @@ def test_tables_may_lie_elsewhere_and_have_other_defaults(served):
 def test_padded_calls_give_the_same(served, size):
     given, known = tables()
     assert_serves(served, given, known, size, seed=size, pad=True)
+
+
+def test_tables_say_whether_lookups_are_fused(served, tmp_path):
+    """One call for each store, or one for each input: the programs say so, and the bits are the same."""
+    given, _ = tables()
+    apart = dataclasses.replace(given, is_fused=False)
+    inputs, *_ = batch(3, 16)
+    leaves, _ = served.read(inputs)
+
+    def count_calls(model, tables):
+        program = model._program_for(tables).lower(*model._bound(tables), leaves).as_text()
+        return program.count("stablehlo.custom_call @jaxsok_lookup")
+
+    # Four inputs, one of which also has norms to read.
+    assert count_calls(served, given) < count_calls(served, apart) == count_calls(served.unfused(), given)
+    want = served.call(given, inputs)
+    for model, read in ((served, apart), (served.unfused(), given)):
+        for name, value in model.call(read, inputs).items():
+            np.testing.assert_array_equal(value, want[name], err_msg=name)
+    # A model that never reads several inputs at once has one program.
+    artifact.export_model(
+        tmp_path / "one", lambda tables, inputs: lookup(tables, inputs), apart, {"user": INPUTS["user"]}
+    )
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["model.json", "model.stablehlo"]
 
 
 def test_padded_calls_share_programs(served):
@@ -477,6 +506,7 @@ def test_damaged_and_foreign_folders_are_refused(folder, tmp_path):
         (path / manifest).write_text(json.dumps(content))
 
     refused("another checksum than the manifest", lambda path: flip(path / program))
+    refused("another checksum than the manifest", lambda path: flip(path / artifact.files.UNFUSED))
     refused("cut or changed", lambda path: (path / program).write_bytes((path / program).read_bytes()[:-1]))
     refused("got no such file", lambda path: (path / program).unlink())
     refused("without model.json", lambda path: (path / manifest).unlink())

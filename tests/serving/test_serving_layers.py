@@ -158,6 +158,18 @@ def _trained(dtype):
     return collection, state, batch, raw
 
 
+@pytest.mark.parametrize("flax", FLAXES)
+def test_a_group_of_a_collection_gives_what_find_gives(flax):
+    """`from_collection`: a spec for each feature, whose results are those of the evaluation lookup, to the bit."""
+    collection, state, batch, raw = _trained("float32")
+    tables = frozen.freeze(collection, state)
+    got = call(flax, lambda layers: layers.LookupLayers.from_collection(collection), tables, raw)
+    want, _ = collection.find(state, batch.features)
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        np.testing.assert_array_equal(got[name], value, err_msg=name)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("flax", FLAXES)
 def test_layers_give_the_bits_of_training_layers(flax, dtype):

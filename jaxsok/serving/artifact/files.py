@@ -1,4 +1,4 @@
-"""The two files of an artifact: a program as `jax.export` writes it, and a manifest that is checked when it is read."""
+"""The files of an artifact: programs as `jax.export` writes them, and a manifest that is checked when it is read."""
 
 import hashlib
 import json
@@ -20,6 +20,8 @@ from jaxsok.types import MAX_DIM
 FORMAT = "jaxsok-model"
 VERSION = 1
 PROGRAM, MANIFEST = "model.stablehlo", "model.json"
+UNFUSED = "model_unfused.stablehlo"
+"""The program that makes a call for each input of a lookup; only where it is another one."""
 
 
 class ArtifactError(ServingError):
@@ -61,24 +63,29 @@ def store_from_json(store: Mapping[str, Any]) -> tuple[FrozenTable, ...]:
 _NAME = text(".+", "a name")
 _AXIS: manifests.Check = lambda size: (text() if isinstance(size, str) else integer())(size)  # noqa: E731
 _TABLE = entries({"name": _NAME, "default": manifests.number})  # `InitialRows.from_json` checks what it reads
+_PROGRAM = entries({"bytes": integer(), "sha256": text()})
 _MODEL = entries(
     {
         "jax": text(),
         "inputs": list_of(entries({"name": _NAME, "kind": manifests.one_of(tuple(KINDS))})),
         "outputs": list_of(entries({"name": _NAME, "shape": list_of(_AXIS), "dtype": text()})),
         "stores": list_of(entries({"dim": integer(1, MAX_DIM), "dtype": text(), "tables": list_of(_TABLE)})),
-        "program": entries({"bytes": integer(), "sha256": text()}),
+        "program": _PROGRAM,
     },
-    {"lookups": manifests.by_name(manifests.optional(list_of(_NAME)))},
+    {"lookups": manifests.by_name(manifests.optional(list_of(_NAME))), "unfused": _PROGRAM},
 )  # the schema of a manifest; the rest of an input is checked where it is made
 
 
-def write(path: pathlib.Path, program: bytes, manifest: dict[str, Any]) -> None:
-    """Writes both files into a temporary folder, which then gets its name."""
-    manifest = {**manifest, "program": {"bytes": len(program), "sha256": hashlib.sha256(program).hexdigest()}}
+def write(path: pathlib.Path, programs: Mapping[str, bytes], manifest: dict[str, Any]) -> None:
+    """Writes the programs by file name, and the manifest, into a temporary folder, which then gets its name."""
+    for entry, file in (("program", PROGRAM), ("unfused", UNFUSED)):
+        if file in programs:
+            digest = hashlib.sha256(programs[file]).hexdigest()
+            manifest = {**manifest, entry: {"bytes": len(programs[file]), "sha256": digest}}
     manifest["sha256"] = _digest(manifest)
     with published.new_folder("export_model", path) as folder:
-        (folder / PROGRAM).write_bytes(program)
+        for file, program in programs.items():
+            (folder / file).write_bytes(program)
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 

@@ -35,6 +35,7 @@ class ServedModel:
     path: str  # where it was read from
     _stores: tuple[tuple[FrozenTable, ...], ...] = dataclasses.field(repr=False)
     _program: Any = dataclasses.field(repr=False)  # jitted; takes arrays of tables, numbers, words and leaves
+    _unfused: Any = dataclasses.field(repr=False)  # the same with a call for each input of a lookup
 
     @property
     def is_per_sample(self) -> bool:
@@ -42,7 +43,7 @@ class ServedModel:
         return all(output.is_batched for output in self.outputs.values())
 
     def call(self, tables: FrozenTables, inputs: Mapping[str, Any], *, pad: bool = False) -> dict[str, Array]:
-        """Runs the model; gives arrays by name.
+        """Runs the model; gives arrays by name. Its lookups are fused if `tables.is_fused`.
 
         Args:
           tables: with those that it wants among them, of any number of rows; on one device, where it runs.
@@ -70,12 +71,19 @@ class ServedModel:
 
     def run(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> dict[str, Array]:
         """Runs the program over what `read` or `padded` gave; results have a row for each of its samples."""
-        out = self._program(*self._bind(tables), leaves)
+        out = self._program_for(tables)(*self._bind(tables), leaves)
         return {name: out[name] for name in self.outputs}
 
     def compile(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> None:
         """Compiles the program for tables and leaves (`leaves_of`), whose arrays may be `jax.ShapeDtypeStruct`."""
-        self._program.lower(*self._bind(tables), leaves).compile()
+        self._program_for(tables).lower(*self._bind(tables), leaves).compile()
+
+    def unfused(self) -> "ServedModel":
+        """Returns the model whose lookups make a call for each input, whatever the tables say."""
+        return dataclasses.replace(self, _program=self._unfused)
+
+    def _program_for(self, tables: FrozenTables) -> Any:
+        return self._program if tables.is_fused else self._unfused
 
     def leaves_of(self, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """Returns the shapes of the program's inputs, from what `sizes` gives."""
@@ -128,14 +136,20 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
     op, path = "load_model", pathlib.Path(path)
     export = jax_export(op)
     manifest = files.read_manifest(op, path)
-    program = files.read_program(op, path / files.PROGRAM, manifest["program"])
-    try:
-        exported = export.deserialize(bytearray(program))
-    except Exception as error:  # of many kinds, some of flatbuffers
-        raise ArtifactError(
-            f"{op}: {path / files.PROGRAM}: got a program that JAX {jax.__version__} does not read ({error}), wanted "
-            f"one of its time; it was made by JAX {manifest['jax']}. Export again."
-        ) from error
+    programs = {}
+    for entry, file in (("program", path / files.PROGRAM), ("unfused", path / files.UNFUSED)):
+        if entry not in manifest:
+            continue
+        try:
+            programs[entry] = export.deserialize(bytearray(files.read_program(op, file, manifest[entry])))
+        except ArtifactError:
+            raise
+        except Exception as error:  # of many kinds, some of flatbuffers
+            raise ArtifactError(
+                f"{op}: {file}: got a program that JAX {jax.__version__} does not read ({error}), wanted one of its "
+                f"time; it was made by JAX {manifest['jax']}. Export again."
+            ) from error
+    exported = programs["program"]
     device = jax.devices()[0] if device is None else device
     here = {"gpu": "cuda"}.get(device.platform, device.platform)
     if here not in exported.platforms:
@@ -154,7 +168,9 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
         raise ArtifactError(f"{op}: {path / files.MANIFEST}: got {error}, wanted what export_model writes.") from error
     library.register()
     platforms = tuple(exported.platforms)
-    return ServedModel(inputs, outputs, tables, lookups, platforms, str(path), stores, jax.jit(exported.call))
+    fused, unfused = jax.jit(exported.call), programs.get("unfused")
+    unfused = fused if unfused is None else jax.jit(unfused.call)
+    return ServedModel(inputs, outputs, tables, lookups, platforms, str(path), stores, fused, unfused)
 
 
 def jax_export(op: str) -> Any:

@@ -1,5 +1,6 @@
 """Exporting: a Flax module or a function becomes one program, which takes tables and inputs of any size."""
 
+import functools
 import os
 import pathlib
 import sys
@@ -14,6 +15,7 @@ from jaxtyping import Array
 from jaxsok.features import Bags
 from jaxsok.kernels import library
 from jaxsok.serving.artifact import files, key_paths
+from jaxsok.serving.artifact.files import PROGRAM, UNFUSED
 from jaxsok.serving.artifact.inputs import BATCH, KINDS, ArrayInput, BagsInput, InputSpec, input_shapes
 from jaxsok.serving.artifact.model import jax_export
 from jaxsok.serving.errors import UnknownTableError
@@ -56,6 +58,9 @@ def export_model(
 ) -> None:
     """Writes a model for serving: one program for every batch size and tables of every number of rows.
 
+    Where the model reads several inputs in one lookup, a second program makes a call for each. `FrozenTables.is_fused`,
+    or `fuse_embedding_table` of a configuration, says which of the two runs.
+
     Args:
       path: of a new folder, which is there as a whole or not at all.
       model: a function of (tables, inputs by name), a module of Flax NNX, or one of Linen. A module is called with the
@@ -77,7 +82,7 @@ def export_model(
       model with any other result is called with each request as it is, and compiled for each size that comes.
 
     Cost:
-      The model is traced and lowered once.
+      The model is traced twice, and lowered for each program; dense parameters are in both files.
 
     Example:
       >>> import tempfile
@@ -106,8 +111,9 @@ def export_model(
     export, function = jax_export(op), _function_of(op, model, variables)
     stores = tables.spec.stores
 
-    def program(arrays: Any, numbers: Any, words: Any, given: Mapping[str, Any]) -> dict[str, Array]:
-        bound = FrozenTables(tuple(FrozenStore(*store) for store in arrays), _TracedSpec(stores, numbers, words))
+    def program(is_fused: bool, arrays: Any, numbers: Any, words: Any, given: Mapping[str, Any]) -> dict[str, Array]:
+        spec = _TracedSpec(stores, numbers, words)
+        bound = FrozenTables(tuple(FrozenStore(*store) for store in arrays), spec, is_fused)
         inner = dict(given)
         for name, leaves in given.items():
             if isinstance(leaves, tuple):
@@ -115,15 +121,24 @@ def export_model(
         return _name_results(op, function(bound, inner))
 
     checks = [export.DisabledSafetyCheck.custom_call(target) for target, _ in library.TARGETS]
-    shapes, jitted = _argument_shapes(export, tables, inputs), jax.jit(program)
-    lookups = _lookups(jitted.trace(*shapes).jaxpr, shapes, tables, inputs)
-    exported = export.export(jitted, platforms=tuple(dict.fromkeys(platforms)), disabled_checks=checks)(*shapes)
+    shapes = _argument_shapes(export, tables, inputs)
+    jitted = {
+        file: jax.jit(functools.partial(program, is_fused)) for file, is_fused in ((PROGRAM, True), (UNFUSED, False))
+    }
+    traced = {file: function.trace(*shapes).jaxpr for file, function in jitted.items()}
+    if str(traced[PROGRAM]) == str(traced[UNFUSED]):
+        del jitted[UNFUSED]
+    exported = {
+        file: export.export(function, platforms=tuple(dict.fromkeys(platforms)), disabled_checks=checks)(*shapes)
+        for file, function in jitted.items()
+    }
     try:
-        serialized = bytes(exported.serialize())
+        serialized = {file: bytes(one.serialize()) for file, one in exported.items()}
     except (OverflowError, ValueError) as error:
         wanted = "wanted one below 2 GB"
         raise ValueError(f"{op}: model: got one that jax.export cannot write ({error}), {wanted}.") from error
-    files.write(path, serialized, {**files.manifest_of(exported, tables, inputs), "lookups": lookups})
+    lookups = _lookups(traced[PROGRAM], shapes, tables, inputs)
+    files.write(path, serialized, {**files.manifest_of(exported[PROGRAM], tables, inputs), "lookups": lookups})
 
 
 def _lookups(

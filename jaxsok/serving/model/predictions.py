@@ -86,6 +86,7 @@ def load_dense_model(
 ) -> artifact.ServedModel:
     """Loads an artifact; refuses one that does not fit the tables, their tier or their device."""
     served = artifact.load_model(path, device)
+    served = served if config.is_fused else served.unfused()
     what = f'{op}: model "{config.model}": dense_file: "{path}"'
     require_fit(f"{what}: tables", served.tables.values(), tables)
     unknown = [name for name, inputs in served.lookups.items() if inputs is None]

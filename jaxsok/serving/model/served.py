@@ -17,7 +17,7 @@ from jaxsok.serving import cache as cache_lib
 from jaxsok.serving.config import Config, ModelConfig, TableConfig
 from jaxsok.serving.config import read as read_config
 from jaxsok.serving.databases import Connected
-from jaxsok.serving.frozen import FrozenTable, frozen_bytes
+from jaxsok.serving.frozen import FrozenTable, FrozenTables, freeze_records, frozen_bytes
 from jaxsok.serving.model import versions
 from jaxsok.serving.model.predictions import Prediction, PredictRequest, keys_in, load_dense_model
 from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, RowReader
@@ -312,11 +312,11 @@ def open_model(
     return served
 
 
-def _open_table(config: ModelConfig, table: TableConfig, key_bits: folders.KeyBits) -> folders.Frozen:
+def _open_table(config: ModelConfig, table: TableConfig, key_bits: folders.KeyBits, op: str = "open") -> folders.Frozen:
     source = folders.open_table(
-        table.file, table=table.name, dim=table.dim, key_bits=key_bits, hotness=config.is_filled_at_start, op="open"
+        table.file, table=table.name, dim=table.dim, key_bits=key_bits, hotness=config.is_filled_at_start, op=op
     )
-    what = f'open: model "{config.model}": table "{table.name}": default_value_for_each_table'
+    what = f'{op}: model "{config.model}": table "{table.name}": default_value_for_each_table'
     return folders.frozen_as(what, source, config.row_dtype, table.default)
 
 
@@ -328,9 +328,54 @@ def open_for_export(op: str, path: str, model: str | None = None, dtype: Any = N
             for source in folders.open_saved(op, path)
         ]
     config = read_config(path)
+    chosen = choose_model(op, config, model)
+    chosen = dataclasses.replace(chosen, row_dtype=dtype or chosen.row_dtype)
+    return [_open_table(chosen, table, config.key_bits, op) for table in chosen.tables]
+
+
+def choose_model(op: str, config: Config, model: str | None) -> ModelConfig:
+    """Returns the model of a name, or the only one (None); UnknownModelError: there is none."""
     found = [of for of in config.models if model in (None, of.model)]
     if len(found) != 1:
-        names = [one.model for one in config.models]
-        raise errors.UnknownModelError(f"{op}: --model: got {model!r}, wanted one of {names}.")
-    chosen = dataclasses.replace(found[0], row_dtype=dtype or found[0].row_dtype)
-    return [_open_table(chosen, table, config.key_bits) for table in chosen.tables]
+        raise errors.UnknownModelError.of(op, model, [known.model for known in config.models])
+    return found[0]
+
+
+def load_tables(
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    model: str | None = None,
+    *,
+    tables: Sequence[str] | None = None,
+    device: Any = None,
+) -> FrozenTables:
+    """Loads the tables of a model of an HPS configuration, for programs that need no session.
+
+    All rows go to the device, wherever the configuration has them, in its dtypes and with its defaults. `is_fused` is
+    what `fuse_embedding_table` says; `lookup`, the layers of `jaxsok.serving` and exported models act on it.
+
+    Args:
+      config: the path of an HPS JSON file, its parsed content, or a `Config`.
+      model: its name; None, if there is one.
+      tables: names of those to load; None: all.
+      device: where they go; None: JAX's default device.
+
+    Raises:
+      ConfigError: the configuration.
+      UnknownModelError, UnknownTableError: there is none of that name.
+      FileNotFoundError, ServingError, CorruptFileError, ValueError: files, as `open`.
+
+    Cost:
+      Reads the files of these tables. On the device: `frozen_bytes`.
+
+    Example:
+      `tables = load_tables("8_table.json"); found = lookup(tables, {"table0": keys, "table1": others})`
+    """
+    op, whole = "load_tables", read_config(config)
+    chosen = choose_model(op, whole, model)
+    by_name = {table.name: table for table in chosen.tables}
+    for name in tables or ():
+        if name not in by_name:
+            raise errors.UnknownTableError.of(op, name, by_name, f'model "{chosen.model}"')
+    given = [_open_table(chosen, by_name[name], whole.key_bits, op) for name in tables or by_name]
+    loaded, _ = freeze_records(given, spare_rows=chosen.spare_rows, device=device)
+    return dataclasses.replace(loaded, is_fused=chosen.is_fused)
