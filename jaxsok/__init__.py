@@ -9,6 +9,7 @@ from jaxsok import optimizers as optim
 from jaxsok.adapters import Coo, from_kjt
 from jaxsok.caches import CacheEstimate, CacheStats, cache_estimate
 from jaxsok.collection import Collection
+from jaxsok.comparison import Difference, Parity, parity
 from jaxsok.evict import Evicted
 from jaxsok.features import Bags, Batch, Features
 from jaxsok.memory import MemoryEstimate, StoreMemory, memory_estimate
@@ -34,6 +35,7 @@ __all__ = [
     "CacheStats",
     "Collection",
     "Coo",
+    "Difference",
     "Evicted",
     "ExchangeSpec",
     "FeatureSpec",
@@ -41,6 +43,7 @@ __all__ = [
     "HostMemory",
     "MemoryEstimate",
     "NonFiniteGradientError",
+    "Parity",
     "Placement",
     "Plan",
     "Proposal",
@@ -61,6 +64,7 @@ __all__ = [
     "memory_estimate",
     "on",
     "optim",
+    "parity",
     "policies",
     "propose",
     "write_scalars",
