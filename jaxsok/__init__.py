@@ -9,7 +9,7 @@ from jaxsok import optimizers as optim
 from jaxsok.adapters import Coo, from_kjt
 from jaxsok.caches import CacheEstimate, CacheStats, cache_estimate
 from jaxsok.collection import Collection
-from jaxsok.comparison import Difference, Parity, parity
+from jaxsok.comparison import Parity, parity
 from jaxsok.evict import Evicted
 from jaxsok.features import Bags, Batch, Features
 from jaxsok.memory import MemoryEstimate, StoreMemory, memory_estimate
@@ -35,7 +35,6 @@ __all__ = [
     "CacheStats",
     "Collection",
     "Coo",
-    "Difference",
     "Evicted",
     "ExchangeSpec",
     "FeatureSpec",

@@ -11,26 +11,7 @@ from jaxsok.collection import Collection
 from jaxsok.records import Records
 from jaxsok.store import State
 
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """The first row that differs: numbers of the same row here and in the peer."""
-
-    step: int
-    """Steps taken before; 0: the states differed from the start."""
-    table: str
-    key: int
-    part: str
-    """"row", or the name of an optimizer state."""
-    ours: np.ndarray
-    theirs: np.ndarray
-
-    def __str__(self) -> str:
-        column = int(np.argmax(np.nan_to_num(abs(self.ours - self.theirs), nan=np.inf)))
-        return (
-            f'after step {self.step}: table "{self.table}", key {self.key}: {self.part}[{column}] is '
-            f"{self.ours[column]} here and {self.theirs[column]} there"
-        )
+PeerRows = Callable[[str, np.ndarray], np.ndarray | Records]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +19,26 @@ class Parity:
     """The result of `parity`; `print` it."""
 
     num_steps: int
-    """Steps after which all rows agreed."""
-    difference: Difference | None
+    """Steps taken. Before the last of them all rows agreed; after it too, if `table` is None."""
     losses: np.ndarray
-    """float64[steps taken, 2]: what the steps returned here and there; NaN where they returned none."""
+    """float64[num_steps, 2]: what the steps returned here and there; NaN where they returned none."""
     state: State
+    table: str | None = None
+    """The first table that differs, and below its row with the smallest key; None: all agree."""
+    key: int | None = None
+    part: str = ""
+    """"row", or the name of an optimizer state."""
+    ours: np.ndarray | None = None
+    theirs: np.ndarray | None = None
 
     def __str__(self) -> str:
-        return f"{self.num_steps} steps agree" + (f"; {self.difference}" if self.difference else "")
+        if self.ours is None or self.theirs is None:
+            return f"{self.num_steps} steps agree"
+        column = int(np.argmax(np.nan_to_num(abs(self.ours - self.theirs), nan=np.inf)))
+        return (
+            f'after step {self.num_steps}: table "{self.table}", key {self.key}: {self.part}[{column}] is '
+            f"{self.ours[column]} here and {self.theirs[column]} there"
+        )
 
 
 def parity(
@@ -53,7 +46,7 @@ def parity(
     state: State,
     step: Callable[[State, Any], Any],
     peer_step: Callable[[Any], Any],
-    peer_rows: Callable[[str, np.ndarray], np.ndarray | Records],
+    peer_rows: PeerRows,
     batches: Iterable[Any],
     *,
     tables: Sequence[str] | None = None,
@@ -95,7 +88,7 @@ def parity(
       ...     rows[keys] -= np.where(keys == 9, 0.25, 0.5)[:, None]
       >>> peer_rows = lambda table, keys: rows[keys]
       >>> print(parity(collection, collection.init(), step, peer_step, peer_rows, [np.array([7, 8]), np.array([8, 9])]))
-      1 steps agree; after step 2: table "item", key 9: row[0] is -0.5 here and -0.25 there
+      after step 2: table "item", key 9: row[0] is -0.5 here and -0.25 there
     """
     names = [table.name for table in collection.tables]
     chosen = names if tables is None else list(tables)
@@ -103,47 +96,38 @@ def parity(
         raise ValueError(f"parity: tables: got {chosen}, wanted some of {names}.")
     for name, value in (("rtol", rtol), ("atol", atol)):
         checks.number(f"parity: {name}", value, low=0.0, wanted="a number of at least 0")
-    losses, num_steps, batches = [], 0, iter(batches)
-
-    while True:
-        difference = _first_difference(collection, state, chosen, peer_rows, num_steps, rtol, atol)
-        batch = None if difference else next(batches, None)
-        if batch is None:
-            agreed = num_steps if difference is None else max(0, num_steps - 1)
-            return Parity(agreed, difference, np.array(losses, np.float64).reshape(-1, 2), state)
+    losses, batches, differs = [], iter(batches), _first_difference(collection, state, chosen, peer_rows, rtol, atol)
+    while not differs and (batch := next(batches, None)) is not None:
         result, theirs = step(state, batch), peer_step(batch)
         state, ours = (result, None) if isinstance(result, State) else result
         losses.append([np.nan if loss is None else float(loss) for loss in (ours, theirs)])
-        num_steps += 1
+        differs = _first_difference(collection, state, chosen, peer_rows, rtol, atol)
+    return Parity(len(losses), np.array(losses, np.float64).reshape(-1, 2), state, **differs)
 
 
 def _first_difference(
-    collection: Collection,
-    state: State,
-    tables: Sequence[str],
-    peer_rows: Callable[[str, np.ndarray], np.ndarray | Records],
-    step: int,
-    rtol: float,
-    atol: float,
-) -> Difference | None:
+    collection: Collection, state: State, tables: Sequence[str], peer_rows: PeerRows, rtol: float, atol: float
+) -> dict[str, Any]:
+    """Returns the fields of a `Parity` that name the first row that differs; empty if none does."""
     for table in tables:
-        found: list[Difference] = []
+        found = []
         for records in collection.export_chunks(state, table):
             theirs = peer_rows(table, records.keys)
             theirs = theirs if isinstance(theirs, Records) else Records(records.keys, np.asarray(theirs))
             pairs = {"row": (records.rows, theirs.rows)}
             pairs |= {name: (records.state[name], array) for name, array in theirs.state.items()}
             for part, arrays in pairs.items():
-                if arrays[0].shape != arrays[1].shape:
+                shapes = [list(array.shape) for array in arrays]
+                if shapes[0] != shapes[1]:
                     raise ValueError(
-                        f'parity: peer_rows: table "{table}": got {part} of shape {list(arrays[1].shape)}, wanted '
-                        f"{list(arrays[0].shape)}."
+                        f'parity: peer_rows: table "{table}": {part}: got {shapes[1]}, wanted {shapes[0]} numbers.'
                     )
                 ours, peers = (array.astype(np.float32) for array in arrays)
                 wrong = np.flatnonzero(~np.isclose(ours, peers, rtol, atol, equal_nan=True).all(axis=1))
                 if wrong.size:
                     line = wrong[np.argmin(records.keys[wrong])]
-                    found.append(Difference(step, table, int(records.keys[line]), part, ours[line], peers[line]))
+                    found.append((int(records.keys[line]), part, ours[line], peers[line]))
         if found:
-            return min(found, key=lambda difference: difference.key)
-    return None
+            first = min(found, key=lambda difference: difference[0])
+            return {"table": table, **dict(zip(("key", "part", "ours", "theirs"), first, strict=True))}
+    return {}

@@ -192,15 +192,15 @@ def test_training_goes_on(stopped):
     batches = [batch_of(number) for number in range(500, 600)]
     rows = torchrec.rows_of(model)
     found = jaxsok.parity(collection, state, step_here, step_there, rows, batches, rtol=1e-4, atol=1e-5)
-    assert found.difference is None and found.num_steps == 100, str(found)
+    assert found.table is None and found.num_steps == 100, str(found)
     np.testing.assert_allclose(found.losses[:, 0], found.losses[:, 1], rtol=1e-5)
     assert len(set(found.losses[:, 0].round(6))) > 90, "losses that do not move compare nothing"
     names = [name for name in model.state_dict() if name.endswith("item.weight")]
     with torch.no_grad():
         model.state_dict()[names[0]].local_shards()[0].tensor[17, 3] += 1
     found = jaxsok.parity(collection, found.state, step_here, step_there, rows, batches)
-    assert (found.difference.step, found.difference.table, found.difference.key) == (0, "item", 17)
-    assert abs(found.difference.theirs - found.difference.ours).argmax() == 3
+    assert (found.num_steps, found.table, found.key, found.part) == (0, "item", 17, "row")
+    assert abs(found.theirs - found.ours).argmax() == 3
 
 
 def test_chunks_are_those_that_torch_reads(stopped):
