@@ -10,6 +10,7 @@ from jaxsok.adapters import Coo, from_kjt, safe_bags
 from jaxsok.caches import CacheEstimate, CacheStats, cache_estimate
 from jaxsok.collection import Collection
 from jaxsok.combine import combine_clipped
+from jaxsok.comparison import Parity, parity
 from jaxsok.evict import Evicted
 from jaxsok.features import Bags, Batch, Features
 from jaxsok.memory import MemoryEstimate, StoreMemory, memory_estimate
@@ -42,6 +43,7 @@ __all__ = [
     "HostMemory",
     "MemoryEstimate",
     "NonFiniteGradientError",
+    "Parity",
     "Placement",
     "Plan",
     "Proposal",
@@ -63,6 +65,7 @@ __all__ = [
     "memory_estimate",
     "on",
     "optim",
+    "parity",
     "policies",
     "propose",
     "safe_bags",

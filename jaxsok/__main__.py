@@ -1,4 +1,4 @@
-"""The command line: `python -m jaxsok demo`, `bench`, `inspect`, `estimate`, `serve`, `freeze` and `flags`.
+"""The command line: `python -m jaxsok demo`, `bench`, `inspect`, `import`, `estimate`, `serve`, `freeze` and `flags`.
 
 A command only finds its program and passes its arguments on.
 """
@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("demo", add_help=False, help="trains a DLRM on a click log, and says how well it ranks")
     commands.add_parser("bench", add_help=False, help="times jaxsok here, with its limits and peers (bench --help)")
     _declare_inspect(commands.add_parser("inspect", help="reports what is in a checkpoint, an export or a file"))
+    _declare_import(commands.add_parser("import", help="writes a checkpoint of TorchRec as an export of jaxsok"))
     _declare_estimate(commands.add_parser("estimate", help="counts the bytes that tables will take on each device"))
     _declare_serve(commands.add_parser("serve", help="answers lookups and predictions over HTTP"))
     _declare_freeze(commands.add_parser("freeze", help="writes tables into a folder for C and C++ programs"))
@@ -41,13 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "serve":
         return _serve(options)
-    is_python = options.command == "estimate" and options.spec.endswith(".py")
+    is_python = options.command in ("estimate", "import") and (options.spec or "").endswith(".py")
     if arguments is None and jax.config.jax_platforms is None and not is_python:
         # Files are read on the CPU: JAX would take most of a GPU, which a training run may need. A Python file may need
         # the devices of its mesh.
         jax.config.update("jax_platforms", "cpu")
     try:
-        commands_with_text = {"inspect": _inspect, "estimate": _estimate, "freeze": _freeze, "flags": _flags}
+        commands_with_text = {
+            "inspect": _inspect,
+            "import": _import,
+            "estimate": _estimate,
+            "freeze": _freeze,
+            "flags": _flags,
+        }
         print(commands_with_text[options.command](options))
     except (OSError, ValueError, TypeError, ImportError) as error:
         print(error, file=sys.stderr)
@@ -76,6 +83,44 @@ def _inspect(options: argparse.Namespace) -> str:
     if options.picture is not None:
         inspection.draw_reports(found.tables, options.picture)
     return str(found)
+
+
+def _declare_import(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Reads tables with their optimizer state from a torch.distributed.checkpoint of TorchRec, or from a dump of "
+        "dynamicemb, and writes them as an export, which jaxsok.checkpoint.load reads into any mesh."
+    )
+    parser.add_argument("system", choices=["torchrec"])
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder")
+    parser.add_argument("folder", metavar="FOLDER", help="a new one, for the export")
+    parser.add_argument(
+        "--spec", metavar="SPEC", help="file of declarations, as for estimate; by default from the files"
+    )
+    parser.add_argument("--table", action="append", default=[], metavar="NAME=THEIRS", help="where names differ")
+    parser.add_argument("--step", type=int, metavar="N", help="updates so far, which Adam needs")
+    parser.add_argument("--rows-only", action="store_true", help="leaves optimizer state out")
+
+
+def _import(options: argparse.Namespace) -> str:
+    from jaxsok import checkpoint, inspection
+    from jaxsok.collection import Collection
+    from jaxsok.interchange import torchrec
+
+    source, spec = options.checkpoint, options.spec
+    collection = Collection(torchrec.declare(source) if spec is None else inspection.read_spec(spec).tables, [])
+    names = {table.name: table.name for table in collection.tables}
+    for pair in options.table:
+        name, _, theirs = pair.partition("=")
+        if not theirs:
+            raise ValueError(f"import: --table: got {pair!r}, wanted NAME=THEIRS.")
+        names[name] = theirs
+    with_state = not options.rows_only
+    state = torchrec.load(collection, collection.init(), source, names, with_state=with_state, step=options.step)
+    num_rows = checkpoint.export_full(options.folder, collection, state).num_rows
+    return "\n".join(
+        f"{table.name}: {num_rows[table.name]} rows, {table.dtype}[{table.dim}], {table.optimizer.name}"
+        for table in collection.tables
+    )
 
 
 def _declare_estimate(parser: argparse.ArgumentParser) -> None:

@@ -75,8 +75,9 @@ class Adagrad(Limited):
 
     Args:
       initial_accumulator_value: what the accumulators of a new row hold.
-      eps: added under the root.
+      eps: added under the root, or to the root.
       weight_decay: as for `sgd`.
+      eps_in_sqrt: whether eps is under the root, as in Optax; False: `sqrt(acc) + eps`, as in PyTorch and FBGEMM.
 
     Example:
       >>> adagrad(0.1).state_specs(dim=64)
@@ -90,9 +91,10 @@ class Adagrad(Limited):
     initial_accumulator_value: float = not_negative(0.1)
     eps: float = not_negative(1e-7)
     weight_decay: float = not_negative(0.0)
+    eps_in_sqrt: bool = flag(True)
 
     def _is_plain(self) -> bool:
-        return self.weight_decay == 0
+        return self.weight_decay == 0 and self.eps_in_sqrt == type(self).eps_in_sqrt
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         """One accumulator for each column."""
@@ -106,7 +108,8 @@ class Adagrad(Limited):
         gradient, row, (accumulator,), _, (learning_rate, eps) = inputs
         gradient = with_decay(gradient, row, self.weight_decay)
         accumulator = accumulator + gradient * gradient
-        inverse = jnp.where(accumulator > 0, 1 / jnp.sqrt(accumulator + eps), 0.0)
+        root = jnp.sqrt(accumulator + eps) if self.eps_in_sqrt else jnp.sqrt(accumulator) + eps
+        inverse = jnp.where(accumulator > 0, 1 / root, 0.0)
         return RowOutputs(row - learning_rate * (gradient * inverse), (accumulator,))
 
 
@@ -117,7 +120,7 @@ adagrad = function_of(Adagrad)
 class RowwiseAdagrad(Adagrad):
     """Adagrad with one accumulator a row: `acc += mean(g²); row -= lr * g / (sqrt(acc) + eps)`.
 
-    Exact and lazy as `adagrad`, with the same arguments; but `eps` is added to the root.
+    Exact and lazy as `adagrad`, with the same arguments; but `eps` is added to the root, unless `eps_in_sqrt`.
 
     Source: Gupta, Gangrade et al., "Training Recommender Systems at Scale", 2021; the form of FBGEMM's
     EXACT_ROWWISE_ADAGRAD, with its weight decay mode L2.
@@ -127,6 +130,7 @@ class RowwiseAdagrad(Adagrad):
     name: ClassVar[str] = "rowwise_adagrad"
     initial_accumulator_value: float = not_negative(0.0)
     eps: float = not_negative(1e-8)
+    eps_in_sqrt: bool = flag(False)
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         """One accumulator for the row."""
@@ -136,7 +140,8 @@ class RowwiseAdagrad(Adagrad):
         gradient, row, (accumulator,), _, (learning_rate, eps) = inputs
         gradient = with_decay(gradient, row, self.weight_decay)
         accumulator = accumulator + jnp.mean(gradient * gradient)
-        return RowOutputs(row - learning_rate / (jnp.sqrt(accumulator) + eps) * gradient, (accumulator,))
+        root = jnp.sqrt(accumulator + eps) if self.eps_in_sqrt else jnp.sqrt(accumulator) + eps
+        return RowOutputs(row - learning_rate / root * gradient, (accumulator,))
 
 
 rowwise_adagrad = function_of(RowwiseAdagrad)

@@ -26,20 +26,22 @@ def sgd(momentum=None, nesterov=False, weight_decay=0.0):
     return (zeros() if momentum is None else zeros("dim")), step
 
 
-def adagrad(initial=0.1, eps=1e-7, weight_decay=0.0):
+def adagrad(initial=0.1, eps=1e-7, weight_decay=0.0, eps_in_sqrt=True):
     def step(row, state, gradient, rate, t):
         gradient = gradient + weight_decay * row
         total = state[0] + gradient**2
-        return row - rate * gradient / np.sqrt(total + eps), [total]
+        root = np.sqrt(total + eps) if eps_in_sqrt else np.sqrt(total) + eps
+        return row - rate * gradient / root, [total]
 
     return (lambda dim: [np.full(dim, initial)]), step
 
 
-def rowwise_adagrad(initial=0.0, eps=1e-8, weight_decay=0.0):
+def rowwise_adagrad(initial=0.0, eps=1e-8, weight_decay=0.0, eps_in_sqrt=False):
     def step(row, state, gradient, rate, t):
         gradient = gradient + weight_decay * row
         total = state[0] + np.array([np.sum(gradient**2) / len(gradient)])
-        return row - rate * gradient / (np.sqrt(total) + eps), [total]
+        root = np.sqrt(total + eps) if eps_in_sqrt else np.sqrt(total) + eps
+        return row - rate * gradient / root, [total]
 
     return (lambda dim: [np.array([initial])]), step
 

@@ -75,6 +75,12 @@ CASES = {
         formulas.adagrad(0.3, 1e-3, 0.3),
         decayed(0.3, optax.adagrad(rate_of, 0.3, 1e-3)),
     ),
+    "adagrad_eps_outside": Case(
+        optim.adagrad(rate_of, 0.0, 0.3, eps_in_sqrt=False), formulas.adagrad(0.0, 0.3, eps_in_sqrt=False)
+    ),
+    "rowwise_adagrad_eps_inside": Case(
+        optim.rowwise_adagrad(rate_of, 0.0, 0.3, eps_in_sqrt=True), formulas.rowwise_adagrad(0.0, 0.3, eps_in_sqrt=True)
+    ),
     "rowwise_adagrad": Case(optim.rowwise_adagrad(rate_of), formulas.rowwise_adagrad()),
     "rowwise_adagrad_decayed": Case(
         optim.rowwise_adagrad(rate_of, 0.2, 1e-3, weight_decay=0.3), formulas.rowwise_adagrad(0.2, 1e-3, 0.3)

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 import jaxsok
 from jaxsok import grow, host_limits, inspection, processes, shards, store, types
-from jaxsok.interchange import columns, files, hps, npz, sok
+from jaxsok.interchange import columns, files, hps, npz, sok, torchrec
 from jaxsok.kernels import library
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -683,6 +683,8 @@ API = {
     "jaxsok.interchange.sok": lambda: calls_of(sok),
     "jaxsok.interchange.columns": lambda: calls_of(columns),
     "jaxsok.interchange.npz": lambda: calls_of(npz),
+    "jaxsok.Parity": lambda: members_of(jaxsok.Parity),
+    "jaxsok.interchange.torchrec": lambda: calls_of(torchrec),
     "jaxsok.interchange.files.RecordChunks": lambda: members_of(files.RecordChunks),
     "jaxsok.data": lambda: calls_of(data()),
     "jaxsok.data.Source": lambda: members_of(data().Source),

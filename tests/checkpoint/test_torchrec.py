@@ -1,0 +1,210 @@
+"""Checkpoints of TorchRec and dumps of dynamicemb: rows and optimizer state come along, and training goes on as there.
+
+tests/golden/torchrec holds a table of every sharding type, in which each number says where it belongs. Tests with the
+real packages are skipped where torch, torchrec or fbgemm-gpu-cpu are missing.
+"""
+
+import pathlib
+import pickle
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import jaxsok
+from jaxsok import __main__ as command_line
+from jaxsok import checkpoint, optim
+from jaxsok.interchange import torch_files, torchrec
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "torchrec"
+ROWS, DIM = 5, 8
+ROWWISE, ADAGRAD = optim.rowwise_adagrad(0.1), optim.adagrad(0.1, 0.0, 1e-8, eps_in_sqrt=False)
+OPTIMIZERS = {"tw": optim.sgd(0.1), "rw": ROWWISE, "cw": ADAGRAD, "twrw": ADAGRAD, "dp": ADAGRAD, "seq": ROWWISE}
+NUMBERS = np.arange(ROWS)[:, None] + np.arange(DIM) / 16
+
+
+def collection_of(optimizers, dim=DIM, **options):
+    tables = [jaxsok.TableSpec(name, dim, optimizer, capacity=8) for name, optimizer in optimizers.items()]
+    return jaxsok.Collection(tables, [], **options)
+
+
+def is_whole(exported, columns=slice(0, DIM), state=None):
+    """Compares a table with the numbers of the golden checkpoint, whatever the order of rows."""
+    order = np.argsort(exported["keys"])
+    assert exported["keys"][order].tolist() == list(range(ROWS))
+    np.testing.assert_array_equal(exported["rows"][order], NUMBERS[:, columns])
+    for array in exported["state"].values():
+        np.testing.assert_array_equal(array[order], 100 + NUMBERS[:, : array.shape[1]] if state is None else state)
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_every_sharding_type(num_devices):
+    """Chunks by rows, columns and both become whole rows, on any mesh."""
+    if len(jax.devices()) < num_devices:
+        pytest.skip(f"needs {num_devices} devices")
+    options = {}
+    if num_devices > 1:
+        types = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((num_devices,), ("data",), types, devices=jax.devices()[:num_devices])
+        options = {"mesh": mesh, "axis": "data"}
+    collection = collection_of(OPTIMIZERS, **options)
+    state = torchrec.load(collection, collection.init(), GOLDEN, step=500, chunk_rows=2)
+    for table in OPTIMIZERS:
+        is_whole(collection.export_table(state, table))
+    assert int(state.step) == 500
+
+
+@pytest.mark.parametrize("table", ["twcw", "grid"])
+def test_blocks_of_columns(table):
+    """Blocks with rowwise state of their own become tables; as one table they are refused by name."""
+    halves = {"left": f"{table}[0:4]", "right": f"{table}[4:8]"}
+    collection = collection_of(dict.fromkeys(halves, ROWWISE), dim=4)
+    state = torchrec.load(collection, collection.init(), GOLDEN, halves)
+    for i, half in enumerate(halves):
+        accumulators = 100 + ROWS * i + np.arange(ROWS)[:, None]
+        is_whole(collection.export_table(state, half), slice(4 * i, 4 * i + 4), accumulators)
+    with pytest.raises(ValueError, match=rf'table "{table}": got one number of state a row .* "{table}\[0:4\]"'):
+        torchrec.read_torchrec(GOLDEN, table, optimizer=ROWWISE)
+    assert torchrec.read_torchrec(GOLDEN, table).num_rows == ROWS
+
+
+def test_declared_from_the_files(tmp_path, capsys):
+    """The command needs no declarations, and its export goes into a collection with features."""
+    assert command_line.main(["import", "torchrec", str(GOLDEN), str(tmp_path / "out"), "--step", "7"]) == 0
+    assert "grid[4:8]: 5 rows, float32[4], rowwise_adagrad" in capsys.readouterr().out
+    tables = [jaxsok.TableSpec("cw", DIM, optim.adagrad(0.5), capacity=8)]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("item", table="cw")])
+    state = checkpoint.load(tmp_path / "out", collection, tables=["cw"])
+    is_whole(collection.export_table(state, "cw"))
+    spec = tmp_path / "tables.toml"
+    spec.write_text('[[tables]]\nname = "item"\ndim = 8\noptimizer = "rowwise_adagrad"\n')
+    arguments = ["import", "torchrec", str(GOLDEN), str(tmp_path / "other"), "--spec", str(spec), "--table", "item=rw"]
+    assert command_line.main(arguments) == 0
+    assert capsys.readouterr().out == "item: 5 rows, float32[8], rowwise_adagrad\n"
+    assert command_line.main([*arguments[:4], "--table", "rw"]) == 2
+    assert "wanted NAME=THEIRS" in capsys.readouterr().err
+
+
+def test_dense_tensors():
+    """Parameters of the dense part come with their optimizer state; tables do not."""
+    found = torchrec.read_dense(GOLDEN)
+    assert found["model.over.weight"].tolist() == [[7, 7]] * 3
+    assert found["optimizer.state.over.weight.step"] == 500
+    assert not any("embedding" in name for name in found)
+
+
+REFUSED = {
+    "momentum": ("rw", optim.sgd(0.1, momentum=0.9), "optim.sgd with state .'trace'.*wanted one of"),
+    "another optimizer": ("rw", optim.lamb(0.1), "optim.lamb .* continues no state of TorchRec exactly"),
+    "state that is left over": ("rw", optim.sgd(0.1), "got state {'momentum1': 1} .* wanted {} of optim.sgd"),
+    "state of another width": ("rw", ADAGRAD, "wanted {'accumulator': 8}"),
+    "state that is missing": ("tw", ROWWISE, r"got state \{\} \(numbers a row\) in the files"),
+    "eps under the root": ("cw", optim.adagrad(0.1), "wanted eps_in_sqrt=False"),
+    "an unknown table": ("user", ROWWISE, r'got "user", of which there are \[\], wanted one of'),
+    "columns that are not there": ("tw[4:9]", None, r"got columns \[4:9\], wanted some of 8"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_exact_is_refused(case):
+    """What cannot go on exactly as there is refused by name, before anything changes."""
+    table, optimizer, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        torchrec.read_torchrec(GOLDEN, table, optimizer=optimizer)
+
+
+def test_adam_needs_the_step():
+    """The files have no number of updates, by which Adam corrects its bias."""
+    collection = collection_of({"rw": optim.adam(0.1)})
+    with pytest.raises(ValueError, match='table "rw": step: got None, wanted the number of updates'):
+        torchrec.load(collection, collection.init(), GOLDEN)
+
+
+def test_nothing_of_a_pickle_runs(tmp_path):
+    """A pickle that would run a program is refused, and nothing of it is called."""
+    shutil.copytree(GOLDEN, tmp_path / "there")
+
+    class Hostile:
+        def __reduce__(self):
+            return exec, (f"open({str(tmp_path / 'ran')!r}, 'w')",)
+
+    (tmp_path / "there" / ".metadata").write_bytes(pickle.dumps(Hostile()))
+    with pytest.raises(ValueError, match="wanted the metadata of a checkpoint"):
+        torchrec.declare(tmp_path / "there")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_damaged_folders(tmp_path):
+    """Truncated and missing files are named when the folder is opened, broken chunks when they are read."""
+    folder = shutil.copytree(GOLDEN, tmp_path / "there")
+    place = torch_files.read_tensors("read", folder)["model.bags.embedding_bags.tw.weight"].chunks[(0, 0)]
+    whole = place.path.read_bytes()
+    place.path.write_bytes(whole[: place.begin] + b"x" * (place.end - place.begin) + whole[place.end :])
+    with pytest.raises(ValueError, match=rf'byte {place.begin}: "model.*wanted an archive of torch.save'):
+        next(iter(torchrec.read_torchrec(folder, "tw")))
+    place.path.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=rf"byte {len(whole) - 1}: got the end of the file"):
+        torchrec.read_torchrec(folder, "rw")
+    place.path.unlink()
+    with pytest.raises(FileNotFoundError, match=str(place.path)):
+        torchrec.read_torchrec(folder, "rw")
+    with pytest.raises(FileNotFoundError, match=r"got neither \.metadata nor"):
+        torchrec.declare(tmp_path)
+
+
+# dynamicemb ----------------------------------------------------------------------------------------------------------
+
+
+def dump(folder, table, keys, rows, state=None):
+    """Writes two ranks, as dynamicemb names and lays out its files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(2):
+        mine = keys % 2 == rank
+        arrays = {"keys": keys[mine].astype("<i8"), "values": rows[mine].astype("<f4")}
+        if state is not None:
+            arrays["opt_values"] = state[mine].astype("<f4")
+        for kind, array in arrays.items():
+            array.tofile(folder / f"{table}_emb_{kind}.rank_{rank}.world_size_2")
+
+
+KEYS = np.array([2**40, 7, -9, 12, 3, 4])
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_dumps_of_dynamicemb(tmp_path, name):
+    """Keys are any 64-bit integers, and the state of all columns follows the row."""
+    optimizer = {"sgd": optim.sgd(0.1), "adagrad": ADAGRAD, "rowwise_adagrad": ROWWISE, "adam": optim.adam(0.1)}[name]
+    widths = [state.dim for state in optimizer.state_specs(3)]
+    rows = np.random.default_rng(0).normal(size=(len(KEYS), 3)).astype(np.float32)
+    # dynamicemb pads rowwise state to 16 bytes.
+    state = np.repeat(KEYS[:, None] % 97, 4 if name == "rowwise_adagrad" else sum(widths), axis=1) + np.arange(
+        4 if name == "rowwise_adagrad" else sum(widths)
+    )
+    dump(tmp_path / "model" / "ebc", "user", KEYS, rows, state if widths else None)
+    collection = collection_of({"user": optimizer}, dim=3)
+    state_of = torchrec.load(collection, collection.init(), tmp_path, step=10, chunk_rows=2)
+    found = collection.export_table(state_of, "user")
+    order = [int(np.flatnonzero(KEYS.view(np.uint64) == key)[0]) for key in found["keys"]]
+    np.testing.assert_array_equal(found["rows"], rows[order])
+    begin = 0
+    for spec in optimizer.state_specs(3):
+        np.testing.assert_array_equal(found["state"][spec.name], state[order][:, begin : begin + spec.dim])
+        begin += spec.dim
+    assert torchrec.declare(tmp_path)[0].optimizer.name == name
+
+
+def test_dumps_that_are_not_whole(tmp_path):
+    """A rank that is missing, a key in two ranks, and files of unlike rows are refused."""
+    rows = np.ones((len(KEYS), 3))
+    dump(tmp_path, "user", KEYS, rows)
+    file = tmp_path / "user_emb_values.rank_1.world_size_2"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="got 8 bytes at the end, wanted a multiple of"):
+        torchrec.declare(tmp_path)
+    dump(tmp_path, "user", np.array([2, 4, 4, 7]), np.ones((4, 3)))
+    with pytest.raises(ValueError, match="key: got 4 a second time"):
+        torchrec.declare(tmp_path)
+    (tmp_path / "user_emb_keys.rank_1.world_size_2").unlink()
+    with pytest.raises(ValueError, match="wanted the files of all ranks"):
+        torchrec.declare(tmp_path)
