@@ -256,7 +256,7 @@ def _of_tensors(bags: Bags, what: str) -> Bags:
             continue
         if not kind(keys) or not all(np.array_equal(getattr(keys, part), getattr(weights, part)) for part in parts):
             raise ValueError(
-                f"{what}: weights: got a {type(weights).__name__} beside keys of other {' and '.join(parts)}, wanted "
+                f"{what}: weights: got a {type(weights).__name__} with keys of other {' and '.join(parts)}, wanted "
                 "one weight for each key, in the same places."
             )
         weights = np.asarray(weights.values)

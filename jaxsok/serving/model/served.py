@@ -352,9 +352,9 @@ def open_for_export(op: str, path: str, model: str | None = None, dtype: Any = N
 
 def choose_model(op: str, config: Config, model: str | None) -> ModelConfig:
     """Gives the model of a name, or the only one (None); UnknownModelError: there is none."""
-    found = [one for one in config.models if model in (None, one.model)]
+    found = [entry for entry in config.models if model in (None, entry.model)]
     if len(found) != 1:
-        raise UnknownModelError.of(op, model, [one.model for one in config.models])
+        raise UnknownModelError.of(op, model, [entry.model for entry in config.models])
     return found[0]
 
 
