@@ -135,10 +135,15 @@ def safe_bags(ids: Any, *, combiner: Combiner = "mean", default_key: int | None 
         offsets = features_lib.read_offsets(bags, words, what)
     keys = keys.reshape(-1)[: offsets[-1]]
     places, is_kept = np.repeat(np.arange(offsets.size - 1), np.diff(offsets)), keys.view(np.int64) >= 0
-    weights = None if bags.weights is None else np.asarray(bags.weights).reshape(-1)[: keys.size]
-    if weights is not None and combiner != "sum":
-        is_kept &= weights > 0
-    places, keys, weights = places[is_kept], keys[is_kept], None if weights is None else weights[is_kept]
+    weights = None if bags.weights is None else np.asarray(bags.weights)
+    if weights is not None:
+        if weights.shape != words.shape[:-1]:
+            wanted = f"that of the keys, {list(words.shape[:-1])}"
+            raise ValueError(f"{what}: weights: got shape {list(weights.shape)}, wanted {wanted}.")
+        weights = weights.reshape(-1)[: keys.size]
+        is_kept &= (combiner == "sum") | (weights > 0)
+        weights = weights[is_kept]
+    places, keys = places[is_kept], keys[is_kept]
     if default_key is not None:
         default = keys_lib.from_words(keys_lib.to_words(np.asarray([default_key]), f"{what}: default_key"))
         empty = np.setdiff1d(np.arange(offsets.size - 1), places)
@@ -251,7 +256,7 @@ def _of_tensors(bags: Bags, what: str) -> Bags:
             continue
         if not kind(keys) or not all(np.array_equal(getattr(keys, part), getattr(weights, part)) for part in parts):
             raise ValueError(
-                f"{what}: weights: got a {type(weights).__name__} beside keys of other {' and '.join(parts)}, wanted "
+                f"{what}: weights: got a {type(weights).__name__} with keys of other {' and '.join(parts)}, wanted "
                 "one weight for each key, in the same places."
             )
         weights = np.asarray(weights.values)

@@ -93,10 +93,6 @@ class NAdam(AdamW):
     The moments and `v̂` are those of `adam`, and `n = b1 m / (1 - b1^(t + 1)) + (1 - b1) g / (1 - b1^t)` looks a step
     ahead. Lazy as `adamw`, with the same arguments.
 
-    Example:
-      >>> nadam(1e-3).weight_decay
-      0.0
-
     Source: Dozat, "Incorporating Nesterov Momentum into Adam", 2016; the form of `optax.nadam` and `optax.nadamw`.
     TensorFlow's Nadam differs: it also warms `b1` up.
     """

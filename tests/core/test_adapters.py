@@ -159,11 +159,11 @@ def test_tensors_whose_weights_lie_elsewhere_are_refused():
     sparse = SparseTensor(np.array([[0, 0], [1, 2]]), keys, shape)
     ragged = RaggedTensor(keys, np.array([0, 1, 2]))
     refused = {
-        "beside keys of other indices and dense_shape": [
+        "with keys of other indices and dense_shape": [
             jaxsok.Bags(sparse, weights=SparseTensor(np.array([[0, 0], [1, 1]]), weights, shape)),
             jaxsok.Bags(keys, weights=SparseTensor(sparse.indices, weights, shape)),
         ],
-        "beside keys of other row_splits": [jaxsok.Bags(ragged, weights=RaggedTensor(weights, np.array([0, 2, 2])))],
+        "with keys of other row_splits": [jaxsok.Bags(ragged, weights=RaggedTensor(weights, np.array([0, 2, 2])))],
         "got a RaggedTensor with lengths or offsets": [jaxsok.Bags(ragged, lengths=np.array([1, 1]))],
     }
     for message, values in refused.items():

@@ -183,6 +183,23 @@ def test_safe_on_random_bags(combiner, weighted, default_id):
         np.testing.assert_allclose(embeddings["bag"], want, rtol=1e-5, atol=1e-6)
 
 
+def test_safe_bags_of_other_forms_and_what_it_refuses():
+    """Rectangles, offsets with padding behind the last bag, and any 64-bit default; weights of another shape are not."""
+    square = jaxsok.safe_bags(np.array([[7, -1], [-5, -5]]), default_key=2**63 + 1)
+    assert (square.keys.tolist(), square.lengths.tolist()) == ([7, 2**63 + 1], [1, 1])
+    padded = jaxsok.safe_bags(jaxsok.Bags(np.array([3, -2, 4, -1]), offsets=np.array([0, 1, 3])))
+    assert (padded.keys.tolist(), padded.lengths.tolist()) == ([3, 4], [1, 1])
+    with pytest.raises(ValueError, match=r"safe_bags: weights: got shape \[1\], wanted that of the keys, \[2\]"):
+        jaxsok.safe_bags(jaxsok.Bags(np.array([1, 2]), weights=np.ones(1, np.float32)))
+    with pytest.raises(TypeError, match="safe_bags: default_key"):
+        jaxsok.safe_bags(np.array([1]), default_key=0.5)
+    rows = jnp.ones((1, 2, 3))
+    with pytest.raises(ValueError, match="combine_clipped: combiner: got 'max'"):
+        jaxsok.combine_clipped(rows, jnp.ones((1, 2)), "max")
+    with pytest.raises(ValueError, match="combine_clipped: max_norm: got -1"):
+        jaxsok.combine_clipped(rows, jnp.ones((1, 2)), "sum", max_norm=-1)
+
+
 def clipped_step(rows, bags, combiner, max_norm, rate):
     """One step of SGD under loss sum(embedding * (1, 2, 3, 4)), by the derivative of r -> m r / |r| in NumPy."""
     direction = np.arange(1.0, DIM + 1)

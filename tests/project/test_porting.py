@@ -102,7 +102,7 @@ class Model(flax.nnx.Module):
         self.kernel = flax.nnx.Param(np.linspace(-1, 1, NUM_TABLES * NUM_KEYS * DIM, dtype=np.float32)[:, None])
 
     def __call__(self, **inputs):
-        found = [one.reshape(-1, NUM_KEYS * DIM) for one in self.lookups(inputs).values()]
+        found = [rows.reshape(-1, NUM_KEYS * DIM) for rows in self.lookups(inputs).values()]
         return jnp.matmul(jnp.concatenate(found, axis=1), self.kernel.get_value(), precision="highest")
 
 

@@ -140,10 +140,9 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
     for entry, file in (("program", path / files.PROGRAM), ("unfused", path / files.UNFUSED)):
         if entry not in manifest:
             continue
+        program = bytearray(files.read_program(op, file, manifest[entry]))
         try:
-            programs[entry] = export.deserialize(bytearray(files.read_program(op, file, manifest[entry])))
-        except ArtifactError:
-            raise
+            programs[entry] = export.deserialize(program)
         except Exception as error:  # of many kinds, some of flatbuffers
             raise ArtifactError(
                 f"{op}: {file}: got a program that JAX {jax.__version__} does not read ({error}), wanted one of its "

@@ -133,7 +133,7 @@ def export_model(
         for file, function in jitted.items()
     }
     try:
-        serialized = {file: bytes(one.serialize()) for file, one in exported.items()}
+        serialized = {file: bytes(program.serialize()) for file, program in exported.items()}
     except (OverflowError, ValueError) as error:
         wanted = "wanted one below 2 GB"
         raise ValueError(f"{op}: model: got one that jax.export cannot write ({error}), {wanted}.") from error

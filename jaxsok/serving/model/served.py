@@ -335,9 +335,9 @@ def open_for_export(op: str, path: str, model: str | None = None, dtype: Any = N
 
 def choose_model(op: str, config: Config, model: str | None) -> ModelConfig:
     """Returns the model of a name, or the only one (None); UnknownModelError: there is none."""
-    found = [of for of in config.models if model in (None, of.model)]
+    found = [entry for entry in config.models if model in (None, entry.model)]
     if len(found) != 1:
-        raise errors.UnknownModelError.of(op, model, [known.model for known in config.models])
+        raise errors.UnknownModelError.of(op, model, [entry.model for entry in config.models])
     return found[0]
 
 
