@@ -475,6 +475,25 @@ def test_a_way_of_serving_that_reads_other_rows_is_not_timed(monkeypatch):
     assert not [one for one in recorder.records if one.what == records.SERVED and one.notes["way"] != "fused"]
 
 
+def test_a_quick_run_of_one_workload_is_reported(tmp_path, monkeypatch):
+    """The parts of `--quick`, from the command line to the page; the whole run, which takes 15 times as long, is slow."""
+    monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")
+    path, page = tmp_path / "results.json", tmp_path / "performance.md"
+    arguments = ["--quick", "--scale", "0.0003", "--workloads", "W5", "--repetitions", "2", "--batch-ms", "1"]
+    arguments += ["--keys", "uniform", "--optimizers", "sgd", "--out", str(path), "--commit", "abc"]
+    assert run.main(arguments).failures == []
+    about, found, _ = records.load(path)
+    assert about["commit"] == "abc" and str(ROOT) not in path.read_text()
+    measured = {(record.what, record.subject) for record in found}
+    assert {(records.EVALUATION, "jaxsok"), (records.STEP, "jaxsok"), (records.STEP, "xla")} <= measured
+    assert all(record.timing.ms > 0 for record in found)
+    markers = [line for part in (report.RESULTS, report.TARGETS) for line in report.markers(part)]
+    page.write_text("\n".join(["before", *markers, "after\n"]))
+    report.main([str(path), "--document", str(page)])
+    assert "forward + update, sgd" in page.read_text()
+
+
+@pytest.mark.slow
 def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")
     path = tmp_path / "results.json"
@@ -560,6 +579,7 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
     assert path.with_suffix("").is_dir() == (plots.why_none() is None)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_a_quick_run_on_a_mesh_measures_everything(tmp_path, monkeypatch, small_m1):
     monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")
@@ -607,7 +627,7 @@ def test_a_quick_run_on_a_mesh_measures_everything(tmp_path, monkeypatch, small_
     assert len(tables.exchange_rows(found, False)) == len(found)
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_quick_run_of_training_measures_the_whole_and_its_parts(tmp_path, monkeypatch, number):
     if len(jax.devices()) < number:
         pytest.skip(f"needs {number} devices; there are {len(jax.devices())}")
