@@ -60,7 +60,7 @@ def restore(folder, collection, **options):
 
 
 def save_to(folder, collection, state, **options):
-    """Synchronously, without a manager."""
+    """Saves synchronously, without a manager."""
     args = TablesSave(collection, state, **options)
     ocp.Checkpointer(checkpoint.TablesCheckpointHandler()).save(folder, args=args)
     return args.report
@@ -69,7 +69,7 @@ def save_to(folder, collection, state, **options):
 # Onto other meshes, capacities, stores --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_devices", [8, 3, 1, None])
+@pytest.mark.parametrize("num_devices", [8, 3, pytest.param(1, marks=pytest.mark.slow), None])
 def test_every_row_counter_and_waiting_key_is_restored(eight, saved, num_devices):
     """With another capacity: too small for what comes on one device, larger than before on three."""
     collection, state = eight

@@ -137,7 +137,7 @@ def test_an_empty_state(dtype, optimizer, host_bytes, widths, memory):
     assert f"20 rows of 6 {dtype}{state} in host memory, cache of {num_lines} rows" in repr(store)
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 4])
+@pytest.mark.parametrize("num_shards", [1, 4])
 def test_the_estimate_is_what_each_device_allocates(num_shards):
     """To the byte, on the device and in host memory; before there is a collection, with one, and after growth."""
     tables = [
@@ -181,7 +181,7 @@ def test_the_estimate_counts_what_is_staged():
 # Grown ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 4])
+@pytest.mark.parametrize("num_shards", [1, 4])
 def test_growth_appends(num_shards):
     """A host slab, records, places and statistics; what was there stays, and so does the cache."""
     collection = programs.over(num_shards, [table(memory=8, capacity=16, statistics=True)], FEATURES)
@@ -290,7 +290,7 @@ def types_of(store):
 
 
 @on_cpu
-@pytest.mark.parametrize("num_shards", [None, 2, 4])
+@pytest.mark.parametrize("num_shards", [None, 4])
 def test_slabs_keep_their_memory(pinned, num_shards):
     """Through steps and growth, without a second compilation; None: no mesh."""
     tables = [table(memory=8, capacity=64)]

@@ -23,7 +23,7 @@ from jaxsok.plan import Uses
 
 SEED = 5
 NUM_SAMPLES = 12  # divisible by every mesh that is used
-MESHES = (2, 3, 4)
+MESHES = (pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow))  # below: four shards
 MAX_KEYS = 48
 SMALL = 3  # a send capacity that makes many rounds
 

@@ -200,8 +200,8 @@ def both_ways(mesh, lines, num_times):
     [
         ((4,), np.uint8),
         ((20, 7), np.uint8),
-        ((12, 3), np.uint16),
-        ((40, 4), np.uint32),
+        pytest.param((12, 3), np.uint16, marks=pytest.mark.slow),
+        pytest.param((40, 4), np.uint32, marks=pytest.mark.slow),
         ((8, 33), np.float32),
         ((4000, 64), np.float32),
     ],
@@ -277,9 +277,9 @@ def steps_of_one_feature(wire, mesh, world, exchange, send_capacity=CAPACITY):
     [
         ("float32", 8, "sum", 0),
         ("float32", 7, "mean", 2),
-        ("float32", 8, "sum", 3),
+        pytest.param("float32", 8, "sum", 3, marks=pytest.mark.slow),
         ("bfloat16", 16, "mean", 0),
-        ("bfloat16", 16, "sqrtn", 1),
+        pytest.param("bfloat16", 16, "sqrtn", 1, marks=pytest.mark.slow),
         ("float16", 5, None, 2),
     ],
 )
@@ -293,9 +293,9 @@ def test_steps_of_one_feature(dtype, dim, combiner, wire):
     ("dtype", "dim", "combiner", "wire"),
     [
         ("float32", 8, "sum", 0),
-        ("float32", 7, "mean", 2),
+        pytest.param("float32", 7, "mean", 2, marks=pytest.mark.slow),
         ("float32", 8, "sum", 3),
-        ("bfloat16", 16, "sqrtn", 2),
+        pytest.param("bfloat16", 16, "sqrtn", 2, marks=pytest.mark.slow),
         ("float16", 5, "mean", 2),
     ],
 )
@@ -312,8 +312,8 @@ def test_partial_bags_with_too_little_room():
     assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {}, 30)
 
 
-@pytest.mark.parametrize("form", ["rows", "bags"])
-@pytest.mark.parametrize("wire", [0, 2, 3])
+# Each wire and each form once; that every form goes over every wire is above.
+@pytest.mark.parametrize(("wire", "form"), [(0, "rows"), (2, "rows"), (3, "bags")])
 def test_plans_that_go_in_rounds(wire, form):
     """Without a send capacity the first requests go through windows, further ones over the dense wire."""
     world = one_feature("float32", 8, "mean", form=form)

@@ -33,9 +33,12 @@ def world_of_users():
         yield
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=["graph", pytest.param("tree", marks=pytest.mark.slow)])
 def mode(request):
-    """Graph mode and tree mode."""
+    """Sets Flax's graph mode or, in the long run, its tree mode.
+
+    The layer never asks for the mode: `test_any_run_in_tree_mode` and `test_like_the_core` see both every time.
+    """
     with in_mode(request.param):
         yield request.param
 

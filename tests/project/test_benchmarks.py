@@ -476,7 +476,7 @@ def test_a_way_of_serving_that_reads_other_rows_is_not_timed(monkeypatch):
 
 
 def test_a_quick_run_of_one_workload_is_reported(tmp_path, monkeypatch):
-    """The parts of `--quick`, from the command line to the page; the whole run, which takes 15 times as long, is slow."""
+    """The parts of `--quick`, from the command line to the page; a run of all parts takes 15 times as long."""
     monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")
     path, page = tmp_path / "results.json", tmp_path / "performance.md"
     arguments = ["--quick", "--scale", "0.0003", "--workloads", "W5", "--repetitions", "2", "--batch-ms", "1"]

@@ -178,9 +178,9 @@ def test_ctrl_c_gives_what_was_done(log, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "plot.png").exists()
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("lookahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_interrupted_run_goes_on_at_the_next_batch(log, tmp_path, monkeypatch, lookahead):
-    """Two interruptions, other devices in between: losses, keys and AUC are those of a run without them.
+    """Losses, keys and AUC of a run with two interruptions, and other devices in between, are those of a run without.
 
     With a lookup ahead a run stops a step later, when the state is drained; the whole run has none.
     """
