@@ -387,9 +387,9 @@ class Life:
 
 
 def live(folder, num_steps):
-    """Steps of all forms, saved after each; a line for each step. A process that is killed, and one that goes on."""
+    """Makes steps of each form that has a folder, saves after each, and prints a line, until it is killed or done."""
     jax.config.update("jax_num_cpu_devices", 2)
-    lives = {form: Life(form, pathlib.Path(folder) / form) for form in Life.FORMS}
+    lives = {path.name: Life(path.name, path) for path in sorted(pathlib.Path(folder).iterdir())}
     for _ in range(int(num_steps)):
         for life in lives.values():
             columns = life.advance(saves=True)
