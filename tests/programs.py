@@ -70,6 +70,11 @@ def donated_step(collection):
     return jax.jit(train_step(collection), donate_argnums=0)
 
 
+def only_on_gpus(*values):
+    """Makes a parameter whose size picks other code on a GPU alone: without a GPU it is slow."""
+    return pytest.param(*values, marks=() if jax.default_backend() == "gpu" else pytest.mark.slow)
+
+
 # --------------------------------------------------------------------------------------------------------------
 # Collections
 

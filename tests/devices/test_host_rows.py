@@ -37,7 +37,7 @@ def test_tables_on_one_device_of_several(num_shards, device_rows):
     assert any(len(store.rows) > 1 for store in got.stores)
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_device_that_is_not_the_first(number):
     """Without a mesh all of a table, its cache and its host memory lie on the default device, also when it grows."""
     if len(jax.devices()) <= number:
@@ -58,7 +58,9 @@ def test_a_device_that_is_not_the_first(number):
 # Kept ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_shards", "device_rows"), [(None, 24), (None, 0), (2, 24)])
+@pytest.mark.parametrize(
+    ("num_shards", "device_rows"), [(None, 24), pytest.param(None, 0, marks=pytest.mark.slow), (2, 24)]
+)
 def test_a_state_that_is_not_given_away(num_shards, device_rows):
     """A step leaves it as it was, to the bit, and the same step gives the same again; each life goes on by itself."""
     collection = collection_of("two", device_rows, num_shards)

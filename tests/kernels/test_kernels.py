@@ -7,6 +7,7 @@ Each case is a script of calls on one store (`cases_<noun>.py`), named after its
 import dataclasses
 import functools
 import itertools
+import re
 
 import cases_combine
 import cases_evict
@@ -397,8 +398,19 @@ def walks(index: np.ndarray, counters: np.ndarray) -> np.ndarray:
 # Tests
 
 
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-@pytest.mark.parametrize("name", kernel_scripts.CASES)
+CPU_DIMS = (1, 3, 33, 1024)  # on a CPU the columns of a row are one loop, on a GPU they are given to lanes
+
+
+def contract_cases():
+    """Makes a parameter of each case and back end; dims that only a GPU tells apart are slow on the CPU."""
+    for name in kernel_scripts.CASES:
+        dim = re.search(r"_dims-.*dim_(\d+)", name)
+        is_slow = dim is not None and int(dim[1]) not in CPU_DIMS
+        yield pytest.param(name, "cpu", id=f"{name}-cpu", marks=pytest.mark.slow if is_slow else ())
+        yield pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(("name", "back_end"), [*contract_cases()])
 def test_contract(name, back_end):
     """What `assert_contract` says, of each call of a case."""
     script = kernel_scripts.CASES[name]()
