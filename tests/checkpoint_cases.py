@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: collections, a training, tables as arrays have them, other processes."""
+"""Collections, a training, tables as arrays and other processes, for the tests of checkpoints."""
 
 import functools
 import os
@@ -193,7 +193,7 @@ def save_for_ever(folder):
 def killed_again_and_again(folder, seed):
     """For each line of standard input, a process of its own that saves for ever, and is killed when it has begun.
 
-    The modules are loaded once; JAX's back end begins in each child anew.
+    The modules are loaded once; JAX's back end begins in each child.
     """
     import orbax.checkpoint  # noqa: F401
 

@@ -31,7 +31,7 @@ def placed(memory, num_shards):
 @pytest.mark.parametrize(("num_shards", "device_rows"), [(4, 12), pytest.param(2, 0, marks=pytest.mark.slow)])
 def test_tables_on_one_device_of_several(num_shards, device_rows):
     plain, tiered = placed(None, num_shards), placed(jaxsok.HostMemory(device_rows), num_shards)
-    (want, results), (got, others) = (trained(one, raw_batches(one, 6)) for one in (plain, tiered))
+    (want, results), (got, others) = (trained(each, raw_batches(each, 6)) for each in (plain, tiered))
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
     assert any(len(store.rows) > 1 for store in got.stores)
@@ -108,7 +108,7 @@ def test_a_long_life_that_ends_without_host_memory(tmp_path):
     """A cache of a third of the rows, 240 steps with growth and eviction, saved; then four devices have all rows."""
     plain, tiered = living(None), living(jaxsok.HostMemory(device_rows=64))
     raws = raw_batches(plain, 240, num_keys=150)
-    (want, results), (got, others) = (trained(one, raws) for one in (plain, tiered))
+    (want, results), (got, others) = (trained(each, raws) for each in (plain, tiered))
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
     assert got.stores[0].capacity == 192 and tiered.growth.num_grown > 1 and tiered.growth.num_evictions > 10

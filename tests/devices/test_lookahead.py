@@ -329,7 +329,7 @@ def test_growth_makes_room_for_the_batch_after_stacked_ones():
 
 
 def test_a_table_that_cannot_grow_says_so_at_its_own_step(monkeypatch):
-    """Where there is no memory for the batch ahead, the step before it is trained, and the state is drained."""
+    """Without memory for the batch ahead, the step before it is trained, and the state is drained."""
     collection = jaxsok.Collection([jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=16)], FEATURES[:1])
     raws = [{"user": np.arange(NUM_SAMPLES) + NUM_SAMPLES * step} for step in range(3)]
     handed_out = iter(collection.pipeline(raws, lookahead=1))

@@ -137,7 +137,7 @@ def as_bags(bags, hotness, weighted):
 
 
 def with_inverse(raw):
-    """Of the bags of "user_sum" the first, which the samples share."""
+    """Gives the first bag of "user_sum", which the samples share."""
     return {**raw, "user_sum": jaxsok.Bags(raw["user_sum"].keys[:NUM_SHARED], inverse=INVERSE)}
 
 
@@ -324,7 +324,7 @@ def initial_of(raw):
 
 @pytest.mark.parametrize("path", ["rounds", "few rounds", "plan"])
 def test_a_full_table_refuses_by_shard_and_first_occurrence(path):
-    """Who gets a row and which, whatever the exchange; a refused key reads its initial row, and counts in its bag."""
+    """The same keys get the same rows over any exchange; a refused key reads its initial row, and counts in its bag."""
     one = full(send_capacity=SMALL) if path == "rounds" else full()
     raw = crowded(0)
     asked = one.batch(raw).features

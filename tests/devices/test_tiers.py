@@ -263,7 +263,7 @@ def test_rows_leave_by_policy(name, device_rows):
 
     def run(collection):
         handed = []
-        raws = [{"user": one["user"], "user_bag": one["user_bag"]} for one in raw_batches(collection, num_keys=20)]
+        raws = [{"user": raw["user"], "user_bag": raw["user_bag"]} for raw in raw_batches(collection, num_keys=20)]
         state, results = trained(collection, raws)
         evicted = functools.partial(collection.evict, hand_over=lambda table, records: handed.append((table, records)))
         has_score = EVICTIONS[name].has_score
@@ -342,7 +342,7 @@ def test_lookups_ahead(device_rows, kind):
 def test_rows_brought_ahead(num_shards, device_rows):
     """The cache has room for a batch: rows of the next one are read, and others written, while a step runs."""
     plain, tiered = (collection_of("two that need not grow", rows, num_shards) for rows in (None, device_rows))
-    (want, results), (got, others) = (trained(one, 2 * raw_batches(one), lookahead=1) for one in (plain, tiered))
+    (want, results), (got, others) = (trained(each, 2 * raw_batches(each), lookahead=1) for each in (plain, tiered))
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
     fetched, ahead = (
@@ -403,7 +403,7 @@ def test_rounds_and_evictions_on_shards(num_shards):
     """Requests that need several rounds, each of which brings its rows; then rows that leave by what they hold."""
     plain = collection_of("small norm", None, num_shards, send_capacity=2)
     tiered = collection_of("small norm", 24, num_shards, send_capacity=2)
-    (want, results), (got, others) = (trained(one, raw_batches(one, 8, num_keys=16)) for one in (plain, tiered))
+    (want, results), (got, others) = (trained(each, raw_batches(each, 8, num_keys=16)) for each in (plain, tiered))
     assert_same_results(results, others)
     (want, gone), (got, gone_too) = (one.evict(state) for one, state in ((plain, want), (tiered, got)))
     assert gone.to_dict() == gone_too.to_dict() and 0 < gone.to_dict()["user"]
@@ -417,7 +417,7 @@ def test_rounds_and_evictions_on_shards(num_shards):
     ("saved_rows", "restored_rows"), [(24, None), (None, 24), pytest.param(24, 0, marks=pytest.mark.slow)]
 )
 def test_a_checkpoint_does_not_depend_on_memory(tmp_path, saved_rows, restored_rows):
-    """Of a tiered table into a plain one, and back; the run goes on with the same bits."""
+    """A tiered table is saved and restored as a plain one, and back; the run goes on with the same bits."""
     saved, restored = collection_of("stores", saved_rows), collection_of("stores", restored_rows)
     raws = raw_batches(saved)
     state, _ = trained(saved, raws[:6])
@@ -464,7 +464,7 @@ def test_deltas(tmp_path):
 
 @pytest.mark.parametrize("device_rows", [pytest.param(0, marks=pytest.mark.slow), 24])
 def test_chunks(device_rows):
-    """Of any size, with and without optimizer state, and of the rows that were used since."""
+    """Chunks have any size, have optimizer state or not, and may hold only rows that were used since a step."""
     (plain, want, _), tiered = on_device("statistics"), collection_of("statistics", device_rows)
     got, _ = trained(tiered, raw_batches(tiered))
     before = jax.tree.map(np.asarray, got)

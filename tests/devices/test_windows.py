@@ -91,7 +91,7 @@ def assert_same_on_both_wires(run, *arguments):
 
 
 def test_the_cpu_has_no_windows():
-    """By default, and where they are asked for."""
+    """The CPU has none by default, and refuses them where they are asked for."""
     shards = MeshShards(programs.mesh(2), ("data",))
     if jax.default_backend() == "gpu":
         pytest.skip("the default backend has windows")
@@ -110,7 +110,7 @@ def test_one_shard_needs_no_windows():
 
 
 def test_the_dense_wire_opens_none():
-    """Where they could be had."""
+    """The dense wire opens no windows, also where there could be some."""
     with on_any_platform(), unittest.mock.patch.object(doors, "open_windows", side_effect=AssertionError):
         assert windows.windows_of(MeshShards(programs.mesh(2), ("data",)), "dense") is None
 
@@ -207,7 +207,7 @@ def both_ways(mesh, lines, num_times):
     ],
 )
 def test_an_exchange_is_an_all_to_all(shape, dtype):
-    """Of any dtype and number of bytes; seven in a row, since windows are used in halves."""
+    """Lines have any dtype and number of bytes; seven exchanges in a row, since windows are used in halves."""
     mesh = mesh_of_any()
     rng = np.random.default_rng(0)
     if mesh.size != NUM_SHARDS:

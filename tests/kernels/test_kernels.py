@@ -352,7 +352,7 @@ def comparable(result: dict[str, np.ndarray], *, probes: bool) -> dict[str, np.n
 
 
 def is_float(array: np.ndarray) -> bool:
-    """Of 32 or 16 bits."""
+    """Says whether an array has floats of 32 or 16 bits."""
     return array.dtype in (np.float32, kernel_model.F16, kernel_model.BF16)
 
 
@@ -412,7 +412,7 @@ def contract_cases():
 
 @pytest.mark.parametrize(("name", "back_end"), [*contract_cases()])
 def test_contract(name, back_end):
-    """What `assert_contract` says, of each call of a case."""
+    """Each call of a case keeps the contract (`assert_contract`)."""
     script = kernel_scripts.CASES[name]()
     has_exact_probes = back_end == "cpu" or script.has_exact_probes
     for number, (step, *results) in enumerate(
@@ -425,7 +425,7 @@ def test_contract(name, back_end):
 def assert_contract(step, got, again, *, has_exact_probes, is_cpu, what):
     """Every output and the whole state are the model's to the bit, so that CPU and CUDA are the same (law 10).
 
-    Every walk ends at its entry within the bound, and the longest is told. A second run gives the same bits (law 3).
+    Every walk ends at its entry within the bound; the longest is counted. A second run gives the same bits (law 3).
     """
     want = flat({**step.want, "state": step.state})
     assert_same_bits(*(comparable(result, probes=has_exact_probes) for result in (got, want)), what)

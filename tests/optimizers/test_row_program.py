@@ -50,7 +50,7 @@ def as_program(optimizer: Optimizer) -> Optimizer:
 
 
 def trained(optimizer, dim, batches, dtype="float32", capacity=600, **table):
-    """What a table holds after the batches, (keys, gradients) each; keys [n]."""
+    """Trains on batches, (keys, gradients) each, and returns what the table holds; keys [n]."""
     tables = [jaxsok.TableSpec("t", dim, optimizer, capacity=capacity, dtype=dtype, **table)]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("f", table="t", combiner=None)])
     state = collection.init(0)
@@ -330,7 +330,7 @@ def test_learning_rate_and_schedule_are_operands():
 
 
 def on_both(run):
-    """What a run gives on the CPU and on the GPU."""
+    """Makes a run on the CPU and on the GPU; returns both results."""
     results = []
     for device in (jax.devices("cpu")[0], jax.devices("gpu")[0]):
         with jax.default_device(device):
@@ -512,7 +512,7 @@ def test_what_has_no_output_is_not_computed():
 
 
 def test_example_of_the_module():
-    """What the compiler makes of it is what the page says."""
+    """The compiler makes of the function what the page says."""
 
     def step(x):
         m = 0.9 * x.states[0] + 0.1 * x.gradient

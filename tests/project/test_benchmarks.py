@@ -84,7 +84,7 @@ def test_unknown_names_are_refused_before_anything_runs():
 
 
 def test_a_quick_run_that_names_nothing_is_small(monkeypatch):
-    """What is named is run all the same."""
+    """Parts that are named run all the same."""
     monkeypatch.setattr(run, "has_gpu", lambda: False)
     options = run.parse(["--quick"])
     assert (options.workloads, options.parts) == (("W1", "W5"), ("lookup", "update", "xla"))

@@ -221,7 +221,7 @@ def test_bfloat16_is_near():
 
 
 def _initial_rows(config: train_dcnv2.Config, source) -> dict[str, np.ndarray]:
-    """What the dynamic tables give each key before they have rows."""
+    """Asks what the dynamic tables give each key before they have rows."""
     collection = train_dcnv2.make_collection(config, source)
     longest = max(config.table_rows.values())
     keys = {name: np.arange(longest, dtype=np.int32) % rows for name, rows in config.table_rows.items()}
