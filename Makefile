@@ -83,8 +83,8 @@ $(TOOLS): $(ENVIRONMENT)
 
 # Editable: Python sources are used as they stand, changed C++ or CUDA sources are compiled on the next `make`. The build
 # is not isolated, so that it is incremental and uses the headers of the jaxlib installed here; wheels are built in
-# isolation, against the oldest supported jaxlib.
-$(BUILT): $(ENVIRONMENT) $(FFI_SOURCES)
+# isolation, against the oldest supported jaxlib. `make -j2 lint build` runs one pip at a time.
+$(BUILT): $(ENVIRONMENT) $(FFI_SOURCES) | $(if $(filter lint,$(MAKECMDGOALS)),$(TOOLS))
 	rm -f jaxsok/_lib/libjaxsok_*.so jaxsok/_lib/.built-*
 	JAXSOK_BUILD_TESTS=ON $(PY) -m pip install --verbose --disable-pip-version-check --no-build-isolation --no-deps \
 	  --editable . 2>&1 | scripts/build_progress.py
@@ -111,10 +111,13 @@ test-cpp: build
 	ctest --test-dir $(CMAKE_BUILD) --output-on-failure
 
 # Without a GPU the tests still compile for one: with the CUDA plugin of scripts/deviceless.sh, which must not run.
-PYTEST := $(if $(GPU),,JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(if $(DEVICELESS),PYTHONPATH=$(DEVICELESS)$${PYTHONPATH:+:$$PYTHONPATH} ))$(PY) -m pytest
+# Python's compiled modules are kept, whatever the environment says: many tests start processes that import jaxsok. A
+# file belongs to one worker, so that no two compile the programs that its tests share.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(if $(GPU),,JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(if $(DEVICELESS),PYTHONPATH=$(DEVICELESS)$${PYTHONPATH:+:$$PYTHONPATH} ))$(PY) -m pytest \
+  -n $(WORKERS) --dist loadfile
 
 test: test-cpp
-	$(PYTEST) -n $(WORKERS) $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-sanitized: $(SANITIZED)
 	ctest --test-dir build/sanitized --output-on-failure
@@ -122,7 +125,7 @@ test-sanitized: $(SANITIZED)
 # What takes long and is seldom the first to fail: more examples and kills, the larger meshes, and whole runs whose parts
 # `make test` compares one by one (bits of all operations on Explicit axes, two processes of an example, its Ctrl-C).
 test-slow: build test-sanitized
-	JAXSOK_SLOW=1 $(PYTEST) -n $(WORKERS) -m slow $(PYTEST_ARGS)
+	JAXSOK_SLOW=1 $(PYTEST) -m slow $(PYTEST_ARGS)
 
 # On the CPU, in a copy of the tree with a library of its own.
 test-faults: $(ENVIRONMENT)
@@ -144,7 +147,7 @@ check-build: $(ENVIRONMENT)
 	cmake -S ffi -B $(BUDGET_BUILD) -G Ninja -DPython_EXECUTABLE="$(PY)" -DJAXSOK_CUDA=ON \
 	  -DJAXSOK_CUDA_ARCHITECTURES=90-real -DJAXSOK_OUTPUT_DIR='$(CURDIR)/$(BUDGET_BUILD)/_lib' \
 	  -DCMAKE_CUDA_COMPILER_LAUNCHER='$(PY);$(CURDIR)/scripts/build_budget.py;--run'
-	cmake --build $(BUDGET_BUILD) --parallel $$(nproc)
+	cmake --build $(BUDGET_BUILD) --target jaxsok_cuda --parallel $$(nproc)
 	strip $(BUDGET_BUILD)/_lib/libjaxsok_cuda.so
 	$(PY) scripts/build_budget.py $(BUDGET_BUILD) --library $(BUDGET_BUILD)/_lib/libjaxsok_cuda.so
 

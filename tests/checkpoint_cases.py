@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: collections, a training, tables as arrays have them, other processes."""
+"""Collections, a training, tables as arrays and other processes, for the tests of checkpoints."""
 
 import functools
 import os
@@ -193,7 +193,7 @@ def save_for_ever(folder):
 def killed_again_and_again(folder, seed):
     """For each line of standard input, a process of its own that saves for ever, and is killed when it has begun.
 
-    The modules are loaded once; JAX's back end begins in each child anew.
+    The modules are loaded once; JAX's back end begins in each child.
     """
     import orbax.checkpoint  # noqa: F401
 
@@ -387,9 +387,9 @@ class Life:
 
 
 def live(folder, num_steps):
-    """Steps of all forms, saved after each; a line for each step. A process that is killed, and one that goes on."""
+    """Makes steps of each form that has a folder, saves after each, and prints a line, until it is killed or done."""
     jax.config.update("jax_num_cpu_devices", 2)
-    lives = {form: Life(form, pathlib.Path(folder) / form) for form in Life.FORMS}
+    lives = {path.name: Life(path.name, path) for path in sorted(pathlib.Path(folder).iterdir())}
     for _ in range(int(num_steps)):
         for life in lives.values():
             columns = life.advance(saves=True)

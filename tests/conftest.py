@@ -137,7 +137,9 @@ def pytest_make_collect_report(collector):
 
 
 # A compiled program takes some ten memory mappings, and Linux gives a process 65,530. Beyond them the compiler crashes.
+# They also take memory (6 GB before the limit is reached), so few are kept for the next file, which shares few of them.
 _MOST_MAPPINGS = 35_000
+_MOST_MAPPINGS_OF_ANOTHER_FILE = 12_000
 _MAPPINGS = pathlib.Path("/proc/self/maps")
 _TESTS_BETWEEN_LOOKS = 25
 _num_torn_down = itertools.count(1)
@@ -146,11 +148,14 @@ _NEW_OBJECTS_BETWEEN_COLLECTIONS = 50_000
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown():
+def pytest_runtest_teardown(item, nextitem):
     """Frees the programs that earlier tests compiled, before they are too many for one process."""
-    if next(_num_torn_down) % _TESTS_BETWEEN_LOOKS or not _MAPPINGS.exists():
+    is_last_of_file = nextitem is None or nextitem.path != item.path
+    is_time_to_look = next(_num_torn_down) % _TESTS_BETWEEN_LOOKS == 0
+    if not (is_last_of_file or is_time_to_look) or not _MAPPINGS.exists():
         return
-    if _MAPPINGS.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+    most = _MOST_MAPPINGS_OF_ANOTHER_FILE if is_last_of_file else _MOST_MAPPINGS
+    if _MAPPINGS.read_bytes().count(b"\n") > most:
         jax.clear_caches()
         gc.collect()
 

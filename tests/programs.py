@@ -1,4 +1,4 @@
-"""What the tests share: collections, batches in the library's and in the oracle's words, programs jitted once."""
+"""Collections, batches in the library's and in the oracle's words, and programs jitted once, for all tests."""
 
 import functools
 import hashlib
@@ -68,6 +68,11 @@ def train_step(collection, loss=loss_of):
 def donated_step(collection):
     """Jitted `train_step` that gives its state away."""
     return jax.jit(train_step(collection), donate_argnums=0)
+
+
+def only_on_gpus(*values):
+    """Makes a parameter whose size picks other code on a GPU alone: without a GPU it is slow."""
+    return pytest.param(*values, marks=() if jax.default_backend() == "gpu" else pytest.mark.slow)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -249,7 +254,7 @@ def _initial_row_finder(name, dim, initializer, seed):
 
 
 def initial_rows(name, dim, keys, *, initializer=None, seed=0):
-    """What new rows hold, asked from `find` on a fresh state: float32[n, dim]."""
+    """Asks `find` on a new state what new rows hold: float32[n, dim]."""
     initializer = jaxsok.initializers.uniform() if initializer is None else initializer
     collection, state = _initial_row_finder(name, dim, initializer, seed)
     keys = as_array(keys)

@@ -501,7 +501,8 @@ def restored_from(collection, path, **options):
     return handler.restore(path, checkpoint.TablesRestore(collection, **options))
 
 
-@pytest.mark.parametrize("num_devices", [None, 2])
+# Lineages are kept on the host, by the same code on any mesh.
+@pytest.mark.parametrize("num_devices", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_base_that_was_lost_is_refused(tmp_path, num_devices):
     """Restored from before an export, and trained past it: that is no base any more; what was restored is one."""
     collection = two(num_devices)

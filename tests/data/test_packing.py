@@ -59,7 +59,7 @@ def test_batches_are_those_of_the_collection(num_devices, pad_to, is_narrow):
         np.testing.assert_array_equal(np.asarray(got["label"])[:BATCH_SIZE], raw["label"])
 
 
-@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_workers_pack_for_a_training_that_resumes(num_devices):
     """Tables after a training fed by two workers, stopped and resumed, are those of a plain one."""
 

@@ -31,13 +31,13 @@ def placed(memory, num_shards):
 @pytest.mark.parametrize(("num_shards", "device_rows"), [(4, 12), pytest.param(2, 0, marks=pytest.mark.slow)])
 def test_tables_on_one_device_of_several(num_shards, device_rows):
     plain, tiered = placed(None, num_shards), placed(jaxsok.HostMemory(device_rows), num_shards)
-    (want, results), (got, others) = (trained(one, raw_batches(one, 6)) for one in (plain, tiered))
+    (want, results), (got, others) = (trained(each, raw_batches(each, 6)) for each in (plain, tiered))
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
     assert any(len(store.rows) > 1 for store in got.stores)
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_device_that_is_not_the_first(number):
     """Without a mesh all of a table, its cache and its host memory lie on the default device, also when it grows."""
     if len(jax.devices()) <= number:
@@ -58,7 +58,9 @@ def test_a_device_that_is_not_the_first(number):
 # Kept ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_shards", "device_rows"), [(None, 24), (None, 0), (2, 24)])
+@pytest.mark.parametrize(
+    ("num_shards", "device_rows"), [(None, 24), pytest.param(None, 0, marks=pytest.mark.slow), (2, 24)]
+)
 def test_a_state_that_is_not_given_away(num_shards, device_rows):
     """A step leaves it as it was, to the bit, and the same step gives the same again; each life goes on by itself."""
     collection = collection_of("two", device_rows, num_shards)
@@ -106,7 +108,7 @@ def test_a_long_life_that_ends_without_host_memory(tmp_path):
     """A cache of a third of the rows, 240 steps with growth and eviction, saved; then four devices have all rows."""
     plain, tiered = living(None), living(jaxsok.HostMemory(device_rows=64))
     raws = raw_batches(plain, 240, num_keys=150)
-    (want, results), (got, others) = (trained(one, raws) for one in (plain, tiered))
+    (want, results), (got, others) = (trained(each, raws) for each in (plain, tiered))
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
     assert got.stores[0].capacity == 192 and tiered.growth.num_grown > 1 and tiered.growth.num_evictions > 10

@@ -23,7 +23,7 @@ from jaxsok.plan import Uses
 
 SEED = 5
 NUM_SAMPLES = 12  # divisible by every mesh that is used
-MESHES = (2, 3, 4)
+MESHES = (pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow))  # below: four shards
 MAX_KEYS = 48
 SMALL = 3  # a send capacity that makes many rounds
 
@@ -137,7 +137,7 @@ def as_bags(bags, hotness, weighted):
 
 
 def with_inverse(raw):
-    """Of the bags of "user_sum" the first, which the samples share."""
+    """Gives the first bag of "user_sum", which the samples share."""
     return {**raw, "user_sum": jaxsok.Bags(raw["user_sum"].keys[:NUM_SHARED], inverse=INVERSE)}
 
 
@@ -324,7 +324,7 @@ def initial_of(raw):
 
 @pytest.mark.parametrize("path", ["rounds", "few rounds", "plan"])
 def test_a_full_table_refuses_by_shard_and_first_occurrence(path):
-    """Who gets a row and which, whatever the exchange; a refused key reads its initial row, and counts in its bag."""
+    """The same keys get the same rows over any exchange; a refused key reads its initial row, and counts in its bag."""
     one = full(send_capacity=SMALL) if path == "rounds" else full()
     raw = crowded(0)
     asked = one.batch(raw).features

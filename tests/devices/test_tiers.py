@@ -24,23 +24,25 @@ LRU = policies.LeastRecentlyUsed()
 
 
 def of_key(words, columns):
-    """Rows that XLA computes: the low word, and the column."""
+    """Makes a row of the low word and the column, in XLA."""
     return (words[0] % jnp.uint32(7)).astype(jnp.float32) / 8 + columns.astype(jnp.float32)
 
 
 def norm_of(facts):
-    """A user's score that reads rows."""
+    """Scores a row by its norm, as a user's score that reads rows."""
     return (jnp.abs(facts.rows.astype(jnp.float32)).sum(axis=1) * 1000).astype(jnp.uint32)
 
 
 LIFTED = jaxsok.optim.lift(optax.adam(0.05))
 UNIFORM = jaxsok.initializers.uniform(0.5, 1.0)
 BIG = {"capacity": 64, "statistics": True}
+TWO = [
+    jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), **BIG),
+    jaxsok.TableSpec("half", 5, LIFTED, capacity=64, dtype="bfloat16"),
+]
 SPECS = {
-    "two": [
-        jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), **BIG),
-        jaxsok.TableSpec("half", 5, LIFTED, capacity=64, dtype="bfloat16"),
-    ],
+    "two": TWO,
+    "two that need not grow": [dataclasses.replace(spec, capacity=512) for spec in TWO],
     "statistics": [jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), **BIG)],
     "one table": [jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)],
     "stores": [
@@ -67,6 +69,7 @@ EVICTIONS = {
     "time to live": policies.TimeToLive(2),
     "small norm": policies.SmallNorm(0.9),
 }
+FAST_EVICTIONS = ("least recently used", "a score that reads rows", "small norm")
 SPECS |= {
     name: [jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), capacity=48, max_capacity=96, eviction=policy)]
     for name, policy in EVICTIONS.items()
@@ -74,7 +77,7 @@ SPECS |= {
 
 
 def features_of(specs, exchange):
-    """A feature of single keys and one of weighted bags for each table."""
+    """Declares a feature of single keys and another of weighted bags for each table."""
     single = [jaxsok.FeatureSpec(spec.name, spec.name, exchange=exchange) for spec in specs]
     options = {"max_keys": 4 * NUM_SAMPLES, "weighted": True, "exchange": exchange}
     return single + [jaxsok.FeatureSpec(f"{spec.name}_bag", spec.name, combiner="mean", **options) for spec in specs]
@@ -82,7 +85,7 @@ def features_of(specs, exchange):
 
 @functools.cache
 def collection_of(name, device_rows=None, num_shards=None, exchange="rows", **options):
-    """Its tables in host memory with a cache of so many rows; None: on the device."""
+    """Makes a collection of tables in host memory with a cache of so many rows; None: on the device."""
     memory = None if device_rows is None else jaxsok.HostMemory(device_rows=device_rows)
     specs = [dataclasses.replace(spec, memory=memory) for spec in SPECS[name]]
     features = features_of(specs, exchange)
@@ -92,7 +95,7 @@ def collection_of(name, device_rows=None, num_shards=None, exchange="rows", **op
 
 
 def raw_batches(collection, num_steps=NUM_STEPS, num_keys=30):
-    """Batches of which each asks for keys of the ones before, and for new ones."""
+    """Makes batches each of which asks for keys of the batches before, and for new keys."""
     rng, batches = np.random.default_rng(7), []
     for step in range(num_steps):
         pool, raw = np.arange(num_keys, dtype=np.int64) + 6 * step, {}
@@ -109,7 +112,7 @@ def raw_batches(collection, num_steps=NUM_STEPS, num_keys=30):
 
 @functools.cache
 def step_of(collection):
-    """A step whose gradients depend on the embeddings, so that a wrong row shows in all that follows."""
+    """Jits a step whose gradients depend on the embeddings, so that a wrong row shows in all that follows."""
 
     def step(state, plan):
         embeddings, state, plan = collection.lookup(state, plan)
@@ -122,9 +125,9 @@ def step_of(collection):
 
 
 def trained(collection, raws, between=lambda number, state: state, state=None, **options):
-    """The state after a loop, and what came out of each step; without a state from the beginning."""
+    """Runs a loop, from the beginning if no state is given; returns its state, and the results of each step."""
     if state is None:
-        # What other tests taught it must not decide when it grows.
+        # What it learned from batches of other tests must not decide when it grows.
         collection.growth = grow.GrowthTracker.of(collection.stores, collection.tables, collection.shards)
         state = collection.init(seed=3, salt=5)
     results = []
@@ -136,7 +139,7 @@ def trained(collection, raws, between=lambda number, state: state, state=None, *
 
 
 def assert_same_results(first, second):
-    """Embeddings and norms by their bits, and all counts."""
+    """Compares embeddings and norms by their bits, and all counts."""
     for (embeddings, norm, stats), (others, other_norm, counts) in zip(first, second, strict=True):
         jax.tree.map(assert_same_bits, (embeddings, norm), (others, other_norm))
         for name in (*PER_TABLE, *PER_STORE, *PER_STEP):
@@ -150,7 +153,7 @@ def assert_same_bits(a, b, message=""):
 
 
 def assert_law(plain, state, tiered, other):
-    """Two states: one on the device, one in host memory. What a table holds, and all that does not lie in a tier."""
+    """Compares a state on the device with another in host memory: tables, and all arrays that do not lie in a tier."""
     for spec in plain.tables:
         columns, others = plain.export_table(state, spec.name), tiered.export_table(other, spec.name)
         assert columns.keys() == others.keys()
@@ -161,7 +164,7 @@ def assert_law(plain, state, tiered, other):
     for store, in_host in zip(state.stores, other.stores, strict=True):
         assert in_host.tier and not store.tier
         names = ("rows", "states", "tier")
-        kept = [dataclasses.replace(one, **dict.fromkeys(names, ())) for one in (store, in_host)]
+        kept = [dataclasses.replace(state, **dict.fromkeys(names, ())) for state in (store, in_host)]
         programs.assert_same_state(*kept, index=False)
 
 
@@ -169,7 +172,7 @@ def assert_law(plain, state, tiered, other):
 
 
 def some_fast(fast, *axes):
-    """All combinations of some axes, of which those that `fast` does not name are slow."""
+    """Combines some axes; combinations that `fast` does not name are slow."""
     return [
         pytest.param(*values, marks=() if values in fast else pytest.mark.slow) for values in itertools.product(*axes)
     ]
@@ -181,7 +184,7 @@ ALL_CACHES = [("one table", device_rows) for device_rows in CACHES]
 
 @functools.cache
 def on_device(name, num_shards=None, exchange="rows", num_steps=NUM_STEPS):
-    """The run that the others are compared with."""
+    """Runs what the others are compared with."""
     plain = collection_of(name, None, num_shards, exchange)
     return plain, *trained(plain, raw_batches(plain, num_steps))
 
@@ -252,14 +255,15 @@ def test_the_cache_is_used():
 @pytest.mark.filterwarnings("ignore:grow")
 @pytest.mark.parametrize(
     ("name", "device_rows"),
-    some_fast([(name, 24) for name in EVICTIONS] + [("small norm", 0)], EVICTIONS, CACHES),
+    # A score of statistics reads nothing that lies in a tier: one of them, and those that read rows.
+    some_fast([(name, 24) for name in FAST_EVICTIONS], EVICTIONS, CACHES),
 )
 def test_rows_leave_by_policy(name, device_rows):
     """In `grow` and when asked for; those that leave are handed over with their numbers, and row ids come again."""
 
     def run(collection):
         handed = []
-        raws = [{"user": one["user"], "user_bag": one["user_bag"]} for one in raw_batches(collection, num_keys=20)]
+        raws = [{"user": raw["user"], "user_bag": raw["user_bag"]} for raw in raw_batches(collection, num_keys=20)]
         state, results = trained(collection, raws)
         evicted = functools.partial(collection.evict, hand_over=lambda table, records: handed.append((table, records)))
         has_score = EVICTIONS[name].has_score
@@ -325,12 +329,11 @@ def test_a_stale_plan_brings_nothing(device_rows):
 # ------------------------------------------------------------------------------------------------------ ways of running
 
 
-@pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 1}], ids=["exact", "stale"])
-@pytest.mark.parametrize("device_rows", [24, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (0, 1, 1 << 16))])
-def test_lookups_ahead(device_rows, options):
+@pytest.mark.parametrize(("device_rows", "kind"), some_fast([(24, "staleness")], CACHES, ("lookahead", "staleness")))
+def test_lookups_ahead(device_rows, kind):
     """Rows that a lookup in flight found may leave the cache before they are read."""
     plain, tiered = collection_of("two"), collection_of("two", device_rows)
-    (want, results), (got, others) = (trained(one, raw_batches(one, 8), **options) for one in (plain, tiered))
+    (want, results), (got, others) = (trained(each, raw_batches(each, 8), **{kind: 1}) for each in (plain, tiered))
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
 
@@ -338,8 +341,8 @@ def test_lookups_ahead(device_rows, options):
 @pytest.mark.parametrize(("num_shards", "device_rows"), some_fast([(None, 90), (2, 90)], (None, 2, 4), (84, 90, 120)))
 def test_rows_brought_ahead(num_shards, device_rows):
     """The cache has room for a batch: rows of the next one are read, and others written, while a step runs."""
-    plain, tiered = (collection_of("two", rows, num_shards) for rows in (None, device_rows))
-    (want, results), (got, others) = (trained(one, 2 * raw_batches(one), lookahead=1) for one in (plain, tiered))
+    plain, tiered = (collection_of("two that need not grow", rows, num_shards) for rows in (None, device_rows))
+    (want, results), (got, others) = (trained(each, 2 * raw_batches(each), lookahead=1) for each in (plain, tiered))
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
     fetched, ahead = (
@@ -400,7 +403,7 @@ def test_rounds_and_evictions_on_shards(num_shards):
     """Requests that need several rounds, each of which brings its rows; then rows that leave by what they hold."""
     plain = collection_of("small norm", None, num_shards, send_capacity=2)
     tiered = collection_of("small norm", 24, num_shards, send_capacity=2)
-    (want, results), (got, others) = (trained(one, raw_batches(one, 8, num_keys=16)) for one in (plain, tiered))
+    (want, results), (got, others) = (trained(each, raw_batches(each, 8, num_keys=16)) for each in (plain, tiered))
     assert_same_results(results, others)
     (want, gone), (got, gone_too) = (one.evict(state) for one, state in ((plain, want), (tiered, got)))
     assert gone.to_dict() == gone_too.to_dict() and 0 < gone.to_dict()["user"]
@@ -414,7 +417,7 @@ def test_rounds_and_evictions_on_shards(num_shards):
     ("saved_rows", "restored_rows"), [(24, None), (None, 24), pytest.param(24, 0, marks=pytest.mark.slow)]
 )
 def test_a_checkpoint_does_not_depend_on_memory(tmp_path, saved_rows, restored_rows):
-    """Of a tiered table into a plain one, and back; the run goes on with the same bits."""
+    """A tiered table is saved and restored as a plain one, and back; the run goes on with the same bits."""
     saved, restored = collection_of("stores", saved_rows), collection_of("stores", restored_rows)
     raws = raw_batches(saved)
     state, _ = trained(saved, raws[:6])
@@ -459,9 +462,9 @@ def test_deltas(tmp_path):
         jax.tree.map(assert_same_bits, columns, others)
 
 
-@pytest.mark.parametrize("device_rows", [0, 24])
+@pytest.mark.parametrize("device_rows", [pytest.param(0, marks=pytest.mark.slow), 24])
 def test_chunks(device_rows):
-    """Of any size, with and without optimizer state, and of the rows that were used since."""
+    """Chunks have any size, have optimizer state or not, and may hold only rows that were used since a step."""
     (plain, want, _), tiered = on_device("statistics"), collection_of("statistics", device_rows)
     got, _ = trained(tiered, raw_batches(tiered))
     before = jax.tree.map(np.asarray, got)

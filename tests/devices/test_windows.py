@@ -91,7 +91,7 @@ def assert_same_on_both_wires(run, *arguments):
 
 
 def test_the_cpu_has_no_windows():
-    """By default, and where they are asked for."""
+    """The CPU has none by default, and refuses them where they are asked for."""
     shards = MeshShards(programs.mesh(2), ("data",))
     if jax.default_backend() == "gpu":
         pytest.skip("the default backend has windows")
@@ -110,7 +110,7 @@ def test_one_shard_needs_no_windows():
 
 
 def test_the_dense_wire_opens_none():
-    """Where they could be had."""
+    """The dense wire opens no windows, also where there could be some."""
     with on_any_platform(), unittest.mock.patch.object(doors, "open_windows", side_effect=AssertionError):
         assert windows.windows_of(MeshShards(programs.mesh(2), ("data",)), "dense") is None
 
@@ -200,14 +200,14 @@ def both_ways(mesh, lines, num_times):
     [
         ((4,), np.uint8),
         ((20, 7), np.uint8),
-        ((12, 3), np.uint16),
-        ((40, 4), np.uint32),
+        pytest.param((12, 3), np.uint16, marks=pytest.mark.slow),
+        pytest.param((40, 4), np.uint32, marks=pytest.mark.slow),
         ((8, 33), np.float32),
         ((4000, 64), np.float32),
     ],
 )
 def test_an_exchange_is_an_all_to_all(shape, dtype):
-    """Of any dtype and number of bytes; seven in a row, since windows are used in halves."""
+    """Lines have any dtype and number of bytes; seven exchanges in a row, since windows are used in halves."""
     mesh = mesh_of_any()
     rng = np.random.default_rng(0)
     if mesh.size != NUM_SHARDS:
@@ -277,9 +277,9 @@ def steps_of_one_feature(wire, mesh, world, exchange, send_capacity=CAPACITY):
     [
         ("float32", 8, "sum", 0),
         ("float32", 7, "mean", 2),
-        ("float32", 8, "sum", 3),
+        pytest.param("float32", 8, "sum", 3, marks=pytest.mark.slow),
         ("bfloat16", 16, "mean", 0),
-        ("bfloat16", 16, "sqrtn", 1),
+        pytest.param("bfloat16", 16, "sqrtn", 1, marks=pytest.mark.slow),
         ("float16", 5, None, 2),
     ],
 )
@@ -293,9 +293,9 @@ def test_steps_of_one_feature(dtype, dim, combiner, wire):
     ("dtype", "dim", "combiner", "wire"),
     [
         ("float32", 8, "sum", 0),
-        ("float32", 7, "mean", 2),
+        pytest.param("float32", 7, "mean", 2, marks=pytest.mark.slow),
         ("float32", 8, "sum", 3),
-        ("bfloat16", 16, "sqrtn", 2),
+        pytest.param("bfloat16", 16, "sqrtn", 2, marks=pytest.mark.slow),
         ("float16", 5, "mean", 2),
     ],
 )
@@ -312,8 +312,8 @@ def test_partial_bags_with_too_little_room():
     assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {}, 30)
 
 
-@pytest.mark.parametrize("form", ["rows", "bags"])
-@pytest.mark.parametrize("wire", [0, 2, 3])
+# Each wire and each form once; that every form goes over every wire is above.
+@pytest.mark.parametrize(("wire", "form"), [(0, "rows"), (2, "rows"), (3, "bags")])
 def test_plans_that_go_in_rounds(wire, form):
     """Without a send capacity the first requests go through windows, further ones over the dense wire."""
     world = one_feature("float32", 8, "mean", form=form)

@@ -7,6 +7,7 @@ Each case is a script of calls on one store (`cases_<noun>.py`), named after its
 import dataclasses
 import functools
 import itertools
+import re
 
 import cases_combine
 import cases_evict
@@ -335,7 +336,7 @@ def comparable(result: dict[str, np.ndarray], *, probes: bool) -> dict[str, np.n
 
 
 def is_float(array: np.ndarray) -> bool:
-    """Of 32 or 16 bits."""
+    """Says whether an array has floats of 32 or 16 bits."""
     return array.dtype in (np.float32, kernel_model.F16, kernel_model.BF16)
 
 
@@ -381,10 +382,21 @@ def walks(index: np.ndarray, counters: np.ndarray) -> np.ndarray:
 # Tests
 
 
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-@pytest.mark.parametrize("name", kernel_scripts.CASES)
+CPU_DIMS = (1, 3, 33, 1024)  # on a CPU the columns of a row are one loop, on a GPU they are given to lanes
+
+
+def contract_cases():
+    """Makes a parameter of each case and back end; dims that only a GPU tells apart are slow on the CPU."""
+    for name in kernel_scripts.CASES:
+        dim = re.search(r"_dims-.*dim_(\d+)", name)
+        is_slow = dim is not None and int(dim[1]) not in CPU_DIMS
+        yield pytest.param(name, "cpu", id=f"{name}-cpu", marks=pytest.mark.slow if is_slow else ())
+        yield pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(("name", "back_end"), [*contract_cases()])
 def test_contract(name, back_end):
-    """What `assert_contract` says, of each call of a case."""
+    """Each call of a case keeps the contract (`assert_contract`)."""
     script = kernel_scripts.CASES[name]()
     has_exact_probes = back_end == "cpu" or script.has_exact_probes
     for number, (step, *results) in enumerate(
@@ -397,7 +409,7 @@ def test_contract(name, back_end):
 def assert_contract(step, got, again, *, has_exact_probes, is_cpu, what):
     """Every output and the whole state are the model's to the bit, so that CPU and CUDA are the same (law 10).
 
-    Every walk ends at its entry within the bound, and the longest is told. A second run gives the same bits (law 3).
+    Every walk ends at its entry within the bound; the longest is counted. A second run gives the same bits (law 3).
     """
     want = flat({**step.want, "state": step.state})
     assert_same_bits(*(comparable(result, probes=has_exact_probes) for result in (got, want)), what)

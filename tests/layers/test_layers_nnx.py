@@ -33,9 +33,12 @@ def world_of_users():
         yield
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=["graph", pytest.param("tree", marks=pytest.mark.slow)])
 def mode(request):
-    """Graph mode and tree mode."""
+    """Sets Flax's graph mode or, in the long run, its tree mode.
+
+    The layer never asks for the mode: `test_any_run_in_tree_mode` and `test_like_the_core` see both every time.
+    """
     with in_mode(request.param):
         yield request.param
 
@@ -216,7 +219,7 @@ def test_like_the_core_on_a_mesh(num_devices, name):
 
 
 def test_on_an_explicit_mesh():
-    """Where shardings are part of types, the gradient of a tap has that of the embedding."""
+    """The gradient of a tap has the sharding of the embedding, where shardings are part of types."""
     collection = cases.collection_of(2, axis_type=AxisType.Explicit)
     layer = layers.Embeddings(collection)
     batch = collection.batch(cases.raw_batches(1)[0])
@@ -506,7 +509,7 @@ def test_donated_tables_stay_where_they_are(mode):
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_no_table_sized_copy(num_devices):
-    """What XLA made of a step holds none."""
+    """The program that XLA makes of a step holds no copy of a table."""
     capacity = 1 << 12
     collection = cases.collection_of(num_devices, capacity=capacity)
     model, optimizer = declared(collection)
@@ -860,7 +863,7 @@ def test_a_layer_shared_by_two_modules():
 
 
 def message(error, call):
-    """What a call refuses with, on one line."""
+    """Returns the message with which a call refuses, on one line."""
     with pytest.raises(error) as info:
         call()
     return re.sub(r"\s+", " ", str(info.value))

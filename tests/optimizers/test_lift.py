@@ -1,7 +1,9 @@
 """`optim.lift`: against dense Optax on the touched rows, against the classifier of the reference, and its refusals."""
 
+import contextlib
 import dataclasses
 import functools
+import io
 import os
 import re
 import subprocess
@@ -160,7 +162,7 @@ MISLED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("call", CASES)
 def test_examples_judge_alike(call):
-    """What is read from a jaxpr is what examples show, but for the cases that examples are known to miss."""
+    """A jaxpr and examples give the same verdict, but for the cases that examples are known to miss."""
     assert judged_by_examples(transformation(call)) == MISLED.get(call, optax_cases.verdict(CASES[call]).kind)
 
 
@@ -331,7 +333,7 @@ def test_rowwise_lifts_no_more_than_what_couples_rows():
 
 
 def test_arguments():
-    """What is no transformation is told so."""
+    """An argument that is no transformation raises an error that says so."""
     with pytest.raises(TypeError, match=r"got MultiSteps, wanted .*gradient_transformation\(\)"):
         lift(optax.MultiSteps(optax.sgd(RATE), 2))
     with pytest.raises(TypeError, match="got float"):
@@ -417,7 +419,7 @@ def test_bfloat16_state_is_stored_exactly():
 
 
 def test_state_of_large_rows():
-    """What init makes of some rows only is not taken for what it makes of all."""
+    """State that init gives some rows only is not taken for the state of all rows."""
 
     def init(params):
         return {"large": jnp.where(jnp.abs(params) > 1e6, 1.0, 0.0), "small": params * 0 + 0.5}
@@ -513,7 +515,7 @@ def step_of(collection, **options):
 
 
 def dense_batches(keys, gradients):
-    """What dense Optax sees of batches `[num_steps, num_uses]` of keys below NUM_KEYS; others are padding."""
+    """Makes the dense gradients of batches `[num_steps, num_uses]` of keys below NUM_KEYS; others are padding."""
     num_steps, _, dim = gradients.shape
     dense, touched = np.zeros((num_steps, NUM_KEYS, dim), np.float32), np.zeros((num_steps, NUM_KEYS), bool)
     for step in range(num_steps):
@@ -733,11 +735,11 @@ for tx, options in (
 
 def test_fingerprints():
     """Another transformation is another form, another rate is not; the form is the same in every run."""
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    first, second = (
-        subprocess.run([sys.executable, "-c", FORMS], env=env, capture_output=True, text=True, check=True).stdout
-        for _ in range(2)
-    )
+    env, here = {**os.environ, "JAX_PLATFORMS": "cpu"}, io.StringIO()
+    done = subprocess.run([sys.executable, "-c", FORMS], env=env, capture_output=True, text=True, check=True)
+    with contextlib.redirect_stdout(here):
+        exec(FORMS, {})
+    first, second = done.stdout, here.getvalue()
     assert first == second and " at 0x" not in first
     adam, faster, belief, rowwise, *others = first.splitlines()
     assert adam == faster

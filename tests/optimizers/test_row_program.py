@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 
 import jaxsok
@@ -19,6 +20,8 @@ from jaxsok.optimizers import program
 from jaxsok.optimizers.protocol import PROGRAM, Optimizer, RowInputs, RowOutputs, RowState
 
 DIMS = (1, 2, 3, 7, 8, 12, 16, 33, 64, 100, 128, 200, 256, 513, 1024)
+CPU_DIMS = (1, 3, 33, 1024)  # on a CPU the columns of a row are one loop, on a GPU they are given to lanes
+only_on_gpus = programs.only_on_gpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,7 @@ def as_program(optimizer: Optimizer) -> Optimizer:
 
 
 def trained(optimizer, dim, batches, dtype="float32", capacity=600, **table):
-    """What a table holds after the batches, (keys, gradients) each; keys [n]."""
+    """Trains on batches, (keys, gradients) each, and returns what the table holds; keys [n]."""
     tables = [jaxsok.TableSpec("t", dim, optimizer, capacity=capacity, dtype=dtype, **table)]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("f", table="t", combiner=None)])
     state = collection.init(0)
@@ -86,8 +89,13 @@ def assert_same_bits(one, other):
 @pytest.mark.parametrize(
     ("dim", "make"),
     [
-        *itertools.product((1, 3, 8, 33, 200, 1024), (optim.sgd, optim.adagrad, optim.adam)),  # column by column
-        *itertools.product(DIMS, (optim.rowwise_adagrad,)),
+        # Column by column.
+        *((3, make) for make in (optim.sgd, optim.adagrad, optim.adam)),
+        *itertools.starmap(only_on_gpus, itertools.product((1, 8, 33, 200), (optim.sgd, optim.adagrad))),
+        *((8, optim.adam), (1024, optim.adagrad)),
+        *itertools.starmap(only_on_gpus, [*((dim, optim.adam) for dim in (1, 33, 200, 1024)), (1024, optim.sgd)]),
+        *((dim, optim.rowwise_adagrad) for dim in CPU_DIMS),
+        *(only_on_gpus(dim, optim.rowwise_adagrad) for dim in DIMS if dim not in CPU_DIMS),
     ],
 )
 def test_program_equals_kernel(dim, make):
@@ -98,10 +106,19 @@ def test_program_equals_kernel(dim, make):
     (assert_close if make is optim.rowwise_adagrad else assert_same_bits)(of_kernel, of_program)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("dim", [3, 8, 33, 200])
-def test_rows_of_16_bits(dtype, rounding, dim):
+# On a CPU each dtype with each rounding once.
+ROWS_OF_16_BITS = [(3, "nearest", "bfloat16"), (33, "stochastic", "bfloat16"), (33, "nearest", "float16")]
+ROWS_OF_16_BITS += [(3, "stochastic", "float16")]
+
+
+@pytest.mark.parametrize(
+    ("dim", "rounding", "dtype"),
+    [
+        case if case in ROWS_OF_16_BITS else only_on_gpus(*case)
+        for case in itertools.product((3, 8, 33, 200), ("nearest", "stochastic"), ("bfloat16", "float16"))
+    ],
+)
+def test_rows_of_16_bits(dim, rounding, dtype):
     batches = [(keys, gradients / 100) for keys, gradients in random_batches(dim, num_batches=2)]
     for make in (optim.adagrad, optim.adam):
         of_kernel, _ = trained(make(0.01), dim, batches, dtype, rounding=rounding)
@@ -237,7 +254,14 @@ FUNCTIONS = (
 
 @pytest.mark.parametrize(
     ("function", "dim"),
-    [*itertools.product(FUNCTIONS, (1, 8)), *itertools.product((sums, products, powers), (3, 33, 128, 1024))],
+    [
+        *((function, 8) for function in FUNCTIONS),
+        *((function, 1) for function in (sums, products, constants, nested)),  # a column that is a whole row
+        *(only_on_gpus(f, 1) for f in FUNCTIONS if f not in (sums, products, constants, nested)),
+        *((function, 33) for function in (sums, products)),
+        *itertools.starmap(only_on_gpus, itertools.product((sums, products), (3, 128, 1024))),
+        *(only_on_gpus(powers, dim) for dim in (3, 33, 128, 1024)),
+    ],
     ids=lambda value: value if isinstance(value, int) else value.__name__,
 )
 def test_kernel_does_what_the_function_says(function, dim):
@@ -306,7 +330,7 @@ def test_learning_rate_and_schedule_are_operands():
 
 
 def on_both(run):
-    """What a run gives on the CPU and on the GPU."""
+    """Makes a run on the CPU and on the GPU; returns both results."""
     results = []
     for device in (jax.devices("cpu")[0], jax.devices("gpu")[0]):
         with jax.default_device(device):
@@ -488,7 +512,7 @@ def test_what_has_no_output_is_not_computed():
 
 
 def test_example_of_the_module():
-    """What the compiler makes of it is what the page says."""
+    """The compiler makes of the function what the page says."""
 
     def step(x):
         m = 0.9 * x.states[0] + 0.1 * x.gradient

@@ -85,7 +85,7 @@ def test_unknown_names_are_refused_before_anything_runs():
 
 
 def test_a_quick_run_that_names_nothing_is_small(monkeypatch):
-    """What is named is run all the same."""
+    """Parts that are named run all the same."""
     monkeypatch.setattr(run, "has_gpu", lambda: False)
     options = run.parse(["--quick"])
     assert (options.workloads, options.parts) == (("W1", "W5"), ("lookup", "update", "xla"))
@@ -486,6 +486,25 @@ def test_a_way_of_serving_that_reads_other_rows_is_not_timed(monkeypatch):
     assert not [one for one in recorder.records if one.what == records.SERVED and one.notes["way"] != "fused"]
 
 
+def test_a_quick_run_of_one_workload_is_reported(tmp_path, monkeypatch):
+    """The parts of `--quick`, from the command line to the page; a run of all parts takes 15 times as long."""
+    monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")
+    path, page = tmp_path / "results.json", tmp_path / "performance.md"
+    arguments = ["--quick", "--scale", "0.0003", "--workloads", "W5", "--repetitions", "2", "--batch-ms", "1"]
+    arguments += ["--keys", "uniform", "--optimizers", "sgd", "--out", str(path), "--commit", "abc"]
+    assert run.main(arguments).failures == []
+    about, found, _ = records.load(path)
+    assert about["commit"] == "abc" and str(ROOT) not in path.read_text()
+    measured = {(record.what, record.subject) for record in found}
+    assert {(records.EVALUATION, "jaxsok"), (records.STEP, "jaxsok"), (records.STEP, "xla")} <= measured
+    assert all(record.timing.ms > 0 for record in found)
+    markers = [line for part in (report.RESULTS, report.TARGETS) for line in report.markers(part)]
+    page.write_text("\n".join(["before", *markers, "after\n"]))
+    report.main([str(path), "--document", str(page)])
+    assert "forward + update, sgd" in page.read_text()
+
+
+@pytest.mark.slow
 def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")
     path = tmp_path / "results.json"
@@ -571,6 +590,7 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
     assert path.with_suffix("").is_dir() == (plots.why_none() is None)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_a_quick_run_on_a_mesh_measures_everything(tmp_path, monkeypatch, small_m1):
     monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")
@@ -618,7 +638,7 @@ def test_a_quick_run_on_a_mesh_measures_everything(tmp_path, monkeypatch, small_
     assert len(tables.exchange_rows(found, False)) == len(found)
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_quick_run_of_training_measures_the_whole_and_its_parts(tmp_path, monkeypatch, number):
     if len(jax.devices()) < number:
         pytest.skip(f"needs {number} devices; there are {len(jax.devices())}")

@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import os
 import pathlib
-import subprocess
 import sys
 
 import jax
@@ -14,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from interrupting import press_ctrl_c_after
+from running import run_program
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -222,7 +221,7 @@ def test_bfloat16_is_near():
 
 
 def _initial_rows(config: train_dcnv2.Config, source) -> dict[str, np.ndarray]:
-    """What the dynamic tables give each key before they have rows."""
+    """Asks what the dynamic tables give each key before they have rows."""
     collection = train_dcnv2.make_collection(config, source)
     longest = max(config.table_rows.values())
     keys = {name: np.arange(longest, dtype=np.int32) % rows for name, rows in config.table_rows.items()}
@@ -334,6 +333,7 @@ def test_tables_grow_from_a_small_capacity(config, result):
     np.testing.assert_allclose(grown.losses, result.losses, rtol=1e-4)
 
 
+@pytest.mark.slow  # DLRM's run, by the same loop, is interrupted twice in test_examples.py
 def test_an_interrupted_run_goes_on_at_the_next_batch(config, result, tmp_path, monkeypatch):
     config = dataclasses.replace(config, checkpoint_dir=tmp_path / "run")
     press_ctrl_c_after(monkeypatch, training.CtrlC, 5)
@@ -443,14 +443,12 @@ def test_the_memory_of_the_whole_model_is_counted_without_devices(capsys):
     assert whole.stores[0].num_keys == 65_536 * 214
 
 
-def test_the_command_trains_reports_and_draws(tmp_path):
+def test_the_command_trains_reports_and_draws(tmp_path, monkeypatch, capsys):
     arguments = ["--scale", 2e-5, "--num-rows", 2000, "--held-out-rows", 500, "--batch-size", 128, "--dim", 8]
     arguments += ["--bottom", 16, "--top", 16, "--rank", 8, "--cache-dir", tmp_path / "cache", "--fill"]
-    arguments += ["--plot", tmp_path / "plot.png", "--checkpoint-dir", tmp_path / "run"]
-    command = [sys.executable, str(ROOT / "examples" / "train_dcnv2.py"), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    arguments += ["--plot", tmp_path / "plot.png", "--checkpoint-dir", tmp_path / "run", "--num-devices", 1]
+    assert run_program(ROOT / "examples/train_dcnv2.py", arguments, monkeypatch) == 0
+    printed = capsys.readouterr().out
     for words in (
         "Device: ",
         "Rows: float32; on the wire rows float32",
@@ -458,5 +456,5 @@ def test_the_command_trains_reports_and_draws(tmp_path):
         "held-out AUC",
         "samples/s",
     ):
-        assert words in done.stdout
+        assert words in printed
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -178,9 +178,9 @@ def test_ctrl_c_gives_what_was_done(log, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "plot.png").exists()
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("lookahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_interrupted_run_goes_on_at_the_next_batch(log, tmp_path, monkeypatch, lookahead):
-    """Two interruptions, other devices in between: losses, keys and AUC are those of a run without them.
+    """Losses, keys and AUC of a run with two interruptions, and other devices in between, are those of a run without.
 
     With a lookup ahead a run stops a step later, when the state is drained; the whole run has none.
     """
@@ -345,7 +345,7 @@ def test_batches_that_cannot_be_shared_are_refused(log):
 
 
 def _variables_of(launcher: str, process: int, port: int) -> dict[str, str]:
-    """What a launcher tells the second of two processes, or the first."""
+    """Makes the variables that a launcher sets for the first or the second of two processes."""
     if launcher == "slurm":
         names = {"JOB_ID": port, "STEP_NODELIST": "localhost", "NTASKS": 2, "PROCID": process, "LOCALID": process}
         return {f"SLURM_{name}": str(value) for name, value in names.items()}
@@ -391,7 +391,7 @@ sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 
 
 def test_processes_find_each_other():
-    """What SLURM and Open MPI set is enough; without them, three variables."""
+    """The variables of SLURM and Open MPI are enough; without them, three variables."""
     ports = {launcher: free_port() for launcher in LAUNCHERS}
     variables = [(name, _variables_of(name, process, ports[name])) for name in LAUNCHERS for process in range(2)]
     done = subprocess.run(
@@ -556,7 +556,7 @@ def _vocabularies(path: pathlib.Path) -> list[np.ndarray]:
 
 
 def _initial_rows(config: train_dlrm.Config, vocabularies: list[np.ndarray]) -> list[np.ndarray]:
-    """What the dynamic tables would give these keys: `find` on tables that have no rows yet."""
+    """Asks what the dynamic tables would give these keys: `find` on tables that have no rows yet."""
     longest = max(map(len, vocabularies))
     collection = train_dlrm.make_collection(config)
     raw = {

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import subprocess
 import sys
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interrupting import press_ctrl_c_after
+from running import run_program
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -248,17 +248,14 @@ def test_parity_on_the_real_log(model):
 
 def test_command_line(folder, tmp_path, monkeypatch, capsys):
     """It runs as a program, and says what is wrong with a log in one line."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(ROOT / "examples/train_movielens.py"), "--epochs", "1", "--num-devices", "1"]
-    done = subprocess.run(
-        [*command, "--data", str(folder / "u.data"), "--model", "two_tower", "--hidden", "8", "--batch-size", "512"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "held-out AUC" in done.stdout and "samples/s" in done.stderr
+    program, options = ROOT / "examples/train_movielens.py", ["--epochs", 1, "--num-devices", 1]
+    small = ["--model", "two_tower", "--hidden", 8, "--batch-size", 512]
+    monkeypatch.chdir(tmp_path)
+    assert run_program(program, [*options, "--data", folder / "u.data", *small], monkeypatch) == 0
+    printed = capsys.readouterr()
+    assert "held-out AUC" in printed.out and "samples/s" in printed.err
     assert [path.name for path in tmp_path.iterdir()] == ["train_movielens.png"]
-    monkeypatch.setattr(sys, "argv", [*command[1:], "--data", str(folder / "u.item")])
-    assert train_movielens.main() == 1
+    assert run_program(program, [*options, "--data", folder / "u.item"], monkeypatch) == 1
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("train_movielens: read_ratings: ")
 
