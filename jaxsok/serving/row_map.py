@@ -127,10 +127,9 @@ class RowMap:
         """Adds free rows; those in use keep their places."""
         if capacity <= self.capacity:
             return
-        if capacity > types.MAX_CAPACITY:
-            raise ValueError(
-                f"RowMap: capacity: got {capacity} rows in one store, wanted at most {types.MAX_CAPACITY}."
-            )
+        most = types.MAX_CAPACITY
+        if capacity > most:
+            raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted at most {most}.")
         records = _on_host(fill_up(np.asarray(self._arrays.records[0]), capacity, _UNUSED))
         rows = _on_host(np.zeros((capacity, 1), np.float32))
         self._arrays = dataclasses.replace(self._arrays, rows=(rows,), records=(records,))
@@ -140,10 +139,8 @@ class RowMap:
 
     def index(self, device: Any) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
         """Copies index and counters to a device, as a lookup reads them."""
-        return tuple(
-            jax.device_put(np.array(array), device, may_alias=False)
-            for array in (self._arrays.index, self._arrays.counters)
-        )
+        arrays = np.array(self._arrays.index), np.array(self._arrays.counters)
+        return tuple(jax.device_put(array, device, may_alias=False) for array in arrays)
 
     def copy(self) -> "RowMap":
         other = copy.copy(self)
