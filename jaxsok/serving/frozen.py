@@ -30,13 +30,10 @@ from jaxsok.types import BUCKET_WORDS, COUNTERS, MAX_DIM, NO_ROW, ROW_DTYPES
 FrozenDtype: TypeAlias = Literal["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
 
 QUANTIZED: tuple[str, ...] = ("int8", "float8_e4m3fn")  # dtypes of rows that come with a scale each
-
 DTYPES: tuple[str, ...] = (*ROW_DTYPES, *QUANTIZED)
-
 # The seed of all lookups: tables of other seeds have other names in their words. Zeros, or 0 and 1, XLA would fill in
 # by a kernel of its own.
 SEED: np.ndarray = np.array([2, 1], np.uint32)
-
 _LEAST_ROWS = 1024  # in a write, padded to a power of two, so that programs are few
 
 

@@ -69,6 +69,7 @@ class Served:
         self.names = tuple(versions.current.tables.tables)
         self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool)
         self.counts = _Counts(self.names)
+        self.publish = reader.publish
         try:
             reader.start(warm_up=warm_up)
         except BaseException:
@@ -179,10 +180,6 @@ class Served:
                 if not isinstance(program, Prediction) or program.fits(new.served):
                     ready.make(place, program)
             wanted = ready.used()
-
-    def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None:
-        """Reads a whole new version from here on; `changed` has the keys of each table that changed or went."""
-        self.reader.publish(new, changed)
 
     def settle(self, now: Version) -> None:
         """Forgets the programs of versions other than the served one; also called after a failure."""
