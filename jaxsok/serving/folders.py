@@ -1,8 +1,7 @@
 """The sources of frozen tables: folders on this machine, as streams of rows with their keys.
 
-A folder is an HPS directory (`key`, `emb_vector`), an export of `jaxsok.checkpoint` (with the base of its deltas), or a
-step of an Orbax checkpoint with jaxsok's tables below it. Sizes, checksums and keys are checked when it is opened,
-before the first row is given out.
+A folder is an HPS directory (`key`, `emb_vector`), an export of `jaxsok.checkpoint`, or a step of an Orbax checkpoint
+with such tables below it. Sizes, checksums and keys are checked when it is opened.
 """
 
 import dataclasses

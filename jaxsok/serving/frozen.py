@@ -1,7 +1,7 @@
 """Frozen tables: rows and an index to read them by, without the other arrays of training.
 
 Tables of one dim and dtype share a store; one call looks up all stores (fused.py). Frozen tables are an immutable
-pytree: a reader that holds it reads one version. Rows may have fewer bits than in training (quantize.py).
+pytree: a reader that holds it reads one version.
 """
 
 import dataclasses

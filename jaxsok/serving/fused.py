@@ -1,7 +1,7 @@
 """The fused lookup of frozen tables: any inputs, of any tables and dims, in one call.
 
-Works under `jax.jit`, and under `jax.export` with symbolic sizes. Several inputs may read one table, and not every
-table needs an input. Nothing is inserted: a missing key reads its table's default, or its initial row in training.
+Works under `jax.jit`, and under `jax.export` with symbolic sizes. Nothing is inserted: a missing key reads its table's
+default, or its initial row in training.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """The map from (table, key) to row of a frozen store: kept on the host, apart from the rows.
 
-A frozen store has an index and no records, so its device can neither find a free row nor rebuild the index. The map
-can: it is the index and the records of a store, on the CPU, changed by the kernels of training. For about 45 bytes a
-row on the host, updates touch only the rows that change.
+A frozen store has an index and no records, so its device cannot find a free row. The map has both, on the CPU, for
+about 45 bytes a row, changed by the kernels of training: updates touch only the rows that change.
 """
 
 import copy
