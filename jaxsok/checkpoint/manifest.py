@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxsok import manifests
-from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, keys_schema, write_and_sync
+from jaxsok.checkpoint.files import CorruptFileError, write_and_sync
 from jaxsok.initializers import InitialRows
 from jaxsok.manifests import Wrong, entries, integer, list_of, number, text, tuple_of
 from jaxsok.specs import TableSpec
@@ -73,12 +73,6 @@ def read(op: str, folder: Any) -> dict[str, Any]:
             "end leaves none."
         )
     return _read(op, path, _WHOLE)
-
-
-def table_files(op: str, folder: Any, manifest: Mapping[str, Any], table: str, kind: str = ROWS) -> list[SavedFile]:
-    entry = manifest["tables"][table]
-    schema = TableForm.from_json(entry["form"]).schema if kind == ROWS else keys_schema(kind == WAITING)
-    return [SavedFile(op, folder, file, schema) for file in entry[kind]]
 
 
 def pack(values: np.ndarray) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm
+from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, keys_schema
 from jaxsok.collection import Collection
 from jaxsok.operations import locate
 from jaxsok.plan import partitions_of
@@ -39,7 +39,8 @@ class Source:
         return TableForm.from_json(self.manifest["tables"][table]["form"])
 
     def files(self, table: str, kind: str = manifest_lib.ROWS) -> list[SavedFile]:
-        return manifest_lib.table_files(self.op, self.folder, self.manifest, table, kind)
+        schema = self.form(table).schema if kind == manifest_lib.ROWS else keys_schema(kind == manifest_lib.WAITING)
+        return [SavedFile(self.op, self.folder, file, schema) for file in self.manifest["tables"][table][kind]]
 
     def records(self, table: str, wanted: np.ndarray | None = None) -> Iterator[Records]:
         """Reads the rows of a table, batch by batch; `wanted` chooses partitions, bool[4096] (None: all)."""

@@ -14,7 +14,7 @@ import numpy as np
 from absl import flags
 
 from jaxsok import checks
-from jaxsok.data.samples import Source, joined
+from jaxsok.data.samples import Source, join_columns
 
 NUM_AHEAD = 4  # batches that are read ahead, if not stated otherwise
 
@@ -124,7 +124,7 @@ class Batches(grain.MapDataset):
             return self.slice(index)
         epoch, number = divmod(index if index >= 0 else range(self._length)[index], self._length)
         found = [self._source.take(self._positions(epoch, number, stream, part)) for stream, part in self._parts]
-        return found[0] if len(found) == 1 else joined(found)
+        return found[0] if len(found) == 1 else join_columns(found)
 
     def __str__(self) -> str:
         return f"Batches({type(self._source).__name__}, {self._length} of {self._of_stream} samples from each stream)"

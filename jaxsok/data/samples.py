@@ -394,20 +394,22 @@ def _read_parts(
             number = int(of_part[first])
             pieces.append((number, positions[first:last] - (int(ends[number - 1]) if number else 0)))
     parts = [read(number, of_part) for number, of_part in pieces or [(0, slice(0, 0))]]
-    return parts[0] if len(parts) == 1 else joined(parts)
+    return parts[0] if len(parts) == 1 else join_columns(parts)
 
 
-def joined(parts: Sequence[Columns]) -> Columns:
+def join_columns(parts: Sequence[Columns]) -> Columns:
     """Joins the columns of parts, one after the other."""
     names = [list(part) for part in parts]
     if any(set(of_part) != set(names[0]) for of_part in names):
         raise ValueError(f"take: got parts of a source with columns {names}, wanted the same columns in all of them.")
-    return {name: _joined_column([part[name] for part in parts]) for name in parts[0]}
-
-
-def _joined_column(parts: Sequence[Any]) -> Any:
-    if not isinstance(parts[0], Bags):
-        return np.concatenate(parts)
-    lengths = np.concatenate([np.diff(part.offsets) for part in parts])
-    weights = None if parts[0].weights is None else np.concatenate([part.weights for part in parts])
-    return Bags(np.concatenate([part.keys for part in parts]), offsets=offsets_of(lengths), weights=weights)
+    whole = {}
+    for name in parts[0]:
+        columns = [part[name] for part in parts]
+        if isinstance(columns[0], Bags):
+            lengths = np.concatenate([np.diff(bags.offsets) for bags in columns])
+            weights = None if columns[0].weights is None else np.concatenate([bags.weights for bags in columns])
+            keys = np.concatenate([bags.keys for bags in columns])
+            whole[name] = Bags(keys, offsets=offsets_of(lengths), weights=weights)
+        else:
+            whole[name] = np.concatenate(columns)
+    return whole

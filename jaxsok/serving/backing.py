@@ -1,8 +1,4 @@
-"""The tiers below the device, which have the rows that a device cache lacks.
-
-A tier is a `RowSource`: rows in host memory (`HostRows`), or a database. Tiers stack (`Layered`): the first that has a
-key gives its row.
-"""
+"""The tiers below the device, which have what its cache lacks: `HostRows`, databases, or several (`Layered`)."""
 
 import abc
 import functools

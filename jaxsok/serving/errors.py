@@ -1,7 +1,6 @@
-"""The errors of serving, by kind: a server answers each kind with a status of its own.
+"""The errors of serving, all `ValueError`s, by kind: a server answers each kind with a status of its own.
 
-All are `ValueError`s with a message that names what was got, what was wanted and what to do. Damaged files raise
-`jaxsok.checkpoint.CorruptFileError` or `ValueError`, as where the files are read.
+Damaged files raise `jaxsok.checkpoint.CorruptFileError` or `ValueError`, as where the files are read.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """The sources of frozen tables: folders on this machine, as streams of rows with their keys.
 
-A folder is an HPS directory (`key`, `emb_vector`), an export of `jaxsok.checkpoint` (with the base of its deltas), or a
-step of an Orbax checkpoint with jaxsok's tables below it. Sizes, checksums and keys are checked when it is opened,
-before the first row is given out.
+A folder is an HPS directory (`key`, `emb_vector`), an export of `jaxsok.checkpoint`, or a step of an Orbax checkpoint
+with such tables below it. Sizes, checksums and keys are checked when it is opened.
 """
 
 import dataclasses
@@ -191,17 +190,16 @@ def _find(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
         return folder, False
     if _is_hps(folder):
         return folder, True
-    below = [path for path in _folders(folder) if (path / manifest_lib.NAME).is_file()]
+    has_tables = lambda path: (path / manifest_lib.NAME).is_file()  # noqa: E731
+    below = sorted(filter(has_tables, _folders(folder)))
     if len(below) == 1:
         return below[0], False
     if below:
-        names = sorted(path.name for path in below)
+        names = [path.name for path in below]
         raise ServingError(
             f"{what} with saved tables in {names}, wanted one folder of them; name the one that is meant."
         )
-    steps = sorted(
-        {step.name for step in _folders(folder) for item in _folders(step) if (item / manifest_lib.NAME).is_file()}
-    )
+    steps = sorted(step.name for step in _folders(folder) if any(map(has_tables, _folders(step))))
     if steps:
         raise ServingError(f"{what}, which has checkpoints in {steps}, wanted one of them; name the step's folder.")
     raise FileNotFoundError(f"{what}, which has none of that, wanted {wanted}; a save that did not end leaves none.")

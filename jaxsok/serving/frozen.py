@@ -1,7 +1,7 @@
 """Frozen tables: rows and an index to read them by, without the other arrays of training.
 
 Tables of one dim and dtype share a store; one call looks up all stores (fused.py). Frozen tables are an immutable
-pytree: a reader that holds it reads one version. Rows may have fewer bits than in training (quantize.py).
+pytree: a reader that holds it reads one version.
 """
 
 import dataclasses
@@ -30,13 +30,10 @@ from jaxsok.types import BUCKET_WORDS, COUNTERS, MAX_DIM, NO_ROW, ROW_DTYPES
 FrozenDtype: TypeAlias = Literal["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
 
 QUANTIZED: tuple[str, ...] = ("int8", "float8_e4m3fn")  # dtypes of rows that come with a scale each
-
 DTYPES: tuple[str, ...] = (*ROW_DTYPES, *QUANTIZED)
-
 # The seed of all lookups: tables of other seeds have other names in their words. Zeros, or 0 and 1, XLA would fill in
 # by a kernel of its own.
 SEED: np.ndarray = np.array([2, 1], np.uint32)
-
 _LEAST_ROWS = 1024  # in a write, padded to a power of two, so that programs are few
 
 
@@ -244,11 +241,9 @@ def freeze(
         default = defaults.get(name) if isinstance(defaults, Mapping) else defaults
         default = specs[name].unknown_reads(seed) if default is None else default
         if isinstance(default, initializers.Initializer):
-            raise ValueError(
-                f'freeze: defaults: got none for table "{name}", in which a key without a row reads {default!r}, which '
-                f'served tables cannot work out; pass defaults={{"{name}": 0.0}}, or another number, to state what '
-                "they serve."
-            )
+            got = f'none for table "{name}", in which a key without a row reads {default!r}, which served tables cannot'
+            wanted = f'pass defaults={{"{name}": 0.0}}, or another number, to state what they serve'
+            raise ValueError(f"freeze: defaults: got {got} work out; {wanted}.")
         stored = (dtype.get(name) if isinstance(dtype, Mapping) else dtype) or specs[name].dtype
         table = table_that_reads(name, specs[name].dim, stored, default)
         chunks = collection.export_chunks(state, name, with_state=False)
@@ -295,17 +290,15 @@ def freeze_records(
         store = _empty_store(tables[0], capacity, device)
         row_map = RowMap(len(tables), capacity)
         for number, table in enumerate(tables):
-            uses: list[tuple[np.ndarray, np.ndarray]] | None = []  # None: not all records have frequencies
+            uses: list[tuple[np.ndarray, np.ndarray | None]] = []
             for records in of_table[table.name]:
                 check_records("freeze_records", table, records)
                 row_ids = row_map.place(number, records.keys)
                 store = write_rows(store, table, row_ids, records.rows)
-                if uses is None or records.frequency is None:
-                    uses = None
-                else:
-                    uses.append((row_ids, np.array(records.frequency, np.uint32)))
-            for row_ids, frequency in uses or ():
-                row_map.set_frequencies(row_ids, frequency)
+                uses.append((row_ids, None if records.frequency is None else np.array(records.frequency, np.uint32)))
+            if all(frequency is not None for _, frequency in uses):
+                for row_ids, frequency in uses:
+                    row_map.set_frequencies(row_ids, frequency)
         index, counters = row_map.index(device)
         stores.append(dataclasses.replace(store, index=index, counters=counters))
         maps.append(row_map)

@@ -1,7 +1,7 @@
 """The fused lookup of frozen tables: any inputs, of any tables and dims, in one call.
 
-Works under `jax.jit`, and under `jax.export` with symbolic sizes. Several inputs may read one table, and not every
-table needs an input. Nothing is inserted: a missing key reads its table's default, or its initial row in training.
+Works under `jax.jit`, and under `jax.export` with symbolic sizes. Nothing is inserted: a missing key reads its table's
+default, or its initial row in training.
 """
 
 import dataclasses
@@ -97,10 +97,8 @@ def _look_up(
     parts = [_read(tables, name, given) for name, given in inputs.items()]
     by_store = _by_store(parts)
     for of_store in by_store.values():
-        if len(of_store) > types.MAX_FEATURES:
-            raise RequestError(
-                f"lookup: inputs: got {len(of_store)} over one store, wanted at most {types.MAX_FEATURES}."
-            )
+        if len(of_store) > (most := types.MAX_FEATURES):
+            raise RequestError(f"lookup: inputs: got {len(of_store)} over one store, wanted at most {most}.")
     if not parts:
         return {}, jnp.zeros((len(tables.tables), len(types.COUNTS)), jnp.int32) if is_counted else None
     operands = [_operands(stores[s], tables.spec.words[s], of_store) for s, of_store in by_store.items()]
@@ -140,13 +138,8 @@ def _operands(store: FrozenStore, words: np.ndarray, parts: "Sequence[_Part]") -
         key, bag, offset, weight, tile = starts
         line = [part.table, types.COMBINERS[part.combiner], key, num_keys, bag, part.num_bags]
         lines.append([*line, part.hotness if is_bag else 1, offset, weight if is_weighted else -1, tile, 0, 0])
-        sizes = (
-            num_keys,
-            part.num_bags,
-            is_ragged * (part.num_bags + 1),
-            is_weighted * num_keys,
-            num_tiles(part.num_bags),
-        )
+        num_bags = part.num_bags
+        sizes = num_keys, num_bags, is_ragged * (num_bags + 1), is_weighted * num_keys, num_tiles(num_bags)
         starts = [start + size for start, size in zip(starts, sizes, strict=True)]
     bags = [part for part in parts if part.combiner is not None]
     keys = _join([part.words for part in parts], keys_lib.padding_words((0,)))
@@ -292,10 +285,8 @@ def _combine_clipped(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping
         operands.append(_operands(tables.stores[s], tables.spec.words[s], bags))
     divided = [part for part in parts if part.given.combiner != "sum"]
     if divided:
-        ones = [
-            _sum_bags(dataclasses.replace(part, table=0), part.weights if part.given.combiner == "sqrtn" else None)
-            for part in divided
-        ]
+        factors = [part.weights if part.given.combiner == "sqrtn" else None for part in divided]
+        ones = [_sum_bags(dataclasses.replace(part, table=0), f) for part, f in zip(divided, factors, strict=True)]
         no_keys = FrozenStore(
             index=jnp.full((1, types.BUCKET_WORDS), jnp.uint32(0xFFFFFFFF)),
             counters=jnp.zeros(len(types.COUNTERS), jnp.uint32),

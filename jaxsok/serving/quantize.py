@@ -1,7 +1,6 @@
-"""Rows in 8 bits: int8 or float8_e4m3fn numbers, and one float32 scale for each row.
+"""Rows in 8 bits: int8 or float8_e4m3fn numbers, and one float32 scale for each row, in NumPy.
 
-A number stands for itself times its row's scale, rounded to float32. Frozen lookups read the same bits as `dequantized`
-gives. Everything here is NumPy, on the host.
+A number stands for itself times its row's scale, rounded to float32, in frozen lookups as in `dequantized`.
 
 Sources: the scaling by row of HugeCTR's parameter server for fp8 (a row's largest magnitude over 448, at least
 1 / (448 * 512)); the same with 127 for int8, which HPS does not have.

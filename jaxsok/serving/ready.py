@@ -1,7 +1,6 @@
 """Compiles programs of a model before they are needed, by the first request or by a new version.
 
-A request decides which program it needs: sizes. A version decides for what it is compiled: the sizes of its tables
-(`Form`), and its dense model. Requests that need no program do not wait for a compilation.
+A request decides which program it needs (sizes); a version, for what it is compiled: its tables (`Form`) and model.
 """
 
 import atexit

@@ -1,8 +1,7 @@
 """The map from (table, key) to row of a frozen store: kept on the host, apart from the rows.
 
-A frozen store has an index and no records, so its device can neither find a free row nor rebuild the index. The map
-can: it is the index and the records of a store, on the CPU, changed by the kernels of training. For about 45 bytes a
-row on the host, updates touch only the rows that change.
+A frozen store has an index and no records, so its device cannot find a free row. The map has both, on the CPU, for
+about 45 bytes a row, changed by the kernels of training: updates touch only the rows that change.
 """
 
 import copy
@@ -127,10 +126,9 @@ class RowMap:
         """Adds free rows; those in use keep their places."""
         if capacity <= self.capacity:
             return
-        if capacity > types.MAX_CAPACITY:
-            raise ValueError(
-                f"RowMap: capacity: got {capacity} rows in one store, wanted at most {types.MAX_CAPACITY}."
-            )
+        most = types.MAX_CAPACITY
+        if capacity > most:
+            raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted at most {most}.")
         records = _on_host(fill_up(np.asarray(self._arrays.records[0]), capacity, _UNUSED))
         rows = _on_host(np.zeros((capacity, 1), np.float32))
         self._arrays = dataclasses.replace(self._arrays, rows=(rows,), records=(records,))
@@ -140,10 +138,8 @@ class RowMap:
 
     def index(self, device: Any) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
         """Copies index and counters to a device, as a lookup reads them."""
-        return tuple(
-            jax.device_put(np.array(array), device, may_alias=False)
-            for array in (self._arrays.index, self._arrays.counters)
-        )
+        arrays = np.array(self._arrays.index), np.array(self._arrays.counters)
+        return tuple(jax.device_put(array, device, may_alias=False) for array in arrays)
 
     def copy(self) -> "RowMap":
         other = copy.copy(self)

@@ -217,9 +217,8 @@ class Session:
             served.reader.stop()  # stop all before waiting for any
         have_ended = [served.reader.close(until) for served in models.values()]
         databases, self._databases = self._databases, (None, None)
-        for database in databases:
-            if database is not None:
-                database.close()
+        for database in filter(None, databases):
+            database.close()
         return all(have_ended)
 
     def _require_open(self, op: str) -> None:
@@ -248,9 +247,6 @@ def _device(number: int, model: ModelConfig, given: Any) -> Any:
         return given
     devices = jax.local_devices()
     if model.device_id >= len(devices):
-        raise ConfigError(
-            f"open: models[{number}].deployed_device_list: got {model.device_id}, wanted 0 to {len(devices) - 1}, the "
-            "devices that are there; or pass device=.",
-            path=f"models[{number}].deployed_device_list",
-        )
+        path, wanted = f"models[{number}].deployed_device_list", f"0 to {len(devices) - 1}, the devices that are there"
+        raise ConfigError(f"open: {path}: got {model.device_id}, wanted {wanted}; or pass device=.", path=path)
     return devices[model.device_id]

@@ -30,7 +30,7 @@ import pytest
 from serving_cases import INITIALIZERS, TRACED, untrained
 
 import jaxsok
-from jaxsok.checkpoint import source as checkpoint_source
+from jaxsok.checkpoint import saved as checkpoint_source
 from jaxsok.interchange import columns, files, hps, npz, sok
 from jaxsok.records import Records
 

@@ -26,6 +26,7 @@ class Changes:
         self._lock = threading.Lock()  # held by one refresh or swap, from its search for cached keys to its end
 
     def cached_keys(self) -> dict[str, np.ndarray]:
+        """Reads the keys of each table that are cached now, uint64; copies 16 bytes a row of capacity to the host."""
         keys_of = {}
         records = self._stores.copies("records", is_required=True)
         for tables, (of_store,) in zip(self._stores.spec.stores, records, strict=True):

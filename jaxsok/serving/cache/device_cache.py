@@ -20,7 +20,7 @@ from jaxsok.serving.cache.changes import Changes
 from jaxsok.serving.cache.compiled import LEAST_KEYS
 from jaxsok.serving.cache.fetcher import Fetcher
 from jaxsok.serving.cache.requests import Fetched, Found, Request
-from jaxsok.serving.cache.stats import CacheStats, Counter, TableCounts
+from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.cache.stores import DeviceStores
 from jaxsok.serving.errors import UnknownTableError
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
@@ -108,6 +108,8 @@ class DeviceCache:
         self._spec, self._compiled = spec, self.stores.compiled
         self._fetcher = Fetcher(self.stores, self._counter, max_pending, keeps_rows)
         self._changes = Changes(self.stores)
+        self.cached_keys = self._changes.cached_keys
+        self.stats, self.table_counts = self._counter.stats, self._counter.tables
 
     @property
     def source(self) -> RowSource:
@@ -126,16 +128,6 @@ class DeviceCache:
         """The cached rows of each table (waits for the device); none after `close`."""
         counts = [np.asarray(line) for line in self.stores.copies("table_rows")]
         return {name: int(counts[s][number]) if counts else 0 for name, (s, number) in self._spec.places.items()}
-
-    def cached_keys(self) -> dict[str, np.ndarray]:
-        """Reads the keys of each table that are cached now, uint64; copies 16 bytes a row of capacity to the host."""
-        return self._changes.cached_keys()
-
-    def stats(self) -> CacheStats:
-        return self._counter.stats()
-
-    def table_counts(self) -> dict[str, TableCounts]:
-        return self._counter.tables()
 
     def lookup(self, keys: Mapping[str, Any]) -> CachedRows:
         """Reads the rows of keys of any shape, all of one version of the source.

@@ -1,8 +1,4 @@
-"""The arrays of one store of a device cache, and the programs over them.
-
-A store has the arrays of training without optimizer state, and each row's tick of its last use. A query changes ticks
-alone; insertions, rewrites and emptying change the rest, in place.
-"""
+"""The arrays of one store of a device cache, and the programs over them; a query changes the ticks of uses alone."""
 
 import dataclasses
 import functools

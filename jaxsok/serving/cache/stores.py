@@ -131,18 +131,14 @@ class DeviceStores:
                     return 0
                 if self._leaving is not leaving:  # a swap has begun, or failed
                     continue
-                bounds = [self._most_rows[batch.store] + batch.num_keys for batch in batches]
-                chosen = [
-                    (batch.store, bound > self.capacities[batch.store], batch.size)
-                    for batch, bound in zip(batches, bounds, strict=True)
-                ]
+                bounds = {batch.store: self._most_rows[batch.store] + batch.num_keys for batch in batches}
+                chosen = [(some.store, bounds[some.store] > self.capacities[some.store], some.size) for some in batches]
                 if all(self.compiled.has("insert", *program) for program in chosen):
                     clock, stores = self._tick(), list(self.arrays)
-                    for batch, (s, must_leave, _), bound in zip(batches, chosen, bounds, strict=True):
-                        stores[s], *counted = programs.insert(
-                            must_leave, stores[s], batch.words, batch.ids, batch.lines, clock
-                        )
-                        self._most_rows[s] = min(bound, self.capacities[s])
+                    for batch, (s, must_leave, _) in zip(batches, chosen, strict=True):
+                        keys = batch.words, batch.ids, batch.lines
+                        stores[s], *counted = programs.insert(must_leave, stores[s], *keys, clock)
+                        self._most_rows[s] = min(bounds[s], self.capacities[s])
                         counts.append(counted)
                     self.arrays = tuple(stores)
                     break

@@ -1,7 +1,6 @@
 """The values of a configuration, which declare its keys: kind, default, and why a key has no effect, if so.
 
-The defaults are those of the JSON parser of HugeCTR 24.06. There are also the keys that versions 3.0 to 23.x read or
-documented, and 24.06 ignores.
+The defaults are those of HugeCTR 24.06. Keys that 24.06 ignores, and versions 3.0 to 23.x read, are here as well.
 """
 
 import dataclasses

@@ -1,5 +1,7 @@
 """Rows in databases: Redis and RocksDB, as HPS lays them out; rows.py says how, and in which order they are asked."""
 
+import contextlib
+
 from jaxsok.serving.config import Config
 from jaxsok.serving.databases.rows import Database, DatabaseRows
 
@@ -19,10 +21,9 @@ def connect(config: Config) -> Connected:
     if config.persistent_db.type == "rocks_db":
         from jaxsok.serving.databases.rocksdb import RocksDatabase
 
-        try:
-            persistent = RocksDatabase(config.persistent_db)
-        except BaseException:
+        with contextlib.ExitStack() as stack:
             if volatile is not None:
-                volatile.close()
-            raise
+                stack.callback(volatile.close)
+            persistent = RocksDatabase(config.persistent_db)
+            stack.pop_all()
     return volatile, persistent

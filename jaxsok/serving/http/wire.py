@@ -8,6 +8,7 @@ Nothing here trusts a size, a type or a nesting, and no format can name code or 
 """
 
 import collections
+import contextlib
 import email.message
 import itertools
 import json
@@ -155,14 +156,12 @@ def _flatten(value: Any, what: str, kinds: set[type], wanted: str) -> tuple[list
     """Gives the items of nested lists, of some types, and their shape; goes by level, which C does fast."""
     if type(value) is not list:
         raise RequestError(f"{what}: got {_with_kind(value)}, wanted a list, or lists of lists of one shape.")
-    shape: list[int] = []
-    items: list[Any] = [value]
+    shape, items = list[int](), [value]
     while list in (found := set(map(type, items))):
         if found != {list}:
             other = next(item for item in items if type(item) is not list)
             raise RequestError(f"{what}: lists must have one depth, got {_with_kind(other)} beside a list.")
-        lengths = set(map(len, items))
-        if len(lengths) > 1:
+        if len(lengths := set(map(len, items))) > 1:
             got = f"{min(lengths)} and {max(lengths)}"
             raise RequestError(f"{what}: lists of one level must have one length, got {got}.")
         if len(shape) == MAX_NDIM:
@@ -272,10 +271,8 @@ def read_keys(value: Any, what: str) -> np.ndarray:
             if type(item) is str and _KEY.fullmatch(item) is None:
                 raise RequestError(f"{what}: got {brief(item)}, wanted an integer or a string of its digits.")
         flat = list(map(int, flat))
-    try:
+    with contextlib.suppress(OverflowError):
         return np.array(flat, np.int64).view(np.uint64).reshape(shape)
-    except OverflowError:
-        pass
     for item in flat:
         if not -(2**63) <= item < 2**64:
             raise RequestError(f"{what}: got the key {brief(item)}, wanted 64 bits: -2**63 to 2**64 - 1.")
@@ -312,10 +309,9 @@ def _array_of(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
     if dtype.kind in "biu":
         kinds, wide, wanted = ({bool}, np.bool_, "booleans") if dtype.kind == "b" else ({int}, np.int64, "integers")
     flat, shape = _flatten(value, what, kinds, wanted)
-    try:
+    array = np.array(math.inf)
+    with contextlib.suppress(OverflowError):
         array = np.array(flat, wide)
-    except OverflowError:
-        array = np.array(math.inf)
     if not np.isfinite(array).all():
         raise RequestError(f"{what}: got a number that does not fit {dtype.name}.")
     return array.reshape(shape)

@@ -69,6 +69,7 @@ class Served:
         self.names = tuple(versions.current.tables.tables)
         self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool)
         self.counts = _Counts(self.names)
+        self.publish = reader.publish
         try:
             reader.start(warm_up=warm_up)
         except BaseException:
@@ -133,10 +134,8 @@ class Served:
             )
         leaves, num_samples = served.read(inputs)
         if num_samples > self.config.max_batch_size:
-            raise errors.RequestTooLargeError(
-                f"{op}: inputs: got {num_samples} samples, wanted at most {self.config.max_batch_size}, the "
-                "max_batch_size."
-            )
+            wanted = f"at most {self.config.max_batch_size}, the max_batch_size"
+            raise errors.RequestTooLargeError(f"{op}: inputs: got {num_samples} samples, wanted {wanted}.")
         if num_samples == 0 and not served.is_per_sample:
             raise errors.RequestError(f"{op}: inputs: got a batch of no samples, wanted one at least.")
         num_keys: collections.Counter[str] = collections.Counter()
@@ -181,10 +180,6 @@ class Served:
                 if not isinstance(program, Prediction) or program.fits(new.served):
                     ready.make(place, program)
             wanted = ready.used()
-
-    def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None:
-        """Reads a whole new version from here on; `changed` has the keys of each table that changed or went."""
-        self.reader.publish(new, changed)
 
     def settle(self, now: Version) -> None:
         """Forgets the programs of versions other than the served one; also called after a failure."""
@@ -289,11 +284,8 @@ def open_model(
         num_rows = {table: stored.current.num_rows[table.name] for table, _ in given}
     if is_cached:
         rows = {table: max(cache_lib.MIN_ROWS, math.ceil(config.gpucacheper * n)) for table, n in num_rows.items()}
-        needed, why = (
-            sum(cache_lib.cache_bytes(rows).values()),
-            f"its cache; take a gpucacheper below {config.gpucacheper}",
-        )
-        device.require("open", config.model, device.free(), needed, why)
+        needed, why = cache_lib.cache_bytes(rows).values(), f"its cache; take a gpucacheper below {config.gpucacheper}"
+        device.require("open", config.model, device.free(), sum(needed), why)
     if stored is not None:
         reader = CachedRows(config, stored, device.device)
         return Served(config, stored, device.device, reader, warm_up=warm_up)

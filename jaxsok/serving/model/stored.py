@@ -58,7 +58,7 @@ class StoredVersions:
     ) -> None:
         self.name, self._is_read_only = model.model, config.persistent_db.read_only
         self.key_bits: KeyBits = config.key_bits
-        self._updating = threading.Lock()  # held by one update; it alone sets `_current`
+        self._updating = threading.Lock()  # held by one update; it alone sets `current`
         self.num_in_place = 0
         tables = [table for table, _ in given]
         there = [database for database in databases if database is not None]
@@ -71,7 +71,7 @@ class StoredVersions:
         for table, source in given:
             _fill(table, source, volatile, config.volatile_db.initial_cache_rate, persistent)
         is_filled = sum(filled) == len(there)
-        self._current = StoredVersion(
+        self.current = StoredVersion(
             number=1,
             tables=FrozenTables((), FrozenSpec.of(tables)),
             maps=(),
@@ -82,10 +82,6 @@ class StoredVersions:
             dense_file=str(model.dense_file or ""),
             stored=make(there, lifts=config.volatile_db.cache_missed_embeddings),
         )
-
-    @property
-    def current(self) -> StoredVersion:
-        return self._current
 
     def update(
         self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, reader: Reader
@@ -103,7 +99,7 @@ class StoredVersions:
             )
         with self._updating:
             try:
-                old = self._current
+                old = self.current
                 opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
                 changes = [Change.of(old.tables.tables[name], found) for name, found in opened.items()]
                 replaced = frozenset(change.table.name for change in changes if change.gone is None)
@@ -111,11 +107,11 @@ class StoredVersions:
                 reader.prepare(old, new)
                 changed = {change.table.name: _write(old.stored, change) for change in changes if not change.is_empty}
                 reader.publish(new, changed)
-                self._current = new
+                self.current = new
                 self.num_in_place += bool(changed)
                 return new
             finally:
-                reader.settle(self._current)
+                reader.settle(self.current)
 
 
 def _fill(

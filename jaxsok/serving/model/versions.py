@@ -147,7 +147,7 @@ class Versions:
         self.key_bits: folders.KeyBits = key_bits
         self._spare_rows = config.spare_rows
         self._can_donate = can_donate
-        # One update at a time holds `_updating`: it alone sets `_current` and closes the gate. Arrays of `_current` are
+        # One update at a time holds `_updating`: it alone sets `current` and closes the gate. Arrays of `current` are
         # donated only while the gate is closed.
         self._gate, self._updating = Gate(), threading.Lock()
         needed = sum(
@@ -156,7 +156,8 @@ class Versions:
         why = "its tables; take a smaller row_dtype, or, where they lie on a device, a gpucacheper below 1"
         memory.require("open", self.name, memory.free(), needed, why)
         tables, maps = frozen.freeze_records(given, spare_rows=config.spare_rows, device=memory.device)
-        self._current = Version(
+        # The latest version, to inspect; look up under `reading`.
+        self.current = Version(
             number=1,
             tables=tables,
             maps=maps,
@@ -170,21 +171,16 @@ class Versions:
         self.held_bytes = 0  # device memory of a version that is not served yet
 
     @property
-    def current(self) -> Version:
-        """The latest version, to inspect; look up under `reading`."""
-        return self._current
-
-    @property
     def host_bytes(self) -> int:
         """Bytes of the maps of rows, and of rows below a cache."""
-        rows_bytes = 0 if self._can_donate else self._current.tables.num_bytes
-        return rows_bytes + sum(row_map.num_bytes for row_map in self._current.maps)
+        rows_bytes = 0 if self._can_donate else self.current.tables.num_bytes
+        return rows_bytes + sum(row_map.num_bytes for row_map in self.current.maps)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Version]:
         """Gives a version whose arrays are not donated until work over them is dispatched."""
         with self._gate.reading():
-            yield self._current
+            yield self.current
 
     def update(
         self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, reader: Reader
@@ -199,14 +195,14 @@ class Versions:
             )
         with self._updating:
             try:
-                old = self._current
+                old = self.current
                 opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
                 changes = [Change.of(old.tables.tables[name], found) for name, found in opened.items()]
                 new = old.following(opened, dense_model)
                 self._update(old, new, changes, in_place, reader)
-                return self._current
+                return self.current
             finally:
-                reader.settle(self._current)
+                reader.settle(self.current)
 
     def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Reader) -> None:
         maps = list(old.maps)
@@ -244,7 +240,7 @@ class Versions:
             else:
                 changed = {name: keys for plan in plans for name, keys in plan.changed.items()}
                 reader.publish(new, changed)
-                self._current = new
+                self.current = new
         finally:
             self.held_bytes = 0
 
@@ -308,9 +304,9 @@ class Versions:
                     stores[write.store] = frozen.write_lines(stores[write.store], write.row_ids, write.before)
                 for s, was in enumerate(old.tables.stores):
                     stores[s] = dataclasses.replace(stores[s], index=was.index, counters=was.counters)
-                self._current = old.over(stores)
+                self.current = old.over(stores)
                 raise
-            self._current = new.over(stores)
+            self.current = new.over(stores)
 
 
 @dataclasses.dataclass(frozen=True)
