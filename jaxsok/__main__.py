@@ -96,7 +96,7 @@ def _declare_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--spec", metavar="SPEC", help="file of declarations, as for estimate; by default from the files"
     )
-    parser.add_argument("--table", action="append", default=[], metavar="NAME=THEIRS", help="where names differ")
+    parser.add_argument("--table", nargs=2, action="append", default=[], metavar=("NAME", "THEIRS"), help="other names")
     parser.add_argument("--step", type=int, metavar="N", help="updates so far, which Adam needs")
     parser.add_argument("--rows-only", action="store_true", help="leaves optimizer state out")
 
@@ -108,12 +108,7 @@ def _import(options: argparse.Namespace) -> str:
 
     source, spec = options.checkpoint, options.spec
     collection = Collection(torchrec.declare(source) if spec is None else inspection.read_spec(spec).tables, [])
-    names = {table.name: table.name for table in collection.tables}
-    for pair in options.table:
-        name, _, theirs = pair.partition("=")
-        if not theirs:
-            raise ValueError(f"import: --table: got {pair!r}, wanted NAME=THEIRS.")
-        names[name] = theirs
+    names = {table.name: table.name for table in collection.tables} | dict(options.table)
     with_state = not options.rows_only
     state = torchrec.load(collection, collection.init(), source, names, with_state=with_state, step=options.step)
     num_rows = checkpoint.export_full(options.folder, collection, state).num_rows

@@ -1,17 +1,15 @@
 """Comparison of a collection with another system that takes the same steps."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from jaxsok import checks
 from jaxsok.collection import Collection
-from jaxsok.records import Records
 from jaxsok.store import State
 
-PeerRows = Callable[[str, np.ndarray], np.ndarray | Records]
+PeerRows = Callable[[str, np.ndarray], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +24,6 @@ class Parity:
     table: str | None = None
     """The first table that differs, and below its row with the smallest key; None: all agree."""
     key: int | None = None
-    part: str = ""
-    """"row", or the name of an optimizer state."""
     ours: np.ndarray | None = None
     theirs: np.ndarray | None = None
 
@@ -36,7 +32,7 @@ class Parity:
             return f"{self.num_steps} steps agree"
         column = int(np.argmax(np.nan_to_num(abs(self.ours - self.theirs), nan=np.inf)))
         return (
-            f'after step {self.num_steps}: table "{self.table}", key {self.key}: {self.part}[{column}] is '
+            f'after step {self.num_steps}: table "{self.table}", key {self.key}: row[{column}] is '
             f"{self.ours[column]} here and {self.theirs[column]} there"
         )
 
@@ -49,7 +45,6 @@ def parity(
     peer_rows: PeerRows,
     batches: Iterable[Any],
     *,
-    tables: Sequence[str] | None = None,
     rtol: float = 1e-5,
     atol: float = 1e-6,
 ) -> Parity:
@@ -59,19 +54,18 @@ def parity(
     smallest key is reported. Numbers agree if `abs(ours - theirs) <= atol + rtol * abs(theirs)`, or both are NaN.
 
     Args:
-      collection: its tables have the rows that are asked for.
+      collection: its tables are compared, all their rows.
       state: where both begin; donated if `step` donates it.
       step: `(state, batch) -> state` or `(state, loss)`.
       peer_step: `(batch) -> loss` or None: takes a step in the other system.
-      peer_rows: `(table, keys) -> [num_keys, dim]` of uint64 keys, or `Records` with optimizer state to compare, too.
-        `jaxsok.interchange.torchrec.rows_of` makes it of a model of TorchRec.
+      peer_rows: `(table, keys) -> [num_keys, dim]`, of uint64 keys; `jaxsok.interchange.torchrec.rows_of` makes it of a
+        model of TorchRec.
       batches: given to both, one after the other.
-      tables: names; None: all.
       rtol: how far numbers may lie apart, by the peer's.
       atol: the same for small numbers.
 
     Raises:
-      ValueError: an unknown table, or rows of another shape.
+      ValueError: rows of another shape.
 
     Cost:
       All rows go to the host after each step, 64 MiB at a time.
@@ -90,44 +84,29 @@ def parity(
       >>> print(parity(collection, collection.init(), step, peer_step, peer_rows, [np.array([7, 8]), np.array([8, 9])]))
       after step 2: table "item", key 9: row[0] is -0.5 here and -0.25 there
     """
-    names = [table.name for table in collection.tables]
-    chosen = names if tables is None else list(tables)
-    if not set(chosen) <= set(names):
-        raise ValueError(f"parity: tables: got {chosen}, wanted some of {names}.")
-    for name, value in (("rtol", rtol), ("atol", atol)):
-        checks.number(f"parity: {name}", value, low=0.0, wanted="a number of at least 0")
-    losses, batches, differs = [], iter(batches), _first_difference(collection, state, chosen, peer_rows, rtol, atol)
+    losses, batches, differs = [], iter(batches), _first_difference(collection, state, peer_rows, rtol, atol)
     while not differs and (batch := next(batches, None)) is not None:
         result, theirs = step(state, batch), peer_step(batch)
         state, ours = (result, None) if isinstance(result, State) else result
         losses.append([np.nan if loss is None else float(loss) for loss in (ours, theirs)])
-        differs = _first_difference(collection, state, chosen, peer_rows, rtol, atol)
+        differs = _first_difference(collection, state, peer_rows, rtol, atol)
     return Parity(len(losses), np.array(losses, np.float64).reshape(-1, 2), state, **differs)
 
 
 def _first_difference(
-    collection: Collection, state: State, tables: Sequence[str], peer_rows: PeerRows, rtol: float, atol: float
+    collection: Collection, state: State, peer_rows: PeerRows, rtol: float, atol: float
 ) -> dict[str, Any]:
     """Returns the fields of a `Parity` that name the first row that differs; empty if none does."""
-    for table in tables:
+    for table in [table.name for table in collection.tables]:
         found = []
-        for records in collection.export_chunks(state, table):
-            theirs = peer_rows(table, records.keys)
-            theirs = theirs if isinstance(theirs, Records) else Records(records.keys, np.asarray(theirs))
-            pairs = {"row": (records.rows, theirs.rows)}
-            pairs |= {name: (records.state[name], array) for name, array in theirs.state.items()}
-            for part, arrays in pairs.items():
-                shapes = [list(array.shape) for array in arrays]
-                if shapes[0] != shapes[1]:
-                    raise ValueError(
-                        f'parity: peer_rows: table "{table}": {part}: got {shapes[1]}, wanted {shapes[0]} numbers.'
-                    )
-                ours, peers = (array.astype(np.float32) for array in arrays)
-                wrong = np.flatnonzero(~np.isclose(ours, peers, rtol, atol, equal_nan=True).all(axis=1))
-                if wrong.size:
-                    line = wrong[np.argmin(records.keys[wrong])]
-                    found.append((int(records.keys[line]), part, ours[line], peers[line]))
+        for records in collection.export_chunks(state, table, with_state=False):
+            ours, theirs = records.rows.astype(np.float32), np.asarray(peer_rows(table, records.keys), np.float32)
+            if ours.shape != theirs.shape:
+                raise ValueError(f'parity: peer_rows: "{table}": got shape {theirs.shape}, wanted {ours.shape}.')
+            wrong = np.flatnonzero(~np.isclose(ours, theirs, rtol, atol, equal_nan=True).all(axis=1))
+            if wrong.size:
+                line = wrong[np.argmin(records.keys[wrong])]
+                found.append({"key": int(records.keys[line]), "ours": ours[line], "theirs": theirs[line]})
         if found:
-            first = min(found, key=lambda difference: difference[0])
-            return {"table": table, **dict(zip(("key", "part", "ours", "theirs"), first, strict=True))}
+            return {"table": table, **min(found, key=lambda difference: difference["key"])}
     return {}

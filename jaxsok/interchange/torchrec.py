@@ -1,12 +1,9 @@
-"""Tables of TorchRec and of NVIDIA's dynamicemb, which are read only: rows and optimizer state, from either's files.
+"""Tables of TorchRec and of NVIDIA's dynamicemb, which are read only: rows and optimizer state. Neither is needed.
 
-TorchRec's come in a folder of `torch.distributed.checkpoint`, under any sharding. A table is the tensor
-`….embedding_bags.NAME.weight` or `….embeddings.NAME.weight`; its state is `….weight.NAME.momentum1` and others of the
-fused optimizer, or `….weight.sum` of a dense one. Keys are the numbers of the rows. Neither torch nor TorchRec is
-needed.
-
-dynamicemb writes, for each table and rank, raw files `NAME_emb_keys.rank_0.world_size_1` (int64), `…_values…` and
-`…_opt_values…` (float32).
+In a folder of `torch.distributed.checkpoint` a table is the tensor `….embedding_bags.NAME.weight` or
+`….embeddings.NAME.weight`, under any sharding; its state is `….weight.NAME.momentum1` and others of a fused optimizer,
+or `….weight.sum` of a dense one. Keys are the numbers of the rows. dynamicemb writes for each table and rank raw files
+`NAME_emb_keys.rank_0.world_size_1` (int64), `NAME_emb_values.…` and `NAME_emb_opt_values.…` (float32).
 """
 
 import dataclasses
@@ -32,20 +29,16 @@ from jaxsok.store import State
 
 _SUMS = {"accumulator": ("momentum1", "dense sum")}
 _MOMENTS = {"m": ("momentum1", "exp_avg"), "v": ("exp_avg_sq",)}
-_STATES: dict[str, dict[str, tuple[str, ...]]] = {
-    "sgd": {},
-    "adagrad": _SUMS,
-    "rowwise_adagrad": _SUMS,
-    "adam": _MOMENTS,
-    "adamw": _MOMENTS,
-    "rowwise_adam": _MOMENTS,
-}
+_STATES: dict[str, dict[str, tuple[str, ...]]] = {"sgd": {}, **dict.fromkeys(("adagrad", "rowwise_adagrad"), _SUMS)}
+_STATES |= dict.fromkeys(("adam", "adamw", "rowwise_adam"), _MOMENTS)
 """By optimizer, the names that each state may have in files. A dense optimizer's have "dense " before them: its sums
 are those of lazy Adagrad, since a gradient of zero adds nothing; its moments are not those of lazy Adam."""
 
 _PLACE = re.compile(r"((?:.+\.)?(?:embedding_bags|embeddings)\.([^.]+))\.weight(?:\.(.+))?")
 _COLUMNS = re.compile(r"(.+)\[(\d+):(\d+)\]")
 _KEYS_FILE = re.compile(r"(.+)_emb_keys\.rank_(\d+)\.world_size_(\d+)")
+
+_Pieces = Iterator[tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,33 +50,10 @@ class _Saved:
     dtype: np.dtype
     states: Mapping[str, int]
     """Numbers a row by name of state; 0: it is not by rows."""
-    read: Callable[[int, int], tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]]
-    """Reads keys, rows and states of some rows, by number."""
+    read: Callable[[int, Sequence[str]], _Pieces]
+    """Yields keys, rows and the states that are asked for, so many rows at a time."""
     blocks: Sequence[tuple[int, int]] = ()
     """Ranges of columns that have one number of state a row each, if they are not those of the table."""
-
-
-def read_torchrec(
-    folder: str | os.PathLike, table: str, *, optimizer: Optimizer | None = None, chunk_rows: int | None = None
-) -> RecordChunks:
-    """Reads a table of a checkpoint of TorchRec or a dump of dynamicemb, whatever number of devices wrote it.
-
-    `table` is TorchRec's name of it, or all that stands before `.weight` in the checkpoint where two collections have
-    tables of one name; `"user[0:8]"` takes columns. `optimizer`, one of `jaxsok.optim`, says whose state to read; None:
-    rows alone.
-
-    Raises:
-      FileNotFoundError, ValueError: what is missing, truncated or of another format; state that the optimizer cannot
-        continue from exactly.
-
-    Cost:
-      A chunk of rows is in host memory at a time; files are mapped, so that no shard is read as a whole.
-
-    Example:
-      `chunks = read_torchrec("checkpoint", "user", optimizer=jaxsok.optim.rowwise_adagrad(0.1))`
-    """
-    op = "read_torchrec"
-    return _records(op, table, _open(op, folder, [table])[table], optimizer, chunk_rows)
 
 
 def load(
@@ -97,9 +67,10 @@ def load(
     reset_state: bool = False,
     chunk_rows: int | None = None,
 ) -> State:
-    """Enters tables of TorchRec or dynamicemb with their optimizer state, into any mesh.
+    """Enters tables of TorchRec or dynamicemb with their optimizer state, whatever number of devices wrote them.
 
-    Other arguments are those of `jaxsok.interchange`. `tables` may map names to those that `read_torchrec` takes.
+    Other arguments are those of `jaxsok.interchange`. `tables` may map names to TorchRec's: `"user"`, all that stands
+    before `.weight` in the checkpoint if two collections have a table of that name, or `"user[0:8]"` for some columns.
     `step`, the number of updates so far, becomes `state.step`. Neither system saves it, and Adam's bias correction
     needs it.
 
@@ -107,10 +78,14 @@ def load(
       ValueError: besides those of `jaxsok.interchange`: state that the declared optimizer cannot continue from exactly,
         or Adam without `step`.
 
+    Cost:
+      A chunk of rows is in host memory at a time; files are mapped, so that no shard is read as a whole.
+
     Example:
       `state = torchrec.load(collection, state, "checkpoint", {"user": "t_user"}, step=500)`
     """
-    op, names = "torchrec.load", files.names_of("torchrec.load", collection, tables)
+    op = "torchrec.load"
+    names = files.names_of(op, collection, tables)
     if step is not None:
         checks.integer(f"{op}: step", step, 0, 2**32 - 1, wanted="the number of updates so far")
     chunks, saved = {}, _open(op, folder, names.values())
@@ -122,17 +97,13 @@ def load(
                 "corrects its bias by it, and the files do not have it; with_state=False takes rows alone."
             )
         chunks[table] = _records(op, name, saved[name], optimizer, chunk_rows)
-    state = files.import_all(op, collection, state, chunks, reset_state=reset_state)
-    if step is None:
-        return state
-    return dataclasses.replace(state, step=jax.device_put(np.uint32(step), state.step.sharding))
+    if step is not None:  # now, so that rows count as used in this step
+        state = dataclasses.replace(state, step=jax.device_put(np.uint32(step), state.step.sharding))
+    return files.import_all(op, collection, state, chunks, reset_state=reset_state)
 
 
 def read_dense(folder: str | os.PathLike) -> dict[str, np.ndarray]:
     """Reads all tensors of a checkpoint that belong to no table, by name: dense parameters and their optimizer state.
-
-    Raises:
-      FileNotFoundError, ValueError: as `read_torchrec`.
 
     Example:
       `weight = read_dense("checkpoint")["model.over.weight"]`
@@ -147,9 +118,6 @@ def declare(folder: str | os.PathLike, learning_rate: float = 0.01) -> list[Tabl
     The files do not name optimizers: state of `dim` numbers a row is taken for that of `adagrad`, of one number for
     that of `rowwise_adagrad`, two arrays for `adam` or `rowwise_adam`, none for `sgd`. Where blocks of columns have
     rowwise state of their own, as under column-wise sharding, each becomes a table, as `user[0:8]`.
-
-    Raises:
-      FileNotFoundError, ValueError: as `read_torchrec`.
 
     Example:
       `tables = declare("checkpoint", learning_rate=0.1)`
@@ -172,7 +140,7 @@ def declare(folder: str | os.PathLike, learning_rate: float = 0.01) -> list[Tabl
 
 
 def rows_of(model: Any, names: Mapping[str, str] | None = None) -> Callable[[str, np.ndarray], np.ndarray]:
-    """Returns a function that reads rows of a TorchRec model, sharded or not, as `jaxsok.parity` takes it.
+    """Makes a function that reads rows of a TorchRec model, sharded or not, as `jaxsok.parity` takes it.
 
     `names` maps tables to TorchRec's names. The function takes a table and uint64 keys, and returns float32[num_keys,
     dim], NaN for what other processes have. Each call copies the table.
@@ -184,7 +152,7 @@ def rows_of(model: Any, names: Mapping[str, str] | None = None) -> Callable[[str
     def read(table: str, keys: np.ndarray) -> np.ndarray:
         wanted, tensors = (names or {}).get(table, table), model.state_dict()
         found = [name for name in tensors if (m := _PLACE.fullmatch(name)) and not m[3] and wanted in (m[1], m[2])]
-        tensor = tensors[_only("rows_of", "model", wanted, found)]
+        tensor = tensors[_only("rows_of", "model", wanted, found, tensors)]
         whole = np.full(tensor.size(), np.nan, np.float32)
         shards = tensor.local_shards() if hasattr(tensor, "local_shards") else ()
         for (row, column), part in [(s.metadata.shard_offsets, s.tensor) for s in shards] or [((0, 0), tensor)]:
@@ -197,11 +165,10 @@ def rows_of(model: Any, names: Mapping[str, str] | None = None) -> Callable[[str
 # Tables in files -----------------------------------------------------------------------------------------------------
 
 
-def _only(op: str, where: Any, name: str, found: Sequence[str], every: Iterable[str] = ()) -> str:
+def _only(op: str, where: Any, name: str, found: Sequence[str], every: Iterable[str]) -> str:
     """Returns the one name that was found."""
     if len(found) != 1:
-        wanted = f"one of {list(every)}" if every else "the name of one table"
-        raise ValueError(f'{op}: {where}: got "{name}", of which there are {list(found)}, wanted {wanted}.')
+        raise ValueError(f'{op}: {where}: got "{name}", of which there are {list(found)}, wanted one of {list(every)}.')
     return found[0]
 
 
@@ -215,36 +182,26 @@ def _open(op: str, folder: str | os.PathLike, names: Iterable[str] | None = None
         if match := _KEYS_FILE.fullmatch(file.name):
             dumped.setdefault(match[1], []).append((int(match[2]), int(match[3]), file))
     if not dumped:
-        raise FileNotFoundError(
-            f"{op}: {path}: got neither .metadata nor *_emb_keys.rank_*, wanted a folder of "
-            "torch.distributed.checkpoint or of dynamicemb."
-        )
-    for name in names or ():
-        _only(op, path, name, [name] if name in dumped else [], dumped)
-    return {name: _open_dump(op, name, dumped[name]) for name in (dumped if names is None else names)}
+        raise FileNotFoundError(f"{op}: {path}: got neither .metadata nor *_emb_keys.rank_*, wanted one of them.")
+    names = dumped if names is None else [_only(op, path, n, [n] if n in dumped else [], dumped) for n in names]
+    return {name: _open_dump(op, name, dumped[name]) for name in names}
 
 
 def _open_checkpoint(op: str, folder: pathlib.Path, names: Iterable[str] | None) -> dict[str, _Saved]:
-    weights: dict[str, Tensor] = {}
-    places = []
-    for name, tensor in read_tensors(op, folder).items():
-        if (match := _PLACE.fullmatch(name)) and match[3] is None and len(tensor.shape) == 2:
-            weights[match[1]] = tensor
-        elif match and match[3]:
-            places.append((match, tensor))
+    places = [(match, t) for name, t in read_tensors(op, folder).items() if (match := _PLACE.fullmatch(name))]
+    weights = {match[1]: tensor for match, tensor in places if match[3] is None}
     states: dict[str, dict[str, Tensor]] = {path: {} for path in weights}
     for match, tensor in places:
+        if match[3] is None:
+            continue
         # Paths of state and weight begin in different dicts; a state belongs to the weight whose path ends most alike.
-        common = {path: _num_common(path, match[1]) for path in weights}
+        common = {path: _num_common(path.split("."), match[1].split(".")) for path in weights}
         best = [path for path, number in common.items() if number == max(common.values()) > 1]
         fused = match[3].startswith(f"{match[2]}.")
         name = match[3].removeprefix(f"{match[2]}.") if fused else f"dense {match[3]}"
         states[_only(op, folder, match[0], best, weights)][name] = tensor
-    tables = {path.rpartition(".")[2]: path for path in weights}
-    if names is None:
-        names = tables if len(tables) == len(weights) else weights
-    result = {}
-    for name in names:
+    tables, result = dict.fromkeys(path.rpartition(".")[2] for path in weights), {}
+    for name in (tables if len(tables) == len(weights) else weights) if names is None else names:
         columns = None if name in weights or name in tables else _COLUMNS.fullmatch(name)
         wanted = columns[1] if columns else name
         path = _only(op, folder, wanted, [p for p in weights if wanted in (p, p.rpartition(".")[2])], weights)
@@ -252,9 +209,9 @@ def _open_checkpoint(op: str, folder: pathlib.Path, names: Iterable[str] | None)
     return result
 
 
-def _num_common(one: str, other: str) -> int:
-    """Counts the parts, between dots, that the ends of two paths have in common."""
-    pairs = zip(reversed(one.split(".")), reversed(other.split(".")), strict=False)
+def _num_common(path: list[str], other: list[str]) -> int:
+    """Counts the parts that the ends of two paths have in common."""
+    pairs = zip(reversed(path), reversed(other), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
@@ -267,73 +224,56 @@ def _sharded(weight: Tensor, states: Mapping[str, Tensor], columns: tuple[int, i
     # Where chunks split columns, rowwise state is saved for one block of columns after the other.
     is_split = {name: len(lefts) > 1 and tensor.shape == (num_rows * len(lefts),) for name, tensor in states.items()}
     blocks = list(zip(lefts, [*lefts[1:], dim], strict=True)) if any(is_split.values()) else [(0, dim)]
-    number = blocks.index((low, high)) if (low, high) in blocks else 0
-    widths = {}
-    for name, tensor in states.items():
-        rowwise = tensor.shape in ((num_rows,), (num_rows, 1)) or is_split[name]
-        widths[name] = high - low if tensor.shape == weight.shape else int(rowwise)
+    before = num_rows * blocks.index((low, high)) if (low, high) in blocks else 0
+    is_rowwise = {name: is_split[name] or t.shape in ((num_rows,), (num_rows, 1)) for name, t in states.items()}
+    widths = {name: high - low if t.shape == weight.shape else int(is_rowwise[name]) for name, t in states.items()}
 
-    def read(begin: int, end: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        found = {}
-        for name, tensor in states.items():
-            if widths[name]:
-                first = number * num_rows if is_split[name] else 0
-                ranges = ((low, high),) if tensor.shape == weight.shape else ()
-                found[name] = tensor.read((first + begin, first + end), *ranges).reshape(end - begin, -1)
-        return np.arange(begin, end, dtype=np.uint64), weight.read((begin, end), (low, high)), found
+    def read(at_once: int, names: Sequence[str]) -> _Pieces:
+        for begin in range(0, num_rows, at_once):
+            end, found = min(begin + at_once, num_rows), {}
+            for name in names:
+                first = before if is_split[name] else 0
+                ranges = ((first + begin, first + end), (low, high))[: 1 if is_rowwise[name] else 2]
+                found[name] = states[name].read(*ranges).reshape(end - begin, -1)
+            yield np.arange(begin, end, dtype=np.uint64), weight.read((begin, end), (low, high)), found
 
-    has_others = 1 in widths.values() and (low, high) not in blocks
+    has_others = any(is_rowwise.values()) and (low, high) not in blocks
     return _Saved(num_rows, high - low, weight.dtype, widths, read, blocks if has_others else ())
 
 
 def _open_dump(op: str, name: str, dumped: Sequence[tuple[int, int, pathlib.Path]]) -> _Saved:
     if sorted(rank for rank, _, _ in dumped) != list(range(dumped[0][1])):
         raise ValueError(
-            f'{op}: table "{name}": got {[str(file) for _, _, file in dumped]}, wanted the files of all ranks of one '
-            "dump."
+            f'{op}: table "{name}": got {[str(file) for *_, file in dumped]}, wanted the files of all ranks of a dump.'
         )
-    keys = [RawArray(op, path, np.dtype("<i8"), (files.rows_in(op, path, 8),)) for _, _, path in dumped]
-    keys = [part for part in keys if part.shape[0]]
-    num_rows = sum(part.shape[0] for part in keys)
-
-    def arrays_of(kind: str) -> list[RawArray]:
-        paths = [part.path.with_name(part.path.name.replace("_emb_keys.", f"_emb_{kind}.")) for part in keys]
-        found = [
-            path.is_file() and files.rows_in(op, path, 4 * k.shape[0]) for path, k in zip(paths, keys, strict=True)
-        ]
-        if len(set(found)) > 1 or (kind == "values" and not any(found)):
-            raise ValueError(
-                f'{op}: table "{name}": {kind}: got {found} numbers a row, wanted one number in all ranks.'
-            )
-        shapes = [(part.shape[0], int(width)) for part, width in zip(keys, found, strict=True) if width]
-        return [RawArray(op, path, np.dtype("<f4"), shape) for path, shape in zip(paths, shapes, strict=False)]
-
-    rows, state = arrays_of("values"), arrays_of("opt_values")
-    dim, width = (parts[0].shape[1] if parts else 0 for parts in (rows, state))
+    parts, forms = [], set()
+    for _, _, path in dumped:
+        if num_rows := files.rows_in(op, path, 8):
+            others = [path.with_name(path.name.replace("_emb_keys.", f"_emb_{x}.")) for x in ("values", "opt_values")]
+            form = tuple(files.rows_in(op, other, 4 * num_rows) if other.is_file() else 0 for other in others)
+            shapes = [(other, (num_rows, width)) for other, width in zip(others, form, strict=True) if width]
+            arrays = [RawArray(op, other, np.dtype("<f4"), shape) for other, shape in shapes]
+            parts.append((RawArray(op, path, np.dtype("<i8"), (num_rows,)), *arrays))
+            forms.add(form)
+    if len(forms) != 1 or 0 in (form[0] for form in forms):
+        raise ValueError(f'{op}: table "{name}": got rows and state of {forms} numbers, wanted the same in all ranks.')
+    ((dim, width),) = forms
     by_width = {0: {}, 2 * dim: {"momentum1": dim, "exp_avg_sq": dim}, dim: {"momentum1": dim}}
     states = by_width.get(width, {"momentum1": 1} if width in (1, 4) else {"opt_values": width})  # padded to 16 bytes
 
-    def read(begin: int, end: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        numbers = _rows_of_parts(state, begin, end) if state else np.zeros((end - begin, 0))
-        columns = np.split(numbers, np.cumsum(list(states.values()), dtype=int), axis=1)
-        found = dict(zip(states, columns, strict=False))
-        return _rows_of_parts(keys, begin, end).view(np.uint64), _rows_of_parts(rows, begin, end), found
+    def read(at_once: int, names: Sequence[str]) -> _Pieces:
+        for keys, *others in parts:
+            for i in range(0, keys.shape[0], at_once):
+                rows, *state = (array.read(i, i + at_once) for array in others[: 2 if names else 1])
+                columns = np.split(state[0], np.cumsum(list(states.values())), axis=1) if names else ()
+                yield keys.read_keys(i, i + at_once), rows, dict(zip(states, columns, strict=False))
 
-    at_once = files.CHUNK_BYTES // 8
-    starts = range(0, num_rows, at_once)
-    chunks = lambda: (_rows_of_parts(keys, i, i + at_once).view(np.uint64) for i in starts)  # noqa: E731
-    files.check_keys(op, num_rows, chunks, lambda number: f'table "{name}": row {number}')
+    def keys_of(at_once: int = files.CHUNK_BYTES // 8) -> Iterator[np.ndarray]:
+        return (keys.read_keys(i, i + at_once) for keys, *_ in parts for i in range(0, keys.shape[0], at_once))
+
+    num_rows = sum(keys.shape[0] for keys, *_ in parts)
+    files.check_keys(op, num_rows, keys_of, lambda number: f'table "{name}": row {number}')
     return _Saved(num_rows, dim, np.dtype(np.float32), states, read)
-
-
-def _rows_of_parts(parts: Sequence[RawArray], begin: int, end: int) -> np.ndarray:
-    """Reads rows of files that follow each other."""
-    found = []
-    for part in parts:
-        if begin < part.shape[0] and end > 0:
-            found.append(part.read(max(begin, 0), end))
-        begin, end = begin - part.shape[0], end - part.shape[0]
-    return np.concatenate(found)
 
 
 # State ---------------------------------------------------------------------------------------------------------------
@@ -342,11 +282,10 @@ def _rows_of_parts(parts: Sequence[RawArray], begin: int, end: int) -> np.ndarra
 def _records(op: str, name: str, saved: _Saved, optimizer: Optimizer | None, chunk_rows: int | None) -> RecordChunks:
     names = {} if optimizer is None else _names_of_state(op, name, saved, optimizer)
     widths = {ours: saved.states[theirs] for ours, theirs in names.items()}
-    at_once = files.rows_of_chunk(op, chunk_rows, 8 + saved.dim * saved.dtype.itemsize + 4 * sum(saved.states.values()))
+    at_once = files.rows_of_chunk(op, chunk_rows, 8 + saved.dim * saved.dtype.itemsize + 4 * sum(widths.values()))
 
     def chunks() -> Iterator[Records]:
-        for begin in range(0, saved.num_rows, at_once):
-            keys, rows, states = saved.read(begin, min(begin + at_once, saved.num_rows))
+        for keys, rows, states in saved.read(at_once, list(names.values())):
             yield Records(keys, rows, {ours: states[theirs].astype(np.float32) for ours, theirs in names.items()})
 
     return RecordChunks(saved.num_rows, saved.dim, widths, chunks)
@@ -354,31 +293,24 @@ def _records(op: str, name: str, saved: _Saved, optimizer: Optimizer | None, chu
 
 def _names_of_state(op: str, table: str, saved: _Saved, optimizer: Optimizer) -> dict[str, str]:
     """Finds each state of an optimizer in the files; refuses what it could not continue from exactly."""
-    what, remedy = f'{op}: table "{table}"', "with_state=False takes rows alone."
     widths = {state.name: state.dim for state in optimizer.state_specs(saved.dim)}
     possible = _STATES.get(optimizer.name, {})
-    if optimizer.name not in _STATES or possible.keys() != widths.keys():
-        raise ValueError(
-            f"{what}: got optim.{optimizer.name} with state {list(widths)}, which continues no state of TorchRec "
-            f"exactly, wanted one of {list(_STATES)}, sgd without momentum; {remedy}"
-        )
-    if getattr(optimizer, "eps_in_sqrt", False) and getattr(optimizer, "eps", 0.0) > 0:
-        raise ValueError(
-            f"{what}: got optim.{optimizer.name} with eps under the root, wanted eps_in_sqrt=False: TorchRec and torch "
-            f"add eps to the root; {remedy}"
-        )
-    if widths and saved.blocks:
-        raise ValueError(
-            f"{what}: got one number of state a row for each of the columns {list(saved.blocks)}, which were "
-            f"stepped apart, wanted one for the columns of the table; declare a table for each, and map it to "
-            f'"{table}[0:{saved.blocks[0][1]}]" and so on; {remedy}'
-        )
     found = {ours: [name for name in theirs if name in saved.states] for ours, theirs in possible.items()}
-    rest = saved.states.keys() - {"dense step", *(name for theirs in found.values() for name in theirs)}
-    got = {ours: saved.states[theirs[0]] for ours, theirs in found.items() if theirs}
-    if rest or got != widths:
-        raise ValueError(
-            f"{what}: got state {dict(saved.states)} (numbers a row) in the files, wanted {widths} of "
-            f"optim.{optimizer.name}, named as {possible}; declare the optimizer that wrote them; {remedy}"
-        )
-    return {ours: theirs[0] for ours, theirs in found.items()}
+    names = {ours: theirs[0] for ours, theirs in found.items() if theirs}
+    got, wanted = f"state {dict(saved.states)} in the files (numbers a row)", ""
+    if optimizer.name not in _STATES or possible.keys() != widths.keys():
+        got = f"optim.{optimizer.name} with state {list(widths)}, which continues no state of TorchRec exactly"
+        wanted = f"one of {list(_STATES)}, sgd without momentum"
+    elif getattr(optimizer, "eps_in_sqrt", False) and getattr(optimizer, "eps", 0.0) > 0:
+        got = f"optim.{optimizer.name} with eps under the root"
+        wanted = "eps_in_sqrt=False: TorchRec and torch add eps to the root"
+    elif widths and saved.blocks:
+        got = f"one number of state a row for each of the columns {list(saved.blocks)}"
+        wanted = f'one for those of the table: declare a table for each, as of "{table}[0:{saved.blocks[0][1]}]"'
+    elif {ours: saved.states[theirs] for ours, theirs in names.items()} != widths or (
+        saved.states.keys() - {"dense step", *names.values()}
+    ):
+        wanted = f"{widths} of optim.{optimizer.name}, named as {possible}; declare the optimizer that wrote them"
+    if wanted:
+        raise ValueError(f'{op}: table "{table}": got {got}, wanted {wanted}; with_state=False takes rows alone.')
+    return names

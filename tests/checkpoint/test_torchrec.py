@@ -29,6 +29,14 @@ def collection_of(optimizers, dim=DIM, **options):
     return jaxsok.Collection(tables, [], **options)
 
 
+def read(folder, table, optimizer=None):
+    """Loads one table, and returns it as it is exported."""
+    options = {"with_state": optimizer is not None}
+    collection = collection_of({"table": optimizer or optim.sgd(0.1)})
+    state = torchrec.load(collection, collection.init(), folder, {"table": table}, **options)
+    return collection.export_table(state, "table")
+
+
 def is_whole(exported, columns=slice(0, DIM), state=None):
     """Compares a table with the numbers of the golden checkpoint, whatever the order of rows."""
     order = np.argsort(exported["keys"])
@@ -65,8 +73,8 @@ def test_blocks_of_columns(table):
         accumulators = 100 + ROWS * i + np.arange(ROWS)[:, None]
         is_whole(collection.export_table(state, half), slice(4 * i, 4 * i + 4), accumulators)
     with pytest.raises(ValueError, match=rf'table "{table}": got one number of state a row .* "{table}\[0:4\]"'):
-        torchrec.read_torchrec(GOLDEN, table, optimizer=ROWWISE)
-    assert torchrec.read_torchrec(GOLDEN, table).num_rows == ROWS
+        read(GOLDEN, table, ROWWISE)
+    is_whole(read(GOLDEN, table))
 
 
 def test_declared_from_the_files(tmp_path, capsys):
@@ -79,11 +87,21 @@ def test_declared_from_the_files(tmp_path, capsys):
     is_whole(collection.export_table(state, "cw"))
     spec = tmp_path / "tables.toml"
     spec.write_text('[[tables]]\nname = "item"\ndim = 8\noptimizer = "rowwise_adagrad"\n')
-    arguments = ["import", "torchrec", str(GOLDEN), str(tmp_path / "other"), "--spec", str(spec), "--table", "item=rw"]
+    arguments = [
+        "import",
+        "torchrec",
+        str(GOLDEN),
+        str(tmp_path / "other"),
+        "--spec",
+        str(spec),
+        "--table",
+        "item",
+        "rw",
+    ]
     assert command_line.main(arguments) == 0
     assert capsys.readouterr().out == "item: 5 rows, float32[8], rowwise_adagrad\n"
-    assert command_line.main([*arguments[:4], "--table", "rw"]) == 2
-    assert "wanted NAME=THEIRS" in capsys.readouterr().err
+    assert command_line.main([*arguments[:6], "--table", "user", "rw"]) == 2
+    assert "tables: got 'user', wanted some of ['item']" in capsys.readouterr().err
 
 
 def test_dense_tensors():
@@ -99,7 +117,7 @@ REFUSED = {
     "another optimizer": ("rw", optim.lamb(0.1), "optim.lamb .* continues no state of TorchRec exactly"),
     "state that is left over": ("rw", optim.sgd(0.1), "got state {'momentum1': 1} .* wanted {} of optim.sgd"),
     "state of another width": ("rw", ADAGRAD, "wanted {'accumulator': 8}"),
-    "state that is missing": ("tw", ROWWISE, r"got state \{\} \(numbers a row\) in the files"),
+    "state that is missing": ("tw", ROWWISE, r"got state \{\} in the files \(numbers a row\)"),
     "eps under the root": ("cw", optim.adagrad(0.1), "wanted eps_in_sqrt=False"),
     "an unknown table": ("user", ROWWISE, r'got "user", of which there are \[\], wanted one of'),
     "columns that are not there": ("tw[4:9]", None, r"got columns \[4:9\], wanted some of 8"),
@@ -111,7 +129,58 @@ def test_what_is_not_exact_is_refused(case):
     """What cannot go on exactly as there is refused by name, before anything changes."""
     table, optimizer, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
-        torchrec.read_torchrec(GOLDEN, table, optimizer=optimizer)
+        read(GOLDEN, table, optimizer)
+
+
+class Fake:
+    """A tensor of a checkpoint, in one chunk."""
+
+    def __init__(self, name, numbers):
+        self.op, self.name, self.numbers = "fake", name, np.float32(numbers)
+        self.shape, self.dtype, self.chunks = self.numbers.shape, self.numbers.dtype, {(0, 0): None}
+
+    def read(self, *ranges):
+        return self.numbers[tuple(slice(*ends) for ends in ranges)]
+
+
+def test_tables_of_one_name(monkeypatch):
+    """Two collections may have tables of one name: the path tells them and their state apart."""
+    names = [f"{arch}.embedding_bags.user.weight" for arch in ("left.bags", "right.bags")]
+    numbers = {f"model.{name}": NUMBERS + 1000 * i for i, name in enumerate(names)}
+    numbers |= {f"opt.state.{name}.user.momentum1": 100 + np.arange(ROWS) + 1000 * i for i, name in enumerate(names)}
+    tensors = {name: Fake(name, numbers[name]) for name in reversed(numbers)}
+    monkeypatch.setattr(torchrec, "read_tensors", lambda op, folder: tensors)
+    found = read(GOLDEN, "model.right.bags.embedding_bags.user", ROWWISE)
+    order = np.argsort(found["keys"])
+    np.testing.assert_array_equal(found["rows"][order], NUMBERS + 1000)
+    np.testing.assert_array_equal(found["state"]["accumulator"][order, 0], 1100 + np.arange(ROWS))
+    assert [spec.name for spec in torchrec.declare(GOLDEN)] == [f"model.{name[:-7]}" for name in reversed(names)]
+    with pytest.raises(ValueError, match=r'got "user", of which there are .*left.*right'):
+        read(GOLDEN, "user", ROWWISE)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "rowwise_adam"])
+def test_moments(monkeypatch, name):
+    """The fused Adams come with both moments; those of a dense Adam, which moves all rows, are refused."""
+    weight, optimizer = "model.bags.embedding_bags.user.weight", getattr(optim, name)(0.1)
+    second = np.arange(ROWS) if name == "rowwise_adam" else NUMBERS + 200
+    fused = {"user.momentum1": NUMBERS + 100, "user.exp_avg_sq": second}
+    dense = {"exp_avg": NUMBERS + 100, "exp_avg_sq": second, "step": 500.0}
+    for states in (fused, dense):
+        numbers = {weight: NUMBERS} | {f"opt.state.{weight[6:]}.{state}": array for state, array in states.items()}
+        tensors = {path: Fake(path, array) for path, array in numbers.items()}
+        monkeypatch.setattr(torchrec, "read_tensors", lambda op, folder, tensors=tensors: tensors)
+        collection = collection_of({"user": optimizer})
+        if states is dense:
+            with pytest.raises(ValueError, match=r"got state {'dense exp_avg': 8"):
+                torchrec.load(collection, collection.init(), GOLDEN, step=500)
+        else:
+            state = torchrec.load(collection, collection.init(), GOLDEN, step=500)
+            found = collection.export_table(state, "user")
+            order = np.argsort(found["keys"])
+            np.testing.assert_array_equal(found["state"]["m"][order], NUMBERS + 100)
+            np.testing.assert_array_equal(found["state"]["v"][order], second.reshape(ROWS, -1))
+            assert torchrec.declare(GOLDEN)[0].optimizer.name == name.replace("adamw", "adam")
 
 
 def test_adam_needs_the_step():
@@ -138,17 +207,18 @@ def test_nothing_of_a_pickle_runs(tmp_path):
 def test_damaged_folders(tmp_path):
     """Truncated and missing files are named when the folder is opened, broken chunks when they are read."""
     folder = shutil.copytree(GOLDEN, tmp_path / "there")
-    place = torch_files.read_tensors("read", folder)["model.bags.embedding_bags.tw.weight"].chunks[(0, 0)]
-    whole = place.path.read_bytes()
-    place.path.write_bytes(whole[: place.begin] + b"x" * (place.end - place.begin) + whole[place.end :])
-    with pytest.raises(ValueError, match=rf'byte {place.begin}: "model.*wanted an archive of torch.save'):
-        next(iter(torchrec.read_torchrec(folder, "tw")))
-    place.path.write_bytes(whole[:-1])
+    chunks = torch_files.read_tensors("read", folder)["model.bags.embedding_bags.tw.weight"].chunks
+    _, path, begin, end = chunks[0, 0]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:begin] + b"x" * (end - begin) + whole[end:])
+    with pytest.raises(ValueError, match=rf'byte {begin}: "model.*wanted an archive of torch.save'):
+        read(folder, "tw")
+    path.write_bytes(whole[:-1])
     with pytest.raises(ValueError, match=rf"byte {len(whole) - 1}: got the end of the file"):
-        torchrec.read_torchrec(folder, "rw")
-    place.path.unlink()
-    with pytest.raises(FileNotFoundError, match=str(place.path)):
-        torchrec.read_torchrec(folder, "rw")
+        read(folder, "rw")
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=str(path)):
+        read(folder, "rw")
     with pytest.raises(FileNotFoundError, match=r"got neither \.metadata nor"):
         torchrec.declare(tmp_path)
 

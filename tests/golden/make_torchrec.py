@@ -95,7 +95,12 @@ def run(rank, folder, store):
     for states in optimizer.state_dict()["state"].values():
         for name, tensor in states.items():
             fill(tensor, 100.0) if name != "step" else tensor.fill_(500.0)
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "data": {"epoch": 3, "files": ("a", "b")},
+    }
+    dcp.save(state, checkpoint_id=folder)
     dist.destroy_process_group()
 
 

@@ -780,7 +780,8 @@ def state_of(optimizer, dim):
 def test_state_of_options():
     """An option of docs/optimizers.md adds the state that stands beside it."""
     rows = table_of(sections((ROOT / "docs/optimizers.md").read_text())["Momentum and weight decay"])
-    values = {"momentum=": 0.9, "centered=True": True, "bias_correction=True": True, "eps_in_sqrt=False": False}
+    values = {"momentum=": 0.9, "eps_in_sqrt=True": True, "eps_in_sqrt=False": False}
+    values |= {"centered=True": True, "bias_correction=True": True}
     for call, _, state in rows:
         if "(" not in call:
             continue
