@@ -13,7 +13,6 @@ import logging
 import sys
 import threading
 import time
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -50,10 +49,12 @@ jax.monitoring.register_event_duration_secs_listener(_count_compiled)
 class _Program:
     """A program that was compiled in the background, or is being compiled."""
 
-    capacities: tuple[Any, ...]
+    capacities: list[list[int]]
     """Rows allocated, by collection and store."""
     compiled: Any = None
     """The program, where JAX would not find it: its place for rows in host memory of one device is of another type."""
+    thread: threading.Thread | None = None
+    """The one that compiles it; None: it could not be started."""
     is_called: bool = False
 
 
@@ -103,8 +104,8 @@ class Ahead:
         ):
             key = _key((args, kwargs), settings)
             program = self._programs.get(key)
-            if program is not None and not program.is_called:
-                self.wait()
+            if program is not None and program.thread is not None:
+                program.thread.join()
             # Shapes are taken down before the call, which may delete the arrays, and the thread starts after it, so
             # that tracing does not compete with dispatching.
             job = self._next_job(key, filling, (args, kwargs), settings)
@@ -137,7 +138,7 @@ class Ahead:
             raise TypeError(f"ahead: state: got arguments {got}, wanted the State of the collection in one of them.")
         self._is_checked = True
 
-    def _record(self, program: _Program | None, capacities: Any, is_compiled: bool, seconds: float) -> None:
+    def _record(self, program: _Program | None, capacities: list[list[int]], is_compiled: bool, seconds: float) -> None:
         """Counts the call, if it was the first one of a program."""
         is_hit = program is not None and not program.is_called and not is_compiled
         if program is not None:
@@ -189,7 +190,10 @@ class Ahead:
             future = self._grown(arguments, capacities)
             future_key = _key(future, settings)
             if future_key not in self._programs and future_key != key:
-                return future_key, _Program(self._capacities(capacities)), future
+                program = _Program(self._capacities())
+                for (c, s), capacity in capacities.items():
+                    program.capacities[c][s] = capacity * self._collections[c].stores[s].num_shards
+                return future_key, program, future
         self._looked[look] = turn
         return None
 
@@ -208,13 +212,13 @@ class Ahead:
 
     def _grown(self, arguments: Any, capacities: Mapping[tuple[int, int], int]) -> Any:
         """Removes the contents of arguments; the states among them that `grow` knows get the capacities of a shard."""
-        unmatched = dict(enumerate(self._collections))
+        unmatched = {c: (each.fingerprint, each.growth.signature) for c, each in enumerate(self._collections)}
 
         def abstract(node: Any) -> Any:
             if not isinstance(node, State):
                 return _abstract(node)
             state, ours = jax.tree.map(_abstract, node), (node.fingerprint, capacities_of(node))
-            owner = next((c for c, it in unmatched.items() if ours == (it.fingerprint, it.growth.signature)), -1)
+            owner = next((c for c, names in unmatched.items() if names == ours), -1)
             unmatched.pop(owner, None)
             stores = list(state.stores)
             for (c, s), capacity in capacities.items():
@@ -224,15 +228,9 @@ class Ahead:
 
         return _map_nodes(abstract, arguments)
 
-    def _capacities(self, grown: Mapping[tuple[int, int], int] = types.MappingProxyType({})) -> tuple[Any, ...]:
-        """Returns the rows allocated, by collection and store; `grown` has those of a shard that are other ones."""
-        return tuple(
-            tuple(
-                grown[c, s] * collection.stores[s].num_shards if (c, s) in grown else capacity
-                for s, capacity in enumerate(collection.growth.signature or ())
-            )
-            for c, collection in enumerate(self._collections)
-        )
+    def _capacities(self) -> list[list[int]]:
+        """Returns the rows allocated as `grow` last saw them, by collection and store."""
+        return [list(collection.growth.signature or ()) for collection in self._collections]
 
     def _start(self, key: Any, program: _Program, arguments: Any, settings: tuple) -> None:
         self._programs[key] = program
@@ -246,6 +244,7 @@ class Ahead:
         except RuntimeError as error:  # no more threads, or the interpreter is at its end
             self._thread = None
             self._failed.append((program, error))
+        program.thread = self._thread
 
     @annotated("jaxsok.ahead")
     def _compile(self, program: _Program, arguments: Any, settings: tuple) -> None:
@@ -338,7 +337,6 @@ def _described(value: Any) -> str:
     return getattr(value, "__name__", None) or type(value).__name__
 
 
-def _listed(capacities: tuple[Any, ...]) -> Any:
-    """Returns the capacities of one collection, or of several, as lists."""
-    lists = [list(of_collection) for of_collection in capacities]
-    return lists[0] if len(lists) == 1 else lists
+def _listed(capacities: list[list[int]]) -> list[Any]:
+    """Shortens the capacities of a single collection."""
+    return capacities[0] if len(capacities) == 1 else capacities

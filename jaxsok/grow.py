@@ -303,6 +303,12 @@ def grow(
         bound = tracker.sightings_bound(s)
         return bool(half_entries[s]) and (bound is None or bound + positions[s] > half_entries[s])
 
+    def is_fresh(s: int) -> bool:
+        """Returns whether nothing was inserted yet, so that the first batch may say how large the store begins."""
+        enough = min(FIRST_CALLS * positions[s], specs[s].max_capacity or MAX_CAPACITY)
+        is_first = tracker.num_calls == 1 and tracker.known[s] == (0, tracker.allowed[s]) and bool(coming.features)
+        return is_first and capacities[s] < enough and not _admits_by_chance(specs[s])
+
     def is_any_short() -> bool:
         return any(is_short(s) or is_crowded(s) for s in stores)
 
@@ -323,22 +329,13 @@ def grow(
         tracker.learn(seen, allowed)
         is_unplaced |= any(seen.num_unplaced)
         _warn_of_refusals(tracker, capacities, seen)
-    # A store without rows, before its first step: what the first batch needs says how large it should begin.
-    fresh = [
-        s
-        for s in stores
-        if tracker.num_calls == 1
-        and coming.features
-        and tracker.known[s] == (0, tracker.allowed[s])
-        and capacities[s] < min(FIRST_CALLS * positions[s], specs[s].max_capacity or MAX_CAPACITY)
-        and not _admits_by_chance(specs[s])
-    ]
-    if is_unplaced or fresh or is_any_short():
+    if is_unplaced or any(is_short(s) or is_crowded(s) or is_fresh(s) for s in stores):
         seen = _read(state, num_shards, shards)
         tracker.num_waits += 1
         tracker.under_way.clear()
         tracker.learn(seen, tracker.allowed)
         _warn_of_refusals(tracker, capacities, seen)
+        fresh = [s for s in stores if is_fresh(s)]
         short = [s for s in stores if is_short(s) or s in fresh]
         needs = _count(tracker, state, coming, short)
         first = {s: FIRST_CALLS * (needs[s].num_new - coming.uncounted[s]) for s in fresh}

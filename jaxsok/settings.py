@@ -24,7 +24,7 @@ _SETTINGS = (
 )
 
 
-def _modes_of_flax() -> list[Any]:
+def modes_of_flax() -> list[Any]:
     """Returns Flax's modes that change what its transformations do, if Flax is in use; older Flax has none."""
     nnx = sys.modules.get("flax.nnx")
     modes = [getattr(nnx, name, None) for name in ("set_graph_mode", "set_graph_updates")]
@@ -37,7 +37,7 @@ def current_settings() -> tuple | None:
         mesh = jax.sharding.get_mesh()
     except ValueError:  # JAX's way to say that a trace is under way
         return None
-    return (mesh, *(setting.value for setting in _SETTINGS), *(mode.current_value() for mode in _modes_of_flax()))
+    return (mesh, *(setting.value for setting in _SETTINGS), *(mode.current_value() for mode in modes_of_flax()))
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def in_settings(settings: tuple) -> Iterator[None]:
         for setting, value in zip(_SETTINGS, values[: len(_SETTINGS)], strict=True):
             if setting.value != value:
                 stack.enter_context(setting(value))
-        for mode, value in zip(_modes_of_flax(), values[len(_SETTINGS) :], strict=False):
+        for mode, value in zip(modes_of_flax(), values[len(_SETTINGS) :], strict=False):
             stack.enter_context(mode(value))
         if jax.sharding.get_mesh() != mesh:
             stack.enter_context(jax.set_mesh(mesh))

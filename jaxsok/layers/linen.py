@@ -275,7 +275,8 @@ def grow(
       TypeError, ValueError: a layer without a collection, or two layers over one.
       MemoryError: as `Collection.grow`. All tables, grown or not, are in the error's `tables`.
     """
-    states = {"/".join(path): (path, state) for path, state in _found(tables, "state", State)}
+    found = {"/".join(path): (path, state) for path, state in _found(tables, "state", State)}
+    states = {name: state for name, (_, state) in found.items()}
     if isinstance(collection, Collection):
         collection = dict.fromkeys(states, collection)
     elif not isinstance(collection, Mapping):
@@ -285,17 +286,10 @@ def grow(
     for name in states:
         if not isinstance(collection.get(name), Collection):
             raise ValueError(f"grow: collection: got none for the layer {name!r}, wanted one for each: {list(states)}.")
-    names = tap.layers_over_one({name: collection[name] for name in states})
-    if names:
-        raise ValueError(
-            f"grow: collection: got one for the layers {names}, wanted a collection for each, since it follows the "
-            "growth of one state: grow({path: collection}, tables); or share the layer."
-        )
-    batches = tap.batches_of(list(states), batch)
     new = _flat(tables)
     try:
-        for name, (path, state) in states.items():
-            new[(*path, "state")] = collection[name].grow(state, batches.get(name), steps=steps)
+        for name, state in tap.grow(states, collection, batch, steps):
+            new[(*found[name][0], "state")] = state
     except BaseException as error:  # the layers before this one may have been consumed
         error.add_note(
             'grow: the variables "tables", as far as they have grown, are the `tables` attribute of this error.'

@@ -18,6 +18,7 @@ from jaxsok.collection import Collection
 from jaxsok.features import Features
 from jaxsok.layers import tap
 from jaxsok.plan import Plan
+from jaxsok.settings import modes_of_flax
 from jaxsok.stats import Stats
 from jaxsok.store import State
 
@@ -309,15 +310,9 @@ def grow(model: Any, batch: Any = None, *, steps: int = 1) -> None:
       ValueError: two layers over one collection, which can follow the growth of one state only; a path without a layer.
     """
     layers = {".".join(map(str, path)): layer for path, layer in _layers(model)}
-    batches = tap.batches_of(list(layers), batch)
-    paths = tap.layers_over_one({path: layer.collection for path, layer in layers.items()})
-    if paths:
-        raise ValueError(
-            f"grow: model: got layers {paths} over one collection, wanted a collection for each, since it follows "
-            "the growth of one state; or share the layer."
-        )
-    for name, layer in layers.items():
-        layer.grow(batches.get(name), steps=steps)
+    states = {path: layer.tables.get_value() for path, layer in layers.items()}
+    for path, state in tap.grow(states, {path: layer.collection for path, layer in layers.items()}, batch, steps):
+        layers[path].tables.set_value(state)
 
 
 def _layers(model: Any) -> Iterator[tuple[tuple[Any, ...], Embeddings]]:
@@ -334,8 +329,7 @@ def _waiting(op: str, model: Any, gradients: Sequence[Any]) -> list[tuple[tuple[
 
 def _is_graph_mode() -> bool:
     """Whether Flax's transformations take `DiffState` and carry new Variables out; older Flax always does."""
-    modes = [getattr(nnx, name, None) for name in ("set_graph_mode", "set_graph_updates")]
-    return all(mode is None or mode.current_value() for mode in modes)
+    return all(mode.current_value() for mode in modes_of_flax())
 
 
 def _lookups(f: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[tuple[Any, ...], list[Any]]:

@@ -5,7 +5,7 @@ them through taps, zeros of their shape that are an argument: values keep their 
 that of the embeddings. Feeds nnx.py and linen.py; knows no Flax.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -122,19 +122,27 @@ def by_plan(op: str, plans: Sequence[Plan], gradients: Sequence[Sequence[Taps | 
     return found
 
 
-def batches_of(layers: Sequence[str], batch: Any) -> dict[str, Any]:
-    """Returns the batch by which `grow` makes room in each layer: one for the only layer, or a mapping by path."""
-    batches = dict(batch) if isinstance(batch, Mapping) else dict.fromkeys(layers, batch)
-    unknown = sorted(map(str, batches.keys() - set(layers)))
-    if unknown or (batch is not None and not isinstance(batch, Mapping) and len(layers) > 1):
-        got = f"batches for {unknown}" if unknown else f"one for {len(layers)} layers"
-        raise ValueError(f"grow: batch: got {got}, wanted one by path of a layer: {sorted(layers)}.")
-    return batches
+def grow(
+    states: Mapping[str, State], collections: Mapping[str, Collection], batch: Any, steps: int
+) -> Iterator[tuple[str, State]]:
+    """Calls `Collection.grow` for the layers of a model, one after the other: yields path and new state.
 
-
-def layers_over_one(collections: Mapping[str, Collection]) -> list[str] | None:
-    """Finds paths of layers that share a collection, which can follow the growth of one state only."""
+    `batch` is that of the only layer, or a mapping by path. Before anything grows, it raises a ValueError for other
+    paths, and for layers that share a collection, which can follow the growth of one state only.
+    """
+    batches = dict(batch) if isinstance(batch, Mapping) else dict.fromkeys(states, batch)
+    unknown = sorted(map(str, batches.keys() - set(states)))
+    if unknown or (batch is not None and not isinstance(batch, Mapping) and len(states) > 1):
+        got = f"batches for {unknown}" if unknown else f"one for {len(states)} layers"
+        raise ValueError(f"grow: batch: got {got}, wanted one by path of a layer: {sorted(states)}.")
     paths_of: dict[int, list[str]] = {}
-    for path, collection in collections.items():
-        paths_of.setdefault(id(collection), []).append(path)
-    return next((paths for paths in paths_of.values() if len(paths) > 1), None)
+    for path in states:
+        paths_of.setdefault(id(collections[path]), []).append(path)
+    for paths in paths_of.values():
+        if len(paths) > 1:
+            raise ValueError(
+                f"grow: got one collection for the layers {paths}, wanted a collection for each, since it follows the "
+                "growth of one state; or share the layer."
+            )
+    for path, state in states.items():
+        yield path, collections[path].grow(state, batches.get(path), steps=steps)

@@ -300,6 +300,7 @@ def test_the_interpreter_ends_while_a_program_is_under_way():
     """It waits, and ends well: no deadlock, nothing aborted."""
     script = """
 import threading, time, jax, numpy as np, jaxsok
+jaxsok.grow.FIRST_CALLS = 0  # it fills up soon
 table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=4)
 collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", "user")])
 @jax.jit
@@ -314,8 +315,7 @@ for i in range(2):
     features = collection.batch({"user": np.arange(2) + 2 * i}).features
     state, _ = step(collection.grow(state, features), features)
     jax.block_until_ready(state)  # otherwise the second `grow` may not see what the first step inserted
-while step._thread is None:
-    time.sleep(0.01)
+assert step._thread is not None
 print("end", flush=True)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

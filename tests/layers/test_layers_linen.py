@@ -464,7 +464,7 @@ def test_two_layers():
     tables, stats = step_of_sum(model, tables, raw, 1)
     assert sorted(stats) == ["tower1"]
     assert [int(tables[name]["state"].step) for name in ("tower0", "tower1")] == [1, 2]
-    assert "got one for the layers ['tower0', 'tower1']" in message(
+    assert "got one collection for the layers ['tower0', 'tower1']" in message(
         ValueError, lambda: layers.grow(collections[0], tables)
     )
     assert "got none for the layer 'tower1'" in message(

@@ -940,7 +940,7 @@ def test_one_collection_grows_with_one_state():
     """Two layers over it would be confused about the rows in use."""
     collection = cases.one_device()
     model = nnx.Dict(one=layers.Embeddings(collection), two=layers.Embeddings(collection))
-    assert "layers ['one', 'two'] over one collection" in message(ValueError, lambda: layers.grow(model))
+    assert "got one collection for the layers ['one', 'two']" in message(ValueError, lambda: layers.grow(model))
 
 
 @pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 2}], ids=["exact", "stale"])
