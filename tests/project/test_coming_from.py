@@ -184,7 +184,7 @@ def test_safe_on_random_bags(combiner, weighted, default_id):
 
 
 def test_safe_bags_of_other_forms_and_what_it_refuses():
-    """Rectangles, offsets with padding behind the last bag, and any 64-bit default; weights of another shape are not."""
+    """Rectangles, offsets with padding behind the last bag, any 64-bit default; not weights of another shape."""
     square = jaxsok.safe_bags(np.array([[7, -1], [-5, -5]]), default_key=2**63 + 1)
     assert (square.keys.tolist(), square.lengths.tolist()) == ([7, 2**63 + 1], [1, 1])
     padded = jaxsok.safe_bags(jaxsok.Bags(np.array([3, -2, 4, -1]), offsets=np.array([0, 1, 3])))
