@@ -87,9 +87,7 @@ def _declare_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("system", choices=["torchrec"])
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder")
     parser.add_argument("folder", metavar="FOLDER", help="a new one, for the export")
-    parser.add_argument(
-        "--spec", metavar="SPEC", help="file of declarations, as of estimate; by default from the files"
-    )
+    parser.add_argument("--spec", metavar="SPEC", help="file of declarations, as of estimate; default: from the files")
     parser.add_argument("--table", nargs=2, action="append", default=[], metavar=("NAME", "THEIRS"), help="other names")
     parser.add_argument("--step", type=int, metavar="N", help="updates so far, which Adam needs")
     parser.add_argument("--rows-only", action="store_true", help="leaves optimizer state out")
