@@ -125,13 +125,10 @@ def declare(folder: str | os.PathLike, learning_rate: float = 0.01) -> list[Tabl
     specs = []
     for name, saved in _open("declare", folder).items():
         widths = [width for width in saved.states.values() if width]
-        if len(widths) > 1:
-            optimizer = (optimizers.adam if widths[-1] == saved.dim else optimizers.rowwise_adam)(learning_rate)
-        elif widths == [1]:
-            optimizer = optimizers.rowwise_adagrad(learning_rate)
-        else:
-            adagrad = optimizers.adagrad(learning_rate, 0.0, 1e-8, eps_in_sqrt=False)
-            optimizer = adagrad if widths else optimizers.sgd(learning_rate)
+        options = {"initial_accumulator_value": 0.0, "eps": 1e-8, "eps_in_sqrt": False} if len(widths) == 1 else {}
+        rowwise = "rowwise_" if widths and widths[-1] < saved.dim else ""
+        name_of = ("sgd", f"{rowwise}adagrad", f"{rowwise}adam")[min(len(widths), 2)]
+        optimizer = getattr(optimizers, name_of)(learning_rate, **options)
         dtype = saved.dtype.name if saved.dtype.name in ("float16", "bfloat16") else "float32"
         parts = {f"{name}[{low}:{high}]": high - low for low, high in saved.blocks} or {name: saved.dim}
         capacity = max(1, saved.num_rows)
