@@ -3,7 +3,8 @@
 In a folder of `torch.distributed.checkpoint` a table is the tensor `….embedding_bags.NAME.weight` or
 `….embeddings.NAME.weight`, under any sharding; its state is `….weight.NAME.momentum1` and others of a fused optimizer,
 or `….weight.sum` of a dense one. Keys are the numbers of the rows. dynamicemb writes for each table and rank raw files
-`NAME_emb_keys.rank_0.world_size_1` (int64), `NAME_emb_values.…` and `NAME_emb_opt_values.…` (float32).
+`NAME_emb_keys.rank_0.world_size_1` (int64), `NAME_emb_values.…` and `NAME_emb_opt_values.…` (float32; the first versions
+wrote `NAME_opt_values.…`).
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ are those of lazy Adagrad, since a gradient of zero adds nothing; its moments ar
 
 _PLACE = re.compile(r"((?:.+\.)?(?:embedding_bags|embeddings)\.([^.]+))\.weight(?:\.(.+))?")
 _COLUMNS = re.compile(r"(.+)\[(\d+):(\d+)\]")
+_STATE_FILES = ("emb_opt_values", "opt_values")  # of dynamicemb; the second name is that of its first versions
 _KEYS_FILE = re.compile(r"(.+)_emb_keys\.rank_(\d+)\.world_size_(\d+)")
 
 _Pieces = Iterator[tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]]
@@ -246,7 +248,8 @@ def _open_dump(op: str, name: str, dumped: Sequence[tuple[int, int, pathlib.Path
     parts, forms = [], set()
     for _, _, path in dumped:
         if num_rows := files.rows_in(op, path, 8):
-            others = [path.with_name(path.name.replace("_emb_keys.", f"_emb_{x}.")) for x in ("values", "opt_values")]
+            found = [path.with_name(path.name.replace("_emb_keys.", f"_{x}.")) for x in ("emb_values", *_STATE_FILES)]
+            others = [found[0], next((file for file in found[1:] if file.is_file()), found[1])]
             form = tuple(files.rows_in(op, other, 4 * num_rows) if other.is_file() else 0 for other in others)
             shapes = [(other, (num_rows, width)) for other, width in zip(others, form, strict=True) if width]
             arrays = [RawArray(op, other, np.dtype("<f4"), shape) for other, shape in shapes]
