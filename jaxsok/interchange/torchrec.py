@@ -3,8 +3,8 @@
 In a folder of `torch.distributed.checkpoint` a table is the tensor `….embedding_bags.NAME.weight` or
 `….embeddings.NAME.weight`, under any sharding; its state is `….weight.NAME.momentum1` and others of a fused optimizer,
 or `….weight.sum` of a dense one. Keys are the numbers of the rows. dynamicemb writes for each table and rank raw files
-`NAME_emb_keys.rank_0.world_size_1` (int64), `NAME_emb_values.…` and `NAME_emb_opt_values.…` (float32; the first versions
-wrote `NAME_opt_values.…`).
+`NAME_emb_keys.rank_0.world_size_1` (int64), `NAME_emb_values.…` and `NAME_emb_opt_values.…` (float32; first versions:
+`NAME_opt_values.…`).
 """
 
 import dataclasses
