@@ -181,13 +181,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _command(options: dict[str, Any]) -> str:
     """Returns the command that makes such a run: options whose values are those of any run are left out."""
-    given = {"workloads": "workloads", "keys": "keys", "optimizers": "optimizers", "parts": "only", "devices": "devices"}
+    given = {
+        "workloads": "workloads",
+        "keys": "keys",
+        "optimizers": "optimizers",
+        "parts": "only",
+        "devices": "devices",
+    }
     given |= {"exchange": "exchange", "seconds": "seconds", "train": "train", "repetitions": "repetitions"}
     given |= {"batch_ms": "batch-ms", "scale": "scale"}
     words = ["python -m jaxsok bench"] + (["--quick"] if options["quick"] else [])
     for name, option in given.items():
         value = options.get(name)
-        if not value or (name == "workloads" and set(value) >= set(workloads.WORKLOADS)) or (name, value) == ("scale", 1):
+        if (
+            not value
+            or (name == "workloads" and set(value) >= set(workloads.WORKLOADS))
+            or (name, value) == ("scale", 1)
+        ):
             continue
         text = f"{value:g}" if isinstance(value, float) else str(value)
         text = ",".join(map(str, value)) if isinstance(value, list) else text
@@ -200,7 +210,8 @@ def _devices(about: dict[str, Any], found: Sequence[records.Record]) -> str:
     numbers = {record.num_devices or record.notes.get("num_devices", 0) for record in found}
     if about["platform"] == "cpu":
         return f"{about['cpu_count']} CPU cores"
-    return f"{', '.join(map(str, sorted(numbers)))} × {about['device']}" if max(numbers, default=0) > 1 else str(about["device"])
+    number = ", ".join(map(str, sorted(numbers))) if max(numbers, default=0) > 1 else "one"
+    return f"{number} {about['device']}"
 
 
 def _protocol(options: dict[str, Any]) -> str:
