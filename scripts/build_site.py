@@ -1,7 +1,7 @@
 """Builds the site of the documentation into build/site: `make docs`.
 
-Pages are written for GitHub. Sphinx reads a copy of docs in build/site-source. In the copy the tables of index.md become
-the navigation, names in api.md become docstrings, and files outside docs that pages link to have pages of their own.
+Pages are written for GitHub. Sphinx reads a copy of docs in build/site-source. In the copy the tables of index.md
+become the navigation, names in api.md become docstrings, and files outside docs that pages link to have pages too.
 """
 
 import argparse
