@@ -15,6 +15,7 @@ html_theme = "furo"
 html_show_sphinx = False
 html_last_updated_fmt = f"%Y-%m-%d, run with jaxsok {version} and JAX {jax.__version__}"  # the footer of every page
 exclude_patterns = ["conf.py"]
+html_extra_path = ["../site-extra"]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4

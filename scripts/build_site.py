@@ -16,6 +16,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 
+import jupytext
 from sphinx.cmd import build
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -26,6 +27,7 @@ LANGUAGES = {".py": "python", ".cc": "cpp", ".h": "cpp", ".cuh": "cpp"}
 
 def stage(folder: pathlib.Path) -> None:
     """Writes the copy of docs that Sphinx reads, and pages for files outside docs."""
+    extra = folder.parent / "site-extra/notebooks"  # what docs/conf.py copies as it is
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "docs", folder, ignore=shutil.ignore_patterns("__pycache__"))
     waiting = sorted(f"docs/{path.relative_to(folder)}" for path in folder.rglob("*") if path.suffix in (".md", ".py"))
@@ -35,6 +37,9 @@ def stage(folder: pathlib.Path) -> None:
         page = folder / page_of(source)
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(render(source))
+        if source.startswith("docs/notebooks/"):
+            extra.mkdir(parents=True, exist_ok=True)
+            jupytext.write(jupytext.reads(text_of(source), "py:percent"), extra / f"{page.stem}.ipynb")
         for link in LINK.finditer(CODE.sub("", text_of(source))):
             target = target_of(source, link[2])
             if target not in staged and not target.startswith("docs"):
@@ -45,6 +50,10 @@ def stage(folder: pathlib.Path) -> None:
 def render(source: str) -> str:
     """Returns the page of the copy for a file of the project, with links between pages of the copy."""
     text = replace_outside_code(text_of(source), functools.partial(LINK.sub, functools.partial(lead, source)))
+    if source.startswith("docs/notebooks/"):
+        name = pathlib.Path(source).stem
+        link = f'<a href="{name}.ipynb" download>Download this notebook</a>'
+        return re.sub(r"^(# # .*\n#\n)", rf"\1# {link}\n#\n", text, count=1, flags=re.MULTILINE)
     if source == "docs/index.md":
         return text + navigation(text)
     if source == "docs/api.md":
@@ -118,9 +127,11 @@ def directive_of(name: str, shown: dict[int, str]) -> str:
     first = name if isinstance(value, int) else shown.setdefault(id(value), name)
     if isinstance(value, types.ModuleType) or first != name:
         return f"- `{name}`: " + ("its names follow below\n" if first == name else f"the same as `{first}`\n")
+    foreign = [base.__name__ for base in getattr(value, "__mro__", ()) if not base.__module__.startswith("jaxsok")]
+    inherited = f"   :inherited-members: {', '.join(foreign)}\n" if foreign else ""  # of jaxsok's own bases
     kind = "exception" if inspect.isclass(value) and issubclass(value, BaseException) else "class"
     kind = kind if inspect.isclass(value) else "function" if callable(value) else "data"
-    return f"```{{eval-rst}}\n.. auto{kind}:: {name}\n```\n"
+    return f"```{{eval-rst}}\n.. auto{kind}:: {name}\n{inherited}```\n"
 
 
 def main(arguments: Sequence[str]) -> int:
