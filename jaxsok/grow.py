@@ -13,6 +13,9 @@ on, and all processes of a run decide alike.
 The same holds for the keys that wait for a row (`StoreState.sightings`), which are made anew, larger if need be, before
 they fill half of their buckets.
 
+A store without rows gets, in the first call, room for many batches like the first one: its step is not compiled yet, so
+this growth costs no program (record 0026).
+
 A store that may grow no further, and whose tables have an eviction policy, loses rows in the same manner, plus a slack,
 so that this is rare. Rows that the coming batches ask for stay.
 

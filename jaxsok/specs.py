@@ -223,7 +223,8 @@ class TableSpec:
     initializer: initializers.Initializer = dataclasses.field(default_factory=initializers.uniform)
     """The numbers of a new row: from `jaxsok.initializers`, or a name, as "ones", for the call without arguments."""
     capacity: int = checks.declare(65_536, checks.integer, **_ROWS)
-    """Rows at first, on all shards together; the tables of a store pool theirs. `collection.grow` adds more."""
+    """Rows at first, on all shards together; the tables of a store pool theirs. `collection.grow` adds more, and may do
+    so before the first step; `max_capacity` is the limit."""
     max_capacity: int | None = checks.declare(None, checks.optional(checks.integer), **_ROWS)
     """Rows at most; None: until memory ends. A store's is the sum, or None if one of its tables has None."""
     dtype: RowDtype = checks.declare("float32", checks.one_of, choices=tuple(ROW_DTYPES))
