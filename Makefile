@@ -90,10 +90,11 @@ $(SITE_TOOLS): $(ENVIRONMENT)
 
 # Editable: Python sources are used as they stand, changed C++ or CUDA sources are compiled on the next `make`. The build
 # is not isolated, so that it is incremental and uses the headers of the jaxlib installed here; wheels are built in
-# isolation, against the oldest supported jaxlib. `make -j2 lint build` runs one pip at a time.
+# isolation, against the oldest supported jaxlib. `make -j2 lint build` runs one pip at a time, and Ninja decides by itself
+# how many compilers it starts.
 $(BUILT): $(ENVIRONMENT) $(FFI_SOURCES) | $(if $(filter lint,$(MAKECMDGOALS)),$(TOOLS))
 	rm -f jaxsok/_lib/libjaxsok_*.so jaxsok/_lib/.built-*
-	JAXSOK_BUILD_TESTS=ON $(PY) -m pip install --verbose --disable-pip-version-check --no-build-isolation --no-deps \
+	MAKEFLAGS= JAXSOK_BUILD_TESTS=ON $(PY) -m pip install --verbose --disable-pip-version-check --no-build-isolation --no-deps \
 	  --editable . 2>&1 | scripts/build_progress.py
 	@touch $@
 
