@@ -318,7 +318,7 @@ def estimate(
 
 
 def _grow_to(spec: StoreSpec, reserved: int, num_rows: int) -> int:
-    """Returns the capacity that `grow` reaches for `num_rows` of a shard that arrive gradually, with `reserved` free."""
+    """Returns the capacity that `grow` reaches for `num_rows` of a shard that arrive gradually, with some reserved."""
     capacity = spec.capacity
     while capacity < num_rows + reserved:
         larger = next_capacity(spec, capacity, max(reserved, capacity + 1), None)

@@ -122,10 +122,7 @@ def _ffi_api_minor() -> int:
 
 @functools.cache
 def load_cpu() -> ctypes.CDLL:
-    """Loads the CPU library; ImportError gives the remedy.
-
-    For both back ends it has the sizes of workspaces, and packs batches on the host.
-    """
+    """Loads the CPU library, which has the sizes of workspaces for both back ends and packs batches on the host."""
     library = _load("cpu")
     for name, argument_types in {
         "JaxsokInsertWorkspaceBytes": (ctypes.c_int64,),
@@ -156,19 +153,15 @@ def of_platform(platform: str) -> ctypes.CDLL:
 
 
 @functools.cache
-def _registered(platform: str) -> bool:
+def _register_on(platform: str) -> None:
     library = of_platform(platform)
     for target, symbol in TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform=platform)
-    return True
 
 
 def register() -> ctypes.CDLL:
-    """Registers the targets of the back ends that this process can use; returns the CPU library.
-
-    If JAX has a GPU the CUDA library must load, else ImportError: there is no quiet fallback to the CPU.
-    """
-    _registered("cpu")
+    """Registers the targets of the back ends of this process; ImportError: JAX has a GPU, but there is no library."""
+    _register_on("cpu")
     if jax.default_backend() == "gpu":
-        _registered("CUDA")
+        _register_on("CUDA")
     return load_cpu()
