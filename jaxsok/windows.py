@@ -6,13 +6,11 @@ process: collections on the same devices share them, they grow when a program is
 until the process ends.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -91,17 +89,14 @@ class Windows:
 _TOPIC = "window"
 
 
-@contextlib.contextmanager
-def _together() -> Iterator[None]:
-    """Surrounds work of each process: if it fails in one, all raise at its end."""
-    error = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    messages = [text for text in processes.gather(_TOPIC, "" if error is None else str(error)) if text]
+def _agree(topic: str, error: Exception | None) -> None:
+    """Raises in every process if one of them has an error."""
+    messages = [text for text in processes.gather(topic, "" if error is None else str(error)) if text]
     if messages:
         raise error or RuntimeError(messages[0])
+
+
+_together = functools.partial(processes.together, _TOPIC, agree=_agree)
 
 
 def windows_of(shards: Shards, wire: str) -> Windows | None:
