@@ -265,7 +265,6 @@ def estimate(
     capacities: Sequence[int] | None,
     num_rows: int | Mapping[str, int] | None,
     exchange: ExchangeSpec | None,
-    *,
     steps: int,
     lookahead: int,
     device_bytes: int | None,
