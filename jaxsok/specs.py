@@ -566,14 +566,7 @@ def check_forms(op: str, features: Iterable[FeatureSpec]) -> None:
 def group_into_stores(
     tables: Sequence[TableSpec], num_shards: int = 1, of_bags: frozenset[str] = frozenset()
 ) -> tuple[StoreSpec, ...]:
-    """Groups tables by the properties that a store shares, in the order of their first table; `of_bags`: `bag_tables`.
-
-    Example:
-      >>> from jaxsok import optim
-      >>> specs = [TableSpec(name, dim, optim.sgd(0.1)) for name, dim in (("a", 8), ("b", 16), ("c", 8))]
-      >>> [[table.name for table in store.tables] for store in group_into_stores(specs)]
-      [['a', 'c'], ['b']]
-    """
+    """Groups tables by the properties that stores share, in the order of their first table; `of_bags`: `bag_tables`."""
     groups: dict[tuple, list[TableSpec]] = {}
     for table in tables:
         is_replicated = num_shards > 1 and table.placement.kind == "replicated"
