@@ -191,7 +191,8 @@ def _of_data(place: _Place, data: Any) -> Declared:
     if not tables:
         raise (place / "tables").error("got none, wanted at least one table.")
     features = [at.make(FeatureSpec, feature) for at, feature in (place / "features").items(fields.get("features", []))]
-    exchange = fields.get("exchange") and (place / "exchange").make(ExchangeSpec, fields["exchange"])
+    exchange = fields.get("exchange")
+    exchange = None if exchange is None else (place / "exchange").make(ExchangeSpec, exchange)
     return Declared(tuple(tables), tuple(features), exchange)
 
 

@@ -43,9 +43,8 @@ class TableSource:
     uuid: str | None = None  # names the base of the next delta; None: an HPS directory, which no delta follows
     base: str | None = None  # the `uuid` that the delta rests on; None: it is no delta, but all of a table
     unknown: float | InitialRows | str | None = None
-    """What a key without a row reads in training: a number in every column, or its initial row; a text describes rows
-    that served tables cannot compute; None: the files do not say.
-    """
+    """The row of an absent key in training: a number in every column, or its initial row; a text describes rows that
+    served tables cannot compute; None: the files do not say."""
     num_tombstones: int = 0  # number of keys in `tombstones`
     tombstones: Callable[[], Iterator[np.ndarray]] = dataclasses.field(default=lambda: iter(()), repr=False)
     """Gives keys (uint64) in chunks that are gone since the base. A delta removes them before its rows come in."""

@@ -290,15 +290,17 @@ def freeze_records(
         store = _empty_store(tables[0], capacity, device)
         row_map = RowMap(len(tables), capacity)
         for number, table in enumerate(tables):
-            uses: list[tuple[np.ndarray, np.ndarray | None]] = []
+            uses: list[tuple[np.ndarray, np.ndarray]] | None = []  # None: not all records have frequencies
             for records in of_table[table.name]:
                 check_records("freeze_records", table, records)
                 row_ids = row_map.place(number, records.keys)
                 store = write_rows(store, table, row_ids, records.rows)
-                uses.append((row_ids, None if records.frequency is None else np.array(records.frequency, np.uint32)))
-            if all(frequency is not None for _, frequency in uses):
-                for row_ids, frequency in uses:
-                    row_map.set_frequencies(row_ids, frequency)
+                if uses is None or records.frequency is None:
+                    uses = None
+                else:
+                    uses.append((row_ids, np.array(records.frequency, np.uint32)))
+            for row_ids, frequency in uses or ():
+                row_map.set_frequencies(row_ids, frequency)
         index, counters = row_map.index(device)
         stores.append(dataclasses.replace(store, index=index, counters=counters))
         maps.append(row_map)

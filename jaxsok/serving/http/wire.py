@@ -285,9 +285,9 @@ def read_numbers(value: Any, dtype: Any, what: str) -> np.ndarray:
     array = _check_tensor(value, dtype, what) if isinstance(value, np.ndarray) else _array_of(value, dtype, what)
     with np.errstate(over="ignore", invalid="ignore"):
         made = array.astype(dtype)
-    is_lost = (made != array) | ((made < 0) != (array < 0))
-    if dtype.kind == "f":
         is_lost = np.isfinite(array) & ~np.isfinite(made.astype(np.float64))
+        if dtype.kind in "biu":
+            is_lost = (made != array) | ((made < 0) != (array < 0))
     if is_lost.any():
         raise RequestError(f"{what}: got a number that does not fit {dtype.name}.")
     return made

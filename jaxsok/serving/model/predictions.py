@@ -64,10 +64,8 @@ class PredictRequest:
     def cut(self, out: Mapping[str, Array]) -> dict[str, np.ndarray]:
         """Takes the rows of padding samples from the results of the program."""
         arrays = {name: np.asarray(value) for name, value in out.items()}
-        return {
-            name: value[: self.num_samples] if self.served.outputs[name].is_batched else value
-            for name, value in arrays.items()
-        }
+        batched = [name for name in arrays if self.served.outputs[name].is_batched]
+        return arrays | {name: arrays[name][: self.num_samples] for name in batched}
 
 
 def first_predictions(served: artifact.ServedModel | None, levels: Sequence[int]) -> list[Prediction]:
@@ -75,10 +73,9 @@ def first_predictions(served: artifact.ServedModel | None, levels: Sequence[int]
     if served is None or not served.is_per_sample:  # other models are compiled for each size
         return []
     inputs = tuple(served.inputs.items())
-    sizes = (padded_size(level, LEAST_BATCH) for level in levels)  # also as many keys of bags
-    return [
-        Prediction(inputs, tuple((size, size * isinstance(spec, BagsInput)) for _, spec in inputs)) for size in sizes
-    ]
+    sizes = [padded_size(level, LEAST_BATCH) for level in levels]  # also as many keys of bags
+    has_bags = [isinstance(spec, BagsInput) for _, spec in inputs]
+    return [Prediction(inputs, tuple((size, size * bags) for bags in has_bags)) for size in sizes]
 
 
 def load_dense_model(
