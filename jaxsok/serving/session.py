@@ -90,6 +90,7 @@ class Session:
         self._memory_limit = memory_limit
         self._is_closed = False
         self._models: dict[str, Served] = {}
+        self._followers: dict[str, Any] = {}  # `streams.Follower`, by model
         devices: dict[Any, Memory] = {}
         self._databases: databases_lib.Connected = (None, None)
         host = Memory(row_map.host_device(), lambda: host_limits.available_bytes())
@@ -100,6 +101,12 @@ class Session:
                 at = _device(number, model, device)
                 memory = devices.setdefault(at, Memory(at, functools.partial(self._free_bytes, at)))
                 self._models[model.model] = open_model(config, model, memory, host, self._databases, warm_up=warm_up)
+            if config.update_source.type == "redis_stream":
+                from jaxsok.serving import streams
+
+                for name, served in self._models.items():
+                    self._followers[name] = streams.Follower.of(config.update_source, name, served)
+                    self._followers[name].start()
         except BaseException:
             self.close()
             raise
@@ -160,7 +167,8 @@ class Session:
         Args:
           source: a folder: an export of `jaxsok.checkpoint` (a delta must follow what is served), a step of an Orbax
             checkpoint, or HPS directories in folders of the tables' names. Or a mapping from tables to such folders, or
-            to HPS directories. Tables that are not there stay. None: only the dense model changes.
+            to HPS directories. Or a list of exports that follow each other, which become one version. Tables that are
+            not there stay. None: only the dense model changes.
           model: its name; None, if there is one.
           dense_file: an artifact that replaces the dense model in the same instant; None: it stays.
           in_place: False: the new version is made beside the old one, in new arrays for what changes. True: rows are
@@ -192,9 +200,13 @@ class Session:
         `tables`: the same of each. A prediction counts the keys of the inputs by which the model looks up a table, once
         for each such table, and not those that it computes. Where rows are cached, `distinct`, `hits`, `misses` and
         `missing` are of distinct keys of each call: hits were in the cache, missing ones are misses that no tier has.
-        Warming up is not counted.
+        Warming up is not counted. With an `update_source`, `lag_versions` and `lag_s` are the versions of its stream
+        that are not served, and the age of the first of them in seconds; `delay_s` is the age at which the last served
+        one was applied, and `is_following` is False while Redis does not answer or a version is refused.
         """
-        return self._served("stats", model).stats()
+        served = self._served("stats", model)
+        follower = self._followers.get(served.config.model)
+        return served.stats() | (follower.stats() if follower else {})
 
     def report(self) -> str:
         """What was loaded, as text: tables, memory, limits, and keys of the configuration without effect."""
@@ -213,9 +225,10 @@ class Session:
         self._is_closed = True
         models, self._models = self._models, {}
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        for served in models.values():
-            served.reader.stop()  # stop all before waiting for any
-        have_ended = [served.reader.close(until) for served in models.values()]
+        for worker in (*self._followers.values(), *(served.reader for served in models.values())):
+            worker.stop()  # stop all before waiting for any
+        have_ended = [follower.close(until) for follower in self._followers.values()]
+        have_ended += [served.reader.close(until) for served in models.values()]
         databases, self._databases = self._databases, (None, None)
         for database in databases:
             if database is not None:

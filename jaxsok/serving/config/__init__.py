@@ -6,7 +6,7 @@ rows would differ from what was asked for. Unknown keys are refused as well, wit
 """
 
 from jaxsok.serving.config.reader import read
-from jaxsok.serving.config.values import Config, ModelConfig, PersistentDb, TableConfig, VolatileDb
+from jaxsok.serving.config.values import Config, ModelConfig, PersistentDb, TableConfig, UpdateSource, VolatileDb
 from jaxsok.serving.errors import ConfigError
 
-__all__ = ["Config", "ConfigError", "ModelConfig", "PersistentDb", "TableConfig", "VolatileDb", "read"]
+__all__ = ["Config", "ConfigError", "ModelConfig", "PersistentDb", "TableConfig", "UpdateSource", "VolatileDb", "read"]

@@ -6,6 +6,7 @@ documented, and 24.06 ignores.
 
 import dataclasses
 import os
+import socket
 import tempfile
 from typing import Any, Literal
 
@@ -21,7 +22,8 @@ OverflowPolicy = Literal["evict_random", "evict_least_used", "evict_oldest"]
 _UNREAD = "HPS does not read it from this file, either"
 _OLDER = "it is of an older HPS: 24.06 does not read it, either"
 _OF_PROCESS = "rows in host memory are of this process, in one piece and allocated at once"
-_NO_UPDATES = "update_source has no type"
+_OF_KAFKA = "it is of Kafka, which jaxsok does not read"
+_NO_FILTERS = "a stream brings all tables of its model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ class WithoutEffect:
     reason: str  # why there is nothing to set
 
     def __str__(self) -> str:
-        shown = "(not shown)" if self.path.endswith("password") else repr(self.value)
+        shown = "(not shown)" if self.path.endswith(keys.SECRETS) else repr(self.value)
         return f"{self.path} = {shown}: {self.reason}"
 
 
@@ -185,6 +187,17 @@ class PersistentDb:
 
 
 @dataclasses.dataclass(frozen=True)
+class UpdateSource:
+    """`update_source`: the stream that new versions of the tables come from; docs/freshness.md describes it."""
+
+    type: Literal["redis_stream"] | None = declare(keys.UPDATE_TYPE, None)  # None: versions come by `Session.update`
+    brokers: str = declare(keys.TEXT, "", repr=False)
+    """The URL of Redis, as `redis://host:6379`, `rediss://` with TLS; of a cluster, one of its nodes."""
+    consumer: str = declare(keys.SOME_TEXT, socket.gethostname(), block="jaxsok")
+    """The name under which Redis keeps the position of this server; each server has another."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """A whole configuration, checked and with every default filled in."""
 
@@ -196,6 +209,7 @@ class Config:
     fuse_embedding_table: bool | None = None  # for models that do not say; see `ModelConfig.fuse_embedding_table`
     volatile_db: VolatileDb = VolatileDb("parallel_hash_map")  # without a block; without a type "disabled", as in HPS
     persistent_db: PersistentDb = PersistentDb()
+    update_source: UpdateSource = UpdateSource()
     without_effect: tuple[WithoutEffect, ...] = ()  # keys that were written and set nothing, by path
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """What would surprise a reader of HPS's manual, as lines of the report."""
@@ -272,27 +286,28 @@ DATABASE_KEYS: dict[str, dict[str, Key]] = {
         **without_effect(_OF_PROCESS, keys.TEXT, "shared_memory_name"),
         **without_effect(_OF_PROCESS, keys.BOOL, "shared_memory_auto_remove"),
         **without_effect("redis-py sends the name of the host itself", keys.TEXT, "tls_server_name_identification"),
-        **without_effect(_NO_UPDATES, keys.TEXTS, "update_filters"),
+        **without_effect(_NO_FILTERS, keys.TEXTS, "update_filters"),
         **without_effect(_OLDER, keys.UNREAD, "max_get_batch_size", "max_set_batch_size", "algorithm"),
         **without_effect(_OLDER, keys.UNREAD, "refresh_time_after_fetch", "partition_overflow_margin"),
         **without_effect(_OLDER, keys.UNREAD, "partition_overflow_resolution_target"),
     },
     "persistent_db": {
         **keys.keys_of(PersistentDb),
-        **without_effect(_NO_UPDATES, keys.TEXTS, "update_filters"),
+        **without_effect(_NO_FILTERS, keys.TEXTS, "update_filters"),
         **without_effect(_OLDER, keys.UNREAD, "max_get_batch_size", "max_set_batch_size"),
     },
     "update_source": {
-        "type": Key(keys.UPDATE_TYPE),
-        **without_effect(_NO_UPDATES, keys.TEXT, "brokers"),
-        **without_effect(_NO_UPDATES, keys.COUNT, "metadata_refresh_interval_ms", "receive_buffer_size"),
-        **without_effect(_NO_UPDATES, keys.COUNT, "poll_timeout_ms", "max_batch_size", "failure_backoff_ms"),
-        **without_effect(_NO_UPDATES, keys.COUNT, "max_commit_interval"),
+        **keys.keys_of(UpdateSource),
+        "jaxsok": Key(keys.BLOCK),
+        **without_effect(_OF_KAFKA, keys.COUNT, "metadata_refresh_interval_ms", "receive_buffer_size"),
+        **without_effect(_OF_KAFKA, keys.COUNT, "poll_timeout_ms", "max_batch_size", "failure_backoff_ms"),
+        **without_effect(_OF_KAFKA, keys.COUNT, "max_commit_interval"),
         **without_effect(_OLDER, keys.UNREAD, "max_receive_buffer_size"),
     },
 }
 """The keys of the blocks of databases."""
 VOLATILE_JAXSOK_KEYS = keys.keys_of(VolatileDb, "jaxsok")
+UPDATE_JAXSOK_KEYS = keys.keys_of(UpdateSource, "jaxsok")
 OLDER_DATABASES = ("cpu_memory_db", "distributed_db")  # the blocks of HPS 3.3 that later became volatile_db
 OLDER_DATABASE_KEYS = without_effect(_OLDER, keys.UNREAD, *DATABASE_KEYS["volatile_db"])
 TOP_KEYS: dict[str, Key] = {

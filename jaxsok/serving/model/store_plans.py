@@ -42,6 +42,7 @@ class Change:
         gone = None
         if source.base is not None:
             gone = np.concatenate([np.zeros(0, np.uint64), *(some.copy() for some in source.tombstones())])
+            gone = np.setdiff1d(gone, np.concatenate(keys)) if len(gone) else gone
         return cls(table, source, np.concatenate(keys), gone)
 
     @property

@@ -38,7 +38,7 @@ from jaxsok.serving.row_map import RowMap
 from jaxsok.types import MAX_CAPACITY
 
 InPlace = bool | Literal["auto"]
-Source = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
+Source = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,7 +342,7 @@ class _Write:
 
 
 def open_update(model: str, source: Source, version: Version, key_bits: folders.KeyBits) -> dict[str, TableSource]:
-    """Opens and checks an update by table: a folder, or folders by table, that comes after a version.
+    """Opens and checks an update by table: a folder, folders in order, or by table, that comes after a version.
 
     Raises ServingError for a delta of another base, or without tables of the model; and as `open_table`.
     """
@@ -354,6 +354,8 @@ def open_update(model: str, source: Source, version: Version, key_bits: folders.
             if name not in tables:
                 raise UnknownTableError.of(op, name, tables, f'model "{model}"')
         opened = {name: folders.open_either(op, path, tables[name], key_bits) for name, path in source.items()}
+    elif isinstance(source, Sequence) and not isinstance(source, str):
+        opened = folders.open_links(op, model, source, tables, key_bits)
     else:
         opened = folders.open_all(op, model, pathlib.Path(source), tables, key_bits)
     for name, found in opened.items():
