@@ -105,7 +105,7 @@ class Session:
                 from jaxsok.serving import streams
 
                 for name, served in self._models.items():
-                    self._followers[name] = streams.Follower.of(config.update_source, name, served)
+                    self._followers[name] = streams.Follower(config.update_source, name, served)
                     self._followers[name].start()
         except BaseException:
             self.close()

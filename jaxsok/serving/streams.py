@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxsok import checks
@@ -36,6 +36,8 @@ try:
 except ImportError as error:
     wanted = "wanted it for update_source of type redis_stream; pip install 'jaxsok[databases]'"
     raise ImportError(f"redis: got no such module, {wanted}.", name="redis") from error
+
+__all__ = ["Publisher"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -67,7 +69,7 @@ class _Entry:
     id: str  # milliseconds of Redis' clock, and a number
     uuid: str
     base: str | None  # the uuid of the version before it; None: a full export
-    payload: str
+    payload: str  # the key of its chunks
     path: str | None  # where servers find the folder; None: its files are the payload
     files: Sequence[tuple[str, int]]  # names and sizes
 
@@ -105,8 +107,8 @@ class _Stream:
                 f"an answer in {TIMEOUT_S:g} s; see that it runs and has memory, then try again."
             ) from error
 
-    def payload(self, token: str) -> str:
-        return f"{self.name}:{token}"
+    def command(self, *words: Any) -> Any:
+        return self.call(lambda client: client.execute_command(*words))
 
     def entries(self, after: str = "0-0", wait_s: float = 0.0) -> list[_Entry]:
         """Reads the versions behind an entry; waits for one if there is none."""
@@ -119,18 +121,12 @@ class _Stream:
         with contextlib.suppress(ValueError):  # `checked` refuses what is missing
             value = json.loads(fields.get(b"version", b"{}"))
         checked(self._op, f"{self.name}, entry {number}", value, _ENTRY, ServingError)
-        return _Entry(number, value["uuid"], value["base"], value["payload"], value["path"], value["files"])
-
-    def chunk(self, token: str, number: int) -> bytes | None:
-        return self.call(lambda client: client.lindex(self.payload(token), number))
+        payload = f"{self.name}:{value['payload']}"
+        return _Entry(number, value["uuid"], value["base"], payload, value["path"], value["files"])
 
     def positions(self) -> dict[str, str]:
         """Reads the last version of each server, by its name."""
-
-        def run(client: Any) -> list[Any]:
-            return client.xinfo_groups(self.name) if client.exists(self.name) else []
-
-        groups = self.call(run)
+        groups = self.call(lambda client: client.xinfo_groups(self.name) if client.exists(self.name) else [])
         return {_to_text(group["name"]): _to_text(group["last-delivered-id"]) for group in groups}
 
     def note(self, consumer: str, position: str) -> None:
@@ -165,11 +161,7 @@ class Publisher:
         if not checks.is_integer(max_bytes, 1):
             raise ServingError(f"Publisher: max_bytes: got {max_bytes!r}, wanted a number of bytes above 0.")
         self._stream, self._max_bytes, self._timeout_s = _Stream("publish", url, model), max_bytes, timeout_s
-
-    @property
-    def name(self) -> str:
-        """The key of the stream."""
-        return self._stream.name
+        self.name = self._stream.name  # the key of the stream
 
     def publish(self, folder: str | os.PathLike[str], *, by_path: bool = False) -> None:
         """Adds a version: a folder that `export_full` or `export_delta` wrote.
@@ -195,8 +187,8 @@ class Publisher:
         sizes = [] if by_path else [(name, (path / name).stat().st_size) for name in names]
         base = manifest["base"] if manifest["kind"] == "delta" else None
         leaving = self._make_room(path, manifest["uuid"], base, sum(size for _, size in sizes))
-        token = secrets.token_hex(8)
-        payload, num_chunks = stream.payload(token), sum(-(-size // CHUNK_BYTES) for _, size in sizes)
+        token, num_chunks = secrets.token_hex(8), sum(-(-size // CHUNK_BYTES) for _, size in sizes)
+        payload = f"{stream.name}:{token}"
         for chunk in _chunks(path, [name for name, _ in sizes]):
             stream.call(functools.partial(_push, payload, chunk))
         entry = {"uuid": manifest["uuid"], "base": base, "payload": token, "files": sizes}
@@ -206,10 +198,10 @@ class Publisher:
             pipeline = client.pipeline(transaction=True)
             pipeline.persist(payload).xadd(stream.name, {"version": json.dumps(entry)})
             for old in leaving:
-                pipeline.xdel(stream.name, old.id).unlink(stream.payload(old.payload))
+                pipeline.xdel(stream.name, old.id).unlink(old.payload)
             return pipeline.execute()
 
-        if stream.call(lambda client: client.llen(payload)) != num_chunks:
+        if stream.command("LLEN", payload) != num_chunks:
             raise ServingError(
                 f'publish: folder: got "{path}", whose chunks Redis has dropped while they were sent, wanted all '
                 f"{num_chunks}; give Redis memory and the policy noeviction, then publish it again."
@@ -221,7 +213,13 @@ class Publisher:
         until = time.monotonic() + self._timeout_s
         while True:
             there, positions = self._stream.entries(), self._stream.positions()
-            self._require_order(path, uuid, base, there)
+            if uuid in [entry.uuid for entry in there]:
+                raise ServingError(f'publish: folder: got "{path}", which was published, wanted the next version.')
+            if base and there and there[-1].uuid != base:
+                raise ServingError(
+                    f'publish: folder: got the delta "{path}", which rests on {base}, wanted one on {there[-1].uuid}, '
+                    f'the last version in "{self.name}"; publish deltas in order, or a full export.'
+                )
             read = min(map(_order, positions.values()), default=there[-1].order if there else ())
             full = max((number for number, entry in enumerate(there) if not entry.base), default=0)
             excess = sum(entry.num_bytes for entry in there) + num_bytes - self._max_bytes
@@ -243,15 +241,6 @@ class Publisher:
                 )
             time.sleep(0.1)
 
-    def _require_order(self, path: pathlib.Path, uuid: str, base: str | None, there: Sequence[_Entry]) -> None:
-        if uuid in [entry.uuid for entry in there]:
-            raise ServingError(f'publish: folder: got "{path}", which was published, wanted the next version.')
-        if base and there and there[-1].uuid != base:
-            raise ServingError(
-                f'publish: folder: got the delta "{path}", which rests on {base}, wanted one on {there[-1].uuid}, the '
-                f'last version in "{self.name}"; publish deltas in order, or a full export.'
-            )
-
     def close(self) -> None:
         """Disconnects."""
         self._stream.close()
@@ -260,31 +249,18 @@ class Publisher:
 class Follower:
     """Brings one model of a server to each new version of its stream, in a thread of its own that `start` starts.
 
-    `held` gives the uuids of what its tables hold, from which it goes on; so a server that was opened anew replays what
-    it lacks. `update` applies folders that follow each other as one version.
+    It goes on from what the tables hold, so a server that was opened anew replays what it lacks.
     """
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        consumer: str,
-        held: Callable[[], Collection[str | None]],
-        update: Callable[[Sequence[pathlib.Path]], Any],
-    ) -> None:
-        self._stream, self._consumer, self._held, self._update = _Stream("follow", url, model), consumer, held, update
+    def __init__(self, source: UpdateSource, model: str, served: Any) -> None:
+        """Takes the model of a session (`model.served.Served`)."""
+        self._stream, self._consumer, self._served = _Stream("follow", source.brokers, model), source.consumer, served
         # All of these are set by `look` alone; `stats` reads them.
         self._position = "0-0"  # the last version that the tables hold
         self._pending: list[_Entry] = []  # those after it
         self._error, self._delay_s, self._is_careful = "", 0.0, False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="jaxsok-follow", daemon=True)
-
-    @classmethod
-    def of(cls, source: UpdateSource, model: str, served: Any) -> "Follower":
-        """Follows for a model of a session (`model.served.Served`), as a configuration says."""
-        held = lambda: set(served.versions.current.uuids.values())  # noqa: E731
-        return cls(source.brokers, model, source.consumer, held, lambda folders: served.update(folders, None, "auto"))
 
     def start(self) -> None:
         """Applies what is there, then starts the thread; after a failure the tables are served as they are."""
@@ -338,7 +314,8 @@ class Follower:
         ServingError: the next one is not there any more, or an update was refused. DatabaseError: Redis.
         """
         last = self._pending[-1].id if self._pending else self._position
-        pending, held = [*self._pending, *self._stream.entries(last, 0.0 if self._pending else wait_s)], self._held()
+        pending = [*self._pending, *self._stream.entries(last, 0.0 if self._pending else wait_s)]
+        held = set(self._served.versions.current.uuids.values())
         done = max((number for number, entry in enumerate(pending, 1) if entry.uuid in held), default=0)
         first = max([done, *(number for number, entry in enumerate(pending) if not entry.base)])  # the last full export
         self._pending = pending[first:]
@@ -361,7 +338,7 @@ class Follower:
         batch = self._pending[:most]
         self._is_careful = True  # if they are refused together, the next attempt takes the first alone
         with tempfile.TemporaryDirectory(prefix="jaxsok-stream-") as folder:
-            self._update([self._fetch(entry, pathlib.Path(folder)) for entry in batch])
+            self._served.update([self._fetch(entry, pathlib.Path(folder)) for entry in batch], None, "auto")
         self._is_careful, self._delay_s = False, _age_s(batch[0])
         self._position, self._pending = batch[-1].id, self._pending[most:]
         self._stream.note(self._consumer, self._position)
@@ -379,7 +356,8 @@ class Follower:
             )
         path = folder / entry.uuid
         path.mkdir()
-        chunks = (self._stream.chunk(entry.payload, number) for number in itertools.count())
+        read = functools.partial(self._stream.command, "LINDEX", entry.payload)
+        chunks = map(read, itertools.count())
         for name, size in entry.files:
             with (path / name).open("wb") as file:
                 while (rest := size - file.tell()) > 0:

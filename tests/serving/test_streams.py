@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from redis_servers import Cluster, Server, running
 from serving_cases import Trained, config_of, expected, model_of, rows_of
 from waiting import free_port, wait_until
 
-from jaxsok import serving
+from jaxsok import checkpoint, serving
 from jaxsok.serving import streams
 from jaxsok.serving.errors import ConfigError, DatabaseError, ServingError, StreamFullError
 from jaxsok.serving.http.metrics import Metrics
@@ -417,3 +419,23 @@ def test_the_client_of_redis_gives_names_as_text(url):
     assert publisher._stream.positions() == {"a": "12-3"}
     with contextlib.closing(redis.Redis.from_url(url, protocol=3)) as client:
         assert client.xinfo_groups("jaxsok:{dlrm}")[0]["last-delivered-id"] in (b"12-3", "12-3")
+
+
+def test_the_code_of_the_page(url, tmp_path):
+    """docs/freshness.md: what it publishes reaches a session of its configuration."""
+    training = Training(tmp_path, url)
+    page = (pathlib.Path(__file__).parents[2] / "docs/freshness.md").read_text().replace("redis://127.0.0.1:6379", url)
+    blocks = re.findall(r"^```py\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    (source,) = re.findall(r"^```json\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    training.state, training.clock = training.collection.init(seed=0), 0  # a state without a clock of its own
+    for name, content in training.content.items():
+        training.set(name, content)
+    training.first = checkpoint.export_full(tmp_path / "monday", training.collection, training.state).path
+    names = {"folder": tmp_path, "collection": training.collection}
+    with serving.open({**config(url, training), **json.loads(f"{{{source}}}")}, warm_up=False) as session:
+        for block in blocks:
+            training.set("user", rows_of([len(block) % 40], 4, version=7))
+            exec(block, names | {"state": training.state})
+            wait_until(lambda: serves(session, training))
+            names |= {"publisher": streams.Publisher(url, "dlrm"), "checkpoint": checkpoint}
+        assert len(blocks) == 2 and set(names["publisher"]._stream.positions()) == {"server-1"}
