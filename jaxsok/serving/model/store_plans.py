@@ -151,6 +151,8 @@ class StorePlan:
 
     def _copied(self, array: Array) -> Array:
         """Makes an array for the next version where an array lies, with its lines unless all of them go."""
+        if not self.is_fresh and array.shape[0] == self.row_map.capacity:
+            return jnp.copy(array)
         zeros = jnp.zeros((self.row_map.capacity, *array.shape[1:]), array.dtype)
         zeros = jax.device_put(zeros, array.sharding)
         return zeros if self.is_fresh else _put_first(zeros, array)
