@@ -7,8 +7,9 @@ Tables come from folders (folders.py), lie on a device or the host (frozen.py), 
 import functools
 import logging
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ def open(
 
     Args:
       config: the path of an HPS JSON file, its parsed content, or what `read_config` gave.
-      device: of JAX; None: the one whose number is the last of `deployed_device_list`.
+      device: of JAX; None: those whose numbers are in `deployed_device_list`.
       warm_up: whether the programs of lookups in all tables of a model, and of its dense model, are compiled now, so
         that no such request waits for one. They also answer requests for fewer tables, until the programs of these are
         compiled beside.
@@ -91,15 +92,15 @@ class Session:
         self._is_closed = False
         self._models: dict[str, Served] = {}
         self._followers: dict[str, Any] = {}  # `streams.Follower`, by model
-        devices: dict[Any, Memory] = {}
+        memories, lock = dict[tuple[Any, ...], Memory](), threading.Lock()
         self._databases: databases_lib.Connected = (None, None)
-        host = Memory(row_map.host_device(), lambda: host_limits.available_bytes())
+        host = Memory([row_map.host_device()], lambda: host_limits.available_bytes(), threading.Lock())
         try:
             if config.databases and any(model.tier != "device" for model in config.models):
                 self._databases = databases_lib.connect(config)
             for number, model in enumerate(config.models):
-                at = _device(number, model, device)
-                memory = devices.setdefault(at, Memory(at, functools.partial(self._free_bytes, at)))
+                at = _devices(number, model, device)
+                memory = memories.setdefault(at, Memory(at, functools.partial(self._free_bytes, at), lock))
                 self._models[model.model] = open_model(config, model, memory, host, self._databases, warm_up=warm_up)
             if config.update_source.type == "redis_stream":
                 from jaxsok.serving import streams
@@ -248,22 +249,26 @@ class Session:
             raise UnknownModelError.of(op, model, models)
         return models[model]
 
-    def _free_bytes(self, device: Any) -> int | None:
-        here = [model for model in self._models.values() if model.device == device and model.config.gpucache]
-        used = sum(model.device_bytes for model in here)
-        return versions.free_bytes(device, self._memory_limit, used)
+    def _free_bytes(self, devices: Sequence[Any]) -> int | None:
+        free = []
+        for device in devices:
+            here = [model for model in self._models.values() if device in model.devices and model.config.gpucache]
+            used = sum(model.device_bytes for model in here)
+            free.append(versions.free_bytes(device, self._memory_limit, used))
+        return None if None in free else min(free)
 
 
-def _device(number: int, model: ModelConfig, given: Any) -> Any:
+def _devices(number: int, model: ModelConfig, given: Any) -> tuple[Any, ...]:
     if model.tier == "host":
-        return jax.local_devices(backend="cpu")[0]
+        return (jax.local_devices(backend="cpu")[0],)
     if given is not None:
-        return given
+        return (given,)
     devices = jax.local_devices()
-    if model.device_id >= len(devices):
-        raise ConfigError(
-            f"open: models[{number}].deployed_device_list: got {model.device_id}, wanted 0 to {len(devices) - 1}, the "
-            "devices that are there; or pass device=.",
-            path=f"models[{number}].deployed_device_list",
-        )
-    return devices[model.device_id]
+    for device in model.devices:
+        if device >= len(devices):
+            raise ConfigError(
+                f"open: models[{number}].deployed_device_list: got {device}, wanted 0 to {len(devices) - 1}, the "
+                "devices that are there; or pass device=.",
+                path=f"models[{number}].deployed_device_list",
+            )
+    return tuple(devices[device] for device in model.devices)

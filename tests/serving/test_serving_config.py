@@ -274,12 +274,13 @@ def test_fractions_of_the_interval_are_cut_off(given, wanted):
     )
 
 
-def test_the_last_device_serves():
-    config = read(whole({"deployed_device_list": [0, 1, 2]}))
-    assert config.models[0].device_id == 2
-    assert config.notes == (
-        "models[0].deployed_device_list: a session serves from one device, 2; open one for each of the others.",
-    )
+def test_each_device_serves_once():
+    config = read(whole({"deployed_device_list": [2, 0, 2], "gpucacheper": 1.0, "jaxsok": {"is_split": True}}))
+    assert config.models[0].devices == (2, 0)
+    assert "split over devices 2, 0" in "\n".join(config.summary())
+    assert "devices 0, 1;" in "\n".join(read(whole({"deployed_device_list": [0, 1]})).summary())
+    with pytest.raises(ConfigError, match=r"models\[0\]\.jaxsok\.is_split: got true, wanted false for rows below a"):
+        read(whole({"jaxsok": {"is_split": True}}))
 
 
 def test_names_of_tables():

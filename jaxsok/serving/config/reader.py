@@ -311,14 +311,9 @@ class _Reader:
             self.refuse(f"{path}.model", values["model"], "1 to 120 letters, digits, _ and -")
         values["tables"] = self.tables(path, values)
         self.refuse_remote(f"{path}.dense_file", values["dense_file"])
-        devices, interval = values["deployed_device_list"], values["refresh_interval"]
-        if not devices:
+        interval = values["refresh_interval"]
+        if not values["deployed_device_list"]:
             self.refuse(f"{path}.deployed_device_list", [], "the number of a device, as [0]")
-        if len(set(devices)) > 1:
-            self.notes.append(
-                f"{path}.deployed_device_list: a session serves from one device, {devices[-1]}; open one for each of "
-                "the others."
-            )
         self.resolve_cache_type(path, given, values)
         got = given.get("refresh_interval", interval)
         if interval != got:
@@ -332,6 +327,9 @@ class _Reader:
         elif "fuse_embedding_table" not in given:
             values["fuse_embedding_table"] = top["fuse_embedding_table"]
         model = _made(ModelConfig, values)
+        if model.is_split and model.tier != "device":
+            remedy = "a split table lies on its devices; set gpucacheper to 1.0, or serve replicas of a cache"
+            self.refuse(f"{path}.jaxsok.is_split", True, "false for rows below a cache or on the host", remedy)
         for key, reason in values_lib.idle_keys(model).items():
             if key in given:
                 self.note_no_effect(f"{path}.{key}", given[key], reason)

@@ -70,7 +70,8 @@ class ModelConfig:
     tables: tuple[TableConfig, ...]  # pyright: ignore[reportGeneralTypeIssues]
     """In the order of `sparse_files`; names differ."""
     deployed_device_list: tuple[int, ...] = declare(keys.list_of(keys.COUNT, "a list of numbers of devices"))
-    """Device numbers. The last one is used, as in HPS; `open(config, device=...)` makes a session on another device."""
+    """Device numbers. Each device has all rows or a cache of them, or the rows that it owns (`is_split`);
+    `open(config, device=...)` serves from another device alone."""
     dense_file: str = declare(keys.OPTIONAL_FILE, "")
     """An artifact of `export_model`, which `predict` runs over the tables; "": lookups only."""
     max_batch_size: int = declare(keys.POSITIVE, 64)
@@ -112,10 +113,13 @@ class ModelConfig:
     spare_rows: int = declare(keys.COUNT, 0, block="jaxsok")
     """Rows of each table left free for new keys of updates in place."""
 
+    is_split: bool = declare(keys.BOOL, False, block="jaxsok")
+    """Whether each row lies on one of the devices, which owns its key; otherwise on all of them."""
+
     @property
-    def device_id(self) -> int:
-        """The number of the device that serves the model."""
-        return self.deployed_device_list[-1]
+    def devices(self) -> tuple[int, ...]:
+        """The numbers of the devices that serve the model."""
+        return tuple(dict.fromkeys(self.deployed_device_list))
 
     @property
     def tier(self) -> Tier:
@@ -242,7 +246,7 @@ class Config:
             }[model.tier]
             fused = "one call for all tables" if model.is_fused else "one call for each table"
             lines.append(
-                f'model "{model.model}": {tier}; device {model.device_id}; {fused}; at most {model.max_batch_size} '
+                f'model "{model.model}": {tier}; {where_of(model)}; {fused}; at most {model.max_batch_size} '
                 f"samples; lookups at a time: {model.num_of_worker_buffer_in_pool}"
             )
             lines += [
@@ -254,6 +258,12 @@ class Config:
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"without effect: {key}" for key in self.without_effect]
         return lines
+
+
+def where_of(model: ModelConfig) -> str:
+    """The devices of a model, in words."""
+    devices = ", ".join(map(str, model.devices))
+    return f"device {devices}" if len(model.devices) == 1 else f"{'split over ' * model.is_split}devices {devices}"
 
 
 PER_TABLE = keys.columns_of(TableConfig)
