@@ -42,7 +42,7 @@ def open(
       warm_up: whether the programs of lookups in all tables of a model, and of its dense model, are compiled now, so
         that no such request waits for one. They also answer requests for fewer tables, until the programs of these are
         compiled beside.
-      memory_limit: bytes of the device's memory that tables may take; None: all that the device reports as free.
+      memory_limit: bytes of each device's memory that tables may take; None: all that the device reports as free.
         Rows in host memory may take what the system and its control groups leave.
 
     Raises:

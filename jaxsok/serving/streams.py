@@ -15,7 +15,6 @@ import logging
 import os
 import pathlib
 import secrets
-import shutil
 import tempfile
 import threading
 import time
@@ -168,8 +167,8 @@ class Publisher:
 
         With `by_path` only its path goes through Redis, for servers that find the folder there: for full exports.
 
-        Servers see all of it or nothing. Where there is no room, the oldest versions go: those before a full export,
-        and those that all servers have read. If these are too few, it waits for servers, `timeout_s` at most.
+        Servers see all of it or nothing. Versions before a full export go, and where there is no room, the oldest ones
+        that all servers have read. If these are too few, it waits for servers, `timeout_s` at most.
 
         Raises:
           ServingError: a delta that does not rest on the last version of the stream, or a version that was published.
@@ -225,7 +224,7 @@ class Publisher:
             excess = sum(entry.num_bytes for entry in there) + num_bytes - self._max_bytes
             leaving = []
             for number, entry in enumerate(there):
-                if excess <= 0 or not (number < full or entry.order <= read):
+                if number >= full and (excess <= 0 or entry.order > read):
                     break
                 leaving.append(entry)
                 excess -= entry.num_bytes
@@ -299,14 +298,13 @@ class Follower:
 
     def _try(self, wait_s: float) -> int | None:
         try:
-            num_applied = self.look(wait_s)
+            num_applied, self._error = self.look(wait_s), ""
+            return num_applied
         except Exception as error:
             if str(error) != self._error:  # logged once, not each second
                 _log.error('follow: stream "%s": %s', self._stream.name, error)
             self._error = str(error)
             return None
-        self._error = ""
-        return num_applied
 
     def look(self, wait_s: float = 0.0) -> int:
         """Applies versions that the tables lack, as one version; returns how many they were.
@@ -348,12 +346,6 @@ class Follower:
         """Writes the files of a version into a folder; their checksums are those of the manifest."""
         if entry.path is not None:
             return pathlib.Path(entry.path)
-        free = shutil.disk_usage(folder).free
-        if entry.num_bytes > free:
-            raise ServingError(
-                f"follow: version {entry.uuid}: got {free} bytes free in {folder}, wanted {entry.num_bytes}; set "
-                "TMPDIR to a folder with room."
-            )
         path = folder / entry.uuid
         path.mkdir()
         read = functools.partial(self._stream.command, "LINDEX", entry.payload)
@@ -365,9 +357,8 @@ class Follower:
                     if chunk is None or len(chunk) > rest:
                         self._position, self._pending = "0-0", []  # what is there now is read again
                         raise ServingError(
-                            f'follow: version {entry.uuid}: file "{name}": got {len(chunk or b"")} bytes in place of '
-                            f"the next {rest} or fewer, wanted those that were published; it was trimmed meanwhile, or "
-                            "Redis has lost it. What follows it is read."
+                            f'follow: version {entry.uuid}: file "{name}": got {len(chunk or b"")} bytes, wanted the '
+                            f"last {rest}; it was trimmed meanwhile, or Redis has lost it."
                         )
                     file.write(chunk)
         return path

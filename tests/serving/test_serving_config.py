@@ -51,6 +51,7 @@ MODEL_DEFAULTS = {
     "fp8_quant": False,
     "row_dtype": None,  # jaxsok's own
     "spare_rows": 0,
+    "is_split": False,
 }
 VOLATILE_DEFAULTS = {
     "type": "parallel_hash_map",  # without a block

@@ -387,6 +387,16 @@ class CachedRows(_Programs):
         return self.cache.close(rest_s(until)) and has_ended
 
 
+def _of_all(name: str) -> Callable[..., None]:
+    """Makes a method that calls the method of this name of all readers."""
+
+    def call(self: "Replicas", *arguments: Any, **options: Any) -> None:
+        for reader in self._readers:
+            getattr(reader, name)(*arguments, **options)
+
+    return call
+
+
 class Replicas:
     """Reads from several devices by turns; each has all rows, or a cache of them.
 
@@ -413,29 +423,9 @@ class Replicas:
     def predict(self, read: ReadInputs) -> Found:
         return self._next().predict(read)
 
-    def prepare(self, old: Version, new: Version, *, warm_up: bool) -> None:
-        for reader in self._readers:
-            reader.prepare(old, new, warm_up=warm_up)
-
-    def settle(self, now: Version) -> None:
-        for reader in self._readers:
-            reader.settle(now)
-
-    def start(self, *, warm_up: bool) -> None:
-        for reader in self._readers:
-            reader.start(warm_up=warm_up)
-
-    def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None:
-        for reader in self._readers:
-            reader.publish(new, changed)
-
-    def refresh(self) -> None:
-        for reader in self._readers:
-            reader.refresh()
-
-    def stop(self) -> None:
-        for reader in self._readers:
-            reader.stop()
+    prepare, settle, start, publish, refresh, stop = map(
+        _of_all, ("prepare", "settle", "start", "publish", "refresh", "stop")
+    )
 
     def close(self, until: float | None) -> bool:
         return all([reader.close(until) for reader in self._readers])
