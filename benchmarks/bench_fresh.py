@@ -178,12 +178,11 @@ def _redis(program: str, folder: str) -> Iterator[str]:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
-    process = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
-    try:
-        yield f"redis://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen([program, *options], stdout=subprocess.DEVNULL) as process:
+        try:
+            yield f"redis://127.0.0.1:{port}"
+        finally:
+            process.kill()
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -195,17 +194,15 @@ def _training(options: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "benchmarks.bench_fresh"]
     command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # the device serves
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT, env=environment
-    )
-    try:
-        assert process.stdout is not None
-        if process.stdout.readline() != "ready\n":
-            raise RuntimeError(f"bench_fresh: training ended with {process.wait()} before its first export.")
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=_ROOT, env=environment, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            if process.stdout.readline() != "ready\n":
+                raise RuntimeError(f"bench_fresh: training ended with {process.wait()} before its first export.")
+            yield process
+        finally:
+            process.kill()
 
 
 def main() -> None:
