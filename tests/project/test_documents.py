@@ -673,6 +673,8 @@ API = {
         f"jaxsok.serving.{name}": lambda name=name: members_of(getattr(importlib.import_module("jaxsok.serving"), name))
         for name in ("Session", "Model", "FrozenTable", "FrozenTables", "FrozenStore", "LookupInput")
     },
+    "jaxsok.serving.streams": lambda: calls_of(serving("streams")),
+    "jaxsok.serving.streams.Publisher": lambda: members_of(serving("streams").Publisher),
     "jaxsok.serving.nnx": lambda: calls_of(serving("nnx")),
     "jaxsok.serving.nnx.LookupSpec": lambda: members_of(serving("group").LookupSpec),
     "jaxsok.serving.linen": lambda: calls_of(serving("linen")),
