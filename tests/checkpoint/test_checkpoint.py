@@ -580,7 +580,7 @@ def test_counts_that_do_not_agree_are_refused(saved, tmp_path):
     whole = json.loads((folder / "manifest.json").read_text())
     whole.pop("checksum")
     whole["tables"]["user"]["num_rows"] += 1
-    (folder / "manifest.json").write_text(manifest._sealed(whole))
+    (folder / "manifest.json").write_text(manifest._seal(whole))
     other = collection_of(tables_of(), 2)
     mine = train(other, other.init(seed=1), 2)
     before = content(other, mine)
@@ -601,7 +601,7 @@ def test_rows_of_another_type_are_refused(saved, tmp_path):
     whole.pop("checksum")
     counts = {"num_rows": 2, "partition_rows": manifest.pack(np.eye(1, NUM_PARTITIONS, dtype=np.int64)[0] * 2)}
     whole["tables"]["user"] |= {"files": [file.close()], **counts}
-    (folder / "manifest.json").write_text(manifest._sealed(whole))
+    (folder / "manifest.json").write_text(manifest._seal(whole))
     with pytest.raises(checkpoint.CorruptFileError, match=r"byte 8: got columns key int32, wanted key uint64, row "):
         restore(folder, collection_of(tables_of()))
 
@@ -622,7 +622,7 @@ def test_a_newer_format_is_refused(saved, tmp_path):
     shutil.copy(saved / "manifest.json", tmp_path)
     whole = json.loads((tmp_path / "manifest.json").read_text())
     whole.pop("checksum")
-    (tmp_path / "manifest.json").write_text(manifest._sealed({**whole, "version": 99}))
+    (tmp_path / "manifest.json").write_text(manifest._seal({**whole, "version": 99}))
     with pytest.raises(
         ValueError, match="got version 99 of the format, wanted at most 1; use the jaxsok that wrote it"
     ):

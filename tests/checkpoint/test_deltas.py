@@ -173,7 +173,7 @@ def resealed(folder, **values):
     path = folder / "manifest.json"
     whole = {**json.loads(path.read_text()), **values}
     whole.pop("checksum")
-    path.write_text(manifest._sealed(whole))
+    path.write_text(manifest._seal(whole))
     return whole["uuid"]
 
 
@@ -343,7 +343,7 @@ def test_manifests_with_other_values_are_read_or_refused(small, kind, some):
         whole.pop("checksum")
         for change in some:
             whole = changed(whole, change)
-        (folder / "manifest.json").write_text(manifest._sealed(whole))
+        (folder / "manifest.json").write_text(manifest._seal(whole))
         read_or_refused(folder, lambda: walked(folder))
     finally:
         shutil.rmtree(folder)
@@ -360,7 +360,7 @@ def test_manifests_with_other_values_are_loaded_or_refused(small, kind, change):
     try:
         whole = json.loads((folder / "manifest.json").read_text())
         whole.pop("checksum")
-        (folder / "manifest.json").write_text(manifest._sealed(changed(whole, change)))
+        (folder / "manifest.json").write_text(manifest._seal(changed(whole, change)))
         path = [parent / "full", folder] if kind == "delta" else folder
         try:
             checkpoint.load(path, collection)
@@ -604,7 +604,7 @@ def test_a_base_that_says_nothing_of_its_lineage_is_taken_with_a_warning(tmp_pat
     checkpoint.export_full(tmp_path / "full", collection, state)
     body = manifest.read("test", tmp_path / "full")
     del body["lineage"]
-    (tmp_path / "full" / manifest.NAME).write_text(manifest._sealed(body))
+    (tmp_path / "full" / manifest.NAME).write_text(manifest._seal(body))
     state = train(collection, checkpoint.load(tmp_path / "full", collection), 1)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full")
