@@ -27,15 +27,7 @@ from jaxsok.serving.errors import (
 from jaxsok.serving.frozen import FrozenTable, frozen_bytes
 from jaxsok.serving.model import versions
 from jaxsok.serving.model.predictions import PredictRequest, keys_in, load_dense_model
-from jaxsok.serving.model.readers import (
-    CachedRows,
-    DeviceRows,
-    Found,
-    Replicas,
-    RowReader,
-    SplitRows,
-    add_cache_stats,
-)
+from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, Replicas, RowReader, SplitRows, add_cache_stats
 from jaxsok.serving.model.stored import StoredVersions
 from jaxsok.serving.model.versions import InPlace, Source, Version, Versions
 from jaxsok.types import PADDING_KEY
@@ -335,8 +327,9 @@ def open_model(
         parts = [DeviceRows(config, versions, part) for part in range(len(versions.current.parts))]
         reader = SplitRows(parts) if config.is_split else _reader_of(parts)
     served = Served(config, versions, device.devices, reader, warm_up=warm_up)
-    for of_store in versions.current.maps:
-        of_store.frequencies = None  # only the first filling of a cache needs them
+    for part in versions.current.own_parts:
+        for of_store in part.maps:
+            of_store.frequencies = None  # only the first filling of a cache needs them
     return served
 
 

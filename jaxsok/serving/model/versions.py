@@ -73,11 +73,6 @@ class Version:
         return self.parts[0].tables
 
     @property
-    def maps(self) -> tuple[RowMap, ...]:
-        """The maps of the first device."""
-        return self.parts[0].maps
-
-    @property
     def own_parts(self) -> tuple[Part, ...]:
         """The parts with rows that no part before them has."""
         return self.parts if self.is_split else self.parts[:1]
@@ -145,10 +140,9 @@ class Gate:
 
 
 class Memory:
-    """The memory of some devices, or of the host, that models share.
+    """The memory of some devices, or of the host, that models share; one lock is held while some of it is taken.
 
-    `free` gives the free bytes of the device that has the fewest, or None: not known. The lock of devices that models
-    share is held while some of it is taken, from asking for free bytes on.
+    `free` gives the free bytes of the device that has the fewest, or None: not known.
     """
 
     def __init__(self, devices: Sequence[Any], free: Callable[[], int | None], lock: threading.Lock) -> None:
@@ -265,7 +259,7 @@ class Versions:
 
     def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Reader) -> None:
         with self._memory.lock:  # not while programs are compiled, which may take minutes
-            plans, is_in_place = self._planned(old, changes, in_place)
+            plans, is_in_place = self._plan(old, changes, in_place)
             writes, parts = list[_Write](), list[Part]()
             for number, (part, mine) in enumerate(zip(old.parts, plans, strict=False)):
                 made, of_part = self._next_part(number, part, mine, is_in_place)
@@ -291,7 +285,7 @@ class Versions:
                 self.num_in_place += 1
             else:
                 changed = {name: keys for mine in plans for plan in mine for name, keys in plan.changed.items()}
-                reader.publish(new, changed)  # a split table is not cached, so nobody reads what has changed
+                reader.publish(new, changed)  # caches read what has changed, and are never over several parts
                 self._current = new
         finally:
             self.held_bytes = 0
@@ -316,9 +310,7 @@ class Versions:
 
     # Planning --------------------------------------------------------------------------------------------------------
 
-    def _planned(
-        self, old: Version, changes: Sequence[Change], in_place: InPlace
-    ) -> tuple[list[list[StorePlan]], bool]:
+    def _plan(self, old: Version, changes: Sequence[Change], in_place: InPlace) -> tuple[list[list[StorePlan]], bool]:
         """Plans each store that changes, by own part, and whether in place; refuses impossible updates."""
         parts, spec = old.own_parts, old.tables.spec.stores
         free, beside = None, 0
