@@ -7,7 +7,7 @@ Workload: one table of 10,000,000 rows of 64 floats, all on the device; lookups 
           it to a Redis of this machine, which the session follows.
 Limit:    none; the targets are 5 s, and 1.1 times the 99th percentile.
 Command:  `python -m jaxsok bench --only serving`
-Last result: docs/freshness.md (2 cores of a CPU, scale 0.01).
+Last result: docs/freshness.md (2 cores of a CPU, scales 0.01 and 0.1).
 
 Delays are by one clock: from before the rows are assigned until a lookup, whose keys include one that every version
 changes, has returned. Lookups without updates are timed before and after those with, and taken together.

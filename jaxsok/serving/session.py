@@ -201,9 +201,9 @@ class Session:
         `tables`: the same of each. A prediction counts the keys of the inputs by which the model looks up a table, once
         for each such table, and not those that it computes. Where rows are cached, `distinct`, `hits`, `misses` and
         `missing` are of distinct keys of each call: hits were in the cache, missing ones are misses that no tier has.
-        Warming up is not counted. With an `update_source`, `lag_versions` and `lag_s` are the versions of its stream
-        that are not served, and the age of the first of them in seconds; `delay_s` is the age at which the last served
-        one was applied, and `is_following` is False while Redis does not answer or a version is refused.
+        Warming up is not counted. With an `update_source`, `lag_versions` of its stream are not served, the first of
+        them for `lag_s` seconds; the last one was served after `delay_s`; and `is_following` is False while Redis does
+        not answer or a version is refused.
         """
         served = self._find("stats", model)
         follower = self._followers.get(served.config.model)

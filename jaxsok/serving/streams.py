@@ -27,14 +27,8 @@ from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.saved import Source
 from jaxsok.manifests import checked, entries, integer, list_of, optional, text, tuple_of
 from jaxsok.serving.config import UpdateSource
+from jaxsok.serving.databases.redis import RedisClusterException, redis
 from jaxsok.serving.errors import DatabaseError, ServingError, StreamFullError
-
-try:
-    import redis
-    from redis.exceptions import RedisClusterException
-except ImportError as error:
-    wanted = "wanted it for update_source of type redis_stream; pip install 'jaxsok[databases]'"
-    raise ImportError(f"redis: got no such module, {wanted}.", name="redis") from error
 
 __all__ = ["Publisher"]
 
@@ -79,6 +73,10 @@ class _Entry:
     @property
     def num_bytes(self) -> int:
         return sum(size for _, size in self.files)
+
+    @property
+    def age_s(self) -> float:
+        return max(0.0, time.time() - self.order[0] / 1000)
 
 
 class _Stream:
@@ -259,6 +257,7 @@ class Follower:
         self._pending: list[_Entry] = []  # those after it
         self._error, self._delay_s, self._is_careful = "", 0.0, False
         self._stop = threading.Event()
+        self.stop = self._stop.set  # no further version is applied from then on
         self._thread = threading.Thread(target=self._follow, name="jaxsok-follow", daemon=True)
 
     def start(self) -> None:
@@ -266,10 +265,6 @@ class Follower:
         while self._try(0.0):
             pass
         self._thread.start()
-
-    def stop(self) -> None:
-        """Applies no further version."""
-        self._stop.set()
 
     def close(self, until: float | None = None) -> bool:
         """Waits for the update that runs, to a time of `time.monotonic` (None: any); returns whether all has ended."""
@@ -282,11 +277,11 @@ class Follower:
         return has_ended
 
     def stats(self) -> dict[str, Any]:
-        """Counts the versions that the tables lack, and how old they are, by the clocks of Redis and of this host."""
+        """Counts the versions that the tables lack; ages are by the clocks of Redis and of this host."""
         pending = self._pending
         return {
             "lag_versions": len(pending),
-            "lag_s": _age_s(pending[0]) if pending else 0.0,
+            "lag_s": pending[0].age_s if pending else 0.0,
             "delay_s": self._delay_s,
             "is_following": not self._error,
         }
@@ -337,7 +332,7 @@ class Follower:
         self._is_careful = True  # if they are refused together, the next attempt takes the first alone
         with tempfile.TemporaryDirectory(prefix="jaxsok-stream-") as folder:
             self._served.update([self._fetch(entry, pathlib.Path(folder)) for entry in batch], None, "auto")
-        self._is_careful, self._delay_s = False, _age_s(batch[0])
+        self._is_careful, self._delay_s = False, batch[0].age_s
         self._position, self._pending = batch[-1].id, self._pending[most:]
         self._stream.note(self._consumer, self._position)
         return most
@@ -373,10 +368,6 @@ def _chunks(folder: pathlib.Path, names: Sequence[str]) -> Iterator[bytes]:
         with (folder / name).open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):
                 yield chunk
-
-
-def _age_s(entry: _Entry) -> float:
-    return max(0.0, time.time() - entry.order[0] / 1000)
 
 
 def _order(id: str) -> tuple[int, ...]:

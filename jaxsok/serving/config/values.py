@@ -210,10 +210,11 @@ class Config:
                 "cache": f"a device cache of {model.gpucacheper:g} of the rows, over {where}",
                 "host": f"rows in {where}",
             }[model.tier]
+            devices = f"device{'s' * (len(model.devices) > 1)} {', '.join(map(str, model.devices))}"
             fused = "one call for all tables" if model.is_fused else "one call for each table"
             lines.append(
-                f'model "{model.model}": {tier}; {where_of(model)}; {fused}; at most {model.max_batch_size} '
-                f"samples; lookups at a time: {model.num_of_worker_buffer_in_pool}"
+                f'model "{model.model}": {tier}; {"split over " * model.is_split}{devices}; {fused}; at most '
+                f"{model.max_batch_size} samples; lookups at a time: {model.num_of_worker_buffer_in_pool}"
             )
             lines += [
                 f'  table "{table.name}": dim {table.dim}, default '
@@ -226,12 +227,6 @@ class Config:
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"without effect: {key}" for key in self.without_effect]
         return lines
-
-
-def where_of(model: ModelConfig) -> str:
-    """The devices of a model, in words."""
-    devices = ", ".join(map(str, model.devices))
-    return f"device {devices}" if len(model.devices) == 1 else f"{'split over ' * model.is_split}devices {devices}"
 
 
 PER_TABLE = keys.columns_of(TableConfig)

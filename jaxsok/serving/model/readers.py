@@ -441,12 +441,8 @@ class SplitRows(Replicas):
             for number, (mine, _, _) in found.items():
                 rows[owners[name] == number] = mine[name]
             values[name] = rows.reshape(*array.shape, rows.shape[1])
-        counts = [of_part for _, _, of_part in found.values()]
-        return (
-            values,
-            begun[0][0],
-            {name: tuple(map(sum, zip(*(mine[name] for mine in counts), strict=True))) for name in keys},
-        )
+        counts = {name: np.sum([of_part[name] for _, _, of_part in found.values()], axis=0) for name in keys}
+        return values, begun[0][0], {name: tuple(mine.tolist()) for name, mine in counts.items()}
 
 
 def add_cache_stats(stats: dict[str, Any], readers: Sequence[CachedRows]) -> None:

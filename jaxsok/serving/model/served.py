@@ -20,15 +20,7 @@ from jaxsok.serving.databases import Connected
 from jaxsok.serving.frozen import FrozenTable, FrozenTables, freeze_records, frozen_bytes
 from jaxsok.serving.model import versions
 from jaxsok.serving.model.predictions import PredictRequest, keys_in, load_dense_model
-from jaxsok.serving.model.readers import (
-    CachedRows,
-    DeviceRows,
-    Found,
-    Replicas,
-    RowReader,
-    SplitRows,
-    add_cache_stats,
-)
+from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, Replicas, RowReader, SplitRows, add_cache_stats
 from jaxsok.serving.model.stored import StoredVersions
 from jaxsok.serving.model.versions import InPlace, Source, Version, Versions
 from jaxsok.types import PADDING_KEY

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from jaxsok.plan import partitions_of
 from jaxsok.records import Records
 from jaxsok.serving.errors import ServingError
-from jaxsok.serving.folders import TableSource
+from jaxsok.serving.folders import Frozen, TableSource
 from jaxsok.serving.frozen import FrozenStore, FrozenTable, check_records, lines_of, write_lines
 from jaxsok.serving.row_map import RowMap
 from jaxsok.types import NO_ROW
@@ -79,11 +79,9 @@ def owners_of(keys: np.ndarray, num_parts: int) -> np.ndarray:
     return (partitions_of(keys, np.uint64(0)) % np.uint64(num_parts)).astype(np.int64)
 
 
-def split_sources(
-    given: Sequence[tuple[FrozenTable, TableSource]], num_parts: int
-) -> list[list[tuple[FrozenTable, TableSource]]]:
+def split_sources(given: Sequence[Frozen], num_parts: int) -> list[list[Frozen]]:
     """Gives each part the rows whose keys it owns; reads all rows once to count them."""
-    parts: list[list[tuple[FrozenTable, TableSource]]] = [[] for _ in range(num_parts)]
+    parts: list[list[Frozen]] = [[] for _ in range(num_parts)]
     for table, source in given:
         counts = np.zeros(num_parts, np.int64)
         for records in source.chunks():

@@ -130,10 +130,9 @@ class Gate:
 
 
 class Memory:
-    """The memory of some devices, or of the host, that models share.
+    """The memory of some devices, or of the host, that models share; one lock is held while some of it is taken.
 
-    `free` gives the free bytes of the device that has the fewest, or None: not known. The lock of devices that models
-    share is held while some of it is taken, from asking for free bytes on.
+    `free` gives the free bytes of the device that has the fewest, or None: not known.
     """
 
     def __init__(self, devices: Sequence[Any], free: Callable[[], int | None], lock: threading.Lock) -> None:
