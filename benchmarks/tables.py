@@ -569,6 +569,29 @@ def _served_shape(record: Record) -> tuple[str, int, str]:
     return record.workload, record.notes["num_samples"], record.notes["dtype"]
 
 
+FRESH_COLUMNS = ("what", "of", "ms", "spread", "99th percentile", "most", "changed rows/s", "export ms", "publish ms")
+"""Columns for freshness: the delay of a version, and lookups without and with updates."""
+
+
+def fresh_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Delays, then lookups."""
+    return [
+        (
+            record.what,
+            record.variant,
+            f"{record.timing.ms:.4g}",
+            record.timing.spread_text,
+            f"{record.notes['p99_ms']:.4g}" if "p99_ms" in record.notes else NOTHING,
+            f"{record.notes['max_ms']:.4g}",
+            *(
+                f"{record.notes[name]:,.0f}" if name in record.notes else NOTHING
+                for name in ("rows_per_s", "export_ms", "publish_ms")
+            ),
+        )
+        for record in records
+    ]
+
+
 DCNV2_COLUMNS = (
     "keys",
     "devices",
@@ -673,6 +696,7 @@ PARTS: dict[str, tuple[str, Sequence[str], Callable[[Sequence[Record]], list[tup
     "evict": ("Eviction of the least recently used tenth (rowwise Adagrad):", EVICT_COLUMNS, evict_rows),
     "life": ("Statistics, admission and export (W1, rowwise Adagrad):", LIFE_COLUMNS, life_rows),
     "serving": ("Frozen tables, looked up in three ways:", SERVING_COLUMNS, serving_rows),
+    "fresh": ("From training to an answer:", FRESH_COLUMNS, fresh_rows),
     "input": ("From a reader's arrays to the device:", INPUT_COLUMNS, input_rows),
     "tiers": ("Rows in host memory, a cache on the device:", TIER_COLUMNS, tier_rows),
     "host_rows": ("A long life of rows in host memory:", HOST_ROWS_COLUMNS, host_rows_rows),

@@ -285,6 +285,23 @@ def _served_over_floor(found: Found) -> float | None:
     return _over(_served_device_ms(found), floor)
 
 
+def _delay_s(found: Found) -> float | None:
+    """The longest delay of a version; None where training did not change a million rows a second."""
+    delays = found.all(names.FRESH, notes={"part": "fresh"})[:1]
+    return next((one.notes["max_ms"] / 1e3 for one in delays if one.notes["rows_per_s"] >= 1e6), None)
+
+
+def _lookups_under_updates(found: Found) -> float | None:
+    p99 = [
+        next(
+            (one.notes["p99_ms"] for one in found.all(names.FRESH_LOOKUP, notes={"part": "fresh", "updates": is_with})),
+            None,
+        )
+        for is_with in (True, False)
+    ]
+    return _over(*p99)
+
+
 def _on_cpu(distribution: str, peer: str) -> Reading:
     place = {"notes": {"part": "cpu"}, "distribution": distribution}
     return lambda found: _over(found.ms(STEP, **place), found.ms(STEP, peer, **place))
@@ -400,6 +417,8 @@ TARGETS: tuple[Target, ...] = (
         _served_over_floor,
         is_least=False,
     ),
+    Target("a changed row reaches an answer, at 1,000,000 rows/s", 5.0, _delay_s, is_least=False, unit=" s"),
+    Target("99th percentile of lookups with such updates, over that without", 1.1, _lookups_under_updates, False),
     _trained("DLRM-DCNv2 from files, M samples/s, rowwise Adagrad", 2.5, 1, "rowwise_adagrad"),
     _trained("DLRM-DCNv2 from files, M samples/s, Adagrad, 4 H200s", 7.5, 4, "adagrad"),
     *(

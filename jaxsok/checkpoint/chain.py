@@ -8,15 +8,18 @@ import os
 import pathlib
 from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
 
 from jaxsok import processes
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.files import key_batches
+from jaxsok.checkpoint.lineage import is_same_life
 from jaxsok.checkpoint.saved import Source
 from jaxsok.collection import Collection
+from jaxsok.operations import locate
 from jaxsok.store import State
-from jaxsok.types import PADDING_KEY
+from jaxsok.types import COUNTERS, PADDING_KEY
 
 KEYS_AT_A_TIME = 1 << 18  # 2 MiB of keys: enough for a device to be busy, few enough for a host
 LEAST_KEYS = 1 << 10  # a search for so many takes less than the start of a program
@@ -83,6 +86,8 @@ def check_link(op: str, link: Source, uuid: str, before: str) -> None:
 def gone_keys(op: str, collection: Collection, state: State, chain: Sequence[Source], table: str) -> np.ndarray:
     """Finds the keys that a chain has and a table no longer has: uint64, ascending."""
     gone = np.zeros(0, np.uint64)
+    if chain and _keeps_all(collection, state, chain[-1], table):
+        return gone
     for source in chain:
         with processes.together(op):
             tombstones = list(key_batches(source.files(table, manifest_lib.TOMBSTONES)))
@@ -93,6 +98,18 @@ def gone_keys(op: str, collection: Collection, state: State, chain: Sequence[Sou
         ]
         gone = np.union1d(gone, np.concatenate(absent)) if absent else gone
     return gone
+
+
+def _keeps_all(collection: Collection, state: State, base: Source, table: str) -> bool:
+    """Whether no row of a table's store went since an export: its generation is the same, and so is the state's life.
+
+    Processes with a state each would disagree, and wait for each other; they search.
+    """
+    if not (collection.shards.is_mesh or jax.process_count() == 1) or not is_same_life(state, base.manifest):
+        return False
+    counters = state.stores[locate("export_delta", collection, table)[0]].counters  # all shards have one generation
+    generation = np.asarray(counters.addressable_data(0))[COUNTERS.index("generation")]
+    return int(generation) == base.store_of(table)[1]["generation"]
 
 
 def find_keys(

@@ -109,8 +109,8 @@ def export_delta(
       CorruptFileError: the base is damaged.
 
     Cost:
-      The keys and statistics of all rows, and the rows that changed, go to the host. All keys of the chain are read and
-      looked for in the tables.
+      The keys and statistics of all rows, and the rows that changed, go to the host. If a row went since the base, or
+      the state was restored since, all keys of the chain are read and looked for in the tables.
 
     Example:
       `export_delta("tuesday", collection, state, base="monday")`, then `load(["monday", "tuesday"], collection)`

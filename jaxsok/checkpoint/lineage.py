@@ -58,5 +58,10 @@ def check(op: str, collection: Collection, state: State, folder: Any, manifest: 
     )
 
 
+def is_same_life(state: State, manifest: Mapping[str, Any]) -> bool:
+    """Whether a folder was exported in this life of a state: nothing was restored since."""
+    return (manifest.get("lineage") or {}).get("word") == _life_of(state).name
+
+
 def _life_of(state: State) -> Life:
     return lives.IN_THIS_PROCESS.life_of(np.asarray(state.lineage.addressable_data(0)))

@@ -1,8 +1,8 @@
 """Serving: trained tables, frozen, several of them fused into one lookup, from files, behind an HPS configuration.
 
 `open` serves the models of a configuration; `freeze` and `lookup` need none. Import by name what needs other packages,
-`nnx` and `linen` (Flax), `artifact` (exported models) and `http` (the server), and the parts `cache`, `backing` and
-`sources`.
+`nnx` and `linen` (Flax), `artifact` (exported models), `http` (the server) and `streams` (Redis), and the parts
+`cache`, `backing` and `sources`.
 """
 
 from jaxsok.serving.config import Config, ModelConfig, TableConfig
@@ -14,6 +14,7 @@ from jaxsok.serving.errors import (
     RequestError,
     RequestTooLargeError,
     ServingError,
+    StreamFullError,
     UnknownModelError,
     UnknownTableError,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "ServingError",
     "Session",
     "SizedRecords",
+    "StreamFullError",
     "TableConfig",
     "UnknownModelError",
     "UnknownTableError",

@@ -55,6 +55,10 @@ class DatabaseError(ServingError):
     """A database that does not answer, or has rows of another form."""
 
 
+class StreamFullError(ServingError):
+    """A stream that has no room for another version, since servers have not read those that it has."""
+
+
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
     """Turns refusals of training's code into a RequestError."""

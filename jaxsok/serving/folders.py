@@ -5,6 +5,7 @@ with such tables below it. Sizes, checksums and keys are checked when it is open
 """
 
 import dataclasses
+import itertools
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 
 from jaxsok import published
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.chain import chain_of
+from jaxsok.checkpoint.chain import chain_of, check_link
 from jaxsok.checkpoint.files import key_batches
 from jaxsok.checkpoint.saved import Source
 from jaxsok.initializers import InitialRows
@@ -47,7 +48,8 @@ class TableSource:
     served tables cannot compute; None: the files do not say."""
     num_tombstones: int = 0  # number of keys in `tombstones`
     tombstones: Callable[[], Iterator[np.ndarray]] = dataclasses.field(default=lambda: iter(()), repr=False)
-    """Gives keys (uint64) in chunks that are gone since the base. A delta removes them before its rows come in."""
+    """Gives keys (uint64) in chunks that are gone since the base; of several deltas, some may be among the rows again,
+    or come twice. A delta removes them before its rows come in."""
 
     def __iter__(self) -> Iterator[Records]:
         return self.chunks()
@@ -89,12 +91,12 @@ def open_table(
 
 
 def _of_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits) -> TableSource:
-    """Checks a chain, or a delta alone; gives its rows."""
+    """Checks a chain, or deltas that follow each other; gives its rows."""
     for link in links:
         _check(link, table, dim)
-    chain, last = _Chain(links, table, key_bits), links[-1].manifest
-    is_alone = links[0].manifest["kind"] == "delta"
-    gone = links[-1].files(table, manifest_lib.TOMBSTONES) if is_alone else []
+    chain, first, last = _Chain(links, table, key_bits), links[0].manifest, links[-1].manifest
+    is_delta = first["kind"] == "delta"
+    gone = [file for link in links for file in link.files(table, manifest_lib.TOMBSTONES)] if is_delta else []
     return TableSource(
         table,
         folder,
@@ -103,7 +105,7 @@ def _of_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: in
         chain.num_rows(),
         chain.records,
         uuid=last["uuid"],
-        base=last["base"] if is_alone else None,
+        base=first["base"] if is_delta else None,
         unknown=manifest_lib.unknown_from_json(last["tables"][table].get("unknown")),
         num_tombstones=sum(file.entry["num_rows"] for file in gone),
         tombstones=lambda: (_cut(keys, key_bits) for keys in key_batches(gone)),
@@ -173,6 +175,25 @@ def open_all(
             f'{op}: model "{model}": source: got "{folder}" without any of its tables: {refused}'
         ) from refused
     return found
+
+
+def open_links(
+    op: str, model: str, paths: Sequence[Path], tables: Mapping[str, FrozenTable], key_bits: KeyBits
+) -> dict[str, TableSource]:
+    """Opens exports that follow each other, deltas or a full one and deltas, as one source for each table."""
+    links = [Source.of(op, pathlib.Path(path)) for path in paths]
+    if not links:
+        raise ServingError(f"{op}: source: got no folders, wanted exports that follow each other.")
+    for before, link in itertools.pairwise(links):
+        check_link(op, link, before.manifest["uuid"], f'"{before.folder}"')
+    saved = links[-1].manifest["tables"]
+    if tables.keys().isdisjoint(saved):
+        raise UnknownTableError.of(op, next(iter(tables)), saved, f'"{links[-1].folder}", in an update of "{model}"')
+    return {
+        name: _of_links(links, links[-1].folder, name, table.dim, key_bits)
+        for name, table in tables.items()
+        if name in saved
+    }
 
 
 def _find(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
@@ -266,7 +287,7 @@ def _cut(keys: np.ndarray, key_bits: KeyBits) -> np.ndarray:
 
 
 class _Chain:
-    """One table in the links of a chain, or in a delta alone."""
+    """One table in the links of a chain, or in deltas that follow each other."""
 
     def __init__(self, links: Sequence[Source], table: str, key_bits: KeyBits) -> None:
         self._links, self._table = links, table

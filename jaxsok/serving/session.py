@@ -7,8 +7,9 @@ Tables come from folders (folders.py), lie on a device or the host (frozen.py), 
 import functools
 import logging
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,11 +38,11 @@ def open(
 
     Args:
       config: the path of an HPS JSON file, its parsed content, or what `read_config` gave.
-      device: of JAX; None: the one whose number is the last of `deployed_device_list`.
+      device: of JAX; None: those whose numbers are in `deployed_device_list`.
       warm_up: whether the programs of lookups in all tables of a model, and of its dense model, are compiled now, so
         that no such request waits for one. They also answer requests for fewer tables, until the programs of these are
         compiled in the background.
-      memory_limit: bytes of the device's memory that tables may take; None: all that the device reports as free.
+      memory_limit: bytes of each device's memory that tables may take; None: all that the device reports as free.
         Rows in host memory may take what the system and its control groups leave.
 
     Raises:
@@ -90,16 +91,23 @@ class Session:
         self._memory_limit = memory_limit
         self._is_closed = False
         self._models: dict[str, Served] = {}
-        devices: dict[Any, Memory] = {}
+        self._followers: dict[str, Any] = {}  # `streams.Follower`, by model
+        memories, lock = dict[tuple[Any, ...], Memory](), threading.Lock()
         self._databases: databases_lib.Connected = (None, None)
-        host = Memory(row_map.host_device(), lambda: host_limits.available_bytes())
+        host = Memory([row_map.host_device()], lambda: host_limits.available_bytes(), threading.Lock())
         try:
             if config.databases and any(model.tier != "device" for model in config.models):
                 self._databases = databases_lib.connect(config)
             for number, model in enumerate(config.models):
-                at = _device(number, model, device)
-                memory = devices.setdefault(at, Memory(at, functools.partial(self._free_bytes, at)))
+                at = _devices(number, model, device)
+                memory = memories.setdefault(at, Memory(at, functools.partial(self._free_bytes, at), lock))
                 self._models[model.model] = open_model(config, model, memory, host, self._databases, warm_up=warm_up)
+            if config.update_source.type == "redis_stream":
+                from jaxsok.serving import streams
+
+                for name, served in self._models.items():
+                    self._followers[name] = streams.Follower(config.update_source, name, served)
+                    self._followers[name].start()
         except BaseException:
             self.close()
             raise
@@ -160,7 +168,8 @@ class Session:
         Args:
           source: a folder: an export of `jaxsok.checkpoint` (a delta must follow what is served), a step of an Orbax
             checkpoint, or HPS directories in folders of the tables' names. Or a mapping from tables to such folders, or
-            to HPS directories. Tables that are not there stay. None: only the dense model changes.
+            to HPS directories. Or a list of exports that follow each other, which become one version. Tables that are
+            not there stay. None: only the dense model changes.
           model: its name; None, if there is one.
           dense_file: an artifact that replaces the dense model in the same instant; None: it stays.
           in_place: False: the new version is made beside the old one, in new arrays for what changes. True: rows are
@@ -192,9 +201,13 @@ class Session:
         `tables`: the same of each. A prediction counts the keys of the inputs by which the model looks up a table, once
         for each such table, and not those that it computes. Where rows are cached, `distinct`, `hits`, `misses` and
         `missing` are of distinct keys of each call: hits were in the cache, missing ones are misses that no tier has.
-        Warming up is not counted.
+        Warming up is not counted. With an `update_source`, `lag_versions` of its stream are not served, the first of
+        them for `lag_s` seconds; the last one was served after `delay_s`; and `is_following` is False while Redis does
+        not answer or a version is refused.
         """
-        return self._find("stats", model).stats()
+        served = self._find("stats", model)
+        follower = self._followers.get(served.config.model)
+        return served.stats() | (follower.stats() if follower else {})
 
     def report(self) -> str:
         """Describes what was loaded: tables, memory, limits, and keys of the configuration without effect."""
@@ -213,9 +226,10 @@ class Session:
         self._is_closed = True
         models, self._models = self._models, {}
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        for served in models.values():
-            served.reader.stop()  # stop all before waiting for any
-        have_ended = [served.reader.close(until) for served in models.values()]
+        for worker in (*self._followers.values(), *(served.reader for served in models.values())):
+            worker.stop()  # stop all before waiting for any
+        have_ended = [follower.close(until) for follower in self._followers.values()]
+        have_ended += [served.reader.close(until) for served in models.values()]
         databases, self._databases = self._databases, (None, None)
         for database in filter(None, databases):
             database.close()
@@ -234,19 +248,22 @@ class Session:
             raise UnknownModelError.of(op, model, models)
         return models[model]
 
-    def _free_bytes(self, device: Any) -> int | None:
-        here = [model for model in self._models.values() if model.device == device and model.config.gpucache]
-        used = sum(model.device_bytes for model in here)
-        return versions.free_bytes(device, self._memory_limit, used)
+    def _free_bytes(self, devices: Sequence[Any]) -> int | None:
+        free = []
+        for device in devices:
+            here = [model for model in self._models.values() if device in model.devices and model.config.gpucache]
+            used = sum(model.device_bytes for model in here)
+            free.append(versions.free_bytes(device, self._memory_limit, used))
+        return None if None in free else min(free)
 
 
-def _device(number: int, model: ModelConfig, given: Any) -> Any:
+def _devices(number: int, model: ModelConfig, given: Any) -> tuple[Any, ...]:
     if model.tier == "host":
-        return jax.local_devices(backend="cpu")[0]
+        return (jax.local_devices(backend="cpu")[0],)
     if given is not None:
-        return given
+        return (given,)
     devices = jax.local_devices()
-    if model.device_id >= len(devices):
+    if (last := max(model.devices)) >= len(devices):
         path, wanted = f"models[{number}].deployed_device_list", f"0 to {len(devices) - 1}, the devices that are there"
-        raise ConfigError(f"open: {path}: got {model.device_id}, wanted {wanted}; or pass device=.", path=path)
-    return devices[model.device_id]
+        raise ConfigError(f"open: {path}: got {last}, wanted {wanted}; or pass device=.", path=path)
+    return tuple(devices[device] for device in model.devices)

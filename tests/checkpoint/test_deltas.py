@@ -26,6 +26,7 @@ from hypothesis import stateful
 
 import jaxsok
 from jaxsok import checkpoint, inspection, lives, optim, policies
+from jaxsok.checkpoint import chain as chains
 from jaxsok.checkpoint import manifest, restore
 from jaxsok.checkpoint.saved import Source
 from jaxsok.interchange import npz
@@ -107,6 +108,39 @@ def test_a_delta_is_small(chain):
         np.setdiff1d(known, held[2][0]["user.keys"]), np.setdiff1d(was["user.keys"], first["user.keys"])
     )
     assert exported[2].num_tombstones["user"] == again.size
+
+
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_keys_are_searched_for_only_after_rows_went(tmp_path, monkeypatch, num_devices):
+    """A delta costs what changed; after an erase, and after a restore, the keys of the chain are looked for."""
+    searched, find_keys = [], chains.find_keys
+
+    def find(*arguments):
+        searched.append(arguments)
+        return find_keys(*arguments)
+
+    monkeypatch.setattr(chains, "find_keys", find)
+    collection = two(num_devices)
+    state = train(collection, collection.init(seed=1), 1)
+    checkpoint.export_full(tmp_path / "0", collection, state)
+
+    def delta(number, is_searched):
+        checkpoint.export_delta(tmp_path / f"{number}", collection, state, tmp_path / f"{number - 1}")
+        assert bool(searched) == is_searched
+        searched.clear()
+        again = checkpoint.load(tmp_path / f"{number}", collection)
+        assert_same(content(collection, again), content(collection, state))
+        return again
+
+    for number in (1, 2):
+        state = train(collection, state, 1)
+        delta(number, is_searched=False)
+    state, _ = collection.erase(state, "item", content(collection, state)["item.keys"][::2])
+    state = delta(3, is_searched=True)  # as it was restored
+    state = train(collection, state, 1)
+    delta(4, is_searched=True)
+    state = train(collection, state, 1)
+    delta(5, is_searched=False)
 
 
 def test_deltas_in_another_order_are_refused(chain):

@@ -23,6 +23,7 @@ if str(ROOT) not in sys.path:
 import jaxsok  # noqa: E402
 from benchmarks import (  # noqa: E402
     bench_exchange,
+    bench_fresh,
     bench_scale,
     bench_serving,
     bench_skew,
@@ -557,6 +558,7 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
     assert all(record.timing.ms > 0 for record in found)
     by_part = {part: [record for record in found if record.part == part] for part in tables.PARTS}
     alone = {run.DCNV2} if jax.default_backend() == "cpu" else {run.DCNV2, "cpu"}
+    alone |= {"fresh"} if bench_fresh.redis_program() is None else set()
     assert all(by_part[part] for part in tables.PARTS if part not in alone)
     assert {record.distribution for record in by_part["skew"] if record.workload == "W1"} == set(bench_skew.KEYS)
     assert {record.variant for record in by_part["skew"] if record.workload == "W5"} == {
@@ -590,7 +592,7 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
     assert "forward + update, rowwise_adagrad" in tables_of_run
     assert f"`python -m jaxsok bench --quick --workloads W1,W5,H1 --only {parts} " in tables_of_run
     for part, (title, *_) in tables.PARTS.items():
-        assert title.rstrip(":") in tables_of_run or part in (run.DCNV2, "cpu")
+        assert title.rstrip(":") in tables_of_run or part in {*alone, "cpu"}
     assert "images/" not in written  # plots are of full-size runs on a GPU
     assert path.with_suffix("").is_dir() == (plots.why_none() is None)
 

@@ -607,7 +607,7 @@ API_MODULES = (
     "jaxsok",
     *(f"jaxsok.{name}" for name in ("optim", "policies", "initializers")),
     *(f"jaxsok.layers.{name}" for name in ("nnx", "linen")),
-    *(f"jaxsok.serving{name}" for name in ("", ".nnx", ".linen", ".hps", ".artifact")),
+    *(f"jaxsok.serving{name}" for name in ("", ".nnx", ".linen", ".hps", ".artifact", ".streams")),
     *(f"jaxsok.interchange.{name}" for name in ("hps", "sok", "torchrec", "columns", "npz")),
     *(f"jaxsok.{name}" for name in ("data", "data.criteo", "inspection", "checkpoint")),
 )

@@ -51,6 +51,7 @@ MODEL_DEFAULTS = {
     "fp8_quant": False,
     "row_dtype": None,  # jaxsok's own
     "spare_rows": 0,
+    "is_split": False,
 }
 VOLATILE_DEFAULTS = {
     "type": "parallel_hash_map",  # without a block
@@ -274,12 +275,13 @@ def test_fractions_of_the_interval_are_cut_off(given, wanted):
     )
 
 
-def test_the_last_device_serves():
-    config = read(whole({"deployed_device_list": [0, 1, 2]}))
-    assert config.models[0].device_id == 2
-    assert config.notes == (
-        "models[0].deployed_device_list: a session serves from one device, 2; open one for each of the others.",
-    )
+def test_each_device_serves_once():
+    config = read(whole({"deployed_device_list": [2, 0, 2], "gpucacheper": 1.0, "jaxsok": {"is_split": True}}))
+    assert config.models[0].devices == (2, 0)
+    assert "split over devices 2, 0" in "\n".join(config.summary())
+    assert "devices 0, 1;" in "\n".join(read(whole({"deployed_device_list": [0, 1]})).summary())
+    with pytest.raises(ConfigError, match=r"models\[0\]\.jaxsok\.is_split: got true, wanted false for rows below a"):
+        read(whole({"jaxsok": {"is_split": True}}))
 
 
 def test_names_of_tables():
@@ -807,7 +809,12 @@ OPTIONS = {
     "slot_num": st.integers(0, 30),
     "initialize_after_startup": st.booleans(),
     "jaxsok": st.fixed_dictionaries(
-        {}, optional={"row_dtype": st.just("float8_e4m3fn"), "spare_rows": st.integers(0, 99)}
+        {},
+        optional={
+            "row_dtype": st.just("float8_e4m3fn"),
+            "spare_rows": st.integers(0, 99),
+            "is_split": st.booleans(),
+        },
     ),
 }
 
@@ -833,6 +840,8 @@ def models(draw, name):
         model["embedding_table_names"] = draw(names)
     if model.get("use_static_table") or model.get("embedding_cache_type") == "static":
         model["gpucache"] = True
+    if model.get("jaxsok", {}).get("is_split"):
+        model |= {"gpucache": True, "gpucacheper": 1.0}
     return model
 
 
@@ -846,7 +855,13 @@ def configurations(draw):
         "fuse_embedding_table": st.booleans(),
         "volatile_db": st.fixed_dictionaries(volatile, optional=other),
         "persistent_db": st.fixed_dictionaries({}, optional={"type": st.just("disabled"), "path": NAMES}),
-        "update_source": st.fixed_dictionaries({}, optional={"type": st.none(), "brokers": NAMES}),
+        "update_source": st.one_of(
+            st.fixed_dictionaries({}, optional={"type": st.none(), "brokers": NAMES}),
+            st.fixed_dictionaries(
+                {"type": st.just("redis_stream"), "brokers": NAMES.map("redis://{}:6379".format)},
+                optional={"jaxsok": st.fixed_dictionaries({}, optional={"consumer": NAMES})},
+            ),
+        ),
     }
     return {**top, **draw(st.fixed_dictionaries({}, optional=blocks))}
 

@@ -6,8 +6,18 @@ rows would differ from what was asked for. Unknown keys are refused as well, wit
 """
 
 from jaxsok.serving.config.reader import read
-from jaxsok.serving.config.values import Config, ModelConfig, PersistentDb, TableConfig, VolatileDb
+from jaxsok.serving.config.values import Config, ModelConfig, PersistentDb, TableConfig, UpdateSource, VolatileDb
 from jaxsok.serving.config.writer import write
 from jaxsok.serving.errors import ConfigError
 
-__all__ = ["Config", "ConfigError", "ModelConfig", "PersistentDb", "TableConfig", "VolatileDb", "read", "write"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "ModelConfig",
+    "PersistentDb",
+    "TableConfig",
+    "UpdateSource",
+    "VolatileDb",
+    "read",
+    "write",
+]

@@ -9,6 +9,7 @@ from typing import Any
 from jaxsok import checks
 
 WRONG = object()  # what `Kind.parse` gives for a value of another kind
+SECRETS = ("password", "brokers")  # keys whose values are never shown: a URL may have a password
 REQUIRED = object()  # the default of a key without one
 _INT_MAX = 2**31 - 1  # of HPS's int, and of an XLA dimension
 _FLOAT32_MAX = 3.4028234663852886e38
@@ -101,9 +102,10 @@ OVERFLOW_POLICY = among({"evict_random": ["random"], "evict_least_used": ["least
 _UPDATE_TYPES = {
     **dict.fromkeys((None, "null", "none")),
     **dict.fromkeys(("kafka_message_queue", "kafka_mq", "kafka"), "kafka_message_queue"),
+    "redis_stream": "redis_stream",
 }
 UPDATE_TYPE = Kind(
-    'null or "kafka_message_queue"',
+    'null, "redis_stream" or "kafka_message_queue"',
     lambda value: _UPDATE_TYPES.get(value, WRONG) if isinstance(value, str | None) else WRONG,
 )
 

@@ -12,8 +12,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxsok.serving.config import values as values_lib
-from jaxsok.serving.config.keys import REQUIRED, WRONG, Key, Kind
-from jaxsok.serving.config.values import Config, ModelConfig, PersistentDb, TableConfig, VolatileDb, WithoutEffect
+from jaxsok.serving.config.keys import REQUIRED, SECRETS, WRONG, Key, Kind
+from jaxsok.serving.config.values import (
+    Config,
+    ModelConfig,
+    PersistentDb,
+    TableConfig,
+    UpdateSource,
+    VolatileDb,
+    WithoutEffect,
+)
 from jaxsok.serving.errors import ConfigError
 
 _BLOCKS = {
@@ -25,7 +33,7 @@ _BLOCKS = {
 _WANTED_TYPES = {
     "volatile_db": 'one of "hash_map", "parallel_hash_map", "redis_cluster", "disabled"',
     "persistent_db": 'one of "rocks_db", "disabled"',
-    "update_source": "null",
+    "update_source": 'null or "redis_stream"',
 }
 _REFUSED_TYPES: dict[str, dict[str, str]] = {  # with the reason
     "volatile_db": {
@@ -37,8 +45,8 @@ _REFUSED_TYPES: dict[str, dict[str, str]] = {  # with the reason
         "it is no persistent database: leave the block out, or take the type for volatile_db",
     ),
     "update_source": {
-        "kafka_message_queue": "Kafka is not there yet: leave the block out, and bring updates by Session.update or by "
-        "`python -m jaxsok serve --watch`"
+        "kafka_message_queue": "Kafka is not there: take redis_stream, or leave the block out, and bring updates by "
+        "Session.update or by `python -m jaxsok serve --watch`"
     },
 }
 _REFUSED_CACHES = {
@@ -147,7 +155,9 @@ class _Reader:
         top = self.block("", given, values_lib.TOP_KEYS)
         if not top["models"]:
             self.refuse("models", [], "at least one model")
-        volatile, persistent, _ = (self.database(name, top) for name in values_lib.DATABASE_KEYS)
+        volatile, persistent, updates = (self.database(name, top) for name in values_lib.DATABASE_KEYS)
+        updates |= self.block("update_source.jaxsok", updates["jaxsok"] or {}, values_lib.UPDATE_JAXSOK_KEYS)
+        update_source = _make(UpdateSource, updates)
         own = self.block("volatile_db.jaxsok", volatile["jaxsok"] or {}, values_lib.VOLATILE_JAXSOK_KEYS)
         volatile_db = _make(VolatileDb, volatile | own) if "volatile_db" in given else VolatileDb("parallel_hash_map")
         persistent_db = _make(PersistentDb, persistent)
@@ -158,6 +168,7 @@ class _Reader:
         if volatile_db.type == persistent_db.type == "disabled":
             for i, model in enumerate(models):
                 self.check_place_of_rows(f"models[{i}]", model)
+        self.check_updates(given, update_source)
         self.check_databases(given, volatile_db, persistent_db, all(model.tier == "device" for model in models))
         return Config(
             models=models,
@@ -165,6 +176,7 @@ class _Reader:
             fuse_embedding_table=top["fuse_embedding_table"],
             volatile_db=volatile_db,
             persistent_db=persistent_db,
+            update_source=update_source,
             without_effect=tuple(sorted(self.without.values(), key=lambda key: _order(key.path))),
             notes=tuple(self.notes),
             file=self.file,
@@ -177,7 +189,7 @@ class _Reader:
 
     def refuse(self, path: str, got: Any, wanted: str, remedy: str = "") -> NoReturn:
         shown = "an object" if isinstance(got, Mapping) else f"a {type(got).__name__}"
-        if path.endswith("password"):
+        if path.endswith(SECRETS):
             shown = "something else"
         elif got is None or isinstance(got, str | bool | int | float | list):
             shown = json.dumps(got, default=str)
@@ -243,6 +255,16 @@ class _Reader:
             self.refuse(f"{name}.type", values["type"], _WANTED_TYPES[name], remedy)
         return values
 
+    def check_updates(self, given: Mapping[str, Any], updates: UpdateSource) -> None:
+        """Refuses a stream without a server; notes keys that set nothing without a stream."""
+        if updates.type is None:
+            for key in set(given.get("update_source") or ()) - {"type"}:
+                value = given["update_source"][key]
+                self.note_no_effect(f"update_source.{key}", value, "update_source has no type")
+        elif not updates.brokers.startswith(("redis://", "rediss://", "unix://")):
+            remedy = "Redis keeps the stream there"
+            self.refuse("update_source.brokers", updates.brokers, 'a URL, as "redis://10.0.0.1:6379"', remedy)
+
     def check_databases(
         self, given: Mapping[str, Any], volatile: VolatileDb, persistent: PersistentDb, is_unused: bool
     ) -> None:
@@ -288,14 +310,9 @@ class _Reader:
             self.refuse(f"{path}.model", values["model"], "1 to 120 letters, digits, _ and -")
         values["tables"] = self.tables(path, values)
         self.refuse_remote(f"{path}.dense_file", values["dense_file"])
-        devices, interval = values["deployed_device_list"], values["refresh_interval"]
-        if not devices:
+        interval = values["refresh_interval"]
+        if not values["deployed_device_list"]:
             self.refuse(f"{path}.deployed_device_list", [], "the number of a device, as [0]")
-        if len(set(devices)) > 1:
-            self.notes.append(
-                f"{path}.deployed_device_list: a session serves from one device, {devices[-1]}; open one for each of "
-                "the others."
-            )
         self.resolve_cache_type(path, given, values)
         got = given.get("refresh_interval", interval)
         if interval != got:
@@ -309,6 +326,9 @@ class _Reader:
         elif "fuse_embedding_table" not in given:
             values["fuse_embedding_table"] = top["fuse_embedding_table"]
         model = _make(ModelConfig, values)
+        if model.is_split and model.tier != "device":
+            remedy = "a split table lies on its devices; set gpucacheper to 1.0, or serve replicas of a cache"
+            self.refuse(f"{path}.jaxsok.is_split", True, "false for rows below a cache or on the host", remedy)
         for key, reason in values_lib.idle_keys(model).items():
             if key in given:
                 self.note_no_effect(f"{path}.{key}", given[key], reason)

@@ -5,6 +5,7 @@ The defaults are those of HugeCTR 24.06. Keys that 24.06 ignores, and versions 3
 
 import dataclasses
 import os
+import socket
 import tempfile
 from typing import Any, Literal
 
@@ -20,7 +21,8 @@ OverflowPolicy = Literal["evict_random", "evict_least_used", "evict_oldest"]
 _UNREAD = "HPS does not read it from this file, either"
 _OLDER = "it is of an older HPS: 24.06 does not read it, either"
 _OF_PROCESS = "rows in host memory are of this process, in one piece and allocated at once"
-_NO_UPDATES = "update_source has no type"
+_OF_KAFKA = "it is of Kafka, which jaxsok does not read"
+_NO_FILTERS = "a stream brings all tables of its model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,7 @@ class WithoutEffect:
     reason: str  # why there is nothing to set
 
     def __str__(self) -> str:
-        shown = "(not shown)" if self.path.endswith("password") else repr(self.value)
+        shown = "(not shown)" if self.path.endswith(keys.SECRETS) else repr(self.value)
         return f"{self.path} = {shown}: {self.reason}"
 
 
@@ -62,7 +64,8 @@ class ModelConfig:
     tables: tuple[TableConfig, ...]  # pyright: ignore[reportGeneralTypeIssues]
     """In the order of `sparse_files`; names differ."""
     deployed_device_list: tuple[int, ...] = declare(keys.list_of(keys.COUNT, "a list of numbers of devices"))
-    """Device numbers. The last one is used, as in HPS; `open(config, device=...)` makes a session on another device."""
+    """Device numbers. Each device has all rows or a cache of them, or the rows that it owns (`is_split`);
+    `open(config, device=...)` serves from another device alone."""
     dense_file: str = declare(keys.OPTIONAL_FILE, "")  # an artifact of `export_model` for `predict`; "": lookups only
     max_batch_size: int = declare(keys.POSITIVE, 64)  # samples of a request; more are refused (HPS logs an error)
     gpucache: bool = declare(keys.BOOL, True)  # False: every lookup reads rows in host memory
@@ -87,10 +90,12 @@ class ModelConfig:
     same to the bit, without HPS's restrictions (disjoint keys, all tables in each request)."""
     row_dtype: str | None = declare(keys.among(keys.ROW_DTYPES), None, block="jaxsok")  # None: as in the files
     spare_rows: int = declare(keys.COUNT, 0, block="jaxsok")  # of each table, for new keys of updates in place
+    is_split: bool = declare(keys.BOOL, False, block="jaxsok")  # whether each row lies on one of the devices alone
 
     @property
-    def device_id(self) -> int:
-        return self.deployed_device_list[-1]
+    def devices(self) -> tuple[int, ...]:
+        """The numbers of the devices that serve the model."""
+        return tuple(dict.fromkeys(self.deployed_device_list))
 
     @property
     def tier(self) -> Tier:
@@ -156,6 +161,17 @@ class PersistentDb:
 
 
 @dataclasses.dataclass(frozen=True)
+class UpdateSource:
+    """`update_source`: the stream that new versions of the tables come from; docs/freshness.md describes it."""
+
+    type: Literal["redis_stream"] | None = declare(keys.UPDATE_TYPE, None)  # None: versions come by `Session.update`
+    brokers: str = declare(keys.TEXT, "", repr=False)
+    """The URL of Redis, as `redis://host:6379`, `rediss://` with TLS; of a cluster, one of its nodes."""
+    consumer: str = declare(keys.SOME_TEXT, socket.gethostname(), block="jaxsok")
+    """The name under which Redis keeps the position of this server; each server has another."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """A whole configuration, checked and with every default filled in."""
 
@@ -165,6 +181,7 @@ class Config:
     fuse_embedding_table: bool | None = None  # for models that do not say; see `ModelConfig.fuse_embedding_table`
     volatile_db: VolatileDb = VolatileDb("parallel_hash_map")  # without a block; without a type "disabled", as in HPS
     persistent_db: PersistentDb = PersistentDb()
+    update_source: UpdateSource = UpdateSource()
     without_effect: tuple[WithoutEffect, ...] = ()  # keys that were written and set nothing, by path
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)  # surprises for readers of HPS's manual
     file: str = dataclasses.field(default="", compare=False)  # where it was read from; "": a mapping
@@ -193,10 +210,11 @@ class Config:
                 "cache": f"a device cache of {model.gpucacheper:g} of the rows, over {where}",
                 "host": f"rows in {where}",
             }[model.tier]
+            devices = f"device{'s' * (len(model.devices) > 1)} {', '.join(map(str, model.devices))}"
             fused = "one call for all tables" if model.is_fused else "one call for each table"
             lines.append(
-                f'model "{model.model}": {tier}; device {model.device_id}; {fused}; at most {model.max_batch_size} '
-                f"samples; lookups at a time: {model.num_of_worker_buffer_in_pool}"
+                f'model "{model.model}": {tier}; {"split over " * model.is_split}{devices}; {fused}; at most '
+                f"{model.max_batch_size} samples; lookups at a time: {model.num_of_worker_buffer_in_pool}"
             )
             lines += [
                 f'  table "{table.name}": dim {table.dim}, default '
@@ -204,6 +222,8 @@ class Config:
                 f'{model.max_keys[table.name]} keys, from "{table.file}"'
                 for table in model.tables
             ]
+        if self.update_source.type:
+            lines.append(f'updates: Redis streams, as consumer "{self.update_source.consumer}"')
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"without effect: {key}" for key in self.without_effect]
         return lines
@@ -239,26 +259,27 @@ DATABASE_KEYS: dict[str, dict[str, Key]] = {
         **without_effect(_OF_PROCESS, keys.TEXT, "shared_memory_name"),
         **without_effect(_OF_PROCESS, keys.BOOL, "shared_memory_auto_remove"),
         **without_effect("redis-py sends the name of the host itself", keys.TEXT, "tls_server_name_identification"),
-        **without_effect(_NO_UPDATES, keys.TEXTS, "update_filters"),
+        **without_effect(_NO_FILTERS, keys.TEXTS, "update_filters"),
         **without_effect(_OLDER, keys.UNREAD, "max_get_batch_size", "max_set_batch_size", "algorithm"),
         **without_effect(_OLDER, keys.UNREAD, "refresh_time_after_fetch", "partition_overflow_margin"),
         **without_effect(_OLDER, keys.UNREAD, "partition_overflow_resolution_target"),
     },
     "persistent_db": {
         **keys.keys_of(PersistentDb),
-        **without_effect(_NO_UPDATES, keys.TEXTS, "update_filters"),
+        **without_effect(_NO_FILTERS, keys.TEXTS, "update_filters"),
         **without_effect(_OLDER, keys.UNREAD, "max_get_batch_size", "max_set_batch_size"),
     },
     "update_source": {
-        "type": Key(keys.UPDATE_TYPE),
-        **without_effect(_NO_UPDATES, keys.TEXT, "brokers"),
-        **without_effect(_NO_UPDATES, keys.COUNT, "metadata_refresh_interval_ms", "receive_buffer_size"),
-        **without_effect(_NO_UPDATES, keys.COUNT, "poll_timeout_ms", "max_batch_size", "failure_backoff_ms"),
-        **without_effect(_NO_UPDATES, keys.COUNT, "max_commit_interval"),
+        **keys.keys_of(UpdateSource),
+        "jaxsok": Key(keys.BLOCK),
+        **without_effect(_OF_KAFKA, keys.COUNT, "metadata_refresh_interval_ms", "receive_buffer_size"),
+        **without_effect(_OF_KAFKA, keys.COUNT, "poll_timeout_ms", "max_batch_size", "failure_backoff_ms"),
+        **without_effect(_OF_KAFKA, keys.COUNT, "max_commit_interval"),
         **without_effect(_OLDER, keys.UNREAD, "max_receive_buffer_size"),
     },
 }  # the keys of the blocks of databases
 VOLATILE_JAXSOK_KEYS = keys.keys_of(VolatileDb, "jaxsok")
+UPDATE_JAXSOK_KEYS = keys.keys_of(UpdateSource, "jaxsok")
 OLDER_DATABASES = ("cpu_memory_db", "distributed_db")  # the blocks of HPS 3.3 that later became volatile_db
 OLDER_DATABASE_KEYS = without_effect(_OLDER, keys.UNREAD, *DATABASE_KEYS["volatile_db"])
 TOP_KEYS: dict[str, Key] = {

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxsok.serving.config import reader
-from jaxsok.serving.config.values import PER_TABLE, Config, ModelConfig, PersistentDb, VolatileDb
+from jaxsok.serving.config.values import PER_TABLE, Config, ModelConfig, PersistentDb, UpdateSource, VolatileDb
 
 
 def write(path: str | os.PathLike[str], config: Config | Mapping[str, Any]) -> None:
@@ -49,6 +49,8 @@ def _json_of(config: Config) -> dict[str, Any]:
             found["volatile_db"]["num_partitions"] = config.volatile_db.num_partitions
     if config.persistent_db != PersistentDb():
         found["persistent_db"] = {**_block(config.persistent_db), "path": config.persistent_db.path}
+    if config.update_source != UpdateSource():
+        found["update_source"] = _block(config.update_source)
     return found
 
 

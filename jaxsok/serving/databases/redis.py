@@ -27,7 +27,7 @@ try:
     from redis.exceptions import RedisClusterException
     from redis.retry import Retry
 except ImportError as error:
-    wanted = "wanted it for volatile_db of type redis_cluster; pip install 'jaxsok[databases]'"
+    wanted = "wanted it for a configuration or a Publisher that names Redis; pip install 'jaxsok[databases]'"
     raise ImportError(f"redis: got no such module, {wanted}.", name="redis") from error
 
 _log = logging.getLogger(__name__)

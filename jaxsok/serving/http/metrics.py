@@ -32,6 +32,14 @@ _GAUGES = {
 }
 
 
+_STREAM = {
+    "lag_versions": ("lag_versions", "versions of update_source that are not served"),
+    "lag_seconds": ("lag_s", "how long ago the first of them was published"),
+    "delay_seconds": ("delay_s", "of the last version: from its publication until it was served"),
+    "is_following": ("is_following", "1 while Redis answers and no version is refused"),
+}
+
+
 class Metrics:
     """Counters and histograms of one server."""
 
@@ -81,6 +89,7 @@ class _AtScrape(registry.Collector):
             *((counter, f"session_{name}", name, text) for name, text in _COUNTERS.items()),
             *((gauge, f"session_{name}", name, text) for name, text in _GAUGES.items()),
             (gauge, "version", "version", "version that is served"),
+            *((gauge, f"stream_{metric}", name, text) for metric, (name, text) in _STREAM.items()),
         ):
             values = {(model,): found.get(name) for model, found in stats.items()}
             numbers = {labels: value for labels, value in values.items() if isinstance(value, int | float)}

@@ -86,6 +86,11 @@ def load_dense_model(
     served = served if config.is_fused else served.unfused()
     what = f'{op}: model "{config.model}": dense_file: "{path}"'
     require_fit(f"{what}: tables", served.tables.values(), tables)
+    if config.is_split:
+        raise ServingError(
+            f"{what}: got a dense model over tables that are split over devices (jaxsok.split), wanted none: it reads "
+            "tables of one device. Look rows up, or serve replicas, or a cache."
+        )
     unknown = [name for name, inputs in served.lookups.items() if inputs is None]
     if config.tier == "cache" and unknown:
         raise ServingError(

@@ -1,7 +1,9 @@
 """The readers of a model's rows: all on a device, or some in its cache over host memory."""
 
+import abc
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import threading
@@ -28,6 +30,7 @@ from jaxsok.serving.model.predictions import (
     lookups_of,
     words_in,
 )
+from jaxsok.serving.model.store_plans import owners_of
 from jaxsok.serving.model.stored import StoredVersion, StoredVersions
 from jaxsok.serving.model.versions import Version, Versions
 from jaxsok.serving.padding import key_words
@@ -55,19 +58,46 @@ class RowReader(Protocol):
     """Reads the rows of a model's tables, from many threads; each result is of one version, whole."""
 
     @property
-    def ready(self) -> Ready[Program]: ...  # the programs that are compiled
-    @property
-    def num_bytes(self) -> int: ...  # device memory
+    def num_bytes(self) -> int: ...  # memory of all devices
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found: ...  # of uint64 keys by table
     def predict(self, read: ReadInputs) -> Found: ...
-    def place_of(self, version: Version) -> Any: ...  # what the programs of a version are compiled for, as a value
-    def first_programs(self, served: artifact.ServedModel | None) -> list[Program]: ...  # compiled before requests come
+    def prepare(self, old: Version, new: Version, *, warm_up: bool) -> None: ...  # see `_Programs.prepare`
+    def settle(self, now: Version) -> None: ...
     def start(self, *, warm_up: bool) -> None: ...  # before the first request
     def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None: ...  # keys that changed or went
     def refresh(self) -> None: ...  # reads cached rows again
-    def add_stats(self, stats: dict[str, Any]) -> None: ...
+    @property
+    def caches(self) -> "Sequence[CachedRows]": ...
     def stop(self) -> None: ...  # begins nothing more in the background
     def close(self, until: float | None) -> bool: ...  # waits until a time of `time.monotonic`; whether all has ended
+
+
+class _Programs(abc.ABC):
+    """The programs of a reader, compiled for each version before it is read."""
+
+    ready: Ready[Program]
+
+    @abc.abstractmethod
+    def place_of(self, version: Version) -> Any: ...  # what the programs of a version are compiled for, as a value
+    @abc.abstractmethod
+    def first_programs(self, served: artifact.ServedModel | None) -> list[Program]: ...  # compiled before requests come
+
+    def prepare(self, old: Version, new: Version, *, warm_up: bool) -> None:
+        """Compiles for a new version the programs that requests have used; raises if it cannot be served."""
+        place, old_place = self.place_of(new), self.place_of(old)
+        if place == old_place:
+            return
+        self.ready.keep([old_place, place])
+        wanted = [*(self.first_programs(new.served) if warm_up else []), *self.ready.used()]
+        for _ in range(2):  # requests go on meanwhile, and use more: what comes later still, they wait for
+            for program in wanted:
+                if not isinstance(program, Prediction) or program.fits(new.served):
+                    self.ready.make(place, program)
+            wanted = self.ready.used()
+
+    def settle(self, now: Version) -> None:
+        """Forgets the programs of versions other than the served one; also called after a failure."""
+        self.ready.keep([self.place_of(now)])
 
 
 class _Sizes:
@@ -92,11 +122,14 @@ class _Sizes:
             yield {name: np.full(level * n, np.uint64(PADDING_KEY)) for name, n in self.per_sample.items()}
 
 
-class DeviceRows:
-    """Reads rows that all lie on one device, or on the host."""
+class DeviceRows(_Programs):
+    """Reads the rows of one device, or of the host: a part of each version, by its number."""
 
-    def __init__(self, config: ModelConfig, versions: Versions) -> None:
+    caches = ()
+
+    def __init__(self, config: ModelConfig, versions: Versions, part: int = 0) -> None:
         self._config, self._versions, self._names = config, versions, tuple(versions.current.tables.tables)
+        self._part = part
         self.sizes = _Sizes(config, self._names)
         self.ready: Ready[Program] = Ready(self._compile)
         self._dims = {table.name: table.dim for table in config.tables}
@@ -106,9 +139,16 @@ class DeviceRows:
 
     @property
     def num_bytes(self) -> int:
-        return self._versions.current.tables.num_bytes
+        return self._tables(self._versions.current).num_bytes
+
+    def _tables(self, version: Version) -> FrozenTables:
+        return version.parts[self._part].tables
 
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
+        return self.dispatch(keys)[1]()
+
+    def dispatch(self, keys: Mapping[str, np.ndarray]) -> tuple[int, Callable[[], Found]]:
+        """Begins a lookup; gives its version, and a function that waits for the rows."""
         num_keys = {name: array.size for name, array in keys.items()}
         while True:
             place = self.place_of(self._versions.current)
@@ -120,20 +160,24 @@ class DeviceRows:
             with self._versions.reading() as version:
                 if self.place_of(version) == place:
                     pairs = zip(words, programs, strict=True)
-                    calls = [look_up_words(version.tables, mine, program) for mine, program in pairs]
+                    calls = [look_up_words(self._tables(version), mine, program) for mine, program in pairs]
                     break
         # The results of a program are the caller's: an update need not wait until they are copied.
         for rows, counts in calls:
             for array in (counts, *(rows[name] for name in keys if name in rows)):
                 array.copy_to_host_async()
-        values = {
-            name: np.asarray(rows[name])[: array.size].reshape(*array.shape, self._dims[name])
-            for rows, _ in calls
-            for name, array in keys.items()
-            if name in rows
-        }
-        total = np.sum([np.asarray(counts)[:, _HITS_AND_MISSING] for _, counts in calls], axis=0)
-        return values, version.number, _count_keys(num_keys, dict(zip(self._names, total.tolist(), strict=True)))
+
+        def finish() -> Found:
+            values = {
+                name: np.asarray(rows[name])[: array.size].reshape(*array.shape, self._dims[name])
+                for rows, _ in calls
+                for name, array in keys.items()
+                if name in rows
+            }
+            total = np.sum([np.asarray(counts)[:, _HITS_AND_MISSING] for _, counts in calls], axis=0)
+            return values, version.number, _count_keys(num_keys, dict(zip(self._names, total.tolist(), strict=True)))
+
+        return version.number, finish
 
     def _programs(self, place: Any, num_keys: Mapping[str, int]) -> list[Lookup]:
         """Finds compiled programs for so many keys of some tables: one, or one for each table if they are not fused.
@@ -170,8 +214,8 @@ class DeviceRows:
             with self._versions.reading() as version:
                 request, place = read(version.served), self.place_of(version)
                 if self.ready.has(place, request.program):
-                    out = request.served.run(version.tables, request.leaves)
-                    counts = count_found(version.tables, request.leaves, lookups_of(request.served))
+                    out = request.served.run(self._tables(version), request.leaves)
+                    counts = count_found(self._tables(version), request.leaves, lookups_of(request.served))
                     counts.copy_to_host_async()
                     break
             self.ready.make(place, request.program)  # not while an update may wait for it, and others for the update
@@ -180,7 +224,7 @@ class DeviceRows:
         return values, version.number, _count_keys(num_keys, by_name)
 
     def place_of(self, version: Version) -> Any:
-        return version.form, version.served
+        return version.parts[self._part].form, version.served
 
     def first_programs(self, served: artifact.ServedModel | None) -> list[Program]:
         return [*self.sizes.first_lookups(), *first_predictions(served, self.sizes.levels)]
@@ -203,8 +247,8 @@ class DeviceRows:
             if isinstance(program, Prediction):
                 shapes = version.served.leaves_of(program.sizes)
                 leaves = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-                jax.block_until_ready(version.served.run(version.tables, leaves))
-                jax.block_until_ready(count_found(version.tables, leaves, lookups_of(version.served)))
+                jax.block_until_ready(version.served.run(self._tables(version), leaves))
+                jax.block_until_ready(count_found(self._tables(version), leaves, lookups_of(version.served)))
         for keys in self.sizes.padding() if warm_up else ():
             self.lookup(keys)
 
@@ -214,9 +258,6 @@ class DeviceRows:
     def refresh(self) -> None:
         """Does nothing: there is no tier below."""
 
-    def add_stats(self, stats: dict[str, Any]) -> None:
-        """Does nothing: all is counted."""
-
     def stop(self) -> None:
         self.ready.beside.stop()
 
@@ -224,14 +265,14 @@ class DeviceRows:
         return self.ready.beside.close(rest_s(until))
 
 
-class CachedRows:
+class CachedRows(_Programs):
     """Reads rows of host memory or of databases through a cache on the device, which without `gpucache` keeps none."""
 
     def __init__(self, config: ModelConfig, versions: Versions | StoredVersions, device: Any) -> None:
         self._config, self._versions = config, versions
         self.sizes = _Sizes(config, tuple(versions.current.tables.tables))
         self.ready: Ready[Program] = Ready(self._compile)
-        self._num_warm_ups = 0
+        self.caches, self.num_warm_ups = (self,), 0
         self._is_closed = threading.Event()
         self.clock = threading.Thread(target=self._refresh_by_the_clock, name="jaxsok-refresh", daemon=True)
         self.cache = cache_lib.DeviceCache(
@@ -294,7 +335,7 @@ class CachedRows:
             self.cache.warm_up(map(dict, self.sizes.first_lookups()))
             for keys in self.sizes.padding():
                 self.lookup(keys)
-            self._num_warm_ups = self.cache.stats().lookups
+            self.num_warm_ups = self.cache.stats().lookups
             version = self._versions.current
             for program in self.first_programs(version.served):
                 self.ready.make(self.place_of(version), program)
@@ -322,16 +363,6 @@ class CachedRows:
                 if not self._is_closed.is_set():
                     _log.exception('model "%s": the refresh of the cache failed, wanted its rows', self._config.model)
 
-    def add_stats(self, stats: dict[str, Any]) -> None:
-        """Counts what the cache counts, without what warmed up."""
-        of_cache = self.cache.stats()
-        of_cache.lookups -= self._num_warm_ups
-        for name, counts in self.cache.table_counts().items():
-            stats["tables"][name] |= {**dataclasses.asdict(counts), "hit_rate": counts.hit_rate}
-        cached = {**dataclasses.asdict(of_cache), "hit_rate": of_cache.hit_rate, "num_rows": self.cache.num_rows}
-        stats |= {name: cached[name] for name in ("distinct", "hits", "misses", "missing", "hit_rate")}
-        stats["cache"] = cached
-
     def stop(self) -> None:
         self._is_closed.set()
         self.ready.beside.stop()
@@ -345,10 +376,99 @@ class CachedRows:
         return self.cache.close(rest_s(until)) and has_ended
 
 
+def _of_all(name: str) -> Callable[..., None]:
+    """Makes a method that calls the method of this name of all readers."""
+
+    def call(self: "Replicas", *arguments: Any, **options: Any) -> None:
+        for reader in self._readers:
+            getattr(reader, name)(*arguments, **options)
+
+    return call
+
+
+class Replicas:
+    """Reads from several devices by turns; each has all rows, or a cache of them.
+
+    A version is published to one cache after the other, so for that moment requests get answers of both; each is whole.
+    """
+
+    def __init__(self, readers: Sequence[DeviceRows] | Sequence[CachedRows]) -> None:
+        self._readers, self._turns = readers, itertools.count()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(reader.num_bytes for reader in self._readers)
+
+    @property
+    def caches(self) -> Sequence[CachedRows]:
+        return [cache for reader in self._readers for cache in reader.caches]
+
+    def _next(self) -> Any:
+        return self._readers[next(self._turns) % len(self._readers)]
+
+    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
+        return self._next().lookup(keys)
+
+    def predict(self, read: ReadInputs) -> Found:
+        return self._next().predict(read)
+
+    prepare, settle, start, publish, refresh, stop = map(
+        _of_all, ("prepare", "settle", "start", "publish", "refresh", "stop")
+    )
+
+    def close(self, until: float | None) -> bool:
+        return all([reader.close(until) for reader in self._readers])
+
+
+class SplitRows(Replicas):
+    """Reads each row from the device that owns its key."""
+
+    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
+        owners = {name: owners_of(array.reshape(-1), len(self._readers)) for name, array in keys.items()}
+        asked = [
+            {name: array.reshape(-1)[owners[name] == number] for name, array in keys.items()}
+            for number in range(len(self._readers))
+        ]
+        asked = {n: mine for n, mine in enumerate(asked) if n == 0 or any(array.size for array in mine.values())}
+        while True:
+            begun = [self._readers[number].dispatch(mine) for number, mine in asked.items()]
+            if len({version for version, _ in begun}) == 1:  # else an update came between two devices
+                break
+        found = dict(zip(asked, (finish() for _, finish in begun), strict=True))
+        values = {}
+        for name, array in keys.items():
+            rows = np.empty((array.size, found[0][0][name].shape[1]), np.float32)
+            for number, (mine, _, _) in found.items():
+                rows[owners[name] == number] = mine[name]
+            values[name] = rows.reshape(*array.shape, rows.shape[1])
+        counts = {name: np.sum([of_part[name] for _, _, of_part in found.values()], axis=0) for name in keys}
+        return values, begun[0][0], {name: tuple(mine.tolist()) for name, mine in counts.items()}
+
+
+def add_cache_stats(stats: dict[str, Any], readers: Sequence[CachedRows]) -> None:
+    """Counts what caches count, without what warmed up."""
+    of_cache = _total([reader.cache.stats() for reader in readers])
+    of_cache.lookups -= sum(reader.num_warm_ups for reader in readers)
+    for name in stats["tables"]:
+        counts = _total([reader.cache.table_counts()[name] for reader in readers])
+        stats["tables"][name] |= {**dataclasses.asdict(counts), "hit_rate": counts.hit_rate}
+    num_rows = [reader.cache.num_rows for reader in readers]
+    cached = {**dataclasses.asdict(of_cache), "hit_rate": of_cache.hit_rate}
+    cached["num_rows"] = {name: sum(mine[name] for mine in num_rows) for name in num_rows[0]}
+    stats |= {name: cached[name] for name in ("distinct", "hits", "misses", "missing", "hit_rate")}
+    stats["cache"] = cached
+
+
+def _total(counts: Sequence[Any]) -> Any:
+    """Adds up counts of one kind."""
+    fields = [field.name for field in dataclasses.fields(counts[0])]
+    return type(counts[0])(**{name: sum(getattr(mine, name) for mine in counts) for name in fields})
+
+
 def _rows_of(version: Version) -> backing.RowSource:
     if isinstance(version, StoredVersion):
         return version.rows()
-    return backing.HostRows(version.tables, version.maps, version=version.number, served=version.served)
+    return backing.HostRows(version.tables, version.parts[0].maps, version=version.number, served=version.served)
 
 
 def _count_keys(num_keys: Mapping[str, int], found: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:

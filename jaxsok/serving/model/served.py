@@ -19,8 +19,8 @@ from jaxsok.serving.config import read as read_config
 from jaxsok.serving.databases import Connected
 from jaxsok.serving.frozen import FrozenTable, FrozenTables, freeze_records, frozen_bytes
 from jaxsok.serving.model import versions
-from jaxsok.serving.model.predictions import Prediction, PredictRequest, keys_in, load_dense_model
-from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, RowReader
+from jaxsok.serving.model.predictions import PredictRequest, keys_in, load_dense_model
+from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, Replicas, RowReader, SplitRows, add_cache_stats
 from jaxsok.serving.model.stored import StoredVersions
 from jaxsok.serving.model.versions import InPlace, Source, Version, Versions
 from jaxsok.types import PADDING_KEY
@@ -58,16 +58,22 @@ class Model:
 class Served:
     """One model of a session: checks and counts requests, answers each from one version, and makes the next one.
 
-    Many threads call it. It starts and owns `reader`, which reads the rows that lie, or are cached, on `device`.
+    Many threads call it. It starts and owns `reader`, which reads the rows that lie, or are cached, on `devices`.
     """
 
     def __init__(
-        self, config: ModelConfig, versions: Versions | StoredVersions, device: Any, reader: RowReader, *, warm_up: bool
+        self,
+        config: ModelConfig,
+        versions: Versions | StoredVersions,
+        devices: Sequence[Any],
+        reader: RowReader,
+        *,
+        warm_up: bool,
     ) -> None:
-        self.config, self.versions, self.device, self.reader = config, versions, device, reader
+        self.config, self.versions, self.devices, self.reader = config, versions, devices, reader
         self._is_warmed_up = warm_up
         self.names = tuple(versions.current.tables.tables)
-        self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool)
+        self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool * len(devices))
         self.counts = _Counts(self.names)
         self.publish = reader.publish
         try:
@@ -78,8 +84,9 @@ class Served:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the device's memory, with those of a version that is not served yet."""
-        return self.reader.num_bytes + (self.versions.held_bytes if self.config.tier == "device" else 0)
+        """Bytes of each device's memory, with those of a version that is not served yet."""
+        each = -(-self.reader.num_bytes // len(self.devices))
+        return each + (self.versions.held_bytes if self.config.tier == "device" else 0)
 
     def describe(self) -> Model:
         version = self.versions.current
@@ -162,28 +169,18 @@ class Served:
         dense_model = None
         if dense_file is not None:
             tables = self.versions.current.tables.tables
-            dense_model = load_dense_model("update", self.config, dense_file, tables, self.device), str(dense_file)
+            dense_model = load_dense_model("update", self.config, dense_file, tables, self.devices[0]), str(dense_file)
         version = self.versions.update(source, in_place=in_place, dense_model=dense_model, reader=self)
         self.counts.add("updates", {})
         return version.number
 
     def prepare(self, old: Version, new: Version) -> None:
         """Compiles for a new version the programs that requests have used; raises if it cannot be served."""
-        reader, ready = self.reader, self.reader.ready
-        place, old_place = reader.place_of(new), reader.place_of(old)
-        if place == old_place:
-            return
-        ready.keep([old_place, place])
-        wanted = [*(reader.first_programs(new.served) if self._is_warmed_up else []), *ready.used()]
-        for _ in range(2):  # requests go on meanwhile, and use more: what comes later still, they wait for
-            for program in wanted:
-                if not isinstance(program, Prediction) or program.fits(new.served):
-                    ready.make(place, program)
-            wanted = ready.used()
+        self.reader.prepare(old, new, warm_up=self._is_warmed_up)
 
     def settle(self, now: Version) -> None:
         """Forgets the programs of versions other than the served one; also called after a failure."""
-        self.reader.ready.keep([self.reader.place_of(now)])
+        self.reader.settle(now)
 
     def stats(self) -> dict[str, Any]:
         version, stats = self.versions.current, self.counts.stats()
@@ -198,13 +195,15 @@ class Served:
             "bytes": self.reader.num_bytes,
             "host_bytes": self.versions.host_bytes,
         }
-        self.reader.add_stats(stats)
+        if self.reader.caches:
+            add_cache_stats(stats, self.reader.caches)
         return stats
 
     def report(self) -> list[str]:
         version = self.versions.current
         lines = [
-            f'model "{self.config.model}", version {version.number}: {self.reader.num_bytes:,} bytes on {self.device}, '
+            f'model "{self.config.model}", version {version.number}: {self.reader.num_bytes:,} bytes on '
+            f"{' and '.join(map(str, self.devices))}, "
             f"{self.versions.host_bytes:,} bytes of host memory beside"
         ]
         for name, table in version.tables.tables.items():
@@ -276,7 +275,7 @@ def open_model(
     dense_model = None
     if config.dense_file:
         tables = {table.name: table for table, _ in given}
-        dense_model = load_dense_model("open", config, config.dense_file, tables, device.device)
+        dense_model = load_dense_model("open", config, config.dense_file, tables, device.devices[0])
     is_cached = config.tier == "cache"
     num_rows, stored = {table: source.num_rows for table, source in given}, None
     if any(databases) and config.tier != "device":
@@ -287,8 +286,8 @@ def open_model(
         needed, why = cache_lib.cache_bytes(rows).values(), f"its cache; take a gpucacheper below {config.gpucacheper}"
         device.require("open", config.model, device.free(), sum(needed), why)
     if stored is not None:
-        reader = CachedRows(config, stored, device.device)
-        return Served(config, stored, device.device, reader, warm_up=warm_up)
+        reader = _reader_of([CachedRows(config, stored, at) for at in device.devices])
+        return Served(config, stored, device.devices, reader, warm_up=warm_up)
     versions = Versions(
         config,
         given,
@@ -297,11 +296,20 @@ def open_model(
         can_donate=not is_cached,
         served=dense_model,
     )
-    reader = CachedRows(config, versions, device.device) if is_cached else DeviceRows(config, versions)
-    served = Served(config, versions, device.device, reader, warm_up=warm_up)
-    for of_store in versions.current.maps:
-        of_store.frequencies = None  # only the first filling of a cache needs them
+    if is_cached:
+        reader = _reader_of([CachedRows(config, versions, at) for at in device.devices])
+    else:
+        parts = [DeviceRows(config, versions, part) for part in range(len(versions.current.parts))]
+        reader = SplitRows(parts) if config.is_split else _reader_of(parts)
+    served = Served(config, versions, device.devices, reader, warm_up=warm_up)
+    for part in versions.current.own_parts:
+        for of_store in part.maps:
+            of_store.frequencies = None  # only the first filling of a cache needs them
     return served
+
+
+def _reader_of(readers: Sequence[DeviceRows] | Sequence[CachedRows]) -> RowReader:
+    return readers[0] if len(readers) == 1 else Replicas(readers)
 
 
 def _open_table(config: ModelConfig, table: TableConfig, key_bits: folders.KeyBits, op: str = "open") -> folders.Frozen:

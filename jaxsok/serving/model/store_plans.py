@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxsok.plan import partitions_of
 from jaxsok.records import Records
 from jaxsok.serving.errors import ServingError
-from jaxsok.serving.folders import TableSource
+from jaxsok.serving.folders import Frozen, TableSource
 from jaxsok.serving.frozen import FrozenStore, FrozenTable, check_records, lines_of, write_lines
 from jaxsok.serving.row_map import RowMap
 from jaxsok.types import NO_ROW
@@ -39,11 +40,20 @@ class Change:
         gone = None
         if source.base is not None:
             gone = np.concatenate([np.zeros(0, np.uint64), *(some.copy() for some in source.tombstones())])
+            gone = np.setdiff1d(gone, np.concatenate(keys)) if len(gone) else gone
         return cls(table, source, np.concatenate(keys), gone)
 
     @property
     def is_empty(self) -> bool:
         return self.gone is not None and not len(self.keys) and not len(self.gone)
+
+    def owned_by(self, number: int, num_parts: int) -> "Change":
+        """The change of the keys that one of some parts owns."""
+        if num_parts == 1:
+            return self
+        gone = None if self.gone is None else self.gone[owners_of(self.gone, num_parts) == number]
+        keys = self.keys[owners_of(self.keys, num_parts) == number]
+        return dataclasses.replace(self, source=_owned(self.source, number, num_parts), keys=keys, gone=gone)
 
     def pieces(self) -> Iterator[Records]:
         """Yields its rows in pieces, small enough for one write."""
@@ -62,6 +72,31 @@ class Change:
         stays[row_ids[row_ids != NO_ROW]] = True
         held, rows = row_map.keys_of(number)
         return held[~stays[rows]]
+
+
+def owners_of(keys: np.ndarray, num_parts: int) -> np.ndarray:
+    """The part that owns each key, of tables that are split over devices."""
+    return (partitions_of(keys, np.uint64(0)) % np.uint64(num_parts)).astype(np.int64)
+
+
+def split_sources(given: Sequence[Frozen], num_parts: int) -> list[list[Frozen]]:
+    """Gives each part the rows whose keys it owns; reads all rows once to count them."""
+    parts: list[list[Frozen]] = [[] for _ in range(num_parts)]
+    for table, source in given:
+        counts = np.zeros(num_parts, np.int64)
+        for records in source.chunks():
+            counts += np.bincount(owners_of(records.keys, num_parts), minlength=num_parts)
+        for number, mine in enumerate(parts):
+            owned = _owned(source, number, num_parts)
+            mine.append((table, dataclasses.replace(owned, num_rows=int(counts[number]))))
+    return parts
+
+
+def _owned(source: TableSource, number: int, num_parts: int) -> TableSource:
+    def chunks() -> Iterator[Records]:
+        return (records.take(owners_of(records.keys, num_parts) == number) for records in source.chunks())
+
+    return dataclasses.replace(source, chunks=chunks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +182,8 @@ class StorePlan:
 
     def _copy(self, array: Array) -> Array:
         """Makes an array for the next version where an array lies, with its rows unless all of them go."""
+        if not self.is_fresh and array.shape[0] == self.row_map.capacity:
+            return jnp.copy(array)
         zeros = jnp.zeros((self.row_map.capacity, *array.shape[1:]), array.dtype)
         zeros = jax.device_put(zeros, array.sharding)
         return zeros if self.is_fresh else _put_first(zeros, array)

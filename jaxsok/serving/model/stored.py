@@ -21,7 +21,7 @@ from jaxsok.serving.errors import ServingError
 from jaxsok.serving.folders import KeyBits, TableSource
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, check_records
 from jaxsok.serving.model.store_plans import Change
-from jaxsok.serving.model.versions import InPlace, Reader, Source, Version, open_update
+from jaxsok.serving.model.versions import InPlace, Part, Reader, Source, Version, open_update
 from jaxsok.types import PADDING_KEY
 
 
@@ -73,8 +73,8 @@ class StoredVersions:
         is_filled = sum(filled) == len(there)
         self.current = StoredVersion(
             number=1,
-            tables=FrozenTables((), FrozenSpec.of(tables)),
-            maps=(),
+            parts=(Part(FrozenTables((), FrozenSpec.of(tables)), ()),),
+            is_split=False,
             files={table.name: str(source.path) for table, source in given},
             uuids={table.name: source.uuid if is_filled else None for table, source in given},
             unknowns={table.name: source.unknown for table, source in given},

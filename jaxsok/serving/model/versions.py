@@ -22,14 +22,27 @@ from jaxsok.serving import folders, frozen
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.folders import TableSource
-from jaxsok.serving.model.store_plans import Change, StorePlan
+from jaxsok.serving.model.store_plans import Change, StorePlan, split_sources
 from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap
 from jaxsok.types import MAX_CAPACITY
 
 InPlace = bool | Literal["auto"]
-Source = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
+Source = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The tables on one device: all of their rows, or those whose keys it owns."""
+
+    tables: frozen.FrozenTables
+    maps: tuple[RowMap, ...]  # which keys have which rows, by store
+
+    @functools.cached_property
+    def form(self) -> Form:
+        """The form of the arrays: programs are compiled for it."""
+        return Form(self.tables)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,18 +50,23 @@ class Version:
     """One version of the tables and the dense model."""
 
     number: int  # 1 at first; each update adds one
-    tables: frozen.FrozenTables
-    maps: tuple[RowMap, ...]  # which keys have which rows, by store
+    parts: tuple[Part, ...]  # by device
+    is_split: bool  # whether each part has the keys that it owns; otherwise all have all rows, and the same maps
     files: Mapping[str, str]  # the folder that changed each table last
     uuids: Mapping[str, str | None]  # which export each table holds; None: no delta can follow
     unknowns: Mapping[str, Any]  # what the first files say of keys without a row (`TableSource.unknown`)
     served: Any = None  # the dense model (`artifact.ServedModel`), or None
     dense_file: str = ""
 
-    @functools.cached_property
-    def form(self) -> Form:
-        """The form of the arrays, for which programs are compiled."""
-        return Form(self.tables)
+    @property
+    def tables(self) -> frozen.FrozenTables:
+        """The tables on the first device."""
+        return self.parts[0].tables
+
+    @property
+    def own_parts(self) -> tuple[Part, ...]:
+        """The parts with rows that no part before them has."""
+        return self.parts if self.is_split else self.parts[:1]
 
     def following(self, opened: Mapping[str, TableSource], dense_model: tuple[Any, str] | None) -> Self:
         """Makes the next version of an update: of some tables, and of a dense model and its file."""
@@ -62,13 +80,20 @@ class Version:
             dense_file=dense_file,
         )
 
-    def over(self, stores: Sequence[frozen.FrozenStore]) -> "Version":
-        """Makes this version over other arrays."""
-        return dataclasses.replace(self, tables=dataclasses.replace(self.tables, stores=tuple(stores)))
+    def over(self, stores: Sequence[Sequence[frozen.FrozenStore]]) -> "Version":
+        """Makes this version over other arrays by part."""
+        parts = [
+            dataclasses.replace(part, tables=dataclasses.replace(part.tables, stores=tuple(mine)))
+            for part, mine in zip(self.parts, stores, strict=True)
+        ]
+        return dataclasses.replace(self, parts=tuple(parts))
 
     @functools.cached_property
     def num_rows(self) -> dict[str, int]:
-        return {name: int(self.maps[s].table_rows[n]) for name, (s, n) in self.tables.spec.places.items()}
+        return {
+            name: sum(int(part.maps[s].table_rows[n]) for part in self.own_parts)
+            for name, (s, n) in self.tables.spec.places.items()
+        }
 
 
 class Gate:
@@ -105,17 +130,20 @@ class Gate:
 
 
 class Memory:
-    """The memory of a device, or of the host, that models share; `free` gives its free bytes, or None: not known."""
+    """The memory of some devices, or of the host, that models share; one lock is held while some of it is taken.
 
-    def __init__(self, device: Any, free: Callable[[], int | None]) -> None:
-        self.device, self.free = device, free
-        self.lock = threading.Lock()  # held while some of it is taken, from asking for free bytes on
+    `free` gives the free bytes of the device that has the fewest, or None: not known.
+    """
+
+    def __init__(self, devices: Sequence[Any], free: Callable[[], int | None], lock: threading.Lock) -> None:
+        self.devices, self.free, self.lock = tuple(devices), free, lock
 
     def require(self, op: str, model: str, free: int | None, needed: int, why: str) -> None:
         """Refuses to take more bytes than are free."""
         if free is not None and needed > free:
             raise ServingError(
-                f'{op}: model "{model}": memory: got {free} bytes free on {self.device}, wanted {needed} for {why}.'
+                f'{op}: model "{model}": memory: got {free} bytes free on {" and ".join(map(str, self.devices))}, '
+                f"wanted {needed} for {why}."
             )
 
 
@@ -150,17 +178,24 @@ class Versions:
         # One update at a time holds `_updating`: it alone sets `current` and closes the gate. Arrays of `current` are
         # donated only while the gate is closed.
         self._gate, self._updating = Gate(), threading.Lock()
-        needed = sum(
-            sum(frozen.frozen_bytes(table, source.num_rows + config.spare_rows).values()) for table, source in given
+        owned = split_sources(given, len(memory.devices)) if config.is_split else [given]
+        needed = max(
+            sum(sum(frozen.frozen_bytes(table, source.num_rows + config.spare_rows).values()) for table, source in mine)
+            for mine in owned
         )
         why = "its tables; take a smaller row_dtype, or, where they lie on a device, a gpucacheper below 1"
         memory.require("open", self.name, memory.free(), needed, why)
-        tables, maps = frozen.freeze_records(given, spare_rows=config.spare_rows, device=memory.device)
+        parts = [
+            Part(*frozen.freeze_records(mine, spare_rows=config.spare_rows, device=device))
+            for mine, device in zip(owned, memory.devices, strict=False)
+        ]
+        others = memory.devices[len(parts) :]  # which get copies
+        parts += [dataclasses.replace(parts[0], tables=jax.device_put(parts[0].tables, device)) for device in others]
         # The latest version, to inspect; look up under `reading`.
         self.current = Version(
             number=1,
-            tables=tables,
-            maps=maps,
+            parts=tuple(parts),
+            is_split=config.is_split,
             files={table.name: str(source.path) for table, source in given},
             uuids={table.name: source.uuid for table, source in given},
             unknowns={table.name: source.unknown for table, source in given},
@@ -174,7 +209,7 @@ class Versions:
     def host_bytes(self) -> int:
         """Bytes of the maps of rows, and of rows below a cache."""
         rows_bytes = 0 if self._can_donate else self.current.tables.num_bytes
-        return rows_bytes + sum(row_map.num_bytes for row_map in self.current.maps)
+        return rows_bytes + sum(row_map.num_bytes for part in self.current.own_parts for row_map in part.maps)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Version]:
@@ -205,60 +240,72 @@ class Versions:
                 reader.settle(self.current)
 
     def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Reader) -> None:
-        maps = list(old.maps)
         with self._memory.lock:  # not while programs are compiled, which may take minutes
             plans, is_in_place = self._plan(old, changes, in_place)
-            writes, held_bytes, stores = [], 0, list(old.tables.stores)
-            for plan in plans:
-                s, store = plan.store, stores[plan.store]
-                maps[s] = plan.row_map
-                if is_in_place:
-                    index, counters = plan.row_map.index(self._memory.device)
-                    stores[s] = dataclasses.replace(store, index=index, counters=counters)
-                    for row_ids, after in plan.lines():
-                        ids = fill_up(np.asarray(row_ids, np.uint32), padded_size(len(row_ids), 1024))
-                        before = [np.asarray(array[ids])[: len(row_ids)] for array in (store.rows, *store.scales)]
-                        writes.append(_Write(s, row_ids, after, before))
-                    held_bytes += plan.index_bytes
-                else:
-                    stores[s] = plan.write(store, self._memory.device)
-                    held_bytes += plan.bytes_beside(store)
-            jax.block_until_ready(stores)  # failures are raised here, and no reader waits
-            new = dataclasses.replace(new.over(stores), maps=tuple(maps))
-            self.held_bytes = held_bytes
+            writes, parts = list[_Write](), list[Part]()
+            for number, (part, mine) in enumerate(zip(old.parts, plans, strict=False)):
+                made, of_part = self._next_part(number, part, mine, is_in_place)
+                parts.append(made)
+                writes += of_part
+            for number in range(len(parts), len(old.parts)):  # copies of the first part
+                copied = _copy(parts[0].tables, old.tables, old.parts[number].tables, self._memory.devices[number])
+                parts.append(dataclasses.replace(parts[0], tables=copied))
+                writes += [dataclasses.replace(write, part=number) for write in writes if write.part == 0]
+            jax.block_until_ready([part.tables for part in parts])  # failures are raised here, and no reader waits
+            new = dataclasses.replace(new, parts=tuple(parts))
+            self.held_bytes = _most_bytes(old.own_parts, plans, is_in_place)
         try:
             reader.prepare(old, new)
             if is_in_place:
                 for write in writes:
-                    frozen.ready_to_write(stores[write.store], len(write.row_ids))
+                    frozen.ready_to_write(new.parts[write.part].tables.stores[write.store], len(write.row_ids))
                 with self._memory.lock:
                     why = "a piece of rows to update in place; another model has taken them meanwhile"
-                    needed = max((plan.piece_bytes for plan in plans), default=0)
+                    needed = max((plan.piece_bytes for mine in plans for plan in mine), default=0)
                     self._memory.require("update", self.name, self._memory.free(), needed, why)
                     self._write_in_place(old, new, writes)
                 self.num_in_place += 1
             else:
-                changed = {name: keys for plan in plans for name, keys in plan.changed.items()}
-                reader.publish(new, changed)
+                changed = {name: keys for mine in plans for plan in mine for name, keys in plan.changed.items()}
+                reader.publish(new, changed)  # caches read what has changed, and are never over several parts
                 self.current = new
         finally:
             self.held_bytes = 0
 
-    def _plan(self, old: Version, changes: Sequence[Change], in_place: InPlace) -> tuple[list[StorePlan], bool]:
-        """Plans each store that changes, and whether in place; refuses impossible updates."""
-        tables, spec, of_store = old.tables, old.tables.spec.stores, dict[int, list[Change]]()
-        for change in changes:
-            if not change.is_empty:
-                of_store.setdefault(tables.spec.places[change.table.name][0], []).append(change)
+    def _next_part(
+        self, number: int, part: Part, plans: Sequence[StorePlan], is_in_place: bool
+    ) -> tuple[Part, list["_Write"]]:
+        """Makes a part of the next version, and what is still to be written into its arrays."""
+        device, maps, stores, writes = self._memory.devices[number], list(part.maps), list(part.tables.stores), []
+        for plan in plans:
+            s, store = plan.store, stores[plan.store]
+            maps[s] = plan.row_map
+            if is_in_place:
+                index, counters = plan.row_map.index(device)
+                stores[s] = dataclasses.replace(store, index=index, counters=counters)
+                for row_ids, after in plan.lines():
+                    ids = fill_up(np.asarray(row_ids, np.uint32), padded_size(len(row_ids), 1024))
+                    before = [np.asarray(array[ids])[: len(row_ids)] for array in (store.rows, *store.scales)]
+                    writes.append(_Write(number, s, row_ids, after, before))
+            else:
+                stores[s] = plan.write(store, device)
+        return Part(dataclasses.replace(part.tables, stores=tuple(stores)), tuple(maps)), writes
+
+    def _plan(self, old: Version, changes: Sequence[Change], in_place: InPlace) -> tuple[list[list[StorePlan]], bool]:
+        """Plans each store that changes, by own part, and whether in place; refuses impossible updates."""
+        parts, spec = old.own_parts, old.tables.spec.stores
         free, beside = None, 0
         for is_roomy in (True, False):
             plans = [
-                StorePlan.of(s, spec[s], old.maps[s], mine, functools.partial(self._capacity, old.maps[s], is_roomy))
-                for s, mine in of_store.items()
+                self._plans_of(part, [change.owned_by(number, len(parts)) for change in changes], is_roomy)
+                for number, part in enumerate(parts)
             ]
-            beside = sum(plan.bytes_beside(tables.stores[plan.store]) for plan in plans)
+            pairs = [
+                (part.tables.stores[plan.store], plan) for part, mine in zip(parts, plans, strict=True) for plan in mine
+            ]
+            beside = _most_bytes(parts, plans, is_in_place=False)
             free = self._memory.free()
-            is_grown = any(plan.row_map.capacity > tables.stores[plan.store].capacity for plan in plans)
+            is_grown = any(plan.row_map.capacity > store.capacity for store, plan in pairs)
             if free is None or beside <= free or not is_grown:
                 break  # otherwise try without room to grow further
         fits = free is None or beside <= free
@@ -269,8 +316,8 @@ class Versions:
                 why = 'a copy of what changes; pass in_place=True (or "auto"), which changes rows where they lie'
             self._memory.require("update", self.name, free, beside, why)
             return plans, False
-        for plan in plans:
-            capacity = tables.stores[plan.store].capacity
+        for store, plan in pairs:
+            capacity = store.capacity
             if plan.row_map.capacity > capacity:
                 names = ", ".join(f'"{table.name}"' for table in spec[plan.store])
                 also = "" if in_place is True else f" A copy needs {beside} bytes, and {free} are free."
@@ -278,10 +325,21 @@ class Versions:
                     f'update: model "{self.name}": rows: got {plan.num_needed} for the tables {names}, wanted at most '
                     f"{capacity} to update in place; open with more spare_rows.{also}"
                 )
-        within = sum(plan.index_bytes for plan in plans) + max((plan.piece_bytes for plan in plans), default=0)
+        within = _most_bytes(parts, plans, is_in_place=True)
+        within += max((plan.piece_bytes for _, plan in pairs), default=0)
         why = f"an index and a piece of rows to update in place, or {beside} for a copy of what changes"
         self._memory.require("update", self.name, free, within, why)
         return plans, True
+
+    def _plans_of(self, part: Part, changes: Sequence[Change], is_roomy: bool) -> list[StorePlan]:
+        spec, of_store = part.tables.spec, dict[int, list[Change]]()
+        for change in changes:
+            if not change.is_empty:
+                of_store.setdefault(spec.places[change.table.name][0], []).append(change)
+        return [
+            StorePlan.of(s, spec.stores[s], old, mine, functools.partial(self._capacity, old, is_roomy))
+            for s, mine, old in ((s, mine, part.maps[s]) for s, mine in of_store.items())
+        ]
 
     def _capacity(self, row_map: RowMap, is_roomy: bool, num_needed: int) -> int:
         """Chooses the rows of a store: as many as it has, so that programs stay, unless those are too few."""
@@ -292,27 +350,34 @@ class Versions:
 
     def _write_in_place(self, old: Version, new: Version, writes: Sequence["_Write"]) -> None:
         """Scatters changed rows into the arrays that are served."""
-        stores, done = list(new.tables.stores), 0
+        parts, done = [list(part.tables.stores) for part in new.parts], 0
+
+        def put(write: _Write, lines: Sequence[np.ndarray]) -> None:
+            stores = parts[write.part]
+            stores[write.store] = frozen.write_lines(stores[write.store], write.row_ids, lines)
+
         with self._gate.writing():
             try:
                 for write in writes:
-                    stores[write.store] = frozen.write_lines(stores[write.store], write.row_ids, write.after)
+                    put(write, write.after)
                     done += 1
-                jax.block_until_ready([store.rows for store in stores])
+                jax.block_until_ready([store.rows for stores in parts for store in stores])
             except BaseException:
                 for write in writes[:done]:
-                    stores[write.store] = frozen.write_lines(stores[write.store], write.row_ids, write.before)
-                for s, was in enumerate(old.tables.stores):
-                    stores[s] = dataclasses.replace(stores[s], index=was.index, counters=was.counters)
-                self.current = old.over(stores)
+                    put(write, write.before)
+                for stores, part in zip(parts, old.parts, strict=True):
+                    for s, was in enumerate(part.tables.stores):
+                        stores[s] = dataclasses.replace(stores[s], index=was.index, counters=was.counters)
+                self.current = old.over(parts)
                 raise
-            self.current = new.over(stores)
+            self.current = new.over(parts)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Write:
     """One piece of an update in place, made ready on the host before readers are stopped."""
 
+    part: int
     store: int
     row_ids: np.ndarray
     after: Sequence[np.ndarray]  # as `lines_of` gives them
@@ -320,7 +385,7 @@ class _Write:
 
 
 def open_update(model: str, source: Source, version: Version, key_bits: folders.KeyBits) -> dict[str, TableSource]:
-    """Opens and checks an update by table: a folder, or folders by table, that comes after a version."""
+    """Opens and checks an update by table: a folder, folders in order, or by table, that comes after a version."""
     tables, op = version.tables.tables, "update"
     if isinstance(source, Mapping):
         if not source:
@@ -329,6 +394,8 @@ def open_update(model: str, source: Source, version: Version, key_bits: folders.
             if name not in tables:
                 raise UnknownTableError.of(op, name, tables, f'model "{model}"')
         opened = {name: folders.open_either(op, path, tables[name], key_bits) for name, path in source.items()}
+    elif isinstance(source, Sequence) and not isinstance(source, str):
+        opened = folders.open_links(op, model, source, tables, key_bits)
     else:
         opened = folders.open_all(op, model, pathlib.Path(source), tables, key_bits)
     for name, found in opened.items():
@@ -358,3 +425,19 @@ def free_bytes(device: Any, limit: int | None, used: int) -> int | None:
     if not found or "bytes_limit" not in found:
         return None
     return max(0, found["bytes_limit"] - found["bytes_in_use"])
+
+
+def _most_bytes(parts: Sequence[Part], plans: Sequence[Sequence[StorePlan]], is_in_place: bool) -> int:
+    """Computes the device memory that the next version takes in addition, of the part that takes most."""
+    return max(
+        sum(plan.index_bytes if is_in_place else plan.bytes_beside(part.tables.stores[plan.store]) for plan in mine)
+        for part, mine in zip(parts, plans, strict=True)
+    )
+
+
+def _copy(
+    new: frozen.FrozenTables, old: frozen.FrozenTables, copy: frozen.FrozenTables, device: Any
+) -> frozen.FrozenTables:
+    """Copies what has changed to another device, which has a copy of the old tables."""
+    pick = lambda after, before, there: there if after is before else jax.device_put(after, device)  # noqa: E731
+    return jax.tree.map(pick, new, old, copy)

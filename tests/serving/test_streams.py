@@ -1,0 +1,451 @@
+"""Versions through a Redis stream reach every server, whole; servers, Redis and publishers that die. Dicts judge."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+import redis
+from redis_servers import Cluster, Server, running
+from serving_cases import Trained, config_of, expected, model_of, rows_of
+from waiting import free_port, wait_until
+
+from jaxsok import checkpoint, serving
+from jaxsok.serving import streams
+from jaxsok.serving.errors import ConfigError, DatabaseError, ServingError, StreamFullError
+from jaxsok.serving.http.metrics import Metrics
+
+DIMS = {"user": 4, "item": 3}
+KEYS = np.arange(40)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with running(Server, tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with running(Cluster, tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Payloads of several chunks, and short waits."""
+    monkeypatch.setattr(streams, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(streams, "RETRY_S", 0.05)
+    monkeypatch.setattr(streams, "WAIT_S", 0.05)
+
+
+@pytest.fixture
+def url(server):
+    server.client.flushall()
+    return f"redis://{server.address}"
+
+
+class Training(Trained):
+    """A training state with a publisher; each version is a folder, whose rows tell the version."""
+
+    def __init__(self, folder, url, model="dlrm", **options):
+        super().__init__(DIMS)
+        self.folder, self.model, self.number = folder, model, 0
+        self.publisher = streams.Publisher(url, model, **options)
+        for name, dim in DIMS.items():
+            self.set(name, rows_of(range(20), dim))
+        self.first = self.last = self.full(folder / f"{model}-0")
+
+    def change(self, keys=range(10, 30), erased=()):
+        """Makes the next delta, unpublished."""
+        self.number += 1
+        for name, dim in DIMS.items():
+            self.set(name, rows_of(keys, dim, version=self.number))
+            self.erase(name, erased)
+        self.last = self.delta(self.folder / f"{self.model}-{self.number}", self.last)
+        return self.last
+
+    def publish(self, *args, **options):
+        self.publisher.publish(self.change(*args, **options))
+
+    def all(self):
+        self.number += 1
+        self.last = self.full(self.folder / f"{self.model}-{self.number}")
+        return self.last
+
+
+def config(url, *trainings, consumer="here", **options):
+    models = [
+        model_of({name: (training.first, dim) for name, dim in DIMS.items()}, name=training.model, **options)
+        for training in trainings
+    ]
+    source = {"type": "redis_stream", "brokers": url, "jaxsok": {"consumer": consumer}}
+    return config_of(*models, update_source=source)
+
+
+def serve(url, *trainings, **options):
+    return serving.open(config(url, *trainings, **options), warm_up=False)
+
+
+def serves(session, training):
+    """Whether all keys of both tables have the rows of the dicts."""
+    answer = session.lookup({name: KEYS for name in DIMS}, model=training.model)
+    return all(np.array_equal(answer[name], expected(training.content[name], KEYS, 0.0, DIMS[name])) for name in DIMS)
+
+
+@pytest.mark.parametrize("kind", ["server", "cluster"])
+def test_changed_and_erased_keys_reach_answers(kind, request, tmp_path):
+    place = request.getfixturevalue(kind)
+    for node in getattr(place, "servers", [place]):
+        node.client.flushall()
+    url = f"redis://{place.address.split(',')[0]}"
+    training = Training(tmp_path, url)
+    with serve(url, training) as session:
+        training.publish(erased=[0, 1])
+        wait_until(lambda: serves(session, training))
+        training.publish(keys=[0, 33], erased=[15])
+        training.publish(keys=[15], erased=[33])
+        wait_until(lambda: serves(session, training))
+        wait_until(lambda: session.stats()["lag_versions"] == 0)
+        stats = session.stats()
+        assert stats["lag_s"] == 0.0 and stats["is_following"] and 0 < stats["delay_s"] < 60
+        training.publisher.publish(training.all())
+        training.publish(keys=[3])
+        wait_until(lambda: serves(session, training))
+    training.publisher.close()
+
+
+OPTIONS = {
+    "device": {},
+    "cache": {"gpucacheper": 0.5, "hit_rate_threshold": 2.0},
+    "host": {"gpucache": False},
+    "split": {"deployed_device_list": [0, 1], "jaxsok": {"is_split": True}},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_two_models_and_two_consumers(options, url, tmp_path):
+    trainings = [Training(tmp_path, url, model) for model in ("dlrm", "other")]
+    with serve(url, *trainings, consumer="a", **options) as a, serve(url, *trainings, consumer="b", **options) as b:
+        trainings[0].publish(erased=[2])
+        trainings[0].publish(erased=[3])
+        trainings[1].publish(erased=[4])
+        for session in (a, b):
+            for training in trainings:
+                wait_until(lambda session=session, training=training: serves(session, training))
+        for training in trainings:
+            wait_until(lambda training=training: len(set(training.publisher._stream.positions().values())) == 1)
+            assert set(training.publisher._stream.positions()) == {"a", "b"}
+
+
+def test_a_server_that_starts_again_replays(url, server, tmp_path):
+    """It holds the first export again, so all that follows it is applied before `open` returns."""
+    training = Training(tmp_path, url)
+    with serve(url, training) as session:
+        training.publish(erased=[1])
+        wait_until(lambda: serves(session, training))
+        position = training.publisher._stream.positions()["here"]
+    training.publish(erased=[2])
+    assert training.publisher._stream.positions()["here"] == position  # of what the dead server had
+    with serve(url, training) as session:
+        assert serves(session, training)
+        assert session.stats()["version"] == 2  # both deltas at once
+    training.first = training.last  # an export of now: nothing is left to replay
+    with serve(url, training) as session:
+        assert serves(session, training) and session.stats()["version"] == 1
+
+
+def test_an_unfinished_version_is_never_served(url, server, tmp_path, monkeypatch):
+    training = Training(tmp_path, url)
+    before, pushes = {name: dict(mine) for name, mine in training.content.items()}, []
+
+    def push(*arguments, push=streams._push):
+        pushes.append(arguments)
+        if len(pushes) == 3:
+            raise KeyboardInterrupt  # the process is gone: nothing tidies up
+        push(*arguments)
+
+    with serve(url, training) as session, monkeypatch.context() as patch:
+        patch.setattr(streams, "_push", push)
+        with pytest.raises(KeyboardInterrupt):
+            training.publish()
+        (left,) = [key for key in server.client.keys() if server.client.type(key) == b"list"]
+        assert server.client.llen(left) == 2 and 0 < server.client.ttl(left) <= streams.UNFINISHED_S
+        after, training.content = training.content, before
+        time.sleep(0.2)
+        assert serves(session, training) and session.stats()["version"] == 1
+        training.content = after
+        patch.undo()
+        training.publisher.publish(training.last)
+        wait_until(lambda: serves(session, training))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_redis_starts_again(keeps, tmp_path):
+    """Without its data, the next delta is applied if none was lost; otherwise a full export is asked for."""
+    with running(Server, tmp_path, *(["--appendonly", "yes", "--appendfsync", "always"] if keeps else [])) as place:
+        url = f"redis://{place.address}"
+        training = Training(tmp_path, url)
+        with serve(url, training) as session:
+            training.publish()
+            wait_until(lambda: serves(session, training))
+            place.kill()
+            wait_until(lambda: not session.stats()["is_following"])
+            with pytest.raises(DatabaseError, match=r'publish: stream "jaxsok:{dlrm}": got ConnectionError'):
+                training.publisher.publish(training.change())
+            place.start()
+            training.publisher.publish(training.last)
+            wait_until(lambda: serves(session, training))
+            wait_until(lambda: session.stats()["is_following"])
+            assert "here" in training.publisher._stream.positions()
+            if not keeps:
+                training.change()  # is lost, with all that Redis knew
+                place.kill()
+                place.start()
+                training.publish()
+                wait_until(lambda: session.stats()["lag_versions"] == 1)
+                wait_until(lambda: not session.stats()["is_following"])
+
+
+def test_a_trimmed_stream_asks_for_a_full_export(url, tmp_path, caplog):
+    training = Training(tmp_path, url, max_bytes=20_000)
+    for _ in range(6):
+        training.publish()  # no server has a position: old ones leave
+    there = training.publisher._stream.entries()
+    assert 1 <= len(there) < 6 and sum(entry.num_bytes for entry in there) <= 20_000
+    assert len(training.publisher._stream.call(lambda client: client.keys("jaxsok:{dlrm}:*"))) == len(there)
+    with serve(url, training) as session:
+        stats = session.stats()
+        assert stats["version"] == 1 and stats["lag_versions"] == len(there) and stats["lag_s"] > 0
+        assert not stats["is_following"]
+        assert "the versions between were trimmed. Wanted a full export" in caplog.text
+        training.publisher.publish(training.all())  # such a server does not hold up the publisher
+        training.publish()
+        wait_until(lambda: serves(session, training))
+        assert session.stats()["is_following"]
+
+
+def test_a_server_that_needs_another_export_takes_it_by_update(url, tmp_path):
+    training = Training(tmp_path, url, max_bytes=20_000)
+    for _ in range(6):
+        training.publish()
+    with serve(url, training) as session:
+        assert session.stats()["lag_versions"]
+        session.update([tmp_path / f"dlrm-{number}" for number in range(7)])  # the whole chain, where it was written
+        training.publish()
+        wait_until(lambda: serves(session, training) and session.stats()["is_following"])
+
+
+def test_a_full_export_by_its_path(url, tmp_path):
+    """It does not go through Redis; deltas rest on it from then on."""
+    training = Training(tmp_path, url, max_bytes=20_000)
+    with serve(url, training) as session:
+        training.publish()
+        wait_until(lambda: serves(session, training))
+        training.publisher.publish(training.all(), by_path=True)
+        training.publish(erased=[3])
+        wait_until(lambda: serves(session, training))
+        # What came before it is of no use any more.
+        assert [entry.num_bytes > 0 for entry in training.publisher._stream.entries()] == [False, True]
+    with serve(url, training) as session:
+        assert serves(session, training)
+
+
+def test_a_slow_server_holds_up_the_publisher(url, tmp_path):
+    training = Training(tmp_path, url, max_bytes=20_000, timeout_s=0.2)
+    training.publisher._stream.note("slow", "0-0")
+    with serve(url, training) as session:
+        with pytest.raises(StreamFullError, match=r'the last one is "slow", at 0-0.* XGROUP DESTROY') as caught:
+            for _ in range(6):
+                training.publish()
+        assert "wanted" in str(caught.value)
+        before = training.publisher._stream.entries()
+        training.publisher._timeout_s = 60.0
+        thread = threading.Thread(target=training.publisher.publish, args=[training.last])
+        thread.start()
+        time.sleep(0.3)
+        assert thread.is_alive()  # it waits
+        training.publisher._stream.note("slow", before[-1].id)
+        thread.join(60)
+        assert not thread.is_alive()
+        wait_until(lambda: serves(session, training))
+    with pytest.raises(StreamFullError, match=r"got .* of [0-9]+ bytes"):
+        streams.Publisher(url, "dlrm", max_bytes=10, timeout_s=0).publish(training.change())
+
+
+def test_versions_are_published_in_order(url, tmp_path):
+    training = Training(tmp_path, url)
+    first = training.change()
+    second = training.change()
+    training.publisher.publish(first)
+    with pytest.raises(ServingError, match="which was published, wanted the next version"):
+        training.publisher.publish(first)
+    third = training.change()
+    with pytest.raises(ServingError, match=r"which rests on .* publish deltas in order, or a full export"):
+        training.publisher.publish(third)
+    training.publisher.publish(second)
+    training.publisher.publish(third)
+    with pytest.raises(FileNotFoundError, match="publish: path"):
+        training.publisher.publish(tmp_path / "nowhere")
+    with pytest.raises(ServingError, match="Publisher: max_bytes: got 0"):
+        streams.Publisher(url, "dlrm", max_bytes=0)
+
+
+def test_deltas_become_one_version(tmp_path):
+    """What links erase and bring back, in one update; a dict is the oracle."""
+    rng = np.random.default_rng(3)
+    training = Training(tmp_path, "redis://nowhere:1")
+    for _ in range(3):
+        before, links = training.last, []
+        for _ in range(4):
+            keys, erased = (rng.choice(40, 8, replace=False).tolist() for _ in range(2))
+            links.append(training.change(keys=keys, erased=erased))
+        tables = {name: (before, dim) for name, dim in DIMS.items()}
+        with serving.open(config_of(model_of(tables)), warm_up=False) as session:
+            with pytest.raises(ValueError, match="apply deltas in order"):
+                session.update(links[::2])
+            with pytest.raises(ServingError, match="got no folders"):
+                session.update([])
+            assert session.update(links) == 2
+            assert serves(session, training)
+            assert session.models["dlrm"].num_rows == {name: len(mine) for name, mine in training.content.items()}
+
+
+def test_no_answer_mixes_versions(url, tmp_path):
+    training = Training(tmp_path, url)
+    keys, seen, stop = np.arange(10, 20), set(), threading.Event()
+
+    def versions_in(answer):
+        """Rows tell their version in thousands."""
+        return {number for name in DIMS for number in (answer[name] // 1000).astype(int).ravel().tolist()}
+
+    def read():
+        while not stop.is_set():
+            seen.add(frozenset(versions_in(session.lookup({name: keys for name in DIMS}))))
+
+    with serve(url, training) as session:
+        thread = threading.Thread(target=read)
+        thread.start()
+        try:
+            for _ in range(5):
+                training.publish()
+                wait_until(lambda: serves(session, training))
+        finally:
+            stop.set()
+            thread.join()
+    assert all(len(of_answer) == 1 for of_answer in seen) and len(seen) > 1
+
+
+def test_damaged_entries_are_refused(url, server, tmp_path, caplog):
+    training = Training(tmp_path, url)
+    good = {"uuid": "0" * 32, "base": None, "payload": "0" * 16, "path": None, "files": [["manifest.json", 7]]}
+    for wrong in ({"files": [["../x", 7]]}, {"files": [["x", -1]]}, {"uuid": "../x"}, {"payload": "x"}, {"base": 3}):
+        server.client.xadd("jaxsok:{dlrm}", {"version": json.dumps(good | wrong)}, id="1-1")
+        with pytest.raises(ServingError, match=r"jaxsok:{dlrm}, entry 1-1"):
+            training.publisher.publish(training.first)
+        server.client.delete("jaxsok:{dlrm}")
+    server.client.xadd("jaxsok:{dlrm}", {"version": json.dumps(good)})
+    with serve(url, training) as session:  # its payload is not there
+        assert "manifest.json" in caplog.text and not session.stats()["is_following"]
+        assert serves(session, training)
+        training.publisher.publish(training.all())
+        wait_until(lambda: session.stats()["is_following"])
+        assert serves(session, training)
+
+
+def test_metrics_and_configuration(url, tmp_path):
+    training = Training(tmp_path, url)
+    given = config(url, training)
+    with serving.open(given, warm_up=False) as session:
+        training.publish()
+        wait_until(lambda: session.stats()["delay_s"] > 0)
+        assert 'updates: Redis streams, as consumer "here"' in session.report()
+        text = Metrics(lambda: {"dlrm": session.stats()}, dict).text().decode()
+        for name, value in {"lag_versions": 0.0, "lag_seconds": 0.0, "is_following": 1.0}.items():
+            assert f'jaxsok_stream_{name}{{model="dlrm"}} {value}' in text
+        assert "jaxsok_stream_delay_seconds" in text
+    given["update_source"]["brokers"] = "http://:hunter2@x"
+    with pytest.raises(ConfigError, match=r"update_source\.brokers: got something else, wanted a URL") as caught:
+        serving.open(given)
+    assert "hunter2" not in str(caught.value)
+    given["update_source"] = {"type": None, "brokers": "redis://:hunter2@x:1"}
+    assert "hunter2" not in "\n".join(serving.read_config(given).summary())
+
+
+def test_without_redis_the_files_are_served(tmp_path, caplog):
+    training = Training(tmp_path, "redis://nowhere:1")
+    with serve(f"redis://user:hunter2@127.0.0.1:{free_port()}", training) as session:
+        assert serves(session, training) and not session.stats()["is_following"]
+    assert "ConnectionError of Redis" in caplog.text and "hunter2" not in caplog.text
+
+
+@pytest.mark.slow
+def test_a_killed_server_process_goes_on(url, tmp_path):
+    """`python -m jaxsok serve` is killed; a new one has all versions when it answers."""
+    training = Training(tmp_path, url)
+    path, port = tmp_path / "config.json", free_port()
+    path.write_text(json.dumps(config(url, training)))
+    command = [sys.executable, "-m", "jaxsok", "serve", str(path), "--port", str(port)]
+
+    def ask():
+        body = json.dumps({"keys": {name: KEYS.tolist() for name in DIMS}}).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models/dlrm/lookup", body)
+        request.add_header("Content-Type", "application/json")
+        with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(request) as response:
+            rows = json.load(response)["rows"]
+            return all(
+                np.array_equal(rows[name], expected(training.content[name], KEYS, 0.0, DIMS[name])) for name in DIMS
+            )
+
+    for _ in range(2):
+        training.publish()
+        process = subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+        try:
+            wait_until(ask)
+            training.publish()
+            wait_until(ask)
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+                assert 'jaxsok_stream_lag_versions{model="dlrm"} 0.0' in response.read().decode()
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+def test_the_client_of_redis_gives_names_as_text(url):
+    """`Publisher` compares positions as numbers, whatever the client's protocol gives."""
+    publisher = streams.Publisher(url, "dlrm")
+    publisher._stream.note("a", "5-0")
+    publisher._stream.note("a", "12-3")
+    assert publisher._stream.positions() == {"a": "12-3"}
+    with contextlib.closing(redis.Redis.from_url(url, protocol=3)) as client:
+        assert client.xinfo_groups("jaxsok:{dlrm}")[0]["last-delivered-id"] in (b"12-3", "12-3")
+
+
+def test_the_code_of_the_page(url, tmp_path):
+    """docs/freshness.md: what it publishes reaches a session of its configuration."""
+    training = Training(tmp_path, url)
+    page = (pathlib.Path(__file__).parents[2] / "docs/freshness.md").read_text().replace("redis://127.0.0.1:6379", url)
+    blocks = re.findall(r"^```py\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    (source,) = re.findall(r"^```json\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    training.state, training.clock = training.collection.init(seed=0), 0  # a state without a clock of its own
+    for name, content in training.content.items():
+        training.set(name, content)
+    training.first = checkpoint.export_full(tmp_path / "monday", training.collection, training.state).path
+    names = {"folder": tmp_path, "collection": training.collection}
+    with serving.open({**config(url, training), **json.loads(f"{{{source}}}")}, warm_up=False) as session:
+        for block in blocks:
+            training.set("user", rows_of([len(block) % 40], 4, version=7))
+            exec(block, names | {"state": training.state})
+            wait_until(lambda: serves(session, training))
+            names |= {"publisher": streams.Publisher(url, "dlrm"), "checkpoint": checkpoint}
+        assert len(blocks) == 2 and set(names["publisher"]._stream.positions()) == {"server-1"}
