@@ -38,10 +38,7 @@ def operands(spec: StoreSpec, step: Clock | None, uses: Array | None = None) -> 
 
 
 def forget(spec: StoreSpec, store: StoreState, num_gone: Array, cleared: int | None = None) -> StoreState:
-    """Forgets the counts of admitted keys if rows went, so that they start at 0 when they come back; donates the store.
-
-    Waiting keys of the table `cleared` are forgotten, too.
-    """
+    """Forgets the counts of admitted keys if rows went, and waiting keys of the table `cleared`; donates the store."""
     if not store.sightings:
         return store
     floors = spec.sighting_floors(cleared)

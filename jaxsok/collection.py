@@ -795,7 +795,7 @@ class Collection:
         """Makes room, between steps, for the keys that are coming; almost always returns at once.
 
         With lookups ahead (`pipeline`) that includes the keys of the next batches. No row leaves while a lookup is in
-        flight: where rows must, the next step looks nothing up ahead, and they leave before the step after it.
+        flight: if rows must leave, the next step looks nothing up ahead, and they leave before the step after it.
 
         Growing appends a slab to every per-row array and copies no row; the step is compiled again for the larger
         state. If the rows in use and the key positions of the batch fit, nothing is done and nothing is waited for.
@@ -889,8 +889,8 @@ class Collection:
           others: the other collections of a model that has several layers, if the step takes their states too.
 
         Returns:
-          A callable; its `num_compiled`, `num_ahead`, `num_hits_ahead` and `stalls_s` say what was compiled, where, and
-          how long calls waited. Each program is logged, at level INFO, to "jaxsok.ahead".
+          A callable with the counts `num_compiled`, `num_ahead` and `num_hits_ahead` of its programs, and `stalls_s`,
+          the waits of calls. Each program is logged, at level INFO, to "jaxsok.ahead".
 
         Raises:
           TypeError: a step that is not jitted; at the first call, arguments without a state of the collection.
@@ -954,12 +954,11 @@ class Collection:
         Args:
           state: whose capacities are counted; None: as `init` makes it, or as `grow` makes it for `num_rows`.
           batch: the batch of a step, of `batch`, or its features. None: the state alone is counted.
-          num_rows: rows that the tables have (`collection.num_rows(state)`) or will come to have; see
-            `jaxsok.memory_estimate`.
+          num_rows: rows that the tables will come to have, as for `jaxsok.memory_estimate`.
           steps: between two calls of `grow`.
-          lookahead: batches that are looked up ahead, as for `pipeline`; with `staleness` so many.
+          lookahead: batches that are looked up ahead, as for `pipeline`.
           device_bytes: memory of one device: whether the total fits, and how many rows would.
-          memory_fraction: of `device_bytes`, what XLA gives to arrays: XLA_CLIENT_MEM_FRACTION, by default 0.75.
+          memory_fraction: the part of `device_bytes` that XLA gives to arrays.
 
         Example:
           `collection.memory_estimate(state, batch).total`

@@ -102,13 +102,10 @@ class FeatureLayout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StoreFeatures:
-    """The features of a batch that read one store; without keys one line that is not read.
-
-    An empty array would crash XLA's compiler for several GPUs (jaxlib 0.11.2). Arrays that would hold nothing are None,
-    since each costs host time at every step.
-    """
+    """The features of a batch that read one store; None for arrays without contents, which cost host time."""
 
     keys: UInt32[Array, "num_keys 2"]
+    """At least one, perhaps not read: empty arrays crash XLA's compiler for several GPUs (jaxlib 0.11.2)."""
     offsets: Int32[Array, " num_offsets"] | None
     """Concatenated over the ragged features; None if there are none."""
     weights: Float32[Array, " num_weights"] | None

@@ -1,9 +1,8 @@
 """Counts the bytes that a collection takes on each device, for its state and for one step.
 
-It computes with specs, sizes of batches and the kernels' own workspace sizes; nothing is allocated. The state is
-counted to the byte. For a step it gives a bound, and a test compares it with what XLA allocates: every array of the
-batch, its plan, embeddings and gradients counts as if all lived at once, and of the workspaces the largest one, since
-calls follow one another. The model's own activations are not counted.
+It computes with specs, sizes of batches and the kernels' own workspace sizes. The state is counted to the byte. For a
+step it gives a bound: batch, plan, embeddings and gradients count as if all lived at once, and of the workspaces the
+largest one counts, since calls follow one another. The model's own activations are not counted.
 
 On a mesh of S shards a device receives S * send_capacity lines in a round. The exchange is counted as two float32 rows
 a line (sent and received, or received and decoded, whatever the dtype on the wire), one a key (rows that came back,

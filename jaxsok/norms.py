@@ -68,10 +68,7 @@ def summed_by_row(
     row_gradient: str,
     is_refused: Bool[Array, " num_keys"] | None = None,
 ) -> Float32[Array, "num_keys dim"]:
-    """Sums gradients by row, in the order of first uses; zeros beyond, and where a sum is not finite.
-
-    Keys without a row that are no padding (`is_refused`) still count in the hotness of their bags.
-    """
+    """Sums gradients by row; zeros where a sum is not finite. Refused keys count in the hotness of their bags."""
     # Rows are made distinct as keys are, with the row id in place of the key.
     is_row = row_ids != jnp.uint32(NO_ROW)
     as_keys = jnp.stack([row_ids, jnp.where(is_row, jnp.uint32(0), jnp.uint32(NO_ROW))], axis=1)

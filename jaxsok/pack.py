@@ -1,14 +1,11 @@
 """Packs raw batches with several threads: one pass over the keys, straight into the memory that devices copy from.
 
-The library (kernels/pack.py) gets a few numbers for each feature, such as addresses and strides. It writes offsets,
-keys and weights of all features, for each shard's part, into their places and checks them. Most of these numbers follow
-from types and shapes alone: batches that agree in them share a recipe, which is made for the first of them and kept.
-For each batch only addresses are filled in, and sizes that follow from lengths. So Python, which holds the
-interpreter's lock against the thread that dispatches the step, takes little time.
+The library (kernels/pack.py) gets a few numbers for each feature, such as addresses and strides, and writes offsets,
+keys and weights of all features into their places. Most of these numbers follow from types and shapes alone: batches
+that agree in them share a recipe, so that Python takes little time for each batch.
 
-`features.py` and `split.py` do the same with NumPy and define what is right: they pack what has no recipe
-(`jax.Array`s, features whose samples share bags, numbers of unusual dtypes), and they read again what the library
-refuses, to raise the error. Both ways give the same batch.
+`features.py` and `split.py` define the result with NumPy: they pack batches without a recipe (`jax.Array`s, features
+whose samples share bags, numbers of unusual dtypes), and raise the errors of batches that the library refuses.
 """
 
 import abc
@@ -566,10 +563,7 @@ class Packer(HostPacker):
         return Packing(Batch(Features(stores, self._tag, self.num_shards), rest, mask), packed.unsigned)
 
     def finish(self, packing: "Packing") -> Batch:
-        """Widens keys that travel as 32 bits, by a program: a pipeline dispatches the step before this batch's first.
-
-        The program waits for the copy and runs in the order of its dispatch, so that the copy runs during that step.
-        """
+        """Widens keys of 32 bits, by a program that waits for the copy: dispatch the step before it first."""
         if all(unsigned is None for unsigned in packing.unsigned):
             return packing.batch
         features = packing.batch.features

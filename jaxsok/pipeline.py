@@ -7,9 +7,7 @@ during step k. Therefore nothing that reads a batch is dispatched before the ste
 
 On a mesh, when batch k is handed out, the plans of the next two are running on the devices, and batches k + 3 and k + 4
 are on their way. When the caller, having dispatched step k, asks for batch k + 1, the host reads the counts of its
-plan, which ran before step k - 1, so it does not wait. With only one plan ahead they would be the last thing before
-step k, and the host would trail the devices (H200, two processes: 1.6 ms a step in place of 1.2; docs/performance.md).
-On one device plans are left to the lookup.
+plan, which ran before step k - 1, so it does not wait. On one device plans are left to the lookup.
 """
 
 import concurrent.futures

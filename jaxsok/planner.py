@@ -1,7 +1,4 @@
-"""Proposes where tables live on a mesh, by their size and traffic, and gives the costs and the reasons.
-
-It runs before there is a collection; the collection is made of the tables that it returns. It computes with specs and,
-with a sample, with the keys of one batch, in NumPy. Nothing is moved.
+"""Proposes placements of tables on a mesh, by their size and traffic, before there is a collection.
 
 The model, of one step, one device out of N and one table of R rows, of which the device asks K keys:
 
@@ -18,9 +15,7 @@ The model, of one step, one device out of N and one table of R rows, of which th
 - REPLICATED: requests and gradients of all devices are gathered, (N - 1) u lines without rows; no row travels, and
   evaluation sends nothing. Each device keeps R rows and moves the rows of N u lines.
 
-Not counted: padding (send capacities are those of the most loaded owner, which hashing gives a root or two more than
-its share, rounded up; the pipeline keeps one for loads down to two thirds of it), and the fixed cost of a collective: a
-replicated store adds collectives of its own.
+Not counted: padding, and the fixed cost of a collective: a replicated store adds collectives of its own.
 """
 
 import dataclasses

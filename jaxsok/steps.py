@@ -218,7 +218,9 @@ class Steps:
             num_misused_plans=jnp.where(is_first, num_misused_plans, 0),
             longest_probe=longest,
         )
-        capacities = [self._rows_for_keys(state, s) for s in range(len(self.stores))]
+        # Rows for different keys, on all shards; a shard sees its part of the state.
+        num_copies = [1 if spec.is_replicated else spec.num_shards for spec in self.stores]
+        capacities = [store.capacity * copies for store, copies in zip(state.stores, num_copies, strict=True)]
         entries = [
             rows * ENTRIES_PER_BUCKET * store.index.shape[0] // store.capacity
             for rows, store in zip(capacities, state.stores, strict=True)
@@ -239,11 +241,6 @@ class Steps:
         for in_flight in state.ahead:
             num_rows = num_rows - in_flight.found[s].counts[:, COUNTS.index("num_inserted")]
         return num_rows
-
-    def _rows_for_keys(self, state: State, s: int) -> int:
-        """Returns a store's rows for different keys, on all shards; a shard sees its part of the state."""
-        spec, capacity = self.stores[s], state.stores[s].capacity
-        return capacity if spec.is_replicated else capacity * spec.num_shards
 
     def call(self, name: str, *args: Any) -> Any:
         """Calls one of the methods above on every shard."""

@@ -6,11 +6,8 @@ open ones and takes it out. A plan without an open ticket changes nothing and is
 was used before, or is older than the last `RING` lookups of the state.
 
 A ticket is a hash of the ticket before it, of the state's lineage and of the keys looked up, each with its position. So
-two branches of one state have different tickets as soon as their batches differ. Branches that look up the same keys
-make the same rows and the same ticket, and either plan is right for both. On a mesh the digests of all shards are
-exchanged with the requests (exchange.py), every shard holds the same ring, and all shards decide alike.
-
-`find` does not call this module, and `gradient_norm` looks without taking the ticket out.
+two branches of one state have different tickets as soon as their batches differ. On a mesh the digests of all shards
+are exchanged with the requests (exchange.py), every shard holds the same ring, and all shards decide alike.
 """
 
 import zlib

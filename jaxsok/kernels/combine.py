@@ -30,10 +30,7 @@ def combine_transpose(
     num_tiles: int,
     dtype: str = "float32",
 ) -> tuple[Float[Array, "num_unique dim"], Int32[Array, " num_unique"]]:
-    """Sums bag gradients of each feature into row gradients, float32 or bfloat16; also counts uses.
-
-    See `LaunchCombineTranspose` in ffi/kernels/combine.h.
-    """
+    """Sums bag gradients into row gradients, float32 or bfloat16; also counts uses. See `LaunchCombineTranspose`."""
     like, dim = gradients[0], gradients[0].shape[-1]
     operands = {"inverse": inverse} | bag_operands(bags) | {"gradients": gradients}
     results = {

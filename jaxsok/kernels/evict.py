@@ -22,11 +22,7 @@ def select(
     num_tables: int,
     table: int = ALL_TABLES,
 ) -> tuple[RowFlags, UInt32[Array, " num_tables"]]:
-    """Selects the rows that leave, and counts them by table. See `LaunchSelect` in ffi/kernels/evict.h.
-
-    `scores` are one or two arrays in slabs, the more significant first, and `num_kept` rows stay; without scores the
-    `mask` decides, and `num_kept` is ignored. Only rows of `table` may go.
-    """
+    """Selects rows of a table to leave by scores, down to `num_kept`, or by a mask. See `LaunchSelect` in evict.h."""
     like = records[0]
     out = call_on(
         "jaxsok_evict_select",
@@ -46,10 +42,7 @@ def select(
 def release(
     store: Store, flags: RowFlags, initial_values: Sequence[float] = (), *, counts_evicted: bool = False
 ) -> tuple[Store, UInt32[Array, " num_tables"]]:
-    """Takes flagged rows away and sweeps the index. See `LaunchRelease` in ffi/kernels/evict.h.
-
-    The store is donated. With `counts_evicted` the rows are added to `table_evicted`, if the store has it.
-    """
+    """Takes flagged rows away and sweeps the index; donates the store. See `LaunchRelease` in ffi/kernels/evict.h."""
     like = store.table_rows
     capacity = sum(slab.shape[0] for slab in store.records)
     changed = ("index", "counters", "table_rows", "records", "states", "statistics")

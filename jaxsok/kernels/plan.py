@@ -41,10 +41,7 @@ def plan_requests(
     num_shards: int,
     by_hash: bool,
 ) -> tuple[UInt32[Array, "num_keys 4"], Inverse, Int32[Array, " num_shards_plus_1"], UInt32[Array, "num_keys_or_0 2"]]:
-    """Makes (table, key) pairs distinct, and orders them by owner. See `LaunchPlanRequests` in ffi/kernels/plan.h.
-
-    Returns requests, inverse, starts, hashes (empty unless `by_hash`).
-    """
+    """Makes pairs distinct, by owner: requests, inverse, starts, hashes if `by_hash`. See `LaunchPlanRequests`."""
     keys, n = batch[0], batch[0].shape[0]
     operands = batch_operands(batch) | {"tables": tables, "partition_owners": partition_owners}
     results = {
@@ -68,10 +65,7 @@ def plan_uses(
     num_shards: int,
     num_bags: int,
 ) -> tuple[UInt32[Array, "num_keys 4"], Int32[Array, "num_shards num_bags_plus_1"], Float32[Array, " num_bags"]]:
-    """Orders the uses of bags by owner. See `LaunchPlanUses` in ffi/kernels/plan.h.
-
-    Returns uses (key low, key high, table with `LEFT_OUT`, bits of the weight), offsets and scales.
-    """
+    """Orders the uses of bags by owner: uses (lines of `plan.Uses`), offsets, scales. See `LaunchPlanUses`."""
     keys = batch[0]
     operands = batch_operands(batch) | {"tables": tables, "partition_owners": partition_owners}
     results = {

@@ -55,10 +55,7 @@ def find_or_insert(
     *,
     has_rows: bool = True,
 ) -> tuple[Store, RowIds, TableCounts]:
-    """Finds row ids of (table, key) pairs; unseen pairs get rows. The store is donated.
-
-    Without `has_rows` no numbers of new rows are written. See `LaunchFindOrInsert` in ffi/kernels/table.h.
-    """
+    """Finds row ids of pairs; unseen pairs get rows, with numbers if `has_rows`. See `LaunchFindOrInsert`."""
     rows = ("rows",) if has_rows else ()
     num_keys = keys.shape[0]
     deciding, asked = admission_operands(admission)
@@ -89,10 +86,7 @@ def gather(
     is_find: bool,
     dtype: str,
 ) -> tuple[Counters, Float[Array, "num_keys dim"], ByTable]:
-    """Reads the rows of requests whose row ids are known; also counts absent ones. See `LaunchGather`.
-
-    The counters are donated and do not change, but an op that takes them comes after this one.
-    """
+    """Reads the rows of requests by row id; counts absent rows; donates the counters. See `LaunchGather`."""
     out = call_on(
         "jaxsok_table_gather",
         {"counters": counters, "rows": rows},
