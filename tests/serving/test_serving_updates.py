@@ -353,7 +353,7 @@ def test_copies_on_one_device_are_made_one_after_another(tmp_path, monkeypatch):
     """Else two models would both count on the same free bytes."""
     folders = [write(tmp_path / name, rows_of(range(10), 4)) for name in "ab"]
     models = [model_of({"user": (folder, 4)}, name=name) for name, folder in zip("ab", folders, strict=True)]
-    planned, write_store, errors = versions.Versions._planned, store_plans.StorePlan.write, []
+    planned, write_store, errors = versions.Versions._plan, store_plans.StorePlan.write, []
     running, most = [], []
 
     def planning(self, *args):
@@ -367,7 +367,7 @@ def test_copies_on_one_device_are_made_one_after_another(tmp_path, monkeypatch):
         running.pop()
         return made
 
-    monkeypatch.setattr(versions.Versions, "_planned", planning)
+    monkeypatch.setattr(versions.Versions, "_plan", planning)
     monkeypatch.setattr(store_plans.StorePlan, "write", copying)
 
     def update(name, folder):
