@@ -5,7 +5,8 @@
 #   make test-faults  whether the tests catch the faults of tests/faults.toml (FAULTS="parts of names")
 #   make bench        the benchmarks (BENCH_ARGS=...)
 #   make test-matrix  oldest and newest JAX          make wheel   a wheel for all supported GPUs (make test-wheel)
-#   make lint         form, types, imports           make clean   remove what was built (distclean: and .venv)
+#   make docs         the site, in build/site        make clean   remove what was built (distclean: and .venv)
+#   make lint         form, types, imports
 #
 # Variables:
 #   VENV         environment to use; default: the active one, else .venv, made when missing.
@@ -47,6 +48,7 @@ ifeq ($(VENV),system)
 PY := $(or $(PYTHON),$(shell command -v python3))
 CMAKE_BUILD := build/system
 TOOLS :=
+SITE_TOOLS :=
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # By CMake alone: no pip, no network.
@@ -64,6 +66,7 @@ else
 PY := $(abspath $(VENV))/bin/python
 CMAKE_BUILD := build/editable
 TOOLS := $(VENV)/.jaxsok-tools
+SITE_TOOLS := $(VENV)/.jaxsok-site
 ENVIRONMENT := $(VENV)/.jaxsok-environment
 DEVICELESS := $(abspath $(VENV))/share/deviceless
 PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
@@ -81,12 +84,17 @@ $(TOOLS): $(ENVIRONMENT)
 	$(PIP_INSTALL) $$($(PY) scripts/requirements.py dev)
 	@touch $@
 
+$(SITE_TOOLS): $(ENVIRONMENT)
+	$(PIP_INSTALL) $$($(PY) scripts/requirements.py docs)
+	@touch $@
+
 # Editable: Python sources are used as they stand, changed C++ or CUDA sources are compiled on the next `make`. The build
 # is not isolated, so that it is incremental and uses the headers of the jaxlib installed here; wheels are built in
-# isolation, against the oldest supported jaxlib. `make -j2 lint build` runs one pip at a time.
+# isolation, against the oldest supported jaxlib. `make -j2 lint build` runs one pip at a time, and Ninja decides by itself
+# how many compilers it starts.
 $(BUILT): $(ENVIRONMENT) $(FFI_SOURCES) | $(if $(filter lint,$(MAKECMDGOALS)),$(TOOLS))
 	rm -f jaxsok/_lib/libjaxsok_*.so jaxsok/_lib/.built-*
-	JAXSOK_BUILD_TESTS=ON $(PY) -m pip install --verbose --disable-pip-version-check --no-build-isolation --no-deps \
+	MAKEFLAGS= JAXSOK_BUILD_TESTS=ON $(PY) -m pip install --verbose --disable-pip-version-check --no-build-isolation --no-deps \
 	  --editable . 2>&1 | scripts/build_progress.py
 	@touch $@
 
@@ -102,7 +110,7 @@ $(SANITIZED): $(FFI_SOURCES) | $(BUILT)
 	cmake --build build/sanitized --parallel
 	@touch $@
 
-.PHONY: build check-build test test-cpp test-sanitized test-slow test-faults test-matrix test-wheel demo bench lint format wheel clean distclean
+.PHONY: build check-build test test-cpp test-sanitized test-slow test-faults test-matrix test-wheel demo bench docs lint format wheel clean distclean
 
 build: $(BUILT)
 	@sed 's/^/jaxsok: /' jaxsok/_lib/build_info.txt
@@ -140,6 +148,11 @@ demo: build
 bench: build
 	$(PY) -m jaxsok bench $(BENCH_ARGS)
 
+# Warnings are errors. Executed notebooks are kept in build/site-cache until they change.
+docs: build $(SITE_TOOLS)
+	$(PY) scripts/build_site.py
+	@echo "The site is in build/site; read it with: $(PY) -m http.server -d build/site"
+
 # One GPU architecture from nothing, held against ffi/build_budget.toml; where nvcc is, CI runs it.
 BUDGET_BUILD := build/budget
 check-build: $(ENVIRONMENT)
@@ -151,7 +164,7 @@ check-build: $(ENVIRONMENT)
 	strip $(BUDGET_BUILD)/_lib/libjaxsok_cuda.so
 	$(PY) scripts/build_budget.py $(BUDGET_BUILD) --library $(BUDGET_BUILD)/_lib/libjaxsok_cuda.so
 
-PYTHON_SOURCES := $(wildcard jaxsok tests examples benchmarks scripts)
+PYTHON_SOURCES := $(wildcard jaxsok tests examples benchmarks scripts docs)
 CPP_SOURCES = $(filter %.h %.cc %.cu %.cuh,$(FFI_SOURCES)) $(wildcard examples/c/*.cc)
 
 lint: $(TOOLS)

@@ -1,1 +1,1 @@
-"""Benchmarks of jaxsok: named workloads, each beside its limit and its peers. `README.md` says how to run them."""
+"""Benchmarks of jaxsok: named workloads, each with its limit and its peers. `README.md` says how to run them."""

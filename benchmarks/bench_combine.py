@@ -22,7 +22,7 @@ WORKLOADS = ("W5",)
 
 
 def measure(batches: Batches, recorder: Recorder, protocol: Protocol, copy_gb_s: float) -> None:
-    """Measures combine and its transpose, each beside XLA's, under one key distribution."""
+    """Measures combine and its transpose, and XLA's, under one key distribution."""
     workload, key_sets = batches.workload, batches.key_sets
     hotness, dim = workload.hotness, workload.dim
     num_bags, num_keys = workload.num_embeddings, workload.num_keys

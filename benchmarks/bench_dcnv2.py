@@ -3,7 +3,7 @@
 Question: how many samples a second does training take, what limits it, and how many host threads does the input need?
 Workload: 26 tables of 128 floats, 204,184,588 rows in all, 214 keys a sample, batches of 65,536; bags that come back
           with their first key (Zipf 1.05), or uniform keys. All rows are in the tables before anything is timed.
-Limit:    none; the parts stand beside the whole.
+Limit:    none; the parts are compared with the whole.
 Command:  `python -m jaxsok bench --only dcnv2 [--devices 4] [--optimizers adagrad] [--seconds 120]`
 Last result: 2026-11-23, H200, 16 cores (docs/performance.md), three runs of 12 s, rowwise Adagrad: 3.06 M samples/s,
           21.4 ms a batch, of which the dense part takes 16.0 by itself and the tables 5.0.

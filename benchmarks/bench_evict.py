@@ -183,7 +183,7 @@ def _measure(recorder: Recorder, copy_gb_s: float, dim: int, num_rows: int, repe
 
 
 def _hand_over(one: OneTable, leaving: evict.Leaving, clock: jax.Array, num_rows: int) -> tuple[list[float], int]:
-    """Milliseconds of reading who leaves, and their bytes; nobody leaves."""
+    """Measures the milliseconds of reading the rows that would leave, and their bytes; no row leaves."""
     num_gone = max(1, min(num_rows // SHARE, HAND_OVER_ROWS))
     flags, _ = evict._select(leaving, one.store, one.state.seed, clock, jnp.uint32(num_rows - num_gone), None)
     times, num_bytes, seen = [], 0, 0

@@ -1,7 +1,7 @@
 """The life of a table: what do statistics and admission add to a lookup, and how fast does a table leave the device?
 
 Question: training forward and step of W1 with frequency, last step and exact-count admission on, over the same without;
-          an export of 10 GB beside the bandwidth of the link to the host.
+          an export of 10 GB, compared with the bandwidth of the link to the host.
 Workload: W1, all keys present, and besides with 1% of the keys unseen, which wait and never come in; one table of 128
           floats under rowwise Adagrad, 10 GB of rows and state.
 Limit:    the same step without; for the export a plain copy of 1 GB to the host, the best of three.

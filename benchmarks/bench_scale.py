@@ -4,7 +4,7 @@ Question: four of them. (1) The time of find + gather of 1 Mi keys in a table of
           `Collection.grow` to 400 M, or to 80% of the device's memory. (2) Time and memory of growing a full store of
           10 GB. (3) Keys a second when 100 M keys are inserted into an empty store, 4 Mi a call. (4) The speed of
           find + gather after 1,000 rounds in which a tenth of the keys is erased and as many new ones are inserted,
-          beside a freshly built store with the same keys.
+          compared with a freshly built store with the same keys.
 Workload: one table, 64 floats, SGD; uniform keys, all present.
 Limit:    bytes of `limits.forward_bytes` and `limits.insert_bytes` at the bandwidth of a copy. Targets: (1) within 15%
           from 16 M rows on, (2) no copy of a row, (4) at least 90%.
@@ -56,7 +56,7 @@ CPU_CHURN_ROUNDS, QUICK_CHURN_ROUNDS = 100, 10
 def growth(recorder: Recorder, scale: float) -> None:
     """Grows a full store of 10 GB, twice: the second time nothing is compiled.
 
-    Measured before anything else: the peak that a device tells is the one since the process began.
+    Measured before anything else: the peak that a device reports is the one since the process began.
     """
     spec = OneTable(16, DIM).store_spec
     num_rows = max(1024, round(GROWN_BYTES * scale) // row_bytes(spec))
@@ -123,7 +123,7 @@ def sizes(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, s
                 num_rows += base
                 # A counter that is there spares `grow` its worst case: a capacity more than is wanted.
                 jax.block_until_ready(one.store.counters)
-        except (MemoryError, jax.errors.JaxRuntimeError) as error:  # what was reached before is told
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:  # report what was reached before
             recorder.fail(f"scale: {count(size)} rows", f"{type(error).__name__}: {error}")
             break
         one.require_rows(size)
@@ -289,7 +289,7 @@ def _change(spec: Any, num_changed: int, store: Any, live: jax.Array, seed: jax.
 
 
 def _memory() -> dict[str, int]:
-    """What the device tells of its memory; nothing on a CPU."""
+    """Returns what the device reports of its memory; nothing on a CPU."""
     return jax.local_devices()[0].memory_stats() or {}
 
 

@@ -1,4 +1,4 @@
-"""Serving: what a caller waits for a lookup of frozen tables, fused, unfused, and beside `jnp.take` on static arrays.
+"""Serving: what a caller waits for a lookup of frozen tables, fused and unfused, and for `jnp.take` on static arrays.
 
 Question: what does fusing the tables of a model gain, and how near does the fused lookup come to its floor?
 Workload: S1, the demonstration of HPS's table fusion: 8 tables x 10,000 rows x 128 floats, 256 x 26 keys of each.

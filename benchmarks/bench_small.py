@@ -3,7 +3,7 @@
 Question: how near does a small batch come to the floor, and is it the host or the device that sets the pace?
 Workload: W1's tables (26 x 64 floats, rowwise Adagrad) with 256 to 4,096 samples; uniform keys, all present.
 Limit:    the later of two: the bytes at the bandwidth of a copy, and as many kernels without work as the program
-          launches (a CUDA graph of them, by CuPy). Beside it the dispatch of an empty jitted program.
+          launches (a CUDA graph of them, by CuPy). Compared with the dispatch of an empty jitted program.
 Command:  `python -m jaxsok bench --only small`
 Last result: docs/performance.md (H200, commit 7db9096).
 
@@ -93,7 +93,7 @@ def _measure(small, what, batches, length, recorder, protocol, copy_gb_s) -> Non
 def floors(recorder: Recorder, protocol: Protocol, seed: int) -> None:
     """Times as many kernels as each program launches, without work.
 
-    How many those are is told by JAX's profiler, on tables of a thousandth of the rows: they do not depend on them.
+    JAX's profiler counts them, on tables of a thousandth of the rows: they do not depend on them.
     Profiler and CUDA graphs are left to the end of a run, so that nothing else is lost if they cannot be had.
     """
     if not recorder.has_time("small, kernels without work"):

@@ -1,6 +1,6 @@
 """One table without bags: keys in, row ids or rows out.
 
-Question: what does finding a key cost beside reading its row, and how fast do new keys get rows?
+Question: what does finding a key cost compared with reading its row, and how fast do new keys get rows?
 Workload: H1; find and find_or_insert of keys drawn at random from those in the table, the index at load 0.5; find +
           gather (`Collection.find`, no combiner) at each dim; find_or_insert of new keys from load 0 to 0.5.
 Limit:    find: one 64-byte line a key (`limits.probe`). Find + gather: the bare gather of the same rows. New keys: the
@@ -112,7 +112,7 @@ class HashTable(OneTable):
         self._add(recorder, records.INSERT_PRESENT, num_keys, timing, find_bytes, limit_ms=limit.ms, load=self.load)
 
     def find_and_gather(self, num_keys: int, id_sets: list[jax.Array], recorder: Recorder, protocol: Protocol) -> None:
-        """Times `Collection.find` beside the bare gather of the same rows, from the same buffer."""
+        """Times `Collection.find` and the bare gather of the same rows, from the same buffer."""
         row_sets = [table.find(self.store, keys_of(ids), table_ids(ids)) for ids in id_sets]
         # Row ids of distinct keys differ, so these are the distinct keys too.
         num_unique = round(sum(np.unique(row_ids).size for row_ids in row_sets) / len(row_sets))

@@ -104,7 +104,7 @@ _BLOCK = 256
 
 
 class CudaKernels:
-    """Launches the kernels on the buffers of JAX arrays. They are scratch: nobody else reads them meanwhile."""
+    """Launches the kernels on the buffers of JAX arrays. They are scratch: nothing else reads them during the call."""
 
     def __init__(self, cupy: Any):
         """Names the kernels; each is compiled when it is first launched."""

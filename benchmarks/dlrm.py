@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 NUM_DENSE = 13
-"""Numbers of a sample beside its keys."""
+"""Numbers of a sample in addition to its keys."""
 
 BOTTOM = (512, 256)
 TOP = (1024, 1024, 512, 256)

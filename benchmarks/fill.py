@@ -224,7 +224,7 @@ def filled(workload: Workload, optimizer: str, mesh: Mesh | None = None, **optio
 
 
 def _keys(shape, num_rows, table, begin):
-    """Keys of the ids from `begin` on; past the last id they begin anew, so that all of them are ids."""
+    """Keys of the ids from `begin` on; past the last id they begin again at the first, so that all of them are ids."""
     count = int(np.prod(shape))
     ids = (begin + jnp.arange(count, dtype=jnp.uint32)) % jnp.uint32(num_rows)
     return mix(table, ids, jnp).reshape(*shape, 2)

@@ -5,7 +5,7 @@ near it where rows are short, since memory is not read in pieces of any size. Th
 keys, no index: row ids given) is the limit of a forward. *Read-modify-write* of the same unique rows with a streamed
 gradient, after a bare gather, is the limit of a step.
 
-A *line, then the row* is no lower bound, but a plain kernel to stand beside: what a table costs that reads one line of
+A *line, then the row* is no lower bound, but a plain kernel to compare with: what a table costs that reads one line of
 an index for each key and then the row, by the simplest code that does.
 
 A limit is only as good as the code that measures it. XLA's gather is one way; on a GPU where CuPy is installed a plain

@@ -261,7 +261,7 @@ def measure_fbgemm(options: argparse.Namespace, protocol: Protocol) -> dict:
 
 
 def measure_dynamicemb(options: argparse.Namespace) -> dict:
-    """Runs dynamicemb's process beside the part "tiers", where it can run; as `measure_fbgemm`."""
+    """Runs dynamicemb's process for the part "tiers", where it can run; as `measure_fbgemm`."""
     found = {"records": [], "failures": [], "why": "not asked for"}
     if "tiers" not in options.parts:
         return found

@@ -1,7 +1,7 @@
 """The plots of docs/performance.md, as small SVG files, drawn from the records of a run.
 
-Fed by `records.py`; `report.py` writes them into docs/images, `run.py` beside its results. A plot whose records are
-missing is not drawn. Colours are those of Okabe and Ito, which colour-blind readers tell apart; shapes say the same.
+Fed by `records.py`; `report.py` writes them into docs/images, `run.py` next to its results. A plot whose records are
+missing is not drawn. Colours are those of Okabe and Ito, which colour-blind readers distinguish; shapes say the same.
 """
 
 import itertools

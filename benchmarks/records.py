@@ -1,7 +1,7 @@
 """What a run found: one record per measured thing, the failures, and the device that it ran on.
 
 Fed by `bench_*.py`, `limits.py`, `peers.py`, `fbgemm.py` and `dynamicemb.py`; feeds `report.py` through a JSON file. A
-record names no other record: what stands beside what (a time, its limit, its peers) is decided in `tables.py`, once,
+record names no other record: what is compared with what (a time, its limit, its peers) is decided in `tables.py`, once,
 for the terminal and for the documentation.
 """
 
@@ -96,7 +96,7 @@ class Record:
     optimizer: str = ""
     """Empty where no optimizer takes part."""
     variant: str = ""
-    """What else tells records of one workload apart: the dim and the keys per call of H1, the samples of a batch."""
+    """What else distinguishes records of one workload: the dim and the keys per call of H1, the samples of a batch."""
     num_keys: int = 0
     num_unique: int = 0
     moved_bytes: int = 0
@@ -112,7 +112,7 @@ class Record:
     """Of the mesh; 0 where there is none."""
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     """On a mesh: scaling, program ("single", "planned", "pipelined", "plan", "apart", …), wire, front_end. "part": the
-    part that a record belongs to, where that has a table of its own; with what the part has to say beside the time."""
+    part that a record belongs to, where that has a table of its own; with what the part reports apart from the time."""
 
     @property
     def part(self) -> str:

@@ -1,10 +1,10 @@
-"""Writes the results of runs into the documentation: plots, tables, and what was reached of the targets.
+"""Writes the results of runs into the documentation: plots, targets, and a page of tables for each run.
 
     python -m benchmarks.report [results.json ...]
 
-Several files are told one after the other, oldest first; where two have measured the same, the later one counts in the
-plots and the targets. Without any, those in benchmarks/results are, by name. Each part goes between two markers of the
-document; what stands outside them is left alone.
+The default is all files in benchmarks/results, by name. Where two have measured the same, the later one counts in the
+plots and the targets. Each run gets a page of its own in the folder results next to the document. In the document each
+part goes between two markers; the text outside of them is left alone.
 """
 
 import argparse
@@ -16,23 +16,22 @@ from . import bench_dcnv2, limits, plots, records, tables, targets, workloads
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
-RESULTS, TARGETS = "benchmarks", "targets"
+PARTS = PLOTS, TARGETS, RUNS = "plots", "targets", "runs"
 """The parts of the document that are written here."""
 
 
 def markers(part: str) -> tuple[str, str]:
-    """The lines between which a part stands."""
+    """Returns the lines before and after a part."""
     return (
         f"<!-- {part}: begin. Written by benchmarks/report.py; edits here are lost. -->",
         f"<!-- {part}: end -->",
     )
 
 
-def section(path: pathlib.Path) -> str:
-    """One results file as Markdown: where it ran, the table, the peers and limits, the failures."""
+def page(path: pathlib.Path) -> str:
+    """Renders one results file as a page: the device, the command, the tables, the failures."""
     about, found, failures = records.load(path)
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    is_on_mesh = all(record.num_devices or record.notes.get("num_devices", 0) > 1 for record in found)
     one_device = (
         ""
         if "copy_gb_per_s" not in about
@@ -41,7 +40,12 @@ def section(path: pathlib.Path) -> str:
     )
     options = about["options"]
     lines = [
-        f"### {about['device']}, {about['date']}" + (", several" if is_on_mesh else ""),
+        f"# Run {path.stem}",
+        "",
+        "Written by `python -m benchmarks.report`; [How times are measured](../measuring.md) explains the columns, and "
+        "[benchmarks/README.md](../../benchmarks/README.md) the parts and workloads.",
+        "",
+        f"`{_command(options)}` on {_devices(about, found)}.",
         "",
         f"Commit `{about['commit']}`; Python {about['python']}, {versions}"
         + (f"; driver {about['driver']}" if about["driver"] else f"; {about['cpu_count']} CPU cores")
@@ -50,22 +54,32 @@ def section(path: pathlib.Path) -> str:
     ]
     is_full_size = options["scale"] == 1 and about["platform"] != "cpu"
     for title, columns, table in tables.all_of(found, is_full_size):
-        # What is published of other systems stands in the text, once.
+        # The text quotes the published times of other systems, once.
         keep = [i for i, column in enumerate(columns) if "TorchRec" not in column]
         short = [[row[i] for i in keep] for row in table]
-        lines += [title, "", tables.format_table([columns[i] for i in keep], short), ""]
+        lines += [f"## {title.rstrip(':')}", "", tables.format_table([columns[i] for i in keep], short), ""]
     note = tables.host_bound_note(found)
     lines += [note.replace("*", "\\*", 1), ""] if note else []
     skipped = about.get("skipped", [])
     if skipped:
-        lines += ["Skipped:", "", *(f"- {entry['what']}: {_one_line(entry['why'])}" for entry in skipped), ""]
+        lines += ["## Skipped", "", *(f"- {entry['what']}: {_one_line(entry['why'])}" for entry in skipped), ""]
     if failures:
-        lines += ["What failed:", "", *(f"- {entry['what']}: {_one_line(entry['why'])}" for entry in failures), ""]
-    return "\n".join(lines)
+        lines += ["## What failed", "", *(f"- {entry['what']}: {_one_line(entry['why'])}" for entry in failures), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def runs_section(paths: Sequence[pathlib.Path]) -> str:
+    """Lists the pages of runs, newest first."""
+    rows = []
+    for path in reversed(paths):
+        about, found, _ = records.load(path)
+        parts = ", ".join(f"`{part}`" for part in about["options"]["parts"])
+        rows.append((f"[{path.stem}](results/{path.stem}.md)", _devices(about, found), f"`{about['commit']}`", parts))
+    return tables.format_table(("run", "device", "commit", "parts"), rows)
 
 
 def floor_rows(gigabytes_per_s: float) -> list[tuple[str, ...]]:
-    """The bytes that each workload must move under uniform keys, and the milliseconds that they take at a bandwidth."""
+    """Computes the bytes that each workload must move under uniform keys, and their milliseconds at a bandwidth."""
     table = []
     for workload in workloads.WORKLOADS.values():
         unique = workload.num_tables * workloads.expected_unique(
@@ -96,7 +110,7 @@ FLOOR_COLUMNS = ("workload", "optimizer", "M keys", "M unique", "forward GB", "s
 
 
 def targets_section(paths: Sequence[pathlib.Path]) -> str:
-    """What was reached of every target, as Markdown."""
+    """Renders the table of targets and what was reached."""
     results = [records.load(path)[:2] for path in paths]
     rows = targets.rows(results)
     counts = {
@@ -114,7 +128,7 @@ def targets_section(paths: Sequence[pathlib.Path]) -> str:
 
 
 def plots_section(paths: Sequence[pathlib.Path], folder: pathlib.Path) -> str:
-    """Draws the plots of full-size runs on a GPU, and links them; says so where nothing can be drawn."""
+    """Draws the plots of full-size runs on a GPU and links them; prints why if no plot can be drawn."""
     found = []
     for path in paths:
         about, one, _ = records.load(path)
@@ -127,8 +141,8 @@ def plots_section(paths: Sequence[pathlib.Path], folder: pathlib.Path) -> str:
     return "".join(f"![{shows}](images/{name})\n\n" for name, shows in plots.draw(found, folder))
 
 
-def replace_between_markers(document: str, text: str, part: str = RESULTS) -> str:
-    """The document with `text` between the markers of a part.
+def replace_between_markers(document: str, text: str, part: str) -> str:
+    """Returns the document with `text` between the markers of a part.
 
     Raises:
       ValueError: the document does not have each marker once, in order.
@@ -142,7 +156,7 @@ def replace_between_markers(document: str, text: str, part: str = RESULTS) -> st
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads results files, draws the plots, rewrites the document."""
+    """Reads results files, draws the plots, rewrites the document, and writes a page for each run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.split("\n")[0])
     parser.add_argument("results", type=pathlib.Path, nargs="*", help="default: all in benchmarks/results")
     parser.add_argument("--floors", type=float, metavar="GB_PER_S", help="print the floors at this bandwidth instead")
@@ -155,14 +169,53 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not paths:
         parser.error("got no results file, and there is none in benchmarks/results")
     document = options.document.read_text()
-    text = plots_section(paths, options.document.parent / "images") + "\n\n".join(section(path) for path in paths)
-    document = replace_between_markers(document, text)
-    document = replace_between_markers(document, targets_section(paths), TARGETS)
+    texts = plots_section(paths, options.document.parent / "images"), targets_section(paths), runs_section(paths)
+    for part, text in zip(PARTS, texts, strict=True):
+        document = replace_between_markers(document, text, part)
     options.document.write_text(document)
+    folder = options.document.parent / "results"
+    folder.mkdir(exist_ok=True)
+    for path in paths:
+        (folder / f"{path.stem}.md").write_text(page(path))
+
+
+def _command(options: dict[str, Any]) -> str:
+    """Returns the command that makes such a run: options whose values are those of any run are left out."""
+    given = {
+        "workloads": "workloads",
+        "keys": "keys",
+        "optimizers": "optimizers",
+        "parts": "only",
+        "devices": "devices",
+    }
+    given |= {"exchange": "exchange", "seconds": "seconds", "train": "train", "repetitions": "repetitions"}
+    given |= {"batch_ms": "batch-ms", "scale": "scale"}
+    words = ["python -m jaxsok bench"] + (["--quick"] if options["quick"] else [])
+    for name, option in given.items():
+        value = options.get(name)
+        if (
+            not value
+            or (name == "workloads" and set(value) >= set(workloads.WORKLOADS))
+            or (name, value) == ("scale", 1)
+        ):
+            continue
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        text = ",".join(map(str, value)) if isinstance(value, list) else text
+        words.append(f'--{option}="{text}"' if " " in text else f"--{option} {text}")
+    return " ".join(words)
+
+
+def _devices(about: dict[str, Any], found: Sequence[records.Record]) -> str:
+    """Names the device, and how many of them a run on a mesh used."""
+    numbers = {record.num_devices or record.notes.get("num_devices", 0) for record in found}
+    if about["platform"] == "cpu":
+        return f"{about['cpu_count']} CPU cores"
+    number = ", ".join(map(str, sorted(numbers))) if max(numbers, default=0) > 1 else "one"
+    return f"{number} {about['device']}"
 
 
 def _protocol(options: dict[str, Any]) -> str:
-    """How often, where the run told it; of training from files also how long, and the options that it was given."""
+    """Formats the repetitions, if the run recorded them; for training from files also its duration and options."""
     if "repetitions" not in options:
         return ""
     training = ""

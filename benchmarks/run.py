@@ -55,7 +55,7 @@ QUICK_SCALE = 0.002
 
 QUICK_PARTS = ("lookup", "update", "xla")
 QUICK_WORKLOADS = ("W1", "W5")
-"""Of a quick run that names none: single keys and bags, beside XLA. Others are run by their names."""
+"""Of a quick run that names none: single keys and bags, compared with XLA. Others are run by their names."""
 
 QUICK_SECONDS = 0.2
 """Seconds of each timed run of training, with --quick."""
@@ -69,7 +69,7 @@ BUDGET_S = 500.0
 OUT = pathlib.Path("jaxsok-bench.json")
 
 MEMORY_FRACTION = "0.92"
-"""Of the device's memory for JAX: W1 under Adam takes 80 GB of tables; CuPy's context needs a little beside it."""
+"""Of the device's memory for JAX: W1 under Adam takes 80 GB of tables; CuPy's context needs a little more."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -251,7 +251,7 @@ def measure_dcnv2(options: argparse.Namespace, protocol: Protocol, recorder: Rec
 
 
 def finish(recorder: Recorder) -> None:
-    """Prints the tables, what was skipped and what failed, writes the file and, beside it, the plots."""
+    """Prints the tables, what was skipped and what failed, writes the file and, next to it, the plots."""
     about = recorder.about
     is_full_size = about["platform"] == "gpu" and about["options"]["scale"] == 1.0
     for title, columns, table in tables.all_of(recorder.records, is_full_size):

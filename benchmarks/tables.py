@@ -1,4 +1,4 @@
-"""Records as tables: what stands beside what, for the terminal and for the documentation alike.
+"""Records as tables: what is compared with what, for the terminal and for the documentation alike.
 
 Fed by `records.py`; feeds `run.py` and `report.py`. The table of all workloads is `rows`; each part with something else
 to say has a function of its own in `PARTS`.
@@ -21,7 +21,7 @@ from .records import (
 from .timing import HOST_BOUND
 
 WHOLE = ("single", "pipelined")
-"""The programs that leave nothing of a step out: only they stand beside peers."""
+"""The programs that leave nothing of a step out: only they are compared with peers."""
 
 TORCHREC = {
     ("M1", TRAINING): (5.02, 3.16),
@@ -74,7 +74,7 @@ PEER_COLUMNS = ("workload", "what", "who", "ms", "spread", "GB/s")
 
 
 def rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """The table: each of jaxsok's records beside its limit and its peers, as text."""
+    """Makes the table of jaxsok's records, each with its limit and its peers, as text."""
     records = _of_workloads(records)
     found = {_place(record): record for record in records}
 
@@ -181,7 +181,7 @@ where there are as many devices."""
 
 
 def exchange_rows(records: Sequence[Record], is_full_size: bool) -> list[tuple[str, ...]]:
-    """The table of meshes: each record beside the wire, two devices, and the peers, as text.
+    """Makes the table of meshes: each record with the wire, two devices, and the peers, as text.
 
     Args:
       records: of one run or of several, each on another number of devices.
@@ -437,7 +437,7 @@ LIFE_COLUMNS = (
 
 
 def life_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Forwards and steps with both, over the same without; an export beside the link."""
+    """Forwards and steps with both, over the same without; an export compared with the link."""
     plain = {(one.what, one.distribution): one.timing.ms for one in records if one.variant == "without"}
     return [
         (

@@ -1,7 +1,7 @@
 """What is to be reached, as data: each target, what is wanted, and how it is read from the records of a run.
 
 Fed by `records.py`; feeds `report.py`. Targets of a GPU are read from full-size runs on a GPU, those of a CPU from runs
-on a CPU; a target whose records are missing is told as not measured. What is compared is what is printed: two digits
+on a CPU; a target whose records are missing is reported as not measured. The printed numbers are compared: two digits
 after the point. Not here: why a target was missed (docs/performance.md).
 """
 
@@ -64,16 +64,16 @@ class Target:
     unit: str = ""
     platform: str = "gpu"
     instead: Reading | None = None
-    """What else was measured, where this was not; told, never judged."""
+    """What else was measured, where this was not; reported, never judged."""
     of_instead: str = ""
     remark: Callable[["Found"], str] = lambda found: ""
-    """What to tell beside what was reached."""
+    """What to report in addition to what was reached."""
     tested_by: str = ""
     """The tests that show it, where it is no number of a run; `wanted` is none of it then."""
 
     @property
     def wanted_text(self) -> str:
-        """As the table tells it."""
+        """The number as the table shows it."""
         if self.tested_by:
             return "none"
         return f"{'≥' if self.is_least else '≤'} {self.wanted:g}{self.unit}"
@@ -85,8 +85,8 @@ class Target:
         reached = self.reading(found)
         if reached is None:
             other = self.instead(found) if self.instead else None
-            told = f"({self.of_instead}: {other:.2f}{self.unit})" if other is not None else "-"
-            return self.name, self.wanted_text, told, NOT_MEASURED
+            shown = f"({self.of_instead}: {other:.2f}{self.unit})" if other is not None else "-"
+            return self.name, self.wanted_text, shown, NOT_MEASURED
         value = round(reached, 2)
         is_reached = value >= self.wanted if self.is_least else value <= self.wanted
         text = f"{value:.2f}{self.unit}{self.remark(found)}"
@@ -97,7 +97,7 @@ COLUMNS = ("target", "wanted", "reached", "")
 
 
 def rows(results: Sequence[tuple[dict[str, Any], Sequence[Record]]]) -> list[tuple[str, str, str, str]]:
-    """The table of all targets, from runs told as (about, records), oldest first."""
+    """Makes the table of all targets from runs, each (about, records), oldest first."""
     found = {
         "gpu": Found(
             record
@@ -190,7 +190,7 @@ _DIM_WORK = ((FIND_AND_GATHER, ""), (STEP, "rowwise_adagrad"), (STEP, "sgd"))
 
 
 def _trained(name: str, wanted: float, num_devices: int, optimizer: str) -> Target:
-    """M samples/s from files, with bags that come back and nothing rounded on the wire; short runs are told as such."""
+    """M samples/s from files, with bags that come back and nothing rounded on the wire; short runs are marked."""
     notes = {"part": "dcnv2", "num_devices": num_devices, "wire": "-" if num_devices == 1 else "float32, float32"}
 
     def newest(found: Found) -> list[Record]:

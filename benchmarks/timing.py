@@ -4,7 +4,7 @@ Fed by the benchmarks; feeds `records.py`. JAX has no device events in Python, s
 batch of asynchronous dispatches, from an idle device to an idle device. The batch is long (`Protocol.batch_s`) against
 the one wait at its end, so this is the device's time, as long as the device is slower than the host that feeds it.
 Whether it is, is measured too: `Timing.host_ms` is the time of the same program with next to no keys. Where that comes
-near the time itself, one program with several steps in a row, unrolled, is measured beside it; see `Step`.
+near the time itself, one program with several steps in a row, unrolled, is measured as well; see `Step`.
 
 Not here: what is timed. `fbgemm.py` takes CUDA events instead, batch by batch in the same protocol.
 """
@@ -27,7 +27,7 @@ HOST_SHARE = 0.5
 """From this share of a step's time on, the host may be what is measured: the unrolled program is measured as well."""
 
 HOST_MS_AT_MOST = 1.0
-"""No dispatch of one program took a host longer, by far (0.2 ms): beside a longer step the host is not measured."""
+"""No dispatch of one program took a host longer, by far (0.2 ms): for longer steps the host is not measured."""
 
 HOST_BOUND = 0.8
 """From this share on, a time that stands is marked as the host's."""

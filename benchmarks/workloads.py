@@ -22,7 +22,7 @@ _ROUNDS = ((0x9E3779B1, 0x85EBCA77), (0xC2B2AE3D, 0x27D4EB2F), (0x165667B1, 0x9E
 
 
 LIFTED_ADAM = "lifted_adam"
-"""Optax's Adam by `optim.lift`: beside the fused one, and with no peers of its own."""
+"""Optax's Adam by `optim.lift`: compared with the fused one, and without peers of its own."""
 
 
 @dataclasses.dataclass(frozen=True)

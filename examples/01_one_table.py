@@ -1,9 +1,9 @@
-"""One table, one key a sample: rows appear when a key is first seen, and learn.
+"""Trains one table, one key a sample: rows appear when a key is first seen, and learn.
 
     python examples/01_one_table.py
 
 Each user has a hidden rating; a model that is nothing but a table of one number a user finds it. The keys are 64-bit
-numbers from anywhere in their range: nobody counts them, and nothing has to be renumbered.
+numbers from anywhere in their range; they need no vocabulary and no renumbering.
 """
 
 import functools

@@ -29,7 +29,7 @@ def combiners():
     for name, expected in {"sum": 3.0, "mean": 1.0, "sqrtn": np.sqrt(3.0)}.items():
         print(f"{name:>6}: {embeddings[name].tolist()}")
         np.testing.assert_allclose(embeddings[name], np.array([[expected] * 2, [0.0] * 2, [1.0] * 2]), rtol=1e-6)
-    print("  rows:", collection.num_rows(state))  # one table, whoever reads it: keys 7, 8 and 9
+    print("  rows:", collection.num_rows(state))  # one table for both features: keys 7, 8 and 9
     assert collection.num_rows(state) == {"item": 3}
 
 

@@ -1,9 +1,9 @@
-"""Training that is interrupted and goes on elsewhere, and a server that follows it.
+"""Interrupts a training, continues it elsewhere, and lets a server follow it.
 
     python examples/04_checkpoint.py
 
-Eight devices train and save every few steps, beside a dense parameter, while they go on. Then the machine is lost: two
-devices restore the last checkpoint and go on, with what they would have had. A third copy, on one device, loads an
+Eight devices train and save tables and a dense parameter every few steps, while they go on. Then the machine is lost:
+two devices restore the last checkpoint and go on, with what they would have had. A third copy, on one device, loads an
 export and keeps up by deltas: what changed, and what was evicted or erased. Without GPUs eight devices are made of the
 CPU; with fewer GPUs than that, those that are there take part.
 """
@@ -78,7 +78,7 @@ def main():
         folder = pathlib.Path(name)
         with ocp.CheckpointManager(folder / "checkpoints") as manager:
             state, bias = train(eight, eight.init(seed=0), jnp.zeros(()), 4, manager)
-            went_on, _ = train(eight, state, bias, 2)  # what nobody saved
+            went_on, _ = train(eight, state, bias, 2)  # steps that were not saved
 
         with ocp.CheckpointManager(folder / "checkpoints") as manager:
             items = ocp.args.Composite(
@@ -96,7 +96,7 @@ def main():
         checkpoint.export_full(folder / "monday", two, state)
         serving = checkpoint.load(folder / "monday", one)
         state, bias = train(two, state, bias, 1)
-        state, _ = two.erase(state, "user", np.arange(50))  # who asked to be forgotten
+        state, _ = two.erase(state, "user", np.arange(50))  # users who asked to be forgotten
         exported = checkpoint.export_delta(folder / "tuesday", two, state, base=folder / "monday")
         serving = checkpoint.apply_delta(folder / "tuesday", one, serving, after=folder / "monday")
         print(f"a delta of {exported.num_rows['user']} rows and {exported.num_tombstones['user']} keys that went")
@@ -105,5 +105,5 @@ def main():
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 8)  # before the devices are first asked for; GPUs do not mind
+    jax.config.update("jax_num_cpu_devices", 8)  # before the devices are first asked for; GPUs ignore it
     main()

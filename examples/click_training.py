@@ -1,4 +1,4 @@
-"""What the examples on click logs share: options, step, training, evaluation, report, and processes that meet.
+"""Parts that the examples on click logs share: options, step, training, evaluation, report, and processes that meet.
 
 A model is an `nnx.Module` that is called with the integers of a batch, float32 [batch, 13], and the embeddings of its
 categories by name, and returns a logit for each sample. Not here: models, tables, files (`train_dlrm.py`,
@@ -116,7 +116,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Result(training.Curves):
-    """What a training run did."""
+    """The result of a training run."""
 
     auc: float
     """AUC on the held-out rows; NaN if they are of one class."""
@@ -327,7 +327,7 @@ def once(config: Config, name: str, write: Callable[[], pathlib.Path]) -> pathli
 def join_processes(config: Config) -> None:
     """Meets the other processes; before anything else, since JAX looks for devices once.
 
-    SLURM and Open MPI have told JAX all it needs. Elsewhere it takes the address of process 0 from
+    SLURM and Open MPI give JAX all it needs. Elsewhere it takes the address of process 0 from
     $JAX_COORDINATOR_ADDRESS, and the numbers from here.
     """
 

@@ -2,7 +2,7 @@
 
 A log is two files of one folder: `u.data`, a line for each rating (user, item, rating, seconds since 1970, separated by
 tabs, in no order), and `u.item`, a line for each item (24 fields separated by `|`, the last 19 of which say 1 for each
-genre that it has). Ids are keys as they are; nobody counts or renumbers them.
+genre that it has). Ids are keys as they are, without a vocabulary.
 
 The data set is at https://grouplens.org/datasets/movielens/100k/. Its licence forbids handing it on.
 """

@@ -1,4 +1,4 @@
-"""Several tables in one lookup: HPS's demonstration of table fusion, with the unfused twin beside it.
+"""Several tables in one lookup: HPS's demonstration of table fusion, compared with its unfused twin.
 
     python examples/serve_fused.py
 
@@ -43,23 +43,23 @@ class Config:
     dim: int = 128
     batch_size: int = 256
     keys: int = 26
-    """Of each table for a sample."""
+    """Keys of each table for a sample."""
     iterations: int = 100
     folder: pathlib.Path | None = None
     """Where tables, model and configuration are written; None: a temporary folder."""
 
     @property
     def names(self) -> list[str]:
-        """Of the tables, as HPS names those that have none."""
+        """The names of the tables, as HPS names those that have none."""
         return [f"sparse_embedding{i}" for i in range(self.tables)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run found."""
+    """The result of a run."""
 
     fused_ms: list[float]
-    """Of each iteration, from keys on the host to scores on the device."""
+    """Milliseconds of each iteration, from keys on the host to scores on the device."""
     unfused_ms: list[float]
     is_equal: bool
     """Whether fused and unfused embeddings have the same bits, in every iteration."""
@@ -193,7 +193,7 @@ def session_difference(path: pathlib.Path, scores: jax.Array, words: dict) -> fl
     return float(np.abs(answer["output"] - np.asarray(scores)).max())
 
 
-def told(config: Config, result: Result) -> str:
+def format_result(config: Config, result: Result) -> str:
     """The result in lines."""
     keys = config.batch_size * config.keys
     lines = [
@@ -232,7 +232,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
 def main() -> int:
     config = parse_arguments()
     result = run(config)
-    print(told(config, result))
+    print(format_result(config, result))
     return 0 if result.is_equal else 1
 
 

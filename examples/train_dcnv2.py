@@ -55,7 +55,7 @@ _FEWEST_ROWS = 16  # of a table that is scaled down, unless it has fewer
 
 @dataclasses.dataclass(frozen=True)
 class Config(click_training.Config):
-    """What to train, on what; the command line has an option for each field. The defaults are MLPerf's."""
+    """The model and the data to train; the command line has an option for each field. The defaults are MLPerf's."""
 
     data: pathlib.Path | None = None
     """A folder of binary files (`criteo.binary_source`); None: synthetic ones."""

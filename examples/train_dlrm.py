@@ -1,7 +1,7 @@
 """Trains a DLRM on dynamic tables from a click log in Criteo's format.
 
-Each of the 26 categories has a table that begins small and gets a row when a key is first seen; nobody counts the keys
-beforehand. Without `--data` the example writes (once) and reads a synthetic log of the same format, so that it runs
+Each of the 26 categories has a table that begins small and gets a row when a key is first seen; there is no
+vocabulary. Without `--data` the example writes (once) and reads a synthetic log of the same format, so that it runs
 anywhere, on CPU or GPU:
 
     python examples/train_dlrm.py
@@ -9,8 +9,8 @@ anywhere, on CPU or GPU:
     python examples/train_dlrm.py --data day_0.gz day_1.gz --dim 64 --batch-size 65536 --bottom 512 256 --top 512 256
 
 It uses all devices of the machine: the tables and each batch are split over them, the MLPs are on each. With
-`--distributed` it uses those of all processes that a launcher started; SLURM and Open MPI tell each process which one
-it is, otherwise three environment variables do (docs/many_devices.md):
+`--distributed` it uses those of all processes that a launcher started; SLURM and Open MPI number the processes,
+otherwise three environment variables do (docs/many_devices.md):
 
     srun python examples/train_dlrm.py --distributed --data train.txt
     JAX_COORDINATOR_ADDRESS=host:1234 NUM_PROCESSES=2 PROCESS_ID=0 python examples/train_dlrm.py --distributed
@@ -52,7 +52,7 @@ OPTIMIZERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Config(click_training.Config):
-    """What to train, on what; the command line has an option for each field."""
+    """The model and the data to train; the command line has an option for each field."""
 
     data: tuple[pathlib.Path, ...] = ()
     """Logs in Criteo's format, read in order, or one folder of binary files; none: a synthetic log."""

@@ -8,8 +8,8 @@ Without `--data` the example reads a synthetic log of the same format, so that i
     python examples/train_movielens.py --data ml-100k/u.data --model two_tower
     python examples/train_movielens.py --data ml-100k/u.data --dense
 
-`u.item` is read beside `u.data`. `--dense` trains the same model from the same initial rows on tables as one would have
-them without jaxsok: `nnx.Embed` over a vocabulary that was counted before, and Optax's Adagrad over all of its rows.
+`u.item` is read from the folder of `u.data`. `--dense` trains the same model from the same initial rows on the usual
+dense tables: `nnx.Embed` over a vocabulary that was counted before, and Optax's Adagrad over all of its rows.
 
 It ends with the AUC on the held-out ratings, the keys of each table and a plot. Ctrl-C stops after the current step and
 saves; the same command then goes on at the next batch. By default it uses all devices of the machine;
@@ -45,10 +45,10 @@ FEATURE_NAMES = ("user", "item", "genre", "hour")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to train, on what; the command line has an option for each field."""
+    """The model and the data to train; the command line has an option for each field."""
 
     data: pathlib.Path | None = None
-    """`u.data`, with `u.item` beside it; None: a synthetic log."""
+    """`u.data`, with `u.item` in the same folder; None: a synthetic log."""
     num_ratings: int = 50_000
     """Ratings of the synthetic log."""
     model: str = "factorization"
@@ -95,7 +95,7 @@ FREE = {"checkpoint_dir", "checkpoint_every", "lookahead", "num_devices", "plot"
 
 @dataclasses.dataclass(frozen=True)
 class Result(training.Curves):
-    """What a training run did."""
+    """The result of a training run."""
 
     auc: float
     """AUC of "the rating is 4 or 5" on the held-out ratings; NaN if they are of one class."""
@@ -124,7 +124,7 @@ class Factorization(nnx.Module):
         """Gives the logit of each sample, float32 [batch], from float32 [batch, dim] for each feature."""
         rows = jnp.stack([embeddings[name] for name in FEATURE_NAMES], axis=1)
         weights, vectors = rows[:, :, 0], rows[:, :, 1:]
-        # The products of all pairs are half of what the square of the sum has beside the squares.
+        # The products of all pairs are half of what the square of the sum has in addition to the squares.
         pairs = jnp.square(vectors.sum(axis=1)) - jnp.square(vectors).sum(axis=1)
         return self.bias[...] + weights.sum(axis=1) + 0.5 * pairs.sum(axis=1)
 
@@ -293,7 +293,7 @@ def vocabulary_of(log: movielens.Ratings) -> dict[str, np.ndarray]:
 
 
 def initial_rows(config: Config, vocabulary: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What jaxsok's tables would give these keys: `find` on tables that have no rows yet."""
+    """Returns the rows that jaxsok's tables would give these keys: `find` on tables that have no rows yet."""
     longest = max(map(len, vocabulary.values()))
     raw = {}
     for name, keys in vocabulary.items():
@@ -451,7 +451,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--data", type=pathlib.Path, metavar="FILE", help="u.data, with u.item beside it (default: a synthetic log)")
+    add(
+        "--data",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="u.data, with u.item in its folder (default: a synthetic log)",
+    )
     add("--num-ratings", type=int, default=default.num_ratings, help="ratings of the synthetic log")
     add("--model", choices=sorted(MODELS), default=default.model, help="what the embeddings go through")
     add("--dense", action="store_true", help="train on nnx.Embed over a vocabulary counted before, to compare")

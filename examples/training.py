@@ -356,7 +356,7 @@ def make_mesh(batch_size: int, num_devices: int | None = None) -> Mesh | None:
 
 
 class Fitted(NamedTuple):
-    """What a loop over steps left."""
+    """The result of a loop over steps."""
 
     tables: jaxsok.State
     dense: Any

@@ -48,14 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # the devices of its mesh.
         jax.config.update("jax_platforms", "cpu")
     try:
-        commands_with_text = {
-            "inspect": _inspect,
-            "import": _import,
-            "estimate": _estimate,
-            "freeze": _freeze,
-            "flags": _flags,
-        }
-        print(commands_with_text[options.command](options))
+        texts = {"inspect": _inspect, "import": _import, "estimate": _estimate, "freeze": _freeze, "flags": _flags}
+        print(texts[options.command](options))
     except (OSError, ValueError, TypeError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -93,9 +87,7 @@ def _declare_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("system", choices=["torchrec"])
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder")
     parser.add_argument("folder", metavar="FOLDER", help="a new one, for the export")
-    parser.add_argument(
-        "--spec", metavar="SPEC", help="file of declarations, as for estimate; by default from the files"
-    )
+    parser.add_argument("--spec", metavar="SPEC", help="file of declarations, as of estimate; default: from the files")
     parser.add_argument("--table", nargs=2, action="append", default=[], metavar=("NAME", "THEIRS"), help="other names")
     parser.add_argument("--step", type=int, metavar="N", help="updates so far, which Adam needs")
     parser.add_argument("--rows-only", action="store_true", help="leaves optimizer state out")

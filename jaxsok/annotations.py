@@ -1,7 +1,7 @@
-"""Names in profiles: which call and store the host's work and the operations of a program belong to.
+"""Names in profiles: the call and the store of the host's work and of a program's operations.
 
 Public calls are named "jaxsok.<call>": on the host's lines of a trace (`jax.profiler.trace`), and in the metadata of
-the operations that they make, which profilers show beside each kernel.
+the operations that they make, which profilers show with each kernel.
 """
 
 import contextlib
@@ -18,32 +18,25 @@ MAX_TABLES = 3  # named for a store, which may have hundreds
 
 @contextlib.contextmanager
 def annotated(name: str) -> Iterator[None]:
-    """Names what runs inside, in about two microseconds on the host; also a decorator."""
+    """Names the work that runs inside, in about two microseconds on the host; also a decorator."""
     with jax.profiler.TraceAnnotation(name), jax.named_scope(name):
         yield
 
 
 def store_name(spec: StoreSpec) -> str:
-    """Names a store by its first tables.
-
-    Example:
-      >>> from jaxsok import TableSpec, optim
-      >>> tables = [TableSpec(f"C{i}", 4, optim.sgd(0.1)) for i in range(1, 27)]
-      >>> store_name(StoreSpec(tuple(tables)))
-      'store[C1,C2,C3,+23]'
-    """
+    """Names a store by its first tables: "store[C1,C2,C3,+23]"."""
     names = [table.name for table in spec.tables[:MAX_TABLES]]
     more = len(spec.tables) - len(names)
     return f"store[{','.join(names + [f'+{more}'] * bool(more))}]"
 
 
 def by_store(function: Callable) -> Callable:
-    """Names what a function does for the store whose StoreSpec is among its arguments."""
+    """Names the operations of a function by the StoreSpec among its arguments."""
 
     @functools.wraps(function)
-    def named(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         spec = next(arg for arg in args if isinstance(arg, StoreSpec))
         with jax.named_scope(store_name(spec)):
             return function(*args, **kwargs)
 
-    return named
+    return run

@@ -1,4 +1,4 @@
-"""Checks of numbers and flags that a caller passes: each returns the value, or raises with what was got and wanted.
+"""Checks of numbers and flags that a caller passes: each returns the value, or raises with the value and its limits.
 
 NumPy's scalars are accepted and returned as Python's, which print alike everywhere and go into JSON. A bool is neither
 an integer nor a number. `what` names the operation and its argument: "grow: steps".
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-ABOVE_ZERO = math.ulp(0.0)  # the least positive float: `low` of what must be positive
+ABOVE_ZERO = math.ulp(0.0)  # the least positive float: `low` of positive numbers
 LARGEST = sys.float_info.max
 
 Value = TypeVar("Value")
@@ -41,13 +41,6 @@ def integer(
     """Checks an integer from `low` to `high`; messages ask for `wanted`, or that interval.
 
     With `kind` a value that is no integer raises TypeError and the message asks for `kind`; all else is a ValueError.
-
-    Example:
-      >>> integer("grow: steps", np.int64(3), 1)
-      3
-      >>> integer("grow: steps", True, 1)
-      Traceback (most recent call last):
-      ValueError: grow: steps: got True, wanted an integer of at least 1.
     """
     if kind and not is_integer(value):
         raise TypeError(f"{what}: got {value!r}, wanted {kind}.")

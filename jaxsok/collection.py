@@ -953,7 +953,7 @@ class Collection:
 
         Args:
           state: whose capacities are counted; None: as `init` makes it, or as `grow` makes it for `num_rows`.
-          batch: what a step works on: of `batch`, or its features. None: the state alone is counted.
+          batch: the batch of a step, of `batch`, or its features. None: the state alone is counted.
           num_rows: rows that the tables have (`collection.num_rows(state)`) or will come to have; see
             `jaxsok.memory_estimate`.
           steps: between two calls of `grow`.
@@ -973,17 +973,10 @@ class Collection:
             parts = [features_lib.part_shape(part, features.num_parts) for part in features.stores]
         if state is not None:
             check_state("memory_estimate", self, state)
-        return memory_lib.estimated(
-            self.tables,
-            parts,
-            stores=self.stores,
-            capacities=None if state is None else [store.capacity // num_shards for store in state.stores],
-            num_rows=num_rows,
-            exchange=self.exchange,
-            steps=steps,
-            lookahead=lookahead,
-            device_bytes=device_bytes,
-            memory_fraction=memory_fraction,
+        capacities = None if state is None else [store.capacity // num_shards for store in state.stores]
+        of_step, of_device = (steps, lookahead), (device_bytes, memory_fraction)
+        return memory_lib.estimate(
+            self.tables, self.stores, parts, capacities, num_rows, self.exchange, *of_step, *of_device
         )
 
     def _check_send_capacity(self, send_capacity: Sequence[int]) -> None:

@@ -23,15 +23,6 @@ def combine(
 
     "mean" divides by the hotness or the sum of the weights, "sqrtn" by the root of the hotness or of the sum of the
     squared weights. Positions in `inverse` that are out of range are padding.
-
-    Raises:
-      ValueError: unknown combiner, or `offsets` is empty. Raised when traced.
-
-    Example:
-      >>> rows = jnp.array([[1.0, 2.0], [3.0, 4.0]])  # the rows of keys 7 and 9
-      >>> inverse, offsets = jnp.array([0, 0, 1]), jnp.array([0, 2, 3])  # bags [7, 7] and [9]
-      >>> combine(rows, inverse, offsets, "sum").tolist()
-      [[2.0, 4.0], [3.0, 4.0]]
     """
     layout, bags = _bags(inverse, offsets, combiner, weights, "combine")
     rows, inverse = jnp.asarray(rows, jnp.float32), jnp.asarray(inverse, jnp.int32)

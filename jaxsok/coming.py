@@ -1,6 +1,6 @@
-"""What the steps until the next call of `grow` ask for: key positions, known on the host, and distinct new keys.
+"""The keys of the steps until the next call of `grow`: positions, known on the host, and distinct new keys.
 
-Positions are shapes: they cost no wait, and count padding, repeats and keys that have a row. Where the positions do not
+Positions are shapes: they cost no wait, and count padding, repeats and keys that have a row. If the positions do not
 fit, `count` asks the device how many rows the batches need, and which rows they use. It is a collective: on a mesh the
 keys go to their owners as in a lookup, and in several processes all call it.
 """
@@ -25,21 +25,21 @@ from jaxsok.store import StoreState, num_buckets_of
 from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET, NO_ROW, NUM_PARTITIONS, Keys
 
 Places = tuple[tuple[int, int, int], ...]
-"""For each feature in one array of keys its table, where its keys begin, and how many there are."""
+"""Table, first place and number of the keys of each feature in one array of keys."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Coming:
-    """What the steps until the next call of `grow` may insert, in the fullest shard."""
+    """The keys that steps until the next call of `grow` may insert, in the fullest shard."""
 
     positions: list[int]
-    """By store: no more keys than this can be new."""
+    """Positions for keys, by store: no more keys can be new."""
     features: tuple[Features, ...] = ()
     """Batches whose keys can be counted; each one batch, or several stacked along a leading axis."""
     uncounted: list[int] = dataclasses.field(default_factory=list)
-    """By store: the positions that are not in `features`."""
+    """Positions that are not in `features`, by store."""
     is_given: bool = True
-    """Whether the caller passed a batch; otherwise this follows from the batches so far."""
+    """True if the caller passed a batch; otherwise this follows from the batches so far."""
 
 
 def num_stacked(features: Features) -> int:
@@ -67,17 +67,17 @@ def count(
 ) -> tuple[Int32[Array, "3"], Bool[Array, " _"]]:
     """Counts the distinct keys that need a new row, and marks the rows of the others.
 
-    A key whose table admits by count needs one if its sightings and its occurrences here reach the threshold. Where
+    A key whose table admits by count needs one if its sightings and its occurrences here reach the threshold. If
     admission is by chance or by Bloom filter, every key without a row counts.
 
     Returns three numbers, each the greatest over the shards: the new keys, the new keys plus the rows in use, and the
-    rows that a batch asks for; and for each row of capacity whether a batch asks for it.
+    rows that a batch asks for; and marks the rows of capacity that a batch asks for.
     """
     places = tuple(
-        tuple((layout.table, layout.key_start, layout.num_keys) for layout in one.layouts if layout.num_keys)
-        for one in features
+        tuple((layout.table, layout.key_start, layout.num_keys) for layout in part.layouts if layout.num_keys)
+        for part in features
     )
-    return _count(spec, shards, places, store, tuple(one.keys for one in features), partition_owners)
+    return _count(spec, shards, places, store, tuple(part.keys for part in features), partition_owners)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -90,32 +90,29 @@ def _count(
     owners: UInt32[Array, " _"],
 ) -> tuple[Int32[Array, "3"], Bool[Array, " _"]]:
     def part(store: StoreState, keys: tuple[Array, ...], owners: Array) -> tuple[Array, Array]:
-        joined, runs = _joined(places, keys)
+        words, runs = _join(places, keys)
         if spec.num_shards == 1:
-            num_new, is_used = _new_keys(spec, store, joined, table_ids_of_runs(runs))
+            # The keys lie table by table.
+            table_ids = np.concatenate([table.table_ids_of(number, size) for number, size in runs])
+            num_new, is_used = _new_keys(spec, store, words, table_ids)
         else:
-            num_new, is_used = _new_keys_of_all(shards, spec, store, joined, runs, owners)
+            num_new, is_used = _new_keys_of_all(shards, spec, store, words, runs, owners)
         in_use = store.num_rows().astype(jnp.int32)
         numbers = jnp.stack([num_new, num_new + in_use, is_used.sum(dtype=jnp.int32)])
         return shards.max(numbers), is_used
 
     # Stacked batches have their steps in front.
-    of_keys = tuple(P(None, *shards.spec) if one.ndim == 3 else shards.spec for one in keys)
+    of_keys = tuple(P(None, *shards.spec) if words.ndim == 3 else shards.spec for words in keys)
     return shards.run(part, (store, keys, owners), (shards.spec, of_keys, P()), (P(), shards.spec))
 
 
-def _joined(places: tuple[Places, ...], keys: tuple[Array, ...]) -> tuple[Keys, list[tuple[int, int]]]:
+def _join(places: tuple[Places, ...], keys: tuple[Array, ...]) -> tuple[Keys, list[tuple[int, int]]]:
     by_table: dict[int, list[Array]] = {}
-    for of_one, words in zip(places, keys, strict=True):
-        for number, start, size in of_one:
+    for places_of_part, words in zip(places, keys, strict=True):
+        for number, start, size in places_of_part:
             by_table.setdefault(number, []).append(words[..., start : start + size, :].reshape(-1, 2))
     parts = [(number, jnp.concatenate(by_table[number])) for number in sorted(by_table)]
     return jnp.concatenate([part for _, part in parts]), [(number, part.shape[0]) for number, part in parts]
-
-
-def table_ids_of_runs(runs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Returns the table of each key, where the keys lie table by table."""
-    return np.concatenate([table.table_ids_of(number, size) for number, size in runs])
 
 
 def _new_keys(
@@ -143,7 +140,7 @@ def _is_let_in(spec: StoreSpec, store: StoreState, distinct: UInt32[Array, "_ 4"
     numbers = jnp.minimum(distinct[:, 3], jnp.uint32(len(spec.tables) - 1))  # empty entries have none
     seen = kernels.find(store.sightings[0], store.counters, distinct[:, :2], numbers)
     seen = jnp.where(seen == jnp.uint32(NO_ROW), jnp.uint32(0), seen)
-    by_count = np.array([isinstance(one.admission, policies.AdmitByCount) for one in spec.tables])
+    by_count = np.array([isinstance(declared.admission, policies.AdmitByCount) for declared in spec.tables])
     floors = jnp.asarray(np.where(by_count, spec.sighting_floors(), 0).astype(np.uint32))
     return seen + distinct[:, 2] >= floors[numbers]
 

@@ -50,8 +50,8 @@ def parity(
 ) -> Parity:
     """Takes the same steps here and in another system, and finds the first step, table and row that differ.
 
-    All rows are compared before the first step and after each one, until a table differs; of its rows the one with the
-    smallest key is reported. Numbers agree if `abs(ours - theirs) <= atol + rtol * abs(theirs)`, or both are NaN.
+    All rows here are compared before the first step and after each one, until a table differs; of its rows the one with
+    the smallest key is reported. Numbers agree if `abs(ours - theirs) <= atol + rtol * abs(theirs)`, or both are NaN.
 
     Args:
       collection: its tables are compared, all their rows.

@@ -201,14 +201,7 @@ def _power_of_two(exponent: Int32[Array, "..."]) -> Float32[Array, "..."]:
 
 
 def wire_bytes(dim: int, dtype: str | None, own: str = "float32") -> int:
-    """Returns the bytes of one row on the wire, where it travels as `dtype`; None: as `own`, the dtype that it has.
-
-    Example:
-      >>> wire_bytes(128, "float32"), wire_bytes(128, "bfloat16"), wire_bytes(128, "float8_e4m3fn")
-      (512, 256, 132)
-      >>> wire_bytes(128, "float16"), wire_bytes(128, None, own="float16")  # the first with the scale of the row
-      (260, 256)
-    """
+    """Returns the bytes of one row on the wire, with its scale, where it travels as `dtype`; None: as `own`."""
     if dtype is None:
         return dim * jnp.dtype(own).itemsize
     return {"float32": 4 * dim, "bfloat16": 2 * dim, "float16": 2 * dim + 4, "float8_e4m3fn": dim + 4}[dtype]
@@ -270,7 +263,7 @@ def taken_requests(requests: Array, place: Array, is_real: Array) -> UInt32[Arra
 def places_of_round(
     route: Route, starts: Int32[Array, " num_owners_plus_1"], number: int | Array, num_keys: int
 ) -> tuple[Int32[Array, " num_sent"], Bool[Array, " num_sent"]]:
-    """Does what `places` does for a round that sends each owner its next requests."""
+    """Does `places` for a round that sends each owner its next requests."""
     return places(route, starts[:-1] + number * route.send_capacity, starts[1:], num_keys)
 
 

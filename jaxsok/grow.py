@@ -13,6 +13,9 @@ on, and all processes of a run decide alike.
 The same holds for the keys that wait for a row (`StoreState.sightings`), which are made anew, larger if need be, before
 they fill half of their buckets.
 
+A store without rows gets, in the first call, room for many batches like the first one: its step is not compiled yet, so
+this growth costs no program (record 0026).
+
 A store that may grow no further, and whose tables have an eviction policy, loses rows in the same manner, plus a slack,
 so that this is rare. Rows that the coming batches ask for stay.
 
@@ -78,11 +81,11 @@ _ALLOCATED, _BEGIN, _END, _UNPLACED, _SIGHTINGS = (
 
 @dataclasses.dataclass
 class GrowthTracker:
-    """What the host knows about the rows in use, of one state that passes through `grow`; lists go by store."""
+    """The host's knowledge of the rows in use, of one state that passes through `grow`; lists go by store."""
 
     specs: Sequence[StoreSpec]
     tables: Sequence[TableSpec]
-    """In the order of the collection."""
+    """Tables in the order of the collection."""
     shards: Shards
     keys_per_step: list[int]
     """Positions that one step can insert: learned from batches and traces; saved with checkpoints."""
@@ -97,7 +100,7 @@ class GrowthTracker:
     coming: list[int]
     """Insertions that the steps since the last call can make."""
     num_counts: list[int]
-    """How often in a row the keys of a store that could grow were counted, and had room."""
+    """Counts in succession of the keys of a store that could grow, for which there was room."""
     under_way: collections.deque[tuple[Array, list[int]]]
     """Summaries on their way to the host, oldest first, with `allowed` when they were requested."""
     signature: tuple[int, ...] | None = None
@@ -106,21 +109,21 @@ class GrowthTracker:
     """Steps until the next call of `grow`, if the last call got no batch."""
     num_calls: int = 0
     num_waits: int = 0
-    """How often the host had to wait for the device."""
+    """Waits of the host for the device."""
     num_grown: int = 0
-    """How often a store grew: each time the step is compiled anew."""
+    """Stores that grew; after each growth the step is compiled again."""
     place: tuple[weakref.ref, int] | None = None
     """The largest array of the state last seen, and its address."""
     num_places: int = 0
-    """How often the address was checked."""
+    """Checks of the address."""
     num_copied: int = 0
-    """How often in a row the state moved and its former array was gone."""
+    """Checks in succession after which the state had moved and its former array was gone."""
     num_evictions: int = 0
-    """How often rows of a store left to make room."""
+    """Stores that lost rows to make room."""
     following: list[tuple[weakref.ref, tuple[Features, ...]]] = dataclasses.field(default_factory=list)
     """The batches that pipelines handed out and callers hold, and those of which their steps look some up ahead."""
     warned: set[str] = dataclasses.field(default_factory=set)
-    """The warnings that were given: each comes once."""
+    """Subjects of warnings so far: each comes once."""
 
     @classmethod
     def of(cls, specs: Sequence[StoreSpec], tables: Sequence[TableSpec], shards: Shards) -> "GrowthTracker":
@@ -219,11 +222,8 @@ class _Seen:
 
 
 def keys_at_most(spec: StoreSpec, num_keys: Sequence[tuple[int, int]]) -> int:
-    """Bounds the keys that one step may insert into one shard; `num_keys` has for each feature its table and its keys.
-
-    Of keys that are spread by hash a shard gets its share plus or minus a root; six of them on top are exceeded once in
-    10**9 times, unless someone chooses keys for one shard.
-    """
+    """Bounds the keys that one step may insert into one shard, given the table and the keys of each feature."""
+    # A shard's share of hashed keys varies by its root: six of them on top are exceeded once in 10**9 times.
     if spec.num_shards == 1:
         return sum(keys for _, keys in num_keys)
     if spec.is_replicated:
@@ -273,10 +273,10 @@ def grow(
     *,
     is_ahead: bool = False,
 ) -> State:
-    """Makes room for what is coming until the next call; see `Collection.grow`.
+    """Makes room for the keys until the next call; see `Collection.grow`. Changes `tracker`.
 
-    Changes `tracker`. Consumes the state if it grows or loses rows. `steps` is for a caller who gave no batch. No row
-    leaves while lookups are in flight, or for keys that are only looked up ahead (`is_ahead`): the state drains first.
+    No row leaves while lookups are in flight, or for keys that are only looked up ahead (`is_ahead`): the state drains
+    first. `steps` is for a caller who gave no batch.
     """
     specs, shards = tracker.specs, tracker.shards
     num_shards, stores = specs[0].num_shards, range(len(specs))
@@ -376,7 +376,7 @@ def grow(
 
 @dataclasses.dataclass(frozen=True)
 class _Need:
-    """What a store whose bounds do not fit needs, in its fullest shard."""
+    """The needs, in its fullest shard, of a store whose bounds do not fit."""
 
     num_new: int
     num_rows: int
@@ -384,7 +384,7 @@ class _Need:
     num_used: int = 0
     """Rows that a coming batch asks for, of the shard that has most of them."""
     is_used: Array | None = None
-    """For each row of capacity whether a coming batch asks for it; None: no batch was given."""
+    """Marks the rows of capacity that a coming batch asks for; None: no batch was given."""
 
     def is_beyond(self, spec: StoreSpec) -> bool:
         """Returns whether the largest capacity is too small."""
@@ -453,17 +453,7 @@ def _rows_to_grow_to(
 
 
 def rows_kept(capacity: int, num_new: int, *, is_exact: bool = False) -> int:
-    """Returns how many rows of a shard stay when its store is full, so that the new ones fit, with a slack.
-
-    The slack is a sixteenth of the capacity, rounded up. If `num_new` is only a bound (not `is_exact`), a quarter of
-    the capacity stays, so that not all rows leave for keys that may need none.
-
-    Example:
-      >>> rows_kept(1600, 50), rows_kept(1600, 1000), rows_kept(1600, 1400), rows_kept(1600, 2000)
-      (1450, 500, 400, 400)
-      >>> rows_kept(1600, 1400, is_exact=True), rows_kept(1600, 2000, is_exact=True)
-      (100, 0)
-    """
+    """Returns how many rows of a full shard stay, so that new ones fit with a slack; a quarter if these are a bound."""
     slack = -(-capacity // SLACK_SHARE)
     return max(0 if is_exact else capacity // 4, capacity - num_new - slack)
 
@@ -557,11 +547,7 @@ def _warn_of_refusals(tracker: GrowthTracker, capacities: Sequence[int], seen: _
 
 
 def _warn_of_copies(tracker: GrowthTracker, state: State) -> None:
-    """Warns, once, that steps copy the state: rows lie elsewhere after each.
-
-    A donated state stays where it is (law 9). Otherwise every step copies it, and two of it are in memory. Nothing is
-    waited for: while steps are under way the address is not checked.
-    """
+    """Warns, once, that steps copy the state, so that its address changes; waits for nothing."""
     if tracker.num_places >= PLACES or tracker.num_copied >= COPIES:
         return
     slab = max((slab for store in state.stores for slab in store.rows), key=lambda slab: slab.nbytes)
@@ -589,10 +575,7 @@ def _warn_of_copies(tracker: GrowthTracker, state: State) -> None:
 def next_capacity(
     spec: StoreSpec, capacity: int, needed: int, free: int | None, host_share: HostLimit | None = None
 ) -> int:
-    """Returns the capacity that a shard grows to: twice, or a quarter more where that would not fit, or `needed`.
-
-    `free` are bytes of the device for a shard, and `host_share` is its share of host memory; None: unknown.
-    """
+    """Returns the capacity that a shard grows to: twice, or a quarter more where that would not fit, or `needed`."""
     limit = min(spec.max_capacity or MAX_CAPACITY, MAX_CAPACITY)
     wanted = min(limit, max(needed, int(capacity * GROWTH_FACTOR)))
     gentle = min(limit, max(needed, int(capacity * GENTLE_FACTOR)))
@@ -609,7 +592,7 @@ def fits(asked: Sequence[tuple[StoreSpec, int]], free: int | None, host_share: H
 
 
 def _new_capacities(tracker: GrowthTracker, state: State, needed: dict[int, int]) -> dict[int, int]:
-    """Returns what the shards of each short store grow to; raises, before anything has changed, if it will not fit."""
+    """Returns the capacities that short stores grow to; raises, before anything has changed, if they will not fit."""
     capacities, specs = {}, tracker.specs
     free = agreed_free_bytes(tracker.shards) if needed else None
     host_share = agreed_host_share([specs[s] for s in needed], tracker.shards)
@@ -634,12 +617,10 @@ def _enlarging(
     room: dict[int, int],
     shards: Shards,
 ) -> Callable[[State], State]:
-    """Prepares larger stores, and new indexes where stores are larger or get another salt.
+    """Returns a function that enlarges a state, which it consumes; whatever can fail fails before it is called.
 
-    Slabs are allocated and programs compiled here: a failure until the result is called has changed nothing. The old
-    index goes only then, so that the peak is the new size. `capacities` are rows of a shard, by store; `is_resalted`
-    says which stores have keys that found no entry; `room` is for so many waiting keys, by store. The returned function
-    consumes the state, or one that lost rows meanwhile.
+    `capacities` are rows of a shard, by store; `is_resalted` marks stores with keys that found no entry; `room` is for
+    so many waiting keys, by store. The old index is freed before the new one is made.
     """
     slabs, salts, rebuild, remake = {}, {}, {}, {}
     for s, spec in enumerate(specs):
@@ -740,10 +721,7 @@ def require_memory(
     *,
     is_new: bool = False,
 ) -> None:
-    """Raises MemoryError if stores with their rows (of a shard) will not fit together, before anything changes.
-
-    With `is_new` the stores are made, and their caches with them.
-    """
+    """Raises MemoryError if stores with their rows (of a shard), with caches if `is_new`, will not fit together."""
     caches = sum(cache_bytes(spec) for spec, _ in asked) if is_new else 0
     total = caches + sum(num_rows * row_bytes(spec) for spec, num_rows in asked)
     if free is not None and total > free:

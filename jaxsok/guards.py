@@ -17,26 +17,23 @@ def whole(op: str, **arguments: Any) -> tuple[Any, ...]:
     """Returns arguments unchanged; differentiating by them or mapping over them raises TypeError when traced."""
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
         return tuple(arguments.values())
-    return tuple(_guarded(op, name, tree) for name, tree in arguments.items())
+    return tuple(_guard(op, name, tree) for name, tree in arguments.items())
 
 
 def expect_the_end_of(tree: Any, num_shards: int) -> None:
-    """Keeps JAX from warning that a step cannot use the memory of these donated arrays, which end in it.
-
-    A warning that names any other array comes as ever. Called while a step is traced.
-    """
+    """Keeps JAX from warning that a step, while it is traced, cannot use the memory of these donated arrays."""
     if not tree:
         return
     leaves = jax.tree.leaves(tree)
     # Where axes are explicit, JAX names the part of a shard.
-    shapes = [(one.dtype, one.shape[0] // parts, *one.shape[1:]) for one in leaves for parts in (1, num_shards)]
+    shapes = [(leaf.dtype, leaf.shape[0] // parts, *leaf.shape[1:]) for leaf in leaves for parts in (1, num_shards)]
     avals = {f"{dtype}[{','.join(map(str, shape))}]" for dtype, *shape in shapes}
-    one = f"(?:{'|'.join(map(re.escape, sorted(avals)))})"
-    message = rf"Some donated buffers were not usable: {one}(?:, {one})*\."
+    aval = f"(?:{'|'.join(map(re.escape, sorted(avals)))})"
+    message = rf"Some donated buffers were not usable: {aval}(?:, {aval})*\."
     warnings.filterwarnings("ignore", message, UserWarning)
 
 
-def _guarded(op: str, name: str, tree: Any) -> Any:
+def _guard(op: str, name: str, tree: Any) -> Any:
     @jax.custom_batching.custom_vmap
     def unmapped(leaf: Any) -> Any:
         return leaf

@@ -1,8 +1,8 @@
-"""Host memory that batches are packed into, and that is used again once JAX has read it.
+"""Host memory for packed batches, which is used again once JAX has read it.
 
 `HostBuffers.take` lends memory as a ctypes array. NumPy views of it keep it alive, and JAX keeps a NumPy array alive
 for as long as it reads it: until the copy to a GPU has ended, and on a CPU, where a jax.Array may be a view of it, as
-long as that array lives. The memory is free for the next batch when nothing refers to what was lent, and not before.
+long as that array lives. The memory is free for the next batch when nothing refers to the lent array, and not before.
 
 For GPUs the memory is pinned through JAX's own client, so that JAX copies straight from it. Otherwise JAX first copies
 to pinned memory of its own, with one thread.
@@ -28,17 +28,19 @@ _MOST_BLOCKS = 6
 """Blocks of one size at first: batches that are copied, that are packed, and that are being packed."""
 
 _PATIENCE_S = 0.25
-"""How long to wait for pinned memory in use before one more block is pinned, for good, which takes milliseconds: copies
+"""Seconds to wait for pinned memory in use before one more block is pinned, for good, which takes milliseconds: copies
 to a GPU wait for the programs that were dispatched before them, and a host that is ahead would pin memory for every
 batch."""
 _POLL_S = 0.0005
 
 
 class HostBuffers:
-    """Blocks of memory in sizes of powers of two, each lent to one batch at a time. Any thread may call it."""
+    """Blocks of memory in sizes of powers of two, each lent to one batch at a time, for calls from any thread.
+
+    With JAX's client of a GPU (`device.client`) the memory is pinned.
+    """
 
     def __init__(self, client: Any = None):
-        """With JAX's client of a GPU (`device.client`) the memory is pinned."""
         self.process_id = os.getpid()
         """A forked process needs buffers of its own."""
         self._client = client
@@ -50,7 +52,7 @@ class HostBuffers:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether new memory is pinned."""
+        """True if new memory is pinned."""
         return self._client is not None
 
     @property
@@ -59,20 +61,7 @@ class HostBuffers:
         return sum(blocks.qsize() for blocks in self._free.values())
 
     def take(self, num_bytes: int) -> ctypes.Array:
-        """Lends `num_bytes` of memory, whose contents are undefined, until nothing refers to the result.
-
-        Where many pinned blocks of the size are lent, it waits for one of them, a quarter of a second at most.
-
-        Example:
-          >>> import numpy as np
-          >>> buffers = HostBuffers()
-          >>> keys = np.frombuffer(buffers.take(80), np.int64)
-          >>> buffers.num_free
-          0
-          >>> del keys
-          >>> buffers.num_free
-          1
-        """
+        """Lends memory of undefined contents until nothing refers to it; may wait _PATIENCE_S for pinned memory."""
         size = max(LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
         free = self._free.setdefault(size, queue.SimpleQueue())
         used, most = self._lent.setdefault(size, set()), self._most.setdefault(size, _MOST_BLOCKS)
@@ -86,7 +75,7 @@ class HostBuffers:
                     self._most[size] = max(most, len(used) + 1 if patience else 0)
                     block = self._make(size)
                     break
-                gc.collect(0)  # of what JAX has read it lets go when it is called, or when Python collects garbage
+                gc.collect(0)  # JAX releases arrays that it has read when it is called, or at a garbage collection
         lent = (ctypes.c_char * num_bytes).from_address(block.address)
         used.add(block.address)
         weakref.finalize(lent, _give_back, free, used, self._most, block).atexit = False

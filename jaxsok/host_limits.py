@@ -27,7 +27,7 @@ class HostLimit:
     """A limit of host memory."""
 
     name: str
-    """For messages."""
+    """Name for messages."""
     num_bytes: int
     """Bytes that are still available below it."""
     owner: str
@@ -59,10 +59,7 @@ def available_bytes() -> int | None:
 
 
 def share_of_device(shards: Shards, *, is_agreed: bool = True) -> HostLimit | None:
-    """Returns the limit that leaves least for a device, with the bytes that it leaves; None: no limit is known.
-
-    All processes of `shards` must call, and get the same. With `is_agreed=False` a process asks itself alone.
-    """
+    """Returns the limit that leaves least for a device, the same in all processes, with these bytes; None: unknown."""
     report = len(shards.mesh.local_devices) if shards.is_mesh else 1, limits()
     if not is_agreed or shards.num_processes == 1:
         return least_share([report])
@@ -74,15 +71,7 @@ def share_of_device(shards: Shards, *, is_agreed: bool = True) -> HostLimit | No
 
 
 def least_share(reports: Sequence[tuple[int, Sequence[HostLimit]]]) -> HostLimit | None:
-    """Divides each limit among the devices of the processes that share it; returns the least share.
-
-    `reports` has the number of devices and the limits of each process.
-
-    Example:
-      >>> shared, own = HostLimit("host", 900, "host"), HostLimit("group", 500, "group 1")
-      >>> least_share([(2, [shared]), (1, [shared, own])])
-      HostLimit(name='host: 900 bytes for 3 devices', num_bytes=300, owner='host')
-    """
+    """Divides each limit among the devices of the processes that share it (number and limits); returns the least."""
     num_devices = collections.Counter[str]()
     for number, found in reports:
         num_devices.update(dict.fromkeys((limit.owner for limit in found), number))
@@ -96,10 +85,7 @@ def least_share(reports: Sequence[tuple[int, Sequence[HostLimit]]]) -> HostLimit
 
 
 def _groups(root: pathlib.Path) -> Iterator[tuple[pathlib.Path, tuple[str, str, str, str]]]:
-    """Yields the folders of this process's control groups, innermost first, with the names of their files.
-
-    In a container the path that the kernel reports may begin outside of what is mounted; such folders do not exist.
-    """
+    """Yields the folders of this process's control groups, innermost first, with the names of their files."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number != "0" and "memory" not in controllers.split(","):

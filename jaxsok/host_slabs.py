@@ -1,7 +1,7 @@
 """Slabs of rows in host memory: records of bytes, one for each row, that kernels of a device read and write.
 
-They are made outside of programs, beside the arrays of a slab that lie on the device. For GPUs they are pinned memory
-of the library's own (ffi/kernels/host_memory.h), of JAX's memory kind `pinned_host`; on a CPU they are ordinary arrays.
+They are made outside of programs, as the arrays of a slab on the device are. For GPUs they are pinned memory of the
+library's own (ffi/kernels/host_memory.h), of JAX's memory kind `pinned_host`; on a CPU they are ordinary arrays.
 """
 
 import dataclasses
@@ -34,10 +34,7 @@ def with_host_slab(spec: StoreSpec, slab: Slab, shards: Shards) -> Slab:
 
 
 def settled(tree: Any) -> Any:
-    """Commits all arrays to their device, if one of them is a host slab of pinned memory.
-
-    What a program returns lies there for good, since its operands do: else every step would be compiled twice.
-    """
+    """Commits all arrays to their device if one is a pinned host slab; otherwise every step would compile twice."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if not isinstance(leaf, jax.core.Tracer)]
     devices = {device for leaf in leaves if leaf.sharding.memory_kind == HOST_KIND for device in leaf.devices()}
     if len(devices) != 1:  # on a mesh they are

@@ -15,10 +15,7 @@ from jaxsok.types import PADDING_KEY
 
 
 def to_words(keys: np.ndarray, what: str = "to_words") -> np.ndarray:
-    """Views NumPy integers as `uint32[..., 2]` words, low word first; errors (TypeError) name `what`.
-
-    int64 and uint64 are viewed without a copy, narrower integers are widened by sign.
-    """
+    """Views NumPy integers as `uint32[..., 2]` words, low word first; narrower integers are widened by sign."""
     if keys.dtype == np.bool_ or not np.issubdtype(keys.dtype, np.integer):
         raise TypeError(
             f"{what}: keys must be integers, got {keys.dtype}{list(keys.shape)}; pass NumPy int64 or uint64."
@@ -38,11 +35,7 @@ def from_words(words: Any) -> np.ndarray:
 
 
 def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array, "... 2"]:
-    """Returns the words of keys given as NumPy integers or as a `jax.Array`; NumPy stays NumPy.
-
-    A `jax.Array` may be `uint32[..., 2]` words, int64 (x64 on), or int32 where `key_dtype` says that the keys fit.
-    TypeError: floats, or an int32 array that may be a narrowed int64; errors name `what`.
-    """
+    """Returns the words of keys: NumPy integers, or a `jax.Array` of words, int64, or int32 if `key_dtype` says so."""
     if not isinstance(keys, jax.Array):
         keys = as_array(keys, what)
         if keys.ndim == 0:

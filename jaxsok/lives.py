@@ -1,4 +1,4 @@
-"""Lives of states: what a process knows of a state and the state's arrays cannot hold.
+"""Lives of states: facts about a state that a process knows and its arrays cannot hold.
 
 A state lives from `init`, or from the folder it was made of, until it is lost. Two runs of one program have the same
 bits, so after `init` the words in `State.lineage` depend on the seed alone. Exports need a name that no other run has,
@@ -26,14 +26,7 @@ class Life:
 
 
 class Lives:
-    """The lives that began in one process, by the `State.lineage` words of their states.
-
-    Example:
-      >>> lives, words = Lives(), np.array([1, 0], np.uint32)
-      >>> lives.begin(words, np.array([0xDEADBEEF, 0], np.uint32))
-      >>> lives.life_of(words)
-      Life(name='00000000deadbeef', ancestors=())
-    """
+    """The lives that began in one process, by the `State.lineage` words of their states."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,11 +35,7 @@ class Lives:
         self._last_order = 0
 
     def begin(self, words: np.ndarray, drawn: np.ndarray, ancestors: Ancestors = ()) -> None:
-        """Names the life of the states with these words, unless it has a name; `ancestors` is what they were made of.
-
-        `words` and `drawn` are uint32[2]. States of one seed have equal words and share a life. `drawn` is random, and
-        the same in all processes of a job.
-        """
+        """Names the life of the states with these words by random ones, the same in a job, unless it has a name."""
         with self._lock:
             self._by_words.setdefault(_hexadecimal(words), Life(_hexadecimal(drawn), ancestors))
 

@@ -215,7 +215,7 @@ class Owner:
 
     @property
     def is_find(self) -> bool:
-        """Whether the lookup changes nothing."""
+        """True if the lookup changes nothing."""
         return self.step is None
 
     def find_rows(

@@ -118,7 +118,7 @@ def one_of(choices: Collection[str]) -> Check:
 
 
 def optional(item: Check) -> Check:
-    """Allows None beside what another check allows."""
+    """Allows None and the values that another check allows."""
     return lambda value: None if value is None else item(value)
 
 
@@ -177,8 +177,8 @@ def also(check: Check, *more: Check) -> Check:
     """Applies several checks, one after the other."""
 
     def all_of(value: Any) -> None:
-        for one in (check, *more):
-            one(value)
+        for each in (check, *more):
+            each(value)
 
     return all_of
 

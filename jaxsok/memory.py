@@ -1,4 +1,4 @@
-"""Counts the bytes that a collection takes on each device: its state, and what one step needs besides.
+"""Counts the bytes that a collection takes on each device, for its state and for one step.
 
 It computes with specs, sizes of batches and the kernels' own workspace sizes; nothing is allocated. The state is
 counted to the byte. For a step it gives a bound, and a test compares it with what XLA allocates: every array of the
@@ -11,8 +11,8 @@ sums of gradients), requests of 16 bytes sent and received, and 32 bytes a line 
 wire the two rows a line are the halves of a window, outside of the memory that XLA gives to arrays. Batches and plans
 are counted as `collection.pipeline` holds them: two ahead of the one in use and of those looked up ahead.
 
-Of rows in host memory a device has places and a cache, and in a step what is staged: a row with its optimizer state for
-each key beyond the slots of the cache. Their bytes in host memory are counted apart, for each device.
+For rows in host memory a device has places and a cache, and a step stages a row with its optimizer state for each key
+beyond the slots of the cache. Their bytes in host memory are counted apart, for each device.
 """
 
 import dataclasses
@@ -65,9 +65,8 @@ class StoreMemory:
     num_keys: int
     """Positions for keys in one batch of a device."""
     step: Mapping[str, int]
-    """Bytes that a step needs besides: "batch" and "plan" (of all batches under way), "embeddings", "gradients",
-    "exchange" (0 on one device), "staged" (0 where rows lie on the device), "workspace" (of lookup, plan or update, the
-    largest)."""
+    """Bytes that a step adds: "batch" and "plan" (of all batches under way), "embeddings", "gradients", "exchange" (0
+    on one device), "staged" (0 where rows lie on the device), "workspace" (the largest of lookup, plan and update)."""
     host_bytes: int = 0
     """Bytes of rows and optimizer state in host memory, for a device."""
 
@@ -99,7 +98,7 @@ class MemoryEstimate:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes that a step needs besides the state, at most, without the model's own."""
+        """Bytes that a step adds to the state, at most, without the model's own."""
         workspace = max((store.step["workspace"] for store in self.stores), default=0)
         return workspace + sum(sum(store.step.values()) - store.step["workspace"] for store in self.stores)
 
@@ -115,11 +114,11 @@ class MemoryEstimate:
 
     @property
     def memory_bytes(self) -> int | None:
-        """What XLA gives to arrays on a device; None: not asked."""
+        """Bytes that XLA gives to arrays on a device; None: not asked."""
         return None if self.device_bytes is None else int(self.device_bytes * self.memory_fraction)
 
     def largest_capacities(self, memory_bytes: int | None = None) -> dict[str, int]:
-        """The capacities, in the proportions of the specs, with which state and step just fit.
+        """Computes the capacities, in the proportions of the specs, with which state and step just fit.
 
         No table gets more than its `max_capacity`; the others then get more. `memory_bytes` are those for arrays on
         each device; None: `device_bytes * memory_fraction`. The result has rows by table, on all devices together, for
@@ -141,13 +140,13 @@ class MemoryEstimate:
         stores = self._specs
         declared = sum(table.capacity for table in self.tables)
 
-        def scaled(tables: Sequence[TableSpec], num_rows: int) -> list[int]:
-            rows = [num_rows * table.capacity // declared for table in tables]
-            return [min(one, table.max_capacity or one) for one, table in zip(rows, tables, strict=True)]
+        def scale(tables: Sequence[TableSpec], num_rows: int) -> list[int]:
+            rows = [(num_rows * table.capacity // declared, table.max_capacity) for table in tables]
+            return [min(number, limit or number) for number, limit in rows]
 
         def fits(num_rows: int) -> bool:
-            capacities = [spec.rows_of_shard(scaled(spec.tables, num_rows)) for spec in stores]
-            counted = [sum(store_bytes(*one).values()) for one in zip(stores, capacities, strict=True)]
+            capacities = [spec.rows_of_shard(scale(spec.tables, num_rows)) for spec in stores]
+            counted = [sum(store_bytes(*store).values()) for store in zip(stores, capacities, strict=True)]
             return max(capacities) <= MAX_CAPACITY and sum(counted) <= room
 
         # A row takes more than a byte. All tables but one with a small share may be at their max_capacity.
@@ -155,7 +154,7 @@ class MemoryEstimate:
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits(middle) else (low, middle - 1)
-        return {table.name: rows for table, rows in zip(self.tables, scaled(self.tables, low), strict=True)}
+        return {table.name: rows for table, rows in zip(self.tables, scale(self.tables, low), strict=True)}
 
     def __str__(self) -> str:
         names = [" ".join(store.tables) for store in self.stores]
@@ -255,36 +254,23 @@ def memory_estimate(
     stores = group_into_stores(tables, int(num_shards), bag_tables(features))
     sizes = _sizes(features, num_samples, keys_per_step, num_shards)
     parts = [features_lib.shapes_of(store, features if sizes else (), sizes) for store in stores]
-    return estimated(
-        tables,
-        parts,
-        stores=stores,
-        num_rows=num_rows,
-        exchange=exchange,
-        steps=steps,
-        lookahead=lookahead,
-        device_bytes=device_bytes,
-        memory_fraction=memory_fraction,
-    )
+    device = {"device_bytes": device_bytes, "memory_fraction": memory_fraction}
+    return estimate(tables, stores, parts, None, num_rows, exchange, steps=steps, lookahead=lookahead, **device)
 
 
-def estimated(
+def estimate(
     tables: Sequence[TableSpec],
-    features: Sequence[StoreFeatures],
-    *,
     stores: Sequence[StoreSpec],
-    capacities: Sequence[int] | None = None,
-    num_rows: int | Mapping[str, int] | None = None,
-    exchange: ExchangeSpec | None = None,
-    steps: int = 1,
-    lookahead: int = 0,
-    device_bytes: int | None = None,
-    memory_fraction: float = MEMORY_FRACTION,
+    features: Sequence[StoreFeatures],
+    capacities: Sequence[int] | None,
+    num_rows: int | Mapping[str, int] | None,
+    exchange: ExchangeSpec | None,
+    steps: int,
+    lookahead: int,
+    device_bytes: int | None,
+    memory_fraction: float,
 ) -> MemoryEstimate:
-    """Does what `memory_estimate` does, for features of one device that are packed or shaped, by store.
-
-    `capacities` are the rows of a shard of each store; None: those that the specs and `num_rows` lead to.
-    """
+    """Does `memory_estimate` for features of one device by store, and the rows of a shard of each store, if known."""
     op = "memory_estimate"
     checks.integer(f"{op}: steps", steps, 1)
     checks.integer(f"{op}: lookahead", lookahead, 0)
@@ -301,7 +287,7 @@ def estimated(
         if capacities is not None:
             capacity = capacities[s]
         else:
-            capacity = spec.capacity if num_rows is None else _grown(spec, reserved, spec.rows_of_shard(of_tables))
+            capacity = spec.capacity if num_rows is None else _grow_to(spec, reserved, spec.rows_of_shard(of_tables))
         in_use, limits = sum(of_tables), [table.max_capacity for table in spec.tables]
         if capacities is None and None not in limits:
             in_use = min(in_use, sum(limits))  # the store's: its tables pool their rows
@@ -330,8 +316,8 @@ def estimated(
 # The state -----------------------------------------------------------------------------------------------------------
 
 
-def _grown(spec: StoreSpec, reserved: int, num_rows: int) -> int:
-    """Returns the capacity that `grow` reaches for `num_rows` of a shard that come few by few, with `reserved` free."""
+def _grow_to(spec: StoreSpec, reserved: int, num_rows: int) -> int:
+    """Returns the capacity that `grow` reaches for `num_rows` of a shard that arrive gradually, with some reserved."""
     capacity = spec.capacity
     while capacity < num_rows + reserved:
         larger = next_capacity(spec, capacity, max(reserved, capacity + 1), None)
@@ -363,7 +349,7 @@ def _sizes(
     keys_per_step: int | Mapping[str, int] | None,
     num_shards: int,
 ) -> dict[str, tuple[int, int]]:
-    """Returns keys and samples of one device by feature; empty, if nothing is known of the batch."""
+    """Returns keys and samples of one device by feature; empty if the batch is unknown."""
     op = "memory_estimate"
     if num_samples is not None:
         checks.integer(f"{op}: num_samples", num_samples, 1, wanted="a number of samples, at least 1")
@@ -391,14 +377,14 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec
     num_keys = sum(layout.num_keys for layout in features.layouts)
     row = jnp.dtype(spec.embedding_dtype).itemsize * spec.dim
     embeddings = sum(math.prod(layout.embedding_shape) for layout in features.layouts) * row
-    # Where samples share bags, the kernels' results exist beside what they are expanded to.
+    # Where samples share bags, the kernels' results exist in addition to the expanded embeddings.
     shared = [layout for layout in features.layouts if layout.inverse_start >= 0]
     embeddings += sum(math.prod(layout.combined_shape) for layout in shared) * row
     found = 4 + 4 * len(COUNTS) * len(spec.tables) + 4 + 8  # generation, counts, rounds, and a ticket for all stores
     arrays = jax.tree.leaves(features)
     batch = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
     parts = {"batch": batch, "embeddings": (1 + lookahead) * embeddings, "gradients": embeddings}
-    # Initial rows that XLA computes: a row for each key to write, and one beside the slabs.
+    # Initial rows that XLA computes: a row for each key to write, and one in a slab of their own.
     initial = 2 * spec.itemsize * spec.dim if spec.traced_tables else 0
     if spec.num_shards == 1:
         update = sizes.JaxsokUpdateWorkspaceBytes(num_keys, spec.dim)
@@ -406,7 +392,7 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec
         workspace = max(lookup + initial * num_keys, update)
         parts["batch"] *= 1 + lookahead + min(1, lookahead)  # the last is on its way
         plan = (1 + lookahead) * (4 * num_keys + found)
-        return parts | {"plan": plan, "exchange": 0, "workspace": workspace} | _staged(spec, num_keys, workspace)
+        return parts | {"plan": plan, "exchange": 0, "workspace": workspace} | _stage(spec, num_keys, workspace)
     capacity = exchange.send_capacity or default_send_capacity(spec, features)
     batches = 1 + lookahead + PLANS_AHEAD
     parts["batch"] *= batches
@@ -424,9 +410,8 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec
             sizes.JaxsokUpdateWorkspaceBytes(received, spec.dim),
         )
         num_bytes = 2 * sums + REQUEST_BYTES * (num_keys + 2 * spec.num_shards * capacity)
-        return (
-            parts | {"plan": plan, "exchange": num_bytes, "workspace": workspace} | _staged(spec, received, workspace)
-        )
+        parts |= {"plan": plan, "exchange": num_bytes, "workspace": workspace}
+        return parts | _stage(spec, received, workspace)
     num_owners = 1 if spec.is_replicated else spec.num_shards
     sent, received = num_owners * capacity, spec.num_shards * capacity
     of_line = REQUEST_BYTES + 4
@@ -443,11 +428,11 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec
     )
     plan = max(batches * planned, planned + listed)
     parts |= {"plan": plan, "exchange": num_bytes + of_line * room, "workspace": workspace}
-    return parts | _staged(spec, room, workspace)
+    return parts | _stage(spec, room, workspace)
 
 
-def _staged(spec: StoreSpec, num_keys: int, workspace: int) -> dict[str, int]:
-    """Counts what a call with so many keys stages of rows in host memory; and the larger workspace."""
+def _stage(spec: StoreSpec, num_keys: int, workspace: int) -> dict[str, int]:
+    """Counts the bytes that a call with so many keys stages of rows in host memory, and the larger workspace."""
     if spec.memory is None:
         return {"staged": 0}
     bring = library.load_cpu().JaxsokBringWorkspaceBytes(num_keys)

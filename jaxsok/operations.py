@@ -198,7 +198,7 @@ def _num_cached(shards: Shards, last_use: UInt32[Array, " num_lines"]) -> UInt32
 
 
 def coming_of(collection: Declared, batch: Any, steps: int) -> coming.Coming:
-    """Reads what a caller of `grow` announces; refuses other types, and `steps` that contradict the batches."""
+    """Reads the batches that a caller of `grow` announces; refuses `steps` that contradict them."""
     is_list, growth = isinstance(batch, (list, tuple)), collection.growth
     positions, uncounted = [0] * len(collection.stores), [0] * len(collection.stores)
     counted, num_steps = [], 0
@@ -239,7 +239,7 @@ def coming_of(collection: Declared, batch: Any, steps: int) -> coming.Coming:
 
 
 def following_of(collection: Declared, batch: Any) -> tuple[Features, ...]:
-    """Returns the batches after those that `grow` takes, of which their step looks some up ahead."""
+    """Returns the batches after those that `grow` takes, some of which their step looks up ahead."""
     last = batch[-1] if isinstance(batch, (list, tuple)) and batch else batch
     features = _features_of(last)
     for handed_out, following in reversed(collection.growth.following):
@@ -251,17 +251,13 @@ def following_of(collection: Declared, batch: Any) -> tuple[Features, ...]:
 def with_following(
     collection: Declared, batch: Any, steps: int, own: coming.Coming, following: Sequence[Features], num_in_flight: int
 ) -> coming.Coming:
-    """Adds the batches that follow to what those that `grow` takes ask for (`own`), which may be in flight."""
+    """Adds the following batches to the needs of those that `grow` takes (`own`), which may be in flight."""
     given = batch if isinstance(batch, (list, tuple)) else [batch]
-    if steps == 1 and all(_is_one_batch(_features_of(one)) for one in given):
+    if steps == 1 and all(_is_one_batch(_features_of(each)) for each in given):
         return coming_of(collection, [*given, *following][num_in_flight:], 1)
     more = coming_of(collection, list(following), 1)
-
-    def added(first: list[int], second: list[int]) -> list[int]:
-        return [a + b for a, b in zip(first, second, strict=True)]
-
-    uncounted = added(own.uncounted, more.uncounted)
-    positions = added(own.positions, more.positions)
+    positions = [sum(pair) for pair in zip(own.positions, more.positions, strict=True)]
+    uncounted = [sum(pair) for pair in zip(own.uncounted, more.uncounted, strict=True)]
     return coming.Coming(positions, own.features + more.features, uncounted, own.is_given)
 
 
@@ -277,12 +273,12 @@ def _is_one_batch(features: Any) -> bool:
 
 
 Body = Callable[..., Any]
-"""Works on one shard: `body(table, store, (seed, partition_owners), *args)`. Results are the same on all shards; a
-writing body returns the store before them."""
+"""A function for one shard: `body(table, store, (seed, partition_owners), *args)`. Results are the same on all shards;
+a writing body returns the store before them."""
 
 
 def _run(body: Body, table: TableRef, state: State, *args: Any, is_write: bool = False) -> Any:
-    """Runs a body on every shard's part of a table's store. Gives the results; of one that writes, the state first."""
+    """Runs a body on every shard's part of a table's store; returns its results, after the state if it writes."""
     operands = (state.stores[table.store], (state.seed, state.partition_owners), *args)
     # Under a trace there is nothing to donate: the enclosing program decides.
     if table.shards.sees_parts() and (table.shards.is_mesh or _is_traced(operands)):
@@ -392,7 +388,7 @@ def specs_of(shards: Shards, state: State) -> Any:
 
 
 def lineage_of(shards: Shards, words: np.ndarray) -> Array:
-    """Puts a lineage where steps leave it; made by a program, since NumPy's memory is not donated."""
+    """Puts a lineage on the devices; by a program, since NumPy's memory is not donated."""
     return shards.make(jnp.array, operands=(words,), is_split=False)
 
 
@@ -406,7 +402,7 @@ def _is_deleted(array: Any) -> bool:
     return hasattr(array, "is_deleted") and not isinstance(array, jax.core.Tracer) and array.is_deleted()
 
 
-# What is checked before ----------------------------------------------------------------------------------------------
+# Checks --------------------------------------------------------------------------------------------------------------
 
 
 def check_state(op: str, collection: Declared, state: State) -> None:

@@ -54,7 +54,7 @@ class Planner(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LookAhead:
-    """How far lookups run ahead; see `Collection.pipeline`."""
+    """The number of lookups that run ahead; see `Collection.pipeline`."""
 
     num_batches: int = 0
     staleness: int = 0
@@ -62,7 +62,7 @@ class LookAhead:
 
     @property
     def reach(self) -> int:
-        """Batches for whose keys there must be room: those of the next step too, since no row leaves within a step."""
+        """Batches for whose keys there must be room, the next step's included, since no row leaves within a step."""
         return self.num_batches and max(self.num_batches, self.micro_batches)
 
 
@@ -82,7 +82,7 @@ class Pipeline:
         self._pad_to = pad_to
         self._in_use: list[set[int]] = [set() for _ in collection.stores]
         self._next: list[int | None] = [None] * len(collection.stores)
-        # Batches that are being read and packed, and those that are packed; with the iterator's state after each.
+        # Batches that are being read and packed, or are packed; with the iterator's state after each.
         self._packed: deque[concurrent.futures.Future[tuple[Packing, Any] | None]] = deque()
         # Batches with plans under way, then with plans whose capacities suffice, and the iterator's state after each.
         # After a loop that breaks off a second one goes on with them.
@@ -103,11 +103,7 @@ class Pipeline:
         return [sorted(sizes) for sizes in self._in_use]
 
     def get_state(self) -> Any:
-        """Returns the state of the iterator of batches as it was after the batch handed out last was read.
-
-        The pipeline itself has read further. An iterator that is set to this state, as those of Grain can be, gives the
-        batch that follows. None where the iterator has no `get_state`.
-        """
+        """Returns the state of the iterator of batches after the batch handed out last; None if it reports none."""
         return self._state
 
     def _state_of_batches(self) -> Any:
@@ -144,21 +140,21 @@ class Pipeline:
             if not under_way:
                 return
             batch, plan = under_way.popleft()
-            # The first batch before the second is planned by what it chose.
-            self._ready.append((batch, self._checked(batch, plan) if is_planned else plan))
+            # Before the next batch is planned, since this one's counts choose its capacities.
+            self._ready.append((batch, self._check(batch, plan) if is_planned else plan))
             while len(under_way) < num_under_way and (following := self._dispatch_next(is_planned)):
                 under_way.extend(following)
 
     def _with_following(self, batch: Batch, plan: Plan) -> Plan:
-        """Gives a plan those that its lookup looks up ahead, and tells the growth of the tables about their keys."""
+        """Gives a plan the plans that its lookup looks up ahead, and notes their keys for the growth of the tables."""
         self._num_handed_out += 1
         if not self._ahead.num_batches:
             return plan
-        coming = tuple(one.features for one, _ in itertools.islice(self._ready, self._ahead.reach))
-        following = itertools.islice(self._ready, self._ahead.num_batches)
+        coming = tuple(ready.features for ready, _ in itertools.islice(self._ready, self._ahead.reach))
+        following = [ready_plan for _, ready_plan in itertools.islice(self._ready, self._ahead.num_batches)]
         # Requests that need rounds are looked up when their turn comes, and so are those behind them.
-        plans = tuple(one for _, one in itertools.takewhile(lambda ready: _is_in_one_round(ready[1]), following))
-        handed_out = [one for one in self._collection.growth.following if one[0]() is not None]
+        plans = tuple(itertools.takewhile(_is_in_one_round, following))
+        handed_out = [pair for pair in self._collection.growth.following if pair[0]() is not None]
         self._collection.growth.following = [*handed_out, (weakref.ref(batch.features), coming if plans else ())]
         if not plans:
             return plan
@@ -168,7 +164,7 @@ class Pipeline:
         )
 
     def _pack(self, num_batches: int) -> None:
-        """Has batches read and packed until there are so many, or no more to read; waits for the first."""
+        """Lets the thread read and pack until there are so many batches, or no more to read; waits for the first."""
         while len(self._packed) < num_batches and not self._is_read:
             self._packed.append(self._thread.submit(self._read_and_pack, current_settings()))
         if self._packed:
@@ -189,7 +185,7 @@ class Pipeline:
         except BaseException:
             self._is_read = True
             raise
-        # Entries that are still arrays of the reader's: it may fill them again before the batch is handed out.
+        # The reader may fill its own arrays again before the batch is handed out.
         rest = packing.batch.rest.items()
         rest = {name: np.array(value) if isinstance(value, np.ndarray) else value for name, value in rest}
         return packing._replace(batch=dataclasses.replace(packing.batch, rest=rest)), state
@@ -220,8 +216,8 @@ class Pipeline:
         return [(batch, plan)]
 
     @annotated("jaxsok.pipeline")
-    def _checked(self, batch: Batch, plan: Plan) -> Plan:
-        """Returns a plan whose capacities suffice, and chooses those of the next one."""
+    def _check(self, batch: Batch, plan: Plan) -> Plan:
+        """Returns a plan whose capacities suffice, and chooses the capacities of the next one."""
         sizes, is_short, is_first, is_too_skewed = [], False, False, False
         for s, asked in enumerate(plan.asked or ()):
             if asked is None:

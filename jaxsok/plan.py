@@ -111,7 +111,7 @@ class Found:
     num_rounds: Int32[Array, "1"]
     """Passes of the exchange; 0 on one device."""
     has_row: Bool[Array, " num_keys"] | None = None
-    """Whether each listed request got a row, after several rounds; None where there is no list."""
+    """Marks listed requests that got a row, after several rounds; None where there is no list."""
 
 
 @jax.tree_util.register_dataclass
@@ -171,7 +171,7 @@ class Plan:
 
     @property
     def is_looked_up(self) -> bool:
-        """Whether `update` can take it."""
+        """True if `update` can take it."""
         return self.found is not None
 
 

@@ -50,11 +50,11 @@ class TableProposal:
     """A table's traffic and costs, and the placement proposed for it."""
 
     table: TableSpec
-    """With its placement."""
+    """The table with its placement."""
     keys: float
     """Keys that one device asks in a step."""
     distinct_keys: float
-    """Distinct ones of these; where all devices are alike, so many lines travel."""
+    """Distinct keys among these; if all devices are alike, as many lines travel."""
     num_bytes: int
     """Bytes of its rows, with optimizer state, records and index, once; of rows in host memory what devices have."""
     wire_bytes: Mapping[str, int]
@@ -67,7 +67,7 @@ class TableProposal:
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """Where `propose` puts tables, and what that costs. `str` makes a table of it."""
+    """The placements that `propose` chose, and their costs. `str` makes a table of it."""
 
     lines: tuple[TableProposal, ...]
     num_shards: int
@@ -169,16 +169,16 @@ def propose(
     check_declared("propose", tables, features, num_shards)
     specs_lib.check_forms("propose", features)
     if sample is not None and keys_per_step is not None:
-        raise ValueError("propose: sample: got one beside keys_per_step, wanted one of the two.")
+        raise ValueError("propose: sample: got one in addition to keys_per_step, wanted one of the two.")
     if sample is not None:
-        traffic = _measured(tables, features, sample, num_shards)
+        traffic = _measure(tables, features, sample, num_shards)
     else:
-        traffic = _assumed(tables, features, keys_per_step, num_shards)
-    forced = _forced(tables, overrides or {}, traffic, num_shards)
+        traffic = _assume(tables, features, keys_per_step, num_shards)
+    forced = _collect_forced(tables, overrides or {}, traffic, num_shards)
     model = _Model(num_shards, exchange or ExchangeSpec(), finds_per_step)
-    lines = [_proposed(model, table, traffic[table.name], forced, replicated_bytes) for table in tables]
+    lines = [_propose(model, table, traffic[table.name], forced, replicated_bytes) for table in tables]
     if memory_bytes is not None:
-        lines = _fitted(lines, set(forced), num_shards, memory_bytes)
+        lines = _fit(lines, set(forced), num_shards, memory_bytes)
     of_bags = specs_lib.bag_tables(features)
     lines = [_with_form(line, is_declared=line.table.name in of_bags) for line in lines]
     placed = [line.table for line in lines]
@@ -215,7 +215,7 @@ class _Traffic(NamedTuple):
     """None: not known, or not all features of the table have bags."""
 
 
-def _assumed(
+def _assume(
     tables: Sequence[TableSpec],
     features: Sequence[FeatureSpec],
     keys_per_step: int | Mapping[str, int] | None,
@@ -256,7 +256,7 @@ def keys_of(
     return keys
 
 
-def _measured(
+def _measure(
     tables: Sequence[TableSpec], features: Sequence[FeatureSpec], sample: Mapping[str, Any], num_shards: int
 ) -> dict[str, _Traffic]:
     """Counts keys, distinct keys and bags of each table in a batch: means over the devices' parts of it."""
@@ -295,7 +295,7 @@ class _Model:
     finds_per_step: float
 
     def _line(self, rows: TableSpec | StoreSpec) -> float:
-        """Bytes of request, row and gradient."""
+        """Returns the bytes of request, row and gradient."""
         row = wire_bytes(rows.dim, self.exchange.rows, rows.dtype)
         there_and_back = (1 + self.finds_per_step) * (REQUEST_BYTES + row)
         return there_and_back + wire_bytes(rows.dim, self.exchange.gradients)
@@ -318,7 +318,7 @@ class _Model:
         return round((self.num_shards - 1) * (of_uses + there(traffic.bags) * of_bags))
 
     def of_stores(self, lines: Sequence[TableProposal]) -> int:
-        """Bytes of all tables together, as the stores send them."""
+        """Returns the bytes of all tables together, as the stores send them."""
         of_bags = {
             line.table.name: line.wire_bytes.get("bags")
             for line in lines
@@ -326,7 +326,7 @@ class _Model:
         }
         total = sum(number or 0 for number in of_bags.values())
         distinct = {line.table.name: line.distinct_keys for line in lines}
-        # Without a sample the bags are not known: such tables count as if they sent rows.
+        # Without a sample the bags are unknown: such tables count as if they sent rows.
         of_rows = [line.table for line in lines if of_bags.get(line.table.name) is None]
         for store in specs_lib.group_into_stores(of_rows, self.num_shards):
             if store.is_replicated:
@@ -338,7 +338,7 @@ class _Model:
         return total
 
 
-def _forced(
+def _collect_forced(
     tables: Sequence[TableSpec],
     overrides: Mapping[str, Placement | Literal["on"]],
     traffic: Mapping[str, _Traffic],
@@ -375,7 +375,7 @@ def _forced(
     return forced
 
 
-def _proposed(
+def _propose(
     model: _Model,
     table: TableSpec,
     traffic: _Traffic,
@@ -414,7 +414,7 @@ def _proposed(
 
 
 def _with_form(line: TableProposal, *, is_declared: bool) -> TableProposal:
-    """Chooses what the features of a placed table exchange; what they declare stands."""
+    """Chooses the exchange of a placed table's features, unless they declare it."""
     if is_declared:
         return dataclasses.replace(line, exchange="bags", reason=f"{line.reason}; bags declared")
     of_rows = line.wire_bytes[line.table.placement.kind]
@@ -429,7 +429,7 @@ def _with_form(line: TableProposal, *, is_declared: bool) -> TableProposal:
 
 
 def _bytes_per_device(tables: Sequence[TableSpec], num_shards: int) -> tuple[int, ...]:
-    """Bytes of the rows that each shard has when all tables are full."""
+    """Returns the bytes of the rows that each shard has when all tables are full."""
     of_shard = [0.0] * num_shards
     for store in specs_lib.group_into_stores(tables, num_shards):
         for table in store.tables:
@@ -438,20 +438,18 @@ def _bytes_per_device(tables: Sequence[TableSpec], num_shards: int) -> tuple[int
                 of_shard[table.placement.shard % num_shards] += num_bytes
             else:
                 share = 1 if store.is_replicated else num_shards
-                of_shard = [one + num_bytes / share for one in of_shard]
-    return tuple(math.ceil(one) for one in of_shard)
+                of_shard = [so_far + num_bytes / share for so_far in of_shard]
+    return tuple(map(math.ceil, of_shard))
 
 
 def _allocated_bytes(tables: Sequence[TableSpec], num_shards: int) -> int:
-    """Bytes of all stores on one device, as `init` makes them."""
+    """Returns the bytes of all stores on one device, as `init` makes them."""
     stores = specs_lib.group_into_stores(tables, num_shards)
     return sum(sum(store_bytes(store, store.capacity).values()) for store in stores)
 
 
-def _fitted(
-    lines: Sequence[TableProposal], forced: set[str], num_shards: int, memory_bytes: int
-) -> list[TableProposal]:
-    """Shards the largest replicated tables until the rest fits; refuses what does not fit at all."""
+def _fit(lines: Sequence[TableProposal], forced: set[str], num_shards: int, memory_bytes: int) -> list[TableProposal]:
+    """Shards the largest replicated tables until all fit; refuses tables that never fit."""
     lines = list(lines)
     movable = [
         i for i, line in enumerate(lines) if line.table.placement == REPLICATED and line.table.name not in forced
@@ -464,7 +462,7 @@ def _fitted(
     total = _allocated_bytes([line.table for line in lines], num_shards)
     if total > memory_bytes:
         largest = sorted(lines, key=lambda line: -line.num_bytes)[:3]
-        parts = ", ".join(f'"{one.table.name}" {one.num_bytes} bytes {one.table.placement}' for one in largest)
+        parts = ", ".join(f'"{line.table.name}" {line.num_bytes} bytes {line.table.placement}' for line in largest)
         raise MemoryError(
             f"propose: memory_bytes: got {memory_bytes}, wanted at least {total} on each of {num_shards} devices (the "
             f"largest tables: {parts}); lower capacity or dim, or use more devices."

@@ -48,8 +48,8 @@ class Admission:
 
     _: dataclasses.KW_ONLY
     unadmitted: float | Literal["initial"] = checks.declare(0.0, _unadmitted)
-    """What each number of the row of a key without admission reads as; "initial": the row that it would get. Keys
-    without a row read it in `lookup`, also where the store is full; `find` gives what the table's `unknown` says."""
+    """Each number that a key without admission reads; "initial": the row that it would get. Keys without a row read it
+    in `lookup`, also where the store is full; in `find` they read the table's `unknown`."""
 
     def __post_init__(self) -> None:
         checks.check_fields(self, f"policies.{type(self).__name__}")
@@ -62,7 +62,7 @@ class _BySightings(Admission):
     most: ClassVar[int]
     num_sightings: int = 2
     delayed: bool = dataclasses.field(default=False, kw_only=True)
-    """Whether the `num_sightings`-th occurrence still reads `unadmitted`, and the next one gets the row, as with
+    """True lets the `num_sightings`-th occurrence still read `unadmitted`, and the next one get the row, as with
     DeepRec's filters: with a key once in a batch, lookups 1 to num_sightings read it; else 1 to num_sightings - 1."""
 
     def __post_init__(self) -> None:
@@ -82,9 +82,9 @@ class AdmitByCount(_BySightings):
     """A key gets a row in the batch of its `num_sightings`-th occurrence, for all uses of that batch.
 
     With `delayed` it is the batch of the occurrence after that one. Occurrences are counted exactly, in 32 to 128 bytes
-    for each waiting key; `grow` makes room for more. A key starts anew when its row is erased or evicted. So does a key
-    with enough sightings that found the store full, when rows of its store go; and a waiting key that got a row by
-    `assign` or an import, when that row goes.
+    for each waiting key; `grow` makes room for more. The count of a key starts at 0 again when its row is erased or
+    evicted. So does that of a key with enough sightings that found the store full, when rows of its store go; and that
+    of a waiting key that got a row by `assign` or an import, when that row goes.
     """
 
     kind: ClassVar[int] = 1
@@ -93,7 +93,7 @@ class AdmitByCount(_BySightings):
 
 @dataclasses.dataclass(frozen=True)
 class AdmitByBloom(_BySightings):
-    """As `AdmitByCount`, counted by a counting Bloom filter: memory is bounded, and a few keys come in early.
+    """Admission as by `AdmitByCount`, with a counting Bloom filter: memory is bounded, and a few keys come in early.
 
     Once `num_keys` different keys have been seen, an unseen key is taken for one of them with `false_positive_rate`;
     beyond it more often. A shard counts the keys that it owns. Counts never go back: a key whose row was evicted is
@@ -130,7 +130,7 @@ class AdmitByBloom(_BySightings):
 
 @dataclasses.dataclass(frozen=True)
 class AdmitByProbability(Admission):
-    """An unseen key gets a row with a probability, drawn anew at each step from (seed, table, key, step).
+    """An unseen key gets a row with a probability, drawn at each step from (seed, table, key, step).
 
     Source: SOK's low-frequency filter (`filter_ratio`).
     """
@@ -150,7 +150,7 @@ class AdmitByProbability(Admission):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowFacts:
-    """What a policy sees: a line for each row of a slab, some of which may not be in use."""
+    """The facts that a policy sees of each row of a slab; some rows may not be in use."""
 
     keys: Keys
     last_step: UInt32[Array, " num_rows"]
@@ -172,7 +172,7 @@ class Eviction:
 
     needs_statistics: ClassVar[bool] = True
     has_score: ClassVar[bool] = True
-    """Whether `scores` ranks rows; else `expired` decides."""
+    """True if `scores` ranks rows; otherwise `expired` decides."""
 
     def __post_init__(self) -> None:
         checks.check_fields(self, f"policies.{type(self).__name__}")
@@ -191,7 +191,6 @@ class LeastRecentlyUsed(Eviction):
     """Rows leave in the order of their last use."""
 
     def scores(self, facts: RowFacts) -> Scores:
-        """Ranks by the last step."""
         return facts.last_step
 
 
@@ -200,7 +199,6 @@ class LeastFrequentlyUsed(Eviction):
     """Rows leave in the order of their number of uses, then least recently used first."""
 
     def scores(self, facts: RowFacts) -> Scores:
-        """Ranks by frequency, then by the last step."""
         return facts.frequency, facts.last_step
 
 
@@ -215,13 +213,12 @@ class EpochLeastFrequentlyUsed(Eviction):
     """Steps (or ticks of the user's clock) of an epoch."""
 
     def scores(self, facts: RowFacts) -> Scores:
-        """Ranks by the epoch of the last use, then by frequency."""
         return facts.last_step // jnp.uint32(self.epoch_steps), facts.frequency
 
 
 @dataclasses.dataclass(frozen=True)
 class EpochLeastRecentlyUsed(Eviction):
-    """As `EpochLeastFrequentlyUsed`, within an epoch in the order of the keys: a coarse, cheap clock.
+    """Rows not used in the latest epochs leave first; within an epoch in the order of the keys: a coarse, cheap clock.
 
     Source: HierarchicalKV's kEpochLru.
     """
@@ -229,7 +226,6 @@ class EpochLeastRecentlyUsed(Eviction):
     epoch_steps: int = checks.declare(1000, checks.integer, low=1, high=2**31 - 1)
 
     def scores(self, facts: RowFacts) -> Scores:
-        """Ranks by the epoch of the last use."""
         return facts.last_step // jnp.uint32(self.epoch_steps)
 
 
@@ -245,7 +241,6 @@ class LowestScore(Eviction):
             raise TypeError(f"policies.LowestScore: score: got {self.score!r}, wanted a function of RowFacts.")
 
     def scores(self, facts: RowFacts) -> Scores:
-        """Ranks by the user's score."""
         assert self.score is not None
         return self.score(facts)
 
@@ -261,7 +256,7 @@ class TimeToLive(Eviction):
     steps: int = checks.declare(1000, checks.integer, low=0, high=2**31 - 1)
 
     def expired(self, facts: RowFacts) -> Bool[Array, " num_rows"]:
-        """Marks the rows whose last use is further back; a last use ahead of the clock does not expire."""
+        # A last use ahead of the clock does not expire.
         age = facts.clock - facts.last_step
         return (facts.clock >= facts.last_step) & (age > jnp.uint32(self.steps))
 
@@ -278,6 +273,5 @@ class SmallNorm(Eviction):
     threshold: float = checks.declare(1e-6, checks.number, low=0.0, high=math.inf)
 
     def expired(self, facts: RowFacts) -> Bool[Array, " num_rows"]:
-        """Marks the rows whose norm is below the threshold."""
         rows = facts.rows.astype(jnp.float32)
         return jnp.sqrt((rows * rows).sum(axis=1)) < jnp.float32(self.threshold)

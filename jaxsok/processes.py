@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -112,7 +112,9 @@ def agree(op: str, error: Exception | None) -> None:
 
 
 @contextlib.contextmanager
-def together(op: str, *, is_shared: bool = True) -> Iterator[None]:
+def together(
+    op: str, *, is_shared: bool = True, agree: Callable[[str, Exception | None], None] = agree
+) -> Iterator[None]:
     """Surrounds work of each process, which must not wait for others: if one fails, all of them raise (`agree`)."""
     error = None
     try:

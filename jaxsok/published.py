@@ -1,4 +1,4 @@
-"""Files and folders that appear as a whole: written under a name of their writer's own, then renamed.
+"""Publishes files and folders as a whole: they are written under a name of the writer's own, then renamed.
 
 Several processes, of one host or of several, may write to one path at the same time: one of them succeeds, and the
 others get an error. Readers never look at the names that a dead writer leaves.
@@ -18,12 +18,7 @@ ENDING = ".writing"
 
 
 def unfinished(path: pathlib.Path, token: str) -> pathlib.Path:
-    """Returns the name under which the writer with this token fills a folder.
-
-    Example:
-      >>> unfinished(pathlib.Path("exports/monday"), "0badcafe").name
-      'monday.0badcafe.writing'
-    """
+    """Returns the name under which the writer with this token fills a folder: "monday.0badcafe.writing"."""
     return path.with_name(f"{path.name}.{token}{ENDING}")
 
 
@@ -31,14 +26,11 @@ def left_behind(path: pathlib.Path) -> list[str]:
     """Lists folders begun for a path and not published: their writers still write, or died."""
     begin = f"{path.name}."
     there = path.parent.iterdir() if path.parent.is_dir() else ()
-    return sorted(one.name for one in there if one.name.startswith(begin) and one.name.endswith(ENDING))
+    return sorted(path.name for path in there if path.name.startswith(begin) and path.name.endswith(ENDING))
 
 
 def publish(op: str, folder: pathlib.Path, path: pathlib.Path) -> None:
-    """Renames a complete, nonempty folder within its parent; FileExistsError: another writer was faster.
-
-    After an error the folder is as it was.
-    """
+    """Renames a complete, nonempty folder within its parent; FileExistsError: another writer was faster."""
     sync(folder)
     mine = folder.stat()
     try:
@@ -58,7 +50,7 @@ def publish(op: str, folder: pathlib.Path, path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(op: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives a folder to fill, and publishes it; FileExistsError: the path is taken. After an error nothing is left."""
+    """Yields a folder to fill, and publishes it; FileExistsError: the path is taken. After an error nothing is left."""
     if os.path.lexists(path):
         raise FileExistsError(f"{op}: path: got {path}, which exists, wanted a new folder.")
     folder = unfinished(path, secrets.token_hex(8))

@@ -1,4 +1,4 @@
-"""Rows of a table with all that belongs to them, as NumPy arrays, for exports, imports and files."""
+"""Rows of a table with their keys, state and statistics, as NumPy arrays, for exports, imports and files."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """Some rows of one table, on the host; each array has a line for each row."""
+    """Some rows of one table, on the host; each array has an entry per row."""
 
     keys: np.ndarray
     """uint64[num_rows], distinct."""
@@ -40,7 +40,7 @@ class Records:
 
 
 def joined(parts: Sequence[Records]) -> Records:
-    """Concatenates at least one part; what one part lacks, the whole lacks."""
+    """Concatenates at least one part; leaves out arrays that some part lacks."""
 
     def column(name: str) -> np.ndarray | None:
         arrays = [getattr(part, name) for part in parts]
@@ -57,12 +57,7 @@ def joined(parts: Sequence[Records]) -> Records:
 
 
 def rounded(rows: np.ndarray, dtype: Any) -> np.ndarray:
-    """Rounds rows to another float dtype as the kernels do: to nearest, and finite numbers stay finite.
-
-    Example:
-      >>> rounded(np.array([[1e6, np.inf]], np.float32), np.float16).tolist()
-      [[65504.0, inf]]
-    """
+    """Rounds rows to another float dtype as the kernels do: to nearest, and finite numbers stay finite."""
     if rows.dtype == dtype:
         return rows
     wide = rows.astype(np.float32)
@@ -71,7 +66,7 @@ def rounded(rows: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def regrouped(pieces: Iterable[Any], num_rows: int, join: Callable[[list[Any]], Any]) -> Iterator[Any]:
-    """Yields pieces of `num_rows`, the last with the rest, of pieces of any size: Records, or others with `take`."""
+    """Regroups pieces of any size (Records, or others with `take`) to pieces of `num_rows`, the last with the rest."""
     held = []
     for piece in pieces:
         held.append(piece)

@@ -1,4 +1,4 @@
-"""The numbers of rows, read and written outside kernels; only this module knows where they lie.
+"""Reads and writes the numbers of rows outside kernels; only this module knows where they lie.
 
 The numbers of a row are the row itself and its optimizer state. They lie in slabs; the row's record and statistics lie
 at the same place of other slabs. Callers name rows by row id, or by place in a slab. Allocation is in store.py.
@@ -27,7 +27,7 @@ Numbers = tuple[Float[Array, "num_lines dim"], tuple[Float32[Array, "num_lines _
 
 
 class RowLines(NamedTuple):
-    """Everything that some rows have."""
+    """Records, numbers, optimizer state and statistics of some rows."""
 
     records: UInt32[Array, "num_lines 4"]
     rows: Float[Array, "num_lines dim"]
@@ -99,11 +99,7 @@ class RowSlab:
 
 
 def slabs_of(spec: StoreSpec, store: StoreState, seed: Seed | UInt32[np.ndarray, "2"]) -> list[RowSlab]:
-    """Returns the slabs of a store (or of one shard's parts) in the order of row ids.
-
-    Numbers of rows in host memory are read through the device, and the cache stays as it is; `seed` is the state's,
-    from which rows are made that were never written.
-    """
+    """Returns the slabs of a store (or of one shard's parts) in the order of row ids; `seed` is the state's."""
     return [RowSlab(spec, store, seed, number) for number in range(len(store.records))]
 
 
@@ -149,10 +145,9 @@ def write_lines(
     states: Mapping[int, Float32[Array, "num_keys _"]],
     statistics: UInt32[Array, "num_keys 2"] | None = None,
 ) -> StoreState:
-    """Overwrites rows in the donated store; NO_ROW is ignored.
+    """Overwrites rows in the donated store; NO_ROW is ignored, and equal row ids must have equal lines.
 
-    Equal row ids must have equal lines. `rows` have the dtype of the store; `states` has optimizer state by number.
-    State that is not named, and statistics if None, stay as they are.
+    `states` has optimizer state by number; state that is not named, and statistics if None, stay as they are.
     """
     store, view, slots = tiers.brought(spec, store, seed, row_ids)
     new_states = tuple(

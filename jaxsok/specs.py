@@ -223,7 +223,8 @@ class TableSpec:
     initializer: initializers.Initializer = dataclasses.field(default_factory=initializers.uniform)
     """The numbers of a new row: from `jaxsok.initializers`, or a name, as "ones", for the call without arguments."""
     capacity: int = checks.declare(65_536, checks.integer, **_ROWS)
-    """Rows at first, on all shards together; the tables of a store pool theirs. `collection.grow` adds more."""
+    """Rows at first, on all shards together; the tables of a store pool theirs. `collection.grow` adds more, and may do
+    so before the first step; `max_capacity` is the limit."""
     max_capacity: int | None = checks.declare(None, checks.optional(checks.integer), **_ROWS)
     """Rows at most; None: until memory ends. A store's is the sum, or None if one of its tables has None."""
     dtype: RowDtype = checks.declare("float32", checks.one_of, choices=tuple(ROW_DTYPES))
@@ -565,14 +566,7 @@ def check_forms(op: str, features: Iterable[FeatureSpec]) -> None:
 def group_into_stores(
     tables: Sequence[TableSpec], num_shards: int = 1, of_bags: frozenset[str] = frozenset()
 ) -> tuple[StoreSpec, ...]:
-    """Groups tables by the properties that a store shares, in the order of their first table; `of_bags`: `bag_tables`.
-
-    Example:
-      >>> from jaxsok import optim
-      >>> specs = [TableSpec(name, dim, optim.sgd(0.1)) for name, dim in (("a", 8), ("b", 16), ("c", 8))]
-      >>> [[table.name for table in store.tables] for store in group_into_stores(specs)]
-      [['a', 'c'], ['b']]
-    """
+    """Groups tables by the properties that stores share, in the order of their first table; `of_bags`: `bag_tables`."""
     groups: dict[tuple, list[TableSpec]] = {}
     for table in tables:
         is_replicated = num_shards > 1 and table.placement.kind == "replicated"

@@ -30,7 +30,7 @@ def restack(op: str, shards: Shards, tree: Any, *, is_stacking: bool) -> Any:
     for old in leaves:
         if id(old) not in new:
             new[id(old)] = programs[id(old)](old)
-            old.delete()  # one by one: never two copies of everything
+            old.delete()  # at once: never two copies of everything
     return jax.tree.unflatten(structure, jax.tree.unflatten(inner, [new[id(old)] for old in leaves]))
 
 

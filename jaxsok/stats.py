@@ -101,7 +101,7 @@ class Stats:
     )
 
     def count(self, name: str) -> Any:
-        """A count by its name; in NumPy after `jax.device_get(stats)`."""
+        """Returns a count by its name; in NumPy after `jax.device_get(stats)`."""
         words = self.words
         if isinstance(words, jax.Array) and not isinstance(words, jax.core.Tracer) and not words.is_fully_addressable:
             words = words.addressable_data(0)
@@ -125,15 +125,15 @@ class Stats:
         return dataclasses.replace(other, words=words)
 
     def to_dict(self) -> dict[str, dict[str, int]]:
-        """The counts by table, as Python integers, of all steps of a scan (waits for the device)."""
+        """Returns the counts by table, as Python integers, of all steps of a scan (waits for the device)."""
         host = on_host(self)
         counts = {name: host.count(name) for name in PER_TABLE}
         return {table: {name: int(count[i]) for name, count in counts.items()} for i, table in enumerate(self.tables)}
 
     def scalars(self, prefix: str = "jaxsok") -> dict[str, float]:
-        """The counts as floats by "prefix/table/count", for any writer of scalars; counts of a step have no table.
+        """Returns the counts as floats by "prefix/table/count", for writers of scalars; counts of a step have no table.
 
-        For each table its counts, and those of its store: `longest_probe`, `num_unplaced`, `num_rounds`. Besides
+        For each table its counts, and those of its store: `longest_probe`, `num_unplaced`, `num_rounds`. In addition
         `hit_rate`, the share of the keys asked (without padding) that had a row, absent where none was asked; `fill`,
         the rows of the table's store over its capacity; `load`, the same rows over the entries of its index.
 
@@ -205,14 +205,10 @@ def pack_words(
     num_misused_plans: Int32[Array, ""],
     longest_probe: Int32[Array, "num_shards num_stores"],
 ) -> Int32[Array, " num_words"]:
-    """Packs all counts into one array, which XLA writes with one kernel; tables are in the order of their stores.
-
-    On a mesh the counts are parts of sums over the shards. `longest_probe` is in the line of each shard, with zeros in
-    the others, so that the sum keeps all of them.
-    """
-    parts = (counts, num_nonfinite, num_rows, num_evicted, num_unplaced, num_rounds, num_stale)
-    parts = (*parts, num_misused_plans, longest_probe)
-    return jnp.concatenate([part.reshape(-1) for part in parts])
+    """Packs all counts into one array, by store; on a mesh parts of sums, with a line of `longest_probe` per shard."""
+    by_table = counts, num_nonfinite, num_rows, num_evicted
+    others = num_unplaced, num_rounds, num_stale, num_misused_plans, longest_probe
+    return jnp.concatenate([part.reshape(-1) for part in (*by_table, *others)])
 
 
 @functools.cache
@@ -259,7 +255,7 @@ def on_host(stats: Stats) -> Stats:
 
 
 def _is_latest(stats: Stats) -> np.ndarray:
-    """Marks the words of `LATEST` and `TO_DATE`, of which sums take the last step's."""
+    """Marks the words of `LATEST` and `TO_DATE`: sums take those of the last step."""
     is_latest = np.zeros(stats.words.shape[-1], bool)
     for name in (*LATEST, *TO_DATE):
         is_latest[_places(stats.stores, stats.num_shards)[name]] = True
@@ -276,7 +272,7 @@ def columns(stats: Stats) -> dict[str, np.ndarray]:
 
 
 def scalars_of(stats: Stats, counts: Mapping[str, np.ndarray], prefix: str) -> dict[str, float]:
-    """See `Stats.scalars`; `counts` has int64 `[num_tables or num_stores or 1]` by name, of one step or several."""
+    """Does `Stats.scalars` for int64 counts `[num_tables or num_stores or 1]` by name, of one step or several."""
     scalars: dict[str, float] = {f"{prefix}/{name}": float(counts[name][0]) for name in PER_STEP}
     stores = np.array(stats.stores)
     for i, table in enumerate(stats.tables):

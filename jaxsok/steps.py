@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32, Int32, UInt32
 
@@ -52,24 +53,20 @@ class Steps:
         return self.strategy.plan(self.stores, features, send_capacities)
 
     def lookup(self, state: State, plan: Plan, clock: Clock | None) -> tuple[Embeddings, State, Plan]:
-        """Looks up a batch; unseen keys get rows. `clock` is the last step of rows used; None: the state's step.
-
-        A batch that is in flight has been looked up: its embeddings are taken out of the state. Then the batches that
-        follow are looked up, as far as they are not in flight.
-        """
-        embeddings, state, plan = self._landed(state, plan) if state.ahead else self._looked_up(state, plan, clock)
+        """Looks up a batch, or takes its lookup in flight out of the state, then the following batches."""
+        embeddings, state, plan = self._land(state, plan) if state.ahead else self._look_up(state, plan, clock)
         for following in () if state.drains else plan.following[len(state.ahead) :]:
             if plan.staleness:
-                values, state, done = self._looked_up(state, following, None)
+                values, state, done = self._look_up(state, following, None)
                 in_flight = InFlight(
                     there(done.found), there(done.ticket), following.sample(), following.form(), values
                 )
             else:
-                state, in_flight = self._indexed(state, following, _step_after(state, plan.updates_before))
+                state, in_flight = self._index(state, following, _step_after(state, plan.updates_before))
             state = dataclasses.replace(state, ahead=(*state.ahead, in_flight))
         return embeddings, state, plan
 
-    def _looked_up(self, state: State, plan: Plan, clock: Clock | None) -> tuple[Embeddings, State, Plan]:
+    def _look_up(self, state: State, plan: Plan, clock: Clock | None) -> tuple[Embeddings, State, Plan]:
         embeddings: Embeddings = {}
         stores, found, asked, digests = list(state.stores), [], [], []
         now = state.step if clock is None else clock
@@ -89,7 +86,7 @@ class Steps:
         sent = tuple(asked) if self.shards.num_shards > 1 else None
         return embeddings, state, dataclasses.replace(plan, asked=sent, found=tuple(found), ticket=ticket)
 
-    def _indexed(self, state: State, plan: Plan, step: Clock) -> tuple[State, InFlight]:
+    def _index(self, state: State, plan: Plan, step: Clock) -> tuple[State, InFlight]:
         """Does the part of a lookup that reads no row's numbers, as of a step that is to come."""
         stores, found, digests = list(state.stores), [], []
         for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
@@ -115,7 +112,7 @@ class Steps:
         state = dataclasses.replace(state, stores=tuple(stores))
         return embeddings, state, dataclasses.replace(plan, found=tuple(found))
 
-    def _landed(self, state: State, plan: Plan) -> tuple[Embeddings, State, Plan]:
+    def _land(self, state: State, plan: Plan) -> tuple[Embeddings, State, Plan]:
         """Takes the oldest lookup out of those in flight; an exact one reads its rows now, after all updates."""
         in_flight, *ahead = state.ahead
         if plan.form() != in_flight.form:
@@ -154,7 +151,7 @@ class Steps:
         for s, (spec, store) in enumerate(zip(self.stores, state.stores, strict=True)):
             # Optimizer state that belongs to no row, as a count of steps, advances even if no row is used.
             inputs, globals_ = StepInputs.of(spec, store.globals_, state.seed, state.step, learning_rate)
-            used = _used(s, plans, gradients, redeemed.is_live)
+            used = _select_used(s, plans, gradients, redeemed.is_live)
             if used is None:
                 stores.append(dataclasses.replace(store, globals_=globals_))
                 nonfinite.append(jnp.zeros(len(spec.tables), jnp.int32))
@@ -178,7 +175,7 @@ class Steps:
         is_live = tickets.redeem(state, plans).is_live
         squares = jnp.float32(0), jnp.float32(0)
         for s, spec in enumerate(self.stores):
-            used = _used(s, plans, gradients, is_live)
+            used = _select_used(s, plans, gradients, is_live)
             if used is not None:
                 squares = self.strategy.add_squares(spec, s, state, used, squares)
         return self.strategy.norm(squares)
@@ -193,7 +190,7 @@ class Steps:
     ) -> Stats:
         """Counts a step: this shard's counts, and one small all-reduce."""
         num_shards = self.shards.num_shards
-        # The words are summed over shards, so only the first contributes what is the same everywhere.
+        # The words are summed over shards, so only the first adds numbers that are the same everywhere.
         place = 0 if num_shards == 1 else self.shards.index()
         is_first = place == 0
         is_own = [is_first | (not spec.is_replicated) for spec in self.stores]
@@ -205,7 +202,7 @@ class Steps:
             for spec, store in zip(self.stores, state.stores, strict=True)
         ]
 
-        def of_own(values: Sequence[Array]) -> Array:
+        def join_own(values: Sequence[Array]) -> Array:
             parts = zip(is_own, values, strict=True)
             return jnp.concatenate([jnp.where(own, value.astype(jnp.int32), 0) for own, value in parts])
 
@@ -213,9 +210,9 @@ class Steps:
         words = stats_lib.pack_words(
             counts=sum(jnp.concatenate([store.counts for store in plan]) for plan in found),
             num_nonfinite=jnp.concatenate(list(nonfinite)),
-            num_rows=of_own([self._rows_so_far(state, s) for s in range(len(self.stores))]),
-            num_evicted=of_own(evicted),
-            num_unplaced=of_own([line[word["num_unplaced"]][None] for line in counters]),
+            num_rows=join_own([self._rows_so_far(state, s) for s in range(len(self.stores))]),
+            num_evicted=join_own(evicted),
+            num_unplaced=join_own([line[word["num_unplaced"]][None] for line in counters]),
             num_rounds=jnp.where(is_first, rounds, 0),
             num_stale=num_stale,
             num_misused_plans=jnp.where(is_first, num_misused_plans, 0),
@@ -270,12 +267,13 @@ def _ticket_for(plan: Plan, in_flight: InFlight) -> Ticket:
     return jnp.where(jnp.stack(is_same).all(), in_flight.ticket, ~in_flight.ticket)
 
 
-def _used(s: int, plans: Sequence[Plan], gradients: Sequence[Gradients], is_live: Array) -> Used | None:
+def _select_used(s: int, plans: Sequence[Plan], gradients: Sequence[Gradients], is_live: Array) -> Used | None:
     """Selects the plans that use a store; None if there are none."""
     numbers = [i for i, plan in enumerate(plans) if plan.features.stores[s].layouts]
     if not numbers:
         return None
-    return Used([plans[i] for i in numbers], [gradients[i] for i in numbers], tickets.of_some(is_live, numbers))
+    some_live = is_live if len(numbers) == len(plans) else is_live[np.array(numbers)]
+    return Used([plans[i] for i in numbers], [gradients[i] for i in numbers], some_live)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -34,14 +34,14 @@ class StoreLookup(NamedTuple):
     store: StoreState
     found: Found
     values: list[Array]
-    """By feature."""
+    """The embedding of each feature."""
     digest: Digest
     """Digest of the keys of all shards, for the ticket."""
     asked: Requests | Uses | None = None
 
 
 class Strategy(abc.ABC):
-    """Requests keys, returns rows, delivers gradients and takes a step, for one store."""
+    """A way to request keys, return rows, deliver gradients and take a step, for one store."""
 
     shards: Shards
 
@@ -67,10 +67,7 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def index(self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock) -> tuple[StoreState, Found, Digest]:
-        """Does the part of `lookup` that reads no row's numbers, as of a step that is to come; `read` does the rest.
-
-        Also returns the digest of the keys of all shards. On a mesh the plan's requests have been exchanged.
-        """
+        """Does the part of `lookup` that reads no row's numbers, as of a step to come; also returns the digest."""
 
     @abc.abstractmethod
     def read(
@@ -170,7 +167,7 @@ class Exchanged(Strategy):
         return ask(self.exchange, spec, features, owners, send_capacity)
 
     @annotations.by_store
-    def _looked_up(
+    def _look_up(
         self, spec: StoreSpec, s: int, state: State, plan: Plan, owner: lookup.Owner
     ) -> tuple[StoreState, Found, list[Array], Requests | Uses]:
         store, features = state.stores[s], plan.features.stores[s]
@@ -189,7 +186,7 @@ class Exchanged(Strategy):
 
     def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: Clock) -> StoreLookup:
         owner = lookup.Owner(self.exchange, spec, state.seed, state.step, clock)
-        store, found, values, asked = self._looked_up(spec, s, state, plan, owner)
+        store, found, values, asked = self._look_up(spec, s, state, plan, owner)
         return StoreLookup(store, found, values, asked.digest, asked)
 
     @annotations.by_store
@@ -213,7 +210,7 @@ class Exchanged(Strategy):
     def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
         if spec.is_replicated:  # all rows are here
             return lookup.find_here(spec, state.stores[s], state.seed, plan.features.stores[s])
-        _, found, values, _ = self._looked_up(spec, s, state, plan, lookup.Owner(self.exchange, spec, state.seed))
+        _, found, values, _ = self._look_up(spec, s, state, plan, lookup.Owner(self.exchange, spec, state.seed))
         return found, values
 
     def update(

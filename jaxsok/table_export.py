@@ -60,32 +60,26 @@ def export_chunks(
 ) -> Iterator[Chunk]:
     """Streams one table of a store: this process's shards one after the other, rows by row id. `seed` is the state's.
 
-    The store must not be donated before the last chunk is there. A chunk ends with its slab. With `since` only rows
-    with at least this `last_step` come, of stores with statistics. Reads 16 bytes a row of capacity, 24 with
-    statistics.
+    The store must not be donated before the last chunk. A chunk ends with its slab. With `since` only rows with at
+    least this `last_step` come, of stores with statistics.
     """
     num_rows = chunk_rows or default_chunk_rows(spec, with_state=with_state)
     names = [state.name for state in spec.state_specs] if with_state else []
 
-    def sent() -> Iterator[tuple]:
-        # Of a replicated store one shard has all rows.
+    def send() -> Iterator[tuple]:
+        # One shard of a replicated store has all rows.
         for shard, part in itertools.islice(parts_of(store, spec.num_shards), 1 if spec.is_replicated else None):
             for slab in slabs_of(spec, part, on_host(seed)):
                 lines = _lines_of(slab.records, slab.statistics, number, since)
-                for piece in records_lib.regrouped(lines, num_rows, _joined):
+                for piece in records_lib.regrouped(lines, num_rows, _join):
                     yield shard, slab.start, piece, _gather(slab, piece.places, num_rows, with_state), names
 
     # Nothing holds the device arrays of a chunk while the reader has the chunk, the last ones included.
-    yield from itertools.starmap(_arrived, sent_ahead(sent()))
+    yield from itertools.starmap(_receive, sent_ahead(send()))
 
 
 def export_table(spec: StoreSpec, store: StoreState, seed: Array, number: int) -> dict[str, Any]:
-    """Collects the rows of one table of a store, shard by shard, in the order of their row ids.
-
-    Returns `keys` uint64, `rows` in the table's dtype, `row_ids` uint32 within the shard, and `state`, a dict of
-    float32[num_rows, dim or 1] by name; where statistics are kept also `last_step` and `frequency`, and on a mesh
-    `shards`, each uint32. Waits for the device.
-    """
+    """Collects the rows of one table of a store by shard and row id: keys, rows, row ids, state, statistics, shards."""
     chunks = list(export_chunks(spec, store, seed, number))
     records = records_lib.joined([no_records(spec), *(chunk.records for chunk in chunks)])
     no_ids = [np.zeros(0, np.uint32)]
@@ -116,7 +110,7 @@ def sent_ahead(items: Iterable[Item], num_ahead: int = AHEAD) -> Iterator[Item]:
         under_way.extend(itertools.islice(rest, 1))
 
 
-# Which rows ----------------------------------------------------------------------------------------------------------
+# Choosing rows -------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +146,7 @@ def _blocks(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]
     size = arrays[0].shape[0]
     block = min(BLOCK_ROWS, size)
 
-    def sent() -> Iterator[tuple[int, int, tuple[Array, ...]]]:
+    def send() -> Iterator[tuple[int, int, tuple[Array, ...]]]:
         for start in range(0, size, block):
             # All blocks have one size, so that one program cuts them: the last one begins earlier.
             first = min(start, size - block)
@@ -161,13 +155,13 @@ def _blocks(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]
                 part.copy_to_host_async()
             yield start, start - first, parts
 
-    def arrived(start: int, skipped: int, parts: tuple[Array, ...]) -> tuple[int, list[np.ndarray]]:
+    def receive(start: int, skipped: int, parts: tuple[Array, ...]) -> tuple[int, list[np.ndarray]]:
         return start, [np.asarray(part)[skipped:] for part in parts]
 
-    yield from itertools.starmap(arrived, sent_ahead(sent()))
+    yield from itertools.starmap(receive, sent_ahead(send()))
 
 
-def _joined(pieces: list[_Lines]) -> _Lines:
+def _join(pieces: list[_Lines]) -> _Lines:
     statistics = [piece.statistics for piece in pieces if piece.statistics is not None]
     return _Lines(
         np.concatenate([piece.places for piece in pieces]),
@@ -179,7 +173,7 @@ def _joined(pieces: list[_Lines]) -> _Lines:
 # What is in them -----------------------------------------------------------------------------------------------------
 
 
-def _arrived(shard: int, start: int, lines: _Lines, arrays: tuple[Array, ...], names: list[str]) -> Chunk:
+def _receive(shard: int, start: int, lines: _Lines, arrays: tuple[Array, ...], names: list[str]) -> Chunk:
     """Makes the chunk of some lines of a slab that begins with row id `start`; waits for its arrays."""
     rows, *states = (np.asarray(array)[: len(lines.places)] for array in arrays)
     statistics = lines.statistics

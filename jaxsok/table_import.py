@@ -60,7 +60,7 @@ def import_table(
         rest = ""
         try:
             if shards.num_processes > 1:
-                # The others may not have failed: to wait for them could be to wait forever.
+                # The other processes may not have failed: waiting for them could last forever.
                 rest = " Keys of the last of them that found no entry in the index may be missing: import it again."
             else:
                 writer.settle()
@@ -77,11 +77,7 @@ def import_table(
 
 
 def checked(spec: StoreSpec, number: int, records: Any) -> dict[str, np.ndarray]:
-    """Returns a chunk's arrays as a table takes them; refuses what does not fit, before anything has changed.
-
-    The arrays are "keys" uint64, "rows" in the store's dtype or float32, "state.<name>" float32, and "statistics"
-    uint32[num_rows, 2] if the records have them and the store keeps them.
-    """
+    """Checks a chunk; returns "keys" (uint64), "rows" (as the store's or float32), "state.<name>", "statistics"."""
     table = spec.tables[number]
     what = f'import_table: table "{table.name}"'
     if not isinstance(records, Records):
@@ -168,7 +164,7 @@ class RecordWriter:
     def settle(self) -> None:
         """Waits for what was written last; keys that found no entry in the index get one under another salt."""
         for _ in range(SALTS):
-            # It stays unsettled until all of it is done: an interrupt may come between.
+            # An interrupt may come between: records stay unsettled until all of this is done.
             self.is_settled = self.is_settled or not self._has_refused()
             if self.is_settled:
                 return
@@ -226,14 +222,12 @@ class _Import:
         """Enters a chunk, all of it or, if an error is raised, nothing."""
         arrays = checked(self.spec, self.number, records)
         if len(arrays["keys"]):
-            dealt = self._dealt(arrays)
+            dealt = self._deal(arrays)
             self.writer.settle()
             self._make_room(arrays, dealt)
             self.writer.write(functools.partial(self._pieces, arrays, dealt))
 
-    # Shards ------------------------------------------------------------------------------------------------------
-
-    def _dealt(self, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
+    def _deal(self, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
         keys, num_shards = arrays["keys"], self.spec.num_shards
         if num_shards == 1 or self.spec.is_replicated:
             return [np.arange(len(keys))] * num_shards
@@ -242,7 +236,7 @@ class _Import:
         return np.split(order, np.cumsum(np.bincount(owners, minlength=num_shards))[:-1])
 
     def _pieces(self, arrays: dict[str, np.ndarray], dealt: list[np.ndarray]) -> Iterable[dict[str, Any]]:
-        """Yields what each shard takes in one call after the other, as arrays that are split."""
+        """Yields the operands of one call after the other, as arrays that are split over the shards."""
         most = max(len(lines) for lines in dealt)
         size = min(default_chunk_rows(self.spec), max(LEAST_ROWS, rounded_capacity(most)))
         for begin in range(0, most, size):
@@ -259,11 +253,9 @@ class _Import:
             self.in_use = rows_in_use(self.spec, self.store, self.shards)
         if (self.in_use + asked > self.capacity).any():
             # Many of the keys may have rows.
-            absent = [
-                _absent(self.number, self.shards, self.store, piece["keys"])
-                for piece in self._pieces({"keys": arrays["keys"]}, dealt)
-            ]
-            asked = sum(self.shards.read(one).astype(np.int64) for one in absent)
+            pieces = self._pieces({"keys": arrays["keys"]}, dealt)
+            absent = [_count_absent(self.number, self.shards, self.store, piece["keys"]) for piece in pieces]
+            asked = sum(self.shards.read(counts).astype(np.int64) for counts in absent)
         needed = int((self.in_use + asked).max())
         if needed > self.capacity:
             limit = self.spec.max_capacity or MAX_CAPACITY
@@ -279,10 +271,8 @@ class _Import:
             free = grow_lib.agreed_free_bytes(self.shards)
             host_share = grow_lib.agreed_host_share([self.spec], self.shards)
             capacity = grow_lib.next_capacity(self.spec, self.capacity, needed, free, host_share)
-            capacity = expected if expected >= needed else capacity
-            writer = self.writer
-            state, sizes = writer.held.state, {writer.s: capacity}
-            writer.held.state = grow_lib.grow_to("import_table", writer.specs, state, sizes, self.shards)
+            sizes, writer = {self.writer.s: expected if expected >= needed else capacity}, self.writer
+            writer.held.state = grow_lib.grow_to("import_table", writer.specs, writer.held.state, sizes, self.shards)
         self.in_use = self.in_use + asked
 
 
@@ -306,7 +296,7 @@ def entered(
     clock: Array,
     piece: dict[str, Array],
 ) -> tuple[StoreState, Array]:
-    """Enters records into the store, and counts how many each shard refused."""
+    """Enters records into the store, and counts the records that each shard refused."""
 
     def part(store: StoreState, seed: Array, clock: Array, piece: dict[str, Array]) -> tuple[StoreState, Array]:
         num_keys = piece["keys"].shape[0]
@@ -330,7 +320,7 @@ def entered(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _absent(number: int, shards: Shards, store: StoreState, keys: Array) -> Array:
+def _count_absent(number: int, shards: Shards, store: StoreState, keys: Array) -> Array:
     def part(store: StoreState, keys: Array) -> Array:
         row_ids = table_lib.find(store, keys, table_lib.table_ids_of(number, keys.shape[0]))
         is_absent = table_lib.is_key(keys) & (row_ids == jnp.uint32(table_lib.NO_ROW))

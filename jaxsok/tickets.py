@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from jaxsok.features import Features
@@ -46,10 +45,9 @@ def issue(
     """Makes the ticket of a lookup: returns the tickets after it, and the new one.
 
     `state` is from before the lookup, and its tickets are donated; `stores` are from after it. `digests` are of the
-    keys looked up, by store, over all shards if they were exchanged. Boundaries between features take part in the
-    ticket. Costs one small kernel; a lookup that does not add up the digest itself needs another one.
+    keys looked up, by store, over all shards if they were exchanged.
     """
-    layouts = [[(one.table, one.key_start, one.num_keys) for one in part.layouts] for part in features.stores]
+    layouts = [[(each.table, each.key_start, each.num_keys) for each in part.layouts] for part in features.stores]
     layout = zlib.crc32(repr(layouts).encode())
     counters = [store.counters for store in stores]
     return kernels.tickets_issue(state.tickets, state.lineage, counters, digests, layout=layout)
@@ -60,22 +58,16 @@ class Redeemed(NamedTuple):
 
     tickets: Tickets
     is_live: Bool[Array, " num_plans"]
-    """Whether a plan acts: its ticket is open, and no row of its stores has left since its lookup."""
+    """True for plans that act: their ticket is open, and no row of their stores has left since their lookup."""
     num_misused: Int32[Array, ""]
     """Plans without an open ticket."""
 
 
 def redeem(state: State, plans: Sequence[Plan]) -> Redeemed:
-    """Takes the tickets of plans, in the order of their use, out of the open ones; the state's are donated.
+    """Takes the tickets of plans, in the order of their use, out of the state's open tickets, which are donated.
 
-    A plan over several stores acts as a whole or not at all, since half a step would be worse than none. Of two plans
-    with one ticket the first has it. Costs one small kernel.
+    A plan over several stores acts as a whole or not at all. Of two plans with one ticket the first has it.
     """
     uses = [(p, s) for p, plan in enumerate(plans) for s, part in enumerate(plan.features.stores) if part.layouts]
     counters = [store.counters for store in state.stores]
     return Redeemed(*kernels.tickets_redeem(state.tickets, counters, [plan.ticket for plan in plans], uses))
-
-
-def of_some(is_live: Bool[Array, " num_plans"], plans: Sequence[int]) -> Bool[Array, " num_some"]:
-    """Selects plans; costs no operation if all are selected."""
-    return is_live if len(plans) == is_live.shape[0] else is_live[np.array(plans)]

@@ -85,7 +85,7 @@ ROW_GRADIENTS: dict[str, int] = {"sum": 0, "mean": 1, "sqrt": 2}
 
 RowDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 ROW_DTYPES: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
-"""How rows are stored. Handlers see it by the buffers."""
+"""Dtypes of stored rows. Handlers see them by the buffers."""
 
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 ROUNDINGS: dict[str, int] = {"nearest": 0, "stochastic": 1}

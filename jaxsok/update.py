@@ -34,7 +34,7 @@ class StepInputs:
     seed: Seed
     step: Clock
     counts_uses: bool
-    """Whether a row program reads the uses of a row."""
+    """True if a row program reads the uses of a row."""
 
     @classmethod
     def of(

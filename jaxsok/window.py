@@ -34,7 +34,7 @@ class StatsWindow:
         # In order. The first is the step before the window, if any: the window subtracts its counts to date.
         self._steps: collections.deque[Stats] = collections.deque()
         self._unchecked: collections.deque[Stats] = collections.deque()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def push(self, stats: Stats) -> None:
         """Hands in the counts of one step, of the same tables as all before; does not wait for them.
@@ -44,7 +44,7 @@ class StatsWindow:
 
         Raises:
           TypeError: not Stats, or traced.
-          ValueError: of other tables, or several steps stacked by a scan: add those up, or push them one by one.
+          ValueError: of other tables, or several steps stacked by a scan: add those up, or push each of them.
         """
         if not isinstance(stats, Stats):
             raise TypeError(f"StatsWindow: push: stats: got {type(stats).__name__}, wanted the Stats of a step.")
@@ -55,10 +55,10 @@ class StatsWindow:
                 f"StatsWindow: push: stats: got {stats.words.shape[0]} steps stacked, wanted one step; push "
                 "jax.tree.map(lambda count: count[i], stats) for each i."
             )
-        one = on_one_device(stats)
-        one.words.copy_to_host_async()
-        self._steps.append(one)
-        self._unchecked.append(one)
+        step = on_one_device(stats)
+        step.words.copy_to_host_async()
+        self._steps.append(step)
+        self._unchecked.append(step)
         self.num_pushed += 1
         self._warn_of_refusals()
         # Once the step behind a full window has arrived, the first is not needed.
@@ -71,9 +71,9 @@ class StatsWindow:
             host = dataclasses.replace(step, words=np.asarray(step.words))
             num_full = host.num_refused - host.num_unadmitted
             for table, count in zip(step.tables, num_full.tolist(), strict=True) if num_full.any() else ():
-                if not count or table in self._told:
+                if not count or table in self._warned:
                     continue
-                self._told.add(table)
+                self._warned.add(table)
                 warnings.warn(
                     f'StatsWindow: push: stats: got {count} keys of table "{table}" refused in one step for want of '
                     "room, wanted none; they learned nothing. Call state = collection.grow(state, batch) before every "
@@ -92,20 +92,20 @@ class StatsWindow:
         return min(len(self._arrived()), self.num_steps)
 
     def sums(self) -> dict[str, dict[str, int]]:
-        """The counts by table over the steps in the window, as `Stats.to_dict` has them; empty before any arrived."""
+        """Returns the counts by table over the steps in the window, as `Stats.to_dict`; empty before any arrived."""
         steps = self._arrived()
         if not steps:
             return {}
-        counts = self._added(steps)
+        counts = self._add(steps)
         return {table: {name: int(counts[name][i]) for name in PER_TABLE} for i, table in enumerate(steps[-1].tables)}
 
     def scalars(self, prefix: str = "jaxsok") -> dict[str, float]:
-        """As `Stats.scalars`, over as many steps in the window as "prefix/num_steps" says; empty before any arrived."""
+        """Returns `Stats.scalars` over the steps in the window, and "prefix/num_steps"; empty before any arrived."""
         steps = self._arrived()
         if not steps:
             return {}
         num_steps = {f"{prefix}/num_steps": float(min(len(steps), self.num_steps))}
-        return num_steps | scalars_of(steps[-1], self._added(steps), prefix)
+        return num_steps | scalars_of(steps[-1], self._add(steps), prefix)
 
     def _arrived(self) -> list[Stats]:
         """Returns the last steps that have arrived without a gap, and the one before them if it is known."""
@@ -113,8 +113,8 @@ class StatsWindow:
         steps = list(itertools.takewhile(_has_arrived, self._steps))
         return steps[-self.num_steps - 1 :]
 
-    def _added(self, steps: list[Stats]) -> dict[str, np.ndarray]:
-        """Sums counts over the window; takes the last of those that are not summed."""
+    def _add(self, steps: list[Stats]) -> dict[str, np.ndarray]:
+        """Sums counts over the window; takes the last value of counts that are not summed."""
         counts = columns(dataclasses.replace(steps[-1], words=np.stack([np.asarray(step.words) for step in steps])))
         added = {}
         for name, column in counts.items():

@@ -6,13 +6,11 @@ process: collections on the same devices share them, they grow when a program is
 until the process ends.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,7 +23,7 @@ from jaxsok.shards import MeshShards, Shards
 
 MOST_SHARDS = 32  # kMostWindowShards in ffi/kernels/window.h
 MOST_SECONDS = 100
-"""How long a shard waits for the others, if all are of this process: the heartbeat time-out of `jax.distributed`."""
+"""Seconds that a shard waits for others, if all are of this process: the heartbeat time-out of `jax.distributed`."""
 MOST_SECONDS_OF_PROCESSES = 86_400
 """The same with several processes: one may compile for long, and JAX's coordination service ends all if one dies."""
 _PROBE_BYTES = 4096
@@ -42,15 +40,12 @@ class Windows:
     platform: str
     number: int
     num_windows: int
-    """On all devices of all processes."""
+    """Windows on all devices of all processes."""
     is_shared: bool = False
-    """Whether there are several processes."""
+    """True if there are several processes."""
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes room for an exchange in which a shard receives so many bytes; called while a program is traced.
-
-        RuntimeError: a device has no room. All processes trace the same programs in the same order.
-        """
+        """Makes room for an exchange in which a shard receives so many bytes; called while a program is traced."""
         if not self.is_shared:
             kernels.reserve(self.platform, self.number, num_bytes)
             return
@@ -94,24 +89,18 @@ class Windows:
 _TOPIC = "window"
 
 
-@contextlib.contextmanager
-def _together() -> Iterator[None]:
-    """Surrounds what each process does for itself: if it fails in one, all raise at its end."""
-    error = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    messages = [text for text in processes.gather(_TOPIC, "" if error is None else str(error)) if text]
+def _agree(topic: str, error: Exception | None) -> None:
+    """Raises in every process if one of them has an error."""
+    messages = [text for text in processes.gather(topic, "" if error is None else str(error)) if text]
     if messages:
         raise error or RuntimeError(messages[0])
 
 
-def windows_of(shards: Shards, wire: str) -> Windows | None:
-    """Returns the windows of the shards' devices, or None for the dense wire, as `ExchangeSpec.wire` asks.
+_together = functools.partial(processes.together, _TOPIC, agree=_agree)
 
-    ValueError: windows are asked for, and cannot be had.
-    """
+
+def windows_of(shards: Shards, wire: str) -> Windows | None:
+    """Returns the windows of the shards' devices, or None for the dense wire; ValueError: there are none to have."""
     if wire == "dense" or shards.num_shards == 1:
         return None
     if not isinstance(shards, MeshShards):
@@ -119,7 +108,7 @@ def windows_of(shards: Shards, wire: str) -> Windows | None:
     reason = _why_not(shards)
     if reason is None:
         try:
-            return _opened(shards)
+            return _open(shards)
         except RuntimeError as error:
             reason = str(error)
     if wire == "auto":
@@ -149,7 +138,7 @@ def _is_here(device: Any) -> bool:
         return False
 
 
-def _opened(shards: MeshShards) -> Windows:
+def _open(shards: MeshShards) -> Windows:
     """Opens the windows of the groups of devices that exchange with each other, one for each place on other axes."""
     mesh = shards.mesh
     others = [name for name in mesh.axis_names if name not in shards.axis]

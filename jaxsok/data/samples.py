@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxsok import adapters, checks
 from jaxsok.features import Bags, offsets_of
-from jaxsok.split import cut_bags, picked_bags
+from jaxsok.split import cut_bags, pick_bags
 
 Columns = dict[str, Any]  # by name: arrays `[num_samples, ...]`, or `Bags` with offsets
 
@@ -370,7 +370,7 @@ def _pick(column: Any, positions: slice | np.ndarray) -> Any:
     column = dataclasses.replace(column, offsets=np.asarray(column.offsets))
     if isinstance(positions, slice):
         return cut_bags(column, positions.start, positions.stop)
-    return picked_bags(column, positions)
+    return pick_bags(column, positions)
 
 
 def _read_parts(

@@ -140,6 +140,7 @@ def read_tensors(op: str, folder: pathlib.Path) -> dict[str, Tensor]:
       FileNotFoundError, ValueError: a missing, truncated or foreign file.
     """
     path, places, tensors = folder / ".metadata", {}, {}
+    files.size_of(op, path)
     pickled = io.BytesIO(path.read_bytes())
     try:
         found = _Unpickler(pickled).load().fields

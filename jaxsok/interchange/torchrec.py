@@ -3,7 +3,8 @@
 In a folder of `torch.distributed.checkpoint` a table is the tensor `….embedding_bags.NAME.weight` or
 `….embeddings.NAME.weight`, under any sharding; its state is `….weight.NAME.momentum1` and others of a fused optimizer,
 or `….weight.sum` of a dense one. Keys are the numbers of the rows. dynamicemb writes for each table and rank raw files
-`NAME_emb_keys.rank_0.world_size_1` (int64), `NAME_emb_values.…` and `NAME_emb_opt_values.…` (float32).
+`NAME_emb_keys.rank_0.world_size_1` (int64), `NAME_emb_values.…` and `NAME_emb_opt_values.…` (float32; first versions:
+`NAME_opt_values.…`).
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ are those of lazy Adagrad, since a gradient of zero adds nothing; its moments ar
 
 _PLACE = re.compile(r"((?:.+\.)?(?:embedding_bags|embeddings)\.([^.]+))\.weight(?:\.(.+))?")
 _COLUMNS = re.compile(r"(.+)\[(\d+):(\d+)\]")
+_STATE_FILES = ("emb_opt_values", "opt_values")  # of dynamicemb; the second name is that of its first versions
 _KEYS_FILE = re.compile(r"(.+)_emb_keys\.rank_(\d+)\.world_size_(\d+)")
 
 _Pieces = Iterator[tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]]
@@ -125,13 +127,10 @@ def declare(folder: str | os.PathLike, learning_rate: float = 0.01) -> list[Tabl
     specs = []
     for name, saved in _open("declare", folder).items():
         widths = [width for width in saved.states.values() if width]
-        if len(widths) > 1:
-            optimizer = (optimizers.adam if widths[-1] == saved.dim else optimizers.rowwise_adam)(learning_rate)
-        elif widths == [1]:
-            optimizer = optimizers.rowwise_adagrad(learning_rate)
-        else:
-            adagrad = optimizers.adagrad(learning_rate, 0.0, 1e-8, eps_in_sqrt=False)
-            optimizer = adagrad if widths else optimizers.sgd(learning_rate)
+        options = {"initial_accumulator_value": 0.0, "eps": 1e-8, "eps_in_sqrt": False} if len(widths) == 1 else {}
+        rowwise = "rowwise_" if widths and widths[-1] < saved.dim else ""
+        name_of = ("sgd", f"{rowwise}adagrad", f"{rowwise}adam")[min(len(widths), 2)]
+        optimizer = getattr(optimizers, name_of)(learning_rate, **options)
         dtype = saved.dtype.name if saved.dtype.name in ("float16", "bfloat16") else "float32"
         parts = {f"{name}[{low}:{high}]": high - low for low, high in saved.blocks} or {name: saved.dim}
         capacity = max(1, saved.num_rows)
@@ -249,7 +248,8 @@ def _open_dump(op: str, name: str, dumped: Sequence[tuple[int, int, pathlib.Path
     parts, forms = [], set()
     for _, _, path in dumped:
         if num_rows := files.rows_in(op, path, 8):
-            others = [path.with_name(path.name.replace("_emb_keys.", f"_emb_{x}.")) for x in ("values", "opt_values")]
+            found = [path.with_name(path.name.replace("_emb_keys.", f"_{x}.")) for x in ("emb_values", *_STATE_FILES)]
+            others = [found[0], next((file for file in found[1:] if file.is_file()), found[1])]
             form = tuple(files.rows_in(op, other, 4 * num_rows) if other.is_file() else 0 for other in others)
             shapes = [(other, (num_rows, width)) for other, width in zip(others, form, strict=True) if width]
             arrays = [RawArray(op, other, np.dtype("<f4"), shape) for other, shape in shapes]

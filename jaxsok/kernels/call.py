@@ -34,7 +34,7 @@ class StoreArrays:
     """See `jaxsok.types.COUNTERS`."""
     table_rows: UInt32[Array, " num_tables"]
     rows: tuple[Slab, ...]
-    """In the dtype of the tables."""
+    """Rows in the dtype of the tables."""
     records: tuple[RecordSlab, ...]
     """(table, key) of each row: key low, key high, table, and one entry of the list of freed rows."""
     states: tuple[tuple[StateSlab, ...], ...] = ()
@@ -103,10 +103,7 @@ def call_on(
     in_place: Collection[str] = (),
     **attributes: Any,
 ) -> dict[str, Any]:
-    """Calls a handler that reads some arrays of a store (`ReadStore` in ffi/handlers/buffers.h).
-
-    As `call`, with arrays by their names in `StoreArrays`; `in_place` names some of these.
-    """
+    """Does `call` for a handler that reads arrays of a store, by name (`ReadStore` in ffi/handlers/buffers.h)."""
     ordered = {name: arrays[name] for name in STORE_ARRAYS if name in arrays}
     counts = [len(jax.tree.leaves(arrays.get(name, ()))) for name in STORE_ARRAYS]
     bits = sum(1 << STORE_ARRAYS.index(name) for name in in_place)

@@ -6,7 +6,7 @@ from typing import Any
 from jaxsok.kernels import library
 
 _TYPES = {"cpu": 1, "gpu": 3}  # kOnHost and kPinnedOnHost in ffi/kernels/host_memory.h
-_NAME = b"dltensor"  # of a capsule whose tensor nobody took
+_NAME = b"dltensor"  # of a capsule whose tensor is not taken yet
 
 _python = ctypes.PyDLL(None)  # and not ctypes.pythonapi, whose functions are of the types that others gave them
 _python.PyCapsule_New.restype = ctypes.py_object
@@ -15,10 +15,7 @@ _python.PyCapsule_IsValid.argtypes = ctypes.py_object, ctypes.c_char_p
 
 
 class HostBytes:
-    """uint8[num_rows, width], zeros, which `jax.dlpack.from_dlpack` takes over; what it does not take is given back.
-
-    RuntimeError: the system does not give so much, or the driver does not pin it; says why.
-    """
+    """Zeros, uint8[num_rows, width], which `jax.dlpack.from_dlpack` takes over; RuntimeError: no memory, says why."""
 
     def __init__(self, platform: str, ordinal: int, num_rows: int, width: int):
         self._library = library.of_platform(platform)
@@ -31,7 +28,7 @@ class HostBytes:
         self._capsule = _python.PyCapsule_New(self._tensor, _NAME, None)
 
     def __del__(self) -> None:
-        # Who takes a tensor renames its capsule.
+        # A consumer that takes a tensor renames its capsule.
         if hasattr(self, "_capsule") and _python.PyCapsule_IsValid(self._capsule, _NAME):
             self._library.JaxsokHostMemoryDelete(self._tensor)
 

@@ -13,42 +13,15 @@ import jax
 
 import jaxsok
 
-TARGETS: tuple[tuple[str, str], ...] = (
-    ("jaxsok_table_find", "JaxsokTableFind"),
-    ("jaxsok_table_find_or_insert", "JaxsokTableFindOrInsert"),
-    ("jaxsok_table_gather", "JaxsokTableGather"),
-    ("jaxsok_table_scatter", "JaxsokTableScatter"),
-    ("jaxsok_table_touch", "JaxsokTableTouch"),
-    ("jaxsok_table_rebuild", "JaxsokTableRebuild"),
-    ("jaxsok_table_forget", "JaxsokTableForget"),
-    ("jaxsok_table_wait", "JaxsokTableWait"),
-    ("jaxsok_evict_select", "JaxsokEvictSelect"),
-    ("jaxsok_evict_release", "JaxsokEvictRelease"),
-    ("jaxsok_plan", "JaxsokPlan"),
-    ("jaxsok_plan_requests", "JaxsokPlanRequests"),
-    ("jaxsok_plan_uses", "JaxsokPlanUses"),
-    ("jaxsok_combine", "JaxsokCombine"),
-    ("jaxsok_combine_transpose", "JaxsokCombineTranspose"),
-    ("jaxsok_lookup", "JaxsokLookup"),
-    ("jaxsok_lookup_find", "JaxsokLookupFind"),
-    ("jaxsok_lookup_planned", "JaxsokLookupPlanned"),
-    ("jaxsok_lookup_frozen", "JaxsokLookupFrozen"),
-    ("jaxsok_tickets_digest", "JaxsokTicketsDigest"),
-    ("jaxsok_tickets_issue", "JaxsokTicketsIssue"),
-    ("jaxsok_tickets_redeem", "JaxsokTicketsRedeem"),
-    ("jaxsok_update", "JaxsokUpdate"),
-    ("jaxsok_tier_bring", "JaxsokTierBring"),
-    ("jaxsok_tier_write", "JaxsokTierWrite"),
-    ("jaxsok_tier_read", "JaxsokTierRead"),
-    ("jaxsok_tier_bring_ahead", "JaxsokTierBringAhead"),
-    ("jaxsok_tier_write_ahead", "JaxsokTierWriteAhead"),
-    ("jaxsok_tier_read_ahead", "JaxsokTierReadAhead"),
-    ("jaxsok_tier_peek", "JaxsokTierPeek"),
-    ("jaxsok_window_exchange", "JaxsokWindowExchange"),
-    ("jaxsok_lookup_window", "JaxsokLookupWindow"),
-    ("jaxsok_update_window", "JaxsokUpdateWindow"),
-    ("jaxsok_lookup_bags_window", "JaxsokLookupBagsWindow"),
-    ("jaxsok_update_bags_window", "JaxsokUpdateBagsWindow"),
+_HANDLERS = (
+    "table_find table_find_or_insert table_gather table_scatter table_touch table_rebuild table_forget table_wait "
+    "evict_select evict_release plan plan_requests plan_uses combine combine_transpose lookup lookup_find "
+    "lookup_planned lookup_frozen tickets_digest tickets_issue tickets_redeem update tier_bring tier_write tier_read "
+    "tier_bring_ahead tier_write_ahead tier_read_ahead tier_peek window_exchange lookup_window update_window "
+    "lookup_bags_window update_bags_window"
+).split()
+TARGETS: tuple[tuple[str, str], ...] = tuple(
+    (f"jaxsok_{name}", f"Jaxsok{''.join(map(str.capitalize, name.split('_')))}") for name in _HANDLERS
 )
 """FFI target and C symbol of every handler, in both back ends."""
 
@@ -122,10 +95,7 @@ def _ffi_api_minor() -> int:
 
 @functools.cache
 def load_cpu() -> ctypes.CDLL:
-    """Loads the CPU library; ImportError gives the remedy.
-
-    For both back ends it has the sizes of workspaces, and packs batches on the host.
-    """
+    """Loads the CPU library, which has the sizes of workspaces for both back ends and packs batches on the host."""
     library = _load("cpu")
     for name, argument_types in {
         "JaxsokInsertWorkspaceBytes": (ctypes.c_int64,),
@@ -156,19 +126,15 @@ def of_platform(platform: str) -> ctypes.CDLL:
 
 
 @functools.cache
-def _registered(platform: str) -> bool:
+def _register_on(platform: str) -> None:
     library = of_platform(platform)
     for target, symbol in TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform=platform)
-    return True
 
 
 def register() -> ctypes.CDLL:
-    """Registers the targets of the back ends that this process can use; returns the CPU library.
-
-    If JAX has a GPU the CUDA library must load, else ImportError: there is no quiet fallback to the CPU.
-    """
-    _registered("cpu")
+    """Registers the targets of the back ends of this process; ImportError: JAX has a GPU, but there is no library."""
+    _register_on("cpu")
     if jax.default_backend() == "gpu":
-        _registered("CUDA")
+        _register_on("CUDA")
     return load_cpu()

@@ -68,20 +68,10 @@ def addresses(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def pack_bags(items: np.ndarray, num_threads: int) -> bool:
-    """Writes offsets and ends of ragged features; returns False where the data are refused.
-
-    Args:
-      items: `BAGS` of the features.
-      num_threads: at most so many threads work, the caller's among them.
-    """
+    """Writes offsets and ends of ragged features, given as `BAGS`; returns False where the data are refused."""
     return _functions()[0](items.ctypes.data, len(items), num_threads) == 0
 
 
 def pack_keys(items: np.ndarray, num_threads: int) -> bool:
-    """Writes keys and weights of features; returns False where the data are refused.
-
-    Args:
-      items: `KEYS` of the features.
-      num_threads: at most so many threads work, the caller's among them.
-    """
+    """Writes keys and weights of features, given as `KEYS`; returns False where the data are refused."""
     return _functions()[1](items.ctypes.data, len(items), num_threads) == 0

@@ -8,7 +8,7 @@ from jaxsok.kernels.lookup import Batch, batch_operands
 from jaxsok.types import REQUEST_WORDS, Inverse, Keys, PartitionOwners, TableIds
 
 LEFT_OUT = 1 << 31
-"""In the table of a use: the divisor of its bag is zero (`kLeftOut` in ffi/kernels/plan.h)."""
+"""A bit in the table of a use: the divisor of its bag is zero (`kLeftOut` in ffi/kernels/plan.h)."""
 
 ZERO_DIVISOR = 1 << 31
 """The bits of the scale of a bag whose divisor is zero, -0, which no other bag has."""

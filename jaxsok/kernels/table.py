@@ -21,9 +21,9 @@ class Admission:
 
     step: Clock
     refused: Tables
-    """As `tables`, with initializers that give what keys without a row read."""
+    """The tables, with the initializers that keys without a row read."""
     uses: UInt32[Array, " num_keys"] | None = None
-    """Occurrences that each position stands for; None: one each."""
+    """Occurrences of each position; None: one each."""
 
 
 ADMITTING = ("sightings", "bloom")

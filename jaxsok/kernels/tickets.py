@@ -30,11 +30,7 @@ def tickets_issue(
     *,
     layout: int,
 ) -> tuple[UInt32[Array, "1 num_lines 2"], Ticket]:
-    """Makes the ticket of a lookup and opens it. See `LaunchTicketsIssue` in ffi/kernels/tickets.h.
-
-    The tickets are donated. `counters` are of all stores; the keys' digests may come in any number of parts; `layout`,
-    a number of 32 bits, is mixed into the ticket.
-    """
+    """Makes the ticket of a lookup and opens it; donates the tickets. See `LaunchTicketsIssue` in tickets.h."""
     operands = {"tickets": tickets, "lineage": lineage, "counters": counters, "digests": digests}
     results = {"ticket": result(tickets, (1, NUM_TICKET_WORDS + len(counters)), "uint32")}
     words = np.uint32(layout).astype(np.int32)
@@ -48,10 +44,9 @@ def tickets_redeem(
     plans: Sequence[Ticket],
     uses: Sequence[tuple[int, int]],
 ) -> tuple[UInt32[Array, "1 num_lines 2"], Bool[Array, " num_plans"], Int32[Array, ""]]:
-    """Takes the tickets of plans out of the open ones. See `LaunchTicketsRedeem` in ffi/kernels/tickets.h.
+    """Takes the tickets of plans out of the open, donated ones; returns tickets, is_live and num_misused.
 
-    The open tickets are donated. `uses` are pairs: number of a plan, number of a store that it used. Returns tickets,
-    is_live, num_misused.
+    `uses` are pairs: number of a plan, number of a store that it used. See `LaunchTicketsRedeem` in tickets.h.
     """
     operands = {"tickets": tickets, "counters": counters, "plans": plans}
     results = {"is_live": result(tickets, (len(plans),), "bool"), "num_misused": result(tickets, (), "int32")}

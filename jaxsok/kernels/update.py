@@ -16,7 +16,7 @@ from jaxsok.types import ByTable, Clock, Inverse, RowIds, Seed
 
 @dataclasses.dataclass(frozen=True)
 class RowStep:
-    """What a step does to a row (`UpdateSpec` in ffi/kernels/update.h)."""
+    """The step of a row (`UpdateSpec` in ffi/kernels/update.h)."""
 
     optimizer: int
     hyper: Float32[Array, " num_hyper"]
@@ -111,10 +111,9 @@ def update_window(
     num_bag_tiles: int,
     dtype: str,
 ) -> tuple[Store, ByTable, Int32[Array, ""]]:
-    """Sums bag gradients by line, sends the sums to the owners of the rows and steps these, in one call of each shard.
+    """Does `combine.combine_transpose`, an exchange of the sums (float32 or bfloat16) and `update` in one call.
 
-    It is `combine.combine_transpose`, an exchange and `update`. `slots` has the line of each key of the bags; the step
-    has a key for each line that arrives. Sums travel as `dtype`, float32 or bfloat16.
+    `slots` has the line of each key of the bags; the step has a key for each line that arrives.
     """
     num_lines, dim = step.row_ids.shape[0], store.rows[0].shape[1]
     most_keys = max(num_lines, slots.shape[0])
@@ -139,10 +138,7 @@ def update_window(
 def update_bags_window(
     window: int, store: Store, step: Step, lines: Float[Array, "num_bags dim"]
 ) -> tuple[Store, ByTable, Int32[Array, ""]]:
-    """Sends the gradients of bags to all shards, and steps the rows that were used in these, in one call of each shard.
-
-    It is an exchange and `update`, whose batch has a feature for each shard. Lines are float32 or bfloat16.
-    """
+    """Does an exchange of the gradients of bags and `update`, whose batch has a feature for each shard, in one call."""
     num_shards, dim = step.batch[3].shape[0], lines.shape[1]
     num_widened = num_shards * lines.shape[0] if lines.dtype == jnp.bfloat16 else 0
     size = workspace(step.row_ids, "JaxsokUpdateWorkspaceBytes", step.row_ids.shape[0], dim)

@@ -16,10 +16,7 @@ from jaxsok.kernels.call import call
 
 
 def open_windows(platform: str, number: int, groups: Sequence[Sequence[int]], most_seconds: int) -> None:
-    """Names the devices that exchange with each other: the ordinals of each group, by shard.
-
-    A shard that waits longer than `most_seconds` for the others fails. RuntimeError: devices cannot reach each other.
-    """
+    """Names the groups of devices (ordinals by shard) that exchange; RuntimeError: they cannot reach each other."""
     ordinals = np.asarray(groups, np.int32)
     pointer = ordinals.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
     _check("open", library.of_platform(platform).JaxsokWindowOpen(number, *ordinals.shape, pointer, most_seconds))

@@ -51,7 +51,6 @@ class Sgd(Limited):
         return self.momentum is None and self.weight_decay == 0
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """None, or with momentum the trace of each column."""
         return () if self.momentum is None else (RowState("trace", dim, 0.0),)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
@@ -74,7 +73,7 @@ class Adagrad(Limited):
     (`g` is `g + weight_decay * row` from the start) and lazy: unused rows do not shrink.
 
     Args:
-      initial_accumulator_value: what the accumulators of a new row hold.
+      initial_accumulator_value: the accumulators of a new row.
       eps: added under the root, or to the root.
       weight_decay: as for `sgd`.
       eps_in_sqrt: whether eps is under the root, as in Optax; False: `sqrt(acc) + eps`, as in PyTorch and FBGEMM.
@@ -97,11 +96,9 @@ class Adagrad(Limited):
         return self.weight_decay == 0 and self.eps_in_sqrt == type(self).eps_in_sqrt
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """One accumulator for each column."""
         return (RowState("accumulator", dim, self.initial_accumulator_value),)
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Learning rate, eps."""
         return (learning_rate, self.eps)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
@@ -133,7 +130,6 @@ class RowwiseAdagrad(Adagrad):
     eps_in_sqrt: bool = flag(False)
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """One accumulator for the row."""
         return (RowState("accumulator", 1, self.initial_accumulator_value),)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
@@ -174,7 +170,6 @@ class Adam(Limited):
     eps: float = not_negative(1e-8)
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Learning rate, b1, b2, eps, the bias corrections, 1 - b1, 1 - b2."""
         corrections = bias_correction(step, self.b1), bias_correction(step, self.b2)
         return (learning_rate, self.b1, self.b2, self.eps, *corrections, 1 - self.b1, 1 - self.b2)
 

@@ -26,12 +26,12 @@ from jaxsok.types import MAX_DIM, MAX_STATES
 if TYPE_CHECKING:
     import optax
 
-# Row counts of the blocks on which a transformation is looked at: primes, so that no other axis is as long.
+# Row counts of the blocks on which a transformation is traced: primes, so that no other axis is as long.
 _NUM_ROWS = (13, 17, 19)
 # The size of a table in which factored state shows: Optax factors from 128 rows and 128 columns on.
 _MANY_ROWS, _MANY_COLUMNS = 4099, MAX_DIM
 
-# The dim of the table that is looked at when an optimizer is declared; tables of other dims follow when they are.
+# The dim of the table on which an optimizer is traced when it is declared; other dims follow when tables are declared.
 _A_DIM = 8
 
 _ACCUMULATING = (
@@ -85,7 +85,7 @@ class _Leaf:
     shape: tuple[int, ...]
     dtype: Any
     is_row: bool
-    """One line for each row; else one for the store."""
+    """True if each row has its own; False: the store has one."""
 
     @property
     def place(self) -> str:
@@ -101,14 +101,14 @@ class _Form:
     leaves: tuple[_Leaf, ...]
     state_specs: tuple[RowState, ...]
     copied: tuple[bool, ...]
-    """Whether each row leaf begins as a function of the row, not as a number."""
+    """True for each row leaf that begins as a function of the row, not as a number."""
     global_state: tuple[np.ndarray, ...]
     nodes: tuple[str, ...]
     rates: tuple[int, ...]
 
     @property
     def has_started(self) -> bool:
-        """Whether extra state tells which rows stepped before."""
+        """True if extra state marks the rows that stepped before."""
         return any(self.copied)
 
 
@@ -128,7 +128,7 @@ class Lifted(Optimizer):
     learning_rate: None = dataclasses.field(default=None, init=False, repr=False)  # pyright: ignore
     tx: "optax.GradientTransformation"
     rowwise: bool = False
-    # What was found out, by dim: a memo of pure functions of the fields above.
+    # Forms by dim: a memo of pure functions of the fields above.
     _forms: dict[int, _Form] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -159,7 +159,7 @@ class Lifted(Optimizer):
         if dim not in self._forms:
             try:
                 with _arithmetic_of_optax():
-                    self._forms[dim] = _formed(self.tx, dim, self.rowwise)
+                    self._forms[dim] = _find_form(self.tx, dim, self.rowwise)
             except jax.errors.JAXTypeError as error:
                 raise TypeError(
                     "optim.lift: tx: got a transformation made of traced values; an optimizer is declared outside "
@@ -169,30 +169,24 @@ class Lifted(Optimizer):
         return self._forms[dim]
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """The leaves of the transformation's state that have one line per row, under their own names."""
         return self._form(dim).state_specs
 
     def init_globals(self, dim: int) -> tuple[np.ndarray, ...]:
-        """The leaves that do not depend on rows: counts, injected hyper-parameters."""
         return self._form(dim).global_state
 
     def state_form(self, dim: int) -> str:
-        """The tree of its state, and whether it is `rowwise`."""
         nodes = " ".join(self._form(dim).nodes)
         return f"{type(self).__name__}({nodes}{', rowwise' if self.rowwise else ''})"
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Nothing: steps take the global state, which `advance` gives."""
-        return ()
+        return ()  # steps take the global state, which `advance` returns
 
     def hyper_shapes(self, dim: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of the global state."""
         return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.init_globals(dim))
 
     def advance(
         self, globals_: tuple[Any, ...], step: Any, learning_rate: Any, dim: int
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Returns the global state before and after a step; a given rate replaces an injected one, which must exist."""
         form = self._form(dim)
         before = [jnp.asarray(leaf) for leaf in globals_]
         if learning_rate is not None:
@@ -206,17 +200,16 @@ class Lifted(Optimizer):
         with _arithmetic_of_optax():
             zeros = jnp.zeros((1, dim), jnp.float32)
             rows = self._initial_rows(form, zeros)
-            _, after = self._updated(form, zeros, zeros, rows, before)
+            _, after = self._update(form, zeros, zeros, rows, before)
         kept = [
             old if learning_rate is not None and place in form.rates else jnp.asarray(new).astype(old.dtype)
             for place, (old, new) in enumerate(
-                zip([jnp.asarray(leaf) for leaf in globals_], _of_kind(form, after, is_row=False), strict=True)
+                zip([jnp.asarray(leaf) for leaf in globals_], _select_kind(form, after, is_row=False), strict=True)
             )
         ]
         return tuple(before), tuple(kept)
 
     def step_row(self, inputs: RowInputs) -> RowOutputs:
-        """Runs the transformation's `update` on a table of one row."""
         gradient, row, states, _, global_state = inputs
         dim = row.shape[0]
         form = self._form(dim)
@@ -232,10 +225,10 @@ class Lifted(Optimizer):
                     jnp.where(started.reshape((1,) * leaf.ndim) == 0, first, leaf) if copied else leaf
                     for leaf, first, copied in zip(leaves, self._initial_rows(form, block), form.copied, strict=True)
                 ]
-            moved, after = self._updated(form, gradient.reshape(1, dim), block, leaves, global_state)
+            moved, after = self._update(form, gradient.reshape(1, dim), block, leaves, global_state)
             new = [
                 value.astype(jnp.float32).reshape(state.shape)
-                for value, state in zip(_of_kind(form, after, is_row=True), states, strict=False)
+                for value, state in zip(_select_kind(form, after, is_row=True), states, strict=False)
             ]
             if form.has_started:
                 new.append(jnp.ones_like(states[-1]))
@@ -243,9 +236,9 @@ class Lifted(Optimizer):
 
     def _initial_rows(self, form: _Form, block: Array) -> list[Array]:
         leaves = tree_util.tree_leaves(self.tx.init(block))
-        return [jnp.asarray(leaf) for leaf in _of_kind(form, leaves, is_row=True)]
+        return [jnp.asarray(leaf) for leaf in _select_kind(form, leaves, is_row=True)]
 
-    def _updated(
+    def _update(
         self, form: _Form, gradient: Array, block: Array, rows: Any, global_state: Any
     ) -> tuple[Float[Array, "1 dim"], list[Any]]:
         import optax
@@ -256,7 +249,7 @@ class Lifted(Optimizer):
         return optax.apply_updates(block, updates), tree_util.tree_leaves(state)
 
 
-def _of_kind(form: _Form, leaves: list[Any], *, is_row: bool) -> list[Any]:
+def _select_kind(form: _Form, leaves: list[Any], *, is_row: bool) -> list[Any]:
     return [value for value, leaf in zip(leaves, form.leaves, strict=True) if leaf.is_row == is_row]
 
 
@@ -266,11 +259,11 @@ def _stored_to_leaf(state: Array, leaf: _Leaf) -> Array:
     return value != 0 if leaf.dtype == jnp.bool_ else value.astype(leaf.dtype)
 
 
-# What a transformation is ------------------------------------------------------------------------------------------
+# The form of a transformation ----------------------------------------------------------------------------------------
 
 
-def _formed(tx: Any, dim: int, rowwise: bool) -> _Form:
-    """Finds what `lift` must know of a transformation; raises what `lift` does."""
+def _find_form(tx: Any, dim: int, rowwise: bool) -> _Form:
+    """Finds the form of a transformation's state; raises the errors of `lift`."""
     import optax
 
     tx = optax.with_extra_args_support(tx)
@@ -282,7 +275,7 @@ def _formed(tx: Any, dim: int, rowwise: bool) -> _Form:
     leaves = _leaves(states, dim)
     num_rows = next(n for n in _NUM_ROWS if n != dim)
     block = jax.ShapeDtypeStruct((num_rows, dim), jnp.float32)
-    init, update, shapes = _traced(tx, states[num_rows], block)
+    init, update, shapes = _trace(tx, states[num_rows], block)
     _refuse_changed(states[num_rows], shapes[1], leaves)
 
     kinds = [0 if leaf.is_row else None for leaf in leaves]
@@ -290,7 +283,7 @@ def _formed(tx: Any, dim: int, rowwise: bool) -> _Form:
     after = separable.dependences(update, [0, *kinds, 0], num_rows)
     num_updates = len(after) - len(leaves)
     for leaf, *found in zip(leaves, first, after[num_updates:], strict=True):
-        if not leaf.is_row and any(one is not None for one in found):
+        if not leaf.is_row and any(dependence is not None for dependence in found):
             raise _refusal(
                 f"its state {leaf.place} is one for all rows, yet depends on their data",
                 "Use an optimizer whose state is by row, or a fused one of jaxsok.optim",
@@ -299,7 +292,7 @@ def _formed(tx: Any, dim: int, rowwise: bool) -> _Form:
     if not rowwise:
         _refuse_factored(tx, leaves)
         _refuse_sized(tx, states[1], (init, update), num_rows, dim)
-    return _stored_form(tx, states[1], leaves, first, dim)
+    return _form_in_store(tx, states[1], leaves, first, dim)
 
 
 def _initial_shapes(tx: Any, num_rows: int, dim: int) -> Any:
@@ -331,13 +324,13 @@ def _leaves(states: dict[int, Any], dim: int) -> tuple[_Leaf, ...]:
     if len({tree_util.tree_structure(state) for state in states.values()}) > 1:
         raise _refusal("the structure of its state depends on the number of rows", "Use a fused optimizer")
     leaves = []
-    for i, (path, one) in enumerate(flat[1]):
+    for i, (path, array) in enumerate(flat[1]):
         shapes = {num_rows: flat[num_rows][i][1].shape for num_rows in flat}
-        rest = one.shape[1:]
-        is_global = set(shapes.values()) == {one.shape}
+        rest = array.shape[1:]
+        is_global = set(shapes.values()) == {array.shape}
         is_row = all(shape == (num_rows, *rest) for num_rows, shape in shapes.items())
-        leaf = _Leaf(tuple(path), one.shape, one.dtype, is_row)
-        if jnp.issubdtype(one.dtype, jax.dtypes.extended):
+        leaf = _Leaf(tuple(path), array.shape, array.dtype, is_row)
+        if jnp.issubdtype(array.dtype, jax.dtypes.extended):
             raise _refusal(
                 f"its state {leaf.place} is a random key, and random numbers do not fit rows", "Leave it out"
             )
@@ -348,17 +341,17 @@ def _leaves(states: dict[int, Any], dim: int) -> tuple[_Leaf, ...]:
                 "one number or of dim, nor the same for any number of rows",
                 "Use an optimizer whose state is by row",
             )
-        if is_row and one.dtype not in (jnp.float32, jnp.bfloat16, jnp.bool_):
+        if is_row and array.dtype not in (jnp.float32, jnp.bfloat16, jnp.bool_):
             raise _refusal(
-                f"its state {leaf.place} is {one.dtype} by row, and rows keep float32 or bfloat16",
+                f"its state {leaf.place} is {array.dtype} by row, and rows keep float32 or bfloat16",
                 "Choose another dtype for it",
             )
         leaves.append(leaf)
     return tuple(leaves)
 
 
-def _traced(tx: Any, state: Any, block: Any) -> tuple[Any, Any, Any]:
-    """Returns jaxprs of init (its leaves) and update (updates, then leaves), and the shapes that update gives."""
+def _trace(tx: Any, state: Any, block: Any) -> tuple[Any, Any, Any]:
+    """Traces init (to its leaves) and update (to updates, then leaves); also returns the shapes of the latter."""
     leaves, treedef = tree_util.tree_flatten(state)
 
     def init(rows: Any) -> Any:
@@ -387,12 +380,12 @@ def _refuse_changed(old: Any, new: Any, leaves: tuple[_Leaf, ...]) -> None:
 
 def _refuse_dependences(found: list[separable.Dependence], *, rowwise: bool) -> None:
     by_place = Coupled(separable.BY_PLACE)
-    if any(isinstance(one, separable.Positional) or one == by_place for one in found):
+    if any(isinstance(dependence, separable.Positional) or dependence == by_place for dependence in found):
         raise _refusal(
             "what it does to a row depends on the place of the row in the batch",
             "Noise and counters along the rows cannot be lifted: leave them out",
         )
-    coupled = next((one for one in found if isinstance(one, Coupled)), None)
+    coupled = next((dependence for dependence in found if isinstance(dependence, Coupled)), None)
     if coupled is not None and not rowwise:
         raise _refusal(
             f"the step of a row may depend on other rows: it {coupled.reason}",
@@ -402,11 +395,11 @@ def _refuse_dependences(found: list[separable.Dependence], *, rowwise: bool) -> 
 
 
 def _refuse_factored(tx: Any, leaves: tuple[_Leaf, ...]) -> None:
-    """Refuses state with lines per row in a small table that may be factored in a large one."""
+    """Refuses state that is by row in a small table, but may be factored in a large one."""
     large = tree_util.tree_leaves(_initial_shapes(tx, _MANY_ROWS, _MANY_COLUMNS))
     small = tree_util.tree_leaves(_initial_shapes(tx, 1, _MANY_COLUMNS))
-    for leaf, one, many in zip(leaves, small, large, strict=False):
-        if many.shape != ((_MANY_ROWS, *one.shape[1:]) if leaf.is_row else one.shape):
+    for leaf, few, many in zip(leaves, small, large, strict=False):
+        if many.shape != ((_MANY_ROWS, *few.shape[1:]) if leaf.is_row else few.shape):
             raise _refusal(
                 f"its state {leaf.place} is {list(many.shape)} in a table of {_MANY_ROWS} rows of {_MANY_COLUMNS}: "
                 "it is factored, and couples rows",
@@ -417,25 +410,25 @@ def _refuse_factored(tx: Any, leaves: tuple[_Leaf, ...]) -> None:
 def _refuse_sized(tx: Any, one: Any, of_few: tuple[Any, Any], few: int, dim: int) -> None:
     """Refuses a formula that depends on the number of rows: its step of one row is not that of a table."""
 
-    def traced(num_rows: int, state: Any) -> tuple[Any, ...]:
-        return _traced(tx, state, jax.ShapeDtypeStruct((num_rows, dim), jnp.float32))[:2]
+    def trace(num_rows: int, state: Any) -> tuple[Any, ...]:
+        return _trace(tx, state, jax.ShapeDtypeStruct((num_rows, dim), jnp.float32))[:2]
 
     def formulas(functions: Sequence[Any], num_rows: int | None) -> list[Any]:
         return [separable.formula_of(function, num_rows) for function in functions]
 
-    of_many = traced(_MANY_ROWS, _initial_shapes(tx, _MANY_ROWS, dim))
-    # An axis of one may be that of a block of one row, or another: of such a block sizes tell nothing.
-    depends = formulas(of_few, few) != formulas(of_many, _MANY_ROWS) or formulas(of_few, None) != formulas(
-        traced(1, one), None
-    )
-    if depends:
+    of_many = trace(_MANY_ROWS, _initial_shapes(tx, _MANY_ROWS, dim))
+    depends = formulas(of_few, few) != formulas(of_many, _MANY_ROWS)
+    # In a block of one row any axis of length 1 may be that of the rows: sizes do not count.
+    if depends or formulas(of_few, None) != formulas(trace(1, one), None):
         raise _refusal(
             "its formula depends on the number of rows in the table",
             "Pass rowwise=True to step each row as a table of one row",
         )
 
 
-def _stored_form(tx: Any, state: Any, leaves: tuple[_Leaf, ...], found: list[separable.Dependence], dim: int) -> _Form:
+def _form_in_store(
+    tx: Any, state: Any, leaves: tuple[_Leaf, ...], found: list[separable.Dependence], dim: int
+) -> _Form:
     """Finds initial values: numbers, where `init` reads no row and gives all columns the same one."""
     with jax.ensure_compile_time_eval():
         values = [np.asarray(leaf) for leaf in tree_util.tree_leaves(tx.init(jnp.zeros((1, dim), jnp.float32)))]
@@ -460,7 +453,7 @@ def _stored_form(tx: Any, state: Any, leaves: tuple[_Leaf, ...], found: list[sep
             f"it has {len(specs)} arrays of state by row, and rows keep at most {MAX_STATES}",
             "Use a transformation with less state",
         )
-    # Not str of the tree's structure, where the repr of a node may tell addresses.
+    # Not str of the tree's structure, since the repr of a node may contain addresses.
     inner = [name for name in _classes(state) if name != jax.ShapeDtypeStruct.__name__]
     nodes = (*inner, *(f"{leaf.place}:{leaf.dtype}" for leaf in leaves))
     treedef = tree_util.tree_structure(state)
@@ -469,8 +462,8 @@ def _stored_form(tx: Any, state: Any, leaves: tuple[_Leaf, ...], found: list[sep
 
 def _parent(path: tuple[Any, ...], field: str) -> str | None:
     """Returns the path of the state that holds `<field>["learning_rate"]` on the way to a leaf."""
-    for i, (one, two) in enumerate(itertools.pairwise(path)):
-        if getattr(one, "name", None) == field and getattr(two, "key", None) == "learning_rate":
+    for i, (outer, inner) in enumerate(itertools.pairwise(path)):
+        if getattr(outer, "name", None) == field and getattr(inner, "key", None) == "learning_rate":
             return tree_util.keystr(path[:i])
     return None
 
@@ -482,7 +475,8 @@ def _name(leaf: _Leaf, taken: list[RowState]) -> str:
 
 def _unique(name: str, taken: list[RowState]) -> str:
     names = [state.name for state in taken]
-    return next(one for one in (name, *(f"{name}_{i}" for i in range(2, len(names) + 3))) if one not in names)
+    candidates = (name, *(f"{name}_{i}" for i in range(2, len(names) + 3)))
+    return next(candidate for candidate in candidates if candidate not in names)
 
 
 def lift(tx: "optax.GradientTransformation", *, rowwise: bool = False) -> Lifted:

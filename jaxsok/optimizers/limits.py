@@ -32,22 +32,22 @@ _SHARE = functools.partial(checks.number, low=0.0, high=math.nextafter(1.0, 0.0)
 
 
 def positive(default: float) -> Any:
-    """A hyper-parameter above 0."""
+    """Declares a hyper-parameter above 0."""
     return checks.declare(default, _POSITIVE)
 
 
 def not_negative(default: float) -> Any:
-    """A hyper-parameter of at least 0."""
+    """Declares a hyper-parameter of at least 0."""
     return checks.declare(default, checks.number, low=0.0, wanted="a number in [0.0, inf)")
 
 
 def share(default: float | None) -> Any:
-    """A hyper-parameter of at least 0 and below 1; None too where that is the default."""
+    """Declares a hyper-parameter of at least 0 and below 1, or None where that is the default."""
     return checks.declare(default, checks.optional(_SHARE) if default is None else _SHARE)
 
 
 def flag(default: bool) -> Any:
-    """A hyper-parameter that is True or False."""
+    """Declares a hyper-parameter that is True or False."""
     return checks.declare(default, checks.flag)
 
 
@@ -68,7 +68,7 @@ class AdaptiveClip:
     ratio: float = positive(1.0)
     """The share of the row's L2 norm that one use may bring."""
     lower: float = positive(1e-5)
-    """What one use may bring whatever the row is, so that a row of zeros can leave zero."""
+    """The least bound on one use, so that a row of zeros can leave zero."""
 
     def __post_init__(self) -> None:
         checks.check_fields(self, "AdaptiveClip")
@@ -76,11 +76,11 @@ class AdaptiveClip:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What bounds a step, given to an optimizer as `limits`. None: no bound.
+    """Bounds on a step, given to an optimizer as `limits`. None: no bound.
 
     In this order: `clip_value`, `clip_row_norm`, `adaptive_clip` on the row gradient after `row_gradient`; then the
-    optimizer's step, its weight decay included; then `max_row_norm` on the row. What is within its bounds keeps its
-    bits; a norm of zero stays zero. Norms do not overflow.
+    optimizer's step, its weight decay included; then `max_row_norm` on the row. Rows and gradients within their bounds
+    keep their bits; a norm of zero stays zero. Norms do not overflow.
 
     Example:
       `optim.adam(1e-3, limits=Limits(clip_row_norm=1.0, max_row_norm=10.0))`
@@ -152,34 +152,29 @@ class Limited(Optimizer):
         return self._own_kernel if self.limits is None and self._is_plain() else PROGRAM
 
     def _is_plain(self) -> bool:
-        """Whether its own kernel does all that the options ask for."""
+        """Returns whether its own kernel does all that the options ask for."""
         return True
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """Numbers for each column, 0 at first."""
         return tuple(RowState(name, dim, 0.0) for name in self._states)
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """The learning rate."""
         return (learning_rate,)
 
     def step_row(self, inputs: RowInputs) -> RowOutputs:
-        """The optimizer's step within its limits."""
         return self._step(inputs) if self.limits is None else self.limits.around(self._step, inputs)
 
     @abc.abstractmethod
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        """The step of one row without limits."""
+        """Steps one row without limits."""
 
     def _check_positive_rate(self) -> None:
-        """For optimizers that divide by the learning rate."""
         if not callable(self.learning_rate) and not self.learning_rate > 0:
             raise ValueError(
                 f"optim.{self.name}: learning_rate: got {self.learning_rate!r}, wanted a positive number or a schedule."
             )
 
     def _check_momentum(self) -> None:
-        """For optimizers with a `momentum` that may be None, and `nesterov`."""
         if self.nesterov and self.momentum is None:
             raise ValueError(f"optim.{self.name}: nesterov: got True without momentum; give momentum=0.9, say.")
 
@@ -201,7 +196,7 @@ def function_of(kind: Callable[Parameters, Made]) -> Callable[Parameters, Made]:
 
 
 def norm(row: Float[Array, " dim"]) -> Float[Array, ""]:
-    """The L2 norm."""
+    """Computes the L2 norm."""
     return jnp.sqrt(jnp.sum(row * row))
 
 

@@ -36,7 +36,6 @@ class AdamW(Limited):
     weight_decay: float = not_negative(1e-4)
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Learning rate, the bias corrections."""
         return (learning_rate, bias_correction(step, self.b1), bias_correction(step, self.b2))
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
@@ -44,14 +43,14 @@ class AdamW(Limited):
         return RowOutputs(inputs.row - inputs.hyper[0] * update, states)
 
     def _update(self, inputs: RowInputs) -> tuple[Array, tuple[Array, Array]]:
-        """Returns what the learning rate scales, weight decay included, and the moments."""
+        """Returns the update before the learning rate, weight decay included, and the moments."""
         gradient, row, (m, v), _, (_, correct1, correct2) = inputs
         m = average(m, gradient, self.b1)
         v = average(v, self._squares(gradient), self.b2)
         return (m / correct1) / (jnp.sqrt(v / correct2) + self.eps) + self.weight_decay * row, (m, v)
 
     def _squares(self, gradient: Array) -> Array:
-        """Returns what the second moment averages."""
+        """Returns the squares that the second moment averages."""
         return gradient * gradient
 
 
@@ -76,7 +75,6 @@ class RowwiseAdam(AdamW):
     weight_decay: float = not_negative(0.0)
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """First moment of each column, second moment of the row."""
         return (RowState("m", dim, 0.0), RowState("v", 1, 0.0))
 
     def _squares(self, gradient: Array) -> Array:
@@ -139,7 +137,6 @@ class Adamax(Limited):
     weight_decay: float = not_negative(0.0)
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Learning rate, the bias correction of the first moment."""
         return (learning_rate, bias_correction(step, self.b1))
 
     def _step(self, inputs: RowInputs) -> RowOutputs:

@@ -1,8 +1,8 @@
 """Row programs: an optimizer's `step_row` as a short list of operations that the update kernel runs on each row.
 
-`step_row` is traced once for each dim. What does not depend on the row (schedules, bias corrections, counts) is left
-to XLA, which works it out once a step; the results are the program's scalars. The rest becomes operations on registers
-as wide as a row: `ffi/core/row_program.h` says what each does, on both back ends alike.
+`step_row` is traced once for each dim. Values that do not depend on the row (schedules, bias corrections, counts) are
+left to XLA, which computes them once a step; they are the program's scalars. The rest becomes operations on registers
+as wide as a row: `ffi/core/row_program.h` defines each of them, for both back ends.
 
     m = 0.9 * m + 0.1 * g        r2 = multiply s0, r2                  registers: r0 gradient, r1 row, r2 and on the
                                  r0 = multiply_add s1, r0, r2          states, then temporaries, in whatever is free
@@ -81,10 +81,10 @@ class RowProgram:
     num_states: int
     counts_uses: bool
     scalars: Callable[..., Float[Array, " num_scalars"]] = dataclasses.field(repr=False)
-    """From the optimizer's hyper to what the kernel reads beside the rows."""
+    """A function from the optimizer's hyper to the program's scalars."""
 
     def words(self) -> np.ndarray:
-        """The operations as the handler takes them: int32[5 * num_ops]."""
+        """Returns the operations as the handler takes them: int32[5 * num_ops]."""
         return np.array(self.ops, np.int32).reshape(-1)
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class RowProgram:
         names = ["row", *(f"state {k}" for k in range(self.num_states))]
         lines = []
         for code, to, *operands in self.ops:
-            shown = ", ".join(operand(one) for one in operands[: _num_operands(code)])
+            shown = ", ".join(map(operand, operands[: _num_operands(code)]))
             lines.append(f"{names[to] if OPS[code] == 'output' else f'r{to}'} = {OPS[code]} {shown}")
         return "\n".join(lines)
 
@@ -105,10 +105,7 @@ class NotARowProgram(ValueError):
 
 @functools.lru_cache(maxsize=1024)
 def compiled(optimizer: Optimizer, dim: int) -> RowProgram:
-    """Compiles an optimizer's step for rows of `dim` numbers.
-
-    NotARowProgram names what it cannot run, and a remedy: other operations, other mixtures of columns than sums, maxima
-    and minima, or too many operations.
+    """Compiles an optimizer's step for rows of `dim` numbers; NotARowProgram names what it cannot run, and a remedy.
 
     Example:
       >>> from jaxsok import optim
@@ -117,17 +114,10 @@ def compiled(optimizer: Optimizer, dim: int) -> RowProgram:
       row = output r0
     """
     what = f"optim.{optimizer.name}: step_row"
-    states = optimizer.state_specs(dim)
-    wide = jax.ShapeDtypeStruct((dim,), jnp.float32)
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    hyper = optimizer.hyper_shapes(dim)
-    inputs = RowInputs(
-        gradient=wide,
-        row=wide,
-        states=tuple(jax.ShapeDtypeStruct((state.dim,), jnp.float32) for state in states),
-        num_uses=scalar,
-        hyper=hyper,
-    )
+    states, hyper = optimizer.state_specs(dim), optimizer.hyper_shapes(dim)
+    wide, scalar = jax.ShapeDtypeStruct((dim,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    row_states = tuple(jax.ShapeDtypeStruct((state.dim,), jnp.float32) for state in states)
+    inputs = RowInputs(wide, wide, row_states, scalar, hyper)
     closed, outputs = jax.make_jaxpr(lambda inputs: tuple(optimizer.step_row(inputs)), return_shape=True)(inputs)
     shapes = [(tuple(out.shape), jnp.dtype(out.dtype)) for out in jax.tree.leaves(outputs)]
     wanted = [((dim,), jnp.dtype("float32"))] + [((state.dim,), jnp.dtype("float32")) for state in states]
@@ -142,7 +132,7 @@ def compiled(optimizer: Optimizer, dim: int) -> RowProgram:
 
 @dataclasses.dataclass(frozen=True)
 class _Global:
-    """A value that does not depend on the row: its number among those that the scalars' function works out."""
+    """A value that does not depend on the row: its number among those that XLA computes."""
 
     number: int
 
@@ -177,7 +167,7 @@ _Value = _Global | _Literal | _Row | _NumUses
 
 @dataclasses.dataclass(frozen=True)
 class _Maker:
-    """How XLA works out a value: from values with lesser numbers, and from the hyper."""
+    """A function with which XLA computes a value from values with lesser numbers, and from the hyper."""
 
     make: Callable[[dict[int, Any], Sequence[Any]], Any]
     needed: tuple[int, ...]
@@ -190,7 +180,7 @@ class _Compiler:
         self.what, self.dim, self.num_states = what, dim, num_states
         self.num_values = 2 + num_states
         self.steps: list[tuple[str, int, tuple[_Value, ...]]] = []
-        # What XLA works out: values in order, each a hyper, a constant, or the result of an equation.
+        # Values that XLA computes, in order: each is a hyper, a constant, or the result of an equation.
         self.globals: list[_Maker] = []
         self.sizes: list[int] = []
 
@@ -200,7 +190,7 @@ class _Compiler:
         inputs.append(_NumUses())
         for i in range(num_hyper):
             inputs.append(self._global(lambda env, hyper, i=i: hyper[i], leaves[len(inputs)].aval))
-        return self._allocated(self._inline_closed(closed, inputs))
+        return self._allocate(self._inline_closed(closed, inputs))
 
     # Equations to operations.
 
@@ -229,7 +219,7 @@ class _Compiler:
             if name in _SAME_VALUE and self._size_of(values[0]) == 1:
                 # A scalar made as long as a row is still that scalar.
                 return [values[0]]
-            return self._outside(equation, values)
+            return self._leave_to_xla(equation, values)
         self._refuse_integers(name, equation, values)
         if name == "cond":
             return self._both_branches(equation, values)
@@ -240,7 +230,7 @@ class _Compiler:
             )
         result, dtype = self._operation(name, equation, values), equation.outvars[0].aval.dtype
         if dtype in (jnp.bfloat16, jnp.float16) and name != "convert_element_type":
-            # Registers are float32; so many bits of what an operation makes of 16-bit numbers are kept.
+            # Registers are float32; the result of 16-bit numbers keeps their bits.
             return [self._emit(f"to_{dtype.name}", result)]
         return [result]
 
@@ -253,7 +243,7 @@ class _Compiler:
             for place, (atom, value) in enumerate(zip(equation.invars, values, strict=True))
             if isinstance(value, (_Row, _NumUses)) and not (name == "cond" and place == 0)
         ]
-        # What a choice gives beside the row, a count say, stays outside.
+        # Other results of a choice, a count say, are left to XLA.
         made = [] if name == "cond" else [var.aval.dtype for var in equation.outvars]
         for dtype in [*of_row, *made]:
             if jnp.issubdtype(dtype, jnp.integer):
@@ -285,7 +275,7 @@ class _Compiler:
         if name == "integer_pow":
             return self._integer_power(values[0], equation.params["y"])
         if name == "convert_element_type":
-            return self._converted(equation, values[0])
+            return self._convert(equation, values[0])
         raise NotARowProgram(
             f"{self.what}: got the operation {name} on what depends on the row, wanted arithmetic, comparisons, where, "
             "roots, powers, exp, log, and sums, maxima or minima over the columns."
@@ -313,7 +303,7 @@ class _Compiler:
                 factor = self._emit("multiply", factor, factor)
         return result if exponent > 0 else self._emit("divide", _Literal.of(1.0), result)
 
-    def _converted(self, equation: Any, value: _Value) -> _Value:
+    def _convert(self, equation: Any, value: _Value) -> _Value:
         old, new = equation.invars[0].aval.dtype, jnp.dtype(equation.params["new_dtype"])
         if new == jnp.bool_:
             return value if old == jnp.bool_ else self._emit("not_equal", value, _Literal.of(0.0))
@@ -333,7 +323,7 @@ class _Compiler:
         chosen: list[_Value] = []
         for var, false, true in zip(equation.outvars, *results, strict=True):
             if not any(isinstance(value, (_Row, _NumUses)) for value in (index, false, true)):
-                chosen.append(self._chosen_outside(index, false, true, var.aval))
+                chosen.append(self._choose_by_xla(index, false, true, var.aval))
                 continue
             if jnp.issubdtype(var.aval.dtype, jnp.integer):
                 raise NotARowProgram(_NO_INTEGERS.format(what=self.what, name="cond", dtype=var.aval.dtype.name))
@@ -341,13 +331,11 @@ class _Compiler:
             chosen.append(self._emit("select", on_row, true, false))
         return chosen
 
-    def _chosen_outside(self, index: _Value, false: _Value, true: _Value, aval: Any) -> _Global:
+    def _choose_by_xla(self, index: _Value, false: _Value, true: _Value, aval: Any) -> _Global:
         """Lets XLA choose between two values that do not depend on the row."""
 
         def choose(env: dict[int, Any], hyper: Sequence[Any]) -> Any:
-            where, yes, no = (
-                env[one.number] if isinstance(one, _Global) else one.value for one in (index, true, false)
-            )
+            where, yes, no = (_value_of(value, env) for value in (index, true, false))
             return jnp.where(jnp.asarray(where) != 0, yes, no).astype(aval.dtype)
 
         return self._global(choose, aval, index, false, true)
@@ -358,7 +346,7 @@ class _Compiler:
         self.steps.append((name, result.number, operands))
         return result
 
-    # What XLA works out.
+    # Values that XLA computes.
 
     def _global(self, make: Callable[[dict[int, Any], Sequence[Any]], Any], aval: Any, *needed: _Value) -> _Global:
         numbers = tuple(value.number for value in needed if isinstance(value, _Global))
@@ -383,24 +371,24 @@ class _Compiler:
             value,
         )
 
-    def _outside(self, equation: Any, values: Sequence[_Value]) -> list[_Value]:
+    def _leave_to_xla(self, equation: Any, values: Sequence[_Value]) -> list[_Value]:
         atoms = [atom.aval for atom in equation.invars]
 
         def bind(env: dict[int, Any], hyper: Sequence[Any]) -> list[Any]:
             operands = []
             for value, aval in zip(values, atoms, strict=True):
-                one = env[value.number] if isinstance(value, _Global) else value.value
+                operand = _value_of(value, env)
                 # A scalar stands for an array of equal numbers.
-                if jnp.size(one) == 1:
-                    one = jnp.broadcast_to(jnp.asarray(one, aval.dtype).reshape(()), aval.shape)
-                operands.append(one)
+                if jnp.size(operand) == 1:
+                    operand = jnp.broadcast_to(jnp.asarray(operand, aval.dtype).reshape(()), aval.shape)
+                operands.append(operand)
             params = equation.primitive.get_bind_params(equation.params)
             out = equation.primitive.bind(*vary_alike(operands), **params)
             return list(out) if equation.primitive.multiple_results else [out]
 
         results = [var.aval for var in equation.outvars]
         if equation.primitive.name in _ON_COLUMNS and all(self._size_of(value) == 1 for value in values):
-            # All its numbers are equal: one is enough.
+            # All numbers of an array are equal.
             atoms = [jax.ShapeDtypeStruct((), aval.dtype) for aval in atoms]
             results = [jax.ShapeDtypeStruct((), results[0].dtype)]
         whole = self._global(bind, jax.ShapeDtypeStruct((0,), jnp.float32), *values)
@@ -410,8 +398,8 @@ class _Compiler:
 
     # Registers.
 
-    def _allocated(self, outputs: Sequence[_Value]) -> RowProgram:
-        steps = self._fused(self._live(outputs), outputs)
+    def _allocate(self, outputs: Sequence[_Value]) -> RowProgram:
+        steps = self._fuse(self._select_live(outputs), outputs)
         steps += [("output", slot, (value,)) for slot, value in enumerate(outputs) if value != _Row(1 + slot)]
         last_use: dict[int, int] = {}
         for at, (_, _, operands) in enumerate(steps):
@@ -458,7 +446,7 @@ class _Compiler:
         function = functools.partial(_scalars, tuple(self.globals), tuple(scalars))
         return RowProgram(tuple(ops), num_registers, self.num_states, counts_uses, function)
 
-    def _live(self, outputs: Sequence[_Value]) -> list[tuple[str, int, tuple[_Value, ...]]]:
+    def _select_live(self, outputs: Sequence[_Value]) -> list[tuple[str, int, tuple[_Value, ...]]]:
         needed = {value.number for value in outputs if isinstance(value, _Row)}
         live = []
         for step in reversed(self.steps):
@@ -467,7 +455,7 @@ class _Compiler:
                 live.append(step)
         return live[::-1]
 
-    def _fused(self, steps: list, outputs: Sequence[_Value]) -> list:
+    def _fuse(self, steps: list, outputs: Sequence[_Value]) -> list:
         """Joins products with the one sum or difference that takes them; each is still rounded."""
         used = itertools.chain(outputs, *(operands for _, _, operands in steps))
         num_uses = collections.Counter(value.number for value in used if isinstance(value, _Row))
@@ -494,19 +482,23 @@ class _Compiler:
 
 def vary_alike(operands: Sequence[Any]) -> list[Any]:
     """Makes operands vary over the same axes, as a primitive inside shard_map requires."""
-    varying = [jax.typeof(one).manual_axis_type.varying for one in operands]
+    varying = [jax.typeof(operand).manual_axis_type.varying for operand in operands]
     everything = frozenset().union(*varying)
     return [
-        jax.lax.pcast(one, tuple(everything - some), to="varying") if everything - some else one
-        for one, some in zip(operands, varying, strict=True)
+        jax.lax.pcast(operand, tuple(everything - axes), to="varying") if everything - axes else operand
+        for operand, axes in zip(operands, varying, strict=True)
     ]
+
+
+def _value_of(value: _Value, env: dict[int, Any]) -> Any:
+    return env[value.number] if isinstance(value, _Global) else value.value
 
 
 def _scalars(makers: Sequence[_Maker], wanted: Sequence[_Value], hyper: Sequence[Any]) -> Float[Array, " num_scalars"]:
     if not wanted:
         return jnp.zeros(1, jnp.float32)
     needed = {value.number for value in wanted if isinstance(value, _Global)}
-    # Each needs only what came before it.
+    # A value needs only values before it.
     for number in reversed(range(len(makers))):
         if number in needed:
             needed.update(makers[number].needed)
@@ -514,7 +506,7 @@ def _scalars(makers: Sequence[_Maker], wanted: Sequence[_Value], hyper: Sequence
     env: dict[int, Any] = {}
     for number in sorted(needed):
         env[number] = makers[number].make(env, leaves)
-    values = [env[value.number] if isinstance(value, _Global) else value.value for value in wanted]
+    values = [_value_of(value, env) for value in wanted]
     return jnp.stack([jnp.asarray(value).astype(jnp.float32).reshape(()) for value in values])
 
 

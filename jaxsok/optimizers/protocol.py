@@ -1,4 +1,4 @@
-"""What a sparse optimizer declares: its per-row state, and what a step does to one row.
+"""The interface of sparse optimizers: their per-row state, and the step of one row.
 
 An optimizer is a frozen, hashable declaration. The arrays live in the store, and hyper-parameters reach the kernel as
 an operand, so changing them recompiles nothing.
@@ -40,20 +40,20 @@ class RowState:
 
 
 class RowInputs(NamedTuple):
-    """What a step sees of one row, float32; `hyper` is what `Optimizer.hyper` gave."""
+    """The inputs of a step of one row, float32; `hyper` is the result of `Optimizer.hyper`."""
 
     gradient: Float[Array, " dim"]
     """Summed over the uses of the row, scaled by row_gradient."""
     row: Float[Array, " dim"]
     states: tuple[Float[Array, " _"], ...]
-    """In the order of `state_specs`: `[dim]` or `[1]`."""
+    """Optimizer state, in the order of `state_specs`: `[dim]` or `[1]`."""
     num_uses: Float[Array, ""]
-    """How often the step used the row, on all shards."""
+    """Uses of the row in the step, on all shards."""
     hyper: tuple[Float[Array, ""], ...]
 
 
 class RowOutputs(NamedTuple):
-    """What a step makes of one row; shapes as they came."""
+    """The results of a step of one row, in the shapes of its inputs."""
 
     row: Float[Array, " dim"]
     states: tuple[Float[Array, " _"], ...]
@@ -61,7 +61,7 @@ class RowOutputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer(abc.ABC):
-    """What moves the rows of a table."""
+    """A rule by which the rows of a table move."""
 
     name: ClassVar[str]
     """The name of its function in `jaxsok.optim`."""
@@ -90,27 +90,27 @@ class Optimizer(abc.ABC):
         return PROGRAM
 
     def state_form(self, dim: int) -> str:
-        """A text, the same in every run, that tells its state from that of other optimizers with equal names."""
+        """Returns a text, the same in every run, by which its state differs from that of others with equal names."""
         return type(self).__name__
 
     @abc.abstractmethod
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """The per-row state of a table of the given dim."""
+        """Returns the per-row state of a table of the given dim."""
 
     @abc.abstractmethod
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Returns the scalars of step uint32[] beside the rows; a kernel of its own reads at most NUM_HYPER."""
+        """Returns the scalars of step uint32[]; a kernel of its own reads at most NUM_HYPER."""
 
     @abc.abstractmethod
     def step_row(self, inputs: RowInputs) -> RowOutputs:
-        """The step of one row: a pure JAX function that treats rows alike.
+        """Steps one row: a pure JAX function that treats rows alike.
 
-        It may use what acts on columns one by one (arithmetic, comparisons, `jnp.where`, roots, powers, exp, log) and
-        sums, means, norms, maxima and minima over the columns.
+        It may use operations on each column (arithmetic, comparisons, `jnp.where`, roots, powers, exp, log) and sums,
+        means, norms, maxima and minima over the columns.
         """
 
     def init_globals(self, dim: int) -> tuple[np.ndarray, ...]:
-        """The initial optimizer state that belongs to no row; only lifted optimizers have any."""
+        """Returns the initial optimizer state that belongs to no row; only lifted optimizers have any."""
         return ()
 
     def advance(

@@ -1,4 +1,4 @@
-"""Whether a function of a block of rows treats each row alone: read from its jaxpr, not from examples.
+"""Finds from its jaxpr, not from examples, whether a function of a block of rows treats each row alone.
 
 Examples miss branches that they do not take: clipping by a global norm of 1e9 looks harmless. Here every value is
 followed from the inputs to the outputs. Feeds `lift.py`; knows nothing of Optax.
@@ -21,7 +21,7 @@ class Coupled:
     """A value made of several rows together, or by an operation that is not understood."""
 
     reason: str
-    """What made it: "sums over the rows"."""
+    """The cause: "sums over the rows"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Positional:
 
 
 Dependence = int | Coupled | Positional | None
-"""How a value depends on the block: the axis along which its rows lie; None: the same for all rows."""
+"""The dependence of a value on the block: the axis along which its rows lie; None: the same for all rows."""
 
 BY_PLACE = "depends on the place of a row in the block"
 BY_NUMBER = "depends on the number of rows"
@@ -58,26 +58,20 @@ _RESHAPES = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims", 
 def dependences(closed: core.ClosedJaxpr, inputs: Sequence[Dependence], num_rows: int) -> list[Dependence]:
     """Finds how the outputs of a traced function of a block depend on its rows, given how the inputs do.
 
-    An axis is a promise: row i of the output is a function of row i of the inputs, the same for all i. `Coupled`
-    promises nothing: it names what may break that. No other axis may be as long as the block, `num_rows`.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> block = jnp.zeros((13, 4))
-      >>> dependences(jax.make_jaxpr(lambda x: (2 * x, x - x.mean(), x[0, 0]))(block), [0], num_rows=13)
-      [0, Coupled(reason='sums over the rows'), Coupled(reason='takes slice of them')]
+    An axis is a promise: row i of the output is a function of row i of the inputs, the same for all i. `Coupled` names
+    what may break that. No other axis may be as long as the block, `num_rows`.
     """
     jaxpr = closed.jaxpr
     known: dict[Any, Dependence] = {}
     for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
-        known[var] = _of_constant(value, num_rows)
+        known[var] = _dependence_of_constant(value, num_rows)
     known.update(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> Dependence:
-        return _of_constant(atom.val, num_rows) if isinstance(atom, core.Literal) else known[atom]
+        return _dependence_of_constant(atom.val, num_rows) if isinstance(atom, core.Literal) else known[atom]
 
     for eqn in jaxpr.eqns:
-        outs = _of_equation(eqn, [read(atom) for atom in eqn.invars], num_rows)
+        outs = _dependences_of_equation(eqn, [read(atom) for atom in eqn.invars], num_rows)
         known.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -87,14 +81,11 @@ def called(eqn: Any) -> core.ClosedJaxpr | None:
     if eqn.primitive.name not in _CALLS:
         return None
     bodies = [eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params]
-    return _closed(bodies[0]) if bodies else None
+    return _close(bodies[0]) if bodies else None
 
 
 def formula_of(closed: core.ClosedJaxpr, num_rows: int | None = None) -> tuple[Any, ...]:
-    """Describes what a traced function computes, whatever the size of blocks; equal descriptions mean equal functions.
-
-    With `num_rows`, the length of no other axis, sizes that do not belong to the block count too.
-    """
+    """Describes a traced function without the sizes of blocks; with `num_rows` other sizes count, too."""
     places: dict[Any, int] = {}
     for var in itertools.chain(
         closed.jaxpr.constvars, closed.jaxpr.invars, *(eqn.outvars for eqn in closed.jaxpr.eqns)
@@ -109,14 +100,14 @@ def formula_of(closed: core.ClosedJaxpr, num_rows: int | None = None) -> tuple[A
         plain = [(key, value) for key, value in eqn.params.items() if isinstance(value, (bool, int, float, str))]
         if num_rows is not None and not _rows_in(eqn.invars, num_rows) and not _rows_in(eqn.outvars, num_rows):
             tuples = [(key, value) for key, value in eqn.params.items() if isinstance(value, tuple)]
-            plain += [(key, value) for key, value in tuples if all(isinstance(one, int) for one in value)]
+            plain += [(key, value) for key, value in tuples if all(isinstance(number, int) for number in value)]
         inner = [formula_of(body, num_rows) for body in _bodies(eqn)]
         words.append((eqn.primitive.name, *read(eqn.invars), *sorted(plain), *inner))
     return tuple(words)
 
 
 def _numbers(value: Any) -> Any:
-    """The numbers of a constant; where they are equal along an axis, once."""
+    """Returns the numbers of a constant; where they are equal along an axis, once."""
     if jnp.issubdtype(jax.typeof(value).dtype, jax.dtypes.extended):
         value = jax.random.key_data(value)
     array = np.asarray(value)
@@ -129,25 +120,24 @@ def _numbers(value: Any) -> Any:
 
 def _bodies(eqn: Any) -> list[core.ClosedJaxpr]:
     """Returns the functions that an equation holds: calls, branches, condition and body of a loop."""
-    values = [
-        one for _, value in sorted(eqn.params.items()) for one in (value if isinstance(value, tuple) else [value])
-    ]
-    return [_closed(value) for value in values if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))]
+    params = [value if isinstance(value, tuple) else (value,) for _, value in sorted(eqn.params.items())]
+    values = itertools.chain.from_iterable(params)
+    return [_close(value) for value in values if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))]
 
 
 def _rows_in(atoms: Sequence[Any], num_rows: int) -> int:
-    """Counts the axes as long as the block, and returns the most that any one has."""
+    """Returns the most axes as long as the block that any of the atoms has."""
     return max((list(getattr(atom.aval, "shape", ())).count(num_rows) for atom in atoms), default=0)
 
 
 def _counts_rows(eqn: Any, num_rows: int) -> bool:
-    """Whether an axis as long as the block ends in it: a sum of ones is the number of rows."""
+    """Returns whether an axis as long as the block ends in an equation: a sum of ones is the number of rows."""
     if _rows_in(eqn.invars, num_rows) > _rows_in(eqn.outvars, num_rows):
         return True
     return any(_counts_rows(inner, num_rows) for body in _bodies(eqn) for inner in body.jaxpr.eqns)
 
 
-def _of_constant(value: Any, num_rows: int) -> Dependence:
+def _dependence_of_constant(value: Any, num_rows: int) -> Dependence:
     """Finds how a constant depends on the block; where an axis is as long, it may tell rows apart."""
     shape = np.shape(value)
     for axis in [axis for axis, size in enumerate(shape) if size == num_rows]:
@@ -157,7 +147,7 @@ def _of_constant(value: Any, num_rows: int) -> Dependence:
     return None
 
 
-def _of_equation(eqn: Any, ins: list[Dependence], num_rows: int) -> list[Dependence]:
+def _dependences_of_equation(eqn: Any, ins: list[Dependence], num_rows: int) -> list[Dependence]:
     name, params = eqn.primitive.name, eqn.params
     num_outs = len(eqn.outvars)
     body = called(eqn)
@@ -166,8 +156,8 @@ def _of_equation(eqn: Any, ins: list[Dependence], num_rows: int) -> list[Depende
     if name == "cond":
         choice, operands = ins[0], ins[1:]
         if choice is None:
-            branches = [dependences(_closed(branch), operands, num_rows) for branch in params["branches"]]
-            return [_joined(list(outs)) for outs in zip(*branches, strict=True)]
+            branches = [dependences(_close(branch), operands, num_rows) for branch in params["branches"]]
+            return [_join(list(outs)) for outs in zip(*branches, strict=True)]
     for value in ins:
         if isinstance(value, Coupled):
             return [value] * num_outs
@@ -176,7 +166,7 @@ def _of_equation(eqn: Any, ins: list[Dependence], num_rows: int) -> list[Depende
     if not axes:
         if not any(isinstance(value, Positional) for value in ins) and _counts_rows(eqn, num_rows):
             return [Coupled(BY_NUMBER)] * num_outs
-        if name in _RESHAPES and isinstance(moved := _all_moved(eqn, num_rows), Coupled):
+        if name in _RESHAPES and isinstance(moved := _check_all_move(eqn, num_rows), Coupled):
             return [moved] * num_outs
         may_differ = any(isinstance(value, Positional) for value in ins) or not is_plain
         return [
@@ -191,13 +181,13 @@ def _of_equation(eqn: Any, ins: list[Dependence], num_rows: int) -> list[Depende
         return [axis] * num_outs
     if name in _REDUCTIONS:
         gone = params["axes"]
-        return [Coupled(_REDUCTIONS[name]) if axis in gone else axis - sum(one < axis for one in gone)] * num_outs
+        return [Coupled(_REDUCTIONS[name]) if axis in gone else axis - sum(place < axis for place in gone)] * num_outs
     if name in _RESHAPES:
-        return [_moved(name, params, axis, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)]
+        return [_move(name, params, axis, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)]
     return [Coupled(f"takes {name} of them")] * num_outs
 
 
-def _moved(name: str, params: Any, axis: int, old: tuple[int, ...], new: tuple[int, ...]) -> Dependence:
+def _move(name: str, params: Any, axis: int, old: tuple[int, ...], new: tuple[int, ...]) -> Dependence:
     if name == "broadcast_in_dim":
         return int(params["broadcast_dimensions"][axis])
     if name == "transpose":
@@ -209,14 +199,14 @@ def _moved(name: str, params: Any, axis: int, old: tuple[int, ...], new: tuple[i
     return Coupled("lays the rows end to end")
 
 
-def _all_moved(eqn: Any, num_rows: int) -> Coupled | None:
+def _check_all_move(eqn: Any, num_rows: int) -> Coupled | None:
     """Returns None if a value that is the same for all rows still is so after a change of shape."""
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    moves = [_moved(eqn.primitive.name, eqn.params, axis, old, new) for axis, n in enumerate(old) if n == num_rows]
+    moves = [_move(eqn.primitive.name, eqn.params, axis, old, new) for axis, n in enumerate(old) if n == num_rows]
     return next((moved for moved in moves if isinstance(moved, Coupled)), None)
 
 
-def _joined(values: list[Dependence]) -> Dependence:
+def _join(values: list[Dependence]) -> Dependence:
     distinct = [value for i, value in enumerate(values) if value is not None and value not in values[:i]]
     if not distinct:
         return None
@@ -226,5 +216,5 @@ def _joined(values: list[Dependence]) -> Dependence:
     return distinct[0] if len(distinct) == 1 else Coupled("sets rows against columns")
 
 
-def _closed(body: Any) -> core.ClosedJaxpr:
+def _close(body: Any) -> core.ClosedJaxpr:
     return body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, ())

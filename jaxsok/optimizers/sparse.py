@@ -44,9 +44,9 @@ class Ftrl(Limited):
     Args:
       learning_rate: a number, a 0-d array, or an Optax schedule; positive.
       learning_rate_power: at most 0; -0.5 is the paper's.
-      initial_accumulator_value: what the accumulators of a new row hold.
+      initial_accumulator_value: the accumulators of a new row.
       l1: strength of `l1 · |row|`, which makes single numbers zero.
-      l2: strength of `l2 · row²` in what a row minimises.
+      l2: strength of `l2 · row²`, added to the sum that a row minimises.
       l2_shrinkage: strength of `l2_shrinkage · row²`, added to the loss of a step.
       beta: makes first steps shorter, as eps does elsewhere.
       limits: bounds around the step. z does not know a bound on the row: the next step starts from z.
@@ -74,7 +74,6 @@ class Ftrl(Limited):
         self._check_positive_rate()
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """For each column, the sum of squared gradients and that of gradients."""
         return (RowState("accumulator", dim, self.initial_accumulator_value), RowState("z", dim, 0.0))
 
     def _power(self, accumulator: Array) -> Array:
@@ -107,8 +106,8 @@ class GroupFtrl(Ftrl):
     `l21 = 0` it is `ftrl`, and as lazy as that.
 
     Args:
-      l21: strength of the lasso on rows, beside the arguments of `ftrl`; DeepRec's `l1_regularization_strength` is
-        `l21 · sqrt(dim)`.
+      l21: strength of the lasso on rows; DeepRec's `l1_regularization_strength` is `l21 · sqrt(dim)`. The other
+        arguments are those of `ftrl`.
 
     Source: Yue et al., "Adaptive Optimizers with Sparse Group Lasso for Neural Networks in CTR Prediction", 2021; the
     form of TFPlus's SparseGroupFtrl. With `l21 = l1 / sqrt(dim)` also DeepRec's FtrlOptimizer of strength l1 on an
@@ -128,7 +127,7 @@ class GroupAdam(Limited):
 
     With the moments of `adam` and `q = (sqrt(v̂) + eps) / lr`: `z = held + m̂ - q · row`; `s = z - l1 · sign(z)`, zero
     where `|z| <= l1`; the row is zero if `||s|| <= l21 · sqrt(dim)`, else
-    `-(1 - l21 · sqrt(dim) / ||s||) · s / (q + 2 · l2)`; then `held = z + q · row`, what the regularisers hold back.
+    `-(1 - l21 · sqrt(dim) / ||s||) · s / (q + 2 · l2)`; then `held = z + q · row`, which the regularisers hold back.
 
     With `l1 = l2 = l21 = 0` it is `adam`, at any schedule. Lazy as `adam`: the regularisers also act only in the steps
     that use the row.
@@ -137,7 +136,7 @@ class GroupAdam(Limited):
       learning_rate: positive, as for `ftrl`.
       b1, b2, eps: as for `adam`.
       l1: strength of the lasso on single numbers.
-      l2: strength of `l2 · row²` in what a row minimises.
+      l2: strength of `l2 · row²`, added to the sum that a row minimises.
       l21: strength of the lasso on rows.
       limits: bounds around the step; `held` does not know one on the row.
 
@@ -146,7 +145,7 @@ class GroupAdam(Limited):
     """
 
     name: ClassVar[str] = "group_adam"
-    _states: ClassVar[tuple[str, ...]] = ("m", "v", "held")  # `held`: what the regularisers hold back
+    _states: ClassVar[tuple[str, ...]] = ("m", "v", "held")
     b1: float = share(0.9)
     b2: float = share(0.999)
     eps: float = positive(1e-8)
@@ -159,7 +158,6 @@ class GroupAdam(Limited):
         self._check_positive_rate()
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Learning rate, the bias corrections."""
         return (learning_rate, bias_correction(step, self.b1), bias_correction(step, self.b2))
 
     def _step(self, inputs: RowInputs) -> RowOutputs:

@@ -30,7 +30,7 @@ class RmsProp(Limited):
     Args:
       decay: of the mean square, and of the mean.
       eps: added under the root, or without `eps_in_sqrt` to it.
-      initial_scale: what the mean square of a new row holds.
+      initial_scale: the mean square of a new row.
       centered: whether to divide by the deviation in place of the root of the mean square.
       momentum, nesterov: as for `sgd`.
       bias_correction: whether to correct for moments that began at zero.
@@ -58,16 +58,10 @@ class RmsProp(Limited):
         self._check_momentum()
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """The mean square of each column; if centered its mean, with momentum its trace."""
-        specs = [RowState("v", dim, self.initial_scale)]
-        if self.centered:
-            specs.append(RowState("m", dim, 0.0))
-        if self.momentum is not None:
-            specs.append(RowState("trace", dim, 0.0))
-        return tuple(specs)
+        more = ["m"] * self.centered + ["trace"] * (self.momentum is not None)
+        return (RowState("v", dim, self.initial_scale), *(RowState(name, dim, 0.0) for name in more))
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Learning rate, the bias correction (1 without)."""
         return (learning_rate, bias_correction(step, self.decay) if self.bias_correction else 1.0)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
@@ -136,9 +130,9 @@ class AdagradDecay(Limited):
     `max(acc · decay_rate^missed, initial)`; DeepRec's own for one a use at most. Weight decay is coupled and lazy.
 
     Args:
-      initial_accumulator_value: what the accumulators of a new row hold, and the least that they can hold; positive.
+      initial_accumulator_value: the accumulators of a new row, and their least value; positive.
       decay_step: updates of the collection from one decay to the next.
-      decay_rate: what a decay leaves, in (0, 1).
+      decay_rate: the share that a decay leaves, in (0, 1).
       weight_decay: as for `sgd`.
 
     Source: DeepRec's AdagradDecayOptimizer.
@@ -160,11 +154,9 @@ class AdagradDecay(Limited):
         )
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """One accumulator for each column; how many decays they have had."""
         return (RowState("accumulator", dim, self.initial_accumulator_value), RowState("num_decays", 1, 0.0))
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Learning rate, how many decays there were by now."""
         # (step + 1) // decay_step, where step + 1 may be 2**32.
         step, decay_step = jnp.asarray(step).astype(jnp.uint32), jnp.uint32(self.decay_step)
         before = step // decay_step

@@ -1,4 +1,4 @@
-"""Optimizers with a trust ratio: a row moves in proportion to its own norm. Each row is what a layer is to the papers.
+"""Optimizers with a trust ratio: a row moves in proportion to its own norm, as a layer does in the papers.
 
 Both are row programs and lazy: a row that no key of the step uses keeps row and state.
 """
@@ -15,7 +15,7 @@ from jaxsok.optimizers.moments import AdamW
 from jaxsok.optimizers.protocol import RowInputs, RowOutputs
 
 
-def _trusted(update: Array, row: Array, coefficient: float = 1.0, eps: float = 0.0) -> Array:
+def _scale_to_row(update: Array, row: Array, coefficient: float = 1.0, eps: float = 0.0) -> Array:
     """Scales an update by `coefficient * ||row|| / (||update|| + eps)`; leaves it where one of the norms is zero."""
     of_row, of_update = norm(row), norm(update)
     is_zero = jnp.logical_or(of_row == 0, of_update == 0)
@@ -43,7 +43,7 @@ class Lamb(AdamW):
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
         update, states = self._update(inputs)
-        return RowOutputs(inputs.row - inputs.hyper[0] * _trusted(update, inputs.row), states)
+        return RowOutputs(inputs.row - inputs.hyper[0] * _scale_to_row(update, inputs.row), states)
 
 
 lamb = function_of(Lamb)
@@ -78,7 +78,7 @@ class Lars(Limited):
     def _step(self, inputs: RowInputs) -> RowOutputs:
         gradient, row, (trace,), _, (learning_rate,) = inputs
         gradient = with_decay(gradient, row, self.weight_decay)
-        update = learning_rate * _trusted(gradient, row, self.trust_coefficient, self.eps)
+        update = learning_rate * _scale_to_row(gradient, row, self.trust_coefficient, self.eps)
         update, trace = with_momentum(update, trace, self.momentum, self.nesterov)
         return RowOutputs(row - update, (trace,))
 

@@ -30,7 +30,7 @@ import pytest
 from serving_cases import INITIALIZERS, TRACED, untrained
 
 import jaxsok
-from jaxsok.checkpoint import saved as checkpoint_source
+from jaxsok.checkpoint.saved import Source
 from jaxsok.interchange import columns, files, hps, npz, sok
 from jaxsok.records import Records
 
@@ -824,7 +824,7 @@ def writers(tmp_path_factory):
 def read_back(form, path):
     """The numbers that a written path has: those of one writer, and nothing else."""
     if form == "export":
-        source = checkpoint_source.Source.of("test", path)
+        source = Source.of("test", path)
         source.verify(["item"])
         chunks = list(source.records("item"))
     elif form == "model":

@@ -226,16 +226,16 @@ def test_damaged_folders(tmp_path):
 # dynamicemb ----------------------------------------------------------------------------------------------------------
 
 
-def dump(folder, table, keys, rows, state=None):
+def dump(folder, table, keys, rows, state=None, state_file="emb_opt_values"):
     """Writes two ranks, as dynamicemb names and lays out its files."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(2):
         mine = keys % 2 == rank
-        arrays = {"keys": keys[mine].astype("<i8"), "values": rows[mine].astype("<f4")}
+        arrays = {"emb_keys": keys[mine].astype("<i8"), "emb_values": rows[mine].astype("<f4")}
         if state is not None:
-            arrays["opt_values"] = state[mine].astype("<f4")
+            arrays[state_file] = state[mine].astype("<f4")
         for kind, array in arrays.items():
-            array.tofile(folder / f"{table}_emb_{kind}.rank_{rank}.world_size_2")
+            array.tofile(folder / f"{table}_{kind}.rank_{rank}.world_size_2")
 
 
 KEYS = np.array([2**40, 7, -9, 12, 3, 4])
@@ -251,7 +251,8 @@ def test_dumps_of_dynamicemb(tmp_path, name):
     state = np.repeat(KEYS[:, None] % 97, 4 if name == "rowwise_adagrad" else sum(widths), axis=1) + np.arange(
         4 if name == "rowwise_adagrad" else sum(widths)
     )
-    dump(tmp_path / "model" / "ebc", "user", KEYS, rows, state if widths else None)
+    state_file = "opt_values" if name == "adam" else "emb_opt_values"  # as its first versions wrote, and now
+    dump(tmp_path / "model" / "ebc", "user", KEYS, rows, state if widths else None, state_file)
     collection = collection_of({"user": optimizer}, dim=3)
     state_of = torchrec.load(collection, collection.init(), tmp_path, step=10, chunk_rows=2)
     found = collection.export_table(state_of, "user")

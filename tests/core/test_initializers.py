@@ -138,7 +138,7 @@ def test_rows_do_not_depend_on_the_batch():
     np.testing.assert_array_equal(rows[0], programs.initial_rows("user", DIM, keys))
 
 
-def test_rows_do_not_depend_on_store_capacity_or_optimizer():
+def test_rows_do_not_depend_on_store_capacity_or_optimizer(by_doubling):
     """Alone, beside another table, in a large store, after growth, with another optimizer: the same bits."""
     initializer = jaxsok.initializers.normal(1.0)
     want = programs.initial_rows("item", DIM, [5, 6], initializer=initializer)

@@ -104,7 +104,7 @@ def living(memory, num_shards=None):
 
 
 @pytest.mark.filterwarnings("ignore:grow")
-def test_a_long_life_that_ends_without_host_memory(tmp_path):
+def test_a_long_life_that_ends_without_host_memory(by_doubling, tmp_path):
     """A cache of a third of the rows, 240 steps with growth and eviction, saved; then four devices have all rows."""
     plain, tiered = living(None), living(jaxsok.HostMemory(device_rows=64))
     raws = raw_batches(plain, 240, num_keys=150)

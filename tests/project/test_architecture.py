@@ -153,18 +153,16 @@ def test_targets_in_cpp_are_targets_in_python():
         r"\b(?:JAXSOK_DEFINE(?:_EAGER)?_HANDLER|XLA_FFI_DEFINE_HANDLER_SYMBOL)\(\s*(\w+)",
         code("".join(sources("ffi/handlers/*.cc").values())),
     )
+    assert len(set(handlers)) == len(handlers)
     library = ast.parse((ROOT / "jaxsok/kernels/library.py").read_text())
-    (value,) = [
+    (call,) = [
         node.value
         for node in library.body
-        if (isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TARGETS")
-        or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TARGETS")
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HANDLERS"
     ]
-    targets = ast.literal_eval(value)
-    assert len(set(handlers)) == len(handlers)
-    assert sorted(symbol for _, symbol in targets) == sorted(handlers)
-    for target, symbol in targets:
-        assert "".join(word.capitalize() for word in target.split("_")) == symbol
+    names = ast.literal_eval(call.func.value).split()
+    symbols = ["Jaxsok" + "".join(word.capitalize() for word in name.split("_")) for name in names]
+    assert sorted(symbols) == sorted(handlers)
 
 
 # What may stand where in ffi/ --------------------------------------------------------------------------------------

@@ -263,9 +263,10 @@ def test_a_planned_step_copies_no_table(small_m1):
 
 
 def test_the_documented_floors_are_those_of_the_formulas():
+    measuring = (ROOT / "docs" / "measuring.md").read_text()
+    assert tables.format_table(report.FLOOR_COLUMNS, report.floor_rows(4230)) in measuring
     document = (ROOT / "docs" / "performance.md").read_text()
-    assert tables.format_table(report.FLOOR_COLUMNS, report.floor_rows(4230)) in document
-    assert report.replace_between_markers(document, "x").count("\n\nx\n\n") == 1
+    assert all(report.replace_between_markers(document, "x", part).count("\n\nx\n\n") == 1 for part in report.PARTS)
 
 
 def test_a_table_grows_no_further_than_its_share_of_the_memory(monkeypatch):
@@ -392,11 +393,12 @@ def test_without_time_left_a_run_says_what_it_left_out(tmp_path, monkeypatch):
     assert {"W1 rowwise_adagrad", "W6 sgd", "H1 D 8", "scale", "dims", "insert", "cpu"} <= skipped
 
 
-def test_the_document_tells_the_results_that_are_kept():
+def test_the_documents_have_the_results_that_are_kept():
     paths = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
     document = (ROOT / "docs" / "performance.md").read_text()
-    assert all(report.section(path).strip() in document for path in paths)
-    assert report.targets_section(paths) in document
+    assert report.targets_section(paths) in document and report.runs_section(paths) in document
+    pages = {page.stem: page.read_text() for page in (ROOT / "docs" / "results").glob("20*.md")}
+    assert pages == {path.stem: report.page(path) for path in paths}
 
 
 def test_targets_are_read_from_the_right_records():
@@ -577,7 +579,7 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
     assert all(row[tables.COLUMNS.index("limit ms")] != tables.NOTHING for row in tables.rows(found))
 
     page = tmp_path / "performance.md"
-    markers = [line for part in (report.RESULTS, report.TARGETS) for line in (*report.markers(part), "between")]
+    markers = [line for part in report.PARTS for line in (*report.markers(part), "between")]
     page.write_text("\n".join(["before", markers[0], "old", *markers[1:-1], "after\n"]))
     report.main([str(path), "--document", str(page)])
     written = page.read_text()
@@ -585,9 +587,12 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
     assert written.endswith("after\n")
     assert "old" not in written
     assert "between" in written
-    assert "forward + update, rowwise_adagrad" in written
+    assert "[results](results/results.md)" in written
+    tables_of_run = (tmp_path / "results" / "results.md").read_text()
+    assert "forward + update, rowwise_adagrad" in tables_of_run
+    assert f"`python -m jaxsok bench --quick --workloads W1,W5,H1 --only {parts} " in tables_of_run
     for part, (title, *_) in tables.PARTS.items():
-        assert title in written or part in {*alone, "cpu"}
+        assert title.rstrip(":") in tables_of_run or part in {*alone, "cpu"}
     assert "images/" not in written  # plots are of full-size runs on a GPU
     assert path.with_suffix("").is_dir() == (plots.why_none() is None)
 
@@ -679,6 +684,6 @@ def test_a_quick_run_of_training_measures_the_whole_and_its_parts(tmp_path, monk
         (target,) = [target for target in targets.TARGETS if "rowwise Adagrad" in target.name]
         assert target.reading(targets.Found(found)) == pytest.approx(wanted)
         assert target.row(targets.Found(found))[2].startswith(f"{wanted:.2f} (short: 3 runs of ")
-    told = report.section(path)
+    told = report.page(path)
     assert "read, pack and copy, page cache" in told
     assert "training 3 runs of 0.01 s, `--wire bfloat16 --num-threads 1`; parts 2 repetitions of 1 ms" in told

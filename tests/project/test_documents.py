@@ -7,8 +7,11 @@ import doctest
 import importlib
 import inspect
 import io
+import itertools
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +21,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 import jaxsok
-from jaxsok import grow, host_limits, inspection, processes, shards, store, types
-from jaxsok.interchange import columns, files, hps, npz, sok, torchrec
+from jaxsok import grow, host_limits, processes, shards, store, types
 from jaxsok.kernels import library
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -115,6 +117,19 @@ def test_code_of_pages(page):
         if i + 1 < len(blocks) and blocks[i + 1][0] == "text" and not blocks[i + 1][3].strip():
             got = [text.rstrip() for text in printed.getvalue().splitlines()]
             assert got == blocks[i + 1][2].splitlines(), f"{page}:{line}"
+
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks(path, monkeypatch):
+    """The cells of a notebook run one after the other; they check their results by assertions."""
+    cells = re.split(r"^# %%", path.read_text(), flags=re.MULTILINE)
+    assert cells[1].startswith(" [markdown]\n# # ") and sum("assert " in cell for cell in cells) > 0
+    monkeypatch.chdir(path.parent)  # as a kernel does
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    exec(compile(path.read_text(), str(path), "exec"), {"__name__": "__main__"})
 
 
 # Messages --------------------------------------------------------------------------------------------------------
@@ -565,24 +580,10 @@ def call_of(name, function):
 
 
 def members_of(kind):
-    """Public fields, properties and methods of a class, as docs/api.md writes them."""
-    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-    names = []
-    for field in fields:
-        if field.default is not dataclasses.MISSING:
-            names.append(f"{field.name}={field.default!r}")
-        elif field.default_factory is not dataclasses.MISSING:
-            names.append(f"{field.name}={field.default_factory.__name__}()")
-        else:
-            names.append(field.name)
-    for name, value in vars(kind).items():
-        if name.startswith("_") or name in {field.name for field in fields}:
-            continue
-        if isinstance(value, property):
-            names.append(name)
-        elif inspect.isroutine(value):
-            names.append(call_of(name, value))
-    return [name for name in names if not name.startswith("_")]
+    """Public fields, properties and methods of a class."""
+    fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    own = {name for name, value in vars(kind).items() if isinstance(value, property) or inspect.isroutine(value)}
+    return {name for name in fields | own if not name.startswith("_")}
 
 
 def public_names(module):
@@ -602,116 +603,72 @@ def calls_of(module):
     return [call_of(name, value) if inspect.isfunction(value) else name for name, value in values.items()]
 
 
-def layers(name):
-    """A module of jaxsok.layers, which needs Flax."""
-    pytest.importorskip("flax")
-    return importlib.import_module(f"jaxsok.layers.{name}")
+API_MODULES = (
+    "jaxsok",
+    *(f"jaxsok.{name}" for name in ("optim", "policies", "initializers")),
+    *(f"jaxsok.layers.{name}" for name in ("nnx", "linen")),
+    *(f"jaxsok.serving{name}" for name in ("", ".nnx", ".linen", ".hps", ".artifact", ".streams")),
+    *(f"jaxsok.interchange.{name}" for name in ("hps", "sok", "torchrec", "columns", "npz")),
+    *(f"jaxsok.{name}" for name in ("data", "data.criteo", "inspection", "checkpoint")),
+)
+"""The modules whose names are public, in the order of docs/api.md."""
 
 
-def serving(name):
-    """A module of jaxsok.serving, of which two need Flax."""
-    pytest.importorskip("flax")
-    return importlib.import_module(f"jaxsok.serving.{name}")
+def listed_names():
+    """The public names in docs/api.md, by section."""
+    text = (ROOT / "docs/api.md").read_text()
+    return {name.strip("`"): re.findall(r"^- `(.*)`$", part, re.MULTILINE) for name, part in sections(text).items()}
 
 
-def checkpoint():
-    """jaxsok.checkpoint, which needs Orbax and PyArrow."""
-    pytest.importorskip("orbax.checkpoint")
-    return importlib.import_module("jaxsok.checkpoint")
+def value_of(name):
+    """What a public name stands for; the test is skipped where its module needs what is not installed."""
+    module, _, attribute = name.rpartition(".")
+    module = pytest.importorskip(module.replace("jaxsok.optim", "jaxsok.optimizers"), exc_type=ImportError)
+    return getattr(module, attribute)
 
 
-def data(name=""):
-    """A module of jaxsok.data, which needs Grain and PyArrow."""
-    pytest.importorskip("grain")
-    return importlib.import_module(f"jaxsok.data{name}")
+@pytest.mark.parametrize("section", API_MODULES)
+def test_api_page_lists_every_public_name(section):
+    """Every public name of a module stands in docs/api.md, and nothing else; all but constants have a docstring."""
+    module = pytest.importorskip(section.replace("jaxsok.optim", "jaxsok.optimizers"), exc_type=ImportError)
+    listed = listed_names()[section]
+    assert sorted(listed) == sorted(f"{section}.{name}" for name in public_names(module))
+    values = {name: value_of(name) for name in listed}
+    assert not [name for name, value in values.items() if callable(value) and not inspect.getdoc(value)]
 
 
-API = {
-    "jaxsok": lambda: list(jaxsok.__all__),
-    "jaxsok.Collection": lambda: [
-        *(name for name in vars(item()) if not name.startswith("_")),
-        *members_of(jaxsok.Collection),
-    ],
-    "jaxsok.TableSpec": lambda: members_of(jaxsok.TableSpec),
-    "jaxsok.FeatureSpec": lambda: members_of(jaxsok.FeatureSpec),
-    "jaxsok.StoreSpec": lambda: members_of(jaxsok.StoreSpec),
-    "jaxsok.ExchangeSpec": lambda: members_of(jaxsok.ExchangeSpec),
-    "jaxsok.HostMemory": lambda: members_of(jaxsok.HostMemory),
-    "jaxsok.Placement": lambda: members_of(jaxsok.Placement),
-    "jaxsok.Proposal": lambda: members_of(jaxsok.Proposal),
-    "jaxsok.TableProposal": lambda: members_of(jaxsok.TableProposal),
-    "jaxsok.MemoryEstimate": lambda: members_of(jaxsok.MemoryEstimate),
-    "jaxsok.StoreMemory": lambda: members_of(jaxsok.StoreMemory),
-    "jaxsok.CacheStats": lambda: members_of(jaxsok.CacheStats),
-    "jaxsok.CacheEstimate": lambda: members_of(jaxsok.CacheEstimate),
-    "jaxsok.Bags": lambda: members_of(jaxsok.Bags),
-    "jaxsok.Coo": lambda: members_of(jaxsok.Coo),
-    "jaxsok.Batch": lambda: members_of(jaxsok.Batch),
-    "jaxsok.Features": lambda: members_of(jaxsok.Features),
-    "jaxsok.Plan": lambda: members_of(jaxsok.Plan),
-    "jaxsok.State": lambda: members_of(jaxsok.State),
-    "jaxsok.StoreState": lambda: members_of(jaxsok.StoreState),
-    "jaxsok.Stats": lambda: members_of(jaxsok.Stats),
-    "jaxsok.Records": lambda: members_of(jaxsok.Records),
-    "jaxsok.StatsWindow": lambda: members_of(jaxsok.StatsWindow),
-    "jaxsok.Evicted": lambda: members_of(jaxsok.Evicted),
-    "jaxsok.optim": lambda: calls_of(jaxsok.optim),
-    "jaxsok.initializers": lambda: calls_of(jaxsok.initializers),
-    "jaxsok.policies": lambda: calls_of(jaxsok.policies),
-    "jaxsok.inspection": lambda: calls_of(inspection),
-    "jaxsok.layers.nnx": lambda: calls_of(layers("nnx")),
-    "jaxsok.layers.nnx.Embeddings": lambda: [
-        *(name for name in vars(layers("nnx").Embeddings(item())) if not name.startswith("_")),
-        *members_of(layers("nnx").Embeddings),
-    ],
-    "jaxsok.layers.linen": lambda: calls_of(layers("linen")),
-    "jaxsok.layers.linen.Embeddings": lambda: [
-        name for name in members_of(layers("linen").Embeddings) if not name.startswith(("parent", "name"))
-    ],
-    "jaxsok.serving": lambda: calls_of(importlib.import_module("jaxsok.serving")),
-    **{
-        f"jaxsok.serving.{name}": lambda name=name: members_of(getattr(importlib.import_module("jaxsok.serving"), name))
-        for name in ("Session", "Model", "FrozenTable", "FrozenTables", "FrozenStore", "LookupInput")
-    },
-    "jaxsok.serving.streams": lambda: calls_of(serving("streams")),
-    "jaxsok.serving.streams.Publisher": lambda: members_of(serving("streams").Publisher),
-    "jaxsok.serving.nnx": lambda: calls_of(serving("nnx")),
-    "jaxsok.serving.nnx.LookupSpec": lambda: members_of(serving("group").LookupSpec),
-    "jaxsok.serving.linen": lambda: calls_of(serving("linen")),
-    "jaxsok.serving.hps": lambda: calls_of(serving("hps")),
-    "jaxsok.serving.artifact": lambda: calls_of(serving("artifact")),
-    "jaxsok.serving.artifact.ServedModel": lambda: members_of(serving("artifact").ServedModel),
-    "jaxsok.interchange.hps": lambda: calls_of(hps),
-    "jaxsok.interchange.sok": lambda: calls_of(sok),
-    "jaxsok.interchange.columns": lambda: calls_of(columns),
-    "jaxsok.interchange.npz": lambda: calls_of(npz),
-    "jaxsok.Parity": lambda: members_of(jaxsok.Parity),
-    "jaxsok.interchange.torchrec": lambda: calls_of(torchrec),
-    "jaxsok.interchange.files.RecordChunks": lambda: members_of(files.RecordChunks),
-    "jaxsok.data": lambda: calls_of(data()),
-    "jaxsok.data.Source": lambda: members_of(data().Source),
-    "jaxsok.data.criteo": lambda: calls_of(data(".criteo")),
-    "jaxsok.checkpoint": lambda: calls_of(checkpoint()),
-    **{
-        f"jaxsok.checkpoint.{name}": lambda name=name: members_of(getattr(checkpoint(), name))
-        for name in ("TablesSave", "TablesRestore", "SaveReport", "Exported")
-    },
-}
+def test_api_page_has_every_module():
+    """Sections that are no modules show classes that no module offers, which public functions return."""
+    others = {section: names for section, names in listed_names().items() if section not in (*API_MODULES, "API")}
+    assert set(API_MODULES) <= set(listed_names())
+    assert all(names == [section] and inspect.isclass(value_of(section)) for section, names in others.items())
 
 
-@pytest.mark.parametrize("section", API)
-def test_api_page(section):
-    """Every public name stands in docs/api.md with its arguments, and nothing else does."""
-    told = [cells[0] for cells in table_of(sections((ROOT / "docs/api.md").read_text())[f"`{section}`"])]
-    assert sorted(told) == sorted(f"`{name}`" for name in API[section]())
+@pytest.mark.slow
+def test_site_shows_every_public_name(tmp_path):
+    """The site is built without a warning, and has an entry for each public name and each member of a class."""
+    for package in ("sphinx", "myst_nb", "furo"):
+        pytest.importorskip(package, reason=f"needs {package}, which `make docs` installs")
+    arguments = ["-D", "nb_execution_mode=off"]  # test_notebooks runs them
+    command = [sys.executable, str(ROOT / "scripts/build_site.py"), "--build", str(tmp_path), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    from sphinx.util import inventory
 
-
-def test_api_page_has_every_module_and_class():
-    """No section without a test, no name of __all__ that is a class of its own without a section."""
-    headings = {heading.strip("`") for heading in sections((ROOT / "docs/api.md").read_text())} - {"API"}
-    assert headings == set(API)
-    classes = {f"jaxsok.{name}" for name in jaxsok.__all__ if inspect.isclass(getattr(jaxsok, name))}
-    assert {name for name in classes if not name.endswith("Error")} <= headings
+    text = (tmp_path / "site/objects.inv").read_bytes()
+    found = inventory.InventoryFile.loads(text, uri="")
+    shown = {name for kind, items in found.data.items() if kind.startswith("py:") for name in items}
+    wanted, values = set(), []
+    for name in itertools.chain.from_iterable(listed_names().values()):
+        value = value_of(name)
+        if inspect.ismodule(value) or any(
+            value is other for other in values
+        ):  # the latter is shown under its first name
+            continue
+        values += [value] if callable(value) else []
+        wanted |= {name} | ({f"{name}.{member}" for member in members_of(value)} if inspect.isclass(value) else set())
+    assert len(wanted) > 500
+    assert not wanted - shown
 
 
 # Numbers ---------------------------------------------------------------------------------------------------------
@@ -854,6 +811,16 @@ def test_words_of_python_and_cpp():
     assert layout["kNumTableWords"] == types.NUM_TABLE_WORDS and update["kNumHyper"] == types.NUM_HYPER
 
 
+# Words -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [page for page in ALL_MARKDOWN if "decisions/" not in page and page != "CHANGELOG.md"])
+def test_pages_use_plain_words(page):
+    """Words that need a second reading are not in the text of pages; records are not edited."""
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert not re.findall(r"\b(?:beside|nobody|whoever|anew|(?:is|are|was|were) told)\b", text, re.IGNORECASE)
+
+
 # Links -----------------------------------------------------------------------------------------------------------
 
 
@@ -894,6 +861,8 @@ def test_files_that_pages_name_exist():
 
 
 def test_every_page_is_found_from_the_index():
-    """docs/index.md leads to all pages."""
-    linked = {(ROOT / "docs" / link).resolve() for link in links_of("docs/index.md")}
-    assert {path for path in ROOT.glob("docs/**/*.md")} - {ROOT / "docs/index.md"} <= linked
+    """docs/index.md leads to all pages and notebooks, so the site's navigation does; docs/performance.md to results."""
+    linked = {
+        (ROOT / "docs" / link).resolve() for page in ("index", "performance") for link in links_of(f"docs/{page}.md")
+    }
+    assert {*ROOT.glob("docs/**/*.md"), *NOTEBOOKS} - {ROOT / "docs/index.md"} <= linked

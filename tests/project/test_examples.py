@@ -65,7 +65,7 @@ def test_fused_and_unfused_tables_give_the_same_bits(tmp_path):
     assert result.session_difference is None or result.session_difference < 1e-5
     written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert {"ps_config.json", "model/model.stablehlo", "sparse_embedding2/key"} <= written
-    assert "the same bits: yes" in serve_fused.told(config, result)
+    assert "the same bits: yes" in serve_fused.format_result(config, result)
     rows = np.fromfile(tmp_path / "sparse_embedding1" / "emb_vector", "<f4").reshape(50, 5)
     tables = serve_fused.read_tables(tmp_path, config)
     (keys, *_) = serve_fused.make_batches(config)
