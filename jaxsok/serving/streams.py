@@ -246,7 +246,7 @@ class Publisher:
 class Follower:
     """Brings one model of a server to each new version of its stream, in a thread of its own that `start` starts.
 
-    It goes on from what the tables hold, so a server that was opened anew replays what it lacks.
+    It goes on from what the tables hold, so a server that was opened again replays what it lacks.
     """
 
     def __init__(self, source: UpdateSource, model: str, served: Any) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import logging
 import shutil
 import struct
@@ -160,10 +161,12 @@ def test_rocksdb_has_rows_where_hps_has_them(tmp_path):
 def test_any_reads_and_writes(database):
     """Tables do not see each other's rows; batches are smaller than what is read and written."""
 
+    numbers = itertools.count()
+
     @hypothesis.settings(max_examples=10 if database.max_batch_size == 7 else 3)
     @hypothesis.given(st.data())
     def run(data):
-        rows = DatabaseRows([database], f"model-{data.draw(st.integers(0, 10**9))}", [USER, ITEM])
+        rows = DatabaseRows([database], f"model-{next(numbers)}", [USER, ITEM])  # none sees the rows of another run
         content = {"user": {}, "item": {}}
         some = st.lists(st.integers(0, 40) | st.sampled_from([2**63, 2**64 - 2]), max_size=30, unique=True)
         for version in range(4):

@@ -132,7 +132,7 @@ def test_no_answer_mixes_versions(trained, tmp_path, kind, in_place):
 
 @pytest.mark.parametrize("kind", ["replicas", "split"])
 def test_an_update_that_fails_leaves_all_devices(trained, tmp_path, monkeypatch, kind):
-    write_lines, calls = versions.write_lines, []
+    write_lines, calls = versions.frozen.write_lines, []
 
     def fails(*arguments):
         calls.append(arguments)
@@ -145,7 +145,7 @@ def test_an_update_that_fails_leaves_all_devices(trained, tmp_path, monkeypatch,
         trained.set("user", rows_of(range(20), 4, version=5))
         delta = trained.delta(tmp_path / kind, trained.path)
         with monkeypatch.context() as patch:
-            patch.setattr(versions, "write_lines", fails)
+            patch.setattr(versions.frozen, "write_lines", fails)
             with pytest.raises(RuntimeError, match="the device is gone"):
                 session.update(delta, in_place=True)
         check(session, before)
