@@ -123,6 +123,7 @@ class Trained:
 # Keys without a row --------------------------------------------------------------------------------------------------
 
 INITIALIZERS = {
+    "ones": jaxsok.initializers.ones(),
     "zeros": jaxsok.initializers.zeros(),
     "constant": jaxsok.initializers.constant(0.3),
     "uniform": jaxsok.initializers.uniform(-1.0, 2.0),

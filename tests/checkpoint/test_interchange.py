@@ -1198,7 +1198,7 @@ def test_hps_is_told_what_keys_without_a_row_read(tmp_path):
     for name in INITIALIZERS:
         if name == "zeros":
             continue
-        number = "0.3" if name == "constant" else "0"
+        number = {"constant": "0.3", "ones": "1"}.get(name, "0")
         message = rf'hps.save: defaults: got none for table "{name}", .*Pass defaults={{{{"{name}": {number}}}}}'
         with pytest.raises(ValueError, match=message.replace("{{", "{").replace("}}", "}")):
             hps.save(collection, state, tmp_path / "refused", [name])

@@ -360,6 +360,8 @@ HYPER = {
 }
 HYPER["group_ftrl"] = {**HYPER["ftrl"], "l21": AT_LEAST_0}
 FLAGS = {
+    "adagrad": ["eps_in_sqrt"],
+    "rowwise_adagrad": ["eps_in_sqrt"],
     "sgd": ["nesterov"],
     "lars": ["nesterov"],
     "rmsprop": ["eps_in_sqrt", "centered", "nesterov", "bias_correction"],

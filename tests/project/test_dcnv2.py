@@ -327,7 +327,7 @@ def test_tables_without_room_are_not_called_filled(config, source):
         train_dcnv2.fill(config, collection)
 
 
-def test_tables_grow_from_a_small_capacity(config, result):
+def test_tables_grow_from_a_small_capacity(config, result, by_doubling):
     grown = train_dcnv2.train(dataclasses.replace(config, capacity=8))
     assert grown.capacity[0] < grown.capacity[-1]
     np.testing.assert_allclose(grown.losses, result.losses, rtol=1e-4)

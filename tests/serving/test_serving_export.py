@@ -209,7 +209,7 @@ def test_tables_say_whether_lookups_are_fused(served, tmp_path):
     leaves, _ = served.read(inputs)
 
     def count_calls(model, tables):
-        program = model._program_for(tables).lower(*model._bound(tables), leaves).as_text()
+        program = model._program_for(tables).lower(*model._bind(tables), leaves).as_text()
         return program.count("stablehlo.custom_call @jaxsok_lookup")
 
     # Four inputs, one of which also has norms to read.
