@@ -1,6 +1,6 @@
 // Reads, checks and maps a folder of frozen tables, as jaxsok/serving/frozen_files.py writes it.
 //
-//   frozen.json       the manifest: stores, their tables, sizes and checksums; its first line has a checksum of the rest
+//   frozen.json       the manifest: stores, tables, sizes and checksums; its first line has a checksum of the rest
 //   store_<s>.index   Bucket[num_buckets]
 //   store_<s>.rows    numbers[capacity][dim]
 //   store_<s>.scales  float[capacity], only if rows have 8 bits
