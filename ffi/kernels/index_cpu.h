@@ -20,8 +20,7 @@ namespace jaxsok {
 constexpr uint32_t kNoTable = ~uint32_t{0};  // a position that is not looked up
 constexpr int64_t kKeysPerChunk = kCountedTogether;
 constexpr int64_t kChunksPerTask = 4;
-constexpr int64_t kBucketsAhead =
-    16;  // walks that are started ahead: the memory lines that one core can wait for at once
+constexpr int64_t kBucketsAhead = 16;  // walks started ahead: the memory lines that one core can wait for
 
 /// Walks from its home bucket to the entry of a (table, key) pair, or to the first empty entry.
 inline ProbeResult ProbeFrom(const IndexView& index, uint64_t key, uint32_t table, uint32_t home) {

@@ -24,11 +24,9 @@
 
 namespace jaxsok {
 
-constexpr int kPositionsPerChunk =
-    kCountedTogether;  // positions that a block of count or assign takes at a time: 4 a thread
-constexpr int kMaxSpins =
-    1 << 22;  // bounds the wait for another thread's single store: it takes microseconds, the bound is seconds
-constexpr int kSharedTables = 64;  // tables counted in shared memory; more go to global memory
+constexpr int kPositionsPerChunk = kCountedTogether;  // at a time in a block of count or assign: 4 a thread
+constexpr int kMaxSpins = 1 << 22;  // waits for another thread's single store: microseconds, bounded at seconds
+constexpr int kSharedTables = 64;   // tables counted in shared memory; more go to global memory
 
 /// The state that the passes share; the first pass zeroes it.
 struct InsertControl {

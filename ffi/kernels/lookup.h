@@ -14,9 +14,8 @@ struct BatchView {
   const int32_t* features;  // [num_features, kNumFeatureWords]; device memory on CUDA
   int64_t num_keys;
   int32_t num_features;
-  int32_t num_tiles;  // of all features: see kBagsPerTile
-  int32_t
-      first_tile;  // the tile at which lookups begin: shards that write to each other then begin with different peers
+  int32_t num_tiles;    // of all features: see kBagsPerTile
+  int32_t first_tile;   // at which lookups begin, so that shards write to different peers first
   int64_t num_offsets;  // 0: no feature is ragged
   int32_t kinds;        // FeatureKind; only lookups read it
   // [num_keys]: the table of each key, if features do not determine it; otherwise nullptr. Read by updates, and by bags
