@@ -403,7 +403,7 @@ void TestOptimizers() {
   Adam::Step(adam, -4.0f, row, m, v);
   JAXSOK_CHECK(m == -2.0f && v == 4.0f && row == 1.25f);
 
-  // The second, by hand: m = 0.5 * -2 + 0.5 * 4 = 1, v = 0.75 * 4 + 0.25 * 16 = 7; corrections 3/4 and 7/16:
+  // The second step, by hand: m = 0.5 * -2 + 0.5 * 4 = 1, v = 0.75 * 4 + 0.25 * 16 = 7; corrections 3/4 and 7/16:
   // m / (3/4) = 4/3, sqrt(7 / (7/16)) = 4, so the row moves by 0.25 * (4/3) / 4 = 1/12.
   const float adam_second[kNumHyper] = {0.25f, 0.5f, 0.75f, 0.0f, 0.75f, 0.4375f, 0.5f, 0.25f};
   Adam::Step(adam_second, 4.0f, row, m, v);
