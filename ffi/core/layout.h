@@ -21,7 +21,7 @@
 // Entry states, identified by key and aux:
 //   empty      key == kPaddingKey                       aux == kAuxUnset
 //   claimed    key is set, aux == kAuxUnset             its writer publishes (row_id, aux) in one 8-byte store
-//   pending    aux == kAuxPending | table               row_id is the smallest position in the batch that asked
+//   pending    aux == kAuxPending | table               row_id is the smallest position of the key in the batch
 //   live       aux == table                             row_id is the row
 // While a call inserts, an entry only moves downwards in this list. It becomes empty again only when the whole index is
 // rebuilt or swept, or when a full store undoes every entry that the same call claimed.
@@ -75,7 +75,7 @@ constexpr int kNumPartitions = 4096;
 constexpr int kMaxShards = 1 << 16;
 constexpr uint32_t kNoOwner = ~uint32_t{0};  // a table without a fixed owner: its keys belong to shards by partition
 
-/// How the numbers of rows are stored (row_dtype.h).
+/// The storage dtypes of rows (row_dtype.h).
 enum RowDtype : int {
   kRowDtypeFloat32 = 0,
   kRowDtypeBfloat16 = 1,

@@ -31,7 +31,7 @@ constexpr int kSinglesPerLane = 4;
 /// The assignment of a row's columns to lanes: lane l holds the vectors l, l + lanes, l + 2 lanes, ... of `vector`
 /// neighbouring columns.
 struct LaneShape {
-  int vector;  // 4 when dim is a multiple of 4 (16-byte loads of float), else 1; OfRows16: also 8
+  int vector;  // 4 when dim is a multiple of 4 (16-byte loads of float), otherwise 1; OfRows16: also 8
   int lanes;   // a power of two, at most 32
 
   JAXSOK_HOST_DEVICE static LaneShape Of(int dim) { return Dealt(dim, kVectorsPerLane, kSinglesPerLane); }

@@ -361,8 +361,8 @@ struct StoreSink {
   __device__ uint32_t MaxProbes() const { return kMaxProbes; }
   __device__ uint64_t Salt() const { return SaltOf(store.counters); }
   __device__ const IndexView& Index() const { return store.index; }
-  // The host cannot wait for the counters of a state with foreign writes, and refuse them. They are bounded, so that no
-  // row lies outside the slabs whatever they contain.
+  // A handler cannot wait to check the counters of a state with foreign writes. They are bounded here, so that no row
+  // is outside the slabs whatever they contain.
   __device__ uint32_t NumAllocated() const { return min(store.counters[kNumAllocated], store.capacity); }
   __device__ uint32_t FreeEnd() const { return min(store.counters[kFreeEnd], store.capacity); }
   __device__ uint32_t FreeBegin() const { return min(store.counters[kFreeBegin], FreeEnd()); }

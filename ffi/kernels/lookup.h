@@ -55,7 +55,8 @@ struct GradientsView {
 ///          initial row, with admission the row that `refused` says. counts and the store as LaunchFindOrInsert.
 ///          `digest` is that of the keys, as LaunchTicketsDigest.
 ///          With statistics they are as LaunchTouch with these row_ids leaves them, one use a position.
-/// Pre    : `admission` may be nullptr: everyone is let in. It has no uses. `statistics` may be nullptr: none are kept;
+/// Pre    : `admission` may be nullptr: all keys are admitted. It has no uses. `statistics` may be nullptr: none are
+/// kept;
 ///          otherwise their slabs are those of the store, and clock is one word of the device's memory.
 LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch,
                          const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, uint64_t* digest,

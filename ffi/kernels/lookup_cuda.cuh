@@ -15,7 +15,7 @@ struct LaneCounts {
   int absent = 0;
   int padding = 0;
   int longest_probe = 0;
-  uint64_t digest = 0;  // of the keys (DigestOf), where the mode inserts
+  uint64_t digest = 0;  // of the keys (DigestOf), if the mode inserts
 };
 
 /// The contribution of the positions of one feature (SumBags), and their counts.

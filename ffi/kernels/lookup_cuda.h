@@ -12,7 +12,7 @@ enum Mode : int {
   kModeFind = 0,     // probes; absent keys stay absent
   kModeInsert = 1,   // probes; absent keys are left pending, and their bags to the finishing pass
   kModePlanned = 2,  // row ids are given
-  kModeTrack = 3,    // kModeInsert in a store that keeps statistics: the uses of rows are noted
+  kModeTrack = 3,    // kModeInsert in a store with statistics: the uses of rows are recorded
 };
 
 /// Returns whether absent keys are left pending.

@@ -28,7 +28,7 @@ struct PackBags {
   int64_t bags_of_part;
   int32_t* offsets;      // out: [bags_of_part + 1] of the first part, each part counting from 0
   int64_t offsets_step;  // int32 numbers from one part's offsets to the next
-  int64_t* ends;         // out: [num_parts + 1], where each part begins among the keys, and where the last one ends
+  int64_t* ends;         // out: [num_parts + 1], the begin of each part among the keys, and the end of the last
 };
 
 /// Keys of one feature, with their weights.

@@ -24,7 +24,7 @@ constexpr int64_t InsertWorkspaceBytes(int64_t num_keys) {
 
 /// Finds the row id of each (table, key) pair.
 ///
-/// Post   : row_ids[i] is the row of (table_ids[i], keys[i]); kNoRow where it is absent or padding.
+/// Post   : row_ids[i] is the row of (table_ids[i], keys[i]); kNoRow if it is absent or padding.
 /// Order  : each output is written once, by one thread: the same bits on every run.
 /// Bound  : kMaxProbes buckets a key, whatever the load.
 /// Cost   : per key 12 B in, 64 B a probed bucket (about one at load 0.5), 4 B out.

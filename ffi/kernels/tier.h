@@ -35,7 +35,7 @@ namespace jaxsok {
 constexpr uint32_t kFresh = ~uint32_t{0};       // of a place: never written; types.py FRESH
 constexpr uint32_t kInHost = ~uint32_t{0} - 1;  // of a place: the record in host memory is valid; types.py IN_HOST
 constexpr uint32_t kMostSlots = uint32_t{1} << 30;
-// Of a last use: the row in the slot is among the next to leave, and was written ahead with the ticket of the counters.
+// A last use: the row in the slot is among the next to leave, and was written ahead with the ticket of the counters.
 constexpr uint32_t kMarked = ~uint32_t{0};
 constexpr uint32_t kOnceMarked = 1;  // of a last use: the slot was marked with another ticket
 

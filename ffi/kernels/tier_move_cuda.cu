@@ -25,7 +25,7 @@ __device__ __forceinline__ Ends EndsOfLane(const Ends& own, int lane) {
   return {reinterpret_cast<char*>(host), __shfl_sync(~0u, own.here, lane)};
 }
 
-/// The lanes of a warp move the pieces of several records at once: all are loaded before any is stored.
+/// Moves the pieces of several records at once with the lanes of a warp: all are loaded before any is stored.
 template <typename EndsOf, typename Load, typename Store>
 __device__ __forceinline__ void MoveLines(int64_t num_records, int num_lines, const EndsOf& ends_of, const Load& load,
                                           const Store& store) {

@@ -14,7 +14,7 @@ JAXSOK_CPU_CLONES bool IsFiniteRow(const float* gradient, int32_t dim) {
   return num_bad == 0;
 }
 
-/// The sums of each lane of LaneShape, for one size of its vectors.
+/// Sums the columns of each lane of LaneShape, for one size of its vectors.
 template <int kVector>
 inline void SumLanes(const float* __restrict squares, int lanes, int32_t dim, float* __restrict sums) {
   for (int32_t start = 0; start < dim; start += lanes * kVector) {

@@ -280,7 +280,7 @@ template <typename Step, typename Row, bool kRowGradients>
 using ApplyStep =
     std::conditional_t<Step::kRowwise, ApplyByRow<Step, Row, kRowGradients>, ApplyByColumns<Step, Row, kRowGradients>>;
 
-/// The kernels that read only partial sums, which do not depend on the dtype of the gradients.
+/// Returns the step for kernels that read only partial sums, which do not depend on the dtype of the gradients.
 template <typename Step, typename Row>
 ApplyByColumns<Step, Row, true> OfSums(const ApplyByColumns<Step, Row, false>& apply) {
   return {apply};

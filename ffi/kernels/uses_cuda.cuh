@@ -475,7 +475,7 @@ struct StagedShortChunks : ChunkSums<Apply, kVector, kPerLane> {
   }
 
  private:
-  /// The stages are used in turn. Returns stage `number` and moves on to the next.
+  /// Returns stage `number` and advances to the next; the stages are used in turn.
   __device__ static Stage NextStage(int& number) {
     extern __shared__ float4 shared_stages[];
     const Stage stage = Stage::At(reinterpret_cast<char*>(shared_stages), number);
@@ -775,7 +775,7 @@ struct SumsAlone {
   struct Loaded {};
 };
 
-/// SumLongKernel for SumsAlone: one for all optimizers and dtypes of rows (update_long_cuda.cu).
+/// Launches SumLongKernel for SumsAlone: one for all optimizers and dtypes of rows (update_long_cuda.cu).
 LaunchError LaunchSumLong(Stream stream, const UseView& view, const UsesWorkspace& w, LaneShape shape);
 
 /// Returns whether a separate kernel steps the rows with more than 32 uses. If a lane has many numbers of a row, a step
@@ -839,7 +839,7 @@ inline LaunchError AllowShared(Kernel* kernel, int bytes) {
 /// Returns the blocks of SumLongKernel and its companions, each of 32 groups of lanes; without work they cost 2 us.
 inline int NumLongBlocks() { return NumMultiprocessors() * 4; }
 
-/// The step that is applied to sums of partial sums.
+/// Returns the step that is applied to sums of partial sums.
 template <typename Apply>
 const Apply& OfSums(const Apply& apply) {
   return apply;
