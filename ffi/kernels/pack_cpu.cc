@@ -394,8 +394,8 @@ bool DoTask(const Part& part, int64_t first, int64_t last) {
   });
 }
 
-/// Runs tasks over `num_numbers` numbers in total; each returns 0, or the number of the item that it refuses. Returns the
-/// largest.
+/// Runs tasks over `num_numbers` numbers in total; each returns 0, or the number of the item that it refuses. Returns
+/// the largest.
 template <typename Run>
 int64_t RunAll(int32_t num_threads, int64_t num_numbers, int64_t num_tasks, const Run& run) {
   ThreadsOfCall threads(static_cast<int>(std::min<int64_t>(num_threads, 1 + num_numbers / kWorkOfThread)));
