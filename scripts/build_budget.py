@@ -1,10 +1,10 @@
 """Compares a build of the GPU back end with ffi/build_budget.toml: bytes of each object, seconds of each compiler.
 
 The same compiler makes the same bytes anywhere. Seconds are those of one core (user and system), whatever else the
-machine does meanwhile; they still depend on the machine, so that a source may take `--slack` times its budget.
+machine does meanwhile. They still depend on the machine, so a source may take `--slack` times its budget.
 
 Usage: python scripts/build_budget.py BUILD_FOLDER [--library PATH] [--slack 1.5] [--write]
-       python scripts/build_budget.py --run COMPILER ARGUMENT ... (as CMAKE_CUDA_COMPILER_LAUNCHER: notes the seconds)
+       python scripts/build_budget.py --run COMPILER ARGUMENT ... (as CMAKE_CUDA_COMPILER_LAUNCHER: records seconds)
 """
 
 import argparse
@@ -16,18 +16,18 @@ import tomllib
 
 BUDGET = pathlib.Path(__file__).parent.parent / "ffi/build_budget.toml"
 OBJECTS = "CMakeFiles/jaxsok_cuda_kernels.dir"
-ROOM = 1.1  # over what was measured, where a budget is written
+ROOM = 1.1  # over the measurements when a budget is written
 
 
 def sizes(folder: pathlib.Path) -> dict[str, int]:
-    """Bytes of each object of kernels, by the name of its source."""
+    """Returns the bytes of each object of kernels, by the name of its source."""
     return {
         path.name.removesuffix(".o"): path.stat().st_size for path in sorted(folder.glob(f"{OBJECTS}/**/*_cuda.cu.o"))
     }
 
 
 def run(command: list[str]) -> int:
-    """Runs a compiler and notes the seconds that it took beside its object, as OBJECT.seconds."""
+    """Runs a compiler and writes its seconds next to its object, as OBJECT.seconds."""
     status = subprocess.run(command, check=False).returncode
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     if "-o" in command:
@@ -36,13 +36,13 @@ def run(command: list[str]) -> int:
 
 
 def seconds(folder: pathlib.Path) -> dict[str, float]:
-    """Seconds of one core that each object took, by the name of its source."""
+    """Returns the seconds of one core that each object took, by the name of its source."""
     notes = sorted(folder.glob(f"{OBJECTS}/**/*_cuda.cu.o.seconds"))
     return {path.name.removesuffix(".o.seconds"): float(path.read_text()) for path in notes}
 
 
 def written(found: dict[str, int], library_bytes: int, most_seconds: float) -> str:
-    """A budget with some room over what was found."""
+    """Returns a budget with some room over the measurements."""
     lines = [
         "# What compiling one GPU architecture may cost (scripts/build_budget.py --write; make check-build compares).",
         "",
@@ -56,7 +56,7 @@ def written(found: dict[str, int], library_bytes: int, most_seconds: float) -> s
 
 
 def main() -> int:
-    """Prints a table; the exit status is 1 if something is over its budget, or has none."""
+    """Prints a table; the exit status is 1 if a source exceeds its budget, or has none."""
     if sys.argv[1:2] == ["--run"]:
         return run(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

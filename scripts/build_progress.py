@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Shows of a build's output what has been compiled so far, and everything if the build fails.
+"""Shows the progress of a build from its output, and its last lines if it fails.
 
-Reads pip's output from standard input, prints the lines in which ninja counts ("[3/40] Building ..."), and what CMake
-found. Where pip ends with an error, its last lines follow. The exit status of pip is that of the pipe (`pipefail`).
+Reads pip's output from standard input. Prints the lines in which ninja counts ("[3/40] Building ..."), and what CMake
+found. If pip ends with an error, its last lines follow. With `pipefail` the pipe returns pip's exit status.
 """
 
 import re

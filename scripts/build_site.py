@@ -27,7 +27,7 @@ LANGUAGES = {".py": "python", ".cc": "cpp", ".h": "cpp", ".cuh": "cpp"}
 
 def stage(folder: pathlib.Path) -> None:
     """Writes the copy of docs that Sphinx reads, and pages for files outside docs."""
-    extra = folder.parent / "site-extra/notebooks"  # what docs/conf.py copies as it is
+    extra = folder.parent / "site-extra/notebooks"  # docs/conf.py copies it unchanged
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "docs", folder, ignore=shutil.ignore_patterns("__pycache__"))
     waiting = sorted(f"docs/{path.relative_to(folder)}" for path in folder.rglob("*") if path.suffix in (".md", ".py"))
@@ -63,12 +63,12 @@ def render(source: str) -> str:
 
 
 def text_of(source: str) -> str:
-    """Renders a file or a folder of the project as Markdown; notebooks and pages are what they are."""
+    """Renders a file or a folder of the project as Markdown; notebooks and pages are unchanged."""
     path = ROOT / source
     if path.is_dir():
         names = sorted(child.name for child in path.iterdir() if not child.name.startswith(("_", ".")))
         head = (path / "README.md").read_text() if "README.md" in names else f"# {source}\n"
-        line = "- [{0}]({0})\n" if source.startswith("examples") else "- `{0}`\n"  # of other folders, names suffice
+        line = "- [{0}]({0})\n" if source.startswith("examples") else "- `{0}`\n"  # for other folders, names suffice
         return head + "\n## Files\n\n" + "".join(line.format(name) for name in names)
     if path.suffix == ".md" or source.startswith("docs/"):
         return path.read_text()
@@ -104,7 +104,7 @@ def replace_outside_code(text: str, replace: Callable[[str], str]) -> str:
 
 
 def navigation(index: str) -> str:
-    """Makes the navigation from the tables of the index: what the first cells of their rows link to."""
+    """Makes the navigation from the tables of the index: the links in the first cells of their rows."""
     parts = re.split(r"^## (.*)$", index, flags=re.MULTILINE)
     toctrees = []
     for title, text in zip(parts[1::2], parts[2::2], strict=True):
@@ -121,7 +121,7 @@ def navigation(index: str) -> str:
 
 
 def directive_of(name: str, shown: dict[int, str]) -> str:
-    """Returns the directive that shows the docstring of a public name; names that were shown are referred to."""
+    """Returns the directive that shows the docstring of a public name, or a reference if it was shown before."""
     module, _, attribute = name.rpartition(".")
     value = getattr(importlib.import_module(module.replace("jaxsok.optim", "jaxsok.optimizers")), attribute)
     first = name if isinstance(value, int) else shown.setdefault(id(value), name)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Installs what compiles a program for a GPU that is not there: the CUDA plugin of this environment's jaxlib, and the
-# compiler of XLA's own kernels; not the CUDA libraries, which only running needs.
+# Installs the packages that compile a program for an absent GPU: the CUDA plugin of this environment's jaxlib, and the
+# compiler of XLA's own kernels. It omits the CUDA libraries, which are needed only to run.
 #
-# It is put beside the environment's packages, into share/deviceless, not among them: a plugin that cannot run would
-# have JAX complain at every start. A test that compiles for a GPU starts a process with that folder on PYTHONPATH and
-# JAX_PLATFORMS=cpu, and is skipped where there is none.
+# They are installed into share/deviceless, not among the environment's packages: with a plugin that cannot run, JAX
+# would warn at every start. A test that compiles for a GPU starts a process with that folder on PYTHONPATH and
+# JAX_PLATFORMS=cpu. If the folder is absent, the test is skipped.
 #
 # Usage: scripts/deviceless.sh PYTHON
 set -euo pipefail

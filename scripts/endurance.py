@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""Trains for thousands of steps on several devices, with all that changes between steps, and checks what comes out.
+"""Trains for thousands of steps on several devices, with growth, eviction and checkpoints, and checks the results.
 
     python scripts/endurance.py --devices 4                          # 10,000 steps in one process
     python scripts/endurance.py --devices 4 --hot 0.3                # and with one key that has 30% of all uses
     python scripts/endurance.py --devices 4 --twice                  # the same bits again, and with 4 processes
     python scripts/endurance.py --devices 4 --kill step growth       # a process dies; the job resumes on 2 devices
 
-`JAX_PLATFORMS=cpu` takes devices of the CPU. Five tables with losses of their own, so that none changes another:
+`JAX_PLATFORMS=cpu` uses CPU devices. There are five tables with separate losses, so that none affects another:
 
-    user     grows from a small capacity; no row ever leaves
-    page     the same with partial bags
-    item     has a bound: the rows that were not used for longest leave
-    query    admits a key at its second use; rows that were not used for some time leave at each checkpoint
-    country  is small and on all devices; NumPy computes its rows in float64
+    user     grows from a small capacity; no row is removed
+    page     the same, with partial bags
+    item     has a bound: the least recently used rows are evicted
+    query    admits a key at its second use; rows that were unused for some time are evicted at each checkpoint
+    country  is small and replicated; NumPy computes its rows in float64
 
-Keys are skewed: that of rank r is drawn with a probability of about 1 / r. New keys keep coming at rank 1, and older
-ones fall behind. Each run is a process of its own, or one for each device, and ends with an export, which is compared.
+Keys are skewed: the key of rank r is drawn with a probability of about 1 / r. New keys keep arriving at rank 1, and the
+ranks of older keys grow. Each run is a separate process, or one for each device, and ends with an export, which is
+compared.
 """
 
 import argparse
@@ -47,17 +48,17 @@ from jaxsok import checkpoint, optim, policies, windows
 from jaxsok import grow as grow_lib
 
 TABLES = ("user", "page", "item", "query", "country")
-NUM_RAWS = 32  # batches that are drawn; a step takes one of them, with its keys moved on
-MOST_KEYS = 4  # of a bag
+NUM_RAWS = 32  # drawn batches; a step takes one of them, with its keys shifted
+MOST_KEYS = 4  # in a bag
 NUM_COUNTRIES = 64
 RATE = 0.5  # learning rate of "country"
 KEY_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that keys are spread over 64 bits and stay distinct
-FULL_EVERY = 4  # of so many checkpoints one is full, the others are deltas
-SPARE_BYTES = 2**22  # what the arrays beside the state may grow by; in the end the pipeline holds none
+FULL_EVERY = 4  # one of so many checkpoints is full, the others are deltas
+SPARE_BYTES = 2**22  # allowed growth of arrays other than the state; in the end the pipeline holds none
 TIMED_STEPS = 10  # the time of a step is the median of means over so many steps
-# Another number of devices adds gradients in another order: float32 rounds, over all steps.
+# Another number of devices adds gradients in another order, so float32 rounding differs over all steps.
 OTHER_ORDER = {"rtol": 1e-3, "atol": 1e-4}
-# A row of "country" forgets an error as fast as it learns, and each step adds one of 2^-24 of the row.
+# A row of "country" forgets an error as fast as it learns, and each step adds an error of 2^-24 of the row.
 ORACLE = {"rtol": 1e-4, "atol": 1e-5}
 END_S = 30  # beyond the heartbeat time-out, for a busy machine
 MESSAGE = re.compile(r"reset by peer|Connection closed|unhealthy|heartbeat|waited in vain")
@@ -65,7 +66,7 @@ CHECKPOINT = re.compile(r"step_\d{8}")
 
 
 class Raws:
-    """The batches of all steps, and what they must leave behind."""
+    """The batches of all steps, and the rows that they must leave."""
 
     def __init__(self, options):
         self.options, num = options, options.samples
@@ -81,20 +82,20 @@ class Raws:
         self.is_row = np.zeros(NUM_COUNTRIES, bool)
 
     def drawn_ranks(self, rng, size, most):
-        """Ranks from 1 to `most`, with a probability of about 1 / rank; 0 is the key that is used most."""
+        """Returns ranks from 1 to `most`, with a probability of about 1 / rank; 0 is the most frequent key."""
         ranks = np.minimum(np.exp(rng.random((NUM_RAWS, size)) * np.log(most)).astype(np.int64), most - 1)
         ranks[rng.random(ranks.shape) < self.options.hot] = 0
         return ranks
 
     def ids(self, name, step):
-        """The number of each key of a step, in the order in which keys appear; page: of all bags."""
+        """Returns the number of each key of a step, in order of appearance; for page, the keys of all bags."""
         ranks = self.ranks[name][step % NUM_RAWS]
         if name == "page":
             ranks = ranks[: self.lengths[step % NUM_RAWS].sum()]
         return np.where(ranks == 0, 0, self.options.window + self.options.new * step - ranks)
 
     def part(self, step, process, num_processes):
-        """What a process feeds in a step."""
+        """Returns the inputs of a process in a step."""
         i, num = step % NUM_RAWS, self.options.samples
         mine = slice(num * process // num_processes, num * (process + 1) // num_processes)
         offsets = np.concatenate([[0], np.cumsum(self.lengths[i])])
@@ -108,7 +109,7 @@ class Raws:
         }
 
     def note(self, step):
-        """Adds what a step leaves behind."""
+        """Applies a step to the expected state."""
         for name, seen in self.seen.items():
             seen[self.ids(name, step)] = True
         uses, labels = self.country_sums[step % NUM_RAWS]
@@ -117,14 +118,14 @@ class Raws:
 
     @functools.cached_property
     def country_sums(self):
-        """Of each batch and country the number of uses, and the sum of targets."""
+        """Returns the number of uses and the sum of targets, for each batch and country."""
         scale = np.arange(1, 5) / 4
         pairs = [(keys, label.astype(np.float64)) for keys, label in zip(self.country, self.label, strict=True)]
         sums = [[np.bincount(keys, weights, NUM_COUNTRIES) for weights in (None, label)] for keys, label in pairs]
         return [(uses[:, None], labels[:, None] * scale) for uses, labels in sums]
 
     def keys_seen(self, name):
-        """All keys that came."""
+        """Returns all keys that occurred."""
         return np.flatnonzero(self.seen[name]).astype(np.uint64) * KEY_FACTOR
 
 
@@ -132,9 +133,9 @@ class Raws:
 
 
 def make_collection(options, devices):
-    """The five tables over a mesh of devices."""
+    """Declares the five tables over a mesh of devices."""
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-    spec = functools.partial(jaxsok.TableSpec, statistics=True)  # which deltas need
+    spec = functools.partial(jaxsok.TableSpec, statistics=True)  # deltas need them
     bound = {"capacity": options.window, "max_capacity": options.window, "eviction": policies.LeastRecentlyUsed()}
     small = {"placement": jaxsok.REPLICATED, "initializer": jaxsok.initializers.constant(0.5)}
     tables = [
@@ -150,7 +151,7 @@ def make_collection(options, devices):
 
 
 def make_step(collection):
-    """A jitted step: each embedding learns the sample's label, times a number for each column."""
+    """Returns a jitted step: each embedding learns the sample's label, times a number for each column."""
 
     def loss_of(embeddings, label):
         losses = []
@@ -171,12 +172,12 @@ def make_step(collection):
 
 
 def bytes_in_use(collection, state):
-    """Bytes of each device of this process: in use, at most so far, of its window, and of arrays beside the state."""
+    """Returns bytes of each device of this process: in use, peak, of its window, and of arrays other than the state."""
     window = windows.windows_of(collection.shards, "auto")
     found = []
     for device in collection.shards.mesh.devices.flat:
         if device.process_index == jax.process_index():
-            reported = device.memory_stats() or {}  # the CPU has none: arrays between two steps stand for them
+            reported = device.memory_stats() or {}  # the CPU has none: arrays between two steps replace them
             live, of_state = (buffers_of(arrays, device) for arrays in (jax.live_arrays(), jax.tree.leaves(state)))
             in_use = reported.get("bytes_in_use", sum(live.values()))
             most = reported.get("peak_bytes_in_use", in_use)
@@ -186,13 +187,13 @@ def bytes_in_use(collection, state):
 
 
 def buffers_of(arrays, device):
-    """Bytes by address of the buffers of arrays on a device; an array and its parts share buffers."""
+    """Returns bytes by address of the buffers of arrays on a device; an array and its parts share buffers."""
     parts = (shard.data for array in arrays for shard in array.addressable_shards if shard.device == device)
     return {part.unsafe_buffer_pointer(): part.nbytes for part in parts}
 
 
 def work(options):
-    """The run of one process; leaves what it found in a file."""
+    """Runs one process, and writes its results to a file."""
     process, num_processes = options.process, options.processes
     jax.config.update("jax_num_cpu_devices", options.devices // num_processes)
     if num_processes > 1:
@@ -216,7 +217,7 @@ def work(options):
     memory, waiting, times, began = {}, [], [], time.perf_counter()
 
     def check(number):
-        """Compares with the host what it knows; the devices are at rest then."""
+        """Checks losses, counts and rows against the expected values; the devices are idle then."""
         for loss, stats in jax.device_get(waiting):
             stats.check()
             require(np.isfinite(loss), f"the loss is {loss} before step {number}")
@@ -238,7 +239,7 @@ def work(options):
         with die_in_growth() if dies and options.kill == "growth" else contextlib.nullcontext():
             state = collection.grow(state, batch)
         state, loss, stats = step(state, plan, batch["label"])
-        if dies and options.kill == "step":  # the devices are at work on it
+        if dies and options.kill == "step":  # the devices are computing it
             os.kill(os.getpid(), signal.SIGKILL)
         raws.note(number)
         waiting.append((loss, stats))
@@ -295,13 +296,13 @@ def die_in_growth():
 
 
 def step_ms(times):
-    """Milliseconds of a step, between checkpoints and growths: those are few."""
+    """Returns the milliseconds of a step, between checkpoints and growths, which are few."""
     means = (np.diff(times[::TIMED_STEPS]) / TIMED_STEPS * 1e3).tolist()
     return statistics.median(means) if means else float("nan")
 
 
 def require(holds, message):
-    """Raises unless something holds; `assert` may be switched off."""
+    """Raises unless a condition holds; `assert` may be switched off."""
     if not holds:
         raise SystemExit(f"endurance: {message}")
 
@@ -310,7 +311,7 @@ def require(holds, message):
 
 
 def last_checkpoint(folder):
-    """The last folder that was finished; None: there is none."""
+    """Returns the last finished folder; None if there is none."""
     found = sorted(path for path in folder.glob("step_*") if CHECKPOINT.fullmatch(path.name))
     return found[-1] if found else None
 
@@ -331,19 +332,19 @@ def start(options, folder, devices, processes, **changes):
 
 
 def end(started):
-    """Ends the processes that are left."""
+    """Ends the remaining processes."""
     for process in started:
         process.kill()
         process.wait()
 
 
 def output_of(folder, number, most=3000):
-    """The end of what a process wrote."""
+    """Returns the end of a process's output."""
     return (folder / f"{number}.err").read_text(errors="replace")[-most:].strip()
 
 
 def run(options, name, devices, processes=1, folder=None, **changes):
-    """Runs to the end; prints and returns what came of it."""
+    """Runs to the end; prints and returns the results."""
     folder = folder or pathlib.Path(options.folder) / name.replace(" ", "_")
     folder.mkdir(parents=True, exist_ok=True)
     started = start(options, folder, devices, processes, **changes)
@@ -399,7 +400,7 @@ def run_killed(options, kind):
 
 
 def tables_of(path):
-    """All rows of an export by table, sorted by key: columns by name."""
+    """Returns all rows of an export by table, sorted by key: columns by name."""
     tables = {}
     for number, name in enumerate(TABLES):
         columns = {}
@@ -418,7 +419,7 @@ def tables_of(path):
 
 
 def digest_of(tables):
-    """SHA-256 of the bytes of all columns: keys, rows, optimizer state, last steps and frequencies."""
+    """Returns the SHA-256 of all columns: keys, rows, optimizer state, last steps and frequencies."""
     digest = hashlib.sha256()
     for name, columns in tables.items():
         for column, values in columns.items():
@@ -427,7 +428,7 @@ def digest_of(tables):
 
 
 def compare(name, got, want):
-    """Compares tables by key, those of a run on another number of devices."""
+    """Compares tables by key with those of a run on another number of devices."""
     for table in ("user", "page", "query", "country"):  # each shard of "item" evicts its own rows
         require(np.array_equal(got[table]["key"], want[table]["key"]), f'{name}: "{table}" has other keys')
         for column, values in got[table].items():

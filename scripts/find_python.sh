@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Prints the path of a Python that runs, of the version asked for; without one, python3 if it is new enough, else the
-# newest that jaxsok is tested with. Fails, and says so, where there is none.
+# Prints the path of a working Python of the requested version. Without a version it prints python3 if it is new enough,
+# otherwise the newest Python that jaxsok is tested with. If there is none, it fails with a message.
 #
-# Looks on PATH and among pyenv's versions, and tries each: a pyenv shim may stand for nothing.
+# It searches PATH and pyenv's versions, and runs each: a pyenv shim may point to nothing.
 #
 # Usage: scripts/find_python.sh [3.12]
 set -euo pipefail
 
-# try COMMAND VERSION...: prints its path if it runs and is of one of the versions.
+# try COMMAND VERSION...: prints its path if it runs and has one of the versions.
 try() {
   local found
   found=$("$1" -c 'import sys; print(sys.executable, "%d.%d" % sys.version_info[:2])' 2>/dev/null) || return 1

@@ -1,9 +1,9 @@
-"""Prints what jaxsok and some of its extras need, jaxsok itself apart, one requirement a line.
+"""Prints the requirements of jaxsok and some of its extras, without jaxsok itself, one per line.
 
-`pip install` of these sets up an environment without building the package. pip's own answer, dependency groups,
-needs a pip newer than the one that comes with the oldest supported Python.
+`pip install` of these sets up an environment without building the package. pip's own feature for this, dependency
+groups, needs a newer pip than that of the oldest supported Python.
 
-Usage: python scripts/requirements.py EXTRA [EXTRA ...]; "build" stands for what the build needs.
+Usage: python scripts/requirements.py EXTRA [EXTRA ...]; "build" stands for the requirements of the build.
 """
 
 import pathlib
@@ -15,7 +15,7 @@ PYPROJECT = tomllib.loads((pathlib.Path(__file__).parent.parent / "pyproject.tom
 
 
 def requirements(extra: str) -> list[str]:
-    """The requirements of one extra, with those of the extras it names."""
+    """Returns the requirements of one extra, with those of the extras that it names."""
     if extra == "build":  # jaxlib comes with jax, in the version that this environment runs
         required = [text for text in PYPROJECT["build-system"]["requires"] if not text.startswith("jaxlib")]
         return [*required, "cmake" + PYPROJECT["tool"]["scikit-build"]["cmake"]["version"], "ninja"]

@@ -1,4 +1,4 @@
-"""Seeds the faults of tests/faults.toml, one after the other, and demands that the tests that it names catch each.
+"""Seeds the faults of tests/faults.toml, one after the other, and checks that their tests catch each of them.
 
 Works on a copy of the tree, in build/faults. The tests must pass there without a fault. Then each fault is applied, the
 CPU library is built if the fault is in C++, the tests of the fault are run, and the file is restored. A fault is caught
@@ -20,11 +20,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCRATCH = ROOT / "build/faults"
 TREE, BUILD, LIBRARIES = SCRATCH / "tree", SCRATCH / "cmake", SCRATCH / "tree/jaxsok/_lib"
 BUILT = {BUILD: SCRATCH / "clean/cmake", LIBRARIES: SCRATCH / "clean/_lib"}  # what builds change, and its copy
-TIMEOUT_S = 600  # of the tests of one fault; most take a few seconds
+TIMEOUT_S = 600  # for the tests of one fault; most take a few seconds
 TOGETHER = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 CAUGHT = 1  # pytest's exit status when tests were run and some failed
 
-# An editable install would import jaxsok from where it was installed, and not from the copy.
+# An editable install would import jaxsok from its installed location, not from the copy.
 PYTEST = """
 import importlib.util, sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
@@ -36,16 +36,16 @@ sys.exit(pytest.main(sys.argv[2:]))
 
 
 class Failure(Exception):
-    """The faults cannot be tried; says why."""
+    """An error that prevents the faults from being tried."""
 
 
 def is_compiled(fault: dict) -> bool:
-    """Whether the library must be built for a fault."""
+    """Returns whether the library must be built for a fault."""
     return fault["file"].startswith("ffi/")
 
 
 def copy_tree() -> None:
-    """Brings the copy up to date; what is the same keeps its time, so that builds are incremental."""
+    """Updates the copy; unchanged files keep their times, so that builds are incremental."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout.decode()
     names = {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
@@ -77,14 +77,14 @@ def build() -> None:
 
 
 def keep_build() -> None:
-    """Keeps what was built without a fault."""
+    """Saves the build without a fault."""
     for folder, copy in BUILT.items():
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(folder, copy)
 
 
 def restore_build() -> None:
-    """Brings it back, with its times: what a fault had compiled need not be compiled again."""
+    """Restores the saved build, with its times: a later build need not recompile what a fault had compiled."""
     for folder, copy in BUILT.items():
         shutil.rmtree(folder)
         shutil.copytree(copy, folder)
@@ -100,7 +100,7 @@ def checked(command: list, what: str) -> None:
 
 
 def run_tests(tests: list[str]) -> tuple[int, str]:
-    """Runs tests of the copy; the exit status of pytest, and what it printed."""
+    """Runs tests of the copy; returns the exit status of pytest and its output."""
     paths = [TREE, *filter(lambda path: path and pathlib.Path(path).resolve() != ROOT, python_path())]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-c", PYTEST, TREE / "jaxsok/__init__.py", "-q", "-x", "-p", "no:cacheprovider"]
@@ -114,12 +114,12 @@ def run_tests(tests: list[str]) -> tuple[int, str]:
 
 
 def python_path() -> list[str]:
-    """The folders of PYTHONPATH."""
+    """Returns the folders of PYTHONPATH."""
     return os.environ.get("PYTHONPATH", "").split(os.pathsep)
 
 
 def try_fault(fault: dict) -> str:
-    """Applies a fault, runs its tests and restores the file; "" if it was caught, else what happened."""
+    """Applies a fault, runs its tests and restores the file. Returns "" if it was caught, otherwise what happened."""
     path = TREE / fault["file"]
     text, times = path.read_text(), path.stat()
     if text.count(fault["was"]) != 1:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs all tests on one wheel with the oldest and with the newest supported JAX, each in its own environment.
 #
-# The wheel is built once, against the headers of the oldest jaxlib: this is the test that one build serves all supported
-# versions, and that the wheel holds all that it should.
+# The wheel is built once, against the headers of the oldest jaxlib: this tests that one build serves all supported
+# versions, and that the wheel is complete.
 #
 # Usage: make test-matrix, or scripts/test_matrix.sh [ARGUMENT OF PYTEST ...]
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests one wheel as a user would have it: in bare environments, with the oldest and with the newest supported Python and
-# JAX, without the source tree, and without a compiler on PATH.
+# Tests one wheel as a user would install it: in bare environments, with the oldest and newest supported Python and JAX,
+# without the source tree, and without a compiler on PATH.
 #
 # Usage: scripts/test_wheel.sh WHEEL [ARGUMENT OF PYTEST ...]; without arguments of pytest: the core tests and the demo
 set -euo pipefail
@@ -11,7 +11,7 @@ unset PYTHONPATH
 
 root=$PWD/build/matrix
 work=$root/checkout
-# What every other part stands on, and what runs the kernels of the wheel against the meaning of each op.
+# The tests of the foundations, and those that check the wheel's kernels against the contract of each op.
 core=(tests/core/test_{collection,combine,evict,grow,laws,lookup,machine,plan,table,tickets,update}.py)
 core+=(tests/kernels/test_kernels.py tests/project/test_command_line.py)
 arguments=("$@")
@@ -22,25 +22,25 @@ case $wheel in
   *) echo "jaxsok: the wheel is to be tagged py3-none-*linux_*, got $wheel" >&2 && exit 1 ;;
 esac
 
-# The tests run in a copy of the checkout whose package is the wheel's, so that none finds the sources in its place.
+# The tests run in a copy of the checkout with the wheel's package, so that no test imports the sources instead.
 mkdir -p "$root"
 rm -rf "$work"
 mkdir "$work"
 tar -c --exclude='./.git' --exclude='./.venv*' --exclude=./build --exclude=./dist --exclude=./jaxsok . | tar -x -C "$work"
 "$(scripts/find_python.sh)" -m zipfile -e "$wheel" "$work"
 
-# environment NAME PYTHON REQUIREMENT...: makes an environment, or brings it up to date, with the wheel in it.
+# environment NAME PYTHON REQUIREMENT...: makes or updates an environment with the wheel in it.
 environment() {
   local name=$1 python=$2
   shift 2
   [[ -x $root/$name/bin/python ]] || "$python" -m venv "$root/$name"
   "$root/$name/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade "$@" "$wheel[test]"
-  # The same version, perhaps other contents.
+  # The version may be the same with other contents.
   "$root/$name/bin/python" -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps "$wheel"
   scripts/deviceless.sh "$root/$name/bin/python"
 }
 
-# run NAME COMMAND...: with the environment's own programs on PATH, and no others.
+# run NAME COMMAND...: runs a command with only the environment's programs on PATH.
 run() {
   local name=$1
   shift

@@ -1,4 +1,4 @@
-// Where opened tables lie, and how a lookup reaches the kernels: host memory, or a GPU.
+// The memory that holds opened tables (host or GPU), and how a lookup reaches the kernels.
 #ifndef JAXSOK_C_INTERFACE_DEVICE_H_
 #define JAXSOK_C_INTERFACE_DEVICE_H_
 
@@ -19,17 +19,17 @@ class Device {
 #endif
   static constexpr size_t kOutAlignment = kIsHost ? alignof(float) : 16;  // GPUs store four numbers at once
 
-  /// Throws Error: there is no such device.
+  /// Opens a device. Throws Error if it does not exist.
   static std::unique_ptr<Device> Open(int32_t ordinal);
-  /// Waits for the lookups that run, and releases what was placed.
+  /// Waits for running lookups, and releases what was placed.
   virtual ~Device() = default;
 
-  /// What kernels read for an array of the host: a copy on the device, or, on the host, the array itself, which must
-  /// live as long as this. Throws Error.
+  /// Returns what kernels read for an array of the host: a copy on the device, or, on the host, the array itself, which
+  /// must outlive this object. Throws Error.
   virtual const void* Place(const void* data, size_t num_bytes) = 0;
 
-  /// Looks up; features of the batches are in host memory, all other arrays where the device reads them. Any thread.
-  /// Throws Error.
+  /// Looks up batches. The features of the batches are in host memory, all other arrays where the device reads them.
+  /// Any thread may call it. Throws Error.
   virtual void Run(void* stream, FrozenLookup* lookups, int32_t num_lookups) const = 0;
 };
 

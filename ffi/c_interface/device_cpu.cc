@@ -7,7 +7,8 @@
 namespace jaxsok {
 namespace {
 
-/// Runs all tasks in the calling thread: a server has as many threads as it wants, and a lookup costs microseconds.
+/// An executor that runs all tasks in the calling thread: a server has as many threads as it wants, and a lookup costs
+/// microseconds.
 class CallingThread final : public Executor {
  public:
   int num_threads() const override { return 1; }
@@ -16,13 +17,13 @@ class CallingThread final : public Executor {
   }
 };
 
-/// Begins to read the rows of features with few keys, of all of them at one time.
+/// Prefetches the rows of features with few keys, all features at once.
 ///
-/// The kernels look up one feature after the other, and wait for its bucket and then for its row. 26 features of one
-/// key took 14 us where tables do not fit the caches, and take 4 us with their rows on the way.
+/// The kernels look up one feature after the other, and wait for its bucket and then for its row. Where tables do not
+/// fit the caches, 26 features of one key took 14 us; with their rows prefetched they take 4 us.
 void FetchRows(const FrozenLookup& lookup) {
-  constexpr int64_t kFewKeys = 32;  // of a feature: those of more are fetched ahead by the kernels
-  constexpr int64_t kAtOnce = 128;  // lines of memory that are on the way, and stay in the nearest cache
+  constexpr int64_t kFewKeys = 32;  // features with more keys are prefetched by the kernels
+  constexpr int64_t kAtOnce = 128;  // memory lines in flight that stay in the nearest cache
   const StoreView& store = lookup.store;
   const int64_t row_bytes = int64_t{store.dim} * (store.row_dtype == kRowDtypeFloat32 ? 4 : store.scales ? 1 : 2);
   const uint64_t salt = SaltOf(store.counters);

@@ -9,8 +9,8 @@
 namespace jaxsok {
 namespace {
 
-// Words of features travel as a parameter of a kernel: a copy from the host's memory could wait for the stream, and
-// could not be captured in a graph. CUDA takes 32 KB of parameters.
+// Feature words are passed as a kernel parameter: a copy from host memory could wait for the stream, and could not be
+// captured in a graph. CUDA accepts 32 KB of parameters.
 constexpr int kWordsAtOnce = 256 * kNumFeatureWords;
 struct FeatureWords {
   int32_t words[kWordsAtOnce];
@@ -20,16 +20,16 @@ __global__ void WriteWordsKernel(const __grid_constant__ FeatureWords from, int3
   for (int i = threadIdx.x; i < num_words; i += blockDim.x) to[i] = from.words[i];
 }
 
-/// Throws what a call of CUDA reported.
+/// Throws an Error if a CUDA call failed.
 void Require(cudaError_t error, const char* op, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // else the next call of this thread would report it again
+  cudaGetLastError();  // otherwise the next call of this thread would report it again
   const bool is_memory = error == cudaErrorMemoryAllocation;
   Refuse(is_memory ? JAXSOK_NO_MEMORY : JAXSOK_DEVICE_FAILED, op, ": device: got \"", cudaGetErrorString(error), "\", ",
          "wanted ", what, ".");
 }
 
-/// While it lives, a device is the current one of this thread.
+/// Makes a device the current one of this thread during its lifetime.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int ordinal) {
@@ -38,7 +38,7 @@ class CurrentDevice {
     if (error_ == cudaSuccess) error_ = cudaSetDevice(ordinal);
   }
   ~CurrentDevice() {
-    // Where nothing changed, setting it would only cost time.
+    // Setting an unchanged device would only cost time.
     if (is_changed_) cudaSetDevice(before_);
   }
   cudaError_t error() const { return error_; }
@@ -59,7 +59,7 @@ class Gpu final : public Device {
     properties.location.type = cudaMemLocationTypeDevice;
     properties.location.id = ordinal;
     Require(cudaMemPoolCreate(&pool_, &properties), "jaxsok_open", "a pool of memory");
-    uint64_t all = UINT64_MAX;  // kept between lookups: it is a few KB for each that runs
+    uint64_t all = UINT64_MAX;  // kept between lookups: a few KB for each running one
     Require(cudaMemPoolSetAttribute(pool_, cudaMemPoolAttrReleaseThreshold, &all), "jaxsok_open", "to keep the pool");
   }
 

@@ -1,4 +1,4 @@
-// How the parts of the C interface report errors to each other; jaxsok.cc catches them before they reach a caller.
+// Errors that the parts of the C interface report to each other; jaxsok.cc catches them before they reach a caller.
 #ifndef JAXSOK_C_INTERFACE_ERROR_H_
 #define JAXSOK_C_INTERFACE_ERROR_H_
 
@@ -14,7 +14,7 @@ struct Error {
   std::string text;
 };
 
-/// Throws an Error whose text is made of several parts.
+/// Throws an Error whose text is joined from several parts.
 template <typename... Parts>
 [[noreturn]] void Refuse(jaxsok_status status, const Parts&... parts) {
   std::ostringstream text;

@@ -23,7 +23,7 @@ constexpr char kRemedy[] = "; the folder is damaged: write it again with `python
 
 // Checksums ---------------------------------------------------------------------------------------------------
 
-/// Tables of CRC-32 (zlib's polynomial) for eight bytes at a time.
+/// Makes the tables of CRC-32 (zlib's polynomial) for eight bytes at a time.
 constexpr std::array<std::array<uint32_t, 256>, 8> MakeCrcTables() {
   std::array<std::array<uint32_t, 256>, 8> tables{};
   for (uint32_t i = 0; i < 256; ++i) {
@@ -100,7 +100,7 @@ class OpenFile {
     }
     FileMemory memory(data, size);
     if (is_copied) {
-      madvise(data, size, MADV_HUGEPAGE);  // a wish: fewer misses of the TLB
+      madvise(data, size, MADV_HUGEPAGE);  // a hint: fewer TLB misses
       Read(static_cast<char*>(data), size);
     }
     return memory;
@@ -114,7 +114,7 @@ class OpenFile {
 
 // The manifest ------------------------------------------------------------------------------------------------
 
-/// Values of a manifest by name, each checked before it is used.
+/// Values of a manifest by name. Each is checked before it is used.
 class Manifest {
  public:
   Manifest(const std::string& path, const std::string& text) : path_(path) {
@@ -150,7 +150,7 @@ class Manifest {
   uint64_t Whole(const Json& object, const std::string& where, const char* name, uint64_t least, uint64_t most) const {
     return CheckWhole(Get(object, where, name, Json::kWhole, "a whole number"), where + name, least, most);
   }
-  /// A list of so many words of 32 bits.
+  /// Reads a list of `size` words of 32 bits.
   void Words(const Json& object, const std::string& where, const char* name, size_t size, uint32_t* words) const {
     const Json& list = Get(object, where, name, Json::kList, "a list");
     if (list.items.size() != size) {
@@ -202,7 +202,7 @@ FrozenStoreFiles ReadStore(const Manifest& manifest, const Json& store, const st
   files.dtype = found->dtype;
   *row_bytes = found->bytes * static_cast<uint64_t>(files.dim);
   files.capacity = static_cast<uint32_t>(manifest.Whole(store, where, "capacity", 1, (uint64_t{1} << 31) - 1));
-  constexpr uint64_t kMostBuckets = (uint64_t{1} << 32) / kEntriesPerBucket - 1;  // entries have numbers of 32 bits
+  constexpr uint64_t kMostBuckets = (uint64_t{1} << 32) / kEntriesPerBucket - 1;  // entries have 32-bit numbers
   files.num_buckets = static_cast<uint32_t>(manifest.Whole(store, where, "num_buckets", 1, kMostBuckets));
   uint32_t salt[2];
   manifest.Words(store, where, "salt", 2, salt);
@@ -262,7 +262,7 @@ FrozenFolder ReadFrozenFolder(const std::string& path, uint32_t flags) {
            "; write the folder and link the program with the same version of jaxsok.");
   }
   const auto checksum = static_cast<uint32_t>(manifest.Whole(root, "", "checksum", 0, UINT32_MAX));
-  const size_t sealed = text.find('\n') + 1;  // npos + 1 is 0: then all of it
+  const size_t sealed = text.find('\n') + 1;  // npos + 1 is 0: then the whole text
   const uint32_t found = CrcOf(text.data() + sealed, text.size() - sealed);
   if (found != checksum) manifest.RefuseField("checksum", std::to_string(found), std::to_string(checksum));
 

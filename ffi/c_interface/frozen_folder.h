@@ -1,11 +1,12 @@
-// A folder of frozen tables, as jaxsok/serving/frozen_files.py writes it: read, checked, and mapped.
+// Reads, checks and maps a folder of frozen tables, as jaxsok/serving/frozen_files.py writes it.
 //
-//   frozen.json       the manifest: stores, their tables, sizes and checksums; its first line has a checksum of the
-//   rest store_<s>.index   Bucket[num_buckets] store_<s>.rows    numbers[capacity][dim] store_<s>.scales
-//   float[capacity], where rows have 8 bits
+//   frozen.json       the manifest: stores, tables, sizes and checksums; its first line has a checksum of the rest
+//   store_<s>.index   Bucket[num_buckets]
+//   store_<s>.rows    numbers[capacity][dim]
+//   store_<s>.scales  float[capacity], only if rows have 8 bits
 //
-// Whatever the bytes of index, rows and scales are, lookups stay inside them: walks are bounded, and row ids are
-// compared with the capacity. So only sizes decide whether a folder is safe, and checksums whether it is right.
+// Lookups stay inside the index, rows and scales whatever their bytes are: walks are bounded, and row ids are compared
+// with the capacity. So sizes decide whether a folder is safe, and checksums whether it is correct.
 #ifndef JAXSOK_C_INTERFACE_FROZEN_FOLDER_H_
 #define JAXSOK_C_INTERFACE_FROZEN_FOLDER_H_
 
@@ -19,7 +20,7 @@
 
 namespace jaxsok {
 
-/// Memory with the content of a file, until it is destroyed. Empty: no file.
+/// Memory with the content of a file, valid until it is destroyed. Empty if there is no file.
 class FileMemory {
  public:
   FileMemory() = default;
@@ -45,13 +46,13 @@ struct FrozenTableEntry {
   int64_t num_rows;
 };
 
-/// The tables of one dim and dtype.
+/// The files and tables of one store.
 struct FrozenStoreFiles {
   int32_t dim;
   RowDtype dtype;
   uint32_t capacity;
   uint32_t num_buckets;
-  uint32_t counters[kNumCounters];  // the salt; all else 0
+  uint32_t counters[kNumCounters];  // the salt; all other counters are 0
   std::vector<FrozenTableEntry> tables;
   std::vector<uint32_t> words;  // [num_tables, kNumTableWords]
   FileMemory index, rows, scales;
@@ -62,7 +63,7 @@ struct FrozenFolder {
   std::vector<FrozenStoreFiles> stores;
 };
 
-/// Reads a folder; throws Error. `flags`: those of jaxsok_open.
+/// Reads a folder; throws Error. `flags` are those of jaxsok_open.
 FrozenFolder ReadFrozenFolder(const std::string& path, uint32_t flags);
 
 }  // namespace jaxsok

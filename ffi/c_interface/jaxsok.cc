@@ -1,4 +1,4 @@
-// The functions of jaxsok.h: they check what a caller gives, and hand it to the kernels of lookup_frozen.
+// The functions of jaxsok.h: they check the caller's arguments, and call the lookup_frozen kernels.
 #include "../../jaxsok/include/jaxsok.h"
 
 #include <iterator>
@@ -21,10 +21,10 @@ struct jaxsok_tables {
     int64_t num_rows;
     int32_t dim;
     int32_t store;
-    int32_t number;  // in its store
+    int32_t number;  // within its store
   };
 
-  jaxsok::FrozenFolder folder;  // on the host the tables themselves: destroyed after the device
+  jaxsok::FrozenFolder folder;  // on the host, the tables themselves: destroyed after the device
   std::unique_ptr<jaxsok::Device> device;
   std::vector<jaxsok::StoreView> stores;
   std::vector<Table> tables;
@@ -36,7 +36,7 @@ namespace {
 
 thread_local std::string last_error;
 
-/// Runs a function that may throw; keeps the text and gives the status of what it threw.
+/// Runs a function that may throw. Returns the status of its exception, and keeps the text.
 template <typename Function>
 int32_t Guarded(const char* op, const Function& function) {
   int32_t status = JAXSOK_BAD_ARGUMENT;
@@ -53,7 +53,7 @@ int32_t Guarded(const char* op, const Function& function) {
     } catch (const std::exception& error) {
       last_error = std::string(op) + ": " + error.what();
     }
-  } catch (...) {  // no memory for the text
+  } catch (...) {  // there is no memory for the text
     last_error.clear();
   }
   return status;
@@ -210,7 +210,7 @@ class BatchReader {
       RefuseFeature("out", feature.out, ", wanted the memory of the embeddings, at a multiple of ",
                     Device::kOutAlignment, " bytes");
     }
-    // A bag of one key without a weight is its row, whatever combines it.
+    // A bag of one unweighted key is its row, whatever the combiner.
     const bool is_single = hotness == 1 && !is_weighted;
     const auto word = [](int64_t value) { return static_cast<int32_t>(value); };
     const int32_t words[kNumFeatureWords] = {
@@ -233,7 +233,7 @@ class BatchReader {
     store.bag_start += feature.num_bags;
     store.num_tiles += word(CeilDiv<int64_t>(feature.num_bags, kBagsPerTile));
     store.kinds |= is_single ? kSingleKeys : kBags;
-    constexpr size_t kMostFeatures = 1024;  // what the kernels of a GPU take
+    constexpr size_t kMostFeatures = 1024;  // the limit of the GPU kernels
     if (store.outs.size() > kMostFeatures) {
       Refuse(JAXSOK_BAD_ARGUMENT, "jaxsok_lookup: features: got more than ", kMostFeatures,
              " of the tables of one dim and dtype, wanted at most so many; look them up in several calls.");
@@ -255,7 +255,7 @@ class BatchReader {
   const jaxsok_tables& tables_;
   const jaxsok_batch& batch_;
   std::vector<StoreBatch> stores_;
-  int32_t number_ = 0;  // of the feature at hand
+  int32_t number_ = 0;  // of the current feature
 };
 
 const jaxsok_tables::Table* TableAt(const jaxsok_tables* tables, int32_t table) {

@@ -1,7 +1,7 @@
-// Reads JSON that nobody vouches for: of bounded depth, and every error names its byte.
+// Reads untrusted JSON: the depth is bounded, and every error names its byte.
 //
-// Only what a manifest of frozen tables has is read: objects, lists, texts and whole numbers from 0. Other numbers and
-// words (true, null) are passed over.
+// It reads only what a manifest of frozen tables contains: objects, lists, texts and whole numbers from 0. Other
+// numbers and words (true, null) are skipped.
 #ifndef JAXSOK_C_INTERFACE_JSON_H_
 #define JAXSOK_C_INTERFACE_JSON_H_
 
@@ -18,10 +18,10 @@ struct Json {
   Kind kind = kOther;
   std::string text;                // kText, UTF-8 without zero bytes
   uint64_t whole = 0;              // kWhole
-  std::vector<std::string> names;  // kObject: those of `items`
+  std::vector<std::string> names;  // kObject: the names of `items`
   std::vector<Json> items;         // kObject and kList
 
-  /// The value of a name in an object; nullptr: there is none.
+  /// Returns the value of a name in an object; nullptr if it is absent.
   const Json* Find(const std::string& name) const {
     for (size_t i = 0; i < names.size(); ++i) {
       if (names[i] == name) return &items[i];
@@ -39,7 +39,7 @@ class JsonReader {
  public:
   explicit JsonReader(const std::string& text) : text_(text) {}
 
-  /// The value that the whole text is; throws JsonError.
+  /// Reads the whole text as one value; throws JsonError.
   Json Read() {
     CheckUtf8();
     Json value = ReadValue(0);
@@ -110,7 +110,7 @@ class JsonReader {
     return false;
   }
 
-  /// A number, true, false or null.
+  /// Reads a number, true, false or null.
   void ReadWord(Json& value) {
     const size_t first = at_;
     bool is_whole = true;
@@ -164,7 +164,7 @@ class JsonReader {
       if (!is_digit && !is_letter) Refuse("four hexadecimal digits");
       code = code << 4 | static_cast<uint32_t>(is_digit ? c - '0' : (c | 0x20) - 'a' + 10);
     }
-    // Python writes letters as they are, and so escapes control characters alone.
+    // Python writes letters unescaped, and escapes control characters only.
     if (code == 0 || code >= 0x80) Refuse("an escape of a character from 1 to 127");
     text += static_cast<char>(code);
   }

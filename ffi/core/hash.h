@@ -1,4 +1,4 @@
-// Hashes: where a key lives in the index, which shard has it, and the counter-based numbers behind new rows.
+// Hashes: the home bucket of a key in the index, the shard that owns it, and the counter-based numbers behind new rows.
 #ifndef JAXSOK_CORE_HASH_H_
 #define JAXSOK_CORE_HASH_H_
 
@@ -18,7 +18,7 @@ JAXSOK_HOST_DEVICE uint64_t Mix64(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-/// The hash of a (table, key) pair under a salt.
+/// Returns the hash of a (table, key) pair under a salt.
 ///
 /// The table moves the key by a salted odd step before mixing, so that tables that hold the same keys do not
 /// share home buckets, and keys that collide under one salt part under another.
@@ -26,23 +26,23 @@ JAXSOK_HOST_DEVICE uint64_t HashOf(uint64_t key, uint32_t table, uint64_t salt) 
   return Mix64(Mix64(key ^ salt) + (table + 1) * kGolden);
 }
 
-/// What a key adds to the digest of a batch; padding adds nothing. The position takes part: the same keys in another
-/// order are another batch.
+/// Returns what a key adds to the digest of a batch; padding adds nothing. The position is included, so that the same
+/// keys in another order give another digest.
 JAXSOK_HOST_DEVICE uint64_t DigestOf(uint64_t key, int64_t position) {
   return key == kPaddingKey ? 0 : Mix64(key + (static_cast<uint64_t>(position) + 1) * kGolden);
 }
 
-/// The home bucket: multiply-high, so that num_buckets need not be a power of two.
+/// Returns the home bucket: multiply-high, so that num_buckets need not be a power of two.
 JAXSOK_HOST_DEVICE uint32_t HomeBucket(uint64_t hash, uint32_t num_buckets) {
   return static_cast<uint32_t>(((hash >> 32) * static_cast<uint64_t>(num_buckets)) >> 32);
 }
 
 JAXSOK_HOST_DEVICE uint64_t Word64(uint32_t low, uint32_t high) { return static_cast<uint64_t>(high) << 32 | low; }
 
-/// The hash by which a key belongs to a partition; `name`: the table's.
+/// Returns the hash that decides a key's partition; `name`: the table's.
 ///
-/// Never salted, and free of the table's number: the owner of a key is a pure function of table, key and mesh. Keys of
-/// one table have distinct hashes, since every step is a bijection.
+/// It uses neither the salt nor the table's number: the owner of a key is a pure function of table, key and mesh. Keys
+/// of one table have distinct hashes, since every step is a bijection.
 JAXSOK_HOST_DEVICE uint64_t PartitionHash(uint64_t key, uint64_t name) { return HashOf(key, 0, name); }
 
 constexpr int kPartitionBits = 12;
@@ -50,14 +50,14 @@ static_assert(kNumPartitions == 1 << kPartitionBits, "the partition is the top o
 
 JAXSOK_HOST_DEVICE uint32_t PartitionOf(uint64_t hash) { return static_cast<uint32_t>(hash >> (64 - kPartitionBits)); }
 
-/// The hash by which the requests for one owner are dealt to rounds.
+/// Returns the hash that distributes the requests for one owner over rounds.
 ///
-/// The owner follows from the top bits, so they come last: among the keys of one owner it is spread over all 64 bits.
+/// The owner follows from the top bits, so they come last: the hash of one owner's keys is spread over all 64 bits.
 JAXSOK_HOST_DEVICE uint64_t RoundHash(uint64_t hash) { return hash << kPartitionBits | hash >> (64 - kPartitionBits); }
 
-/// The shard that has a key; always below num_shards (Python checks the owners that it gives).
+/// Returns the shard that owns a key; always below num_shards (Python checks the owners that it passes).
 ///
-/// `table_words`: the table's line, kNumTableWords; `hash`: the key's PartitionHash.
+/// `table_words`: the table's words, kNumTableWords; `hash`: the key's PartitionHash.
 JAXSOK_HOST_DEVICE uint32_t OwnerOf(const uint32_t* table_words, const uint32_t* partition_owners, uint32_t num_shards,
                                     uint64_t hash) {
   const uint32_t pinned = table_words[kTableOwner];

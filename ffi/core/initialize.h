@@ -1,8 +1,8 @@
-// What a new row holds: a pure function of (seed, table name, key, column).
+// The initial values of a new row: a pure function of (seed, table name, key, column).
 //
-// Never of the row id, the store, the device or the order of the keys (decision D8): a key gets the same row
-// on every mesh and in every run. Only exactly rounded operations are used (sums, products, division, square
-// root), so CPU and CUDA give the same bits.
+// They do not depend on the row id, the store, the device or the order of the keys (decision D8): a key gets the same
+// row on every mesh and in every run. Only exactly rounded operations are used (sums, products, division, square root),
+// so CPU and CUDA give the same bits.
 #ifndef JAXSOK_CORE_INITIALIZE_H_
 #define JAXSOK_CORE_INITIALIZE_H_
 
@@ -19,7 +19,7 @@ enum InitializerKind : int {
   kInitializeTruncatedNormal = 3,  // mean a, standard deviation b before the cut at two of them
 };
 
-/// The natural logarithm of a positive, normal float, to about 2 ulp.
+/// Returns the natural logarithm of a positive, normal float, to about 2 ulp.
 ///
 /// x = 2^e * m with m in [sqrt(1/2), sqrt(2)); log(m) = 2 atanh(s) with s = (m - 1) / (m + 1), whose series
 /// in s^2 <= 0.0295 ends below 1e-9 after five terms.
@@ -42,7 +42,7 @@ JAXSOK_HOST_DEVICE float LogOf(float x) {
   return static_cast<float>(exponent) * kLn2 + s * series;
 }
 
-/// The standard normal quantile of p in (0, 1), to about 1e-7 relative.
+/// Returns the standard normal quantile of p in (0, 1), to about 1e-7 relative.
 ///
 /// Source: Michael J. Wichura, "Algorithm AS 241: The Percentage Points of the Normal Distribution",
 /// Applied Statistics 37 (1988), routine PPND7.
@@ -71,16 +71,17 @@ JAXSOK_HOST_DEVICE float NormalQuantile(float p) {
   return q < 0.0f ? -magnitude : magnitude;
 }
 
-/// A uniform number in the open interval (0, 1): 23 bits, the middle of its cell, so never 0 and never 1.
+/// Returns a uniform number in the open interval (0, 1): 23 bits, the middle of its cell, so never 0 and never 1.
 JAXSOK_HOST_DEVICE float OpenUniform(uint32_t bits) { return (static_cast<float>(bits >> 9) + 0.5f) * 0x1p-23f; }
 
-/// What all columns of one new row share; worked out once a row.
+/// The values that all columns of one new row share; computed once a row.
 struct RowInitializer {
   uint64_t stream;
   int32_t kind;
   float a, b;
 
-  /// `table_words`: the table's line, kNumTableWords; `seed`: the two words of the state's seed.
+  /// Returns the initializer of a row. `table_words`: the table's words, kNumTableWords; `seed`: the two words of the
+  /// state's seed.
   JAXSOK_HOST_DEVICE static RowInitializer Of(const uint32_t* table_words, const uint32_t* seed, uint64_t key) {
     const uint64_t name = Word64(table_words[kTableNameLow], table_words[kTableNameHigh]);
     const uint64_t table_stream = Mix64(Mix64(Word64(seed[0], seed[1]) + kGolden) ^ name);
@@ -92,7 +93,7 @@ struct RowInitializer {
     return row;
   }
 
-  /// The value of one column.
+  /// Returns the value of one column.
   JAXSOK_HOST_DEVICE float At(uint32_t column) const {
     if (kind == kInitializeConstant) return a;
     const uint32_t bits = static_cast<uint32_t>(Mix64(stream + (column + 1) * kGolden) >> 32);

@@ -1,4 +1,4 @@
-// What both compilers must agree on: which functions run on host and device, and small portable words.
+// Definitions that both compilers share: functions that run on host and device, and small portable words.
 //
 // Floating point: every file that includes core/ is compiled without contraction (-ffp-contract=off,
 // -fmad=false), so that a product and a sum round apart on the host as on the device. With IEEE division
@@ -18,7 +18,7 @@
 
 namespace jaxsok {
 
-/// The bits of a word read as a float.
+/// Returns the bits of a word as a float.
 JAXSOK_HOST_DEVICE float FloatOfBits(uint32_t bits) {
 #if defined(__CUDA_ARCH__)
   return __uint_as_float(bits);
@@ -29,7 +29,7 @@ JAXSOK_HOST_DEVICE float FloatOfBits(uint32_t bits) {
 #endif
 }
 
-/// The bits of a float read as a word.
+/// Returns the bits of a float as a word.
 JAXSOK_HOST_DEVICE uint32_t BitsOfFloat(float value) {
 #if defined(__CUDA_ARCH__)
   return __float_as_uint(value);
@@ -40,10 +40,10 @@ JAXSOK_HOST_DEVICE uint32_t BitsOfFloat(float value) {
 #endif
 }
 
-/// True unless the float is infinite or NaN. Written on bits, so that no compiler flag can remove it.
+/// Returns true unless the float is infinite or NaN. It uses bits, so that no compiler flag can remove it.
 JAXSOK_HOST_DEVICE bool IsFinite(float value) { return (BitsOfFloat(value) & 0x7f800000u) != 0x7f800000u; }
 
-/// The quotient of two sizes, rounded up.
+/// Returns the quotient of two sizes, rounded up.
 template <typename T>
 JAXSOK_HOST_DEVICE constexpr T CeilDiv(T numerator, T denominator) {
   return (numerator + denominator - 1) / denominator;

@@ -1,12 +1,12 @@
-// How the numbers of a row are stored, and how a float becomes one of 16 bits.
+// Storage of a row's numbers, and rounding of a float to 16 bits.
 //
 // Arithmetic is float32 everywhere: rows are widened when they are read and rounded when they are written. Initial
-// values and embeddings round to nearest, ties to even. What an optimizer made of a row rounds stochastically unless
-// told otherwise: up or down to one of its two neighbours, with probabilities that keep the mean. Steps far below a
-// row's last bit then move it at the right rate; to nearest they would never move it.
+// values and embeddings round to nearest, ties to even. Rows that an optimizer stepped round stochastically by default:
+// up or down to one of the two neighbours, with probabilities that keep the mean. Steps far below a row's last bit then
+// move it at the right rate; rounding to nearest would never move it.
 //
-// Random bits are a function of (seed, step, table name, key, column) and of nothing else (decision D8). Everything
-// here works on bits, so CPU and CUDA give the same ones, and holds for all floats:
+// Random bits are a function of (seed, step, table name, key, column) only (decision D8). The code works on bits, so
+// CPU and CUDA give the same results. For all floats:
 //
 //   exact numbers   stay what they are, under any random bits
 //   finite ones     never become infinite: beyond the largest finite number they become it
@@ -22,13 +22,13 @@
 
 namespace jaxsok {
 
-/// How a step's result becomes a 16-bit row; types.py names them too. Without meaning for float32 rows.
+/// Rounding modes of a step's 16-bit rows; types.py names them too. Ignored for float32 rows.
 enum Rounding : int {
   kRoundingNearest = 0,
   kRoundingStochastic = 1,
 };
 
-/// Numbers of 16 bits as they are stored.
+/// A stored bfloat16 number.
 struct BFloat16 {
   uint16_t bits;  // the upper half of a float
 };
@@ -36,9 +36,9 @@ struct Float16 {
   uint16_t bits;  // sign, 5 bits of exponent, 10 of mantissa
 };
 
-/// What can be done with a number of a row: widen it, or make it of a float.
+/// Conversions of a row's number: widening to float and rounding from float.
 ///
-/// `random`: 16 random bits in the low half of the word; what lies above is not looked at.
+/// `random`: 16 random bits in the low half of the word; the upper half is ignored.
 template <typename T>
 struct RowNumber;
 
@@ -63,7 +63,7 @@ struct RowNumber<BFloat16> {
   }
 
  private:
-  /// Adds below the cut and truncates. Numbers below the normal ones have the same cut: nothing is special there.
+  /// Adds below the cut and truncates. Subnormal numbers have the same cut and need no special case.
   JAXSOK_HOST_DEVICE static BFloat16 Cut(uint32_t bits, uint32_t added) {
     const uint32_t magnitude = bits & 0x7fffffffu;
     uint32_t result = (magnitude + added) >> 16;
@@ -79,7 +79,7 @@ struct RowNumber<Float16> {
   JAXSOK_HOST_DEVICE static float Widened(Float16 value) {
     const uint32_t magnitude = value.bits & 0x7fffu;
 #if defined(__CUDA_ARCH__)
-    if (magnitude <= 0x7c00u) {  // of NaN the hardware makes another NaN
+    if (magnitude <= 0x7c00u) {  // the hardware may change the bits of a NaN
       float widened;
       asm("cvt.f32.f16 %0, %1;" : "=f"(widened) : "h"(value.bits));
       return widened;
@@ -100,13 +100,13 @@ struct RowNumber<Float16> {
       return nearest;
     }
 #endif
-    // Below the normal numbers the step is 2^-24, that of the floats from 1/2 on: their sum rounds as it should.
+    // Below the normal numbers the step is 2^-24, that of floats from 1/2 on: their sum rounds correctly.
     const float small = FloatOfBits(magnitude < kLeastNormal ? magnitude : kLeastNormal);
     const uint32_t subnormal = BitsOfFloat(small + 0.5f) - 0x3f000000u;
     return Join(bits, (magnitude + 0xfffu + (magnitude >> 13 & 1)) >> 13, subnormal);
   }
-  /// Unbiased, but for magnitudes below 2^-17, where 16 random bits meet more bits than that: what lies below 2^-40 is
-  /// left out.
+  /// Rounds without bias, except for magnitudes below 2^-17, which need more than 16 random bits: what lies below 2^-40
+  /// is ignored.
   JAXSOK_HOST_DEVICE static Float16 Stochastic(float value, uint32_t random) {
     const uint32_t bits = BitsOfFloat(value);
     const uint32_t magnitude = bits & 0x7fffffffu;
@@ -119,7 +119,7 @@ struct RowNumber<Float16> {
  private:
   static constexpr uint32_t kLeastNormal = 0x38800000u;  // 2^-14
 
-  /// Of the two ways to round, the one that the magnitude needs. `normal` still has a float's exponent.
+  /// Returns the rounding that the magnitude needs. `normal` still has a float's exponent.
   JAXSOK_HOST_DEVICE static Float16 Join(uint32_t bits, uint32_t normal, uint32_t subnormal) {
     const uint32_t magnitude = bits & 0x7fffffffu;
     uint32_t result = magnitude < kLeastNormal ? subnormal : normal - (112u << 10);
@@ -129,7 +129,7 @@ struct RowNumber<Float16> {
   }
 };
 
-/// Numbers of 8 bits, as rows of frozen stores have them: a number of a row is one of these times the row's scale.
+/// An 8-bit number of a frozen store's row: the number times the row's scale is the value.
 struct Int8 {
   int8_t bits;
 };
@@ -137,7 +137,7 @@ struct Float8E4m3 {
   uint8_t bits;  // sign, 4 bits of exponent, 3 of mantissa; 0x7f and 0xff are NaN, and nothing is infinite
 };
 
-/// Nothing is ever rounded to them here: what a key without a row reads stays a float.
+/// Nothing is rounded to 8 bits here: the initial row that an absent key reads stays a float.
 template <>
 struct RowNumber<Int8> {
   static constexpr RowDtype kDtype = kQuantizedInt8;
@@ -149,7 +149,7 @@ struct RowNumber<Int8> {
 template <>
 struct RowNumber<Float8E4m3> {
   static constexpr RowDtype kDtype = kQuantizedFloat8E4m3;
-  /// Free of branches: loops over rows become vector instructions.
+  /// Widens a number without branches: loops over rows become vector instructions.
   JAXSOK_HOST_DEVICE static float Widened(Float8E4m3 value) {
     const uint32_t magnitude = value.bits & 0x7fu;
     // The exponents of the two formats begin 120 apart; below the normal numbers the step is 2^-9.
@@ -162,15 +162,15 @@ struct RowNumber<Float8E4m3> {
   JAXSOK_HOST_DEVICE static float Nearest(float value) { return value; }
 };
 
-/// Whether rows of these numbers have scales.
+/// True if rows of these numbers have scales.
 template <typename T>
 constexpr bool kIsQuantized = std::is_same_v<T, Int8> || std::is_same_v<T, Float8E4m3>;
 
-constexpr uint64_t kRoundingStream = 0xd1b54a32d192ed03ull;  // apart from initial values, whose stream is kGolden
+constexpr uint64_t kRoundingStream = 0xd1b54a32d192ed03ull;  // differs from the stream of initial values, kGolden
 
-/// What the rounding of all rows of one update shares.
+/// Returns the hash that the rounding of all rows of one update shares.
 ///
-/// `seed`: the two words of the state's seed; `step`: how many updates came before.
+/// `seed`: the two words of the state's seed; `step`: the number of updates so far.
 JAXSOK_HOST_DEVICE uint64_t RoundingOfStep(const uint32_t* seed, uint32_t step) {
   return Mix64(Mix64(Word64(seed[0], seed[1]) + kRoundingStream) + (uint64_t{step} + 1) * kGolden);
 }
@@ -179,22 +179,22 @@ JAXSOK_HOST_DEVICE uint64_t RoundingOfStep(const uint32_t* seed, uint32_t step) 
 struct RowRounding {
   uint64_t stream;
 
-  /// `table_words`: the table's line, kNumTableWords; `of_step`: RoundingOfStep.
+  /// Returns the generator of one row. `table_words`: the table's words, kNumTableWords; `of_step`: RoundingOfStep.
   JAXSOK_HOST_DEVICE static RowRounding Of(const uint32_t* table_words, uint64_t of_step, uint64_t key) {
     const uint64_t name = Word64(table_words[kTableNameLow], table_words[kTableNameHigh]);
     return {Mix64(key + Mix64(of_step ^ name))};
   }
 
-  /// The bits of columns 4 * quad to 4 * quad + 3, 16 each, those of the first in the lowest.
+  /// Returns the bits of columns 4 * quad to 4 * quad + 3, 16 bits each, the first column lowest.
   JAXSOK_HOST_DEVICE uint64_t Draw(uint32_t quad) const { return Mix64(stream + (uint64_t{quad} + 1) * kGolden); }
 
-  /// The bits of one column.
+  /// Returns the bits of one column.
   JAXSOK_HOST_DEVICE uint32_t At(uint32_t column) const {
     return static_cast<uint32_t>(Draw(column / 4) >> (column % 4 * 16)) & 0xffffu;
   }
 };
 
-/// Calls work(number) with a number of the dtype's type.
+/// Calls work(number) with a value of the dtype's type.
 template <typename Work>
 auto WithRowDtype(RowDtype dtype, const Work& work) {
   switch (dtype) {
@@ -216,7 +216,7 @@ auto WithRowDtypes(RowDtype rows, RowDtype embeddings, const Work& work) {
                       [&](auto row) { return embeddings == kRowDtypeFloat32 ? work(row, float{}) : work(row, row); });
 }
 
-/// The same where rows may be quantized; embeddings of those are float32.
+/// Calls work as above, where rows may be quantized; their embeddings are float32.
 template <typename Work>
 auto WithStoredDtypes(RowDtype rows, RowDtype embeddings, const Work& work) {
   switch (rows) {

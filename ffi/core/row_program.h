@@ -1,20 +1,20 @@
-// Row programs: an optimizer's step of one row as a list of operations on registers as wide as a row.
+// Row programs: an optimizer's step of one row, as a list of operations on registers as wide as a row.
 //
 // jaxsok/optimizers/program.py compiles them from a JAX function. Both back ends run them in the pass that sums the
-// row's gradients: operation by operation, each on all columns. All is float32; an operation that is not exactly
-// rounded by IEEE (exp, log and their kin) is worked out in double by the functions of this header, so that CPU and
-// CUDA give the same bits. Truth is 1, falsehood 0.
+// row's gradients, operation by operation, each on all columns. Values are float32. Operations that IEEE does not round
+// exactly (exp, log and similar) are computed in double by the functions of this header, so that CPU and CUDA give the
+// same bits. True is 1, false is 0.
 //
 //   register 0                 the row's gradient
 //   register 1                 the row
 //   register 2, 3, ...         its states; a state of one number is in every column
-//   registers after            temporaries; no register has a meaning of its own once it was written
+//   registers after            temporaries; any register may be overwritten
 //   operand r >= 0             register r
 //   operand -1                 the number of uses of the row
 //   operand -2 - i             scalar i, the same for all rows
 //
 // kRowOutput writes its operand to the row (destination 0) or to state k (destination 1 + k); a state of one number
-// takes column 0. What has no output stays as it was.
+// takes column 0. Anything without an output is unchanged.
 #ifndef JAXSOK_CORE_ROW_PROGRAM_H_
 #define JAXSOK_CORE_ROW_PROGRAM_H_
 
@@ -27,7 +27,7 @@ constexpr int kMaxRowOps = 256;
 constexpr int kMaxRegisters = 24;
 constexpr int kRowOpWords = 5;  // code, destination, three operands
 
-/// program.py names them in this order.
+/// The operations; program.py names them in this order.
 enum RowOp : int {
   kRowCopy = 0,
   kRowNegate,
@@ -83,7 +83,7 @@ struct RowProgram {
   int32_t num_registers;
   RowInstruction ops[kMaxRowOps];
 
-  /// Scalars that operands name.
+  /// Returns the number of scalars that operands name.
   int32_t NumScalars() const {
     int least = -1;
     for (int i = 0; i < num_ops; ++i) {
@@ -93,7 +93,7 @@ struct RowProgram {
     return -1 - least;
   }
 
-  /// From the words of the handler's attribute; null, or what is wrong with them.
+  /// Reads the words of the handler's attribute. Returns null, or what is wrong with them.
   const char* Read(const int32_t* words, int64_t num_words, int32_t registers, int num_states, int64_t num_scalars) {
     if (num_words % kRowOpWords != 0 || num_words / kRowOpWords > kMaxRowOps) return "program: too long, or cut off";
     if (registers < 2 + num_states || registers > kMaxRegisters) return "program: number of registers";
@@ -113,10 +113,11 @@ struct RowProgram {
   }
 };
 
-/// exp(x), to about 1e-14: x = k ln 2 + r with |r| <= ln 2 / 2, and the Taylor series of r up to its 12th power.
+/// Returns exp(x), to about 1e-14: x = k ln 2 + r with |r| <= ln 2 / 2, and the Taylor series of r up to its 12th
+/// power.
 JAXSOK_HOST_DEVICE double ExpOf(double x) {
   if (x != x) return x;
-  if (x > 700.0) return 1e300;  // beyond float32 all the same
+  if (x > 700.0) return 1e300;  // infinite in float32
   if (x < -700.0) return 0.0;
   constexpr double kPerLn2 = 1.4426950408889634;
   // ln 2 in two parts, so that k times the first is exact (fdlibm's e_exp.c, Sun Microsystems 1993).
@@ -132,8 +133,8 @@ JAXSOK_HOST_DEVICE double ExpOf(double x) {
   return sum * scale;
 }
 
-/// log(x), to about 1e-14; of a float that is not positive what IEEE says. x = 2^e m with m in [sqrt(1/2), sqrt(2)),
-/// and log(m) = 2 atanh(s) with s = (m - 1) / (m + 1), whose series ends below 1e-16 after 11 terms.
+/// Returns log(x), to about 1e-14; for a float that is not positive, the IEEE result. x = 2^e m with m in [sqrt(1/2),
+/// sqrt(2)), and log(m) = 2 atanh(s) with s = (m - 1) / (m + 1), whose series ends below 1e-16 after 11 terms.
 JAXSOK_HOST_DEVICE double LogOfDouble(double x) {
   if (!(x > 0.0)) return x == 0.0 ? -INFINITY : NAN;
   if (x > 1.7e308) return x;
@@ -155,7 +156,7 @@ JAXSOK_HOST_DEVICE double LogOfDouble(double x) {
 }
 
 JAXSOK_HOST_DEVICE double Log1pOf(double x) {
-  // Near zero 1 + x loses what matters; what four terms leave out is below 1e-16 of it there.
+  // Near zero 1 + x loses precision; the error of four terms is below 1e-16 of x there.
   if (x < 1e-4 && x > -1e-4) return x * (1.0 - x * (0.5 - x * (1.0 / 3.0 - x * 0.25)));
   return LogOfDouble(1.0 + x);
 }
@@ -172,7 +173,7 @@ JAXSOK_HOST_DEVICE double TanhOf(double x) {
   return e / (e + 2.0);
 }
 
-/// x^y as IEEE's pow, for floats: a negative x only with a whole y.
+/// Returns x^y as IEEE's pow, for floats: a negative x needs a whole y.
 JAXSOK_HOST_DEVICE double PowerOf(float x, float y) {
   if (y == 0.0f || x == 1.0f) return 1.0;
   if (x != x || y != y) return NAN;
@@ -200,9 +201,9 @@ JAXSOK_HOST_DEVICE float CbrtOf(float x) {
   return x < 0.0f ? -root : root;
 }
 
-/// NaN where either is, as in JAX. Of zeros +0 is the greater one: which of two lanes asks must not matter. On a GPU it
-/// is one instruction of the same meaning: with branches the interpreter's switch spills registers, and lifted Adam
-/// took 1.25 times as long.
+/// Returns the maximum: NaN if either is NaN, as in JAX. +0 is greater than -0, so that the order of the operands does
+/// not matter. On a GPU this is one instruction with the same meaning: with branches the interpreter's switch spills
+/// registers, and lifted Adam took 1.25 times as long.
 JAXSOK_HOST_DEVICE float MaximumOf(float a, float b) {
 #ifdef __CUDA_ARCH__
   float greater;
@@ -224,7 +225,7 @@ JAXSOK_HOST_DEVICE float MinimumOf(float a, float b) {
 #endif
 }
 
-/// What an operation with up to three operands does to one column. The code is known where this is compiled.
+/// Applies an operation with up to three operands to one column. The code is a compile-time constant.
 template <int kCode>
 JAXSOK_HOST_DEVICE float RowOpOf(float a, float b, float c) {
   if constexpr (kCode == kRowCopy) return a;
@@ -264,7 +265,7 @@ JAXSOK_HOST_DEVICE float RowOpOf(float a, float b, float c) {
   return a;
 }
 
-/// What joins two columns in a reduction.
+/// Joins two columns in a reduction.
 template <int kCode>
 JAXSOK_HOST_DEVICE float JoinOf(float a, float b) {
   if constexpr (kCode == kRowMax) return MaximumOf(a, b);
@@ -272,7 +273,7 @@ JAXSOK_HOST_DEVICE float JoinOf(float a, float b) {
   return a + b;
 }
 
-/// What a reduction begins with.
+/// Returns the initial value of a reduction.
 template <int kCode>
 JAXSOK_HOST_DEVICE float StartOf() {
   if constexpr (kCode == kRowMax) return -INFINITY;
@@ -280,11 +281,11 @@ JAXSOK_HOST_DEVICE float StartOf() {
   return 0.0f;
 }
 
-/// Whether an operation reads its second and third operand.
+/// Returns whether an operation reads its second operand. ReadsThird does so for the third.
 JAXSOK_HOST_DEVICE bool ReadsSecond(int code) { return code >= kRowAdd && code <= kRowMultiplySubtract; }
 JAXSOK_HOST_DEVICE bool ReadsThird(int code) { return code >= kRowSelect && code <= kRowMultiplySubtract; }
 
-/// The operations on columns that take a few instructions, for a switch over their codes,
+/// The operations on columns that take a few instructions, for a switch over their codes.
 #define JAXSOK_LIGHT_ROW_OPS(_) \
   _(kRowCopy)                   \
   _(kRowNegate)                 \
@@ -313,7 +314,7 @@ JAXSOK_HOST_DEVICE bool ReadsThird(int code) { return code >= kRowSelect && code
   _(kRowMultiplyAdd)            \
   _(kRowMultiplySubtract)
 
-/// and those that take many.
+/// The operations on columns that take many instructions.
 #define JAXSOK_HEAVY_ROW_OPS(_) \
   _(kRowExp)                    \
   _(kRowLog)                    \

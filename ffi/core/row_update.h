@@ -1,7 +1,7 @@
-// What one row does in one step, and the order in which a row's gradients are summed.
+// One row's step, and the order in which a row's gradients are summed.
 //
-// The order is part of the contract: it depends on the row's own uses alone (decision D8), never on where
-// they lie in the batch, on the device or on the number of threads. CPU and CUDA follow it alike.
+// The order is part of the contract: it depends only on the row's own uses (decision D8), never on their places in the
+// batch, the device or the number of threads. CPU and CUDA use the same order.
 //
 //   uses u_0 .. u_{n-1} of a row, by position in the batch
 //   run r     = u_{8r} + u_{8r+1} + ... in sequence                            (kUsesPerRun)
@@ -9,7 +9,7 @@
 //   lane l    = chunk_l + chunk_{l+32} + chunk_{l+64} + ... in sequence        (kChunkLanes; only if n > 32)
 //   gradient  = the lanes that have a chunk, added in a binary tree: lane l += lane l + 16, then 8, 4, 2, 1
 //
-// A sum over the columns of a row (the mean square of rowwise Adagrad) is fixed too: LaneShape says which
+// A sum over the columns of a row (the mean square of rowwise Adagrad) has a fixed order too: LaneShape says which
 // columns a lane holds; a lane sums its own in order, then lanes combine in a butterfly.
 #ifndef JAXSOK_CORE_ROW_UPDATE_H_
 #define JAXSOK_CORE_ROW_UPDATE_H_
@@ -18,25 +18,25 @@
 
 namespace jaxsok {
 
-constexpr int kUsesPerRun = 8;     // what one group of lanes adds one after the other
+constexpr int kUsesPerRun = 8;     // a group of lanes adds them one after the other
 constexpr int kUsesPerChunk = 32;  // one warp's worth of sorted uses
 constexpr int kChunkLanes = 32;
 
-// Vectors a lane should hold: what a row costs in instructions beside its bytes is paid once for all of them. Of 1, 2
-// and 4, 2 was the fastest on an H200 (docs/performance.md): W1's step 0.97, 0.89 and 0.92 ms.
+// Vectors per lane: the instructions that a row costs apart from its bytes are then paid once for several vectors. Of
+// 1, 2 and 4, 2 was the fastest on an H200 (docs/performance.md): W1's step took 0.97, 0.89 and 0.92 ms.
 constexpr int kVectorsPerLane = 2;
-// Of single numbers, where the dim is no multiple of 4. Of 2, 4 and 8, 4 was the fastest (docs/performance.md).
+// Single numbers per lane, if the dim is no multiple of 4. Of 2, 4 and 8, 4 was the fastest (docs/performance.md).
 constexpr int kSinglesPerLane = 4;
 
-/// How the columns of a row are dealt to lanes: lane l holds the vectors l, l + lanes, l + 2 lanes, ...
-/// of `vector` neighbouring columns.
+/// The assignment of a row's columns to lanes: lane l holds the vectors l, l + lanes, l + 2 lanes, ... of `vector`
+/// neighbouring columns.
 struct LaneShape {
-  int vector;  // 4 when dim is a multiple of 4 (16-byte loads of float), else 1; OfRows16: also 8
+  int vector;  // 4 when dim is a multiple of 4 (16-byte loads of float), otherwise 1; OfRows16: also 8
   int lanes;   // a power of two, at most 32
 
   JAXSOK_HOST_DEVICE static LaneShape Of(int dim) { return Dealt(dim, kVectorsPerLane, kSinglesPerLane); }
 
-  /// That of a step on rows of 16 bits: as many columns a lane, in vectors of 16 bytes too.
+  /// Returns the shape for a step on rows of 16 bits: as many columns a lane, also in vectors of 16 bytes.
   JAXSOK_HOST_DEVICE static LaneShape OfRows16(int dim) {
     if (dim % 8 != 0) return Of(dim);
     LaneShape shape = {8, 1};
@@ -44,10 +44,10 @@ struct LaneShape {
     return shape;
   }
 
-  /// That of bags on a GPU: a lane holds few numbers, so that many warps wait for rows at once.
+  /// Returns the shape for bags on a GPU: a lane holds few numbers, so that many warps wait for rows at once.
   JAXSOK_HOST_DEVICE static LaneShape OfBags(int dim) { return Dealt(dim, 1, kSinglesPerLane); }
 
-  /// That of row programs, whose instructions cost less the more columns each takes.
+  /// Returns the shape for row programs, whose instructions cost less the more columns each takes.
   JAXSOK_HOST_DEVICE static LaneShape OfProgram(int dim) {
     return Dealt(dim, 2 * kVectorsPerLane, 2 * kSinglesPerLane);
   }
@@ -80,14 +80,14 @@ enum RowGradient : int {
 
 constexpr int kNumHyper = 8;  // floats of the hyper-parameter operand; each optimizer says what its words mean
 
-/// The factor that row_gradient puts on the sum of a row's gradients.
+/// Returns the factor that row_gradient puts on the sum of a row's gradients.
 JAXSOK_HOST_DEVICE float RowGradientScale(int row_gradient, int64_t num_uses) {
   if (row_gradient == kRowGradientMean) return 1.0f / static_cast<float>(num_uses);
   if (row_gradient == kRowGradientSqrt) return 1.0f / sqrtf(static_cast<float>(num_uses));
   return 1.0f;
 }
 
-/// hyper: learning rate.   row -= lr * g
+/// SGD. hyper: learning rate.   row -= lr * g
 struct Sgd {
   static constexpr int kNumStates = 0;
   static constexpr bool kRowwise = false;
@@ -96,7 +96,7 @@ struct Sgd {
   }
 };
 
-/// hyper: learning rate, eps.   acc += g^2;  row -= lr * g / sqrt(acc + eps)   (where acc > 0; as Optax)
+/// Adagrad. hyper: learning rate, eps.   acc += g^2;  row -= lr * g / sqrt(acc + eps)   (where acc > 0; as Optax)
 struct Adagrad {
   static constexpr int kNumStates = 1;
   static constexpr bool kRowwise = false;
@@ -107,15 +107,15 @@ struct Adagrad {
   }
 };
 
-/// hyper: learning rate, eps.   acc += mean(g^2);  row -= lr * g / (sqrt(acc) + eps)   (as FBGEMM)
+/// Rowwise Adagrad. hyper: learning rate, eps.   acc += mean(g^2);  row -= lr * g / (sqrt(acc) + eps)   (as FBGEMM)
 struct RowwiseAdagrad {
   static constexpr int kNumStates = 1;
   static constexpr bool kRowwise = true;  // one accumulator for the row
-  /// The factor on the gradient, from the accumulator after this step.
+  /// Returns the factor on the gradient, from the accumulator after this step.
   JAXSOK_HOST_DEVICE static float Scale(const float* hyper, float acc) { return hyper[0] / (sqrtf(acc) + hyper[1]); }
 };
 
-/// hyper: learning rate, b1, b2, eps, 1 - b1^t, 1 - b2^t, 1 - b1, 1 - b2.
+/// Adam. hyper: learning rate, b1, b2, eps, 1 - b1^t, 1 - b2^t, 1 - b1, 1 - b2.
 ///   m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  row -= lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 struct Adam {
   static constexpr int kNumStates = 2;

@@ -1,7 +1,7 @@
-// How a handler meets its back end: one source, compiled for the CPU client and for CUDA.
+// Binds a handler to its back end: one source, compiled for the CPU client and for CUDA.
 //
-// On CUDA every handler but those of windows (call.h) is marked as fit for CUDA graphs: it launches the same kernels
-// each time, on the stream it was given, and neither allocates nor waits.
+// On CUDA every handler except those of windows (call.h) is marked as compatible with CUDA graphs: it launches the same
+// kernels each time, on the stream it was given, and neither allocates nor waits.
 #ifndef JAXSOK_HANDLERS_BIND_H_
 #define JAXSOK_HANDLERS_BIND_H_
 
@@ -20,7 +20,7 @@ namespace ffi = ::xla::ffi;
 
 #if defined(JAXSOK_CUDA)
 
-/// Whether a handler may read what is in its buffers.
+/// True if a handler may read the contents of its buffers.
 constexpr bool kIsHostMemory = false;
 
 using StreamContext = ffi::PlatformStream<Stream>;
@@ -46,8 +46,8 @@ using StreamArgument = ffi::ThreadPool;
 
 /// The threads of XLA's CPU client, plus the calling thread.
 ///
-/// The caller takes tasks like every other thread and waits only for tasks that somebody has begun, so a pool
-/// whose threads are all busy (eight devices on two cores) slows it down but cannot stop it.
+/// The caller takes tasks like every other thread and waits only for tasks that have begun, so a pool whose threads are
+/// all busy (eight devices on two cores) slows it down but cannot stop it.
 class ThreadPoolExecutor final : public Executor {
  public:
   explicit ThreadPoolExecutor(ffi::ThreadPool pool)

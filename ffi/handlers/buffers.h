@@ -1,4 +1,4 @@
-// What several handlers read from a call: a store, its tables, a batch, admission, embeddings, gradients.
+// Readers of the arguments that several handlers share: a store, its tables, a batch, admission, embeddings, gradients.
 #ifndef JAXSOK_HANDLERS_BUFFERS_H_
 #define JAXSOK_HANDLERS_BUFFERS_H_
 
@@ -17,7 +17,7 @@ enum StoreArray : int32_t {
   kArrayTableRows,     // u32[num_tables]
   kArrayRows,          // slabs: f32, bf16 or f16 [slab capacity, dim]
   kArrayRecords,       // slabs: u32[slab capacity, 4]
-  kArrayStates,        // num_states times slabs: f32[slab capacity, width]
+  kArrayStates,        // num_states times the slabs: f32[slab capacity, width]
   kArrayStatistics,    // slabs: u32[slab capacity, 2]
   kArraySightings,     // none or one: u32[num_buckets, 16]
   kArrayBloom,         // none or one: u32[num_words]
@@ -25,18 +25,18 @@ enum StoreArray : int32_t {
   kNumStoreArrays,
 };
 
-/// A store as a call brings it. What the call does not bring is empty.
+/// The arrays of a store that a call passes. Arrays that it does not pass are empty.
 struct Store {
   StoreView view{};
   StateView states{};
-  StatisticsView statistics{};  // starts.num_slabs is 0 where there are none
+  StatisticsView statistics{};  // starts.num_slabs is 0 if there are none
   AdmissionView admission{};    // sightings and Bloom filter
   uint32_t* table_evicted = nullptr;
 };
 
 inline IndexView IndexOf(const Array& index) { return {index.as<Bucket>(), static_cast<uint32_t>(index.size(0))}; }
 
-/// Checks an index, or sightings: entries have numbers of 32 bits.
+/// Checks an index, or sightings: entries have 32-bit numbers.
 inline void CheckIndex(Call& call, const char* name, const Array& index) {
   constexpr int64_t kMaxBuckets = (int64_t{1} << 32) / kEntriesPerBucket;
   const int64_t num_buckets = index.size(0);
@@ -44,7 +44,7 @@ inline void CheckIndex(Call& call, const char* name, const Array& index) {
                     kMaxBuckets - 1);
 }
 
-/// Checks, where a handler may read counters, that they are possible with so many rows.
+/// Checks that the counters are possible for this number of rows, if the handler may read them.
 ///
 /// On a GPU the kernels bound them where they use them (index_cuda.cuh, table_cuda.cu).
 inline void CheckCounters(Call& call, const uint32_t* counters, uint32_t capacity) {
@@ -55,7 +55,7 @@ inline void CheckCounters(Call& call, const uint32_t* counters, uint32_t capacit
                     " rows handed out, wanted each at most the next, and at most the capacity ", capacity);
 }
 
-/// How numbers are stored; nothing where no row is stored so.
+/// Returns the row dtype of an element type; nothing if rows are never stored in it.
 inline std::optional<RowDtype> RowDtypeOf(ffi::DataType dtype) {
   switch (dtype) {
     case ffi::F32:
@@ -69,7 +69,7 @@ inline std::optional<RowDtype> RowDtypeOf(ffi::DataType dtype) {
   }
 }
 
-/// Reads as what rows are gathered: as float32, bfloat16, or as they are stored.
+/// Reads the dtype in which rows are gathered: float32, bfloat16, or the stored dtype.
 inline RowDtype ReadGathered(Call& call, ffi::DataType dtype, const StoreView& store) {
   const std::optional<RowDtype> found = RowDtypeOf(dtype);
   const bool is_possible = found == kRowDtypeFloat32 || found == kRowDtypeBfloat16 || found == store.row_dtype;
@@ -77,7 +77,7 @@ inline RowDtype ReadGathered(Call& call, ffi::DataType dtype, const StoreView& s
   return found.value_or(kRowDtypeFloat32);
 }
 
-/// Arrays of rows, one dtype in all of them.
+/// Arrays of rows with one dtype.
 class RowArrays {
  public:
   RowArrays(Call& call, const char* name) : call_(call), name_(name) {}
@@ -90,8 +90,8 @@ class RowArrays {
     data_.push_back(array.as<void>());
     return data_.back();
   }
-  /// Adds the arrays of features that `next()` gives: one for each, or fewer, which neighbouring features share in
-  /// equal parts.
+  /// Adds the arrays that `next()` returns: one for each feature, or fewer, which neighbouring features share in equal
+  /// parts.
   template <typename Next>
   void AddOfFeatures(int32_t num_features, size_t num_arrays, const Next& next) {
     const auto n = static_cast<int64_t>(num_arrays), parts = n == 0 ? 0 : num_features / n;
@@ -114,15 +114,16 @@ class RowArrays {
   std::vector<void*> data_;
 };
 
-/// Reads per-row arrays in slabs, which must all be cut like the first one.
+/// Reads per-row arrays in slabs, all of which must have the slabs of the first array.
 class SlabReader {
  public:
   SlabReader(Call& call, int64_t num_slabs) : call_(call) {
     call.Require(num_slabs >= 1 && num_slabs <= kMaxSlabs, "num_slabs", "got ", num_slabs, ", wanted 1 to ", kMaxSlabs);
-    starts_.num_slabs = call.failed() ? 0 : static_cast<int32_t>(num_slabs);  // views hold no more than kMaxSlabs
+    starts_.num_slabs = call.failed() ? 0 : static_cast<int32_t>(num_slabs);  // views hold at most kMaxSlabs
   }
 
-  /// Reads the slabs of an array: `next()` is the next one, `take(s, slab)` keeps it. Returns the words of a row.
+  /// Reads the slabs of an array: `next()` returns the next slab, `take(s, slab)` stores it. Returns the words of a
+  /// row.
   template <typename Next, typename Take>
   int64_t Read(const char* name, const Next& next, const Take& take) {
     uint64_t start = 0;
@@ -152,8 +153,8 @@ class SlabReader {
   uint64_t capacity_ = 0;
 };
 
-/// Reads the arrays of a store that the call brings: the attribute `store` counts them by kind, and the bits of
-/// `store_in_place` say which kinds come back.
+/// Reads the arrays of a store that the call passes: the attribute `store` counts them by kind, and the bits of
+/// `store_in_place` say which kinds are also results.
 inline Store ReadStore(Call& call) {
   Store store;
   StoreView& view = store.view;
@@ -180,7 +181,7 @@ inline Store ReadStore(Call& call) {
     view.num_tables = static_cast<int32_t>(table_rows.size(0));
   }
 
-  // All per-row arrays have as many slabs; of optimizer state there are several.
+  // All per-row arrays have the same number of slabs; optimizer state has several arrays.
   const StoreArray any_of[] = {kArrayRows, kArrayRecords, kArrayStatistics};
   int64_t num_slabs = 0;
   for (StoreArray kind : any_of) num_slabs = has(kind) ? counts[kind] : num_slabs;
@@ -237,13 +238,13 @@ inline Store ReadStore(Call& call) {
   if (has(kArrayTableEvicted)) {
     store.table_evicted = next(kArrayTableEvicted, "table_evicted", ffi::U32, {view.num_tables}).as<uint32_t>();
   }
-  // Rows without an index or records may be those of others, which the counters do not speak of.
+  // Rows without an index or records may belong to another state, which the counters do not describe.
   const bool is_own = view.capacity != 0 && (has(kArrayIndex) || has(kArrayRecords));
   if (is_own && has(kArrayCounters)) CheckCounters(call, view.counters, view.capacity);
   return store;
 }
 
-/// Reads what optimizer state is before the first step of a row: the attribute `initial`, a number for each kind of it.
+/// Reads the initial optimizer state: the attribute `initial` has one number for each kind of state.
 inline void ReadInitial(Call& call, StateView& states) {
   const auto initial = call.Attribute<ffi::Span<const float>>("initial");
   const auto num_states = static_cast<size_t>(states.num_states);
@@ -251,7 +252,7 @@ inline void ReadInitial(Call& call, StateView& states) {
   for (size_t k = 0; k < num_states && !call.failed(); ++k) states.initial[k] = initial[k];
 }
 
-/// Reads what the tables of a store are, and its seed.
+/// Reads the table words and the seed of a store.
 inline void ReadTables(Call& call, StoreView& store) {
   const int64_t wanted = store.table_rows != nullptr ? store.num_tables : -1;
   const Array tables = call.Operand("tables", ffi::U32, {wanted, kNumTableWords});
@@ -260,8 +261,8 @@ inline void ReadTables(Call& call, StoreView& store) {
   store.num_tables = static_cast<int32_t>(tables.size(0));
 }
 
-/// Reads what decides who gets a row; nothing where everyone is let in. The attribute `admission` says: 0 everyone is,
-/// 1 the tables decide, 3 positions stand for several uses.
+/// Reads what decides which unseen keys get a row; nothing if all are admitted. The attribute `admission`: 0 admits all
+/// keys, 1 lets the tables decide, 3 also says that positions stand for several uses.
 inline const AdmissionView* ReadAdmission(Call& call, int64_t num_keys, Store& store) {
   const auto asked = call.Attribute<int32_t>("admission");
   if (asked == 0) return nullptr;
@@ -283,10 +284,10 @@ inline const AdmissionView* ReadAdmission(Call& call, int64_t num_keys, Store& s
   return &view;
 }
 
-/// Reads keys, words of 64 bits: low, high.
+/// Reads keys as 64-bit words: low, high.
 inline Array ReadKeys(Call& call) { return call.Operand("keys", ffi::U32, {-1, 2}); }
 
-/// Reads how `num_keys` keys lie in the bags of features, checked against each other.
+/// Reads the positions of `num_keys` keys in the bags of features, and checks them against each other.
 inline BatchView ReadBags(Call& call, int64_t num_keys, int32_t num_tiles) {
   const Array offsets = call.Operand("offsets", ffi::S32, {-1}), weights = call.Operand("weights", ffi::F32, {-1});
   const Array features = call.Operand("features", ffi::S32, {-1, kNumFeatureWords});
@@ -311,7 +312,7 @@ inline BatchView ReadBags(Call& call, int64_t num_keys, int32_t num_tiles) {
   return batch;
 }
 
-/// Reads a batch: its keys, and how they lie in bags.
+/// Reads a batch: its keys and their bags.
 inline BatchView ReadBatch(Call& call, int32_t num_tiles) {
   const Array keys = ReadKeys(call);
   BatchView batch = ReadBags(call, keys.size(0), num_tiles);
@@ -320,7 +321,7 @@ inline BatchView ReadBatch(Call& call, int32_t num_tiles) {
 }
 inline BatchView ReadBatch(Call& call) { return ReadBatch(call, call.Attribute<int32_t>("num_tiles")); }
 
-/// Reads the table of each key; without elements where the features give it.
+/// Reads the table of each key; empty if the features determine it.
 inline void ReadTableIds(Call& call, BatchView& batch) {
   const Array table_ids = call.Operand("table_ids", ffi::U32, {-1});
   if (table_ids.size(0) == 0) return;
@@ -328,7 +329,7 @@ inline void ReadTableIds(Call& call, BatchView& batch) {
   batch.tables = table_ids.as<uint32_t>();
 }
 
-/// Reads the embeddings of all features, which are the last results. The view points into `arrays`.
+/// Reads the embeddings of all features, the last results. The view points into `arrays`.
 inline EmbeddingsView ReadEmbeddings(Call& call, int32_t num_features, RowArrays& arrays) {
   arrays.AddOfFeatures(num_features, call.num_results_left(), [&] { return call.Result("embeddings"); });
   return {arrays.dtype(), arrays.data()};

@@ -1,8 +1,8 @@
-// One call of a handler: its operands and results, read in order by name and checked against what XLA could get wrong.
+// One call of a handler: it reads operands and results in order by name, and checks them.
 //
-// jaxsok/kernels/call.py makes the call, with the same names. Operands that come back in their buffers are read by
-// `InPlace`, before the first `Result`. After the first error nothing is read any more, and nothing is launched: a
-// handler reads on without asking, and gets empty arrays. Shapes that a user chooses are checked in Python.
+// jaxsok/kernels/call.py makes the call, with the same names. `InPlace` reads operands that are returned in their
+// buffers, before the first `Result`. After the first error nothing more is read or launched: a handler continues
+// without checking, and gets empty arrays. Python checks shapes that a user chooses.
 #ifndef JAXSOK_HANDLERS_CALL_H_
 #define JAXSOK_HANDLERS_CALL_H_
 
@@ -22,14 +22,14 @@ class Array {
   explicit Array(const ffi::AnyBuffer& buffer)
       : data_(buffer.untyped_data()), dtype_(buffer.element_type()), dims_(buffer.dimensions()) {}
 
-  /// Its elements, `T` being what the shape and dtype say or several of them together.
+  /// Returns its elements. `T` is the dtype of the array, or several of its elements together.
   template <typename T>
   T* as() const {
     return static_cast<T*>(data_);
   }
   ffi::DataType dtype() const { return dtype_; }
   ffi::Span<const int64_t> dims() const { return dims_; }
-  /// The length of an axis; 0 if there is none.
+  /// Returns the length of an axis; 0 if there is none.
   int64_t size(size_t axis) const { return axis < dims_.size() ? dims_[axis] : 0; }
   int64_t num_elements() const {
     int64_t product = 1;
@@ -44,7 +44,7 @@ class Array {
   ffi::Span<const int64_t> dims_;
 };
 
-/// Lengths of the axes of an array; -1: any.
+/// Lengths of the axes of an array; -1 accepts any.
 using Shape = std::initializer_list<int64_t>;
 
 class Call {
@@ -59,8 +59,8 @@ class Call {
         device_(device),
         run_(run) {}
 
-  /// The ordinal of the device, and the number of the program's run, the same on all devices; of eager handlers
-  /// alone.
+  /// Returns the ordinal of the device. `run` is the number of the program's run, the same on all devices. Both are
+  /// known in eager handlers only.
   int32_t device() const { return device_; }
   int64_t run() const { return run_; }
   bool failed() const { return error_.failure(); }
@@ -75,7 +75,7 @@ class Call {
     return T{};
   }
 
-  /// The next operand, of any dtype.
+  /// Returns the next operand, of any dtype.
   Array Operand(const char* name) {
     if (failed()) return {};
     auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_++);
@@ -84,7 +84,7 @@ class Call {
     return {};
   }
 
-  /// The next result, of any dtype.
+  /// Returns the next result, of any dtype.
   Array Result(const char* name) {
     if (failed()) return {};
     auto buffer = results_.get<ffi::AnyBuffer>(next_result_++);
@@ -93,7 +93,7 @@ class Call {
     return {};
   }
 
-  /// The next operand, which must be the next result too: state is updated in place.
+  /// Returns the next operand, which must also be the next result: state is updated in place.
   Array InPlace(const char* name) {
     const Array operand = Operand(name), result = Result(name);
     if (operand.as<void>() != result.as<void>() && !failed()) {
@@ -111,7 +111,7 @@ class Call {
     return Checked(InPlace(name), name, dtype, shape);
   }
 
-  /// The next result, of at least so many bytes.
+  /// Returns the next result, of at least `num_bytes` bytes.
   void* Workspace(int64_t num_bytes) {
     const Array workspace = Result("workspace");
     const int64_t got = workspace.num_bytes();
@@ -128,7 +128,7 @@ class Call {
     if (!is_same) Refuse(name, "got shape ", InBrackets(got), ", wanted ", InBrackets(wanted), " (-1: any)");
   }
 
-  /// Refuses the call where something does not hold, with a message of several parts; the first one counts.
+  /// Refuses the call if a condition does not hold, with a message in several parts; the first refusal counts.
   template <typename... Parts>
   void Require(bool holds, const char* name, const Parts&... message) {
     if (!holds) Refuse(name, message...);
@@ -141,13 +141,13 @@ class Call {
     (text << ... << message);
     error_ = ffi::Error::InvalidArgument(text.str());
   }
-  /// The same about arrays whose contents no op could have left.
+  /// Refuses the call as above, because of array contents that no op could have written.
   template <typename... Parts>
   void RequireWhole(bool holds, const char* name, const Parts&... message) {
     Require(holds, name, message..., "; the state is damaged: restore it from a checkpoint.");
   }
 
-  /// Calls `launch` with the stream, unless something was refused.
+  /// Calls `launch` with the stream, unless the call was refused.
   template <typename Launcher>
   ffi::Error Launch(const Launcher& launch) {
     Require(num_operands_left() == 0, "operands", "got ", num_operands_left(), " too many");
@@ -195,7 +195,7 @@ class Call {
       },                                                                                                               \
       ffi::Ffi::Bind().Ctx<StreamContext>().RemainingArgs().RemainingRets().Attrs())
 
-/// The same for a handler that is not captured in CUDA graphs: it also knows its device.
+/// Defines a handler as above that is not captured in CUDA graphs: it also knows its device.
 #define JAXSOK_DEFINE_EAGER_HANDLER(symbol, op, Impl)                                        \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                             \
       symbol,                                                                                \

@@ -6,7 +6,7 @@
 namespace jaxsok {
 namespace {
 
-/// The rows of each bag into its embedding.
+/// Combines the rows of each bag into its embedding.
 ffi::Error Combine(Call& call) {
   const Array rows = call.Operand("rows", ffi::F32, {-1, -1});
   const Array inverse = call.Operand("inverse", ffi::S32, {-1});
@@ -19,7 +19,7 @@ ffi::Error Combine(Call& call) {
   });
 }
 
-/// The transpose: bag gradients of all features into row gradients.
+/// Takes the bag gradients of all features back to row gradients: the transpose of Combine.
 ffi::Error CombineTranspose(Call& call) {
   const Array inverse = call.Operand("inverse", ffi::S32, {-1});
   const BatchView batch = ReadBags(call, inverse.size(0), call.Attribute<int32_t>("num_tiles"));

@@ -6,9 +6,9 @@
 namespace jaxsok {
 namespace {
 
-/// Flags for the rows that leave: the lowest by score down to a number, or those of a mask.
+/// Flags the rows to release: the lowest by score until `num_kept` stay, or the rows of a mask.
 ///
-/// After the number of rows that stay: the slabs of each score, or those of a mask.
+/// The operands after the number of rows to keep: the slabs of each score, or of a mask.
 ffi::Error Select(Call& call) {
   const Store store = ReadStore(call);
   SelectView view{};
@@ -40,7 +40,7 @@ ffi::Error Select(Call& call) {
   });
 }
 
-/// Takes flagged rows away and sweeps the index in place.
+/// Releases flagged rows and sweeps the index in place.
 ffi::Error Release(Call& call) {
   Store store = ReadStore(call);
   ReadInitial(call, store.states);

@@ -49,7 +49,7 @@ ffi::Error LookupFind(Call& call) {
 
 /// Combines rows whose ids a plan has found.
 ///
-/// The counters pass through untouched: whoever takes them from here and writes rows comes after this read.
+/// The counters pass through unchanged: an op that takes them from here and writes rows runs after this read.
 ffi::Error LookupPlanned(Call& call) {
   Store store = ReadStore(call);
   ReadTables(call, store.view);
@@ -64,7 +64,7 @@ ffi::Error LookupPlanned(Call& call) {
   });
 }
 
-/// A store whose rows are lines of a window.
+/// Returns a store whose rows are those of a window.
 StoreView Received(const StoreView& store, void* lines, int64_t num_lines, RowDtype dtype) {
   StoreView received = store;
   received.rows.data[0] = lines;
@@ -75,7 +75,7 @@ StoreView Received(const StoreView& store, void* lines, int64_t num_lines, RowDt
   return received;
 }
 
-/// Sends the rows of received requests to the shards that asked for them, and combines what came for a batch.
+/// Sends the rows of received requests to the shards that asked for them, and combines the received rows of a batch.
 ///
 /// Rows go from the store straight into the windows of the askers, and are combined where they arrive. Counters pass
 /// through as in LookupPlanned.
@@ -110,10 +110,11 @@ ffi::Error LookupWindow(Call& call) {
   });
 }
 
-/// Sums the rows of this shard in the bags of all shards, sends the sums to these, and adds what came for each bag.
+/// Sums the rows of this shard in the bags of all shards, sends the sums to those shards, and adds the sums received
+/// for each bag.
 ///
 /// Sums go straight into the windows of the shards, and are added where they arrive. Counters pass through as in
-/// LookupPlanned. The batch that is owned has a feature for each shard.
+/// LookupPlanned. The owner's batch has a feature for each shard.
 ffi::Error LookupBagsWindow(Call& call) {
   const auto window = call.Attribute<int32_t>("window");
   Store store = ReadStore(call);

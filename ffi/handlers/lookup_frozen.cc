@@ -1,13 +1,13 @@
 // Handler of lookups in frozen stores: several stores in one call, read only.
 //
-// How the operands divide is read from their shapes, so that a program exported with a symbolic batch needs no number
-// of its batch as an attribute. Exported programs are files: the order of operands and results must not change.
+// The split of the operands follows from their shapes, so that a program exported with a symbolic batch needs no batch
+// size as an attribute. Exported programs are files: the order of operands and results must not change.
 #include "buffers.h"
 
 namespace jaxsok {
 namespace {
 
-/// The rows of a frozen store: one slab, of any dtype that rows are stored in, with a scale each if they are quantized.
+/// Reads the rows of a frozen store: one slab of any row dtype, with a scale each if they are quantized.
 void ReadFrozenRows(Call& call, StoreView& store) {
   const Array rows = call.Operand("rows");
   call.CheckShape("rows", rows.dims(), {-1, -1});
@@ -24,7 +24,7 @@ void ReadFrozenRows(Call& call, StoreView& store) {
   if (is_quantized) store.scales = call.Operand("scales", ffi::F32, {capacity}).as<float>();
 }
 
-/// One store and its batch. `lookup.embeddings` and `lookup.num_bags` are left to ReadResults.
+/// Reads one store and its batch. ReadResults fills `lookup.embeddings` and `lookup.num_bags`.
 void ReadFrozen(Call& call, const Array& seed, int32_t kinds, FrozenLookup& lookup) {
   StoreView& store = lookup.store;
   const Array index = call.Operand("index", ffi::U32, {-1, kEntriesPerBucket * 4});
@@ -35,19 +35,19 @@ void ReadFrozen(Call& call, const Array& seed, int32_t kinds, FrozenLookup& look
   store.tables = tables.as<uint32_t>();
   store.num_tables = static_cast<int32_t>(tables.size(0));
   store.seed = seed.as<uint32_t>();
-  constexpr int32_t kNoTiles = 0;  // known when the embeddings are
+  constexpr int32_t kNoTiles = 0;  // known after the embeddings are read
   lookup.batch = ReadBatch(call, kNoTiles);
   lookup.batch.kinds = kinds;
   ReadFrozenRows(call, store);
 }
 
-/// What one store's results hold beside their pointers.
+/// The storage of one store's results, apart from their pointers.
 struct Lines {
   RowArrays arrays;
   std::vector<int64_t> num_bags;
 };
 
-/// One store's embeddings.
+/// Reads one store's embeddings.
 void ReadResults(Call& call, Lines& lines, FrozenLookup& lookup) {
   for (int32_t f = 0; f < lookup.batch.num_features; ++f) {
     const Array embeddings = call.Result("embeddings");

@@ -8,8 +8,8 @@
 namespace jaxsok {
 namespace {
 
-/// Mixed into the hashes of scratch indexes: keys aimed at one place of an index take a walk each that is as long as
-/// there are keys. No result depends on it, so each process draws its own, and nobody outside can know it.
+/// Returns the salt of scratch indexes. Keys aimed at one place of an index make walks as long as the number of keys.
+/// No result depends on the salt, so each process draws its own, which callers cannot know.
 uint64_t ScratchSalt() {
   static const uint64_t salt = [] {
     std::random_device draw;
@@ -18,7 +18,7 @@ uint64_t ScratchSalt() {
   return salt;
 }
 
-/// Distinct (table, key) pairs by first position, with inverse and multiplicities.
+/// Finds the distinct (table, key) pairs by first position, with inverse and multiplicities.
 ffi::Error Plan(Call& call) {
   const BatchView batch = ReadBatch(call);
   const int64_t n = batch.num_keys;
@@ -39,7 +39,7 @@ OwnersView ReadOwners(Call& call) {
           call.Attribute<int32_t>("num_shards")};
 }
 
-/// Distinct (table, key) pairs as requests, ordered by owner.
+/// Makes requests of the distinct (table, key) pairs, ordered by owner.
 ffi::Error PlanRequests(Call& call) {
   const BatchView batch = ReadBatch(call);
   const int64_t n = batch.num_keys;
@@ -56,7 +56,7 @@ ffi::Error PlanRequests(Call& call) {
       [&](Stream stream) { return LaunchPlanRequests(stream, batch, ScratchSalt(), owners, out, workspace); });
 }
 
-/// Uses of bags, ordered by owner.
+/// Orders the uses of bags by owner.
 ffi::Error PlanUses(Call& call) {
   const BatchView batch = ReadBatch(call);
   const OwnersView owners = ReadOwners(call);

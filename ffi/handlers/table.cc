@@ -4,7 +4,7 @@
 namespace jaxsok {
 namespace {
 
-/// Row ids of (table, key) pairs; reads only.
+/// Finds the row ids of (table, key) pairs; reads only.
 ffi::Error Find(Call& call) {
   const Store store = ReadStore(call);
   const Array keys = ReadKeys(call);
@@ -17,7 +17,7 @@ ffi::Error Find(Call& call) {
   });
 }
 
-/// Row ids of (table, key) pairs; unseen pairs get rows.
+/// Finds the row ids of (table, key) pairs; unseen pairs get rows.
 ffi::Error FindOrInsert(Call& call) {
   Store store = ReadStore(call);
   ReadTables(call, store.view);
@@ -34,9 +34,9 @@ ffi::Error FindOrInsert(Call& call) {
   });
 }
 
-/// The rows of requests whose row ids are known.
+/// Gathers the rows of requests whose row ids are known.
 ///
-/// The counters pass through untouched: whoever takes them from here and writes rows comes after this read.
+/// The counters pass through unchanged: an op that takes them from here and writes rows runs after this read.
 ffi::Error Gather(Call& call) {
   Store store = ReadStore(call);
   ReadTables(call, store.view);
@@ -54,7 +54,7 @@ ffi::Error Gather(Call& call) {
   });
 }
 
-/// Writes lines of a per-row array, by row id.
+/// Writes rows of a per-row array, by row id.
 ffi::Error Scatter(Call& call) {
   const Array row_ids = call.Operand("row_ids", ffi::U32, {-1});
   const Array lines = call.Operand("lines");
@@ -72,7 +72,7 @@ ffi::Error Scatter(Call& call) {
   });
 }
 
-/// Notes in the statistics of rows that a lookup used them.
+/// Records in the statistics of rows that a lookup used them.
 ffi::Error Touch(Call& call) {
   const Store store = ReadStore(call);
   const Array row_ids = call.Operand("row_ids", ffi::U32, {-1});
@@ -87,7 +87,7 @@ ffi::Error Touch(Call& call) {
   });
 }
 
-/// Makes an index, perhaps of another size, from the records.
+/// Builds an index, possibly of another size, from the records.
 ffi::Error Rebuild(Call& call) {
   Store store = ReadStore(call);
   const Array index = call.Result("index", ffi::U32, {-1, kEntriesPerBucket * 4});
@@ -96,7 +96,7 @@ ffi::Error Rebuild(Call& call) {
   return call.Launch([&](Stream stream) { return LaunchRebuild(stream, store.view); });
 }
 
-/// Forgets, of the keys that wait for a row, those that were seen often.
+/// Resets the counts of keys without a row whose counts have reached the floor of their table.
 ffi::Error Forget(Call& call) {
   const Store store = ReadStore(call);
   const Array floors = call.Operand("floors", ffi::U32, {-1});
@@ -105,7 +105,7 @@ ffi::Error Forget(Call& call) {
   });
 }
 
-/// Makes sightings, of any size, of keys that wait for a row.
+/// Builds sightings, of any size, from entries of keys without a row.
 ffi::Error Wait(Call& call) {
   const Store store = ReadStore(call);
   const Array floors = call.Operand("floors", ffi::U32, {-1});
@@ -135,5 +135,5 @@ extern "C" __attribute__((visibility("default"))) int64_t JaxsokInsertWorkspaceB
   return jaxsok::InsertWorkspaceBytes(num_keys);
 }
 
-/// The minor version of the FFI that this library was built with; an older jaxlib cannot run it.
+/// Returns the minor version of the FFI that this library was built with; an older jaxlib cannot run it.
 extern "C" __attribute__((visibility("default"))) int32_t JaxsokFfiApiMinor() { return XLA_FFI_API_MINOR; }

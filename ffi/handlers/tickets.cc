@@ -23,7 +23,7 @@ std::vector<const uint32_t*> ReadCounters(Call& call, int64_t num_stores) {
   return counters;
 }
 
-/// The digest of a batch's keys.
+/// Computes the digest of a batch's keys.
 ffi::Error Digest(Call& call) {
   const Array keys = ReadKeys(call);
   const Array digest = call.Result("digest", ffi::U32, {1, 2});
@@ -32,7 +32,7 @@ ffi::Error Digest(Call& call) {
   });
 }
 
-/// Makes the ticket of a lookup.
+/// Issues the ticket of a lookup.
 ffi::Error Issue(Call& call) {
   const TicketsView tickets = ReadTickets(call);
   const Array ticket = call.Result("ticket", ffi::U32, {1, -1});
@@ -51,7 +51,7 @@ ffi::Error Issue(Call& call) {
   });
 }
 
-/// Takes the tickets of plans out. Plan `plan_of_use[u]` used store `store_of_use[u]`.
+/// Redeems the tickets of plans. Plan `plan_of_use[u]` used store `store_of_use[u]`.
 ffi::Error Redeem(Call& call) {
   const TicketsView tickets = ReadTickets(call);
   const Array is_live = call.Result("is_live", ffi::PRED, {-1});

@@ -1,4 +1,4 @@
-// Handlers of the tier noun: bring, write and read, each also ahead, and peek.
+// Handlers of the tier noun: bring, write and read, their versions ahead of a call, and peek.
 #include "../kernels/tier.h"
 
 #include "buffers.h"
@@ -6,7 +6,7 @@
 namespace jaxsok {
 namespace {
 
-/// Reads the arrays of one kind of the tier, by operands that come back or not.
+/// Reads the arrays of one kind of the tier, from operands that are also results or not.
 class TierReader {
  public:
   TierReader(Call& call, bool changes) : call_(call), changes_(changes) {
@@ -32,9 +32,9 @@ class TierReader {
                                     [&](int s, const Array& slab) { tier_.records.data[s] = slab.as<Record>(); });
     call_.Require(words == 4, "records", "got ", words, " words a row, wanted 4");
   }
-  /// Host slabs, which do not change.
+  /// Reads host slabs that do not change.
   void ReadHostAddresses() { ReadHostSlabs(false); }
-  /// After the rows and states, whose bytes a record has.
+  /// Reads host slabs, after the rows and states that determine the bytes of a record.
   void ReadHost(bool changes) {
     ReadHostSlabs(changes);
     const int64_t wanted = HostRecordBytes(tier_.RowBytes(), num_state_words_);
@@ -137,7 +137,7 @@ void RequireStaged(Call& call, const TierView& tier, int64_t wanted) {
   call.Require(tier.num_staged >= wanted, "staged_owners", "got ", tier.num_staged, " slots, wanted ", wanted);
 }
 
-/// Reads the operands of a call that gives rows slots, or foresees one: of host slabs only the addresses.
+/// The operands of a call that gives rows slots, or predicts one: only the addresses of host slabs.
 struct Bringing {
   Bringing(Call& call, bool is_ahead) : reader(call, true) {
     reader.ReadPlaces();
@@ -146,7 +146,7 @@ struct Bringing {
     reader.ReadRecords();
     reader.ReadHostAddresses();
     reader.ReadNumSlots();
-    call.InPlace("store_counters", ffi::U32, {kNumCounters});  // a call that changes records comes after this one
+    call.InPlace("store_counters", ffi::U32, {kNumCounters});  // a call that changes records runs after this one
     row_ids = call.Operand("row_ids", ffi::U32, {-1});
     n = row_ids.size(0);
     call.Require(n < kMostSlots, "row_ids", "got ", n, ", wanted below ", kMostSlots);
@@ -168,7 +168,7 @@ struct Bringing {
   void* workspace;
 };
 
-/// Gives every row of a call a slot, and lists what has to be moved.
+/// Gives every row of a call a slot, and lists the required moves.
 ffi::Error Bring(Call& call) {
   Bringing b(call, false);
   return call.Launch([&](Stream stream) {
@@ -177,7 +177,7 @@ ffi::Error Bring(Call& call) {
   });
 }
 
-/// Lists what a call would move.
+/// Lists the moves that a call would require.
 ffi::Error BringAhead(Call& call) {
   Bringing b(call, true);
   return call.Launch([&](Stream stream) {
@@ -185,14 +185,14 @@ ffi::Error BringAhead(Call& call) {
   });
 }
 
-/// Reads the operands that name moves.
+/// The operands that name moves.
 struct Moving {
   Moving(Call& call, const char* name)
       : moves(call.Operand(name, ffi::U32, {-1, 4})), counts(call.Operand("counts", ffi::U32, {kNumMoveCounts})) {}
   Array moves, counts;
 };
 
-/// Writes rows that leave to one slab, with `launch`.
+/// Writes the rows that leave to one slab, with `launch`.
 template <typename Launcher>
 ffi::Error WriteWith(Call& call, const Launcher& launch) {
   TierReader reader(call, false);
@@ -208,7 +208,7 @@ ffi::Error WriteWith(Call& call, const Launcher& launch) {
 ffi::Error Write(Call& call) { return WriteWith(call, LaunchWrite); }
 ffi::Error WriteAhead(Call& call) { return WriteWith(call, LaunchWriteAhead); }
 
-/// Reads rows that come, or initializes them.
+/// Reads the rows that come, or initializes them.
 ffi::Error Read(Call& call) {
   TierReader reader(call, true);
   reader.ReadRows();
@@ -225,7 +225,7 @@ ffi::Error Read(Call& call) {
   });
 }
 
-/// Reads rows to memory of the library's own.
+/// Reads rows into memory that the library owns.
 ffi::Error ReadAhead(Call& call) {
   TierReader reader(call, true);
   reader.ReadTierCounters();
@@ -237,7 +237,7 @@ ffi::Error ReadAhead(Call& call) {
   });
 }
 
-/// Gives every position a slot with the numbers of its row; changes nothing.
+/// Gives every position a slot with the numbers of its row; changes no state.
 ffi::Error Peek(Call& call) {
   TierReader reader(call, false);
   reader.ReadPlaces();

@@ -1,4 +1,4 @@
-// Handler of the update noun: bag gradients in, rows and optimizer state stepped in place.
+// Handler of the update noun: it applies bag gradients to rows and optimizer state in place.
 #include <algorithm>
 #include <vector>
 
@@ -8,7 +8,7 @@
 namespace jaxsok {
 namespace {
 
-/// The inputs of a step but the gradients; the call brings the operands in the order of `Read`.
+/// The inputs of a step except the gradients; the call passes the operands in the order of `Read`.
 struct Step {
   Store store;
   BatchView batch{};
@@ -36,7 +36,7 @@ struct Step {
       spec.program = &program;
     }
     ReadTableIds(call, batch);
-    const Array num_uses = call.Operand("num_uses", ffi::F32, {-1});  // without elements: the batch has them
+    const Array num_uses = call.Operand("num_uses", ffi::F32, {-1});  // empty: the batch has them
     if (num_uses.size(0) != 0) {
       call.CheckShape("num_uses", num_uses.dims(), {batch.num_keys});
       spec.num_uses = num_uses.as<float>();
@@ -64,10 +64,10 @@ ffi::Error Update(Call& call) {
       [&](Stream stream) { return step.Launch(stream, gradients, num_nonfinite, num_stale, workspace); });
 }
 
-/// Sums the gradients of a batch by line, sends the sums to the owners of the rows, and steps these.
+/// Sums the gradients of a batch by request, sends the sums to the owners of the rows, and steps these rows.
 ///
 /// Sums go straight into the windows of the owners, and are read where they arrive. The batch of the step has one
-/// feature: a key for each line that may arrive.
+/// feature: a key for each row gradient that may arrive.
 ffi::Error UpdateWindow(Call& call) {
   const auto window = call.Attribute<int32_t>("window");
   Step step;
@@ -84,7 +84,7 @@ ffi::Error UpdateWindow(Call& call) {
   const int32_t dim = step.store.view.dim;
   const Array num_nonfinite = call.Result("num_nonfinite", ffi::S32, {step.store.view.num_tables});
   const Array num_stale = call.Result("num_stale", ffi::S32, {});
-  // Has lines where they travel as bfloat16, and are widened before the step.
+  // Not empty if gradients are sent as bfloat16, which are widened before the step.
   const Array widened = call.Result("widened", ffi::F32, {-1, dim});
   const bool is_float32 = widened.size(0) == 0;
   if (!is_float32) call.CheckShape("widened", widened.dims(), {num_lines, dim});
@@ -109,7 +109,7 @@ ffi::Error UpdateWindow(Call& call) {
   });
 }
 
-/// Sends the gradients of bags to all shards, which step the rows that they have in these bags.
+/// Sends the gradients of bags to all shards, which step their rows of these bags.
 ///
 /// Gradients go straight into the windows of the shards, and are read where they arrive. The batch of the step has a
 /// feature for each shard.
@@ -125,7 +125,7 @@ ffi::Error UpdateBagsWindow(Call& call) {
   const int64_t num_lines = num_shards * lines.size(0);
   const Array num_nonfinite = call.Result("num_nonfinite", ffi::S32, {step.store.view.num_tables});
   const Array num_stale = call.Result("num_stale", ffi::S32, {});
-  // Has lines where they travel as bfloat16, and are widened before the step.
+  // Not empty if gradients are sent as bfloat16, which are widened before the step.
   const Array widened = call.Result("widened", ffi::F32, {is_float32 ? 0 : num_lines, dim});
   void* workspace = call.Workspace(UpdateWorkspaceBytes(step.batch.num_keys, dim));
   return call.Launch([&](Stream stream) -> LaunchError {

@@ -6,7 +6,7 @@
 namespace jaxsok {
 namespace {
 
-/// Sends equal parts of an array to the shards, and receives theirs.
+/// Sends equal parts of an array to the shards, and receives their parts.
 ffi::Error Exchange(Call& call) {
   const auto window = call.Attribute<int32_t>("window");
   const Array lines = call.Operand("lines");

@@ -1,10 +1,10 @@
-// Who of the unseen keys gets a row, on a GPU: two passes between the search and the claims of index_cuda.cuh.
+// Decides which unseen keys get a row, on a GPU: two passes between the search and the claims of index_cuda.cuh.
 //
-//   count    each pending position adds its uses to what is counted of its key
-//   judge    each pending position reads the sums: those that are let in stay pending, the others are refused
+//   count    each pending position adds its uses to its key's count
+//   judge    each pending position reads the sums: admitted positions stay pending, the others are refused
 //
-// Sums of integers do not mind the order, so the counts are the same on every run; where an entry lies among the
-// sightings is not. Where a batch holds no unseen key, both return at once.
+// Integer sums do not depend on the order, so the counts are the same on every run; the place of an entry among the
+// sightings is not. If a batch has no unseen key, both passes return at once.
 #ifndef JAXSOK_KERNELS_ADMISSION_CUDA_CUH_
 #define JAXSOK_KERNELS_ADMISSION_CUDA_CUH_
 
@@ -13,9 +13,9 @@
 
 namespace jaxsok {
 
-/// Adds to the count of a pair that waits for a row. Returns its entry, made if there is none; kNoEntry: none in reach.
+/// Adds to the count of a pair without a row. Returns its entry, which is created if absent; kNoEntry: none in reach.
 ///
-/// Not inlined: two kernels call it, and its registers are few.
+/// Not inlined: two kernels call it, and it needs few registers.
 static __device__ __noinline__ uint32_t AddSightings(IndexView sightings, uint64_t salt, uint64_t key, uint32_t table,
                                                      uint32_t uses, int* num_new) {
   const auto publish = [&](Entry* entry) {
@@ -30,11 +30,11 @@ static __device__ __noinline__ uint32_t AddSightings(IndexView sightings, uint64
   return TakeEntry(sightings, key, table, salt, kMaxProbes, publish, meet).entry;
 }
 
-/// Adds to one counter of the filter, as far as it goes.
+/// Adds to one counter of the filter, which saturates.
 __device__ __forceinline__ void AddToBloom(uint32_t* bloom, uint64_t counter, uint32_t uses) {
   uint32_t* word = bloom + counter / kBloomPerWord;
   uint32_t seen = *reinterpret_cast<volatile uint32_t*>(word);
-  // A word only rises, and by one of its counters each time: it changes under our hands at most so often.
+  // A word only grows, by one of its counters each time, so it changes concurrently at most this often.
   for (uint32_t tries = 0; tries <= kBloomPerWord * kMostSightings && BloomCount(seen, counter) != kMostSightings;
        ++tries) {
     const uint32_t before = atomicCAS(word, seen, BloomAdded(seen, counter, uses));
@@ -62,7 +62,7 @@ static __global__ void __launch_bounds__(kBlock)
     const uint32_t* words = store.tables + table * kNumTableWords;
     const uint32_t kind = __ldg(words + kTableAdmission);
     if (kind == kAdmitByCount) {
-      // Without sightings, or with fewer counters below, than its tables need, the state has lost an array.
+      // Without sightings, or with fewer counters (below) than the tables need, the state has lost an array.
       w.entry_of[i] = admission.sightings.num_buckets == 0
                           ? kNoEntry
                           : AddSightings(admission.sightings, salt, key, table, uses, &num_new);
@@ -80,7 +80,8 @@ static __global__ void __launch_bounds__(kBlock)
     atomicAdd(store.counters + kNumSightings, static_cast<uint32_t>(num_new));
 }
 
-/// Whether an unseen key is let in, once all of the batch is counted. `entry`: of its pair among the sightings.
+/// Returns whether an unseen key is admitted, after the whole batch is counted. `entry`: that of its pair in the
+/// sightings.
 __device__ __forceinline__ bool IsAdmitted(const StoreView& store, const AdmissionView& admission,
                                            const uint32_t* entry, uint64_t key, uint32_t table) {
   const uint32_t* words = store.tables + table * kNumTableWords;
@@ -89,7 +90,7 @@ __device__ __forceinline__ bool IsAdmitted(const StoreView& store, const Admissi
     if (*entry == kNoEntry) return false;
     uint32_t* at = &admission.sightings.EntryAt(*entry)->row_id;
     const uint32_t count = *reinterpret_cast<volatile uint32_t*>(at);
-    // Others of this key write the same number, and judge it alike.
+    // Other positions of this key write the same number, and decide the same.
     if (count > threshold) *reinterpret_cast<volatile uint32_t*>(at) = threshold;
     return count >= threshold;
   }
@@ -107,9 +108,9 @@ __device__ __forceinline__ bool IsAdmitted(const StoreView& store, const Admissi
   return kind != kAdmitByProbability || IsDrawn(words, AdmissionHash(words, store.seed, key), __ldg(admission.step));
 }
 
-// One thread, one position, grid-stride. Thread i writes row_ids[i]: pending positions that are not let in are decided
-// here, and no later pass looks at them but the finishing one.
-// num_pending falls while blocks look whether it is 0: where it is, none of theirs is left.
+// One thread, one position, grid-stride. Thread i writes row_ids[i]: pending positions that are refused are decided
+// here, and only the finishing pass visits them again.
+// num_pending falls while blocks check whether it is 0: if it is, no position of theirs is left.
 static __global__ void __launch_bounds__(kBlock)
     JudgeKernel(const __grid_constant__ StoreView store, const __grid_constant__ AdmissionView admission,
                 InsertWorkspace w, const uint64_t* keys, TableOfPosition table_of, uint32_t* row_ids, int64_t num_keys,
@@ -125,7 +126,7 @@ static __global__ void __launch_bounds__(kBlock)
     row_ids[i] = kNoRow;
     table_counts.Add(table, kCountRefused, 1);
     ++num_refused;
-    // Without an entry the policy has not spoken: what is wanting is room, and grow is told so.
+    // Without an entry the policy has not decided. The index lacks room, which the counter reports to grow.
     const bool is_uncounted =
         __ldg(store.tables + table * kNumTableWords + kTableAdmission) == kAdmitByCount && w.entry_of[i] == kNoEntry;
     num_unplaced += is_uncounted ? 1 : 0;
@@ -142,7 +143,7 @@ static __global__ void __launch_bounds__(kBlock)
   }
 }
 
-/// Both passes.
+/// Launches both passes.
 inline LaunchError LaunchAdmission(Stream stream, const StoreSink& sink, const AdmissionView& admission,
                                    const InsertWorkspace& w, const uint64_t* keys, const TableOfPosition& table_of,
                                    uint32_t* row_ids, int64_t num_keys) {

@@ -1,4 +1,4 @@
-// The features of a batch as the CPU back end sees them: bags with sound offsets, tiles of bags, divisors.
+// The features of a batch on the CPU back end: bags with checked offsets, tiles of bags, divisors.
 #ifndef JAXSOK_KERNELS_BAGS_CPU_H_
 #define JAXSOK_KERNELS_BAGS_CPU_H_
 
@@ -23,10 +23,10 @@ struct FeatureView {
   int64_t num_keys;
   int64_t num_bags;
   int64_t hotness;         // 0: ragged
-  const int32_t* offsets;  // ragged only: within [0, num_keys] and never falling
+  const int32_t* offsets;  // ragged only: within [0, num_keys] and never decreasing
   const float* weights;    // [num_keys]; nullptr: none
 
-  /// The first position of a bag; BagBegin(b + 1) is where bag b ends.
+  /// Returns the first position of a bag; BagBegin(b + 1) is the end of bag b.
   int64_t BagBegin(int64_t bag) const {
     return key_start + (hotness == 0 ? int64_t{offsets[bag]} : std::min(bag * hotness, num_keys));
   }
@@ -42,7 +42,7 @@ struct Tile {
 
 class BagFeatures {
  public:
-  /// Reads the features of a batch; `error()` says what does not fit.
+  /// Reads the features of a batch; `error()` says what is inconsistent.
   BagFeatures(Stream stream, const BatchView& batch) {
     features_.resize(batch.num_features);
     int64_t num_offsets = 0, key_end = 0;
@@ -95,7 +95,7 @@ class BagFeatures {
 
   LaunchError error() const { return error_; }
 
-  /// As error(), and every feature's table must be one of the store's.
+  /// Returns error(), or an error if a feature's table is not in the store.
   LaunchError ErrorWithTables(int32_t num_tables) const {
     if (error_ != nullptr) return error_;
     for (const FeatureView& feature : features_) {
@@ -107,14 +107,14 @@ class BagFeatures {
   const std::vector<FeatureView>& features() const { return features_; }
   const std::vector<Tile>& tiles() const { return tiles_; }
 
-  /// Calls work(tile, its feature) for every tile, side by side.
+  /// Calls work(tile, its feature) for every tile, in parallel.
   template <typename Work>
   void ForEachTile(Stream stream, const Work& work) const {
     RunTasks(stream, static_cast<int64_t>(tiles_.size()),
              [&](int64_t t) { work(tiles_[t], features_[tiles_[t].feature]); });
   }
 
-  /// The feature that holds a position. Pre: one does.
+  /// Returns the feature that holds a position. Pre: one does.
   const FeatureView& At(int64_t position) const {
     const auto after = std::upper_bound(features_.begin(), features_.end(), position,
                                         [](int64_t p, const FeatureView& f) { return p < f.key_start; });
@@ -128,21 +128,21 @@ class BagFeatures {
   LaunchError error_ = nullptr;
 };
 
-/// What a bag's sum is divided by, gathered key after key. Forward and backward use the same.
+/// The divisor of a bag's sum, accumulated key after key. Forward and backward use the same.
 class BagDivisor {
  public:
   BagDivisor(int32_t combiner, bool weighted) : combiner_(combiner), weighted_(weighted) {}
 
-  /// True where a sum is divided at all.
+  /// Returns true if the combiner divides sums.
   static bool IsNeeded(int32_t combiner) { return combiner == kCombinerMean || combiner == kCombinerSqrtn; }
 
-  /// A key that is not padding; `weight` counts only in weighted features.
+  /// Adds a key that is not padding; `weight` counts only in weighted features.
   void Add(float weight) {
     ++num_keys_;
     if (weighted_) sum_ = sum_ + (combiner_ == kCombinerSqrtn ? weight * weight : weight);
   }
 
-  /// 1 / divisor; 0 where the divisor is zero.
+  /// Returns 1 / divisor; 0 if the divisor is zero.
   float Scale() const {
     float divisor = weighted_ ? sum_ : static_cast<float>(num_keys_);
     if (combiner_ == kCombinerSqrtn) divisor = sqrtf(divisor);
@@ -158,19 +158,20 @@ class BagDivisor {
   float sum_ = 0.0f;
 };
 
-/// How far ahead of the sum rows are fetched: enough to hide a memory latency behind rows of 256 bytes.
+/// The distance at which rows are prefetched ahead of the sum: enough to hide a memory latency behind rows of 256
+/// bytes.
 constexpr int64_t kRowsAhead = 8;
 
 template <typename T>
 void PrefetchRow(const T* row, int32_t dim) {
   constexpr int32_t kNumbersPerLine = 64 / sizeof(T);
-  constexpr int32_t kMostLines = 16;  // the hardware follows a longer stream by itself
+  constexpr int32_t kMostLines = 16;  // the hardware prefetches longer streams itself
   const int32_t end = std::min(dim, kNumbersPerLine * kMostLines);
   for (int32_t c = 0; c < end; c += kNumbersPerLine) __builtin_prefetch(row + c);
-  asm volatile("" : : "r"(row));  // GCC 12 takes a function that only fetches for one without effect, and drops it
+  asm volatile("" : : "r"(row));  // GCC 12 considers a function that only prefetches to have no effect, and drops it
 }
 
-// Loops over the columns of one row (combine_cpu.cc): sums are float32, rows of any dtype.
+// Loops over the columns of one row (combine_cpu.cc): sums are float32, rows may have any dtype.
 #define JAXSOK_DECLARE_ROW_LOOPS(T)                                       \
   void CopyRow(float* out, const T* row, int32_t dim);                    \
   void CopyRowTimes(float* out, const T* row, float weight, int32_t dim); \
@@ -182,11 +183,11 @@ JAXSOK_DECLARE_ROW_LOOPS(Float16);
 #undef JAXSOK_DECLARE_ROW_LOOPS
 void ScaleRow(float* out, float scale, int32_t dim);
 
-/// Quantized rows: each number times the row's scale, rounded once.
+/// Widens a quantized row: each number times the row's scale, rounded once.
 void WidenRow(float* out, const Int8* row, float scale, int32_t dim);
 void WidenRow(float* out, const Float8E4m3* row, float scale, int32_t dim);
 
-/// Rounds to nearest.
+/// Rounds a row to nearest.
 void RoundRow(BFloat16* out, const float* row, int32_t dim);
 void RoundRow(Float16* out, const float* row, int32_t dim);
 
@@ -197,7 +198,7 @@ void ClearRow(T* out, int32_t dim) {
 
 /// Combines the bags of one tile.
 ///
-/// `rows` gives, by position: Fetch(i), ahead of time; Row(i), nullptr for padding, valid until the next call.
+/// `rows` provides, by position: Fetch(i), which prefetches; Row(i), nullptr for padding, valid until the next call.
 template <typename Rows, typename E>
 void CombineTile(const FeatureView& feature, const Tile& tile, int32_t dim, Rows& rows, E* embeddings) {
   constexpr bool kIsRounded = !std::is_same_v<E, float>;

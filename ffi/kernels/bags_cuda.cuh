@@ -1,8 +1,8 @@
-// Bags on a GPU: the rows of each bag into its embedding, wherever the rows come from.
+// Bags on a GPU: kernels combine the rows of each bag into its embedding, wherever the rows come from.
 //
-// A block takes bags of one tile, so of one feature (TileShare). A row of dim columns is shared by `lanes` neighbouring
-// lanes of a warp (LaneShape), each with kPerLane vectors of kVector columns, so a warp works on 32 / lanes rows at
-// once. Row ids are found lane by lane, 32 keys a warp at a time: probes and rows are both many loads in flight.
+// A block takes bags of one tile, so of one feature (TileShare). `lanes` neighbouring lanes of a warp (LaneShape) share
+// a row of dim columns, each with kPerLane vectors of kVector columns, so a warp works on 32 / lanes rows at once. Each
+// lane finds one row id, 32 keys a warp at a time: many loads of probes and of rows are in flight.
 #ifndef JAXSOK_KERNELS_BAGS_CUDA_CUH_
 #define JAXSOK_KERNELS_BAGS_CUDA_CUH_
 
@@ -14,13 +14,13 @@
 
 namespace jaxsok {
 
-/// What one position contributes.
+/// The contribution of one position.
 enum PositionKind : int {
-  kPositionPadding = 0,     // nothing; not part of the hotness
+  kPositionPadding = 0,     // nothing; not counted in the hotness
   kPositionRow = 1,         // the row at `pointer`
-  kPositionInitial = 2,     // the row that the key would get
-  kPositionZeros = 3,       // zeros, yet part of the hotness
-  kPositionUnfinished = 4,  // not known in this pass: the bag is left to the finishing one
+  kPositionInitial = 2,     // the initial row of the key
+  kPositionZeros = 3,       // zeros, but counted in the hotness
+  kPositionUnfinished = 4,  // unknown in this pass: the finishing pass computes the bag
 };
 
 struct Position {
@@ -40,8 +40,8 @@ __device__ __forceinline__ void ForVectors(int lane, int lanes, int dim, const V
   }
 }
 
-/// The vector of a row that a lane reads as its k-th. Beyond the end it is the last one: what the lane then holds there
-/// is without meaning, but it is something, so that no register is kept for what was there before.
+/// Returns the k-th vector of a row that a lane reads. Beyond the end it returns the last vector. Its value there is
+/// meaningless, but defined, so that the compiler keeps no register for the previous value.
 template <int kVector>
 __device__ __forceinline__ uint32_t VectorToRead(int k, int lane, int lanes, int dim) {
   return static_cast<uint32_t>(min(lane + k * lanes, dim / kVector - 1));
@@ -50,7 +50,7 @@ __device__ __forceinline__ uint32_t VectorToRead(int k, int lane, int lanes, int
 template <typename Row, int kVector, int kPerLane>
 struct PackedPart;
 
-/// `kPerLane` vectors of one row in one lane.
+/// The part of one row that one lane holds: `kPerLane` vectors.
 template <int kVector, int kPerLane>
 struct RowPart {
   Columns<kVector> part[kPerLane];
@@ -61,20 +61,20 @@ struct RowPart {
     packed.Load(row, lane, lanes, dim);
     *this = packed.Widened();
   }
-  /// The same where a row is copied: nothing is read beyond its end.
+  /// Loads as above for a copied row: nothing is read beyond its end.
   template <typename Row>
   __device__ void LoadToCopy(const Row* row, int lane, int lanes, int dim) {
     ForVectors<kVector, kPerLane>(lane, lanes, dim,
                                   [&](int k, int column) { part[k] = Columns<kVector>::Load(row + column); });
   }
-  /// For rows that this kernel also writes.
+  /// Loads from rows that this kernel also writes.
   template <typename Row>
   __device__ void LoadPlain(const Row* row, int lane, int lanes, int dim) {
     PackedPart<Row, kVector, kPerLane> packed;
     packed.LoadPlain(row, lane, lanes, dim);
     *this = packed.Widened();
   }
-  /// What a new row holds: rounded as one.
+  /// Fills the part with a new row's initial values, rounded to the row's dtype.
   template <typename Row>
   __device__ void LoadInitial(const RowInitializer& values, int lane, int lanes) {
     ForNumbers([&](int k, int i, float& number) {
@@ -105,7 +105,7 @@ struct RowPart {
   __device__ void Scale(float factor) {
     ForNumbers([&](int, int, float& number) { number = number * factor; });
   }
-  /// The part that another lane of the warp holds. All lanes ask together.
+  /// Returns the part that another lane of the warp holds. All lanes call it together.
   __device__ RowPart Shuffle(int from) const {
     RowPart other;
     other.ForNumbers([&](int k, int i, float& number) { number = __shfl_sync(~0u, part[k].v[i], from); });
@@ -124,7 +124,7 @@ struct RowPart {
   }
 };
 
-/// A lane's part of a row as it is stored: of 16 bits half the registers of a RowPart.
+/// A lane's part of a row as stored: for rows of 16 bits it takes half the registers of a RowPart.
 template <typename Row, int kVector, int kPerLane>
 struct PackedPart {
   using Type = typename Packed<Row, kVector>::Type;
@@ -136,7 +136,7 @@ struct PackedPart {
       part[k] = LoadReadOnly(reinterpret_cast<const Type*>(row) + VectorToRead<kVector>(k, lane, lanes, dim));
     }
   }
-  /// For rows that this kernel also writes.
+  /// Loads from rows that this kernel also writes.
   __device__ void LoadPlain(const Row* row, int lane, int lanes, int dim) {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
@@ -151,12 +151,12 @@ struct PackedPart {
   }
 };
 
-/// Where embeddings go: in the dtype of the rows, or in float32.
+/// The embedding outputs: in the dtype of the rows, or in float32.
 struct EmbeddingPointers {
   FeaturePointers<void> pointers;
   bool is_float32;
 
-  /// `narrows`: whether bags of float32 rows may be written as bfloat16.
+  /// Fills in the pointers. `narrows`: bags of float32 rows may be written as bfloat16.
   LaunchError Fill(const EmbeddingsView& embeddings, int32_t num_features, RowDtype rows, bool narrows = false) {
     const bool is_narrow = narrows && rows == kRowDtypeFloat32 && embeddings.dtype == kRowDtypeBfloat16;
     if (!is_narrow && !HasRowDtypes(rows, embeddings.dtype)) return kWrongEmbeddings;
@@ -165,7 +165,7 @@ struct EmbeddingPointers {
   }
 };
 
-/// Where a line of `dim` numbers lies in an array, or in the windows of shards.
+/// Returns the address of a row of `dim` numbers in an array, or in the windows of shards.
 template <typename To>
 __device__ __forceinline__ To* LineAt(void* lines, int64_t line, int dim) {
   return static_cast<To*>(lines) + line * dim;
@@ -175,7 +175,7 @@ __device__ __forceinline__ To* LineAt(const LineTarget& lines, int64_t line, int
   return reinterpret_cast<To*>(lines.At(line, int64_t{dim} * static_cast<int64_t>(sizeof(To))));
 }
 
-/// Writes one line of what a lookup gives. `line`: its number among lines of `dim`.
+/// Writes one row of a lookup's output. `line`: its number among rows of `dim`.
 template <typename Row, int kVector, int kPerLane, typename Lines>
 __device__ __forceinline__ void WriteLine(const RowPart<kVector, kPerLane>& part, const Lines& lines, bool is_float32,
                                           int64_t line, int lane, int lanes, int dim) {
@@ -195,7 +195,7 @@ __device__ __forceinline__ Position Shuffle(const Position& p, int from) {
   return q;
 }
 
-/// A row's part, from wherever the position says.
+/// Returns a row's part, from the source that the position names.
 template <typename Row, int kVector, int kPerLane>
 __device__ __forceinline__ void LoadPosition(const Position& p, const StoreView& store, uint32_t table, int lane,
                                              int lanes, RowPart<kVector, kPerLane>& row) {
@@ -209,18 +209,18 @@ __device__ __forceinline__ void LoadPosition(const Position& p, const StoreView&
   }
 }
 
-/// The table of each lane's position: one for all of them,
+/// The table of each lane's position, if all have the same.
 struct OneTable {
   uint32_t table;
   __device__ uint32_t At(int) const { return table; }
 };
-/// or each lane's own. The warp asks together.
+/// The table of each lane's position, if they differ. All lanes of the warp call it together.
 struct TableByLane {
   uint32_t mine;
   __device__ uint32_t At(int from) const { return __shfl_sync(~0u, mine, from); }
 };
 
-/// Copies 32 rows, lane i holding the pointer of row i, to lines `first_line` and following of the output.
+/// Copies 32 rows, lane i holding the pointer of row i, to rows `first_line` and following of the output.
 template <typename From, typename To, int kVector, int kPerLane, typename Lines>
 __device__ __forceinline__ void CopyLines(const void* mine, int num_valid, int dim, int lanes, const Lines& lines,
                                           int64_t first_line) {
@@ -244,7 +244,7 @@ __device__ __forceinline__ void CopyLines(const void* mine, int num_valid, int d
   }
 }
 
-/// Copies the rows of 32 positions, lane i holding position i, to lines `first_line` and following of the output, as
+/// Copies the rows of 32 positions, lane i holding position i, to rows `first_line` and following of the output, as
 /// float32 or as `Narrow`.
 template <typename Row, int kVector, int kPerLane, typename Narrow = Row, typename TableOf, typename Lines>
 __device__ __forceinline__ void CopyRows(const Position& mine, int num_valid, const StoreView& store,
@@ -257,7 +257,7 @@ __device__ __forceinline__ void CopyRows(const Position& mine, int num_valid, co
     } else if (is_float32) {
       CopyLines<Row, float, kVector, kPerLane>(mine.pointer, num_valid, store.dim, lanes, lines, first_line);
     } else if (std::is_same_v<Row, Narrow> && store.dim % 8 == 0) {
-      // As they are: pairs of numbers of 16 bits are copied as if they were floats.
+      // Copied unchanged: pairs of 16-bit numbers are treated as floats.
       CopyLines<float, float, kVector, kPerLane>(mine.pointer, num_valid, store.dim / 2, lanes, lines, first_line);
     } else {
       CopyLines<Row, Narrow, kVector, kPerLane>(mine.pointer, num_valid, store.dim, lanes, lines, first_line);
@@ -276,26 +276,26 @@ __device__ __forceinline__ void CopyRows(const Position& mine, int num_valid, co
   }
 }
 
-/// Blocks of kBlock threads that should fit a multiprocessor while bags are summed: many, so that some warps add rows
-/// while others wait for keys, index lines and rows.
+/// Returns the number of blocks of kBlock threads that should fit a multiprocessor while bags are summed: many, so that
+/// some warps add rows while others wait for keys, index lines and rows.
 template <int kFloats>
 constexpr int BagBlocksPerMultiprocessor() {
   return kFloats <= 4 ? 4 : kFloats <= 8 ? 3 : kFloats <= 32 ? 2 : 1;
 }
 
-/// The lowest `count` bits, of at most 32.
+/// Returns a mask of the lowest `count` bits, at most 32.
 __device__ __forceinline__ unsigned LowBits(int count) { return count >= kWarp ? ~0u : (1u << count) - 1; }
 
 /// Neighbouring bags that one group of lanes sums, at most one for each of its lanes.
 ///
-/// Their positions are neighbours too: a bag begins where the one before it ends.
+/// Their positions are neighbours too: a bag begins where the previous one ends.
 struct GroupBags {
   int32_t first_bag;  // of the feature
   int32_t num_bags;
   int32_t begin, end;  // positions among the feature's keys
-  int32_t own_end;     // where the bag ends whose number in the group is that of the calling lane
+  int32_t own_end;     // the end of the bag whose number in the group is the calling lane's
 
-  /// The share of the calling lane's group in bags [first_bag, last_bag) of a warp, at most kWarp.
+  /// Returns the share of the calling lane's group in bags [first_bag, last_bag) of a warp, at most kWarp.
   __device__ static GroupBags Of(const Feature& f, const int32_t* offsets, int32_t first_bag, int32_t last_bag,
                                  int granule, int lanes) {
     const int32_t of_group = max(granule * lanes / kWarp, 1);
@@ -313,31 +313,31 @@ struct GroupBags {
   }
 };
 
-/// What a warp knows of the positions of its window. In shared memory: registers are what the sums need.
+/// The positions of a warp's current window. In shared memory, because the sums need the registers.
 struct alignas(16) WindowRows {
-  const void* rows[kWarp];  // of a position that has none: its kind
-  uint64_t keys[kWarp];     // where some position has neither a row nor padding
+  const void* rows[kWarp];  // the kind of a position without a row
+  uint64_t keys[kWarp];     // used if a position has neither a row nor padding
   float weights[kWarp];
   int32_t ends[kWarp];  // of bags
 };
 
-/// What a group of lanes knows of its bag when all its rows are added.
+/// The state of a group's bag after all its rows are added.
 struct BagResult {
   bool unfinished;
   bool zeros;    // the divisor is zero, or the bag is empty
   float factor;  // of mean and sqrtn
 };
 
-/// Sums the bags of each group of lanes, and hands each to write(bag, result, sum), which the lanes of a group call
-/// together. Returns which bags of the calling lane's group are unfinished, as bits.
+/// Sums the bags of each group of lanes, and passes each to write(bag, result, sum), which the lanes of a group call
+/// together. Returns the unfinished bags of the calling lane's group, as bits.
 ///
-/// A group takes its positions in windows of as many as it has lanes, wherever bags end: each lane finds the row of one
-/// position, then all of them add the rows of the window. A source says what a position contributes: Resolve, for which
-/// Load has asked for the key one window before. The warp calls both together.
+/// A group takes its positions in windows of as many positions as it has lanes, regardless of bag ends: each lane finds
+/// the row of one position, then all of them add the rows of the window. A source provides the contribution of a
+/// position: Resolve returns it, and Load requests the key one window earlier. The warp calls both together.
 ///
-/// Quantized rows: a source holds the `scale` of the position that it resolved last.
+/// Quantized rows: a source holds the `scale` of the last resolved position.
 ///
-/// Order of the sum: by position, from the first row. It begins at -0, which added to any number gives that number.
+/// Order of the sum: by position, from the first row. It begins at -0, since -0 plus any number is that number.
 template <typename Row, int kVector, int kPerLane, typename Source, typename Write>
 __device__ __forceinline__ uint32_t SumBags(const Feature& f, const GroupBags& bags, const StoreView& store, int lanes,
                                             Source& source, WindowRows& window, const Write& write) {
@@ -352,7 +352,7 @@ __device__ __forceinline__ uint32_t SumBags(const Feature& f, const GroupBags& b
   const auto load = [&](int32_t at) { return lane < bags.end - at ? source.Load(at + lane) : Source::None(); };
   const auto scale_of = [&](int i) {
     float scale = 1.0f;
-    // Not by shared memory: rows are asked for before anybody waits for a scale.
+    // Not through shared memory: rows are requested before any lane waits for a scale.
     if constexpr (kIsQuantized<Row>) scale = __shfl_sync(group_mask, source.scale, group_start + i);
     return scale;
   };
@@ -377,7 +377,7 @@ __device__ __forceinline__ uint32_t SumBags(const Feature& f, const GroupBags& b
     sum.Add(row);
   };
   int32_t at = bags.begin;
-  // Empty bags have a window too: their embeddings are written.
+  // Empty bags have a window too, in which their embeddings are written.
   int32_t to_come = max(static_cast<int32_t>(__reduce_max_sync(~0u, bags.end - bags.begin)), 1);
   Token next_token = load(at);
 #pragma unroll 1
@@ -386,7 +386,7 @@ __device__ __forceinline__ uint32_t SumBags(const Feature& f, const GroupBags& b
     next_token = load(at + lanes);
     const int count = max(min(bags.end - at, lanes), 0);
     unsigned used;  // bits of the group's positions that are not padding
-    bool are_rows;  // or padding, in all groups
+    bool are_rows;  // all positions of all groups have rows or padding
     {
       const Position mine = source.Resolve(at + lane, token, lane < count);
       are_rows = __all_sync(~0u, mine.kind <= kPositionRow);
@@ -402,7 +402,7 @@ __device__ __forceinline__ uint32_t SumBags(const Feature& f, const GroupBags& b
     int first = 0;
 #pragma unroll 1
     while (true) {
-      const int stop = max(min(bag_end - at, count), first);  // of the bag at hand
+      const int stop = max(min(bag_end - at, count), first);  // of the current bag
       hotness += __popc(used & LowBits(stop) & ~LowBits(first));
       if (is_plain) {
 #pragma unroll 1
@@ -426,7 +426,7 @@ __device__ __forceinline__ uint32_t SumBags(const Feature& f, const GroupBags& b
           Part rows[kFlight];
 #pragma unroll
           for (int i = 0; i < kFlight; ++i) {
-            rows[i].Fill(0.0f);  // else the compiler keeps its registers through all loops
+            rows[i].Fill(0.0f);  // otherwise the compiler keeps its registers through all loops
             if ((bits >> i & 1) == 0) continue;
             rows[i].Load(static_cast<const Row*>(pointers[first + i]), lane, lanes, store.dim);
           }
@@ -475,7 +475,7 @@ __device__ __forceinline__ uint32_t SumBags(const Feature& f, const GroupBags& b
   return unfinished_bags;
 }
 
-/// Writes a bag's embedding, if it is known.
+/// Writes a bag's embedding, if it is finished.
 template <typename Row, int kVector, int kPerLane>
 __device__ __forceinline__ void WriteBag(const Feature& f, const BagResult& bag, RowPart<kVector, kPerLane>& sum,
                                          int lanes, int dim, void* lines, bool is_float32, int64_t line) {

@@ -1,10 +1,10 @@
-// Rows to embeddings and back on the CPU, and the loops over columns that lookup and update use too.
+// Combine and its transpose on the CPU, and the loops over columns that lookup and update use too.
 #include "combine.h"
 #include "uses_cpu.h"
 
 namespace jaxsok {
 
-// Clones cannot be templates: each loop is written once and defined for each dtype.
+// Function clones cannot be templates: each loop is written once and defined for each dtype.
 #define JAXSOK_DEFINE_ROW_LOOPS(T)                                                                                 \
   JAXSOK_CPU_CLONES void CopyRow(float* __restrict out, const T* __restrict row, int32_t dim) {                    \
     for (int32_t c = 0; c < dim; ++c) out[c] = RowNumber<T>::Widened(row[c]);                                      \
@@ -56,7 +56,7 @@ JAXSOK_CPU_CLONES void ScaleRow(float* out, float scale, int32_t dim) {
 
 namespace {
 
-/// Positions whose rows stand in one array; what lies outside is padding.
+/// Positions whose rows are in one array; anything outside it is padding.
 struct ArrayPositions {
   const float* rows;
   const int32_t* inverse;

@@ -1,11 +1,11 @@
-// Rows at hand to embeddings and back on a GPU: the bags of lookup and the sums of update, over one array of rows.
+// Combine and its transpose on a GPU: the bags of lookup and the sums of update, over one array of rows.
 #include "combine.h"
 #include "uses_cuda.cuh"
 
 namespace jaxsok {
 namespace {
 
-/// Positions whose rows stand in one array; what lies outside is padding.
+/// Positions whose rows are in one array; anything outside it is padding.
 struct ArrayPositions {
   const int32_t* inverse;
   int64_t num_unique;
@@ -21,7 +21,7 @@ struct ArrayPositions {
   __device__ void AddStale(int) const {}
 };
 
-/// Rows that stand in one array (SumBags).
+/// Rows in one array (SumBags).
 struct ArraySource {
   ArrayPositions positions;
   const float* rows;
@@ -31,7 +31,7 @@ struct ArraySource {
   using Token = uint32_t;
   __device__ static Token None() { return kNoRow; }
   __device__ Token Load(int32_t at) const { return positions.Row(at); }
-  __device__ uint32_t TableAt(int32_t) const { return 0; }  // not asked for: all have rows
+  __device__ uint32_t TableAt(int32_t) const { return 0; }  // not called: all positions have rows
   __device__ Position Resolve(int32_t at, Token row, bool) const {
     Position p{nullptr, kPaddingKey, kPositionPadding, 1.0f};
     if (row == kNoRow) return p;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
                                     });
 }
 
-/// Writes the sum of a row's gradients, and how many there were.
+/// Writes the sum of a row's gradients, and the number of uses.
 struct ApplyWrite {
   static constexpr bool kShiftsBlocks = true;
   using Row = float;
@@ -75,7 +75,8 @@ struct ApplyWrite {
   int32_t dim;
   int64_t num_lines;
 
-  /// Sums come in the order of their lines: shards begin with those for different peers.
+  /// Returns the shifted number of a block: sums are written in the order of their rows, and shards begin with
+  /// different peers.
   __device__ uint32_t Shifted(uint32_t block) const {
     if (!out.IsWindow()) return block;
     return static_cast<uint32_t>((block + out.first_line * gridDim.x / num_lines) % gridDim.x);
@@ -98,7 +99,7 @@ struct ApplyWrite {
   }
 };
 
-// No row has a use yet; positions that no bag holds have no row.
+// Sets all rows to zero uses; positions outside all bags have no row.
 __global__ void PrepareTransposeKernel(const __grid_constant__ ApplyWrite out, int64_t num_unique, LongCounts* num_long,
                                        uint32_t* rows, uint32_t* positions, int64_t num_keys) {
   const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
@@ -110,8 +111,8 @@ __global__ void PrepareTransposeKernel(const __grid_constant__ ApplyWrite out, i
   }
 }
 
-// Rows that no bag uses have gradient zero: as many lanes as a row has columns, at most a warp, take one row after the
-// other. Among what is sent to owners they are few, so they are sought once all the others are written.
+// Writes zeros for rows that no bag uses: as many lanes as a row has columns, at most a warp, take one row after the
+// other. Few of the rows sent to owners are unused, so this pass runs after all the others are written.
 __global__ void __launch_bounds__(kBlock)
     ZeroUnusedKernel(const __grid_constant__ ApplyWrite out, int64_t num_unique, int lanes) {
   const int64_t groups = int64_t{gridDim.x} * kBlock / lanes;
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-// A thread widens 8 numbers at a time, grid-stride; the first thread the rest.
+// A thread widens 8 numbers at a time, grid-stride; the first thread also widens the remainder.
 __global__ void __launch_bounds__(kBlock) WidenKernel(const uint16_t* numbers, int64_t size, float* widened) {
   const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
   for (int64_t i = start; i < size / 8; i += stride) {

@@ -1,4 +1,4 @@
-// Work on a device that is not the caller's, between programs.
+// Work on another device than the caller's, between programs.
 #ifndef JAXSOK_KERNELS_DEVICE_CUDA_CUH_
 #define JAXSOK_KERNELS_DEVICE_CUDA_CUH_
 
@@ -10,10 +10,10 @@
 
 namespace jaxsok {
 
-/// Calls `work` with a device made current, in a thread of its own.
+/// Calls `work` with a device made current, in a separate thread.
 ///
-/// The calling thread keeps its device and its last error. To make its device current again would make a context there,
-/// on a GPU that may belong to another process; and an error left behind would be taken for one of its next launch.
+/// The calling thread keeps its device and its last error. Making its device current again would create a context
+/// there, on a GPU that may belong to another process; and a remaining error would be attributed to its next launch.
 template <typename Work>
 LaunchError OnDevice(int32_t device, const Work& work) {
   LaunchError error = nullptr;

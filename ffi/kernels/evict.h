@@ -1,8 +1,8 @@
-// select and release on one shard: which rows leave a store by score, and their leaving.
+// select and release on one shard: select chooses the rows to remove by score, and release removes them.
 //
-// Scores are made by XLA, slab by slab. Between the two calls the host may read the rows that were selected.
-// Launchers are asynchronous on their stream, allocate nothing and wait for nothing (the CPU's run at once and end
-// before they return). They may be captured in a CUDA graph.
+// XLA computes scores, slab by slab. Between the two calls the host may read the selected rows. Launchers are
+// asynchronous on their stream, allocate nothing and wait for nothing (the CPU's run at once and finish before they
+// return). They may be captured in a CUDA graph.
 #ifndef JAXSOK_KERNELS_EVICT_H_
 #define JAXSOK_KERNELS_EVICT_H_
 
@@ -15,18 +15,18 @@ namespace jaxsok {
 constexpr int kMaxScoreWords = 2;
 constexpr int32_t kAllTables = -1;
 
-/// What becomes of a row: one byte each. Between the passes of one call a row may be undecided.
+/// The decision about a row, one byte each. Between the passes of one call a row may be undecided.
 enum RowFlag : uint8_t {
   kRowStays = 0,
   kRowGoes = 1,
   kRowUndecided = 2,
 };
 
-/// Bits of a digit: 2,048 counts, 8 KiB, fit the shared memory of a block and the first cache of a core.
+/// Bits of a digit: 2,048 counts, 8 KiB, fit the shared memory of a block and the L1 cache of a core.
 constexpr int kSelectDigitBits = 11;
 constexpr int kNumSelectBins = 1 << kSelectDigitBits;
 
-/// What a digit of a row's rank is cut from, from the most significant to the least.
+/// The part of a row's rank that a digit comes from, from the most significant to the least.
 enum DigitSource : int32_t {
   kDigitOfScore0 = 0,
   kDigitOfScore1 = 1,
@@ -46,7 +46,7 @@ struct Digits {
   Digit digit[kMost];
   int32_t num_digits = 0;
 
-  /// `num_tables`: 1 where one table alone is asked.
+  /// Returns the digits. `num_tables`: 1 if the rows of one table only may go.
   static Digits Of(int32_t num_words, int32_t num_tables) {
     Digits digits;
     for (int32_t w = 0; w < num_words; ++w) digits.Add(kDigitOfScore0 + w, 32);
@@ -67,18 +67,18 @@ struct Digits {
   }
 };
 
-/// What select ranks, or is told.
+/// The inputs of select: scores to rank by, or a mask.
 struct SelectView {
   SlabStarts starts;
   Slabs<Record> records;
-  int32_t num_words;                       // of the score: 1 or 2; 0: `mask` tells who goes
+  int32_t num_words;                       // of the score: 1 or 2; 0: `mask` decides
   Slabs<uint32_t> scores[kMaxScoreWords];  // [capacity] each, the more significant first
   Slabs<uint8_t> mask;                     // [capacity]
   uint32_t capacity;
   int32_t num_tables;  // of the store
-  int32_t table;       // whose rows may go; kAllTables
+  int32_t table;       // whose rows may go, or kAllTables
 
-  /// Whether a row is in use, and of a table that was asked.
+  /// Returns whether a row is in use and its table may lose rows.
   JAXSOK_HOST_DEVICE bool IsAsked(uint32_t row_id) const {
     const Record* record = records.At(starts, row_id, 1);
     return record->key != kPaddingKey && (table == kAllTables || record->table == static_cast<uint32_t>(table)) &&
@@ -94,42 +94,43 @@ struct SelectView {
   }
 };
 
-/// Bytes of workspace for select: control words and the counts of one digit.
+/// Returns the bytes of workspace for select: control words and the counts of one digit.
 constexpr int64_t SelectWorkspaceBytes() { return 2 * kWorkspaceLine + int64_t{kNumSelectBins} * 4; }
 
-/// Bytes of workspace for release: two bits a row, and the counts that listing the freed rows takes.
+/// Returns the bytes of workspace for release: two bits a row, and the counts for listing the freed rows.
 constexpr int64_t ReleaseWorkspaceBytes(int64_t capacity) {
   return kControlBytes + 2 * CeilDiv<int64_t>(capacity, 32) * 4 + CountsBytes(capacity);
 }
 
-/// Selects the rows that leave.
+/// Selects the rows to remove.
 ///
-/// Post   : with scores: of the n rows in use that are asked, the n - num_kept[0] lowest by (scores, table, key) have
-///          flag kRowGoes, none if there are not so many; all others, and those not in use, kRowStays. With a mask:
-///          those asked whose mask is not 0. num_selected[t] counts them by table.
-/// Order  : whole numbers alone are added: the same flags on every run and on both back ends.
-/// Bound  : one pass for each digit of the rank, 9 to 15, most of which find nothing left to do.
-/// Cost   : 16 B a row of capacity for its record, 5 B (its first score word and flag) for each digit that decides, and
-///          1 B for the others; the rest of the rank is read where rows tie. No sort, nothing as large as the rows
-///          but the flags.
+/// Post   : candidates are the rows in use whose table may lose rows. With scores: of n candidates, the n - num_kept[0]
+///          lowest by (scores, table, key) have flag kRowGoes, none if there are fewer than num_kept[0]; all other
+///          rows, and those not in use, have kRowStays. With a mask: candidates whose mask is not 0 have kRowGoes.
+///          num_selected[t] counts them by table.
+/// Order  : only integers are added: the same flags on every run and on both back ends.
+/// Bound  : one pass for each digit of the rank, 9 to 15, most of which have nothing left to do.
+/// Cost   : 16 B a row of capacity for its record, 5 B (its first score word and flag) for each deciding digit, and 1 B
+///          for the others; the rest of the rank is read only for ties. No sort; the flags are the only scratch as long
+///          as the rows.
 LaunchError LaunchSelect(Stream stream, const SelectView& view, const uint32_t* num_kept, uint8_t* flags,
                          uint32_t* num_selected, void* workspace);
 
-/// Takes the rows away whose flag is not 0.
+/// Removes the rows whose flag is not 0.
 ///
 /// Post   : their records are dead, their optimizer state is initial, their statistics (if there are any) are zero; the
-///          list of freed rows is made anew, ascending; kGeneration is advanced. num_released[t] counts them by table,
-///          and is taken from table_rows and added to table_evicted (if there is one). The index is swept, or, if keys
-///          had found no entry in it, rebuilt. Where no row goes, nothing but num_released is touched. Flags of rows
+///          list of freed rows is rebuilt, ascending; kGeneration is advanced. num_released[t] counts them by table,
+///          and is subtracted from table_rows and added to table_evicted (if there is one). The index is swept, or, if
+///          keys had found no entry in it, rebuilt. If no row is removed, only num_released is written. Flags of rows
 ///          that are not in use are ignored.
 /// Pre    : workspace has ReleaseWorkspaceBytes(capacity) bytes, 256-byte aligned.
-/// Cost   : 1 B a row of capacity, 8 B and its state for each row that goes; the records twice; the index once, and
-///          again the buckets that change.
+/// Cost   : 1 B a row of capacity, 8 B and its state for each removed row; the records twice; the index once, and again
+///          the buckets that change.
 ///
-/// Sweeping an index: an entry whose row goes leaves its bucket, and so does one that is not in its home bucket; those
-/// that stay close ranks. Now every bucket holds entries of its own alone, the first of them first, as if they had been
-/// inserted so. Those that were displaced and stay (one in twenty at load 0.5) are then inserted as new. Streaming,
-/// where a rebuild goes to a line of memory for each row, here and there.
+/// Sweeping an index: an entry whose row is removed leaves its bucket, and so does an entry outside its home bucket;
+/// the others are compacted. Then every bucket holds only its own entries, starting at its first place, as if they had
+/// just been inserted. The displaced entries of remaining rows (one in twenty at load 0.5) are inserted again. A sweep
+/// streams through memory, while a rebuild accesses a random memory line for each row.
 LaunchError LaunchRelease(Stream stream, const StoreView& store, const StateView& states,
                           const Slabs<uint32_t>* statistics,  // [capacity, 2]; nullptr: none are kept
                           const uint8_t* flags,               // [capacity]

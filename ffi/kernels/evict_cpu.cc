@@ -1,4 +1,4 @@
-// select and release on the CPU (evict.h says what): the passes of the GPU, a range of rows for each task.
+// select and release on the CPU (evict.h has the contract): the passes of the GPU, a range of rows for each task.
 #include <algorithm>
 #include <vector>
 
@@ -10,10 +10,10 @@ namespace {
 
 constexpr int64_t kRowsPerTask = 1 << 15;
 
-/// How the digit that was counted last parts the undecided rows.
+/// The split of the undecided rows by the last counted digit.
 struct Split {
   uint32_t digit;
-  bool is_exact;  // digits below go and all others stay; else those of `digit` itself stay undecided
+  bool is_exact;  // digits below go and all others stay; otherwise those of `digit` itself stay undecided
 
   RowFlag Of(uint32_t digit_of_row) const {
     if (digit_of_row < digit) return kRowGoes;
@@ -21,7 +21,7 @@ struct Split {
   }
 };
 
-/// Where the `needed` lowest of the counted rows end; takes those that lie below from `needed`.
+/// Returns where the `needed` lowest of the counted rows end; subtracts the rows below the split from `needed`.
 Split SplitAt(const std::vector<uint32_t>& bins, uint32_t* needed) {
   if (*needed == 0) return {0, true};
   uint32_t digit = 0;
@@ -31,7 +31,7 @@ Split SplitAt(const std::vector<uint32_t>& bins, uint32_t* needed) {
 
 constexpr int64_t kBucketsPerTask = 1 << 12;
 
-/// Takes the entries of dead rows out of the index (evict.h says how).
+/// Removes the entries of dead rows from the index (evict.h describes the sweep).
 LaunchError Sweep(Stream stream, const StoreView& store) {
   const IndexView& index = store.index;
   const uint64_t salt = SaltOf(store.counters);
@@ -64,7 +64,7 @@ LaunchError Sweep(Stream stream, const StoreView& store) {
   if (is_damaged != 0) return kIndexIsDamaged;
   std::vector<uint32_t> row_ids;
   for (const std::vector<uint32_t>& some : displaced) row_ids.insert(row_ids.end(), some.begin(), some.end());
-  std::sort(row_ids.begin(), row_ids.end());  // so that the longest walk does not depend on where they were
+  std::sort(row_ids.begin(), row_ids.end());  // so that the longest walk does not depend on their former places
   for (const uint32_t row_id : row_ids) {
     const Record& record = *store.records.At(store.starts, row_id, 1);
     const ProbeResult walk = Probe(index, record.key, record.table, salt);
@@ -81,7 +81,7 @@ LaunchError Sweep(Stream stream, const StoreView& store) {
 
 constexpr int64_t kCountsPerTask = 16;
 
-/// Makes the list of freed rows anew from the records that are dead.
+/// Rebuilds the list of freed rows from the dead records.
 void ListFreedRows(Stream stream, const StoreView& store, void* workspace) {
   const int64_t num_allocated = std::min(store.counters[kNumAllocated], store.capacity);
   const int64_t num_counts = CeilDiv(num_allocated, kCountedTogether);
@@ -136,7 +136,7 @@ LaunchError LaunchSelect(Stream stream, const SelectView& view, const uint32_t* 
     uint32_t needed = 0;
     Split split{0, false};
     for (int32_t d = 0; d <= digits.num_digits; ++d) {
-      // Rows are parted by the digit before this one, and counted by this one.
+      // Rows are split by the previous digit, and counted by this one.
       const bool is_counted = d < digits.num_digits && !split.is_exact;
       std::fill(bins.begin(), bins.end(), 0);
       RunRanges(stream, capacity, kRowsPerTask, [&](int64_t begin, int64_t end) {
@@ -205,7 +205,7 @@ LaunchError LaunchRelease(Stream stream, const StoreView& store, const StateView
   if (num_freed == 0) return nullptr;
   ++store.counters[kGeneration];
   ListFreedRows(stream, store, workspace);
-  // Rows without an entry are not met by sweeping.
+  // A sweep does not visit rows without an entry.
   if (store.counters[kNumUnplaced] != 0) return LaunchRebuild(stream, store);
   return Sweep(stream, store);
 }

@@ -1,16 +1,16 @@
-// select and release on a GPU (evict.h says what).
+// select and release on a GPU (evict.h has the contract).
 #include "evict.h"
 #include "index_cuda.cuh"
 
 namespace jaxsok {
 namespace {
 
-/// What one pass of select leaves to the next.
+/// The state that one pass of select leaves to the next.
 struct SelectControl {
   uint32_t needed;    // rows yet to be found among the undecided
   uint32_t split;     // digits below it go
-  uint32_t is_exact;  // all others stay; else those of `split` itself stay undecided
-  uint32_t is_done;   // no row is undecided any more
+  uint32_t is_exact;  // all others stay; otherwise those of `split` itself stay undecided
+  uint32_t is_done;   // no row is undecided
   uint32_t blocks_done;
 };
 
@@ -19,7 +19,7 @@ __device__ __forceinline__ uint8_t FlagOf(const SelectControl& control, uint32_t
   return digit == control.split && control.is_exact == 0 ? kRowUndecided : kRowStays;
 }
 
-// A thread flags rows, grid-stride: those asked are undecided or, with a mask, decided by it. It writes their flags.
+// A thread flags rows, grid-stride: candidates are undecided or, with a mask, decided by it. It writes their flags.
 __global__ void __launch_bounds__(kBlock) FlagKernel(const __grid_constant__ SelectView view, uint8_t* flags) {
   const uint32_t stride = gridDim.x * kBlock;
   for (uint32_t row_id = blockIdx.x * kBlock + threadIdx.x; row_id < view.capacity; row_id += stride) {
@@ -31,12 +31,12 @@ __global__ void __launch_bounds__(kBlock) FlagKernel(const __grid_constant__ Sel
   }
 }
 
-constexpr int kRowsAtOnce = 8;   // of a thread: their flags and then their scores are awaited together
-constexpr int kCountBlocks = 4;  // of a multiprocessor, all there at once
+constexpr int kRowsAtOnce = 8;   // of a thread: it loads their flags together, then their scores
+constexpr int kCountBlocks = 4;  // of a multiprocessor, all resident at once
 
-// A thread looks at rows, grid-stride, parts the undecided by the digit that was counted last, and counts the next
-// digit of those that stay undecided. It writes the flags of its rows; whole blocks add to the bins.
-// The last block to end finds where the next split lies and empties the bins: nobody else reads or writes them then.
+// A thread reads rows, grid-stride, splits the undecided rows by the last counted digit, and counts the next digit of
+// those that stay undecided. It writes the flags of its rows; whole blocks add to the bins.
+// The last block to end finds the next split and empties the bins: no other block reads or writes them then.
 __global__ void __launch_bounds__(kBlock, kCountBlocks)
     CountDigitKernel(const __grid_constant__ SelectView view, Digit last, Digit next, bool is_first,
                      const uint32_t* num_kept, uint8_t* flags, SelectControl* control, uint32_t* bins) {
@@ -47,7 +47,8 @@ __global__ void __launch_bounds__(kBlock, kCountBlocks)
   for (int b = threadIdx.x; b < kNumSelectBins; b += kBlock) block_bins[b] = 0;
   __syncthreads();
   const int64_t stride = int64_t{gridDim.x} * kBlock;
-  // Neighbours often have one digit: a thread adds when its own changes, and a block of equal ones rarely at all.
+  // Neighbours often have the same digit: a thread adds only when the digit changes, and a block of equal digits rarely
+  // adds.
   uint32_t run_digit = 0, run = 0;
   for (int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x; start < view.capacity;
        start += kRowsAtOnce * stride) {
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(kBlock, kCountBlocks)
     }
   }
   for (int k = 0; k < kBinsPerThread; ++k) {
-    // One bin alone holds the last row that goes.
+    // Exactly one bin holds the last row that goes.
     if (starts[k] < needed && needed <= starts[k] + counts[k]) {
       const bool is_exact = needed == starts[k] + counts[k];
       control->split = threadIdx.x * kBinsPerThread + k + (is_exact ? 1 : 0);
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(kBlock, kCountBlocks)
   }
 }
 
-/// Counts of a block by table: in shared memory where there are few tables.
+/// Counts of a block by table: in shared memory if there are few tables.
 class CountsByTable {
  public:
   __device__ CountsByTable(uint32_t* shared, int32_t num_tables) : shared_(shared), num_tables_(num_tables) {
@@ -138,7 +139,8 @@ class CountsByTable {
   }
   __device__ bool IsShared() const { return num_tables_ <= kSharedTables; }
 
-  /// All lanes of the warp. Lanes of one table add together; add(table, count) where tables are many.
+  /// Adds the counts of a warp; all its lanes call it. Lanes of one table add together; add(table, count) if tables are
+  /// many.
   template <typename Add>
   __device__ void Count(bool is_counted, uint32_t table, const Add& add) {
     const unsigned counted = __ballot_sync(~0u, is_counted);
@@ -153,7 +155,7 @@ class CountsByTable {
     }
   }
 
-  /// All threads of the block, at its end.
+  /// Writes the block's counts; all threads of the block call it at its end.
   template <typename Add>
   __device__ void Flush(const Add& add) {
     __syncthreads();
@@ -168,7 +170,7 @@ class CountsByTable {
   int32_t num_tables_;
 };
 
-// A warp looks at 32 rows at a time, grid-stride: parts the last undecided ones and counts by table who goes.
+// A warp reads 32 rows at a time, grid-stride: it splits the last undecided rows and counts the selected rows by table.
 // It writes the flags of its rows; counts are added to.
 __global__ void __launch_bounds__(kBlock)
     FinishKernel(const __grid_constant__ SelectView view, Digit last, uint8_t* flags, const SelectControl* control,
@@ -191,12 +193,12 @@ __global__ void __launch_bounds__(kBlock)
   counts.Flush(add);
 }
 
-/// What one pass of release leaves to the next.
+/// The state that one pass of release leaves to the next.
 struct ReleaseControl {
   uint32_t num_freed;
   uint32_t blocks_done;
-  uint32_t sweeps;    // whether the index is swept,
-  uint32_t rebuilds;  // or rebuilt, since keys had found no entry: rows without one are not met by sweeping
+  uint32_t sweeps;    // the index is swept
+  uint32_t rebuilds;  // it is rebuilt, since keys had found no entry: a sweep does not visit rows without one
 };
 
 struct ReleaseArguments {
@@ -211,8 +213,8 @@ struct ReleaseArguments {
   uint32_t* gone;  // a bit for each row of capacity
 };
 
-// A warp looks at 32 rows at a time, grid-stride: each lane marks its row dead, then all lanes together set the state
-// of one row after the other back. A row belongs to one lane, a word of bits to one warp; counts are added to.
+// A warp reads 32 rows at a time, grid-stride: each lane marks its row dead, then all lanes together reset the state of
+// one row after the other. A row belongs to one lane, a word of bits to one warp; counts are added to.
 __global__ void __launch_bounds__(kBlock) ReleaseKernel(const __grid_constant__ ReleaseArguments a) {
   __shared__ uint32_t shared[kSharedTables];
   const StoreView& store = a.store;
@@ -284,7 +286,7 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-// The list of freed rows, ascending: each block writes its own part.
+// Lists the freed rows, ascending: each block writes its own part.
 __global__ void __launch_bounds__(kBlock)
     ListDeadKernel(StoreView store, const uint32_t* block_counts, const ReleaseControl* control) {
   if (control->num_freed == 0) return;
@@ -312,10 +314,10 @@ __device__ __forceinline__ bool HasBit(const uint32_t* bits, uint32_t row_id) {
   return ((__ldg(bits + row_id / kWarp) >> (row_id % kWarp)) & 1) != 0;
 }
 
-// Four lanes, one bucket; a warp eight, grid-stride. A lane holds one entry and decides whether it stays in its home;
-// lanes of a bucket pass entries to the front, and write the bucket if it changed. Nobody else reads or writes it.
-// Rows whose entry was displaced get a bit, set atomically, since rows of one word come from many buckets.
-// Entries of no row, which something else wrote into the index, leave it.
+// Four lanes, one bucket; a warp takes eight buckets, grid-stride. A lane holds one entry and decides whether it stays
+// in its home; the lanes of a bucket compact the entries, and write the bucket if it changed. No other lane reads or
+// writes it. Rows with a displaced entry get a bit, set atomically, since rows of one word come from many buckets.
+// Invalid entries, which only foreign writes can put into the index, are removed.
 __global__ void __launch_bounds__(kBlock)
     SweepKernel(IndexView index, uint32_t* counters, uint32_t capacity, const uint32_t* gone, uint32_t* displaced,
                 const ReleaseControl* control) {
@@ -343,7 +345,7 @@ __global__ void __launch_bounds__(kBlock)
     const unsigned used = (__ballot_sync(~0u, is_used) >> first) & 0xf;
     const unsigned kept = (__ballot_sync(~0u, stays) >> first) & 0xf;
     has_kept = has_kept || kept != 0;
-    int source = -1, num_before = 0;  // which of the bucket's entries comes to this place
+    int source = -1, num_before = 0;  // the entry of the bucket that moves to this place
 #pragma unroll
     for (int e = 0; e < kEntriesPerBucket; ++e) {
       if (((kept >> e) & 1) == 0) continue;
@@ -359,8 +361,8 @@ __global__ void __launch_bounds__(kBlock)
   if (__any_sync(~0u, has_kept) && lane == 0 && counters[kLongestProbe] == 0) atomicMax(counters + kLongestProbe, 1u);
 }
 
-// A warp takes 32 rows at a time, grid-stride: a lane enters its row if that was displaced. The pairs are distinct,
-// entries are claimed by compare-and-swap.
+// A warp takes 32 rows at a time, grid-stride: a lane inserts its row if the row's entry was displaced. The pairs are
+// distinct, entries are claimed by compare-and-swap.
 __global__ void __launch_bounds__(kBlock)
     EnterDisplacedKernel(StoreView store, const uint32_t* displaced, const ReleaseControl* control) {
   if (control->sweeps == 0) return;
@@ -370,7 +372,7 @@ __global__ void __launch_bounds__(kBlock)
   for (uint32_t row_id = blockIdx.x * kBlock + threadIdx.x; row_id < store.capacity; row_id += stride) {
     if (!HasBit(displaced, row_id)) continue;
     const Record* record = store.records.At(store.starts, row_id, 1);
-    if (record->key == kPaddingKey) continue;  // dead before: the entry was not its own
+    if (record->key == kPaddingKey) continue;  // already dead: the entry was not its own
     const ProbeResult at = InsertDistinct(store.index, record->key, record->table, salt, kMaxProbes, row_id);
     if (at.entry == kNoEntry) {
       atomicAdd(store.counters + kNumUnplaced, 1u);

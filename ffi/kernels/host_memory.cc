@@ -1,4 +1,4 @@
-// Maps memory of the host in huge pages, touches it with threads, and owns it until its tensor is deleted.
+// Maps host memory in huge pages, touches it with threads, and owns it until its tensor is deleted.
 #include "host_memory.h"
 
 #include <sys/mman.h>
@@ -18,9 +18,9 @@ namespace {
 constexpr int64_t kHugePage = 2 << 20;
 constexpr int64_t kPage = 4096;
 constexpr int32_t kMostNodes = 1024;
-constexpr int kPreferred = 1;  // MPOL_PREFERRED of <numaif.h>, which belongs to a library
+constexpr int kPreferred = 1;  // MPOL_PREFERRED of <numaif.h>, which belongs to libnuma
 
-/// A tensor, its shape and its memory.
+/// A tensor with its shape and its memory.
 struct HostBlock {
   DLManagedTensor managed;
   int64_t shape[2];
@@ -28,7 +28,7 @@ struct HostBlock {
   int32_t device;
 };
 
-/// Prefers the memory next to the device. Where that is used up, or the system forbids to choose, any will do.
+/// Prefers the memory next to the device. If it is used up, or the system forbids the choice, any memory will do.
 void PlaceNear(int32_t device, void* data, int64_t num_bytes) {
   const int32_t node = NodeOfDevice(device);
   if (node < 0 || node >= kMostNodes) return;
@@ -37,7 +37,7 @@ void PlaceNear(int32_t device, void* data, int64_t num_bytes) {
   syscall(SYS_mbind, data, static_cast<unsigned long>(num_bytes), kPreferred, nodes, kMostNodes, 0u);
 }
 
-/// Has the system give all pages now, by many threads: it clears them, which takes the time.
+/// Makes the system allocate all pages now, from many threads: clearing them takes most of the time.
 void Touch(char* data, int64_t num_bytes) {
   const int64_t num_pages = num_bytes / kHugePage;
   const int64_t num_threads = std::min<int64_t>(std::max(1u, std::thread::hardware_concurrency()), num_pages);
@@ -66,7 +66,7 @@ void Delete(DLManagedTensor* managed) {
 
 #define JAXSOK_VISIBLE extern "C" __attribute__((visibility("default")))
 
-/// Makes uint8[num_rows][width], zeros, for a device; its deleter gives the memory back. Returns nullptr, or what went
+/// Makes a zeroed uint8[num_rows][width] for a device; its deleter frees the memory. Returns nullptr, or what went
 /// wrong.
 JAXSOK_VISIBLE const char* JaxsokHostMemoryNew(int32_t device, int64_t num_rows, int64_t width, DLManagedTensor** out) {
   using namespace jaxsok;
@@ -98,5 +98,5 @@ JAXSOK_VISIBLE const char* JaxsokHostMemoryNew(int32_t device, int64_t num_rows,
   return nullptr;
 }
 
-/// Deletes a tensor that nobody took.
+/// Deletes a tensor that was never consumed.
 JAXSOK_VISIBLE void JaxsokHostMemoryDelete(DLManagedTensor* managed) { managed->deleter(managed); }

@@ -1,7 +1,7 @@
-// Memory of the host that a device reads and writes, handed over as a DLPack tensor.
+// Host memory that a device reads and writes, exported as a DLPack tensor.
 //
-// XLA's own pool of pinned memory makes 80 GB in 74 s, and ends at 64 GB. Mapped in huge pages, touched by all threads
-// and then registered with the driver in one piece, the same takes 4.3 s.
+// XLA's own pool of pinned memory takes 74 s for 80 GB, and is limited to 64 GB. Mapped in huge pages, touched by all
+// threads and then registered with the driver in one piece, the same memory takes 4.3 s.
 //
 // These functions run between programs; no handler calls them.
 #ifndef JAXSOK_KERNELS_HOST_MEMORY_H_
@@ -11,7 +11,7 @@
 
 #include "stream.h"
 
-// DLPack 0.x, the C structures that every version of it reads.
+// The C structures of DLPack 0.x, which every version of DLPack reads.
 struct DLDevice {
   int32_t type;
   int32_t id;
@@ -41,17 +41,17 @@ constexpr int32_t kOnHost = 1;        // kDLCPU
 constexpr int32_t kPinnedOnHost = 3;  // kDLCUDAHost
 constexpr uint8_t kUnsigned = 1;      // kDLUInt
 
-// What the back ends differ in.
+// The functions in which the back ends differ.
 
-/// How DLPack calls such memory.
+/// Returns DLPack's device type of this memory.
 int32_t HostMemoryType();
-/// The node of the host's memory that is next to a device; -1: unknown, or there is one only.
+/// Returns the NUMA node of the host that is next to a device; -1: unknown, or there is only one.
 int32_t NodeOfDevice(int32_t device);
-/// Lets all devices read and write memory of the host.
+/// Lets all devices read and write host memory.
 LaunchError PinHostMemory(int32_t device, void* data, int64_t num_bytes);
-/// Takes this back, once the device has nothing to do with it.
+/// Undoes PinHostMemory after the device has finished its work.
 void UnpinHostMemory(int32_t device, void* data);
-/// Has rows of a slab be read and written ahead (tier.h), until it is closed; this waits for the device.
+/// Allows rows of a slab to be read and written ahead (tier.h), until it is closed; closing waits for the device.
 LaunchError OpenArea(int32_t device, const void* slab);
 void CloseArea(int32_t device, const void* slab);
 

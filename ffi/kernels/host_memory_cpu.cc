@@ -1,4 +1,4 @@
-// Memory of the host on the CPU: nothing is pinned.
+// Host memory on the CPU: nothing is pinned.
 #include "host_memory.h"
 #include "tier.h"
 

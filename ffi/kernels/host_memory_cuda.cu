@@ -1,4 +1,4 @@
-// Memory of the host for GPUs: registered with the driver, for all devices.
+// Host memory for GPUs: registered with the driver, for all devices.
 #include <algorithm>
 #include <cctype>
 #include <fstream>
@@ -36,7 +36,7 @@ LaunchError PinHostMemory(int32_t device, void* data, int64_t num_bytes) {
 
 void UnpinHostMemory(int32_t device, void* data) {
   OnDevice(device, [&]() -> LaunchError {
-    cudaDeviceSynchronize();  // a program that was launched may still write rows
+    cudaDeviceSynchronize();  // a launched program may still write rows
     cudaHostUnregister(data);
     return nullptr;
   });

@@ -1,8 +1,8 @@
-// Walks through the index, many at a time, and inserting: what table_cpu.cc and lookup_cpu.cc share.
+// Walks through the index, many at a time, and inserts: the code that table_cpu.cc and lookup_cpu.cc share.
 //
-// Inserting is one thread's work, in the order of the positions: row ids then come out by first position, and no
-// entry is ever contended. What costs time around it is done by all threads: the read-only walks before (most keys
-// have rows, so few are left to insert), the records and initial rows after.
+// One thread inserts, in the order of the positions: row ids then follow the first positions, and entries are never
+// contended. All threads do the expensive work around it: before, the read-only walks (most keys have rows, so few are
+// left to insert); after, the records and initial rows.
 #ifndef JAXSOK_KERNELS_INDEX_CPU_H_
 #define JAXSOK_KERNELS_INDEX_CPU_H_
 
@@ -20,7 +20,7 @@ namespace jaxsok {
 constexpr uint32_t kNoTable = ~uint32_t{0};  // a position that is not looked up
 constexpr int64_t kKeysPerChunk = kCountedTogether;
 constexpr int64_t kChunksPerTask = 4;
-constexpr int64_t kBucketsAhead = 16;  // walks begun ahead: the lines that one core can await together
+constexpr int64_t kBucketsAhead = 16;  // walks started ahead: the memory lines that one core can wait for
 
 /// Walks from its home bucket to the entry of a (table, key) pair, or to the first empty entry.
 inline ProbeResult ProbeFrom(const IndexView& index, uint64_t key, uint32_t table, uint32_t home) {
@@ -43,10 +43,10 @@ inline ProbeResult Probe(const IndexView& index, uint64_t key, uint32_t table, u
   return ProbeFrom(index, key, table, HomeBucket(HashOf(key, table, salt), index.num_buckets));
 }
 
-/// Finds up to kKeysPerChunk keys; positions with kNoTable get kNoRow. Returns the buckets of the longest walk to a
-/// row.
+/// Finds up to kKeysPerChunk keys; positions with kNoTable get kNoRow. Returns the number of buckets of the longest
+/// walk to a row.
 ///
-/// `unseen(i, home)` is called, in order, for each key that is not there.
+/// Calls `unseen(i, home)`, in order, for each key that is absent.
 template <typename Unseen>
 int32_t FindChunk(const IndexView& index, uint64_t salt, const uint64_t* keys, const uint32_t* tables, int64_t num_keys,
                   uint32_t* row_ids, const Unseen& unseen) {
@@ -74,7 +74,7 @@ int32_t FindChunk(const IndexView& index, uint64_t salt, const uint64_t* keys, c
   return longest;
 }
 
-/// Counts of one task, added to everybody's when it ends: sums of integers do not mind the order.
+/// The counts of one task, added to the totals when it ends: integer sums do not depend on the order.
 class Tally {
  public:
   Tally(int32_t* counts, int32_t num_tables) : counts_(counts), own_(static_cast<size_t>(num_tables) * kNumCounts, 0) {}
@@ -94,7 +94,7 @@ inline void ClearCounts(int32_t* counts, int32_t num_tables) {
   std::fill_n(counts, static_cast<int64_t>(num_tables) * kNumCounts, 0);
 }
 
-/// Where keys come from: pairs of keys and tables.
+/// A source of keys: pairs of keys and tables.
 struct PairSource {
   const uint64_t* keys;
   const uint32_t* table_ids;
@@ -102,7 +102,7 @@ struct PairSource {
 
   uint32_t TableAt(int64_t position) const { return table_ids[position]; }
 
-  /// The tables of positions [begin, end), kNoTable for padding, which is told: padding(table, occurrences).
+  /// Fills in the tables of positions [begin, end), kNoTable for padding, and reports padding(table, occurrences).
   template <typename Padding>
   void Tables(int64_t begin, int64_t end, uint32_t* tables, const Padding& padding) const {
     for (int64_t i = begin; i < end; ++i) {
@@ -113,7 +113,7 @@ struct PairSource {
   }
 };
 
-/// Where keys come from: the features of a batch. Positions in no bag are padding.
+/// A source of keys: the features of a batch. Positions in no bag are padding.
 struct BatchSource {
   const uint64_t* keys;
   const BagFeatures* features;
@@ -145,7 +145,7 @@ void InitializeRow(const RowInitializer& initializer, float* row, int32_t dim);
 void InitializeRow(const RowInitializer& initializer, BFloat16* row, int32_t dim);
 void InitializeRow(const RowInitializer& initializer, Float16* row, int32_t dim);
 
-/// Whether walks ended at entries that name rows which there are not.
+/// Returns whether walks ended at entries that name rows beyond the capacity.
 inline bool HasRowBeyond(uint32_t capacity, const uint32_t* row_ids, int64_t num_keys) {
   uint32_t num_beyond = 0;
   for (int64_t i = 0; i < num_keys; ++i) num_beyond += row_ids[i] >= capacity && row_ids[i] != kNoRow ? 1 : 0;
@@ -170,7 +170,7 @@ class RowAllocator {
     return counters_[kFreeBegin] >= counters_[kFreeEnd] && counters_[kNumAllocated] >= store_.capacity;
   }
 
-  /// Pre: not IsEmpty(). Returns kNoRow where the list of freed rows is none.
+  /// Returns the next row id; kNoRow if the list of freed rows is invalid. Pre: not IsEmpty().
   uint32_t Take() {
     if (counters_[kFreeBegin] == counters_[kFreeEnd]) return counters_[kNumAllocated]++;
     const uint32_t row_id = store_.records.At(store_.starts, counters_[kFreeBegin]++, 1)->free_id;
@@ -182,10 +182,10 @@ class RowAllocator {
  private:
   const StoreView& store_;
   uint32_t* counters_;
-  uint32_t next_freed_ = 0;  // the least that the next freed row can be
+  uint32_t next_freed_ = 0;  // the lower bound of the next freed row
 };
 
-/// The entry of a pair among those that wait, made if there is none, with `uses` added; kNoEntry: none in reach.
+/// Adds `uses` to the sightings of a pair. Returns its entry, created if absent; kNoEntry: none in reach.
 inline uint32_t AddSightings(const IndexView& sightings, uint32_t* counters, uint64_t key, uint32_t table,
                              uint32_t uses) {
   const ProbeResult walk = Probe(sightings, key, table, SaltOf(counters));
@@ -199,17 +199,17 @@ inline uint32_t AddSightings(const IndexView& sightings, uint32_t* counters, uin
   return walk.entry;
 }
 
-/// Positions of a batch whose keys have no row, in chunks of kKeysPerChunk positions.
+/// The positions of a batch whose keys have no row, in chunks of kKeysPerChunk positions.
 struct UnseenPositions {
   int64_t num_chunks;
   uint32_t* num_unseen;  // [num_chunks]
-  uint32_t* positions;   // those of chunk c from c * kKeysPerChunk on
-  uint32_t* homes;       // of their keys, likewise
+  uint32_t* positions;   // those of chunk c start at c * kKeysPerChunk
+  uint32_t* homes;       // the home buckets of their keys, likewise
 };
 
-/// Takes the positions of keys that are not let in out of the lists, and counts them.
+/// Removes the positions of refused keys from the lists, and counts them.
 ///
-/// One thread's work, as inserting is. All occurrences are counted before the first is judged.
+/// One thread does this, as it inserts. All occurrences are counted before the first decision.
 template <typename Source>
 void Admit(const StoreView& store, const AdmissionView& admission, const Source& source, const UnseenPositions& unseen,
            uint32_t* row_ids, int32_t* counts) {
@@ -227,7 +227,7 @@ void Admit(const StoreView& store, const AdmissionView& admission, const Source&
   for_all([&](uint32_t position, uint64_t key, uint32_t table) {
     const uint32_t* words = words_of(table);
     if (words[kTableAdmission] == kAdmitByCount) {
-      // The judge finds the entry here.
+      // The decision below finds the entry here.
       row_ids[position] = AddSightings(admission.sightings, store.counters, key, table, uses_of(position));
     } else if (words[kTableAdmission] == kAdmitByBloom) {
       const uint64_t hash = AdmissionHash(words, store.seed, key);
@@ -278,7 +278,7 @@ void Admit(const StoreView& store, const AdmissionView& admission, const Source&
       } else {
         int32_t* table_counts = counts + int64_t{table} * kNumCounts;
         ++table_counts[kCountRefused];
-        // Without an entry the policy has not spoken: what is wanting is room, and grow is told so.
+        // Without an entry the policy has not decided. The index lacks room, which the counter reports to grow.
         if (is_uncounted(position, table)) {
           ++store.counters[kNumUnplaced];
         } else {
@@ -291,7 +291,7 @@ void Admit(const StoreView& store, const AdmissionView& admission, const Source&
   }
 }
 
-/// The body of LaunchFindOrInsert, over keys of either source.
+/// Does the work of LaunchFindOrInsert, over keys of either source.
 template <typename Source>
 LaunchError FindOrInsert(Stream stream, const StoreView& store, const Source& source, int64_t num_keys,
                          uint32_t* row_ids, int32_t* counts, void* workspace, const AdmissionView* admission) {
@@ -338,7 +338,7 @@ LaunchError FindOrInsert(Stream stream, const StoreView& store, const Source& so
     Admit(store, *admission, source, UnseenPositions{num_chunks, num_unseen, unseen, homes}, row_ids, counts);
   }
   RowAllocator allocator(store);
-  int64_t num_new = 0;  // the list of new positions overwrites that of unseen ones, which it never overtakes
+  int64_t num_new = 0;  // the list of new positions overwrites the list of unseen positions, which it never overtakes
   uint32_t longest = store.counters[kLongestProbe];
   for (int64_t c = 0; c < num_chunks; ++c) {
     const int64_t begin = c * kKeysPerChunk, end = begin + num_unseen[c];
@@ -379,7 +379,7 @@ LaunchError FindOrInsert(Stream stream, const StoreView& store, const Source& so
         MaxAtomically(&is_damaged, uint32_t{1});
         continue;
       }
-      record->key = key;  // free_id is not this row's: it stays
+      record->key = key;  // free_id does not belong to this row: it stays
       record->table = table;
       const uint32_t* words = store.tables + int64_t{table} * kNumTableWords;
       const RowInitializer initializer = RowInitializer::Of(words, store.seed, key);

@@ -1,9 +1,9 @@
-// Walking and claiming in the index on a GPU, and the passes that turn claims into row ids.
+// Walks and claims in the index on a GPU, and the passes that turn claims into row ids.
 //
-// Inserting n keys, all kernels on one stream, no host in between:
+// To insert n keys, these kernels run on one stream, without the host in between:
 //   claim    each position whose key was not found (by find_or_insert here, by the main kernel of lookup before) walks
 //            again and claims the first empty entry; positions that meet a pending entry leave the smallest in it.
-//   count    positions that find themselves in their entry are winners: one for each new (table, key). Blocks
+//   count    positions that find their own number in their entry are winners: one for each new (table, key). Blocks
 //            count theirs, the last block to end sums up and decides whether all fit.
 //   assign   winners are numbered by position, get row ids (freed ones first), write record and initial row, and
 //            publish the entry. If not all fit, every claim is undone instead: claims only ever took empty entries,
@@ -11,7 +11,7 @@
 //   commit   the counters advance. If not all fit, the winners that got rows enter the index again. If a claim
 //            found no entry (an index nearly full of claims, or aimed keys), one block inserts key by key.
 //   finish   every position that was pending reads its row id.
-// Where a batch holds no unseen key, all but the first return at once.
+// If a batch has no unseen key, all but the first pass return at once.
 #ifndef JAXSOK_KERNELS_INDEX_CUDA_CUH_
 #define JAXSOK_KERNELS_INDEX_CUDA_CUH_
 
@@ -24,22 +24,22 @@
 
 namespace jaxsok {
 
-constexpr int kPositionsPerChunk = kCountedTogether;  // what a block of count or assign takes at a time: 4 a thread
+constexpr int kPositionsPerChunk = kCountedTogether;  // at a time in a block of count or assign: 4 a thread
 constexpr int kMaxSpins = 1 << 22;  // waits for another thread's single store: microseconds, bounded at seconds
 constexpr int kSharedTables = 64;   // tables counted in shared memory; more go to global memory
 
-/// What the passes tell each other; zeroed by the first.
+/// The state that the passes share; the first pass zeroes it.
 struct InsertControl {
   uint32_t num_pending;     // positions whose key has no row yet
   uint32_t num_unplaced;    // claims that found no entry
   uint32_t num_unfinished;  // bags to finish
   uint32_t blocks_done;     // of count, then of commit
   uint32_t num_new;         // winners
-  uint32_t num_accepted;    // of them, those that get rows
+  uint32_t num_accepted;    // the winners that get rows
   uint32_t overflow;        // not all fit
 };
 
-/// Whether the passes go key by key.
+/// Returns whether the passes insert key by key.
 __device__ __forceinline__ bool IsSequential(const InsertControl& control) { return control.num_unplaced != 0; }
 
 struct InsertWorkspace {
@@ -60,8 +60,8 @@ struct InsertWorkspace {
   }
 };
 
-/// Four entries at once. kShared: other threads write the index at the same time, so L1 must not answer; else it may,
-/// with lines from before such writes.
+/// Loads four entries at once. kShared: other threads write the index at the same time, so L1 must not be used;
+/// otherwise it may be, even with memory lines from before such writes.
 template <bool kShared>
 __device__ __forceinline__ void LoadBucket(const IndexView& index, uint32_t bucket, uint4 line[kEntriesPerBucket]) {
   const uint4* at = reinterpret_cast<const uint4*>(index.buckets + bucket);
@@ -69,9 +69,9 @@ __device__ __forceinline__ void LoadBucket(const IndexView& index, uint32_t buck
   for (int e = 0; e < kEntriesPerBucket; ++e) line[e] = kShared ? __ldcg(at + e) : __ldca(at + e);
 }
 
-/// Looks through one bucket of a walk. True if the walk ends here: at the pair's entry, or at the first empty one.
+/// Searches one bucket of a walk. Returns true if the walk ends here: at the pair's entry, or at the first empty one.
 ///
-/// Free of branches, so that the line stays in registers and a warp together.
+/// It has no branches, so that the memory line stays in registers and the warp stays converged.
 __device__ __forceinline__ bool EndsInBucket(const uint4 line[kEntriesPerBucket], uint32_t bucket, uint64_t key,
                                              uint32_t table, ProbeResult* at) {
   const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
@@ -87,8 +87,8 @@ __device__ __forceinline__ bool EndsInBucket(const uint4 line[kEntriesPerBucket]
   return ended;
 }
 
-/// Walks on from a bucket, `num_probes` behind it, to the entry of a pair or the first empty one. Whole buckets are
-/// loaded at once.
+/// Continues a walk from a bucket, after `num_probes` buckets, to the entry of a pair or the first empty one. Loads
+/// whole buckets.
 template <bool kShared>
 __device__ __forceinline__ ProbeResult ProbeFrom(const IndexView& index, uint64_t key, uint32_t table, uint32_t bucket,
                                                  uint32_t num_probes, uint32_t max_probes) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ ProbeResult ProbeBuckets(const IndexView& index, uint
   return ProbeFrom<kShared>(index, key, table, HomeBucket(HashOf(key, table, salt), index.num_buckets), 0, max_probes);
 }
 
-/// The (row_id, aux) half of an entry, as other threads publish it.
+/// Loads the (row_id, aux) half of an entry, as other threads publish it.
 __device__ __forceinline__ uint64_t LoadHalf(const Entry* entry) {
   return *reinterpret_cast<const volatile unsigned long long*>(&entry->row_id);
 }
@@ -119,11 +119,11 @@ __device__ __forceinline__ void StoreHalf(Entry* entry, uint32_t row_id, uint32_
 /// Walks to the entry of a (table, key) pair, or takes the first empty one for it.
 ///
 /// publish(entry) writes the half (row_id, aux) of an entry that was taken. meet(entry, row_id, aux, &at) is called for
-/// entries of the key: true if that is the pair's own, so that the walk ends.
+/// entries of the key; it returns true if the entry is the pair's own, so that the walk ends.
 ///
-/// Result: kPendingRow, or what meet makes of it, with the entry; kNoEntry: none within max_probes.
-/// No race: the key word changes once, by compare-and-swap; the half is written once, by who took the entry, and then
-/// only lowered or added to atomically; a thread that meets the key waits for that one store.
+/// Result: kPendingRow, or the result of meet, with the entry; kNoEntry: none within max_probes.
+/// No race: the key word changes once, by compare-and-swap; the half is written once, by the thread that took the
+/// entry, and afterwards only lowered or added to atomically; a thread that meets the key waits for that one store.
 template <typename Publish, typename Meet>
 __device__ __forceinline__ ProbeResult TakeEntry(const IndexView& index, uint64_t key, uint32_t table, uint64_t salt,
                                                  uint32_t max_probes, const Publish& publish, const Meet& meet) {
@@ -144,7 +144,7 @@ __device__ __forceinline__ ProbeResult TakeEntry(const IndexView& index, uint64_
           publish(entry);
           return at;
         }
-        aux = kAuxUnset;  // the line is old news
+        aux = kAuxUnset;  // the memory line is stale
       }
       if (found != key) continue;
       for (int spin = 0; aux == kAuxUnset && spin < kMaxSpins; ++spin) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ ProbeResult TakeEntry(const IndexView& index, uint64_
         row_id = static_cast<uint32_t>(half);
         aux = static_cast<uint32_t>(half >> 32);
       }
-      if (aux == kAuxUnset) {  // walking on could give the key a second entry
+      if (aux == kAuxUnset) {  // continuing the walk could give the key a second entry
         at.entry = kNoEntry;
         return at;
       }
@@ -163,11 +163,12 @@ __device__ __forceinline__ ProbeResult TakeEntry(const IndexView& index, uint64_
   return {kPendingRow, kNoEntry, static_cast<int32_t>(max_probes)};
 }
 
-/// Walks to the entry of a pair, or claims the first empty one for it: the smallest position of a pair stays in it.
+/// Walks to the entry of a pair, or claims the first empty one for it: it keeps the pair's smallest position.
 ///
 /// Result: row_id is a row, or kPendingRow with the entry; without an entry the pair is inserted key by key.
 ///
-/// Not inlined: in the steady state few keys are new, and the walk's registers would cost every kernel occupancy.
+/// Not inlined: in the steady state few keys are new, and the walk's registers would reduce the occupancy of every
+/// kernel.
 static __device__ __noinline__ ProbeResult Claim(IndexView index, uint64_t key, uint32_t table, uint64_t salt,
                                                  uint32_t max_probes, uint32_t position) {
   return TakeEntry(
@@ -183,10 +184,10 @@ static __device__ __noinline__ ProbeResult Claim(IndexView index, uint64_t key, 
       });
 }
 
-/// As Claim, trying first whether the pair has a row already.
+/// Claims as above, but first checks whether the pair already has a row.
 ///
-/// The first walk may read lines that L1 holds from before this kernel's claims. That is harmless: a live entry does
-/// not change while claims are made, and what such a line does not show, the second walk sees.
+/// The first walk may read memory lines that L1 cached before this kernel's claims. That is harmless: a live entry does
+/// not change while claims are made, and the second walk sees what such a line does not show.
 __device__ __forceinline__ ProbeResult FindOrClaim(const IndexView& index, uint64_t key, uint32_t table, uint64_t salt,
                                                    uint32_t max_probes, uint32_t position) {
   const ProbeResult found = ProbeBuckets<false>(index, key, table, salt, max_probes);
@@ -194,7 +195,7 @@ __device__ __forceinline__ ProbeResult FindOrClaim(const IndexView& index, uint6
   return Claim(index, key, table, salt, max_probes, position);
 }
 
-/// Enters a pair that is known to be absent and to be entered by this thread alone.
+/// Inserts a pair that is known to be absent and to be inserted by this thread only.
 __device__ __forceinline__ ProbeResult InsertDistinct(const IndexView& index, uint64_t key, uint32_t table,
                                                       uint64_t salt, uint32_t max_probes, uint32_t row_id) {
   uint32_t bucket = HomeBucket(HashOf(key, table, salt), index.num_buckets);
@@ -211,15 +212,15 @@ __device__ __forceinline__ ProbeResult InsertDistinct(const IndexView& index, ui
   return {kNoRow, kNoEntry, static_cast<int32_t>(max_probes)};
 }
 
-/// Notes how many buckets a walk to a row took.
+/// Records how many buckets a walk to a row took.
 __device__ __forceinline__ void NoteProbes(uint32_t* counters, int num_probes) {
   if (static_cast<uint32_t>(num_probes) > counters[kLongestProbe]) {
     atomicMax(counters + kLongestProbe, static_cast<uint32_t>(num_probes));
   }
 }
 
-/// Whether the calling block is the last one to come here; it sees what the others wrote before. All threads of every
-/// block.
+/// Returns whether the calling block is the last one to arrive; it then sees what the others wrote before. All threads
+/// of every block call it.
 __device__ __forceinline__ bool IsLastBlock(uint32_t* blocks_done) {
   __shared__ bool is_last;
   if (threadIdx.x == 0) {
@@ -233,8 +234,8 @@ __device__ __forceinline__ bool IsLastBlock(uint32_t* blocks_done) {
 
 using BlockScan = cub::BlockScan<uint32_t, kBlock>;
 
-/// Replaces each count by the sum of those before it, and returns the sum of all. All threads of one block, which is
-/// the last.
+/// Replaces each count by the sum of those before it, and returns the total. All threads of one block, the last one,
+/// call it.
 __device__ __forceinline__ uint32_t SumCountsBefore(uint32_t* counts, uint32_t num_counts,
                                                     BlockScan::TempStorage& storage) {
   uint32_t sum = 0;
@@ -250,10 +251,10 @@ __device__ __forceinline__ uint32_t SumCountsBefore(uint32_t* counts, uint32_t n
   return sum;
 }
 
-/// Counts by table: in shared memory while tables are few, so that one hot address does not serialise a batch.
+/// Counts by table: in shared memory if tables are few, so that one hot address does not serialise a batch.
 class TableCounts {
  public:
-  /// All threads of the block. `shared` has kSharedTables * kNumCounts words.
+  /// Clears the counts. All threads of the block call it. `shared` has kSharedTables * kNumCounts words.
   __device__ TableCounts(int32_t* shared, int32_t* counts, int num_tables)
       : shared_(shared), counts_(counts), num_tables_(num_tables) {
     if (num_tables_ <= kSharedTables) {
@@ -265,7 +266,7 @@ class TableCounts {
     int32_t* at = (num_tables_ <= kSharedTables ? shared_ : counts_) + table * kNumCounts + what;
     atomicAdd(at, n);
   }
-  /// All threads of the block.
+  /// Writes the counts. All threads of the block call it.
   __device__ void Flush() {
     __syncthreads();
     if (num_tables_ > kSharedTables) return;
@@ -280,24 +281,24 @@ class TableCounts {
   int num_tables_;
 };
 
-/// How a lookup notes that it used rows, in statistics whose slabs are those of its store. LaunchTouch says what.
+/// The recording of row uses by a lookup, in statistics with the slabs of its store. LaunchTouch has the contract.
 struct UseNotes {
   Slabs<RowStatistics> statistics;
   const uint32_t* clock;  // one word; nullptr: the store keeps no statistics
 
   __device__ bool AreKept() const { return clock != nullptr; }
-  /// What last_step becomes. Asked early, so that no store waits for it.
+  /// Returns the new last_step. It is loaded early, so that no store waits for it.
   __device__ uint32_t Now() const { return AreKept() ? __ldg(clock) : 0; }
-  /// Frequencies are counted atomically; whoever writes a last_step writes the same clock.
+  /// Adds uses. Frequencies are counted atomically; all writers of a last_step write the same clock.
   __device__ void Add(const SlabStarts& starts, uint32_t row_id, uint32_t uses, uint32_t now) const {
     RowStatistics* line = statistics.At(starts, row_id, 1);
     CountAtomically(&line->frequency, uses);
     line->last_step = now;
   }
-  /// One use of each lane's row; row ids that are not below the capacity have none. All lanes of the warp.
+  /// Records one use of each lane's row, none for row ids beyond the capacity. All lanes of the warp call it.
   ///
-  /// Of lanes with one row the first writes for all: a hot key stands in many lanes of every warp, whose additions to
-  /// one word would come one after the other.
+  /// Of the lanes with one row the first writes for all: a hot key occurs in many lanes of every warp, whose additions
+  /// to one word would be serialised.
   __device__ void AddOfWarp(const StoreView& store, uint32_t row_id, uint32_t now) const {
     const unsigned peers = __match_any_sync(~0u, row_id);
     const bool is_first = threadIdx.x % kWarp == static_cast<unsigned>(__ffs(static_cast<int>(peers)) - 1);
@@ -305,17 +306,17 @@ struct UseNotes {
   }
 };
 
-/// The uses that the threads of a block noted, added up by row in shared memory; the first rows to come have a place.
+/// The uses that the threads of a block recorded, summed by row in shared memory; the first rows get a slot.
 ///
-/// A hot key stands in every warp of its table, and additions to one word of memory come one after the other, some
-/// nanoseconds each: by warps they take longer than all the rest of the lookup, by blocks they pass unseen. Hot keys
-/// come early, so that their rows have places; who finds none goes to memory himself.
+/// A hot key occurs in every warp of its table. Additions to one word of memory are serialised and take some
+/// nanoseconds each: per warp they take longer than the rest of the lookup, per block they are negligible. Hot keys
+/// occur early, so their rows get slots; uses of rows without a slot go to memory directly.
 struct UseCache {
   static constexpr int kSlots = 2 * kBlock;
   uint32_t rows[kSlots];  // kNoRow: free
   uint32_t uses[kSlots];
 
-  /// All threads of the block, which then wait for each other.
+  /// Clears the slots. All threads of the block call it, and then wait for each other.
   __device__ void Clear() {
     for (int i = threadIdx.x; i < kSlots; i += kBlock) {
       rows[i] = kNoRow;
@@ -323,7 +324,7 @@ struct UseCache {
     }
     __syncthreads();
   }
-  /// Notes one use of a row, if it finds a place.
+  /// Records one use of a row, and returns true if the row has a slot.
   __device__ bool Put(uint32_t row_id) {
     constexpr int kLogSlots = 9;
     static_assert(kSlots == 1 << kLogSlots, "a slot is named by the upper bits of a product");
@@ -338,7 +339,7 @@ struct UseCache {
     }
     return false;
   }
-  /// Takes them to memory. All threads of the block, none of which notes any more.
+  /// Writes the uses to memory. All threads of the block call it, after the last Put.
   __device__ void Flush(const UseNotes& notes, const SlabStarts& starts, uint32_t now) const {
     __syncthreads();
     for (int i = threadIdx.x; i < kSlots; i += kBlock) {
@@ -347,9 +348,9 @@ struct UseCache {
   }
 };
 
-// Sinks: what a new pair becomes. -----------------------------------------------------------------------------
+// Sinks: the destination of new pairs. ------------------------------------------------------------------------
 
-/// New pairs get rows of a store.
+/// A sink that gives new pairs rows of a store.
 struct StoreSink {
   static constexpr int kColumnsAtOnce = 4;
 
@@ -360,15 +361,15 @@ struct StoreSink {
   __device__ uint32_t MaxProbes() const { return kMaxProbes; }
   __device__ uint64_t Salt() const { return SaltOf(store.counters); }
   __device__ const IndexView& Index() const { return store.index; }
-  // Nobody can wait for the counters of a state that something else wrote into, and refuse them. They are bounded, so
-  // that whatever is in them no row lies outside the slabs.
+  // A handler cannot wait to check the counters of a state with foreign writes. They are bounded here, so that no row
+  // is outside the slabs whatever they contain.
   __device__ uint32_t NumAllocated() const { return min(store.counters[kNumAllocated], store.capacity); }
   __device__ uint32_t FreeEnd() const { return min(store.counters[kFreeEnd], store.capacity); }
   __device__ uint32_t FreeBegin() const { return min(store.counters[kFreeBegin], FreeEnd()); }
   __device__ uint32_t NumFree() const { return FreeEnd() - FreeBegin(); }
   __device__ uint32_t Available() const { return store.capacity - NumAllocated() + NumFree(); }
 
-  /// The row of the i-th new pair: freed rows in ascending order, then fresh ones.
+  /// Returns the row of the i-th new pair: freed rows in ascending order, then fresh ones.
   __device__ uint32_t RowOf(uint32_t ordinal) const {
     const uint32_t num_free = NumFree();
     if (ordinal >= num_free) return NumAllocated() + (ordinal - num_free);
@@ -378,18 +379,18 @@ struct StoreSink {
     Record* record = store.records.At(store.starts, row_id, 1);
     record->key = key;
     record->table = table;
-    // The use of the position for which the row is made: nobody else comes to it as one to be noted.
+    // The use of the position that creates the row: no other pass records it.
     if (notes.AreKept()) notes.Add(store.starts, row_id, 1, notes.Now());
   }
   __device__ uint64_t KeyOf(uint32_t row_id) const { return store.records.At(store.starts, row_id, 1)->key; }
   __device__ uint32_t TableOf(uint32_t row_id) const { return store.records.At(store.starts, row_id, 1)->table; }
-  /// Lanes that write a new row together, four columns each: a power of two, at most a warp.
+  /// Returns the number of lanes that write a new row together, four columns each: a power of two, at most a warp.
   __device__ int LanesOfRow() const {
     int lanes = 1;
     while (lanes * kColumnsAtOnce < store.dim && lanes < kWarp) lanes *= 2;
     return lanes;
   }
-  /// Lanes `lane` of `lanes` write a new row.
+  /// Writes a new row with lanes `lane` of `lanes`.
   __device__ void WriteRow(uint32_t row_id, uint64_t key, uint32_t table, int lane, int lanes) const {
     if (store.row_dtype == kRowDtypeFloat32) {
       WriteRowAs<float>(row_id, key, table, lane, lanes);
@@ -429,7 +430,7 @@ struct StoreSink {
   }
   __device__ void SawUnplaced() const { atomicAdd(store.counters + kNumUnplaced, 1u); }
   __device__ void SawProbes(int num_probes) const { NoteProbes(store.counters, num_probes); }
-  /// As SawProbes, for a pair that was entered where it had claimed.
+  /// Records the probes as SawProbes does, for a pair that was inserted where it had claimed.
   __device__ void SawEntry(uint64_t key, uint32_t table, uint32_t entry) const {
     const uint32_t home = HomeBucket(HashOf(key, table, Salt()), store.index.num_buckets);
     const uint32_t bucket = entry / kEntriesPerBucket;
@@ -441,7 +442,7 @@ struct StoreSink {
 
 // Passes. -----------------------------------------------------------------------------------------------------
 
-/// Whether a pending position is the winner of its entry.
+/// Returns whether a pending position is the winner of its entry.
 __device__ __forceinline__ bool IsWinner(const IndexView& index, uint32_t entry_number, uint32_t position) {
   if (entry_number == kNoEntry) return false;
   const uint64_t half = LoadHalf(index.EntryAt(entry_number));
@@ -466,7 +467,7 @@ __global__ void __launch_bounds__(kBlock)
 
 // Chunks of 1,024 positions: a block counts and marks the winners of one after the other; the last block to end sums
 // the counts up to each chunk.
-// Blocks write chunk_counts[chunk]; the last one, told by a ticket after a fence, rewrites all of them.
+// Blocks write chunk_counts[chunk]; the last one, identified by a ticket after a fence, rewrites all of them.
 template <typename Sink>
 __global__ void __launch_bounds__(kBlock)
     CountKernel(Sink sink, InsertWorkspace w, uint32_t* row_ids, int64_t num_keys) {
@@ -491,7 +492,7 @@ __global__ void __launch_bounds__(kBlock)
       }
     }
     uint32_t before, total;
-    __syncthreads();  // of the storage
+    __syncthreads();  // before the storage is reused
     BlockScan(storage).ExclusiveSum(static_cast<uint32_t>(mine), before, total);
     if (threadIdx.x == 0) w.chunk_counts[chunk] = total;
   }
@@ -508,7 +509,7 @@ __global__ void __launch_bounds__(kBlock)
 // Chunk by chunk, as count: a thread numbers the winners among four neighbouring positions, then lanes write the new
 // rows of the chunk.
 // A winner alone writes its record and its entry; row ids are distinct, so no two threads write one row.
-// Six blocks a multiprocessor fit without being asked for, were it not for the use notes of a sink.
+// Six blocks fit a multiprocessor without launch bounds, except with the use notes of a sink.
 template <typename Sink>
 __global__ void __launch_bounds__(kBlock, 6)
     AssignKernel(Sink sink, InsertWorkspace w, const uint64_t* keys, TableOfPosition table_of, uint32_t* row_ids,
@@ -526,12 +527,12 @@ __global__ void __launch_bounds__(kBlock, 6)
   const uint32_t num_chunks = static_cast<uint32_t>(CeilDiv<int64_t>(num_keys, kPositionsPerChunk));
   for (uint32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
     const int64_t first = int64_t{chunk} * kPositionsPerChunk + threadIdx.x * kPerThread;
-    uint32_t winners = 0;  // bits
+    uint32_t winners = 0;  // as bits
     for (int i = 0; i < kPerThread; ++i) {
       if (first + i < num_keys && row_ids[first + i] == kWinner) winners |= 1u << i;
     }
     uint32_t local, total;
-    __syncthreads();  // of all that is shared
+    __syncthreads();  // before the shared memory is reused
     BlockScan(storage).ExclusiveSum(static_cast<uint32_t>(__popc(winners)), local, total);
     for (int i = 0; i < kPerThread; ++i) {
       if ((winners >> i & 1) == 0) continue;
@@ -539,7 +540,7 @@ __global__ void __launch_bounds__(kBlock, 6)
       const uint32_t ordinal = w.chunk_counts[chunk] + local;
       const uint32_t entry_number = w.entry_of[position];
       Entry* entry = sink.Index().EntryAt(entry_number);
-      uint32_t row_id = kPendingRow;  // if it gets no row, the finishing pass says what became of it
+      uint32_t row_id = kPendingRow;  // for a position without a row, the finishing pass determines the result
       if (undo) {
         StoreHalf(entry, kNoRow, kAuxUnset);
         *reinterpret_cast<volatile unsigned long long*>(&entry->key) = kPaddingKey;
@@ -577,9 +578,9 @@ __global__ void __launch_bounds__(kBlock, 6)
   }
 }
 
-// Normally one thread advances the counters. If rows ran out, threads enter the accepted pairs again, each its own
-// rows: the pairs are distinct, entries are claimed by compare-and-swap. If a claim found no entry, block 0 inserts
-// the pending positions one by one, in order; thread 0 alone touches index and counters.
+// Normally one thread advances the counters. If rows ran out, threads insert the accepted pairs again, each its own
+// rows: the pairs are distinct, entries are claimed by compare-and-swap. If a claim found no entry, block 0 inserts the
+// pending positions one by one, in order; only thread 0 writes index and counters.
 template <typename Sink>
 __global__ void __launch_bounds__(kBlock) CommitKernel(Sink sink, InsertWorkspace w, const uint64_t* keys,
                                                        TableOfPosition table_of, uint32_t* row_ids, int64_t num_keys) {
@@ -587,7 +588,7 @@ __global__ void __launch_bounds__(kBlock) CommitKernel(Sink sink, InsertWorkspac
   if (control.num_pending == 0) return;
   if (!IsSequential(control)) {
     if (control.overflow != 0) {
-      // RowOf reads the counters, which change only when every block is done: see the ticket below.
+      // RowOf reads the counters, which change only after every block is done: see the ticket below.
       for (uint32_t n = blockIdx.x * kBlock + threadIdx.x; n < control.num_accepted; n += gridDim.x * kBlock) {
         const uint32_t row_id = sink.RowOf(n);
         const ProbeResult at = InsertDistinct(sink.Index(), sink.KeyOf(row_id), sink.TableOf(row_id), sink.Salt(),
@@ -612,14 +613,14 @@ __global__ void __launch_bounds__(kBlock) CommitKernel(Sink sink, InsertWorkspac
     available = sink.Available();
   }
   __syncthreads();
-  // Once no row is left, pending keys are only found or refused, which the finishing pass does side by side.
-  bool is_full = available == 0;  // the same in all threads
+  // Once no row is left, pending keys are only found or refused, which the finishing pass does in parallel.
+  bool is_full = available == 0;  // equal in all threads
   for (int64_t start = 0; start < num_keys && !is_full; start += kBlock) {
     const int64_t mine = start + threadIdx.x;
     const bool pending = mine < num_keys && row_ids[mine] == kPendingRow;
     if (!__syncthreads_or(pending)) continue;
     for (int64_t position = start; position < num_keys && position < start + kBlock && !is_full; ++position) {
-      if (row_ids[position] != kPendingRow) continue;  // the same for all threads
+      if (row_ids[position] != kPendingRow) continue;  // equal in all threads
       const uint64_t key = keys[position];
       const uint32_t table = table_of(position);
       if (threadIdx.x == 0) {
@@ -640,13 +641,13 @@ __global__ void __launch_bounds__(kBlock) CommitKernel(Sink sink, InsertWorkspac
       if (row_id != kNoRow) sink.WriteRow(row_id, key, table, threadIdx.x, kBlock);
       if (threadIdx.x == 0 && row_id != kNoRow) row_ids[position] = row_id;
       is_full = num_new == available;
-      __syncthreads();  // before thread 0 moves on and changes it
+      __syncthreads();  // before thread 0 continues and changes it
     }
   }
   if (threadIdx.x == 0) sink.Commit(num_new);
 }
 
-/// What became of a pending position: a row, or kNoRow; *unplaced where no entry was in reach.
+/// Returns the result of a pending position: a row, or kNoRow; sets *unplaced if no entry was in reach.
 template <typename Sink>
 __device__ __forceinline__ uint32_t ResolvePending(const Sink& sink, const InsertControl& control, uint32_t entry,
                                                    uint64_t key, uint32_t table, bool* unplaced) {
@@ -659,16 +660,16 @@ __device__ __forceinline__ uint32_t ResolvePending(const Sink& sink, const Inser
   return at.row_id;
 }
 
-/// Blocks of a pass over all positions: enough to fill any GPU, few enough to cost little when nothing is new.
+/// Returns the blocks of a pass over all positions: enough to fill any GPU, few enough to cost little without new keys.
 inline int InsertBlocks(int64_t num_keys) {
   return static_cast<int>(std::min(CeilDiv<int64_t>(num_keys, kPositionsPerChunk), int64_t{BlocksOfWave()}));
 }
 
-/// count, assign and commit, between claim and finish.
+/// Launches count, assign and commit, between claim and finish.
 template <typename Sink>
 inline LaunchError LaunchInsertPasses(Stream stream, const Sink& sink, const InsertWorkspace& w, const uint64_t* keys,
                                       const TableOfPosition& table_of, uint32_t* row_ids, int64_t num_keys) {
-  // Commit's ticket goes on from count's: both must have the same number of blocks.
+  // Commit continues the ticket of count: both must have the same number of blocks.
   const int blocks = InsertBlocks(num_keys);
   CountKernel<<<blocks, kBlock, 0, stream>>>(sink, w, row_ids, num_keys);
   AssignKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_of, row_ids, num_keys);

@@ -1,4 +1,4 @@
-// What every CUDA launcher uses: error checks, grid sizes, features, and the choice of a row's shape at compile time.
+// Helpers of all CUDA launchers: error checks, grid sizes, features, and the choice of a row's shape at compile time.
 #ifndef JAXSOK_KERNELS_LAUNCH_CUDA_CUH_
 #define JAXSOK_KERNELS_LAUNCH_CUDA_CUH_
 
@@ -16,38 +16,39 @@ namespace jaxsok {
 constexpr int kWarp = 32;
 constexpr int kBlock = 256;
 
-/// Multiprocessors of the GPU at hand, by which grids that stride over their work are sized.
+/// Returns the number of multiprocessors of the current GPU, which sizes the grids of grid-stride kernels.
 inline int NumMultiprocessors() {
-  constexpr int kOfH200 = 132;  // where the query fails; the launch that follows reports why
+  constexpr int kOfH200 = 132;  // used if the query fails; the launch that follows reports why
   int device = 0, count = 0;
   const bool is_known = cudaGetDevice(&device) == cudaSuccess &&
                         cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
   return is_known ? count : kOfH200;
 }
 
-/// Blocks that all run at once: a multiprocessor holds 2,048 threads. So many take a pass that may have nothing to do.
+/// Returns the number of blocks that run at once: a multiprocessor holds 2,048 threads. A pass that may have nothing to
+/// do has so many blocks.
 inline int BlocksOfWave() { return NumMultiprocessors() * (2048 / kBlock); }
 
-/// At most so many blocks take a pass that only stores: about a wave of the largest GPUs.
+/// The block limit of a pass that only stores: about a wave of the largest GPUs.
 constexpr int kMostPrepareBlocks = 1024;
 
-/// Blocks for one thread an item; no more than `most`, where the threads stride over the items.
+/// Returns the number of blocks for one thread an item; at most `most`, if the threads stride over the items.
 inline unsigned BlocksFor(int64_t num_items, int64_t most = INT32_MAX) {
   return static_cast<unsigned>(std::min(CeilDiv<int64_t>(num_items, kBlock), most));
 }
 
-/// nullptr, or what went wrong with the launches so far.
+/// Returns nullptr, or what went wrong with the launches so far.
 inline LaunchError LastLaunchError() {
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-/// The lanes of a group of `lanes`, as a mask; `start`: its first in the warp.
+/// Returns the mask of a group of `lanes` lanes; `start`: its first lane in the warp.
 __device__ __forceinline__ unsigned GroupMask(int lanes, int start) {
   return (lanes == kWarp ? ~0u : (1u << lanes) - 1) << start;
 }
 
-/// The sum over the lanes of a warp, in lane 0.
+/// Returns the sum over the lanes of a warp, in lane 0.
 __device__ __forceinline__ uint64_t SumOfWarp(uint64_t value) {
 #pragma unroll
   for (int offset = kWarp / 2; offset >= 1; offset /= 2) value += __shfl_down_sync(~0u, value, offset);
@@ -58,10 +59,12 @@ __device__ __forceinline__ void AtomicAdd64(uint64_t* sum, uint64_t value) {
   atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(value));
 }
 
-/// The number of a thread's group of `lanes`, a power of two: without a division, since it is asked for row by row.
+/// Returns the number of a thread's group of `lanes`, a power of two. It does not divide, since it is called for each
+/// row.
 __device__ __forceinline__ int GroupOf(int thread, int lanes) { return thread >> (__ffs(lanes) - 1); }
 
-/// Pointers of all features travel as a kernel parameter (CUDA 12.1 on takes 32 KB of them on sm_70 and later).
+/// The limit of features, whose pointers are a kernel parameter (CUDA 12.1 on accepts 32 KB of them on sm_70 and
+/// later).
 constexpr int kMaxFeatures = 1024;
 template <typename T>
 struct FeaturePointers {
@@ -75,15 +78,15 @@ inline LaunchError FillPointers(From* const* from, int32_t num_features, Feature
   return nullptr;
 }
 
-/// How bags are dealt to blocks: a block takes kBlock / kWarp * granule neighbouring bags of one tile, a warp
+/// The distribution of bags over blocks: a block takes kBlock / kWarp * granule neighbouring bags of one tile, a warp
 /// `granule`.
 struct TileShare {
   int granule;  // bags of a warp: a power of two, at most kWarp
 
-  /// Finer for small batches, so that they too reach every multiprocessor: at least four warps for each of its
-  /// schedulers where there are bags enough.
+  /// Returns a finer share for small batches, so that they too reach every multiprocessor: at least four warps for each
+  /// of its schedulers if there are enough bags.
   static TileShare Of(int num_tiles) {
-    constexpr int kWarpsWanted = 4 * 4;  // of a multiprocessor, which has four schedulers
+    constexpr int kWarpsWanted = 4 * 4;  // per multiprocessor, which has four schedulers
     const int64_t bags_wanted = int64_t{NumMultiprocessors()} * kWarpsWanted;
     TileShare share{kWarp};
     while (share.granule > 4 && int64_t{num_tiles} * kBagsPerTile < bags_wanted * share.granule) {
@@ -91,10 +94,11 @@ struct TileShare {
     }
     return share;
   }
-  /// Of bags of several keys: no more for a warp than have keys enough to be worth its start, and one for each of its
-  /// groups of `lanes`. The fewer, the fewer tables the GPU works on at a time, whose hot rows its caches then hold.
+  /// Returns a share for bags of several keys: a warp gets as many bags as have enough keys to be worth its start, and
+  /// at least one for each of its groups of `lanes`. Fewer bags mean that the GPU works on fewer tables at a time,
+  /// whose hot rows its caches then hold.
   static TileShare OfBags(int num_tiles, int64_t num_keys, int lanes) {
-    constexpr int kFewBags = 4, kKeysWanted = 128;  // of a warp
+    constexpr int kFewBags = 4, kKeysWanted = 128;  // per warp
     const int most = Of(num_tiles).granule;
     TileShare share{std::max(kFewBags, kWarp / lanes)};
     while (share.granule < most && num_keys * share.granule < int64_t{num_tiles} * kBagsPerTile * kKeysWanted) {
@@ -119,17 +123,19 @@ static_assert(kBagsPerTile == kBlock, "with a granule of kWarp a block takes a t
     if (jaxsok_error != nullptr) return jaxsok_error;        \
   } while (false)
 
-/// Low bits in which numbers below `bound` differ, and differ from all ones (kNoRow, kNoOwner): what a sort looks at.
+/// Returns how many low bits distinguish numbers below `bound` from each other and from all ones (kNoRow, kNoOwner):
+/// the bits that a sort reads.
 inline int BitsBelow(int64_t bound) {
   int bits = 1;
   while ((int64_t{1} << bits) <= bound) ++bits;
   return bits > 32 ? 32 : bits;
 }
 
-/// The last feature whose word is at most `value`: features lie one after the other by tiles, bags and keys alike,
-/// and empty ones share their start with the next.
+/// Returns the last feature whose word is at most `value`: features are ordered by tiles, bags and keys alike, and
+/// empty ones share their start with the next.
 ///
-/// `total`: that of all features. Where they are about equal the first guess is right, and costs one load in time.
+/// `total`: that of all features. If features have about equal sizes the first guess is right, and takes the latency of
+/// one load.
 __device__ __forceinline__ int FeatureAt(const int32_t* features, int num_features, int word, int32_t value,
                                          int64_t total) {
   int low = 0, high = num_features - 1;
@@ -149,7 +155,7 @@ __device__ __forceinline__ int FeatureAt(const int32_t* features, int num_featur
   return low;
 }
 
-/// Where the table of a position comes from.
+/// The source of a position's table.
 struct TableOfPosition {
   const uint32_t* table_ids;  // given, or
   const int32_t* features;    // by feature
@@ -162,7 +168,7 @@ struct TableOfPosition {
   }
 };
 
-/// One feature's words.
+/// The words of one feature.
 struct Feature {
   int32_t table, combiner, key_start, num_keys, bag_start, num_bags, hotness, offsets_start, weights_start, tile_start;
   int32_t unknown_zeros, plan, number;
@@ -186,7 +192,7 @@ struct Feature {
     return f;
   }
 
-  /// Where the bags of the feature begin and end among its keys; what lies outside is padding.
+  /// Gets the first and last position of the feature's bags among its keys; positions outside are padding.
   __device__ void Bags(const int32_t* offsets, int32_t* first, int32_t* last) const {
     if (hotness > 0) {
       *first = 0;
@@ -197,7 +203,7 @@ struct Feature {
     *last = max(min(__ldg(offsets + offsets_start + num_bags), num_keys), *first);
   }
 
-  /// Where a bag begins and ends among the feature's keys, clamped to them.
+  /// Gets the begin and end of a bag among the feature's keys, clamped to them.
   __device__ void BagRange(const int32_t* offsets, int32_t bag, int32_t* begin, int32_t* end) const {
     if (hotness > 0) {
       *begin = min(bag * hotness, num_keys);
@@ -209,7 +215,7 @@ struct Feature {
   }
 };
 
-/// `kVector` neighbouring numbers of a row as they are stored: what one lane loads at once.
+/// `kVector` neighbouring numbers of a row as stored: one load of a lane.
 template <typename Row, int kVector>
 struct Packed;
 template <>
@@ -271,13 +277,13 @@ struct Packed<Row, 8> {
   __device__ static Type OfWords(const uint32_t* words) { return make_uint4(words[0], words[1], words[2], words[3]); }
 };
 
-/// Adds to a count that stops at its largest value. Whatever the order of the threads, the sum is the same: each
-/// addition that passes the end, as all do once it is reached, writes the end behind it.
+/// Adds to a saturating count. The order of the threads does not matter: every addition that overflows, and every later
+/// one, writes the largest value afterwards.
 __device__ __forceinline__ void CountAtomically(uint32_t* count, uint32_t value) {
   if (atomicAdd(count, value) > UINT32_MAX - value) atomicExch(count, UINT32_MAX);
 }
 
-/// Memory that no kernel writes meanwhile.
+/// Loads memory that no kernel writes meanwhile.
 template <typename T>
 __device__ __forceinline__ T LoadReadOnly(const T* at) {
   return __ldg(at);
@@ -306,7 +312,7 @@ struct Columns {
   __device__ static Columns LoadPlain(const Row* at) {
     return Widened<Row>(*reinterpret_cast<const typename Packed<Row, kVector>::Type*>(at));
   }
-  /// Rounded to nearest.
+  /// Returns the numbers rounded to nearest.
   template <typename Row>
   __device__ typename Packed<Row, kVector>::Type Nearest() const {
     Row numbers[kVector];
@@ -322,7 +328,7 @@ struct Columns {
   __device__ void StoreStreaming(Row* at) const {
     __stcs(reinterpret_cast<typename Packed<Row, kVector>::Type*>(at), Nearest<Row>());
   }
-  /// Rounded by the row's random bits; `column`: of the first number.
+  /// Returns the numbers rounded by the row's random bits; `column`: that of the first number.
   template <typename Row>
   __device__ void StoreStochastic(Row* at, const RowRounding& rounding, uint32_t column) const {
     using Type = typename Packed<Row, kVector>::Type;
@@ -330,7 +336,7 @@ struct Columns {
       float size = 0.0f;
 #pragma unroll
       for (int i = 0; i < kVector; ++i) size = size + fabsf(v[i]);
-      // None of them, or of their sum, is near infinity or NaN: what they become is a sum cut off.
+      // Neither the numbers nor their sum are near infinity or NaN: rounding is a truncated sum.
       if (size < 1e38f) {
         uint32_t words[kVector / 2];
 #pragma unroll
@@ -356,27 +362,27 @@ struct Columns {
   }
 };
 
-/// Blocks of kBlock threads that should fit a multiprocessor where lanes hold `kFloats` numbers of a row: narrow rows
-/// need many warps in flight to cover the memory's latency, wide ones carry enough bytes per lane.
+/// Returns the number of blocks of kBlock threads that should fit a multiprocessor if lanes hold `kFloats` numbers of a
+/// row: narrow rows need many warps in flight to hide the memory's latency, wide ones have enough bytes per lane.
 template <int kFloats>
 constexpr int BlocksPerMultiprocessor() {
   return kFloats <= 8 ? 4 : kFloats <= 32 ? 2 : 1;
 }
 
-/// As many rows in flight as make `kWanted` numbers a lane.
+/// Returns the number of rows in flight that make `kWanted` numbers a lane.
 template <int kWanted, int kFloats>
 constexpr int RowsInFlight() {
   return kFloats >= kWanted ? 1 : kWanted / kFloats;
 }
 
-/// Vectors of a row that a lane holds, as kernels are compiled for them: a power of two, at least as many as there are.
+/// Returns the compile-time vectors per lane: a power of two, at least the number that a lane holds.
 inline int ShapePerLane(int dim, LaneShape shape) {
   int per_lane = 1;
   while (per_lane * shape.lanes * shape.vector < dim) per_lane *= 2;
   return per_lane;
 }
 
-/// How a kernel is compiled for rows: `lanes` lanes share one, each with kPerLane vectors of kVector columns.
+/// A compile-time shape of rows: `lanes` lanes share a row, each with kPerLane vectors of kVector columns.
 template <int kVectorColumns, int kVectorsPerLane>
 struct CompiledShape {
   static constexpr int kVector = kVectorColumns;
@@ -384,7 +390,7 @@ struct CompiledShape {
   int lanes;
 };
 
-/// Calls body(CompiledShape) with the least of the powers of two that is not below `per_lane`.
+/// Calls body(CompiledShape) with the smallest power of two that is at least `per_lane`.
 template <int kVector, int kPerLane = 1, typename Body>
 inline LaunchError DispatchPerLane(int per_lane, int lanes, const Body& body) {
   if constexpr (kPerLane > kMaxDim / (kWarp * kVector)) {
@@ -403,7 +409,7 @@ inline LaunchError DispatchShape(int dim, LaneShape shape, const Body& body) {
                            : DispatchPerLane<1>(per_lane, shape.lanes, body);
 }
 
-/// The same where vectors have 8 columns (LaneShape::OfRows16).
+/// Calls body as above, with vectors of 8 columns (LaneShape::OfRows16).
 template <typename Body>
 inline LaunchError DispatchVectorsOf8(int dim, LaneShape shape, const Body& body) {
   return DispatchPerLane<8>(ShapePerLane(dim, shape), shape.lanes, body);

@@ -1,4 +1,4 @@
-// The way down on the CPU: row ids first, for tiles or for the whole batch, then the rows of each bag.
+// The lookup on the CPU: row ids first, for tiles or for the whole batch, then the rows of each bag.
 #include "index_cpu.h"
 #include "lookup.h"
 #include "tickets.h"
@@ -7,13 +7,14 @@
 namespace jaxsok {
 namespace {
 
-/// The rows of positions whose row ids are known; CombineTile asks it. `R`: a number of them.
+/// The rows of positions whose row ids are known, for CombineTile. `R`: the type of their numbers.
 template <typename R>
 class StoreRows {
  public:
-  using Number = std::conditional_t<kIsQuantized<R>, float, R>;  // of the rows that it gives
+  using Number = std::conditional_t<kIsQuantized<R>, float, R>;  // the type of the numbers that it returns
 
-  /// `row_ids[i - first]` is the row id of position i; `unknown`: what a key without a row gives (kFeatureUnknown).
+  /// Makes the rows. `row_ids[i - first]` is the row id of position i; `unknown`: the row of an absent key
+  /// (kFeatureUnknown).
   StoreRows(const StoreView& store, const FeatureView& feature, const BatchView& batch, const uint32_t* row_ids,
             int64_t first, int32_t unknown)
       : store_(store),
@@ -66,7 +67,7 @@ class StoreRows {
 
   const StoreView& store_;
   const uint64_t* keys_;
-  const uint32_t* tables_;  // by position; nullptr: all are of the feature's table
+  const uint32_t* tables_;  // by position; nullptr: the feature's table
   const uint32_t* row_ids_;
   int64_t first_;
   int32_t unknown_;
@@ -74,7 +75,7 @@ class StoreRows {
   int32_t num_found_ = 0;
   int32_t num_unknown_ = 0;
   int32_t num_padding_ = 0;
-  alignas(64) Number row_at_hand_[kMaxDim];  // of a key without a row, or of a quantized one
+  alignas(64) Number row_at_hand_[kMaxDim];  // the row of an absent key, or a widened quantized row
 };
 
 LaunchError CheckBatch(const BagFeatures& bags, const StoreView& store, const EmbeddingsView& embeddings,
@@ -85,7 +86,7 @@ LaunchError CheckBatch(const BagFeatures& bags, const StoreView& store, const Em
   return is_narrow || HasRowDtypes(store.row_dtype, embeddings.dtype) ? nullptr : kWrongEmbeddings;
 }
 
-/// Counts what CombineTile saw, and as padding the positions that no bag of the feature holds.
+/// Counts the keys that CombineTile read, and as padding the positions that no bag of the feature holds.
 template <typename R>
 void CountTile(const FeatureView& feature, const Tile& tile, const StoreRows<R>& rows, Count unknown, int32_t* counts) {
   int64_t num_outside = 0;
@@ -98,7 +99,7 @@ void CountTile(const FeatureView& feature, const Tile& tile, const StoreRows<R>&
   AddAtomically(&table_counts[kCountPadding], rows.num_padding() + static_cast<int32_t>(num_outside));
 }
 
-/// The embeddings of one tile; `saw(rows)` is called when they are made. Parameters as those of StoreRows.
+/// Combines the embeddings of one tile; calls `saw(rows)` afterwards. The parameters are those of StoreRows.
 template <typename Saw>
 void CombineRows(const StoreView& store, const FeatureView& feature, const Tile& tile, const BatchView& batch,
                  const uint32_t* row_ids, int64_t first, int32_t unknown, const EmbeddingsView& embeddings,
@@ -115,7 +116,7 @@ void CombineRows(const StoreView& store, const FeatureView& feature, const Tile&
   }
 }
 
-/// Features without bags have no tile to count their positions.
+/// Counts the positions of features without bags, which have no tile.
 void CountBaglessFeatures(const BagFeatures& bags, int32_t* counts) {
   for (const FeatureView& feature : bags.features()) {
     if (feature.num_bags != 0) continue;
@@ -141,7 +142,7 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
   if (admission != nullptr) read.tables = admission->refused;
   bags.ForEachTile(stream, [&](const Tile& tile, const FeatureView& feature) {
     constexpr int32_t kInitialRow = 0;
-    if (statistics != nullptr) {  // positions of no tile have no row
+    if (statistics != nullptr) {  // positions outside all tiles have no row
       TouchRange(*statistics, row_ids, nullptr, feature.BagBegin(tile.bag_begin), feature.BagBegin(tile.bag_end),
                  *clock);
     }
@@ -207,7 +208,7 @@ LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const Bat
   ClearCounts(counts, store.num_tables);
   CountBaglessFeatures(bags, counts);
   bags.ForEachTile(stream, [&](const Tile& tile, const FeatureView& feature) {
-    constexpr int32_t kInitialRow = 0;  // a key without a row was refused: it trains on as if new
+    constexpr int32_t kInitialRow = 0;  // a key without a row was refused: it trains on its initial row
     CombineRows(store, feature, tile, batch, row_ids, 0, kInitialRow, embeddings,
                 [&](const auto& rows) { CountTile(feature, tile, rows, kCountRefused, counts); });
   });

@@ -1,4 +1,4 @@
-// The way down on a GPU: the passes in their order. The kernels by dtype are in lookup_cuda.cuh.
+// The lookup on a GPU: the passes in their order. The kernels by dtype are in lookup_cuda.cuh.
 #include <algorithm>
 
 #include "admission_cuda.cuh"
@@ -8,7 +8,7 @@ namespace jaxsok {
 
 namespace {
 
-// Zeroes what the passes add to: one launch in place of several memsets.
+// Zeroes the counters of the passes: one launch in place of several memsets.
 __global__ void PrepareKernel(int32_t* counts, int num_counts, uint64_t* digest, InsertControl* control,
                               uint32_t* row_ids, int64_t num_row_ids) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -48,11 +48,11 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
   const auto main = [&] {
     return statistics != nullptr ? Main<kModeTrack>(stream, a, pointers) : Main<kModeInsert>(stream, a, pointers);
   };
-  // Only ragged features have positions that lie in no bag.
+  // Only ragged features have positions outside all bags.
   JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, digest, a.insert.control, row_ids,
                                   batch.num_offsets > 0 ? batch.num_keys : 0));
   if (batch.num_tiles == 0 || batch.num_keys == 0) {
-    // No keys: bags, if any, are empty.
+    // Without keys, bags are empty.
     return batch.num_tiles == 0 ? nullptr : main();
   }
   JAXSOK_RETURN_IF_LAUNCH(main());
@@ -61,7 +61,7 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
   if (admission != nullptr) {
     JAXSOK_RETURN_IF_LAUNCH(
         LaunchAdmission(stream, sink, *admission, a.insert, batch.keys, table_of, row_ids, batch.num_keys));
-    a.store.tables = admission->refused;  // from here on they only say what keys without a row read
+    a.store.tables = admission->refused;  // from here on used only for keys without a row
   }
   ClaimPendingKernel<<<InsertBlocks(batch.num_keys), kBlock, 0, stream>>>(sink, a.insert, batch.keys, table_of, row_ids,
                                                                           batch.num_keys);

@@ -1,6 +1,5 @@
-// The kernels of the way down on a GPU, for rows of one dtype. See bags_cuda.cuh for who does what, index_cuda.cuh for
-// how rows are made, lookup_cuda.cu for the order of the passes. What these templates are compiled for:
-// ../CMakeLists.txt.
+// The lookup kernels on a GPU, for rows of one dtype. bags_cuda.cuh describes the work of lanes, index_cuda.cuh how
+// rows are created, lookup_cuda.cu the order of the passes. ../CMakeLists.txt lists the instances of these templates.
 #ifndef JAXSOK_KERNELS_LOOKUP_CUDA_CUH_
 #define JAXSOK_KERNELS_LOOKUP_CUDA_CUH_
 
@@ -10,24 +9,24 @@
 
 namespace jaxsok {
 
-/// What a lane saw; added up before it leaves the block.
+/// The counts of a lane; summed before the block ends.
 struct LaneCounts {
   int found = 0;
   int absent = 0;
   int padding = 0;
   int longest_probe = 0;
-  uint64_t digest = 0;  // of the keys (DigestOf), where the mode inserts
+  uint64_t digest = 0;  // of the keys (DigestOf), if the mode inserts
 };
 
-/// What the positions of one feature contribute (SumBags), and what became of them.
+/// The contribution of the positions of one feature (SumBags), and their counts.
 ///
-/// Keys that are not there stay absent in this pass. Where the mode inserts they are pending: claimed and numbered by
-/// the passes of index_cuda.cuh, their bags left to the finishing one.
+/// Absent keys stay absent in this pass. If the mode inserts they are pending: the passes of index_cuda.cuh claim and
+/// number them, and the finishing pass computes their bags.
 template <int kLookupMode, typename RowType>
 struct LookupSource {
   static constexpr int kMode = kLookupMode;
   using Row = RowType;
-  // What sums of rows are written as, where that is not float32.
+  // The dtype of sums of rows, if it is not float32.
   using Sum = std::conditional_t<kMode == kModePlanned && std::is_same_v<Row, float>, BFloat16, Row>;
 
   const LookupArguments& a;
@@ -36,7 +35,7 @@ struct LookupSource {
   LaneCounts counts;
   UseCache* uses;  // of the block; kModeTrack
 
-  /// A key; with kModePlanned beside it the row id.
+  /// A key, and with kModePlanned its row id.
   struct Token {
     uint64_t key;
     uint32_t row_id;
@@ -46,7 +45,7 @@ struct LookupSource {
     const int64_t position = int64_t{f.key_start} + at;
     return {__ldg(a.batch.keys + position), kMode == kModePlanned ? __ldg(a.given_row_ids + position) : kNoRow};
   }
-  /// Where a token's walk ends.
+  /// Returns the end of a token's walk.
   __device__ ProbeResult Walk(const Token& token) const {
     if (kMode == kModePlanned || token.key == kPaddingKey) return {token.row_id, kNoEntry, 1};
     return ProbeBuckets<false>(a.store.index, token.key, f.table, salt, kMaxProbes);
@@ -58,14 +57,14 @@ struct LookupSource {
     Note(p, found, now);
     return p;
   }
-  /// Copies the rows of 32 positions, lane i holding position i, to lines `first_line` and following of the output.
+  /// Copies the rows of 32 positions, lane i holding position i, to rows `first_line` and following of the output.
   template <int kVector, int kPerLane>
   __device__ void Copy(const Position& mine, int num_valid, int lanes, void* out, bool is_float32,
                        int64_t first_line) const {
     CopyRows<Row, kVector, kPerLane>(mine, num_valid, a.store, OneTable{static_cast<uint32_t>(f.table)}, lanes, out,
                                      is_float32, first_line);
   }
-  /// The table of a position of the feature.
+  /// Returns the table of a position of the feature.
   __device__ uint32_t TableAt(int32_t at) const {
     const bool is_given = kMode == kModePlanned && a.batch.tables != nullptr;
     return is_given ? __ldg(a.batch.tables + f.key_start + at) : static_cast<uint32_t>(f.table);
@@ -76,12 +75,12 @@ struct LookupSource {
     return __ldg(a.store.tables + TableAt(at) * kNumTableWords + kTableUnknown) != 0;
   }
   __device__ uint32_t Now() const { return kMode == kModeTrack ? a.notes.Now() : 0; }
-  /// Notes the use of a row that was found; those of new rows are noted when they are made, or by the finishing pass.
+  /// Records the use of a found row. Uses of new rows are recorded when they are created, or by the finishing pass.
   __device__ void Note(const Position& p, const ProbeResult& found, uint32_t now) const {
     if (kMode != kModeTrack || p.kind != kPositionRow) return;
     if (!uses->Put(found.row_id)) a.notes.Add(a.store.starts, found.row_id, 1, now);
   }
-  /// A position whose walk has ended at a row, or nowhere.
+  /// Counts and returns a position whose walk has ended, at a row or not.
   __device__ Position Take(int32_t at, uint64_t key, const ProbeResult& found) {
     const int64_t position = int64_t{f.key_start} + at;
     Position p{nullptr, key, kPositionPadding, 1.0f};
@@ -113,7 +112,7 @@ struct LookupSource {
 
 /// Leaves bags to the finishing pass; lanes with `unfinished` each add one bag.
 ///
-/// A bag that is left holds a position of its own, so the list has room for all of them.
+/// Such a bag holds at least one position, so the list has room for all of them.
 __device__ __forceinline__ void LeaveBag(const InsertWorkspace& w, bool unfinished, uint32_t bag, int64_t room) {
   const unsigned lanes = __ballot_sync(~0u, unfinished);
   if (lanes == 0) return;
@@ -125,8 +124,9 @@ __device__ __forceinline__ void LeaveBag(const InsertWorkspace& w, bool unfinish
   if (unfinished && at < room) w.unfinished[at] = bag;
 }
 
-/// What lies in no bag is padding: before the first bag of a feature, and after the last one. Blocks share it as they
-/// share the feature's bags; all threads of `block` of `blocks`. Blocks beyond them (LaunchLookupFrozen) have no share.
+/// Counts the positions outside all bags as padding: before the first bag of a feature, and after its last one. Blocks
+/// share them as they share the feature's bags; all threads of `block` of `blocks` call it. Blocks beyond them
+/// (LaunchLookupFrozen) have no share.
 template <int kMode>
 __device__ __forceinline__ void CountLoosePositions(const LookupArguments& a, const Feature& f, int block, int blocks,
                                                     LaneCounts& counts) {
@@ -143,10 +143,11 @@ __device__ __forceinline__ void CountLoosePositions(const LookupArguments& a, co
   }
 }
 
-/// Adds the lanes' counts to the feature's table. All threads of the block, which waits for all where it inserts.
+/// Adds the lanes' counts to the feature's table. All threads of the block call it; the block waits for all of them if
+/// it inserts.
 template <int kMode>
 __device__ __forceinline__ void FlushCounts(const LookupArguments& a, const Feature& f, const LaneCounts& lane) {
-  if (a.counts == nullptr) return;  // nobody asks; only of frozen stores
+  if (a.counts == nullptr) return;  // counts are not requested; only for frozen stores
   __shared__ int32_t sums[4];
   if (threadIdx.x < 4) sums[threadIdx.x] = 0;
   __syncthreads();
@@ -164,7 +165,7 @@ __device__ __forceinline__ void FlushCounts(const LookupArguments& a, const Feat
   if (sums[0] != 0) atomicAdd(counts + kCountFound, sums[0]);
   if (sums[2] != 0) atomicAdd(counts + kCountPadding, sums[2]);
   if (Inserts(kMode)) {
-    // Absent keys are counted when it is known what became of them.
+    // The finishing passes count absent keys.
     if (sums[1] != 0) atomicAdd(&a.insert.control->num_pending, static_cast<uint32_t>(sums[1]));
     NoteProbes(a.store.counters, sums[3]);
   } else if (sums[1] != 0) {
@@ -172,7 +173,7 @@ __device__ __forceinline__ void FlushCounts(const LookupArguments& a, const Feat
   }
 }
 
-/// The digest of a block's keys; nothing where the mode does not insert. In shared memory.
+/// The digest of a block's keys, in shared memory; empty if the mode does not insert.
 template <int kMode, bool kIsKept = Inserts(kMode)>
 struct BlockDigest {
   __device__ void Put(uint64_t) {}
@@ -182,12 +183,12 @@ template <int kMode>
 struct BlockDigest<kMode, true> {
   uint64_t of_warp[kBlock / kWarp];
 
-  /// What each lane saw. All lanes of every warp, once.
+  /// Puts the digest of each lane. All lanes of every warp call it once.
   __device__ void Put(uint64_t of_lane) {
     const uint64_t sum = SumOfWarp(of_lane);
     if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = sum;
   }
-  /// After a barrier.
+  /// Adds the digest to the total, after a barrier.
   __device__ void AddTo(uint64_t* digest) const {
     if (threadIdx.x != 0) return;
     uint64_t sum = 0;
@@ -197,7 +198,7 @@ struct BlockDigest<kMode, true> {
   }
 };
 
-/// The uses that a block notes with kModeTrack; nothing in the others. In shared memory.
+/// The uses that a block records with kModeTrack, in shared memory; empty in the other modes.
 template <int kMode>
 struct UseCacheOf {
   __device__ UseCache* Begin() { return nullptr; }
@@ -216,10 +217,10 @@ struct UseCacheOf<kModeTrack> {
 /// The bags of a block, all of one feature, and those of a warp in it.
 struct BlockBags {
   Feature f;
-  int block, blocks;  // of those that share the feature
+  int block, blocks;  // the blocks that share the feature
   int32_t first_bag, last_bag;
 
-  /// `at`: the block's number.
+  /// Returns the bags of block number `at`.
   __device__ static BlockBags Of(const BatchView& batch, TileShare share, int at) {
     const int of_tile = share.BlocksPerTile();
     const int tile = at / of_tile;
@@ -235,9 +236,8 @@ struct BlockBags {
   }
 };
 
-// Single keys: lane i of a warp finds the row of bag i, then groups of lanes copy 32 / lanes rows at a time.
-// A thread writes the row id of its key and its columns of its group's embeddings; nothing is shared but counters,
-// which are added to.
+// Single keys: lane i of a warp finds the row of bag i, then groups of lanes copy 32 / lanes rows at a time. A thread
+// writes the row id of its key and its columns of its group's embeddings; only counters are shared, and are added to.
 template <typename Source, int kVector, int kPerLane>
 __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPerLane>())
     LookupRowsKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ EmbeddingPointers embeddings,
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
       }
       mine = source.Take(bag, token.key, found);
     }
-    // All positions are bags. Here, so that no register holds it while rows are copied.
+    // All positions are bags. Computed here, so that no register holds it while rows are copied.
     digest.Put(source.counts.digest);
     source.Note(mine, found, now);
     source.template Copy<kVector, kPerLane>(mine, b.last_bag - b.first_bag, lanes, embeddings.pointers.data[f.number],
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
   digest.AddTo(a.digest);
 }
 
-// Other bags: each group of lanes sums one after the other. Who writes what is as for single keys.
+// Other bags: each group of lanes sums one after the other. The writes are those of single keys.
 template <typename Source, int kVector, int kPerLane>
 __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * kPerLane>())
     LookupBagsKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ EmbeddingPointers embeddings,
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
   digest.AddTo(a.digest);
 }
 
-/// What positions contribute once it is known what became of their keys (SumBags).
+/// The contribution of positions after the insertion of their keys (SumBags).
 template <typename Row>
 struct FinishSource {
   const LookupArguments& a;
@@ -340,7 +340,7 @@ struct FinishSource {
     if (a.notes.AreKept()) a.notes.AddOfWarp(a.store, unnoted, a.notes.Now());
     return p;
   }
-  /// `unnoted`: the row of a key that is known only now.
+  /// Returns a position. `unnoted`: gets the row of a key that was pending.
   __device__ Position Take(int32_t at, Token key, uint32_t* unnoted) {
     const int64_t position = int64_t{f.key_start} + at;
     Position p{nullptr, key, kPositionPadding, 1.0f};
@@ -362,8 +362,8 @@ struct FinishSource {
   }
 };
 
-// A group of lanes takes one bag of the list after the other: its pending keys are known now.
-// A position lies in one bag, a bag is in the list once: no two groups write the same row id or embedding.
+// A group of lanes takes one bag of the list after the other: its pending keys are decided now. A position is in one
+// bag, and a bag is in the list once: no two groups write the same row id or embedding.
 template <typename Row, int kVector, int kPerLane>
 __global__ void __launch_bounds__(kBlock)
     FinishKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ EmbeddingPointers embeddings,
@@ -398,7 +398,7 @@ __global__ void __launch_bounds__(kBlock)
   counts.Flush();
 }
 
-/// Launches the kernels of the features that the batch has, for rows of a source.
+/// Launches the kernels of the features in the batch, for rows of a source.
 template <typename Source>
 LaunchError LaunchSource(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings) {
   const int num_tiles = a.batch.num_tiles;

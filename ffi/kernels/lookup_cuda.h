@@ -1,4 +1,4 @@
-// What the passes of a lookup call: kernels by the dtype of rows and by mode, each compiled in a file of its own.
+// The passes of a lookup: kernels by the dtype of rows and by mode, each compiled in a separate file.
 #ifndef JAXSOK_KERNELS_LOOKUP_CUDA_H_
 #define JAXSOK_KERNELS_LOOKUP_CUDA_H_
 
@@ -9,13 +9,13 @@
 namespace jaxsok {
 
 enum Mode : int {
-  kModeFind = 0,     // probe; absent keys stay absent
-  kModeInsert = 1,   // probe; absent keys are left pending, and their bags to the finishing pass
+  kModeFind = 0,     // probes; absent keys stay absent
+  kModeInsert = 1,   // probes; absent keys are left pending, and their bags to the finishing pass
   kModePlanned = 2,  // row ids are given
-  kModeTrack = 3,    // kModeInsert in a store that keeps statistics: the uses of rows are noted
+  kModeTrack = 3,    // kModeInsert in a store with statistics: the uses of rows are recorded
 };
 
-/// Whether keys that are absent are left pending.
+/// Returns whether absent keys are left pending.
 constexpr bool Inserts(int mode) { return mode == kModeInsert || mode == kModeTrack; }
 
 struct LookupArguments {
@@ -29,13 +29,13 @@ struct LookupArguments {
   uint64_t* digest = nullptr;  // of the keys; Inserts
 };
 
-/// The kernels that find keys, or take row ids that are given, and write every embedding that is known then.
+/// The kernels that find keys, or take given row ids, and write every embedding that does not depend on new rows.
 template <typename Row, int kMode>
 struct LookupOf {
   static LaunchError Main(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings);
 };
 
-/// The kernel that writes the embeddings that waited for new rows.
+/// The kernel that writes the embeddings that depend on new rows.
 template <typename Row>
 struct FinishOf {
   static LaunchError Finish(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings);

@@ -1,18 +1,18 @@
 // Lookups in frozen stores on a GPU: one launch for the counts of all stores, then one or two for each store.
 //
-// Rows of 32 and 16 bits take the kernels of training (lookup_cuda.cuh), to the bit. Those of 8 bits have kernels of
-// their own here, in find mode alone. Their lanes load four numbers at once; what is written is four times as much, so
-// it is the width of the stores that counts.
+// Rows of 32 and 16 bits use the kernels of training (lookup_cuda.cuh), with the same bits. Rows of 8 bits have
+// separate kernels here, in find mode only. Their lanes load four numbers at once; the output is four times as large,
+// so the width of the stores matters.
 #include "lookup_cuda.cuh"
 
 namespace jaxsok {
 
-// Compiled in files of their own (JAXSOK_CUDA_INSTANCES).
+// Compiled in separate files (JAXSOK_CUDA_INSTANCES).
 extern template struct LookupOf<float, kModeFind>;
 extern template struct LookupOf<BFloat16, kModeFind>;
 extern template struct LookupOf<Float16, kModeFind>;
 
-// How a lane holds numbers of 8 bits: they become floats as soon as they are picked out of the word.
+// Lanes hold 8-bit numbers packed: they become floats when they are extracted from the word.
 
 template <>
 struct Packed<Int8, 1> {
@@ -22,14 +22,14 @@ struct Packed<Int8, 1> {
 template <>
 struct Packed<Int8, 4> {
   using Type = uint32_t;
-  /// In two instructions at full rate, where a conversion runs at a quarter of it: beside an exponent of 2^23 the byte
-  /// counts whole numbers, and the sum is exact. `i` is known at compile time.
+  /// Widens a number in two instructions at full rate, while a conversion runs at a quarter of it: with an exponent of
+  /// 2^23 the byte counts integers, and the sum is exact. `i` is a compile-time constant.
   __device__ static float Bits(Type packed, int i) {
     return FloatOfBits(__byte_perm(packed ^ 0x80808080u, 0x4b000000u, 0x7540u + i)) - 8388736.0f;
   }
 };
 
-/// Two neighbouring numbers; the conversion is exact.
+/// Widens one of two neighbouring numbers; the conversion is exact.
 __device__ __forceinline__ float WidenedHalf(uint32_t pair, int i) {
 #if __CUDA_ARCH__ >= 890
   uint32_t halves;
@@ -54,7 +54,7 @@ struct Packed<Float8E4m3, 4> {
 
 namespace {
 
-/// As CopyRows, for rows with scales; lane i holds that of position i.
+/// Copies as CopyRows, for rows with scales; lane i holds the scale of position i.
 template <typename Row, int kVector, int kPerLane>
 __device__ __forceinline__ void CopyQuantizedRows(const Position& mine, float my_scale, int num_valid,
                                                   const StoreView& store, uint32_t table, int lanes, float* lines,
@@ -63,7 +63,7 @@ __device__ __forceinline__ void CopyQuantizedRows(const Position& mine, float my
   const int lane = warp_lane % lanes, group = warp_lane / lanes, groups = kWarp / lanes;
   float* out = lines + first_line * store.dim;
   if (__all_sync(~0u, mine.kind == kPositionRow || warp_lane >= num_valid)) {
-    // Vectors are held packed until they are used; single numbers take a register each.
+    // Vectors stay packed until they are used; single numbers take a register each.
     constexpr int kFlight = RowsInFlight<kVector == 1 ? 8 : 32, kVector * kPerLane>();
     for (int first = 0; first < num_valid; first += groups * kFlight) {
       PackedPart<Row, kVector, kPerLane> rows[kFlight];
@@ -98,13 +98,13 @@ __device__ __forceinline__ void CopyQuantizedRows(const Position& mine, float my
   }
 }
 
-/// What positions contribute where rows have scales: a scale is asked for as soon as its row is known.
+/// The contribution of positions whose rows have scales: a scale is requested as soon as its row is known.
 template <typename RowType>
 struct QuantizedSource : LookupSource<kModeFind, RowType> {
   using Base = LookupSource<kModeFind, RowType>;
   using typename Base::Token;
   using Sum = float;
-  float scale = 0.0f;  // of the last position; without meaning where that has no row
+  float scale = 0.0f;  // of the last position; meaningless if it has no row
 
   __device__ Position Take(int32_t at, uint64_t key, const ProbeResult& found) {
     if (key != kPaddingKey && found.row_id < this->a.store.capacity) {
@@ -124,13 +124,13 @@ struct QuantizedSource : LookupSource<kModeFind, RowType> {
   }
 };
 
-// One block zeroes what all stores add to: there are tens or hundreds of tables.
+// One block zeroes the counts of all stores: there are tens or hundreds of tables.
 __global__ void __launch_bounds__(kBlock) ClearCountsKernel(int32_t* counts, int num_counts) {
   for (int i = threadIdx.x; i < num_counts; i += kBlock) counts[i] = 0;
 }
 
-/// Tiles of a batch. Every feature has one at least, whether it has keys or not: how many it has is not known here.
-/// Blocks beyond the last tile that the features tell find no bag and count nothing.
+/// Returns the tiles of a batch. Every feature has at least one, with or without keys: this function does not know the
+/// number of its keys. Blocks beyond the last tile in the feature words find no bag and count nothing.
 int32_t NumTilesOf(const FrozenLookup& lookup) {
   int64_t num_tiles = 0;
   for (int32_t f = 0; f < lookup.batch.num_features; ++f) {

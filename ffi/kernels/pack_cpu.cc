@@ -1,4 +1,4 @@
-// Packing of a batch on the host. See pack.h.
+// Packs a batch on the host (pack.h has the contract).
 #include <unistd.h>
 
 #include <algorithm>
@@ -28,15 +28,15 @@ namespace {
 constexpr uint64_t kPadding = ~uint64_t{0};
 constexpr int64_t kKeysOfTask =
     32 << 10;  // 256 KiB of keys: long compared with the start of a task, short with a batch
-constexpr int64_t kWorkOfThread = 64 << 10;  // numbers that are worth waking a thread for: some 20 us
+constexpr int64_t kWorkOfThread = 64 << 10;  // numbers that are worth waking a thread: some 20 us
 
 // Threads -----------------------------------------------------------------------------------------------------
 
 /// Threads that wait for work, shared by all calls of the process.
 ///
-/// The caller of ParallelFor works too and never waits for a task that no thread has begun, so a call ends even where
-/// no thread could be started. Threads are never joined: they end with the process. A forked process has none of its
-/// parent's threads, so it gets a pool of its own.
+/// The caller of ParallelFor works too and waits only for tasks that have begun, so a call ends even if no thread could
+/// be started. Threads are never joined: they end with the process. A forked process has none of its parent's threads,
+/// so it gets its own pool.
 class Threads {
  public:
   static Threads& Get() {
@@ -89,8 +89,9 @@ class Threads {
     std::condition_variable ended;
   };
 
-  /// Wakes two threads, each of which wakes two: a caller that woke all of them would begin its own share late (7 us
-  /// for each). None is forgotten: a thread looks for a job before it waits, and whoever takes one wakes others.
+  /// Wakes two threads, each of which wakes two: a caller that woke all of them would start its own share late (7 us
+  /// for each). No job is forgotten: a thread looks for a job before it waits, and a thread that takes one wakes
+  /// others.
   void Wake(int64_t num_waiting) {
     for (int64_t i = 0; i < std::min<int64_t>(num_waiting, 2); ++i) came_.notify_one();
   }
@@ -99,7 +100,7 @@ class Threads {
     try {
       std::thread([this] { Serve(); }).detach();
     } catch (const std::system_error&) {
-      return false;  // no more threads: the caller does their share
+      return false;  // no more threads: the caller does their work
     }
     ++num_threads_;
     return true;
@@ -204,7 +205,7 @@ bool WriteOffsets(const PackBags& bags) {
     rest -= num_bags;
     offsets[0] = 0;
     for (int64_t i = 0; i < num_bags; ++i, given += bags.stride) {
-      // Negative numbers become huge ones, which no feature has keys for.
+      // Negative numbers become huge ones, which exceed the feature's keys.
       const auto value = static_cast<uint64_t>(Load<T>(given));
       if (bags.is_offsets) {
         if (value < end || value > num_keys) return false;
@@ -223,7 +224,7 @@ bool WriteOffsets(const PackBags& bags) {
 
 // Keys and weights --------------------------------------------------------------------------------------------
 
-/// Where the numbers of a feature lie: `width` in a line, lines and the numbers of a line each at a stride.
+/// The layout of a feature's numbers: `width` in an input row; rows and the numbers of a row each have a stride.
 struct Lines {
   const char* data;
   int64_t line_stride;
@@ -231,17 +232,17 @@ struct Lines {
   int64_t width;
 };
 
-/// Writes write(number) of the numbers from `begin` to `end`.
+/// Writes write(number) for the numbers from `begin` to `end`.
 template <typename From, typename To, typename Write>
 void CopyNumbers(Lines from, int64_t begin, int64_t end, To* to, const Write& write) {
   constexpr int64_t kSize = sizeof(From);
   if (from.width == 1) from.stride = from.line_stride;
-  if (from.width == 1 || from.line_stride == from.width * from.stride) from.width = INT64_MAX;  // all are one line
+  if (from.width == 1 || from.line_stride == from.width * from.stride) from.width = INT64_MAX;  // one contiguous row
   while (begin < end) {
     const int64_t line = begin / from.width, column = begin % from.width;
     const int64_t num = std::min(end - begin, from.width - column);
     const char* place = from.data + line * from.line_stride + column * from.stride;
-    if (from.stride == kSize) {  // the compiler makes vectors of this loop
+    if (from.stride == kSize) {  // the compiler vectorises this loop
       for (int64_t i = 0; i < num; ++i) to[i] = write(Load<From>(place + i * kSize));
     } else {
       for (int64_t i = 0; i < num; ++i) to[i] = write(Load<From>(place + i * from.stride));
@@ -251,13 +252,13 @@ void CopyNumbers(Lines from, int64_t begin, int64_t end, To* to, const Write& wr
   }
 }
 
-/// What one part gets of a feature.
+/// The part of a feature that one shard gets.
 struct Part {
   const PackKeys* item;
   int64_t number;  // of the item
   int64_t begin;   // among the keys of the feature
   int64_t end;
-  int64_t num_checked;  // keys behind `end` that must be padding
+  int64_t num_checked;  // keys after `end` that must be padding
   char* packed;
   float* weights;
   const int32_t* offsets;
@@ -281,7 +282,7 @@ Part PartOf(const PackKeys& item, int64_t number, int64_t part) {
 template <typename From, typename To>
 void CopyKeys(const PackKeys& item, int64_t begin, int64_t end, To* to) {
   CopyNumbers<From>({item.keys, item.line_stride, item.key_stride, item.width}, begin, end, to, [](From key) {
-    // Widened by sign, if it has one.
+    // Sign-extends signed types.
     return static_cast<To>(static_cast<std::conditional_t<std::is_signed_v<From>, int64_t, uint64_t>>(key));
   });
 }
@@ -291,7 +292,7 @@ bool CopyWeights(const PackKeys& item, int64_t begin, int64_t end, float* to) {
   bool is_finite = true;
   CopyNumbers<From>({item.weights, item.weight_line_stride, item.weight_stride, item.width}, begin, end, to,
                     [&is_finite](From weight) {
-                      const auto rounded = static_cast<float>(weight);  // infinite where it is too large for a float
+                      const auto rounded = static_cast<float>(weight);  // infinite if it is too large for a float
                       is_finite &= std::abs(rounded) <= std::numeric_limits<float>::max();
                       return rounded;
                     });
@@ -303,8 +304,8 @@ bool CopyWeightsOf(const PackKeys& item, int64_t begin, int64_t end, float* to) 
                                             : CopyWeights<float>(item, begin, end, to);
 }
 
-/// Copies numbers past the caches: the host does not read them again, and what it does next, mostly in Python, is slow
-/// when they have taken the place of its own data.
+/// Copies numbers with non-temporal stores: the host does not read them again, and its next work, mostly in Python, is
+/// slow if they have evicted its own data from the caches.
 template <typename To>
 void Stream(const To* from, int64_t num, To* to) {
 #if defined(__x86_64__)
@@ -316,7 +317,7 @@ void Stream(const To* from, int64_t num, To* to) {
   std::copy_n(from, num, to);
 }
 
-/// CopyKeys past the caches.
+/// Copies keys as CopyKeys, with non-temporal stores.
 template <typename From, typename To>
 void StreamKeys(const PackKeys& item, int64_t begin, int64_t end, To* to) {
   constexpr int64_t kMost = 512;
@@ -358,7 +359,7 @@ bool WriteSquare(const Part& part, int64_t first, int64_t last) {
   return true;
 }
 
-/// Whether the keys behind the last bag are padding.
+/// Returns whether the keys after the last bag are padding.
 template <typename From>
 bool EndsWithPadding(const Part& part) {
   constexpr int64_t kMost = 256;
@@ -372,7 +373,7 @@ bool EndsWithPadding(const Part& part) {
   return all == kPadding;
 }
 
-/// A range of the places of a part, or of its bags where these become a rectangle.
+/// A range of the places of a part, or of its bags if they become a rectangle.
 struct Task {
   int64_t part;
   int64_t first;
@@ -393,8 +394,8 @@ bool DoTask(const Part& part, int64_t first, int64_t last) {
   });
 }
 
-/// Runs tasks over so many numbers in all; each returns 0, or the number of the item that it refuses. Returns the
-/// largest.
+/// Runs tasks over `num_numbers` numbers in total; each returns 0, or the number of the item that it refuses. Returns
+/// the largest.
 template <typename Run>
 int64_t RunAll(int32_t num_threads, int64_t num_numbers, int64_t num_tasks, const Run& run) {
   ThreadsOfCall threads(static_cast<int>(std::min<int64_t>(num_threads, 1 + num_numbers / kWorkOfThread)));

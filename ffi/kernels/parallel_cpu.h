@@ -1,4 +1,4 @@
-// How the CPU back end runs: tasks side by side, all with the same floating point.
+// Parallel tasks of the CPU back end, all with the same floating point.
 #ifndef JAXSOK_KERNELS_PARALLEL_CPU_H_
 #define JAXSOK_KERNELS_PARALLEL_CPU_H_
 
@@ -10,9 +10,9 @@
 #include <xmmintrin.h>
 #endif
 
-// Loops over the columns of a row are compiled for several instruction sets, and the loader takes the best: a wheel
-// serves old and new machines. The bits stay equal, since columns never meet and products are not fused into sums.
-// Sanitizers run before the loader is done, so they get one version.
+// Loops over the columns of a row are compiled for several instruction sets, and the loader chooses the best: a wheel
+// serves old and new machines. The bits are equal, since columns are independent and products are not fused into sums.
+// Sanitizers run before the loader has finished, so they get one version.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__SANITIZE_ADDRESS__) && \
     !defined(__SANITIZE_THREAD__)
 #define JAXSOK_CPU_CLONES __attribute__((target_clones("arch=skylake-avx512", "avx2", "default")))
@@ -22,7 +22,7 @@
 
 namespace jaxsok {
 
-/// While it lives, small numbers are not flushed to zero and sums round to nearest.
+/// Sets round-to-nearest without flushing of small numbers, during its lifetime.
 ///
 /// XLA's CPU client may flush denormals in the thread that calls a handler and not in the threads of its pool:
 /// results would then depend on which thread took which row, and differ from CUDA.
@@ -52,7 +52,7 @@ class ExactFloats {
   ExactFloats& operator=(const ExactFloats&) = delete;
 };
 
-/// Calls task(0) .. task(num_tasks - 1) side by side.
+/// Calls task(0) .. task(num_tasks - 1) in parallel.
 template <typename Task>
 void RunTasks(Stream stream, int64_t num_tasks, const Task& task) {
   stream->ParallelFor(num_tasks, [&task](int64_t i) {
@@ -61,7 +61,7 @@ void RunTasks(Stream stream, int64_t num_tasks, const Task& task) {
   });
 }
 
-/// Calls task(begin, end) for parts of [0, size), each `grain` long but the last.
+/// Calls task(begin, end) for parts of [0, size), each of size `grain` except the last.
 template <typename Task>
 void RunRanges(Stream stream, int64_t size, int64_t grain, const Task& task) {
   RunTasks(stream, (size + grain - 1) / grain, [&](int64_t i) {
@@ -75,8 +75,8 @@ void AddAtomically(T* sum, T value) {
   __atomic_fetch_add(sum, value, __ATOMIC_RELAXED);
 }
 
-/// Adds to a count that stops at its largest value. Whatever the order of the threads, the sum is the same: each
-/// addition that passes the end, as all do once it is reached, writes the end behind it.
+/// Adds to a saturating count. The order of the threads does not matter: every addition that overflows, and every later
+/// one, writes the largest value afterwards.
 inline void CountAtomically(uint32_t* count, uint32_t value) {
   if (__atomic_fetch_add(count, value, __ATOMIC_RELAXED) > UINT32_MAX - value) {
     __atomic_store_n(count, UINT32_MAX, __ATOMIC_RELAXED);

@@ -1,4 +1,4 @@
-// The distinct keys of a batch, and whom to ask for them; reads no table.
+// Plans: the distinct keys of a batch, and the owners to ask for them. They read no table.
 #ifndef JAXSOK_KERNELS_PLAN_H_
 #define JAXSOK_KERNELS_PLAN_H_
 
@@ -6,9 +6,9 @@
 
 namespace jaxsok {
 
-/// A scratch index at load 0.5 (32 bytes a key) beside what inserting takes.
+/// Returns the bytes of a scratch index at load 0.5 (32 bytes a key) and of inserting.
 constexpr int64_t PlanWorkspaceBytes(int64_t num_keys) {
-  constexpr int64_t kMostSpareBuckets = 64;  // so that an index of few keys is half empty too
+  constexpr int64_t kMostSpareBuckets = 64;  // an index of few keys is half empty too
   const int64_t num_buckets = CeilDiv<int64_t>(num_keys, 2) + kMostSpareBuckets;
   return InsertWorkspaceBytes(num_keys) + num_buckets * int64_t{sizeof(Bucket)} + 2 * kWorkspaceLine;
 }
@@ -23,24 +23,24 @@ struct PlanView {
 
 /// Makes the keys of a batch distinct.
 ///
-/// Pre    : salt is unknown to whoever chooses keys; no output depends on it.
+/// Pre    : callers who choose keys cannot know salt; no output depends on it.
 /// Order  : by first position: the same on every run and on both back ends.
 /// Cost   : 32 B of scratch index a key, written once and probed once.
 LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, const PlanView& plan, void* workspace);
 
-/// What the plan of a batch leaves behind, and the workspace of either making it or ordering it.
+/// Returns the bytes of a batch's plan, and of the larger workspace of making it and ordering it.
 constexpr int64_t PlanRequestsWorkspaceBytes(int64_t num_keys) {
-  constexpr int64_t kPlanBytes = 8 + 3 * 4;  // of a distinct key: the key, its table, uses and place
-  // Of a distinct key: hash (as it is and sorted), owner (also in the order of the hashes), number (twice); what CUB's
-  // sort of 64-bit keys holds of it, and counts.
+  constexpr int64_t kPlanBytes = 8 + 3 * 4;  // per distinct key: the key, its table, uses and place
+  // Per distinct key: hash (original and sorted), owner (also in the order of the hashes), number (twice); the storage
+  // of CUB's sort of 64-bit keys, and counts.
   constexpr int64_t kOrderBytes = 2 * 8 + 3 * 4 + 2 * 4 + (8 + 4) + 8;
-  constexpr int64_t kSortBytes = 1 << 20;  // of CUB's sort, whatever the keys: its histograms are far smaller
+  constexpr int64_t kSortBytes = 1 << 20;  // CUB's sort, independent of the keys: its histograms are far smaller
   const int64_t padded = PaddedToLine(num_keys);
   const int64_t making = PlanWorkspaceBytes(num_keys), ordering = kSortBytes + padded * kOrderBytes;
   return kControlBytes + padded * kPlanBytes + (making > ordering ? making : ordering);
 }
 
-/// Which shard has which keys.
+/// The assignment of keys to shards.
 struct OwnersView {
   const uint32_t* tables;  // [num_tables, kNumTableWords]
   int32_t num_tables;
@@ -51,13 +51,13 @@ struct OwnersView {
 struct RequestsView {
   Request* requests;  // [num_keys]: distinct (table, key) pairs; then {kPaddingKey, 0, 0}
   int32_t* inverse;   // [num_keys]: place among the requests; num_keys for padding
-  int32_t* starts;    // [num_shards + 1]: where the requests of each owner begin, and where the last ones end
-  uint64_t* hashes;   // [num_keys]: the RoundHash of each request; then all ones. nullptr: not asked for
+  int32_t* starts;    // [num_shards + 1]: where the requests of each owner begin, and the end of the last
+  uint64_t* hashes;   // [num_keys]: the RoundHash of each request; then all ones. nullptr: not requested
 };
 
-/// Makes the keys of a batch distinct and orders them by the shard that has them.
+/// Makes the keys of a batch distinct and orders them by the shard that owns them.
 ///
-/// Pre    : salt as for LaunchPlan; num_shards is 1 to kMaxShards. An owner that is not below it counts as the last
+/// Pre    : salt as for LaunchPlan; num_shards is 1 to kMaxShards. An owner of num_shards or more counts as the last
 ///          shard.
 /// Order  : by owner, then by RoundHash if `out.hashes` is given, then by first position: the same on every run and on
 ///          both back ends. (Keys of two tables may share a hash; those of one do not.)
@@ -65,10 +65,10 @@ struct RequestsView {
 LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
                                const RequestsView& out, void* workspace);
 
-/// A use of a row in a bag, as it goes to the owner of the key.
+/// A use of a row in a bag, as sent to the owner of the key.
 struct alignas(16) BagUse {
   uint64_t key;    // kPaddingKey: none
-  uint32_t table;  // with kLeftOut where the divisor of the bag is zero: the row is looked up, and not stepped
+  uint32_t table;  // with kLeftOut if the divisor of the bag is zero: the row is looked up, but not stepped
   float weight;    // 1 in features without weights
 };
 static_assert(sizeof(BagUse) == sizeof(Request), "uses travel as requests do");
@@ -76,8 +76,8 @@ constexpr uint32_t kLeftOut = uint32_t{1} << 31;
 
 struct UsesView {
   BagUse* uses;      // [num_keys]: owner by owner, then by position; then padding
-  int32_t* offsets;  // [num_shards, num_bags + 1]: where each bag begins among the uses of an owner, and their number
-  float* scales;     // [num_bags]: what the sum of a bag is multiplied by; -0 where its divisor is zero, and only there
+  int32_t* offsets;  // [num_shards, num_bags + 1]: the begin of each bag among the uses of an owner, and their number
+  float* scales;     // [num_bags]: the factor of a bag's sum; -0 if and only if its divisor is zero
   int64_t num_bags;  // of all features
 };
 
@@ -85,17 +85,17 @@ JAXSOK_HOST_DEVICE float ScaleOfBag(bool is_divided, bool is_left_out, float sca
   return !is_divided ? 1.0f : is_left_out ? -0.0f : scale == 0.0f ? 0.0f : scale;
 }
 
-/// What ordering the uses of a batch takes: owner, bag and position of each, as they are and sorted, and CUB's sort.
+/// Returns the bytes for ordering a batch's uses: owner, bag and position of each, original and sorted, and CUB's sort.
 constexpr int64_t PlanUsesWorkspaceBytes(int64_t num_keys) {
   constexpr int64_t kSortBytes = 1 << 20;
   return kSortBytes + kControlBytes + PaddedToLine(kMaxShards + 1) * 4 + PaddedToLine(num_keys) * (5 * 4 + 2 * 8);
 }
 
-/// Orders the uses of bags by the shard that has the row.
+/// Orders the uses of bags by the shard that owns the row.
 ///
 /// Pre    : as for LaunchPlanRequests; features lie bag after bag.
-/// Order  : by owner, then by position: what an owner gets is the batch without the uses of others' rows.
-/// Cost   : 12 B of each position in, 16 out, and a radix sort by the bits of num_shards; 4 B of each bag and owner.
+/// Order  : by owner, then by position: an owner gets the batch without the uses of other owners' rows.
+/// Cost   : 12 B a position in, 16 out, and a radix sort by the bits of num_shards; 4 B for each pair of bag and owner.
 LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersView& owners, const UsesView& out,
                            void* workspace);
 

@@ -1,10 +1,10 @@
 // The distinct keys of a batch on the CPU, and their order by owner.
 //
-// Positions are dealt to shares by the hash of their key, in order; a share is one task with a small map of its own,
-// which finds the first position of each of its keys. Counting first positions then numbers the keys.
+// Positions are distributed over shares by the hash of their key, in order. A share is one task with its own small map,
+// which finds the first position of each of its keys. Counting the first positions then numbers the keys.
 //
-// Requests are dealt in the same way to classes: an owner, or a part of the hashes of one owner. Within a class they
-// stay in their order, or are sorted by hash; a class is one task.
+// Requests are distributed in the same way over classes: an owner, or a part of the hashes of one owner. Within a class
+// they keep their order, or are sorted by hash; a class is one task.
 #include <algorithm>
 #include <vector>
 
@@ -19,10 +19,10 @@ constexpr int kNumShares = 1 << kShareBits;
 constexpr int64_t kPositionsPerChunk = 8 * kKeysPerChunk;
 constexpr uint32_t kNoPosition = ~uint32_t{0};
 constexpr int32_t kIsPadding = -1;  // in `inverse`, while it still holds first positions
-// A walk this long at load 0.5 means keys aimed at one place under this salt: the share is sorted instead.
+// At load 0.5 a walk of this length means keys aimed at one place under this salt: the share is sorted instead.
 constexpr int kMaxSteps = 128;
 
-/// One share's task: its positions in ascending order, and all of the batch by position.
+/// One share's task: its positions in ascending order, and the arrays of the batch by position.
 struct Share {
   const uint32_t* positions;
   int64_t size;
@@ -32,7 +32,7 @@ struct Share {
   int32_t* first;          // out: the first position of the same key
   uint32_t* multiplicity;  // out, at first positions
 
-  // Hashes of one key under two tables differ, since the table's step is odd and mixing loses nothing: so equal key
+  // Hashes of one key under two tables differ, since the table's step is odd and mixing is a bijection. So equal key
   // and equal hash mean equal table.
   bool IsSame(uint32_t a, uint32_t b) const { return hashes[a] == hashes[b] && keys[a] == keys[b]; }
 
@@ -42,7 +42,7 @@ struct Share {
     ++multiplicity[first_position];
   }
 
-  /// Returns false when a walk grew too long; then nothing that it wrote counts.
+  /// Joins equal keys by a map. Returns false if a walk grew too long; its output is then invalid.
   bool JoinByMap() const {
     if (size == 0) return true;
     uint64_t num_slots = 1;
@@ -77,7 +77,7 @@ struct Share {
   }
 };
 
-/// The body of LaunchPlan.
+/// Does the work of LaunchPlan.
 void MakeDistinct(Stream stream, const BatchView& batch, const BagFeatures& bags, uint64_t salt, const PlanView& plan,
                   void* workspace) {
   const BatchSource source = {batch.keys, &bags};
@@ -158,7 +158,7 @@ void MakeDistinct(Stream stream, const BatchView& batch, const BagFeatures& bags
         plan.unique[next] = batch.keys[i];
         plan.unique_tables[next] = tables[i - begin];
         plan.multiplicity[next] = static_cast<int32_t>(multiplicity[i]);
-        multiplicity[i] = static_cast<uint32_t>(next++);  // from here on: its place among the unique
+        multiplicity[i] = static_cast<uint32_t>(next++);  // from here on: its place in `unique`
       }
     });
   });
@@ -183,7 +183,7 @@ template <typename ClassOf>
 void OrderByClass(Stream stream, int64_t num_items, int64_t num_classes, const ClassOf& class_of,
                   const uint64_t* hashes, uint32_t* order, std::vector<uint32_t>& starts) {
   constexpr int64_t kMostGroups = 64;
-  // A group has as many items as it has counts, at least.
+  // A group has at least as many items as counts.
   const int64_t num_groups = std::clamp<int64_t>(num_items / std::max(num_classes, kPositionsPerChunk), 1, kMostGroups);
   std::vector<uint32_t> places(num_groups * num_classes, 0);
   starts.assign(num_classes + 1, 0);
@@ -240,11 +240,11 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t s
   plan.inverse = out.inverse;
   plan.num_unique = &num_unique;
   uint32_t* place_of = cutter.Take<uint32_t>(num_keys);
-  WorkspaceCutter ordering = cutter;  // the plan's workspace is free again when it is made
+  WorkspaceCutter ordering = cutter;  // the plan's workspace is free again after the plan is made
   MakeDistinct(stream, batch, bags, salt, plan, cutter.Take<char>(PlanWorkspaceBytes(num_keys)));
 
   const bool by_hash = out.hashes != nullptr;
-  constexpr int64_t kRequestsPerClass = 128;  // small enough to sort in a core's nearest cache
+  constexpr int64_t kRequestsPerClass = 128;  // small enough to sort in a core's L1 cache
   constexpr int kMostHashBits = 12;
   int hash_bits = 0;
   while (by_hash && hash_bits < kMostHashBits &&

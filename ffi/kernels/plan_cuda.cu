@@ -1,5 +1,5 @@
-// Distinct keys on a GPU: the passes of index_cuda.cuh over a scratch index in the workspace. By owner: sorts of what
-// they give.
+// Distinct keys on a GPU: the passes of index_cuda.cuh over a scratch index in the workspace, and sorts of their
+// results by owner.
 #include <algorithm>
 #include <cub/device/device_radix_sort.cuh>
 
@@ -9,15 +9,15 @@
 namespace jaxsok {
 namespace {
 
-/// New pairs become the next distinct ones.
+/// A sink that makes new pairs the next distinct keys.
 struct PlanSink {
   IndexView index;
   PlanView plan;
   uint32_t num_keys;
   uint64_t salt;
 
-  // The scratch index is half empty whatever the keys, and nobody can aim at one whose salt is secret: a walk may go
-  // all the way round.
+  // The scratch index is half empty for any keys, and callers cannot aim at an index with a secret salt, so a walk may
+  // go all the way round.
   __device__ uint32_t MaxProbes() const { return index.num_buckets; }
   __device__ uint64_t Salt() const { return salt; }
   __device__ const IndexView& Index() const { return index; }
@@ -39,7 +39,7 @@ struct PlanSink {
   __device__ int NumTables() const { return kSharedTables + 1; }
 };
 
-// Empties the scratch index and gives every output the value it has beyond the distinct keys.
+// Empties the scratch index and gives every output its value beyond the distinct keys.
 __global__ void __launch_bounds__(kBlock) PlanPrepareKernel(PlanSink sink, InsertControl* control) {
   const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
   uint4* words = reinterpret_cast<uint4*>(sink.index.buckets);
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kBlock) PlanPrepareKernel(PlanSink sink, Inser
   if (start == 0) *sink.plan.num_unique = 0;
 }
 
-// One thread, one position. `inverse` holds kPendingRow until it is known. What lies in no bag is padding.
+// One thread, one position. `inverse` holds kPendingRow until it is known. Positions outside all bags are padding.
 __global__ void __launch_bounds__(kBlock) PlanClaimKernel(PlanSink sink, InsertWorkspace w, BatchView batch) {
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
   bool pending = false;
@@ -95,10 +95,10 @@ __global__ void __launch_bounds__(kBlock) PlanResolveKernel(PlanSink sink, Inser
   }
 }
 
-/// What the sorts read and write, by number of a distinct key or by place.
+/// The inputs and outputs of the sorts, by number of a distinct key or by place.
 struct OrderWorkspace {
   uint64_t* hashes;         // by number; nullptr: the order is not by hash
-  uint64_t* sorted_hashes;  // as the sort leaves them
+  uint64_t* sorted_hashes;  // the output of the sort
   uint32_t* owners;         // by number
   uint32_t* moved_owners;   // in the order of the hashes
   uint32_t* sorted_owners;  // by place
@@ -117,7 +117,7 @@ LaunchError SortOrder(Stream stream, const OrderWorkspace& w, const Key* keys, K
   return nullptr;
 }
 
-/// Cuts what OrderRequests needs from `rest`; `num_bytes`: how much there is.
+/// Cuts the workspace of OrderRequests from `rest`; `num_bytes`: its size.
 LaunchError CutOrder(WorkspaceCutter rest, int64_t num_bytes, int64_t num_keys, bool by_hash, int owner_bits,
                      OrderWorkspace* w) {
   const int n = static_cast<int>(num_keys);
@@ -141,8 +141,8 @@ LaunchError CutOrder(WorkspaceCutter rest, int64_t num_bytes, int64_t num_keys, 
                                                                        : nullptr;
 }
 
-// One thread, one distinct key: its hash and its owner. What lies beyond the distinct keys gets all ones, and is
-// therefore last in every sort; a real hash of all ones comes before, by its number.
+// One thread, one distinct key: its hash and its owner. Numbers beyond the distinct keys get all ones, so they are last
+// in every sort; a real hash of all ones comes before them, because its number is smaller.
 __global__ void __launch_bounds__(kBlock)
     OwnersKernel(PlanView plan, OwnersView owners, OrderWorkspace w, int64_t num_keys) {
   const int64_t u = int64_t{blockIdx.x} * kBlock + threadIdx.x;
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kBlock) MoveOwnersKernel(OrderWorkspace w, int
   if (i < num_keys) w.moved_owners[i] = w.owners[w.sorted_order[i]];
 }
 
-/// The first of sorted[0 .. size) that is not below `value`.
+/// Returns the first place of sorted[0 .. size) that is not below `value`.
 __device__ __forceinline__ int32_t LowerBound(const uint32_t* sorted, int32_t size, uint32_t value) {
   int32_t low = 0, high = size;
   while (low < high) {
@@ -180,8 +180,8 @@ __device__ __forceinline__ int32_t LowerBound(const uint32_t* sorted, int32_t si
   return low;
 }
 
-// One thread, one place: its request and hash; and one owner: where its requests begin.
-// `order` has each number once, so each entry of place_of is written once. nullptr: the order is that of the numbers.
+// One thread, one place: its request and hash; and one owner: the begin of its requests. `order` has each number once,
+// so each entry of place_of is written once. nullptr: the order is that of the numbers.
 __global__ void __launch_bounds__(kBlock)
     PlaceKernel(PlanView plan, RequestsView out, int32_t num_shards, const uint32_t* order, const uint64_t* hashes,
                 const uint32_t* sorted_owners, uint32_t* place_of, int64_t num_keys) {
@@ -209,9 +209,9 @@ __global__ void __launch_bounds__(kBlock)
   if (i < num_keys && inverse[i] < num_keys) inverse[i] = static_cast<int32_t>(place_of[inverse[i]]);
 }
 
-/// What ordering uses reads and writes, by position and in the order of the owners.
+/// The arrays for ordering uses, by position and in the order of the owners.
 struct UsesWorkspace {
-  uint32_t* owners;  // the number of shards: padding, and what lies in no bag
+  uint32_t* owners;  // the number of shards for padding and positions outside all bags
   uint32_t* sorted_owners;
   uint32_t* positions;
   uint32_t* sorted_positions;
@@ -222,7 +222,7 @@ struct UsesWorkspace {
   size_t sort_bytes;
 };
 
-// One thread, one position: as long as no bag has said otherwise it is padding.
+// One thread, one position: every position is padding until a bag lists it.
 __global__ void __launch_bounds__(kBlock) ListPaddingKernel(UsesWorkspace w, uint32_t num_shards, int64_t num_keys) {
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
   if (i >= num_keys) return;
@@ -230,8 +230,7 @@ __global__ void __launch_bounds__(kBlock) ListPaddingKernel(UsesWorkspace w, uin
   w.positions[i] = static_cast<uint32_t>(i);
 }
 
-// A block lists the owners of one tile of bags, eight lanes a bag. Each position, and each bag, is written by one
-// thread.
+// A block lists the owners of one tile of bags, eight lanes a bag. One thread writes each position, and each bag.
 __global__ void __launch_bounds__(kBlock)
     ListOwnersKernel(BatchView batch, OwnersView owners, UsesView out, UsesWorkspace w) {
   constexpr int kLanes = 8;
@@ -276,7 +275,7 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-// One thread, one place: its use; and one owner: where its uses begin.
+// One thread, one place: its use; and one owner: the begin of its uses.
 __global__ void __launch_bounds__(kBlock)
     PlaceUsesKernel(BatchView batch, UsesView out, UsesWorkspace w, uint32_t num_shards) {
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
@@ -300,7 +299,7 @@ __global__ void __launch_bounds__(kBlock)
   reinterpret_cast<uint4*>(out.uses)[i] = use;
 }
 
-// One thread, one bag of one owner: where it begins among the uses of the owner.
+// One thread, one bag of one owner: its begin among the uses of the owner.
 __global__ void __launch_bounds__(kBlock) BagOffsetsKernel(UsesView out, UsesWorkspace w, int64_t num_offsets) {
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
   if (i >= num_offsets) return;
@@ -346,7 +345,7 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t s
   plan.num_unique = kept.Take<int32_t>(1);
   plan.inverse = out.inverse;
   uint32_t* place_of = kept.Take<uint32_t>(num_keys);
-  // What orders the requests lies where the plan's own workspace was.
+  // The ordering of requests reuses the plan's own workspace.
   const int owner_bits = BitsBelow(owners.num_shards);
   OrderWorkspace w;
   JAXSOK_RETURN_IF_LAUNCH(CutOrder(kept, PlanRequestsWorkspaceBytes(num_keys), num_keys, by_hash, owner_bits, &w));

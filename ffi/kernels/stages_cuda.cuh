@@ -1,4 +1,5 @@
-// What a warp needs next, on its way to shared memory while it works on what it has (StagedShortChunks, uses_cuda.cuh).
+// Copies of a warp's next inputs to shared memory while it works on the current ones (StagedShortChunks,
+// uses_cuda.cuh).
 #ifndef JAXSOK_KERNELS_STAGES_CUDA_CUH_
 #define JAXSOK_KERNELS_STAGES_CUDA_CUH_
 
@@ -11,17 +12,17 @@
 
 namespace jaxsok {
 
-/// Lines of `dim` numbers, one for each group of a block, on their way to shared memory: what a turn of
-/// StagedShortChunks needs is asked for while the turn before it is at work, and no register waits for it. Lanes take
-/// what they copied.
+/// Copies of rows of `dim` numbers to shared memory, one row for each group of a block: the inputs of a turn of
+/// StagedShortChunks are requested while the turn before is at work, and occupy no registers. Lanes read only what they
+/// copied.
 template <typename Number, int kVector, int kPerLane>
 struct StagedLines {
   using Type = typename Packed<Number, kVector>::Type;
   static constexpr int kVectorParts = static_cast<int>(sizeof(Type) / 16);
   static_assert(sizeof(Type) % 16 == 0, "lanes copy 16 bytes at a time");
-  static constexpr int kBytes = kBlock * kPerLane * static_cast<int>(sizeof(Type));  // of a block
+  static constexpr int kBytes = kBlock * kPerLane * static_cast<int>(sizeof(Type));  // per block
 
-  /// Begins to copy the line of the calling lane's group.
+  /// Begins to copy the row of the calling lane's group.
   __device__ static void Ask(char* lines, const Number* from, int lane, int lanes, int dim) {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
@@ -34,7 +35,7 @@ struct StagedLines {
       }
     }
   }
-  /// What the calling lane holds of the line, which has arrived.
+  /// Gets the calling lane's part of the row, which has arrived.
   __device__ static void Take(char* lines, PackedPart<Number, kVector, kPerLane>& part) {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
@@ -51,15 +52,15 @@ struct StagedLines {
   __device__ static char* PartAt(char* lines, int part) { return lines + (part * kBlock + threadIdx.x) * 16; }
 };
 
-/// What a turn of StagedShortChunks has copied to shared memory: the first gradient of each group's row, the row, and
-/// its optimizer state. While one is used those of the turns after it are filled.
+/// The inputs of a turn of StagedShortChunks in shared memory: the first gradient of each group's row, the row, and its
+/// optimizer state. While one stage is used, those of the following turns are filled.
 ///
-/// Of rows of 16 bits and at most 256 columns, a multiple of 8: they are too few bytes to keep memory at work. It lost
-/// where rows are float32.
+/// Used for rows of 16 bits and at most 256 columns, a multiple of 8: they have too few bytes to keep memory busy. It
+/// was slower for float32 rows.
 template <typename Apply, int kVector, int kPerLane>
 struct StageOf {
   static constexpr bool kIsUsed = Apply::kStepsRows16 && kVector == 8 && kPerLane == 1;
-  /// One more where lanes wait for each other's squares: then a warp has less under way. It lost 1% elsewhere.
+  /// One more stage if lanes wait for each other's squares, since a warp then has less in flight. It cost 1% elsewhere.
   static constexpr int kCount = Apply::kStagesWords ? 3 : 2;
   using Row = typename Apply::Row;
   using Gradient = std::conditional_t<Apply::kHasRowGradients, Row, float>;
@@ -69,7 +70,7 @@ struct StageOf {
 
   char* gradients;
   char* rows;
-  char* states;  // lines, or a word for each group
+  char* states;  // rows, or a word for each group
 
   __host__ __device__ static constexpr int Bytes() {
     return Gradients::kBytes + Rows::kBytes + Apply::kNumStagedLines * States::kBytes +
@@ -80,7 +81,7 @@ struct StageOf {
     return {begin, begin + Gradients::kBytes, begin + Gradients::kBytes + Rows::kBytes};
   }
   __device__ char* StateLines(int state) const { return states + state * States::kBytes; }
-  /// The word of the calling lane's group.
+  /// Returns the word of the calling lane's group.
   __device__ float* WordOf(int lanes) const { return reinterpret_cast<float*>(states) + GroupOf(threadIdx.x, lanes); }
 };
 

@@ -1,4 +1,4 @@
-// What a launcher needs from its caller to run: a CUDA stream, or the threads of the CPU client.
+// The resource that a launcher runs on: a CUDA stream, or the threads of the CPU client.
 #ifndef JAXSOK_KERNELS_STREAM_H_
 #define JAXSOK_KERNELS_STREAM_H_
 
@@ -13,11 +13,11 @@ using Stream = CUstream_st*;
 #include <functional>
 namespace jaxsok {
 
-/// Runs tasks side by side. The caller takes part, so it ends even when every other thread is busy.
+/// Runs tasks in parallel. The caller takes part, so a call ends even if every other thread is busy.
 class Executor {
  public:
   virtual ~Executor() = default;
-  /// How many tasks can run at one time, the caller included.
+  /// Returns how many tasks can run at one time, the caller included.
   virtual int num_threads() const = 0;
   /// Calls task(0) .. task(num_tasks - 1), each once, in any order; returns when all have ended.
   virtual void ParallelFor(int64_t num_tasks, const std::function<void(int64_t)>& task) = 0;
@@ -29,7 +29,7 @@ using Stream = Executor*;
 
 namespace jaxsok {
 
-/// nullptr, or what went wrong; a string with static lifetime.
+/// A string with static lifetime that says what went wrong; nullptr if nothing did.
 using LaunchError = const char*;
 
 }  // namespace jaxsok

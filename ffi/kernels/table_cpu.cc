@@ -1,5 +1,5 @@
-// find, find_or_insert, gather, scatter, touch, rebuild, forget and wait on the CPU (table.h says what, index_cpu.h
-// how keys are walked).
+// find, find_or_insert, gather, scatter, touch, rebuild, forget and wait on the CPU (table.h has the contract,
+// index_cpu.h the walks).
 #include <cstring>
 
 #include "index_cpu.h"
@@ -9,7 +9,7 @@
 namespace jaxsok {
 namespace {
 
-/// Fills one row with one kind of initializer, so that the loop over the columns holds no choice of it.
+/// Fills one row with one kind of initializer, so that the loop over the columns has no branch on the kind.
 template <int kKind>
 inline void Initialize(RowInitializer initializer, float* __restrict row, int32_t dim) {
   initializer.kind = kKind;
@@ -25,7 +25,7 @@ void ClearIndex(Stream stream, const IndexView& index) {
   });
 }
 
-/// Converts a row that is stored as `R`.
+/// Converts a stored row of type `R`.
 template <typename R, typename To>
 void ConvertRow(To* out, const R* row, int32_t dim) {
   if constexpr (std::is_same_v<R, To>) {
@@ -175,7 +175,7 @@ LaunchError LaunchRebuild(Stream stream, const StoreView& store, const uint32_t*
     uint32_t home;
   };
   Walk walks[kBucketsAhead];
-  // One thread, rows in ascending order: so that the longest walk does not depend on the number of threads.
+  // One thread, rows in ascending order, so that the longest walk does not depend on the number of threads.
   for (int64_t r = 0; r < num_allocated + kBucketsAhead; ++r) {
     Walk& slot = walks[r % kBucketsAhead];
     if (r >= kBucketsAhead && slot.record.key != kPaddingKey) {

@@ -1,5 +1,4 @@
-// find, find_or_insert, gather and rebuild on a GPU. index_cuda.cuh says how rows are made, bags_cuda.cuh how they are
-// copied.
+// find, find_or_insert, gather and rebuild on a GPU. index_cuda.cuh creates rows, bags_cuda.cuh copies them.
 #include "admission_cuda.cuh"
 #include "bags_cuda.cuh"
 #include "index_cuda.cuh"
@@ -26,8 +25,8 @@ __global__ void ZeroKernel(int32_t* counts, int num_counts, InsertControl* contr
   if (threadIdx.x < sizeof(InsertControl) / 4) reinterpret_cast<uint32_t*>(control)[threadIdx.x] = 0;
 }
 
-// One thread, one key: walk or claim; without kClaims walk alone, claims come once it is known who is let in. Thread i
-// writes row_ids[i] and entry_of[i].
+// One thread, one key: it walks or claims. Without kClaims it only walks, and claims follow after admission has
+// decided. Thread i writes row_ids[i] and entry_of[i].
 template <bool kClaims>
 __global__ void __launch_bounds__(kBlock) ClaimKernel(StoreSink sink, InsertWorkspace w, const uint64_t* keys,
                                                       const uint32_t* table_ids, int64_t num_keys, uint32_t* row_ids) {
@@ -51,7 +50,7 @@ __global__ void __launch_bounds__(kBlock) ClaimKernel(StoreSink sink, InsertWork
         if (at.row_id == kNoRow) at.row_id = kPendingRow;
       }
       pending = at.row_id == kPendingRow;
-      // An entry of no row, in an index that something else wrote into, must not look like a mark of the passes.
+      // An invalid row id, in an index with foreign writes, must not look like a mark of the passes.
       const bool is_damaged = !pending && at.row_id >= sink.store.capacity;
       row_ids[i] = is_damaged ? kNoRow : at.row_id;
       probes = pending || is_damaged ? 0 : at.num_probes;
@@ -93,7 +92,7 @@ __global__ void __launch_bounds__(kBlock)
 
 // Rebuild. ----------------------------------------------------------------------------------------------------
 
-/// Whether a pass is left out: the word that it depends on is 0. Passes without one (nullptr) always run.
+/// Returns whether a pass is skipped: the word that it depends on is 0. Passes without one (nullptr) always run.
 __device__ __forceinline__ bool IsIdle(const uint32_t* only_if) { return only_if != nullptr && *only_if == 0; }
 
 // A thread empties buckets, grid-stride.
@@ -106,7 +105,7 @@ __global__ void __launch_bounds__(kBlock) ClearIndexKernel(IndexView index, cons
   }
 }
 
-// A thread enters the rows in use, grid-stride: the pairs are distinct, entries are claimed by compare-and-swap.
+// A thread inserts the rows in use, grid-stride: the pairs are distinct, entries are claimed by compare-and-swap.
 __global__ void __launch_bounds__(kBlock) EnterKernel(StoreView store, const uint32_t* only_if) {
   if (IsIdle(only_if)) return;
   const uint64_t salt = SaltOf(store.counters);
@@ -133,12 +132,12 @@ __global__ void ZeroProbeCountersKernel(uint32_t* counters, const uint32_t* only
   counters[kLongestProbe] = 0;
 }
 
-/// Blocks of grid-stride kernels: two full waves.
+/// Returns the blocks of grid-stride kernels: two full waves.
 inline int NumStreamBlocks() { return 2 * BlocksOfWave(); }
 
-// Keys that wait for a row. -----------------------------------------------------------------------------------
+// Keys without a row. -----------------------------------------------------------------------------------------
 
-// A thread looks at entries, grid-stride, and sets the counts of those that are forgotten to 0.
+// A thread reads entries, grid-stride, and sets the counts of forgotten keys to 0.
 __global__ void __launch_bounds__(kBlock)
     ForgetKernel(IndexView sightings, const uint32_t* floors, uint32_t num_tables) {
   const int64_t num_entries = int64_t{sightings.num_buckets} * kEntriesPerBucket;
@@ -149,7 +148,7 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-// A thread enters keys that wait, grid-stride; counts of one key are added to (AddSightings).
+// A thread inserts keys without a row, grid-stride; counts of one key are added to (AddSightings).
 __global__ void __launch_bounds__(kBlock) WaitKernel(IndexView sightings, uint32_t* counters, const uint32_t* floors,
                                                      uint32_t num_tables, const Entry* entries, int64_t num_entries) {
   const uint64_t salt = SaltOf(counters);
@@ -172,12 +171,12 @@ struct GatherArguments {
   bool is_find;
   LineTarget rows;
   RowDtype dtype;
-  int32_t first_block;  // that a launch begins with, so that shards begin with the lines of different peers
+  int32_t first_block;  // with which a launch begins, so that shards begin with rows of different peers
   int32_t* num_absent;
 };
 
-// One warp, 32 requests: lane i finds the row of request i, then groups of lanes copy 32 / lanes rows at a time.
-// A thread writes its columns of its group's rows; nothing is shared but counts, which are added to.
+// One warp, 32 requests: lane i finds the row of request i, then groups of lanes copy 32 / lanes rows at a time. A
+// thread writes its columns of its group's rows; only counts are shared, and are added to.
 template <typename Row, int kVector, int kPerLane>
 __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPerLane>())
     GatherKernel(const __grid_constant__ GatherArguments a, int lanes) {
@@ -205,10 +204,10 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
         uses = static_cast<int32_t>(request.w);
       }
     } else if (a.rows.IsWindow()) {
-      mine.kind = kPositionUnfinished;  // no reader asks for the line
+      mine.kind = kPositionUnfinished;  // no reader requests this row
     }
   }
-  // The barrier also ends the zeroing of the block's counts.
+  // The barrier also makes the zeroed counts of the block visible.
   const bool has_absent = __syncthreads_or(uses != 0) != 0;
   if (uses != 0) atomicAdd((has_few_tables ? block_absent : a.num_absent) + table, uses);
   const int num_valid = static_cast<int>(min(int64_t{kWarp}, a.num_requests - warp_first));

@@ -1,12 +1,12 @@
-// scatter on a GPU (table.h says what).
+// scatter on a GPU (table.h has the contract).
 #include "launch_cuda.cuh"
 #include "table.h"
 
 namespace jaxsok {
 namespace {
 
-// One thread, one vector of a line, grid-stride: neighbours read neighbouring vectors, and write them within a row.
-// Each vector of a row is written by one thread, or by several with one value.
+// One thread, one vector of a row, grid-stride: neighbours read neighbouring vectors, and write them within a row. Each
+// vector of a row is written by one thread, or by several with the same value.
 template <typename Vector>
 __global__ void __launch_bounds__(kBlock)
     ScatterKernel(const __grid_constant__ LinesView array, const uint32_t* row_ids, int64_t num_vectors,
@@ -35,7 +35,7 @@ LaunchError Scatter(Stream stream, const LinesView& array, const uint32_t* row_i
 LaunchError LaunchScatter(Stream stream, const LinesView& array, const uint32_t* row_ids, int64_t num_lines,
                           const void* lines) {
   if (num_lines == 0 || array.line_bytes == 0) return nullptr;
-  // XLA's buffers begin on lines of 256 bytes, so every row begins on a multiple of what divides its length.
+  // XLA aligns buffers to 256 bytes, so every row is aligned to any of these sizes that divides its length.
   if (array.line_bytes % 16 == 0) return Scatter<uint4>(stream, array, row_ids, num_lines, lines);
   if (array.line_bytes % 8 == 0) return Scatter<uint2>(stream, array, row_ids, num_lines, lines);
   if (array.line_bytes % 4 == 0) return Scatter<uint32_t>(stream, array, row_ids, num_lines, lines);

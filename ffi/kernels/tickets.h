@@ -1,5 +1,5 @@
-// Tickets of lookups: what allows a plan to act once, on a descendant of the state that its lookup returned
-// (jaxsok/tickets.py says what they are made of and why).
+// Tickets of lookups: they allow a plan to act once, on a descendant of the state that its lookup returned
+// (jaxsok/tickets.py explains their contents).
 #ifndef JAXSOK_KERNELS_TICKETS_H_
 #define JAXSOK_KERNELS_TICKETS_H_
 
@@ -8,11 +8,11 @@
 
 namespace jaxsok {
 
-constexpr int kNumTicketWords = 2;  // of a ticket, before the generations of stores
-constexpr int kNumTicketLines = 2;  // of a state's tickets, before the open ones
+constexpr int kNumTicketWords = 2;  // per ticket, before the generations of stores
+constexpr int kNumTicketLines = 2;  // rows of a state's tickets before the open ones
 
-/// The tickets of a state, as 64-bit words: the last one, how many lookups there were (the next ticket goes to that
-/// place of the ring, modulo its size), and a ring of `num_open` open tickets (0: none).
+/// The tickets of a state, as 64-bit words: the last one, the number of lookups (modulo the size of the ring it gives
+/// the place of the next ticket), and a ring of `num_open` open tickets (0: none).
 struct TicketsView {
   uint64_t* words = nullptr;
   uint32_t num_open = 0;
@@ -21,7 +21,7 @@ struct TicketsView {
   JAXSOK_HOST_DEVICE uint64_t& num_lookups() const { return words[1]; }
   JAXSOK_HOST_DEVICE uint64_t* open() const { return words + kNumTicketLines; }
 
-  /// Makes the ticket that follows from the last one by a batch with this digest, and opens it.
+  /// Issues and opens the ticket that follows from the last one for a batch with this digest.
   JAXSOK_HOST_DEVICE uint64_t Issue(uint64_t digest, uint64_t lineage, uint32_t layout) const {
     const uint64_t count = num_lookups();
     const uint64_t ticket = Mix64(((last() + digest) ^ lineage ^ layout) + 1) | 1;  // never 0
@@ -38,13 +38,13 @@ struct KeysView {
   int64_t num_keys;
 };
 
-/// `digest` becomes that of a batch's keys: the sum of DigestOf over all positions, modulo 2^64.
+/// Sets `digest` to that of a batch's keys: the sum of DigestOf over all positions, modulo 2^64.
 ///
 /// Order  : sums of integers: the same on every run and on both back ends.
 /// Cost   : 8 B a key in; nothing else is read.
 LaunchError LaunchTicketsDigest(Stream stream, KeysView batch, uint64_t* digest);
 
-/// Makes the ticket of a lookup and opens it; it takes the place of the oldest in the ring.
+/// Issues the ticket of a lookup and opens it; it replaces the oldest in the ring.
 ///
 /// Pre    : `digests` are those of the batch's keys, in any number of parts; `lineage` has 8 bytes; `counters` are
 ///          those of all stores.
@@ -62,10 +62,11 @@ struct TicketUse {
   int32_t plan;
 };
 
-/// Looks for the tickets of plans among the open ones, and takes them out.
+/// Redeems the tickets of plans: removes them from the open ones.
 ///
-/// Pre    : plans[p] is the ticket of plan p. Plans are taken in order: of two with one ticket the first has it.
-/// Post   : is_live[p]: the ticket of plan p was open, and each of the stores that it used has its generation yet;
+/// Pre    : plans[p] is the ticket of plan p. Plans are processed in order: of two plans with one ticket the first
+///          redeems it.
+/// Post   : is_live[p]: the ticket of plan p was open, and each store that it used still has its generation;
 ///          num_misused[0]: plans whose ticket was not open.
 /// Cost   : one small kernel for up to kPlansPerLaunch plans and kUsesPerLaunch uses.
 LaunchError LaunchTicketsRedeem(Stream stream, TicketsView tickets, const uint32_t* const* plans, int num_plans,

@@ -11,7 +11,7 @@ constexpr int64_t kKeysPerChunk = 16384;
 
 uint64_t WordAt(const uint32_t* words) { return Word64(words[0], words[1]); }
 
-/// Takes a ticket out of the open ones; whether it was there.
+/// Removes a ticket from the open ones; returns whether it was there.
 bool TakeOut(TicketsView tickets, uint64_t ticket) {
   uint64_t* end = tickets.open() + tickets.num_open;
   uint64_t* place = ticket == 0 ? end : std::find(tickets.open(), end, ticket);

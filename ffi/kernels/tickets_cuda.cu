@@ -7,15 +7,15 @@
 namespace jaxsok {
 namespace {
 
-// Pointers travel as kernel parameters, of which any driver takes 4 KB.
+// Pointers are kernel parameters, of which every driver accepts 4 KB.
 constexpr int kPlansPerLaunch = 32;
 constexpr int kUsesPerLaunch = 128;
 constexpr int kStoresPerLaunch = 64;
 
 __device__ uint64_t WordAt(const uint32_t* words) { return Word64(words[0], words[1]); }
 
-// Each thread adds up every so many keys, each block adds its sum to the digest.
-// No race: sums of integers by atomics, in any order. They all go to one word, so that there are few of them.
+// Each thread adds up keys with a stride, each block adds its sum to the digest.
+// No race: integers are summed by atomics, in any order. They all go to one word, so there are few of them.
 __global__ void __launch_bounds__(kBlock) DigestKernel(KeysView batch, uint64_t* digest) {
   __shared__ uint64_t sums[kBlock / kWarp];
   uint64_t sum = 0;
@@ -39,7 +39,7 @@ struct IssueArguments {
   const uint32_t* counters[kStoresPerLaunch];
   const uint32_t* lineage = nullptr;
   uint32_t* ticket = nullptr;
-  int first_store = 0;  // of these; others were before
+  int first_store = 0;  // among these; others were launched before
   int num_stores = 0;
   int num_digests = 0;
   uint32_t layout = 0;
@@ -47,7 +47,7 @@ struct IssueArguments {
 };
 static_assert(sizeof(IssueArguments) <= 4096, "fits into the parameters of a kernel");
 
-// One warp. What it reads is asked for at once, before anything is waited for.
+// One warp. All its loads are issued before it waits for any.
 __global__ void __launch_bounds__(kWarp) IssueKernel(const __grid_constant__ IssueArguments a) {
   const uint64_t lineage = WordAt(a.lineage);
   uint64_t digest = 0;
@@ -69,7 +69,7 @@ struct RedeemArguments {
   TicketsView tickets;
   const uint32_t* plans[kPlansPerLaunch];
   TicketUse uses[kUsesPerLaunch];
-  int first_plan = 0;  // of these; others were before
+  int first_plan = 0;  // among these; others were launched before
   int num_plans = 0;
   int num_uses = 0;
   bool* is_live = nullptr;
@@ -78,7 +78,7 @@ struct RedeemArguments {
 static_assert(sizeof(RedeemArguments) <= 4096, "fits into the parameters of a kernel");
 static_assert(kUsesPerLaunch <= kBlock, "a use for each thread");
 
-// One block: its threads look through the ring for one ticket after the other. What they read is asked for at once.
+// One block: its threads search the ring for one ticket after the other. All loads are issued at once.
 __global__ void __launch_bounds__(kBlock) RedeemKernel(const __grid_constant__ RedeemArguments a) {
   __shared__ uint64_t tickets[kPlansPerLaunch];
   const int thread = threadIdx.x;
@@ -98,14 +98,14 @@ __global__ void __launch_bounds__(kBlock) RedeemKernel(const __grid_constant__ R
       if (i == thread) mine = 0;
       is_here = true;
     }
-    // Every thread waits for the ring as this plan leaves it.
+    // Every thread waits for the ring that this plan leaves.
     const bool is_open = __syncthreads_or(is_here);
     if (thread == 0) a.is_live[a.first_plan + p] = is_open;
     num_misused += !is_open;
   }
   if (thread == 0) *a.num_misused = num_misused + (a.first_plan == 0 ? 0 : *a.num_misused);
   __syncthreads();
-  // No race: all that write to a place write the same.
+  // No race: all writers of a place write the same value.
   if (is_stale) a.is_live[a.uses[thread].plan] = false;
 }
 
@@ -139,7 +139,7 @@ LaunchError LaunchTicketsIssue(Stream stream, TicketsView tickets, const uint64_
 
 LaunchError LaunchTicketsRedeem(Stream stream, TicketsView tickets, const uint32_t* const* plans, int num_plans,
                                 const TicketUse* uses, int num_uses, bool* is_live, int32_t* num_misused) {
-  // All plans come before the uses; the last launch of plans takes the first uses along.
+  // All plans come before the uses; the last launch of plans includes the first uses.
   int plan = 0, use = 0;
   do {
     RedeemArguments a;

@@ -1,4 +1,4 @@
-// Rows that lie in host memory, and the cache of some of them on the device.
+// Rows in host memory, and the cache of some of them on the device.
 //
 //   host     uint8[capacity][host_bytes]  slabs: what a row owns in one piece: its numbers, then its optimizer state
 //   places   uint32[capacity]             slabs: the slot of a row, or kInHost, or kFresh
@@ -8,20 +8,20 @@
 //   last_use uint32[num_slots]            the clock of the last call that used the slot; 0: the slot is free
 //   counters uint32[kNumTierCounters]
 //
-// Row ids, index, records, statistics and policies know nothing of this (design D19): a call that reads or writes the
-// numbers of rows first brings them, and then works on slots as if they were row ids. What is not in the cache and does
-// not fit it is staged: in slots beyond the cache, which last for one call.
+// Row ids, index, records, statistics and policies do not depend on the tier (design D19): a call that reads or writes
+// rows first brings them, and then works on slots as if they were row ids. Rows that are not in the cache and do not
+// fit it are staged: they get slots beyond the cache, which last for one call.
 //
-// XLA follows a buffer in host memory only through calls with one result (jaxsok/kernels/tier.py), so a slab is written
-// by calls of its own.
+// XLA tracks a buffer in host memory only through calls with one result (jaxsok/kernels/tier.py), so each slab is
+// written by a separate call.
 //
-// One record a row, because a kernel fetches about 30 M records a second over the link whatever their size.
+// A row has one record, because a kernel fetches about 30 M records a second over the link whatever their size.
 //
-// A row that was never brought is fresh: nothing is read for it, it is what its table's initializer says.
+// A row that was never brought is fresh: it is not read, but initialized by its table's initializer.
 //
-// Ahead of a call, the rows that it will bring may be read, and those that will make room be written, while other work
-// runs. Both are only hints. What is read ahead goes to memory of the library's own (host_memory.h), and counts if no
-// row was moved since; what is written ahead goes to records of rows that are in the cache, which no call reads.
+// Ahead of a call, the rows that it will bring may be read, and those that it will evict may be written, while other
+// work runs. Both are only hints. What is read ahead goes to memory that the library owns (host_memory.h), and is valid
+// if no row was moved since; what is written ahead goes to records of rows that are in the cache, which no call reads.
 #ifndef JAXSOK_KERNELS_TIER_H_
 #define JAXSOK_KERNELS_TIER_H_
 
@@ -33,11 +33,11 @@
 namespace jaxsok {
 
 constexpr uint32_t kFresh = ~uint32_t{0};       // of a place: never written; types.py FRESH
-constexpr uint32_t kInHost = ~uint32_t{0} - 1;  // of a place: the record in host memory counts; types.py IN_HOST
+constexpr uint32_t kInHost = ~uint32_t{0} - 1;  // of a place: the record in host memory is valid; types.py IN_HOST
 constexpr uint32_t kMostSlots = uint32_t{1} << 30;
-// Of a last use: the row in the slot is among the next to leave, and was written ahead at the ticket of the counters.
+// A last use: the row in the slot is among the next to leave, and was written ahead with the ticket of the counters.
 constexpr uint32_t kMarked = ~uint32_t{0};
-constexpr uint32_t kOnceMarked = 1;  // of a last use: the slot was marked at another ticket
+constexpr uint32_t kOnceMarked = 1;  // of a last use: the slot was marked with another ticket
 
 /// Words of the counters of a tier; types.py names them too.
 enum TierCounter : int {
@@ -45,31 +45,30 @@ enum TierCounter : int {
   kTierHits = 1,     // distinct rows that were in the cache, modulo 2^32
   kTierFetched = 2,  // distinct rows that were read from host memory
   kTierWritten = 3,  // rows that left the cache for host memory
-  kTierTicket = 4,   // the clock of what was read and written ahead; 0: it counts no more
-  kTierAhead = 5,    // of the rows that were read, those that were read ahead
+  kTierTicket = 4,   // the clock of what was read and written ahead; 0: it is invalid
+  kTierAhead = 5,    // of the fetched rows, those that were read ahead
   kNumTierCounters = 6,
 };
 
-/// A row's bytes in host memory: its numbers, then its states from a multiple of 4 bytes on, in whole lines of 16.
+/// Returns a row's bytes in host memory: its numbers, then its states, aligned to 4 bytes, rounded up to 16 bytes.
 constexpr int64_t HostRecordBytes(int64_t row_bytes, int64_t num_state_words) {
   return ((row_bytes + 3) / 4 * 4 + num_state_words * 4 + 15) / 16 * 16;
 }
 
 constexpr int kAges =
-    1025;  // ages of slots that are told apart, in calls: the last but one is "or older", the last free or marked
+    1025;  // ages of slots that are distinguished, in calls: the last but one is "or older", the last free or marked
 
-/// Pending places, inside one call: the base says what the place was, the rest is the smallest position of the row.
+/// Pending places, inside one call: the base encodes the former place, the rest is the smallest position of the row.
 constexpr uint32_t kPendingInHost = kMostSlots, kPendingFresh = kMostSlots * 2;
 
-/// Rows of one store that are read or written ahead, at most, and bytes of their records.
+/// The limit of rows of one store that are read or written ahead, and of bytes of their records.
 constexpr int64_t kMostAhead = 1 << 16;
 constexpr int64_t kMostBytesAhead = 64 << 20;
 constexpr int64_t MostAhead(int64_t host_bytes) { return std::min(kMostAhead, kMostBytesAhead / host_bytes); }
 
 struct AheadArea;  // tier_cuda.cuh
 
-/// What is read and written ahead for a slab, on its device; nullptr: the slab is not pinned memory of the library's
-/// own.
+/// Returns the device memory for reading and writing ahead for a slab; nullptr: the library did not pin the slab.
 AheadArea* AreaOf(const void* slab);
 
 struct TierView {
@@ -83,23 +82,23 @@ struct TierView {
   RowDtype row_dtype;
   int32_t dim;
   StateView states;                 // data[k].data[0] is the cache's, data[k].data[1] what is staged
-  int64_t state_begin[kMaxStates];  // in a record in host memory
+  int64_t state_begin[kMaxStates];  // in a record of host memory
   void* rows;
   Record* owners;
   uint32_t* last_use;
-  uint32_t num_slots;  // that may be used; the arrays have one at least
+  uint32_t num_slots;  // usable slots; the arrays have at least one
   uint32_t* counters;  // [kNumTierCounters]
 
   void* staged_rows;
   Record* staged_owners;
-  uint32_t num_lines;   // slots of the arrays of the cache: what is staged has slot numbers from here on
-  uint32_t num_staged;  // room
+  uint32_t num_lines;   // slots of the cache's arrays: staged slots are numbered from here on
+  uint32_t num_staged;  // room for staged rows
 
   const uint32_t* tables;  // [num_tables, kNumTableWords]
   const uint32_t* seed;    // [2]
   int32_t num_tables;
 
-  AheadArea* area;  // of the first slab, on the device; nullptr: the memory is not the library's own
+  AheadArea* area;  // of the first slab, on the device; nullptr: the library does not own the memory
 
   JAXSOK_HOST_DEVICE int64_t RowBytes() const { return int64_t{dim} * (row_dtype == kRowDtypeFloat32 ? 4 : 2); }
   JAXSOK_HOST_DEVICE bool IsStaged(uint32_t slot) const { return slot >= num_lines; }
@@ -118,11 +117,11 @@ struct TierView {
     return reinterpret_cast<char*>(host.At(starts, row_id, host_bytes));
   }
   JAXSOK_HOST_DEVICE uint32_t* PlaceAt(uint32_t row_id) const { return places.At(starts, row_id, 1); }
-  /// Whether a row is in use; stale plans name rows that have left, whose places are fresh.
+  /// Returns whether a row is in use; stale plans name released rows, whose places are fresh.
   JAXSOK_HOST_DEVICE bool IsUsed(uint32_t row_id, uint32_t place) const {
     return place != kFresh || records.At(starts, row_id, 1)->key != kPaddingKey;
   }
-  /// The bin of a slot's age, where `now` is the clock of this call.
+  /// Returns the bin of a slot's age; `now` is the clock of this call.
   JAXSOK_HOST_DEVICE int AgeOf(uint32_t used, uint32_t now) const {
     if (used == 0 || used == kMarked) return kAges - 1;
     const uint32_t age = now - used, oldest = kAges - 2;
@@ -130,95 +129,96 @@ struct TierView {
   }
 };
 
-/// What becomes of a row in one call. A move that has no row has kNoRow.
+/// The move of a row in one call. A move without a row has kNoRow.
 struct alignas(16) Move {
-  uint32_t slot;  // that it leaves or comes to; of a row that is read ahead, its rank
+  uint32_t slot;  // the slot that it leaves or comes to; for a row that is read ahead, its rank
   uint32_t row_id;
-  uint32_t is_fresh;  // of a row that comes: it is initialized
-  uint32_t ahead;     // of a row that comes: its rank among what was read ahead, or kNoRow
+  uint32_t is_fresh;  // for a coming row: it is initialized
+  uint32_t ahead;     // for a coming row: its rank among the rows read ahead, or kNoRow
 };
 static_assert(sizeof(Move) == 16, "four words of a uint32[num_moves, 4]");
 
 enum MoveCount : int {
   kNumLeaving = 0,
-  kNumFromHost = 1,  // of those that come: the first ones
-  kNumNotFresh = 2,  // with those after them, which were read ahead
-  kNumComing = 3,    // with those that are fresh
+  kNumFromHost = 1,  // of the coming rows: the first ones
+  kNumNotFresh = 2,  // includes the rows after them, which were read ahead
+  kNumComing = 3,    // includes the fresh rows
   kNumMoveCounts = 4,
 };
 
-/// The moves of one call, in ascending parts of host memory: the link takes up to twice as many records so.
+/// The moves of one call, in ascending parts of host memory: this order moves up to twice as many records a second.
 struct Moves {
   Move* leaving;     // [num_keys]
   Move* coming;      // [num_keys]: first those that are read from host memory
   uint32_t* counts;  // [kNumMoveCounts]
 };
 
-/// Parts of host memory by which moves are ordered.
+/// The number of parts of host memory that order the moves.
 constexpr int kParts = 4096;
-constexpr int kListParts = kParts + 2;  // of a list of moves: then rows that were read ahead, and fresh ones
+constexpr int kListParts = kParts + 2;  // the parts, then rows that were read ahead, and fresh rows
 
-/// Blocks that place rows, at most.
+/// The limit of blocks that place rows.
 constexpr int kMostPlaceBlocks = 1024;
 
-/// Bytes of workspace for LaunchBring: by position its rank, the first position of each rank and its slot, and two
-/// moves; counts of ages, of parts and of blocks.
+/// Returns the bytes of workspace for LaunchBring: by position its rank, the first position of each rank and its slot,
+/// and two moves; counts of ages, of parts and of blocks.
 constexpr int64_t BringWorkspaceBytes(int64_t num_keys) {
   return kControlBytes + (PaddedToLine(kAges) + 2 * PaddedToLine(kListParts) + 2 * PaddedToLine(2 * kMostPlaceBlocks) +
                           3 * PaddedToLine(num_keys) + 2 * PaddedToLine(4 * num_keys)) *
                              4;
 }
 
-/// Gives every row of a call a slot, and lists what has to be moved; LaunchWrite and LaunchRead, in this order, do it.
+/// Gives every row of a call a slot, and lists the required moves; LaunchWrite and LaunchRead, in this order, do them.
 ///
-/// Pre    : num_staged is at least num_keys - num_slots. The places of rows that are not in use are kFresh. No numbers
-///          of rows are looked at: of the tier only records, places, owners, last_use, counters and staged_owners.
-/// Post   : slots[i] is the slot of row_ids[i], the same for equal rows; kNoRow for row ids that are not below the
-///          capacity, and 0 for rows that are not in use: stale plans name them, whose uses are counted but neither
-///          read nor write. Rows that were not in the cache take the slots that have not been used for longest, free
-///          and marked ones first, of equal age the first ones; no slot of this call's rows is taken. staged_owners has
-///          kNoRow in slots that are not used. What was written ahead is not written again.
-/// Order  : of first occurrence; they take first the slots that are older than the youngest one taken, or than one
-///          call if there are not enough, then the others, both by number: the same on every run and both back ends.
-/// Cost   : per position 28 B, and 80 B where its row is not in the cache; 8 B a slot if there is such a row.
+/// Pre    : num_staged is at least num_keys - num_slots. The places of rows that are not in use are kFresh. Of the tier
+///          only records, places, owners, last_use, counters and staged_owners are read, not the numbers of rows.
+/// Post   : slots[i] is the slot of row_ids[i], the same for equal rows. It is kNoRow for row ids that are not below
+///          the capacity, and 0 for rows that are not in use: stale plans name them, whose uses are counted but neither
+///          read nor write. Rows that were not in the cache take the least recently used slots, free and marked ones
+///          first, of equal age the first ones; no slot of this call's rows is taken. staged_owners has kNoRow in
+///          unused slots. Rows that were written ahead are not written again.
+/// Order  : by first occurrence. Rows first take the slots older than the youngest age that is taken, or older than one
+///          call if there are not enough, then the other slots, both by number: the same on every run and both back
+///          ends.
+/// Cost   : per position 28 B, and 80 B if its row is not in the cache; 8 B a slot if there is such a row.
 LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
                         const Moves& moves, void* workspace);
 
-/// Lists what LaunchBring of the same rows would move, but for what does not fit kMostAhead; LaunchWriteAhead and
-/// LaunchReadAhead, in this order, do it.
+/// Lists what LaunchBring of the same rows would move, up to kMostAhead rows; LaunchWriteAhead and LaunchReadAhead, in
+/// this order, do it.
 ///
-/// Post   : rows of the call that are in the cache have been used now; slots of rows that would leave are marked, and
-/// no others.
+/// Post   : rows of the call that are in the cache count as used now; exactly the slots of rows that would leave are
+///          marked.
 LaunchError LaunchBringAhead(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
                              const Moves& moves, void* workspace);
 
-/// Writes rows that leave to one slab of host memory, which has the rows from `begin` on.
+/// Writes leaving rows to one slab of host memory, which holds the rows from `begin` on.
 ///
-/// Pre    : of the tier rows and states, by slot; host.data[0] is the slab, of `capacity` rows, and `area` its area.
-/// Cost   : per row that leaves a record in and out.
+/// Pre    : the tier has rows and states, by slot; host.data[0] is the slab, of `capacity` rows, and `area` its area.
+/// Cost   : per leaving row a record in and out.
 LaunchError LaunchWrite(Stream stream, const TierView& tier, const Move* leaving, const uint32_t* counts,
                         int64_t most_moves, uint32_t begin);
 
-/// Reads rows that come from host memory, or from what was read ahead, into their slots, or initializes them.
+/// Reads coming rows from host memory, or from the rows read ahead, into their slots, or initializes them.
 LaunchError LaunchRead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
                        int64_t most_moves);
 
-/// Does what LaunchWrite does, while the stream goes on: from a copy of the rows.
+/// Writes as LaunchWrite, while the stream continues: from a copy of the rows.
 LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* leaving, const uint32_t* counts,
                              int64_t most_moves, uint32_t begin);
 
-/// Reads rows to the area, while the stream goes on, and gives it the ticket of the counters.
+/// Reads rows to the area, while the stream continues, and gives it the ticket of the counters.
 ///
-/// Pre    : of the tier host slabs, counters and area; LaunchWriteAhead was called for all slabs.
+/// Pre    : the tier has host slabs, counters and area; LaunchWriteAhead was called for all slabs.
 LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
                             int64_t most_moves);
 
-/// Gives every position a slot that holds the numbers of its row, and changes nothing but what is staged.
+/// Gives every position a slot that holds the numbers of its row, and changes only staged rows.
 ///
 /// Pre    : as LaunchBring; num_staged is at least num_keys.
-/// Post   : slots[i] is the slot of row_ids[i] in the cache, or the i-th of those that are staged; kNoRow where there
-///          is no row, or none in use. staged_owners has kNoRow in slots that are not used.
-/// Cost   : per position 12 B, and a record where its row is not in the cache.
+/// Post   : slots[i] is the slot of row_ids[i] in the cache, or the i-th staged slot; kNoRow if there is no row, or it
+///          is not in use. staged_owners has kNoRow in unused slots.
+/// Cost   : per position 12 B, and a record if its row is not in the cache.
 LaunchError LaunchPeek(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots);
 
 }  // namespace jaxsok

@@ -1,4 +1,4 @@
-// Tiers on a CPU (tier.h says what).
+// Tiers on a CPU (tier.h has the contract).
 #include <algorithm>
 #include <cstring>
 
@@ -53,7 +53,8 @@ struct Missing {
   }
 };
 
-/// Makes rows that are here used now, and counts them; the places of others pend, with their rank, so that all
+/// Marks rows in the cache as used now, and counts them. The places of other rows become pending, with their rank, so
+/// that all positions of a row find its slot.
 /// positions of a row find its slot.
 Missing FindMissing(const TierView& tier, const uint32_t* row_ids, int64_t num_keys, void* workspace, bool is_ahead,
                     uint32_t* num_hits) {
@@ -78,7 +79,7 @@ Missing FindMissing(const TierView& tier, const uint32_t* row_ids, int64_t num_k
   if (is_ahead) std::replace(tier.last_use, tier.last_use + tier.num_slots, kMarked, kOnceMarked);
   std::fill_n(ages, kAges, 0);
   for (uint32_t slot = 0; slot < tier.num_slots; ++slot) ++ages[tier.AgeOf(tier.last_use[slot], now)];
-  int youngest = kAges - 1;  // that leaves: all older slots do, and the first ones of this age
+  int youngest = kAges - 1;  // the youngest age that leaves: all older slots do, and the first ones of this age
   int64_t num_older = 0;
   while (youngest > 1 && num_older + ages[youngest] < missing.num) num_older += ages[youngest--];
   missing.num_victims = std::min(missing.num, num_older + ages[youngest]);
@@ -97,7 +98,7 @@ LaunchError LaunchBring(Stream, const TierView& tier, const uint32_t* row_ids, i
                         const Moves& moves, void* workspace) {
   const Missing missing = FindMissing(tier, row_ids, num_keys, workspace, false, &tier.counters[kTierHits]);
   const uint32_t now = tier.counters[kTierClock] + 1;
-  const bool has_ahead = tier.counters[kTierTicket] != 0;  // nothing runs ahead on a CPU: what was written has arrived
+  const bool has_ahead = tier.counters[kTierTicket] != 0;  // rows written ahead have arrived: a CPU writes at once
   std::fill_n(tier.staged_owners, tier.num_staged, Record{kPaddingKey, kNoRow, kNoRow});
   std::fill_n(moves.counts, kNumMoveCounts, 0);
   for (int64_t rank = 0; rank < missing.num; ++rank) {
@@ -164,7 +165,7 @@ LaunchError LaunchWrite(Stream stream, const TierView& tier, const Move* leaving
   const int64_t num_moves = std::min<int64_t>(counts[kNumLeaving], most_moves);
   RunRanges(stream, num_moves, kRowsPerTask, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
-      const uint32_t row_id = leaving[i].row_id - begin;  // one of another slab is beyond the capacity
+      const uint32_t row_id = leaving[i].row_id - begin;  // a row of another slab is beyond the capacity
       if (leaving[i].row_id != kNoRow && row_id < tier.capacity && leaving[i].slot < tier.num_lines) {
         WriteToHost(tier, leaving[i].slot, row_id);
       }

@@ -1,8 +1,8 @@
-// Which rows get which slots, on a GPU (tier.h says what); tier_move_cuda.cu moves them.
+// Assigns slots to rows, on a GPU (tier.h has the contract); tier_move_cuda.cu moves the rows.
 //
-// One kernel, whose blocks meet between its steps. They mark the rows that are not here with the smallest of their
-// positions, number these, choose as many slots that have not been used for longest, and list the moves in the order of
-// the parts of host memory. Everything is decided on the device. If no row is missing, the blocks meet only twice.
+// One kernel, whose blocks synchronise between its steps. They mark each missing row with the smallest of its
+// positions, number these, choose as many of the least recently used slots, and list the moves in the order of the
+// parts of host memory. The device makes all decisions. If no row is missing, the blocks synchronise only twice.
 #include <cooperative_groups.h>
 
 #include <cub/block/block_scan.cuh>
@@ -31,15 +31,15 @@ struct Bringing {
   Moves moves;
   bool is_ahead;
   int64_t most_ahead;
-  int shift;  // of row ids, to parts of host memory
+  int shift;  // of row ids, gives parts of host memory
 
   BringControl* control;
-  uint32_t* ages;            // [kAges]: slots of each
-  uint32_t* leaving_parts;   // [kListParts]: rows that leave for each part, then where it begins in the list
-  uint32_t* coming_parts;    // [kListParts]: rows that come from each
-  uint64_t* missing_counts;  // [blocks]: first positions of missing rows among those of a block
+  uint32_t* ages;            // [kAges]: slots of each age
+  uint32_t* leaving_parts;   // [kListParts]: leaving rows of each part, then the begin of the part in the list
+  uint32_t* coming_parts;    // [kListParts]: coming rows of each part
+  uint64_t* missing_counts;  // [blocks]: first positions of missing rows in a block
   uint64_t* slot_counts;     // [blocks]: older slots in the low half, those of the youngest age above
-  Move* leaving;             // [num_keys]: by rank, in no order
+  Move* leaving;             // [num_keys]: by rank, unordered
   Move* coming;
   uint32_t* rank_of;  // [num_keys]: of positions that are the first of a missing row
   uint32_t* missing;  // [num_keys]: those positions, by rank
@@ -50,14 +50,14 @@ struct Bringing {
   __device__ uint32_t SlotOfRank(uint32_t rank, uint32_t num_victims) const {
     return rank < num_victims ? victims[rank] : tier.num_lines + (rank - num_victims);
   }
-  /// Whether what was read and written ahead still counts.
+  /// Returns whether the rows read and written ahead are still valid.
   __device__ bool HasAhead() const {
     return tier.area != nullptr && tier.counters[kTierTicket] != 0 && tier.counters[kTierTicket] == tier.area->ticket;
   }
   __device__ uint32_t PartOf(const Move& move) const {
     return move.is_fresh != 0 ? kParts + 1 : move.ahead != kNoRow ? kParts : move.row_id >> shift;
   }
-  /// Whether the position is the first of a row that is not here.
+  /// Returns whether the position is the first of a missing row.
   __device__ bool IsFirst(int64_t i) const {
     if (i >= num_keys || !IsRow(row_ids[i])) return false;
     const uint32_t place = *tier.PlaceAt(row_ids[i]);
@@ -67,15 +67,15 @@ struct Bringing {
 
 using Scan = cub::BlockScan<uint64_t, kPlaceBlock, cub::BLOCK_SCAN_WARP_SCANS>;
 
-/// What a block has in shared memory.
+/// The shared memory of a block.
 struct Shared {
   Scan::TempStorage scan;
-  uint32_t ages[kAges];  // slots of each, of this block
-  uint64_t word;         // that one thread has for all
+  uint32_t ages[kAges];  // slots of each age in this block
+  uint64_t word;         // broadcast from one thread to all
   uint32_t num_older, youngest, num_victims;
 };
 
-/// Neighbouring items that a block takes, in whole tiles, but for the end of all.
+/// Neighbouring items that a block takes, in whole tiles, except at the end of all.
 struct Share {
   int64_t begin, end;
   __device__ Share(int64_t size, int64_t tile) {
@@ -85,18 +85,18 @@ struct Share {
   }
 };
 
-/// Returns what stands before a thread's value, and the sum of all, in a block.
+/// The sum of the values before a thread's own, and the total, in a block.
 struct Sums {
   uint64_t before, all;
 };
 __device__ __forceinline__ Sums SumOfBlock(Shared& shared, uint64_t value) {
   Sums sums;
-  __syncthreads();  // the storage is used again
+  __syncthreads();  // before the storage is reused
   Scan(shared.scan).ExclusiveSum(value, sums.before, sums.all);
   return sums;
 }
 
-/// Returns what the blocks before this one have counted, and all blocks, in every thread.
+/// Returns the sum of the counts of the blocks before this one, and of all blocks, in every thread.
 __device__ __forceinline__ Sums SumOfBlocks(Shared& shared, const uint64_t* counts) {
   Sums sums = SumOfBlock(shared, threadIdx.x < gridDim.x ? counts[threadIdx.x] : 0);
   if (threadIdx.x == blockIdx.x) shared.word = sums.before;
@@ -105,13 +105,13 @@ __device__ __forceinline__ Sums SumOfBlocks(Shared& shared, const uint64_t* coun
   return sums;
 }
 
-constexpr int kSlotsTogether = 16;  // that a thread looks at
+constexpr int kSlotsTogether = 16;  // per thread
 constexpr int64_t kSlotsOfTile = int64_t{kSlotsTogether} * kPlaceBlock;
 
-/// The ages of neighbouring slots; slots that do not exist are in use.
+/// The ages of neighbouring slots; slots that do not exist count as in use.
 struct Ages {
   int of[kSlotsTogether];
-  /// `unmarks`: first unmarks marked slots.
+  /// Reads the ages. `unmarks`: first unmarks marked slots.
   __device__ Ages(const TierView& tier, int64_t slot, uint32_t now, bool unmarks) {
     uint4 used[kSlotsTogether / 4];
     if (slot + kSlotsTogether <= tier.num_slots) {
@@ -150,14 +150,16 @@ struct Ages {
   __device__ static uint32_t Unmarked(uint32_t used) { return used == kMarked ? kOnceMarked : used; }
 };
 
-/// Counts in both halves of a word: slots older than an age below, slots of that age above.
+/// Returns counts in both halves of a word: slots older than an age in the low half, slots of that age in the high
+/// half.
 __device__ __forceinline__ uint64_t CountFrom(int age, int youngest, uint32_t num) {
   return age > youngest ? num : age == youngest ? uint64_t{num} << 32 : 0;
 }
 
-// The steps of placing: what all blocks do between two meetings. ------------------------------------------------------
+// Steps of placing: each runs in all blocks between two synchronisations.
+// ----------------------------------------------
 
-/// Marks rows of the call that are not here, and the time of use of those that are.
+/// Marks the missing rows of the call, and the time of use of the other rows.
 __device__ __forceinline__ void MarkRows(const Bringing& b, uint32_t now) {
   const Share share(b.num_keys, kPlaceBlock);
   uint32_t num_hits = 0;
@@ -167,7 +169,7 @@ __device__ __forceinline__ void MarkRows(const Bringing& b, uint32_t now) {
     uint32_t* place = b.tier.PlaceAt(row_id);
     const uint32_t found = *reinterpret_cast<volatile uint32_t*>(place);
     if (found < b.tier.num_slots) {
-      uint32_t* const used = b.tier.last_use + found;  // of a frequent row most positions find it done
+      uint32_t* const used = b.tier.last_use + found;  // for most positions of a frequent row it is already set
       if (*reinterpret_cast<volatile uint32_t*>(used) != now && atomicExch(used, now) != now) ++num_hits;
     } else if (found >= kPendingInHost && b.tier.IsUsed(row_id, found)) {
       const bool is_fresh = found == kFresh || (found >= kPendingFresh && found != kInHost);
@@ -204,12 +206,12 @@ __device__ __forceinline__ void RankMissing(const Bringing& b, Shared& shared, u
   }
 }
 
-/// Counts the slots of each age, of the block and of all; ahead of a call it first unmarks them.
+/// Counts the slots of each age, per block and in total; ahead of a call it first unmarks them.
 __device__ __forceinline__ void CountAges(const Bringing& b, Shared& shared, uint32_t now) {
   for (int age = threadIdx.x; age < kAges; age += kPlaceBlock) shared.ages[age] = 0;
   __syncthreads();
   const Share share(b.tier.num_slots, kSlotsOfTile);
-  uint32_t num_oldest[2] = {};  // of the last two, which many are
+  uint32_t num_oldest[2] = {};  // of the last two ages, which have many slots
   for (int64_t slot = share.begin + threadIdx.x * kSlotsTogether; slot < share.end; slot += kSlotsOfTile) {
     const Ages ages(b.tier, slot, now, b.is_ahead);
 #pragma unroll
@@ -218,7 +220,7 @@ __device__ __forceinline__ void CountAges(const Bringing& b, Shared& shared, uin
         ++num_oldest[1];
       } else if (ages.of[i] == kAges - 2) {
         ++num_oldest[0];
-      } else if (ages.of[i] != 0) {  // slots in use, whose number is not needed
+      } else if (ages.of[i] != 0) {  // slots in use are not counted
         atomicAdd(shared.ages + ages.of[i], 1u);
       }
     }
@@ -233,7 +235,7 @@ __device__ __forceinline__ void CountAges(const Bringing& b, Shared& shared, uin
   }
 }
 
-/// Finds the youngest age that leaves, and counts the block's slots that are as old. Every block finds the same.
+/// Finds the youngest age that leaves, and counts the block's slots of that age. Every block finds the same age.
 __device__ __forceinline__ void ChooseAge(const Bringing& b, Shared& shared, uint32_t num_missing) {
   const uint32_t age = kAges - 1 - threadIdx.x, count = b.ages[age];  // from the oldest down to 1: age 0 is in use
   const uint64_t older = SumOfBlock(shared, count).before, all = older + count;
@@ -248,7 +250,7 @@ __device__ __forceinline__ void ChooseAge(const Bringing& b, Shared& shared, uin
   if (threadIdx.x == 0) b.slot_counts[blockIdx.x] = sums.all;
 }
 
-/// Lists the slots that leave: first those that are older than the youngest age, then those of that age.
+/// Lists the leaving slots: first those older than the youngest age, then those of that age.
 __device__ __forceinline__ void ChooseSlots(const Bringing& b, Shared& shared, uint32_t now) {
   uint64_t before = SumOfBlocks(shared, b.slot_counts).before + (uint64_t{shared.num_older} << 32);
   const int youngest = static_cast<int>(shared.youngest);
@@ -277,26 +279,26 @@ __device__ __forceinline__ void ChooseSlots(const Bringing& b, Shared& shared, u
   }
 }
 
-/// Adds one to counts[part] for each lane with a move; returns what was there before it.
+/// Adds one to counts[part] for each lane with a move; returns the previous count.
 __device__ __forceinline__ uint32_t CountMove(uint32_t* counts, uint32_t part, bool has_move) {
   const bool is_ahead = has_move && part == kParts, is_fresh = has_move && part == kParts + 1;
   const unsigned ahead = __ballot_sync(~0u, is_ahead), fresh = __ballot_sync(~0u, is_fresh);
   if (!has_move) return 0;
   if (part < kParts) return atomicAdd(counts + part, 1u);
-  const unsigned lanes = is_fresh ? fresh : ahead;  // which are many: one lane adds for all
+  const unsigned lanes = is_fresh ? fresh : ahead;  // these are many, so one lane adds for all
   const int lane = static_cast<int>(threadIdx.x % kWarp), first = __ffs(static_cast<int>(lanes)) - 1;
   uint32_t before = 0;
   if (lane == first) before = atomicAdd(counts + part, static_cast<uint32_t>(__popc(lanes)));
   return __shfl_sync(lanes, before, first) + static_cast<uint32_t>(__popc(lanes & ((1u << lane) - 1)));
 }
 
-/// Gives the row of a rank its slot; positions still find their row's rank in its place, if it is staged.
+/// Gives the row of a rank its slot. If the row is staged, its positions still find its rank in its place.
 __device__ __forceinline__ void Place(const Bringing& b, uint32_t rank, uint32_t num_victims, Move* leaving,
                                       Move* coming) {
   const TierView& tier = b.tier;
   const uint32_t row_id = b.row_ids[b.missing[rank]], slot = b.SlotOfRank(rank, num_victims);
   const bool is_kept = rank < num_victims;
-  if (!is_kept && rank - num_victims >= tier.num_staged) return;  // not of a state that is whole
+  if (!is_kept && rank - num_victims >= tier.num_staged) return;  // only in an invalid state
   Record* owner = tier.OwnerAt(slot);
   const bool has_ahead = b.HasAhead();
   *coming = {slot, row_id, *tier.PlaceAt(row_id) >= kPendingFresh ? 1u : 0u, kNoRow};
@@ -316,7 +318,7 @@ __device__ __forceinline__ void Place(const Bringing& b, uint32_t rank, uint32_t
   }
 }
 
-/// Marks the slot that the row of a rank would take, and lets its place be what it was.
+/// Marks the slot that the row of a rank would take, and restores the row's place.
 __device__ __forceinline__ void Foresee(const Bringing& b, uint32_t rank, uint32_t num_victims, Move* leaving,
                                         Move* coming) {
   const TierView& tier = b.tier;
@@ -332,7 +334,7 @@ __device__ __forceinline__ void Foresee(const Bringing& b, uint32_t rank, uint32
   tier.last_use[slot] = kMarked;
 }
 
-/// Gives the missing rows their slots, or foresees them, and counts the moves of each part.
+/// Gives the missing rows their slots, or predicts them, and counts the moves of each part.
 __device__ __forceinline__ void MoveRows(const Bringing& b, uint32_t num_missing, uint32_t num_victims) {
   uint32_t num_fetched = 0, num_written = 0, num_ahead = 0;
   for (uint32_t begin = blockIdx.x * kPlaceBlock; begin < num_missing; begin += gridDim.x * kPlaceBlock) {
@@ -348,7 +350,7 @@ __device__ __forceinline__ void MoveRows(const Bringing& b, uint32_t num_missing
     num_written += leaving.row_id != kNoRow ? 1 : 0;
     num_fetched += coming.row_id != kNoRow && coming.is_fresh == 0 ? 1 : 0;
     num_ahead += coming.ahead != kNoRow ? 1 : 0;
-    if (leaving.ahead != kNoRow) leaving.row_id = kNoRow;  // it is written
+    if (leaving.ahead != kNoRow) leaving.row_id = kNoRow;  // already written
     CountMove(b.leaving_parts, leaving.row_id >> b.shift, leaving.row_id != kNoRow);
     CountMove(b.coming_parts, b.PartOf(coming), coming.row_id != kNoRow);
     if (rank >= num_missing) continue;
@@ -364,7 +366,7 @@ __device__ __forceinline__ void MoveRows(const Bringing& b, uint32_t num_missing
   if (num_ahead != 0) atomicAdd(&b.control->num_ahead, num_ahead);
 }
 
-/// Makes of the parts' counts where each begins in its list: a block for each list, if there are two.
+/// Turns the parts' counts into the begin of each part in its list: one block for each list, if there are two.
 __device__ __forceinline__ void SumParts(const Bringing& b, Shared& shared) {
   for (unsigned list = blockIdx.x; list < 2; list += gridDim.x) {
     uint32_t* const parts = list == 0 ? b.leaving_parts : b.coming_parts;
@@ -401,7 +403,7 @@ __device__ __forceinline__ void OrderMoves(const Bringing& b, uint32_t num_missi
   }
 }
 
-/// Tells every position its slot.
+/// Writes the slot of every position.
 __device__ __forceinline__ void FindSlots(const Bringing& b, uint32_t num_victims) {
   const Share share(b.num_keys, kPlaceBlock);
   for (int64_t i = share.begin + threadIdx.x; i < share.end; i += kPlaceBlock) {
@@ -416,7 +418,7 @@ __device__ __forceinline__ void FindSlots(const Bringing& b, uint32_t num_victim
   }
 }
 
-/// Makes the places of staged rows what they were.
+/// Restores the places of staged rows.
 __device__ __forceinline__ void RestorePlaces(const Bringing& b, uint32_t num_missing, uint32_t num_victims) {
   for (uint32_t rank = num_victims + blockIdx.x * kPlaceBlock + threadIdx.x; rank < num_missing;
        rank += gridDim.x * kPlaceBlock) {
@@ -425,7 +427,7 @@ __device__ __forceinline__ void RestorePlaces(const Bringing& b, uint32_t num_mi
   }
 }
 
-/// One thread: counts what was done.
+/// Counts the moves of the call; one thread calls it.
 __device__ void CountCall(const Bringing& b, uint32_t num_missing) {
   uint32_t* const counters = b.tier.counters;
   counters[kTierClock] += 1;
@@ -440,7 +442,7 @@ __device__ void CountCall(const Bringing& b, uint32_t num_missing) {
   if (num_missing != 0) counters[kTierTicket] = 0;
 }
 
-// All blocks run at once and meet between steps; in a step each writes what no other one reads.
+// All blocks run at once and synchronise between steps; in a step no block reads what another one writes.
 __global__ void __launch_bounds__(kPlaceBlock, 1) PlaceKernel(const __grid_constant__ Bringing b) {
   __shared__ Shared shared;
   const cooperative_groups::grid_group all_blocks = cooperative_groups::this_grid();
@@ -508,8 +510,8 @@ LaunchError Launch(Stream stream, const TierView& tier, const uint32_t* row_ids,
   if (tier.num_staged != 0) {  // all ones: kPaddingKey and kNoRow
     JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(tier.staged_owners, 0xff, tier.num_staged * sizeof(Record), stream));
   }
-  // A block fills a multiprocessor. Those on which records cross the link ahead have no room for it, and it must not
-  // wait for them.
+  // A block fills a multiprocessor. Multiprocessors that move records ahead have no room for it, and it must not wait
+  // for them.
   const int64_t most = std::min<int64_t>(kMostPlaceBlocks, std::max(1, NumMultiprocessors() - kWriteAheadBlocks));
   const int64_t wanted =
       std::max(CeilDiv<int64_t>(num_keys, kPlaceBlock), CeilDiv<int64_t>(tier.num_slots, kSlotsOfTile));

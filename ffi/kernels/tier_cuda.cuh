@@ -1,9 +1,9 @@
-// What tiers on a GPU have in common: memory of the library's own for what is read and written ahead.
+// Definitions that tiers on a GPU share: memory that the library owns, for rows read and written ahead.
 //
 // For each slab of pinned memory that the library made (host_memory.cc) there is an area on its device. Kernels read
-// and write the areas' records on a stream of the device's own, and may still do so when the program that began it has
-// ended: nothing else uses that memory, which ends after them. A kernel that needs what they did waits until their job
-// ended.
+// and write the areas' records on a second stream of the device, and may still do so after the program that started
+// them has ended: nothing else uses that memory, and it is freed only after them. A kernel that needs their results
+// waits until their job has ended.
 #ifndef JAXSOK_KERNELS_TIER_CUDA_CUH_
 #define JAXSOK_KERNELS_TIER_CUDA_CUH_
 
@@ -12,12 +12,13 @@
 
 namespace jaxsok {
 
-// Blocks that move records ahead: nearly as fast as more, and they slow other work less. One kind runs at a time.
+// Blocks that move records ahead: nearly as fast as more blocks, and they slow other work less. One kind runs at a
+// time.
 constexpr int kReadAheadBlocks = 4;
 constexpr int kWriteAheadBlocks = 6;
 
-/// Where the record of a move lies: in host memory, or a copy (nullptr: it does not move), and its slot or its other
-/// copy.
+/// The two ends of a move: its record in host memory, or in a copy (nullptr: it does not move), and its slot or its
+/// other copy.
 struct Ends {
   char* host;
   uint64_t here;
@@ -29,20 +30,20 @@ struct Jobs {
   uint64_t num_ended;
 };
 
-/// Of one slab, on its device. A program that was captured has its address, and reads these words anew. So a slab that
-/// comes to lie where another one was has the area of that one.
+/// The area of one slab, on its device. A captured program holds its address, and reads these words at each run. So a
+/// slab at the address of a former slab gets the area of that slab.
 struct AheadArea {
   Jobs* jobs;
-  uint64_t last_job;  // that reads or writes this slab
+  uint64_t last_job;  // the last job that reads or writes this slab
 
-  // What is read ahead, for all slabs of a store; in the area of the first one.
+  // The rows read ahead, for all slabs of a store; stored in the area of the first one.
   uint32_t ticket;  // the clock of the counters
   uint32_t num_coming;
   Ends* coming;       // [MostAhead]
   uint32_t* row_ids;  // [MostAhead], by rank
   char* records;      // [MostAhead][host_bytes], by rank
 
-  // What is written ahead, to this slab.
+  // The rows written ahead, to this slab.
   uint32_t num_leaving;
   Ends* leaving;          // [MostAhead]
   char* leaving_records;  // [MostAhead][host_bytes], as listed

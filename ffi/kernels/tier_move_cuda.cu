@@ -1,8 +1,8 @@
-// Rows on their way between host memory and a GPU (tier.h says what).
+// Moves rows between host memory and a GPU (tier.h has the contract).
 //
-// The link takes some 30 M random records a second, reads and writes together: each costs a translation of its address,
-// for 64 KB at a time. In ascending parts of memory, and with few records under way at once, it takes 45 to 65 M (one
-// H200, records of 528 bytes in 14 GB). So few blocks move records, each warp several at a time.
+// The link moves some 30 M random records a second, reads and writes together: each needs a translation of its address,
+// which covers 64 KB. In ascending parts of memory, and with few records in flight, it moves 45 to 65 M (one H200,
+// records of 528 bytes in 14 GB). So few blocks move records, each warp several at a time.
 #include <map>
 #include <memory>
 #include <mutex>
@@ -17,15 +17,15 @@ namespace jaxsok {
 namespace {
 
 constexpr int kLine = 16;         // bytes that a lane moves at once
-constexpr int kLinesPerLane = 9;  // under way at once: eight records of 528 bytes a warp
-constexpr int kLinkBlocks = 16;   // that move records over the link; more are slower
+constexpr int kLinesPerLane = 9;  // in flight: eight records of 528 bytes a warp
+constexpr int kLinkBlocks = 16;   // blocks that move records over the link; more are slower
 
 __device__ __forceinline__ Ends EndsOfLane(const Ends& own, int lane) {
   const uint64_t host = __shfl_sync(~0u, reinterpret_cast<uint64_t>(own.host), lane);
   return {reinterpret_cast<char*>(host), __shfl_sync(~0u, own.here, lane)};
 }
 
-/// The lanes of a warp move the lines of several records at once: all are loaded before one is stored.
+/// Moves the pieces of several records at once with the lanes of a warp: all are loaded before any is stored.
 template <typename EndsOf, typename Load, typename Store>
 __device__ __forceinline__ void MoveLines(int64_t num_records, int num_lines, const EndsOf& ends_of, const Load& load,
                                           const Store& store) {
@@ -63,7 +63,8 @@ __device__ __forceinline__ bool IsAligned(const void* at, int bytes) {
   return reinterpret_cast<uint64_t>(at) % bytes == 0;
 }
 
-/// Where a record's bytes from `at` on lie in the cache; `left`: how many of this piece follow, 0 between pieces.
+/// The address in the cache of a record's bytes from `at` on; `left`: the remaining bytes of this piece, 0 between
+/// pieces.
 struct Piece {
   char* data;
   int64_t left;
@@ -78,7 +79,7 @@ __device__ __forceinline__ Piece PieceAt(const TierView& tier, uint32_t slot, in
   return {nullptr, 0};
 }
 
-/// A line of the record of a slot; zeros between its pieces.
+/// Loads 16 bytes of the record of a slot; zeros between its pieces.
 __device__ __forceinline__ uint4 LoadLine(const TierView& tier, uint32_t slot, int at) {
   const Piece piece = PieceAt(tier, slot, at);
   if (piece.left >= kLine && IsAligned(piece.data, kLine)) return *reinterpret_cast<const uint4*>(piece.data);
@@ -143,7 +144,8 @@ __device__ void MakeFresh(const TierView& tier, const Record& record, uint32_t s
   }
 }
 
-/// Waits for what was begun ahead on the slab of an area. Only kernels of few blocks may: that work needs some, too.
+/// Waits for the work that was started ahead on the slab of an area. Only kernels of few blocks may call it: that work
+/// needs multiprocessors too.
 __device__ __forceinline__ void WaitForArea(const AheadArea* area) {
   if (area != nullptr && threadIdx.x == 0) {
     while (!area->HasEnded()) __nanosleep(200);
@@ -154,13 +156,13 @@ __device__ __forceinline__ void WaitForArea(const AheadArea* area) {
 
 __global__ void WaitKernel(const AheadArea* area) { WaitForArea(area); }
 
-/// Where a row that leaves goes. Rows of other slabs are beyond the capacity.
+/// Returns the destination of a leaving row. Rows of other slabs are beyond the capacity.
 __device__ __forceinline__ Ends EndsOfLeaving(const TierView& tier, const Move& move, uint32_t begin) {
   const bool is_here = move.row_id != kNoRow && move.row_id - begin < tier.capacity && move.slot < tier.num_lines;
   return {is_here ? tier.HostAt(move.row_id - begin) : nullptr, move.slot};
 }
 
-// Warps write rows that leave to a slab.
+// Warps write leaving rows to a slab.
 __global__ void __launch_bounds__(kBlock) WriteKernel(const __grid_constant__ TierView tier, const Move* leaving,
                                                       const uint32_t* counts, int64_t most_moves, uint32_t begin) {
   const int64_t num_moves = min(int64_t{counts[kNumLeaving]}, most_moves);
@@ -173,17 +175,17 @@ __global__ void __launch_bounds__(kBlock) WriteKernel(const __grid_constant__ Ti
       [&](const Ends& ends, int at, uint4 line) { *reinterpret_cast<uint4*>(ends.host + at) = line; });
 }
 
-/// Whether a move of a state that is whole comes to a slot.
+/// Returns whether a move of a valid state comes to a slot.
 __device__ __forceinline__ bool Comes(const TierView& tier, const Move& move) {
   return move.row_id < tier.capacity && move.slot < tier.num_lines + tier.num_staged;
 }
 
-/// Records are read from `ends.host` into slots.
+/// Loads from the records at `ends.host`, which are copied into slots.
 __device__ __forceinline__ uint4 LoadRecord(const Ends& ends, int at) {
   return *reinterpret_cast<const uint4*>(ends.host + at);
 }
 
-// Warps read rows that come from host memory.
+// Warps read coming rows from host memory.
 __global__ void __launch_bounds__(kBlock)
     ReadKernel(const __grid_constant__ TierView tier, const Move* coming, const uint32_t* counts, int64_t most_moves) {
   if (counts[kNumComing] == 0) return;
@@ -198,7 +200,7 @@ __global__ void __launch_bounds__(kBlock)
       [&](const Ends& ends, int at, uint4 line) { StoreLine(tier, static_cast<uint32_t>(ends.here), at, line); });
 }
 
-// Warps take rows that come from what was read ahead, and initialize those that are fresh.
+// Warps copy coming rows that were read ahead, and initialize the fresh ones.
 __global__ void __launch_bounds__(kBlock) ReadHereKernel(const __grid_constant__ TierView tier, const Move* coming,
                                                          const uint32_t* counts, int64_t most_moves) {
   const int lane = static_cast<int>(threadIdx.x % kWarp);
@@ -249,7 +251,7 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-// Ahead ---------------------------------------------------------------------------------------------------------------
+// Reading and writing ahead -------------------------------------------------------------------------------------------
 
 /// The second stream of a device.
 struct Link {
@@ -259,23 +261,23 @@ struct Link {
   Jobs* jobs = nullptr;  // on the device
 };
 
-/// An area, and what its addresses on the device are.
+/// An area, and its addresses on the device.
 struct Area {
   Link* link;
   AheadArea* on_device = nullptr;
-  AheadArea buffers{};     // without what changes there
-  int64_t host_bytes = 0;  // of the records for which there is room
+  AheadArea buffers{};     // without the words that change there
+  int64_t host_bytes = 0;  // of the records that fit
   bool is_open = false;
 };
 
-/// All areas, by device and slab; and the devices' streams. They last until the process ends.
+/// All areas, by device and slab, and the devices' streams. They last until the process ends.
 struct Areas {
   std::mutex mutex;
   std::map<int32_t, std::unique_ptr<Link>> links;
   std::map<std::pair<int32_t, const void*>, std::unique_ptr<Area>> areas;
 
   static Areas& Get() {
-    static Areas* const all = new Areas;  // arrays may be deleted after the library's own objects
+    static Areas* const all = new Areas;  // arrays may be deleted after static objects
     return *all;
   }
 };
@@ -288,7 +290,7 @@ LaunchError OpenLink(Link* link) {
   return nullptr;
 }
 
-/// The area of a slab, with its device; nullptr: there is none.
+/// Returns the area of a slab, and its device; nullptr: there is none.
 Area* FindArea(const void* slab, int32_t* device = nullptr) {
   Areas& all = Areas::Get();
   const std::lock_guard<std::mutex> lock(all.mutex);
@@ -300,7 +302,7 @@ Area* FindArea(const void* slab, int32_t* device = nullptr) {
   return nullptr;
 }
 
-/// Makes room for the records of an area when it is first used.
+/// Allocates the records of an area when it is first used.
 LaunchError Reserve(Area* area, int32_t device, int64_t host_bytes) {
   if (area->host_bytes == host_bytes) return nullptr;
   const LaunchError error = OnDevice(device, [&]() -> LaunchError {
@@ -312,7 +314,7 @@ LaunchError Reserve(Area* area, int32_t device, int64_t host_bytes) {
     JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.leaving, most * sizeof(Ends)));
     JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.leaving_records, most * host_bytes));
     JAXSOK_RETURN_IF_CUDA(cudaMemcpy(area->on_device, &to, sizeof(to), cudaMemcpyHostToDevice));
-    JAXSOK_RETURN_IF_CUDA(cudaStreamSynchronize(nullptr));  // a copy may return before it has arrived
+    JAXSOK_RETURN_IF_CUDA(cudaStreamSynchronize(nullptr));  // a copy may return before it has completed
     area->host_bytes = host_bytes;
     return nullptr;
   });
@@ -328,7 +330,7 @@ __global__ void EndJobKernel(Jobs* jobs) {
   *const_cast<volatile uint64_t*>(&jobs->num_ended) += 1;
 }
 
-// Copies the rows of a slab that leave, and lists where the copies go.
+// Copies the leaving rows of a slab, and lists the destinations of the copies.
 __global__ void __launch_bounds__(kBlock) CopyLeavingKernel(const __grid_constant__ TierView tier, const Move* leaving,
                                                             const uint32_t* counts, int64_t most, uint32_t begin) {
   AheadArea* area = tier.area;
@@ -351,7 +353,7 @@ __global__ void __launch_bounds__(kBlock) CopyLeavingKernel(const __grid_constan
   BeginJob(area);
 }
 
-// Lists the rows that come.
+// Lists the coming rows.
 __global__ void __launch_bounds__(kBlock)
     ListComingKernel(const __grid_constant__ TierView tier, const Move* coming, const uint32_t* counts, int64_t most) {
   AheadArea* area = tier.area;
@@ -391,7 +393,7 @@ __global__ void TicketKernel(const __grid_constant__ AreasOfStore areas, const u
   for (int s = 1; s < areas.num_slabs; ++s) areas.of_slab[s]->last_job = areas.of_slab[0]->last_job;
 }
 
-/// Has the device's second stream go on from here with `launch`, which begins with what the stream has done.
+/// Runs `launch` on the device's second stream, after the work that the stream has done so far.
 template <typename Launch>
 LaunchError BeginBeside(Stream stream, Link* link, const Launch& launch) {
   JAXSOK_RETURN_IF_CUDA(cudaEventRecord(link->event, stream));

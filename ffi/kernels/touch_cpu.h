@@ -1,4 +1,4 @@
-// Statistics on the CPU: one stretch of positions, for touch and for lookup (LaunchTouch in table.h says what).
+// Statistics on the CPU: a range of positions, for touch and for lookup (LaunchTouch in table.h has the contract).
 #ifndef JAXSOK_KERNELS_TOUCH_CPU_H_
 #define JAXSOK_KERNELS_TOUCH_CPU_H_
 
@@ -9,10 +9,10 @@
 
 namespace jaxsok {
 
-/// Notes the uses of the positions [begin, end); others may note theirs at the same time.
+/// Records the uses of the positions [begin, end); other threads may record theirs concurrently.
 inline void TouchRange(const StatisticsView& statistics, const uint32_t* row_ids, const uint32_t* uses, int64_t begin,
                        int64_t end, uint32_t now) {
-  constexpr int64_t kLinesAhead = 16;  // a line comes from memory in the time that some ten others take
+  constexpr int64_t kLinesAhead = 16;  // the latency of one memory line is about ten line accesses
   int64_t fetched = begin;
   for (int64_t i = begin; i < end; ++i) {
     for (const int64_t ahead = std::min(i + kLinesAhead, end); fetched < ahead; ++fetched) {

@@ -1,4 +1,4 @@
-// The way back: bag gradients -> row gradients -> one optimizer step per row.
+// The fused update: bag gradients -> row gradients -> one optimizer step per row.
 #ifndef JAXSOK_KERNELS_UPDATE_H_
 #define JAXSOK_KERNELS_UPDATE_H_
 
@@ -7,16 +7,16 @@
 
 namespace jaxsok {
 
-/// Bytes of workspace for every use that is sorted by row. A GPU has row and position before and after (16), the factor
-/// with its bag (8), what CUB's sort holds of them (8), and its counts by tile (below 1, with room for other tiles);
-/// the CPU has a Use of 16 bytes, twice.
+/// Bytes of workspace for every use that is sorted by row. A GPU stores row and position before and after (16), the
+/// factor with its bag (8), the storage of CUB's sort (8), and its counts by tile (below 1, with room for other tiles).
+/// The CPU stores a Use of 16 bytes, twice.
 constexpr int64_t kBytesOfUse = 16 + 8 + 8 + 4;
-/// Bytes that do not grow with the uses: far more than the histograms of CUB's sort, or the CPU's counts by bucket (512
-/// KiB), take. Launchers compare what they need with the whole.
+/// Bytes that do not depend on the number of uses: far more than the histograms of CUB's sort, or the CPU's counts by
+/// bucket (512 KiB). Launchers compare what they need with the total.
 constexpr int64_t kUsesFixedBytes = 8 << 20;
 
-/// Bytes of workspace for an update of `num_keys` uses: sorted by row, with the partial sums of rows with more than
-/// kUsesPerChunk uses (two a chunk at most, and one more), and the lists of those rows.
+/// Returns the bytes of workspace for an update of `num_keys` uses: the sorted uses, the partial sums of rows with more
+/// than kUsesPerChunk uses (at most two a chunk, and one more), and the lists of those rows.
 constexpr int64_t UpdateWorkspaceBytes(int64_t num_keys, int32_t dim) {
   const int64_t partial_bytes = 2 * int64_t{dim} * 4, list_bytes = 16;
   return 4 * kControlBytes + kUsesFixedBytes + PaddedToLine(num_keys) * kBytesOfUse +
@@ -27,13 +27,13 @@ struct UpdateSpec {
   int32_t optimizer;     // Optimizer
   int32_t row_gradient;  // RowGradient
   int32_t rounding;      // Rounding; of 16-bit rows
-  // For kOptimizerProgram, else null.
+  // For kOptimizerProgram, otherwise null.
   const RowProgram* program = nullptr;
-  // For a program, by position: how often all shards used the row; null: as often as the batch has it.
+  // For a program, by position: the uses of the row in all shards; null: its uses in the batch.
   const float* num_uses = nullptr;
 };
 
-/// The states' widths as each optimizer wants them.
+/// Checks that the states' widths are those of the optimizer.
 inline LaunchError CheckStates(int32_t optimizer, const StateView& states, int32_t dim) {
   int32_t num_states = 0, width = dim;
   switch (optimizer) {
@@ -68,15 +68,14 @@ inline LaunchError CheckStates(int32_t optimizer, const StateView& states, int32
 /// Steps every row that the batch used, once, with the sum of its gradients.
 ///
 /// Pre    : row_ids are those that the lookups returned: a position's row is that of its key and table, kNoRow for
-///          padding.
-///          is_live[p]: plan p (kFeaturePlan) acts, see LaunchTicketsRedeem; hyper is float[kNumHyper], or a program's
-///          scalars; step[0] is how many updates came before. Of the store also tables and seed.
-/// Post   : rows and states of used rows moved once; a row whose summed gradient is not finite is left alone and
-///          counted in num_nonfinite[table]; uses of a plan that does not act are left out and counted in
-///          num_stale[0] (keys that had a row).
-///          Keys of a bag whose divisor is zero (its embedding is zeros) are no uses: they do not move their rows.
-///          All in float32. A row of 16 bits is rounded once, as spec.rounding says; random bits depend on the seed,
-///          the step, and the key and table that the batch gives for a use of the row (core/row_dtype.h).
+///          padding. is_live[p]: plan p (kFeaturePlan) is applied, see LaunchTicketsRedeem; hyper is float[kNumHyper],
+///          or a program's scalars; step[0] is the number of updates so far. The store also has tables and seed.
+/// Post   : rows and states of used rows are stepped once. A row whose summed gradient is not finite is unchanged and
+///          counted in num_nonfinite[table]. Uses of a plan that is not applied are skipped and counted in num_stale[0]
+///          (keys that had a row). Keys of a bag whose divisor is zero (its embedding is zeros) are no uses: they do
+///          not move their rows. All in float32. A row of 16 bits is rounded once, as spec.rounding says; random bits
+///          depend on the seed, the step, and the key and table that the batch gives for a use of the row
+///          (core/row_dtype.h).
 /// Order  : core/row_update.h.
 LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView& states, const UpdateSpec& spec,
                          const float* hyper, const uint32_t* step, const bool* is_live, const BatchView& batch,

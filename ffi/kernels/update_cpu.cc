@@ -1,4 +1,4 @@
-// The way back on the CPU: row gradients (uses_cpu.h), each followed at once by its row's optimizer step.
+// The update on the CPU: row gradients (uses_cpu.h), each followed at once by its row's optimizer step.
 #include <cstring>
 
 #include "update.h"
@@ -14,7 +14,7 @@ JAXSOK_CPU_CLONES bool IsFiniteRow(const float* gradient, int32_t dim) {
   return num_bad == 0;
 }
 
-/// What each lane of LaneShape sums, for one size of its vectors.
+/// Sums the columns of each lane of LaneShape, for one size of its vectors.
 template <int kVector>
 inline void SumLanes(const float* __restrict squares, int lanes, int32_t dim, float* __restrict sums) {
   for (int32_t start = 0; start < dim; start += lanes * kVector) {
@@ -28,7 +28,7 @@ inline void SumLanes(const float* __restrict squares, int lanes, int32_t dim, fl
   }
 }
 
-/// The sum of squares in the order of a LaneShape, divided by dim.
+/// Returns the sum of squares in the order of a LaneShape, divided by dim.
 JAXSOK_CPU_CLONES float MeanSquare(const float* __restrict gradient, int32_t dim, LaneShape shape) {
   alignas(64) float squares[kMaxDim];
   for (int32_t c = 0; c < dim; ++c) squares[c] = gradient[c] * gradient[c];
@@ -89,11 +89,11 @@ void StepRow(int32_t optimizer, const float* hyper, const float* gradient, float
   }
 }
 
-/// Makes 16-bit numbers of a step's result, with the random bits of the row.
+/// Rounds a step's result to 16 bits, with the random bits of the row.
 template <typename R>
 inline void RoundColumns(R* __restrict out, const float* __restrict row, const RowRounding& rounding, int32_t dim) {
   constexpr int32_t kPerDraw = 4;
-  // Draws first: then the loop over the columns is one of 16- and 32-bit numbers.
+  // Draws first: then the loop over the columns uses only 16- and 32-bit numbers.
   alignas(64) uint64_t draws[kMaxDim / kPerDraw];
   for (int32_t q = 0; q < CeilDiv(dim, kPerDraw); ++q) draws[q] = rounding.Draw(static_cast<uint32_t>(q));
   alignas(64) uint16_t random[kMaxDim];
@@ -118,7 +118,7 @@ struct StorePositions {
   uint32_t Row(int64_t i) const { return row_ids[i] < capacity ? row_ids[i] : kNoRow; }
 };
 
-/// Keys in bags of a stale feature that had a row.
+/// Counts the keys in bags of a stale feature that had a row.
 int32_t CountStale(const FeatureView& feature, const StorePositions& positions) {
   int32_t num_stale = 0;
   const int64_t end = feature.BagBegin(feature.num_bags);
@@ -128,7 +128,7 @@ int32_t CountStale(const FeatureView& feature, const StorePositions& positions) 
   return num_stale;
 }
 
-/// What a step needs beside the row and its gradient.
+/// The inputs of a step other than the row and its gradient.
 struct StepView {
   const StoreView& store;
   const StateView& states;
@@ -139,7 +139,7 @@ struct StepView {
     return k < states.num_states ? states.data[k].At(store.starts, row, states.width[k]) : nullptr;
   }
 
-  /// Steps a row by its gradient; rounding() gives the row's random bits, where they are asked for.
+  /// Steps a row by its gradient; calls rounding() for the row's random bits if it needs them.
   template <typename R, typename Rounding>
   void Step(uint32_t row_id, const float* gradient, float num_uses, const Rounding& rounding) const {
     const int32_t dim = store.dim;
@@ -171,7 +171,7 @@ struct StepView {
   template <typename R, typename Rounding>
   void RunProgram(R* row, uint32_t row_id, const float* gradient, float num_uses, const Rounding& rounding) const {
     const int32_t dim = store.dim, stride = RowMachine::StrideOf(dim);
-    thread_local std::vector<float> registers;  // scratch: nothing in it outlives the call
+    thread_local std::vector<float> registers;  // scratch: its contents do not outlive the call
     if (registers.size() < static_cast<size_t>(kMaxRegisters) * stride) registers.resize(kMaxRegisters * stride);
     const RowMachine machine{*spec.program, hyper, dim, stride, registers.data(), num_uses};
     CopyRow(machine.Register(0), gradient, dim);

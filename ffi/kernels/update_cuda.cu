@@ -1,4 +1,4 @@
-// The way back on a GPU: uses are listed, sorted and summed (uses_cuda.cuh), and rows step (update_cuda.cuh).
+// The update on a GPU: uses are listed, sorted and summed (uses_cuda.cuh), and rows step (update_cuda.cuh).
 #include <algorithm>
 
 #include "update_cuda.h"
@@ -6,7 +6,7 @@
 namespace jaxsok {
 namespace {
 
-/// Which row a position used, and whether its plan still holds.
+/// The row that each position used, and whether its plan is live.
 struct PlannedPositions {
   const uint64_t* keys;
   const uint32_t* row_ids;
@@ -69,7 +69,7 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView&
   const int end_bit = BitsBelow(store.capacity);
   UsesWorkspace w;
   JAXSOK_RETURN_IF_LAUNCH(CutUses(workspace, batch.num_keys, store.dim, end_bit, &w));
-  // Only ragged features have positions that lie in no bag, which nobody lists.
+  // Only ragged features have positions outside all bags, which no block lists.
   const int64_t num_rows = batch.num_offsets > 0 ? batch.num_keys : 0;
   const unsigned blocks = BlocksFor(std::max<int64_t>({num_rows, store.num_tables, 1}), kMostPrepareBlocks);
   PrepareUpdateKernel<<<blocks, kBlock, 0, stream>>>(num_nonfinite, store.num_tables, num_stale, w.num_long, w.rows,

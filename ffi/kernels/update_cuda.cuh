@@ -1,5 +1,5 @@
-// An optimizer of the way back on a GPU, for rows of one dtype: what uses_cuda.cuh applies to a row's gradients. What
-// these templates are compiled for: ../CMakeLists.txt.
+// An optimizer of the update on a GPU, for rows of one dtype: uses_cuda.cuh applies it to a row's gradients.
+// ../CMakeLists.txt lists the instances of these templates.
 #ifndef JAXSOK_KERNELS_UPDATE_CUDA_CUH_
 #define JAXSOK_KERNELS_UPDATE_CUDA_CUH_
 
@@ -10,7 +10,7 @@
 
 namespace jaxsok {
 
-/// The random bits of the row that a position uses.
+/// Returns the random bits of the row that a position uses.
 __device__ inline RowRounding RoundingAt(const StoreView& store, const BatchView& batch, const uint32_t* step,
                                          uint32_t position) {
   const TableOfPosition table_of{batch.tables, batch.features, batch.num_features, batch.num_keys};
@@ -19,15 +19,15 @@ __device__ inline RowRounding RoundingAt(const StoreView& store, const BatchView
                          __ldg(batch.keys + position));
 }
 
-/// What stepping a row takes, whatever the optimizer.
+/// The inputs of stepping a row, for any optimizer.
 ///
-/// The random bits of a row are those of the key and table that the batch gives for one of its uses: they are at hand,
-/// the record would be one more line to read.
+/// The random bits of a row are those of the key and table that the batch gives for one of its uses: they are already
+/// loaded, while the record would be one more memory line to read.
 template <typename Step, typename RowType>
 struct StepArguments {
   using Row = RowType;
   static constexpr bool kStepsLongRowsApart = false;
-  /// Whether vectors have 16 bytes of such rows, and the random bits of a warp's rows are drawn side by side.
+  /// True if vectors hold 16 bytes of such rows, and the random bits of a warp's rows are drawn in parallel.
   static constexpr bool kStepsRows16 = !std::is_same_v<Row, float>;
   static constexpr bool kShiftsBlocks = false;
   static constexpr int kNumStates = Step::kNumStates > 0 ? Step::kNumStates : 1;
@@ -40,9 +40,9 @@ struct StepArguments {
   const float* hyper;
   int32_t row_gradient;
   int32_t* num_nonfinite;
-  float inverse_dim;  // 1 / dim where that is a power of two, and so exactly as good as a division by dim; else 0
+  float inverse_dim;  // 1 / dim if dim is a power of two, which makes it as exact as a division by dim; otherwise 0
 
-  /// The random bits of the row that the use at `position` is of.
+  /// Returns the random bits of the row that the use at `position` belongs to.
   __device__ RowRounding RoundingOf(uint32_t position) const {
     if constexpr (kStepsRows16) {
       if (rounding == kRoundingStochastic) return RoundingAt(store, batch, step, position);
@@ -65,13 +65,13 @@ struct StepArguments {
     return loaded;
   }
 
-  /// Makes the gradient of `num_uses` uses from their sum.
+  /// Turns the sum of `num_uses` gradients into the row gradient.
   template <int kVector, int kPerLane>
   __device__ void ScaleGradient(uint32_t num_uses, RowPart<kVector, kPerLane>& gradient) const {
     if (row_gradient != kRowGradientSum) gradient.Scale(RowGradientScale(row_gradient, num_uses));
   }
 
-  /// Whether the columns that the calling lane holds are neither infinite nor NaN.
+  /// Returns whether the columns that the calling lane holds are neither infinite nor NaN.
   template <int kVector, int kPerLane>
   __device__ bool HasFinite(const RowPart<kVector, kPerLane>& gradient, int lane, int lanes) const {
     float zero = 0.0f;  // NaN once a number is infinite or NaN
@@ -84,7 +84,7 @@ struct StepArguments {
     return zero == 0.0f;
   }
 
-  /// Whether a row's gradient is finite; counts it if not. Lanes of a group call it together.
+  /// Returns whether a row's gradient is finite, and counts it otherwise. Lanes of a group call it together.
   template <int kVector, int kPerLane>
   __device__ bool CheckFinite(uint32_t row, const RowPart<kVector, kPerLane>& gradient, int lane, int lanes) const {
     const unsigned group_mask = GroupMask(lanes, static_cast<int>(threadIdx.x % kWarp) - lane);
@@ -110,16 +110,16 @@ struct StepArguments {
   }
 };
 
-// How a row is stepped. The sums of uses_cuda.cuh call, for each row with uses:
+// The interface of a step. The sums of uses_cuda.cuh call, for each row with uses:
 //
-//   Load          begins to read what the step will need, before the gradients are summed
+//   Load          begins to read the inputs of the step, before the gradients are summed
 //   Ask and Take  begin to read the same into a stage (StageOf), and take it from there
 //   Apply         steps the row. `callers`: the lanes that call it together, whole groups of `lanes`. A group without a
 //                 row has no uses.
 
 /// Steps one row column by column; states are as wide as rows.
 ///
-/// kRowGradients: bag gradients have the dtype of the rows; else that is looked up.
+/// kRowGradients: bag gradients have the dtype of the rows; otherwise the dtype is read at run time.
 template <typename Step, typename RowType, bool kRowGradients>
 struct ApplyByColumns : StepArguments<Step, RowType> {
   using Base = StepArguments<Step, RowType>;
@@ -129,7 +129,7 @@ struct ApplyByColumns : StepArguments<Step, RowType> {
   static constexpr bool kHasRowGradients = kRowGradients;
   static constexpr int kNumStagedLines = Step::kNumStates;
   static constexpr bool kStagesWords = false;
-  static constexpr int kNumLines = 1 + Step::kNumStates;  // as wide as a row, which a step holds
+  static constexpr int kNumLines = 1 + Step::kNumStates;  // rows of this width that a step holds
 
   template <int kVector, int kPerLane>
   struct Loaded {
@@ -194,7 +194,7 @@ struct ApplyByColumns : StepArguments<Step, RowType> {
   }
 };
 
-/// Steps one row by a factor that all its columns share: its state is one number, made of their squares.
+/// Steps one row by a factor that all its columns share: its state is one number, computed from their squares.
 template <typename Step, typename RowType, bool kRowGradients>
 struct ApplyByRow : StepArguments<Step, RowType> {
   using Base = StepArguments<Step, RowType>;
@@ -239,7 +239,7 @@ struct ApplyByRow : StepArguments<Step, RowType> {
     const auto hyper = this->LoadHyper();
     const float squares = SumSquares(gradient, lane, lanes, callers);
     if (num_uses == 0) return;
-    // A finite sum has finite terms; that of finite numbers may be infinite.
+    // A finite sum has finite terms; the sum of finite numbers may be infinite.
     if (!(squares < INFINITY) && !this->CheckFinite(row, gradient, lane, lanes)) return;
     RowPart<kVector, kPerLane> stepped = loaded.row.Widened();
     const float mean =
@@ -258,7 +258,7 @@ struct ApplyByRow : StepArguments<Step, RowType> {
   }
 
  private:
-  /// The sum over the columns of a row, in each of its lanes (core/row_update.h says in which order).
+  /// Returns the sum over the columns of a row, in each of its lanes (core/row_update.h has the order).
   template <int kVector, int kPerLane>
   __device__ float SumSquares(const RowPart<kVector, kPerLane>& gradient, int lane, int lanes, unsigned callers) const {
     float squares = 0.0f;
@@ -280,7 +280,7 @@ template <typename Step, typename Row, bool kRowGradients>
 using ApplyStep =
     std::conditional_t<Step::kRowwise, ApplyByRow<Step, Row, kRowGradients>, ApplyByColumns<Step, Row, kRowGradients>>;
 
-/// The kernels that read partial sums alone are the same whatever the dtype of the gradients was.
+/// Returns the step for kernels that read only partial sums, which do not depend on the dtype of the gradients.
 template <typename Step, typename Row>
 ApplyByColumns<Step, Row, true> OfSums(const ApplyByColumns<Step, Row, false>& apply) {
   return {apply};

@@ -1,4 +1,4 @@
-// What an update calls: kernels by the dtype of rows and by optimizer, each compiled in a file of its own.
+// The kernels of an update, by the dtype of rows and by optimizer, each compiled in a separate file.
 #ifndef JAXSOK_KERNELS_UPDATE_CUDA_H_
 #define JAXSOK_KERNELS_UPDATE_CUDA_H_
 
@@ -7,7 +7,7 @@
 
 namespace jaxsok {
 
-/// What an update is, beside the store.
+/// The inputs of an update other than the store.
 struct UpdateArguments {
   const StateView& states;
   const UpdateSpec& spec;
@@ -25,7 +25,7 @@ struct StepOf {
                             const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit);
 };
 
-/// The same by a row program (update_program_cuda.cuh).
+/// The kernels that do the same by a row program (update_program_cuda.cuh).
 template <typename Row>
 struct ProgramOf {
   static LaunchError Launch(Stream stream, const StoreView& store, const UpdateArguments& a,

@@ -1,5 +1,5 @@
-// The sums of rows with many uses, where a kernel after this one steps them: without an optimizer, and in float32
-// whatever rows and gradients are stored in.
+// Sums of rows with many uses, for a later kernel that steps them: without an optimizer, and in float32 for any dtype
+// of rows and gradients.
 #include "uses_cuda.cuh"
 
 namespace jaxsok {

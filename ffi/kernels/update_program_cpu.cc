@@ -1,4 +1,4 @@
-// The loops over columns of update_program_cpu.h, in a version for each generation of processors.
+// The loops over columns of update_program_cpu.h, in a version for each instruction set.
 #include "update_program_cpu.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ struct Operand {
   }
 };
 
-/// to[c] = op(a[c], b[c], c[c]). Where an operand is a number, the loop has it in a register.
+/// Computes to[c] = op(a[c], b[c], c[c]). If an operand is a number, the loop keeps it in a register.
 template <int kCode>
 struct OverColumns {
   __attribute__((always_inline)) static inline void Run(float* to, Operand a, Operand b, Operand c, int32_t dim) {
@@ -43,7 +43,7 @@ struct OverColumns {
   }
 };
 
-/// What each lane of LaneShape::OfProgram joins of its own columns, in order, then the lanes in a butterfly.
+/// Joins the columns of each lane of LaneShape::OfProgram, in order, then the lanes in a butterfly.
 template <int kCode>
 float Reduced(const float* values, int32_t dim) {
   const LaneShape shape = LaneShape::OfProgram(dim);
@@ -56,7 +56,7 @@ float Reduced(const float* values, int32_t dim) {
         lanes[l] = JoinOf<kCode>(lanes[l], values[c]);
     }
   }
-  // Lane 0 of the butterfly: the other lanes hold the same, since the order of two operands changes nothing.
+  // Lane 0 of the butterfly: the other lanes hold the same, since the operation is commutative.
   for (int offset = shape.lanes / 2; offset >= 1; offset /= 2) {
     for (int l = 0; l < offset; ++l) lanes[l] = JoinOf<kCode>(lanes[l], lanes[l + offset]);
   }
@@ -72,7 +72,7 @@ JAXSOK_CPU_CLONES int32_t RunColumnOps(const RowMachine& machine, int32_t op) {
     if (one.code >= kRowSum) break;
     float* to = machine.Register(one.to);
     const Operand a = Operand::Of(machine, one.a);
-    // Operands that are not read are numbers, so that few of the loops are ever taken.
+    // Unused operands are numbers, so that few of the loops are ever taken.
     const Operand b = ReadsSecond(one.code) ? Operand::Of(machine, one.b) : Operand{nullptr, 0.0f};
     const Operand c = ReadsThird(one.code) ? Operand::Of(machine, one.c) : Operand{nullptr, 0.0f};
     switch (one.code) {

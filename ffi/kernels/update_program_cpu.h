@@ -10,7 +10,7 @@
 
 namespace jaxsok {
 
-/// The registers of one thread, and what its operands stand for.
+/// The registers of one thread, and the values of its operands.
 struct RowMachine {
   const RowProgram& program;
   const float* scalars;
@@ -25,13 +25,13 @@ struct RowMachine {
   float Scalar(int operand) const { return operand == -1 ? num_uses : scalars[-2 - operand]; }
 };
 
-/// Runs the operations on columns of a program, from `op` to the next that is none; the number of that one.
+/// Runs the column operations of a program, from `op` to the next operation of another kind, and returns its number.
 int32_t RunColumnOps(const RowMachine& machine, int32_t op);
 
-/// Runs a reduction; LaneShape::OfProgram tells its order.
+/// Runs a reduction; LaneShape::OfProgram defines its order.
 void RunReduction(const RowMachine& machine, const RowInstruction& op);
 
-/// Runs a program. put(slot, values, is_scalar) is called for each output: slot 0 is the row, 1 + k state k.
+/// Runs a program. Calls put(slot, values, is_scalar) for each output: slot 0 is the row, 1 + k state k.
 template <typename Put>
 void RunRowProgram(const RowMachine& machine, const Put& put) {
   for (int32_t at = 0; at < machine.program.num_ops;) {

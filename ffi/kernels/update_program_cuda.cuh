@@ -1,14 +1,14 @@
-// Row programs on a GPU: what uses_cuda.cuh applies to a row's gradients, operation by operation.
+// Row programs on a GPU: uses_cuda.cuh applies them to a row's gradients, operation by operation.
 //
-// A register lies in shared memory, each lane's columns of it at places of the lane's own, so that no lane ever waits
-// for another but in a reduction:
+// A register is in shared memory. The columns of each lane have the lane's own places, so that lanes wait for each
+// other only in reductions:
 //
 //   (register * per_lane + k) * threads + thread     vector k of the thread's columns: 16 bytes, or 4
 //   after all registers                              the scalars, four times each
 //
 // A row and its states are copied there from memory without passing through the lane's own registers, while its
-// gradients are summed. What an instruction costs beside its arithmetic (fetch, addresses, choice of the operation) is
-// paid once for sixteen columns: lanes are dealt twice as many as elsewhere (LaneShape::OfProgram).
+// gradients are summed. The cost of an instruction apart from its arithmetic (fetch, addresses, choice of the
+// operation) is paid once for sixteen columns: lanes hold twice as many as elsewhere (LaneShape::OfProgram).
 #ifndef JAXSOK_KERNELS_UPDATE_PROGRAM_CUDA_CUH_
 #define JAXSOK_KERNELS_UPDATE_PROGRAM_CUDA_CUH_
 
@@ -21,10 +21,10 @@
 
 namespace jaxsok {
 
-/// One instruction as lanes take it: places in shared memory, in bytes from its begin.
+/// One instruction as lanes read it: places in shared memory, in bytes from its begin.
 struct LaneInstruction {
   uint32_t code_and_to;  // code, and from bit 8 on the destination: a place, or the number of an output
-  uint32_t a, b, c;      // places; kOfLane: the lane's own part of a register, else a scalar
+  uint32_t a, b, c;      // places; kOfLane: the lane's own part of a register, otherwise a scalar
 };
 constexpr uint32_t kOfLane = uint32_t{1} << 31;
 
@@ -59,13 +59,13 @@ struct SharedColumns<1> {
   }
 };
 
-/// The shared memory of a block, as one of its lanes sees it.
+/// The shared memory of a block, as one of its lanes addresses it.
 template <int kVector>
 struct LaneMemory {
   static constexpr uint32_t kBytes = kVector * sizeof(float);
 
   char* begin;      // of the block's part
-  uint32_t window;  // the same as an address of the shared window
+  uint32_t window;  // the same address in the shared window
   uint32_t of_lane, stride;
 
   __device__ static LaneMemory Of() {
@@ -74,7 +74,7 @@ struct LaneMemory {
             static_cast<uint32_t>(__cvta_generic_to_shared(shared_registers)), threadIdx.x * kBytes,
             blockDim.x * kBytes};
   }
-  /// Vector k of register `number`, of rows with `per_lane` vectors a lane.
+  /// Returns the place of vector k of register `number`, for rows with `per_lane` vectors a lane.
   __device__ uint32_t PlaceOf(int number, int per_lane, int k) const {
     return (number * per_lane + k) * stride + of_lane;
   }
@@ -91,7 +91,7 @@ constexpr int VectorsAtOnce() {
   return kPerLane * kVector < 16 ? kPerLane : 16 / kVector;
 }
 
-/// Where the columns of an operand lie: a scalar's are all at one place.
+/// The places of an operand's columns: a scalar's are all one place.
 struct OperandPlaces {
   uint32_t first, step;
 
@@ -112,7 +112,7 @@ __device__ __forceinline__ void OverColumns(Columns<kVector> (&a)[kCount], const
   }
 }
 
-/// An instruction of JAXSOK_HEAVY_ROW_OPS for one number. Not inlined: it would take all registers.
+/// Computes an instruction of JAXSOK_HEAVY_ROW_OPS for one number. Not inlined: it would take all registers.
 static __device__ __noinline__ float HeavyOf(int code, float a, float b) {
   switch (code) {
 #define JAXSOK_ROW_OP(name) \
@@ -125,7 +125,7 @@ static __device__ __noinline__ float HeavyOf(int code, float a, float b) {
   }
 }
 
-/// The columns of a row over which a reduction goes, and the lanes that hold them.
+/// The columns of a row that a reduction covers, and the lanes that hold them.
 struct RowShape {
   int lane, lanes;
   unsigned mask;
@@ -149,7 +149,7 @@ __device__ __forceinline__ float ReducedOver(const LaneMemory<kVector>& memory, 
   return sum;
 }
 
-/// Runs one instruction that is no output.
+/// Runs one instruction other than an output.
 template <int kVector, int kPerLane>
 __device__ __forceinline__ void RunInstruction(const LaneInstruction& op, const LaneMemory<kVector>& memory,
                                                const RowShape& row) {
@@ -182,7 +182,7 @@ __device__ __forceinline__ void RunInstruction(const LaneInstruction& op, const 
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) c[k] = memory.Get(at_c.first + (first + k) * at_c.step);
     }
-    // The commonest first: what follows is a tree of comparisons.
+    // The most frequent ones first: the others are a tree of comparisons.
     if (code == kRowMultiply) {
       OverColumns<kRowMultiply>(a, b, c);
     } else if (code == kRowMultiplyAdd) {
@@ -213,12 +213,12 @@ __device__ __forceinline__ void RunInstruction(const LaneInstruction& op, const 
 template <typename RowType>
 struct ApplyProgram {
   using Row = RowType;
-  static constexpr int kNumLines = 2;  // of gradients: rows and states lie in shared memory
+  static constexpr int kNumLines = 2;  // of gradients: rows and states are in shared memory
   static constexpr bool kStepsLongRowsApart = true;
   static constexpr bool kStepsRows16 = false;
   static constexpr bool kShiftsBlocks = false;
   static constexpr bool kHasRowGradients = false;
-  static constexpr int kSharedBytes = 100 << 10;  // of a block: two fit a multiprocessor
+  static constexpr int kSharedBytes = 100 << 10;  // per block: two fit a multiprocessor
 
   StoreView store;
   BatchView batch;
@@ -230,16 +230,16 @@ struct ApplyProgram {
   int32_t row_gradient;
   int32_t* num_nonfinite;
   int32_t num_scalars, num_registers, num_ops;
-  int32_t uses_register;  // which holds the number of uses; -1: nobody reads it
+  int32_t uses_register;  // it holds the number of uses; -1: no instruction reads it
   uint32_t scalars_place;
   LaneInstruction ops[kMaxRowOps];
 
-  /// Nothing: shared memory has it.
+  /// Empty: the row is in shared memory.
   template <int kVector, int kPerLane>
   struct Loaded {};
 
-  /// Translates a program for rows of a shape, and says which blocks it wants: smaller ones where registers are many
-  /// or wide, so that two of them fit a multiprocessor, and each what a block can have.
+  /// Translates a program for rows of a shape, and returns the blocks that it needs: smaller ones if registers are many
+  /// or wide, so that two of them fit a multiprocessor, and at most what a block can have.
   LaunchError Translate(const RowProgram& program, int vector, int per_lane, BlockShape* block) {
     int most = 0;
     JAXSOK_RETURN_IF_LAUNCH(SharedBytesOfBlock(&most));
@@ -277,7 +277,7 @@ struct ApplyProgram {
     return nullptr;
   }
 
-  /// Puts the scalars where instructions find them. The whole block calls it.
+  /// Copies the scalars to the places of the instructions. The whole block calls it.
   __device__ void Begin() const {
     extern __shared__ float4 shared_registers[];
     float4* to = reinterpret_cast<float4*>(reinterpret_cast<char*>(shared_registers) + scalars_place);
@@ -288,7 +288,7 @@ struct ApplyProgram {
     __syncthreads();
   }
 
-  /// Drawn when the row is written.
+  /// Returns zero: the bits are drawn when the row is written.
   __device__ static RowRounding RoundingOf(uint32_t) { return {0}; }
 
   /// Begins to copy the row and its states.
@@ -319,7 +319,8 @@ struct ApplyProgram {
     __pipeline_commit();
   }
 
-  /// `position`: of a use of the row. A group without a row has no uses. Groups that come side by side step so.
+  /// Steps a row. `position`: that of a use of the row. A group without a row has no uses. Groups that are called
+  /// together step together.
   template <int kVector, int kPerLane>
   __device__ void Apply(uint32_t row, uint32_t position, uint32_t uses, int lane, int lanes, unsigned,
                         Loaded<kVector, kPerLane>&, RowPart<kVector, kPerLane>& gradient) const {
@@ -403,7 +404,7 @@ struct ApplyProgram {
                              [&](const Columns<kVector>& columns, int column) { columns.Store(to + column); });
   }
 
-  /// put(columns, first column) for each vector of an operand.
+  /// Calls put(columns, first column) for each vector of an operand.
   template <int kVector, int kPerLane, typename Put>
   __device__ static void Write(const LaneMemory<kVector>& memory, OperandPlaces places, const RowShape& shape,
                                const Put& put) {

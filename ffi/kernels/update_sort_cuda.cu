@@ -1,8 +1,8 @@
-// Radix sorts by CUB, with digits as wide as the keys ask for.
+// Radix sorts by CUB, with digits sized for the keys.
 //
-// CUB's own choice are digits of 8 bits and tiles of 8,832 pairs. Row ids of 25 to 27 bits, 16 to 128 M rows, then take
-// four passes where digits of 9 bits take three (as those of 9, and of 17 and 18 bits take one less); and few pairs
-// fill few multiprocessors. On an H200 (ms):
+// CUB itself chooses digits of 8 bits and tiles of 8,832 pairs. Row ids of 25 to 27 bits, 16 to 128 M rows, then take
+// four passes, while digits of 9 bits take three (row ids of 9, 17 and 18 bits also take one less); and few pairs fill
+// few multiprocessors. On an H200 (ms):
 //
 //   pairs      bits   CUB      512 x 16, 9 bits   512 x 8, 9 bits
 //   6,656      27     0.0536   0.0411             0.0343
@@ -11,8 +11,8 @@
 //   5,242,880  25     0.2249   0.1981             0.2343
 //   1,048,576  23     0.0654   0.0690             0.0770
 //
-// These with CUB's own blocks of 128 threads for the histogram. Those of 1,024 take less by 0.006 ms of 1.7 M pairs,
-// and by 0.011 of 5.2 M.
+// These times use CUB's own blocks of 128 threads for the histogram. Blocks of 1,024 take 0.006 ms less for 1.7 M
+// pairs, and 0.011 ms less for 5.2 M.
 #include <cub/device/device_radix_sort.cuh>
 
 #include "launch_cuda.cuh"
@@ -28,8 +28,8 @@ LaunchError SortAsCub(cudaStream_t stream, const PairsToSort& pairs, int num_bit
   return nullptr;
 }
 
-// How CUB takes a policy changes with its versions; this is that of CUDA 13.0. With others uses are sorted as CUB
-// chooses: as correctly, and as fast as the table above says.
+// CUB's policy interface changes with its versions; this is the one of CUDA 13.0. With other versions CUB chooses the
+// policy: equally correct, at the speed in the table above.
 #if CUB_VERSION / 100 == 3000
 
 constexpr int kDigitBits = 9;
@@ -47,7 +47,7 @@ struct WideDigits {
                                           cub::RADIX_RANK_MATCH_EARLY_COUNTS_ANY, cub::BLOCK_SCAN_RAKING_MEMOIZE,
                                           cub::RADIX_SORT_STORE_DIRECT, kDigitBits>;
     using SingleTilePolicy = Base::SingleTilePolicy;
-    // Not run where ONESWEEP is set, but compiled.
+    // Compiled, but not used if ONESWEEP is set.
     using ScanPolicy = Base::ScanPolicy;
     using DownsweepPolicy = Base::DownsweepPolicy;
     using AltDownsweepPolicy = Base::AltDownsweepPolicy;
@@ -60,7 +60,7 @@ template <typename Digits>
 LaunchError SortBy(cudaStream_t stream, const PairsToSort& pairs, int num_bits, void* storage, size_t* bytes) {
   using Dispatch = cub::DispatchRadixSort<cub::SortOrder::Ascending, uint32_t, uint32_t, uint32_t,
                                           cub::detail::identity_decomposer_t, Digits>;
-  // Not written to: so says the last argument but one.
+  // Not written to: the last argument but one says so.
   cub::DoubleBuffer<uint32_t> keys(const_cast<uint32_t*>(pairs.keys), pairs.sorted_keys);
   cub::DoubleBuffer<uint32_t> values(const_cast<uint32_t*>(pairs.values), pairs.sorted_values);
   JAXSOK_RETURN_IF_CUDA(Dispatch::Dispatch(storage, *bytes, keys, values, static_cast<uint32_t>(pairs.count), 0,

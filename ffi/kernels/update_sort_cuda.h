@@ -1,4 +1,4 @@
-// Sorts of row ids on a GPU: what stands between listing uses and summing them (uses_cuda.cuh).
+// Sorts of row ids on a GPU: the pass between listing uses and summing them (uses_cuda.cuh).
 #ifndef JAXSOK_KERNELS_UPDATE_SORT_CUDA_H_
 #define JAXSOK_KERNELS_UPDATE_SORT_CUDA_H_
 
@@ -9,7 +9,7 @@
 
 namespace jaxsok {
 
-/// Arrays of `count` each. What is sorted is left as it is.
+/// Arrays of `count` each. The inputs of the sort are unchanged.
 struct PairsToSort {
   const uint32_t* keys;
   const uint32_t* values;
@@ -18,8 +18,8 @@ struct PairsToSort {
   int64_t count;
 };
 
-/// Sorts pairs by the lowest `num_bits` bits of their keys; those with equal keys stay in order. With `storage` null it
-/// says in `bytes` what it needs there, and does nothing else; then `bytes` is what `storage` has.
+/// Sorts pairs by the lowest `num_bits` bits of their keys; pairs with equal keys stay in order. If `storage` is null,
+/// it only writes the required storage size to `bytes`; otherwise `bytes` is the size of `storage`.
 LaunchError SortPairs(Stream stream, const PairsToSort& pairs, int num_bits, void* storage, size_t* bytes);
 
 }  // namespace jaxsok

@@ -1,8 +1,8 @@
-// From bag gradients to row gradients on the CPU: the uses of a batch sorted by row, and summed in the order of
-// core/row_update.h. update_cpu.cc steps optimizers with the sums, combine_cpu.cc writes them down.
+// Sums bag gradients to row gradients on the CPU: the uses of a batch are sorted by row, and summed in the order of
+// core/row_update.h. update_cpu.cc steps optimizers with the sums, combine_cpu.cc stores them.
 //
-// Uses are dealt, in the order of their positions, to buckets of neighbouring rows; a bucket is one task, which
-// sorts it and walks its rows. Every step keeps the order of positions, so no thread can change a sum.
+// Uses are distributed, in the order of their positions, over buckets of neighbouring rows; a bucket is one task, which
+// sorts it and walks its rows. Every step keeps the order of positions, so the threads do not affect the sums.
 #ifndef JAXSOK_KERNELS_USES_CPU_H_
 #define JAXSOK_KERNELS_USES_CPU_H_
 
@@ -19,13 +19,13 @@ namespace jaxsok {
 /// One use of a row: the gradient of its bag, times the row's factor in that bag.
 struct Use {
   uint32_t bag;  // number of its tile, times kBagsPerTile, and place in it
-  uint32_t row;  // kNoRow: left out
+  uint32_t row;  // kNoRow: skipped
   uint32_t position;
   float factor;
 };
 static_assert(2 * sizeof(Use) <= kBytesOfUse, "two arrays of uses fit UpdateWorkspaceBytes");
 
-/// Where the gradients of a tile's bags begin.
+/// Returns the begin of the gradients of a tile's bags.
 template <typename G>
 struct TileGradients {
   std::vector<const G*> starts;
@@ -35,12 +35,12 @@ struct TileGradients {
   }
 };
 
-/// gradient = use_0 + use_1 + ... in sequence: one run (combine_cpu.cc).
+/// Sums one run: gradient = use_0 + use_1 + ... in sequence (combine_cpu.cc).
 void SumRun(const Use* uses, int64_t num_uses, const TileGradients<float>& gradients, int32_t dim, float* gradient);
 void SumRun(const Use* uses, int64_t num_uses, const TileGradients<BFloat16>& gradients, int32_t dim, float* gradient);
 void SumRun(const Use* uses, int64_t num_uses, const TileGradients<Float16>& gradients, int32_t dim, float* gradient);
 
-/// gradient = run_0 + run_1 + ... in sequence: one chunk.
+/// Sums one chunk: gradient = run_0 + run_1 + ... in sequence.
 template <typename G>
 void SumChunk(const Use* uses, int64_t num_uses, const TileGradients<G>& gradients, int32_t dim, float* gradient) {
   SumRun(uses, std::min<int64_t>(num_uses, kUsesPerRun), gradients, dim, gradient);
@@ -51,14 +51,14 @@ void SumChunk(const Use* uses, int64_t num_uses, const TileGradients<G>& gradien
   }
 }
 
-/// The gradient of a row with more than one chunk; `lanes` grows to the scratch that the tree needs.
+/// Sums the gradient of a row with more than one chunk; `lanes` grows to the scratch size that the tree needs.
 template <typename G>
 void SumTree(const Use* uses, int64_t num_uses, const TileGradients<G>& gradients, int32_t dim,
              std::vector<float>& lanes, float* gradient) {
   lanes.resize(static_cast<size_t>(kChunkLanes) * dim);
   const int64_t num_chunks = CeilDiv<int64_t>(num_uses, kUsesPerChunk);
   const auto lane = [&](int64_t l) { return lanes.data() + l * dim; };
-  // Lanes without a chunk add nothing: -0 added to any number gives that number.
+  // Lanes without a chunk add nothing: -0 plus any number is that number.
   for (int64_t l = num_chunks; l < kChunkLanes; ++l) std::fill_n(lane(l), dim, -0.0f);
   for (int64_t c = 0; c < num_chunks; ++c) {
     const int64_t begin = c * kUsesPerChunk;
@@ -78,7 +78,7 @@ void SumTree(const Use* uses, int64_t num_uses, const TileGradients<G>& gradient
 
 /// Sorts uses by row, stably; `scratch` has the same size.
 inline void SortByRow(Use* uses, Use* scratch, int64_t num_uses) {
-  constexpr int64_t kInsertionSize = 32;  // below it a radix pass costs more than it sorts
+  constexpr int64_t kInsertionSize = 32;  // below it a radix pass costs more than it saves
   if (num_uses <= kInsertionSize) {
     for (int64_t i = 1; i < num_uses; ++i) {
       const Use use = uses[i];
@@ -116,8 +116,8 @@ inline void SortByRow(Use* uses, Use* scratch, int64_t num_uses) {
 /// Calls apply(row, position, gradient, num_uses) once for each row that bags of `is_live` features used, from many
 /// threads; `position` is that of its first use.
 ///
-/// `positions` gives, by position: IsPadding(i), and Row(i), kNoRow if it has none. `fetch(row)` is called some rows
-/// ahead. `num_rows`: rows are mostly below it (a hint for spreading work). The gradient may be overwritten.
+/// `positions` provides, by position: IsPadding(i), and Row(i), kNoRow if it has none. `fetch(row)` is called some rows
+/// ahead. `num_rows`: most rows are below it (a hint for distributing work). The gradient may be overwritten.
 template <typename G, typename Positions, typename Fetch, typename Apply>
 void ForEachRowGradient(Stream stream, const BagFeatures& bags, const std::vector<char>& is_live,
                         const G* const* gradients, int64_t num_keys, int32_t dim, int64_t num_rows,

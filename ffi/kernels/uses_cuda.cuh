@@ -1,14 +1,14 @@
-// From bag gradients to row gradients on a GPU: the uses of a batch sorted by row, and summed in the order of
-// core/row_update.h. update_cuda.cu steps optimizers with the sums, combine_cuda.cu writes them down.
+// Sums bag gradients to row gradients on a GPU: the uses of a batch are sorted by row, and summed in the order of
+// core/row_update.h. update_cuda.cu steps optimizers with the sums, combine_cuda.cu stores them.
 //
-//   list   each position says which row it used, and by which factor of its bag's gradient (plain sums of bags of
+//   list   each position stores the row that it used, and the factor of its bag's gradient (plain sums of bags of
 //          one length need none)
-//   sort   (row, position), stable: a row's uses stand together, by position
+//   sort   (row, position), stable: a row's uses are adjacent, by position
 //   sum    a warp takes 32 sorted uses. Rows with at most 8 uses are summed and applied by a group of lanes each, all
-//          groups side by side; those with at most 32 by all of them; of longer rows every 32 uses give a partial sum,
+//          groups in parallel; those with at most 32 by all groups; for longer rows every 32 uses give a partial sum,
 //          and the row is put into a list
-//   hot    of a row with very many partial sums: a block adds those of one lane (kChunkLanes)
-//   long   a group of lanes, or where there are many partial sums a block, takes one row of that list
+//   hot    for a row with very many partial sums: a block adds those of one lane (kChunkLanes)
+//   long   a group of lanes, or for many partial sums a block, takes one row of that list
 #ifndef JAXSOK_KERNELS_USES_CUDA_CUH_
 #define JAXSOK_KERNELS_USES_CUDA_CUH_
 
@@ -35,16 +35,16 @@ struct LongRow {
   uint32_t num_uses;
 };
 
-/// Chunks up to which a group of lanes adds a row's partial sums.
+/// The number of chunks up to which a group of lanes adds a row's partial sums.
 constexpr uint32_t kFewChunks = 8;
-/// Chunks from which on a row's partial sums are spread over blocks, one for each of the kChunkLanes lanes.
+/// The number of chunks above which a row's partial sums are spread over blocks, one for each of the kChunkLanes lanes.
 constexpr uint32_t kManyChunks = 512;
 
-/// How many rows have more than one chunk.
+/// The numbers of rows with more than one chunk.
 struct LongCounts {
   uint32_t few;   // at most kFewChunks
   uint32_t many;  // more
-  uint32_t hot;   // of them, more than kManyChunks
+  uint32_t hot;   // of these, rows with more than kManyChunks
 };
 
 struct UsesWorkspace {
@@ -88,12 +88,12 @@ inline LaunchError CutUses(void* workspace, int64_t num_keys, int32_t dim, int e
   return nullptr;
 }
 
-/// Whether a feature's uses need no factors: bag and factor follow from the position.
+/// Returns whether a feature's uses need no factors: bag and factor follow from the position.
 __device__ __forceinline__ bool IsPlain(int32_t combiner, int32_t hotness, int32_t weights_start) {
   return hotness > 0 && weights_start < 0 && (combiner == kCombinerNone || combiner == kCombinerSum);
 }
 
-/// Where the gradient of a sorted use lies, and its factor.
+/// The gradients of sorted uses, and their factors.
 struct UseView {
   const int32_t* features;
   int num_features;
@@ -102,7 +102,7 @@ struct UseView {
   int32_t line_bytes;  // of a bag gradient
   int64_t num_keys;
 
-  /// Whether bag gradients are float32; if not they have the dtype of the rows.
+  /// Returns whether bag gradients are float32; otherwise they have the dtype of the rows.
   __device__ bool IsFloat32() const { return line_bytes == dim * static_cast<int32_t>(sizeof(float)); }
 
   __device__ const void* GradientOf(const FeaturePointers<const void>& gradients, uint32_t position,
@@ -121,8 +121,8 @@ struct UseView {
   }
 };
 
-// A block lists the uses of one tile of bags. `positions` says which row a position has, and whether it is padding.
-// Where no factors are needed: a thread a position. Other bags: eight lanes a bag. Each position is written by one
+// A block lists the uses of one tile of bags. `positions` provides the row of a position, and whether it is padding. If
+// no factors are needed, one thread takes a position; other bags take eight lanes each. Each position is written by one
 // thread.
 template <typename Positions>
 __global__ void __launch_bounds__(kBlock) ListUsesKernel(BatchView batch, Positions positions, UsesWorkspace w) {
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kBlock) ListUsesKernel(BatchView batch, Positi
   positions.AddStale(num_stale);
 }
 
-/// The first of sorted[0 .. end) that equals sorted[end]: the warp tests 32 places at a time.
+/// Returns the first place of sorted[0 .. end) that equals sorted[end]: the warp tests 32 places at a time.
 __device__ __forceinline__ uint32_t StartOfRow(const uint32_t* sorted, uint32_t end, uint32_t row) {
   const uint32_t lane = threadIdx.x % kWarp;
   uint32_t low = 0, high = end;  // sorted[high] is the row; everything before low is not
@@ -203,8 +203,7 @@ __device__ __forceinline__ uint32_t StartOfRow(const uint32_t* sorted, uint32_t 
   return high;
 }
 
-/// What a warp knows of its 32 sorted uses and of the 32 after them. In shared memory: registers are what the sums
-/// need.
+/// A warp's 32 sorted uses and the 32 after them. In shared memory, because the sums need the registers.
 struct WarpUses {
   const void* gradients[2 * kWarp];
   float factors[2 * kWarp];
@@ -213,7 +212,7 @@ struct WarpUses {
   uint8_t lengths[kWarp];       // of the chunk that begins at a use
   uint8_t short_starts[kWarp];  // the uses at which chunks of one run begin
 
-  /// The gradient of one use, without its factor.
+  /// Returns the gradient of one use, without its factor.
   template <typename Apply, int kVector, int kPerLane>
   __device__ void Load(int use, const UseView& view, int lane, int lanes, RowPart<kVector, kPerLane>& part) const {
     if (HasFloat32Gradients<Apply>(view)) {
@@ -235,7 +234,8 @@ struct WarpUses {
   }
 
  private:
-  /// Known where a kernel is compiled for one of them: code for both costs registers.
+  /// Returns whether gradients are float32, as a constant if the kernel is compiled for one dtype: code for both costs
+  /// registers.
   template <typename Apply>
   __device__ static bool HasFloat32Gradients(const UseView& view) {
     if (std::is_same_v<typename Apply::Row, float>) return true;
@@ -250,7 +250,7 @@ struct WarpUses {
       PackedPart<Gradient, kVector, kPerLane> parts[kFlight];
 #pragma unroll
       for (int i = 0; i < kFlight; ++i) {
-        parts[i] = {};  // else the compiler keeps its registers through all loops
+        parts[i] = {};  // otherwise the compiler keeps its registers through all loops
         if (u + i < count) parts[i].Load(static_cast<const Gradient*>(gradients[first + u + i]), lane, lanes, dim);
       }
 #pragma unroll
@@ -264,8 +264,8 @@ struct WarpUses {
   }
 };
 
-/// Blocks of kBlock threads that should fit a multiprocessor while gradients are summed: a step that holds more than
-/// the row itself, or makes numbers of 16 bits, wants registers.
+/// Returns the number of blocks of kBlock threads that should fit a multiprocessor while gradients are summed: a step
+/// that holds more than the row itself, or produces 16-bit numbers, needs registers.
 template <typename Apply, int kFloats>
 constexpr int SumBlocksPerMultiprocessor() {
   return Apply::kStepsLongRowsApart             ? (kFloats <= 16 ? 2 : 1)
@@ -273,22 +273,23 @@ constexpr int SumBlocksPerMultiprocessor() {
                                                 : BlocksPerMultiprocessor<kFloats>();
 }
 
-/// One of a warp's 32 sorted uses, which a lane holds, and the chunk that may begin there.
+/// One of a warp's 32 sorted uses, held by a lane, and the chunk that may begin there.
 ///
 /// A chunk begins where a row begins, and every kUsesPerChunk uses after that. The warp that holds its first use sums
 /// it, and reads up to 31 uses of the next warp.
 struct LaneUse {
-  uint32_t row, later_row;  // of the use, and of that 32 uses later; kNoRow: none
+  uint32_t row, later_row;  // of the use, and of the one 32 uses later; kNoRow: none
   uint32_t position;
   uint32_t rank;    // among the uses of its row
-  int to_boundary;  // uses from here to the next row; more than kUsesPerChunk where that is far
+  int to_boundary;  // uses from here to the next row; more than kUsesPerChunk if that is farther
   int length;       // of a chunk that begins here
-  bool is_start;    // whether one does
+  bool is_start;    // a chunk begins here
 
-  /// A chunk of one run begins a row and ends it.
+  /// Returns whether the chunk of one run begins and ends a row.
   __device__ bool IsShort() const { return rank == 0 && length <= kUsesPerRun; }
 
-  /// All lanes of the warp. Returns false where no chunk begins among the uses from `first` on.
+  /// Finds the use of each lane; all lanes of the warp call it. Returns false if no chunk begins among the uses from
+  /// `first`.
   __device__ bool Find(const UsesWorkspace& w, uint32_t first, uint32_t num_keys) {
     const int warp_lane = threadIdx.x % kWarp;
     const uint32_t at = first + warp_lane, later = at + kWarp;
@@ -298,7 +299,7 @@ struct LaneUse {
     position = at < num_keys ? w.sorted_positions[at] : 0;
     if (__all_sync(~0u, row == kNoRow)) return false;
 
-    // Bit i: use first + i is of another row than the one before it.
+    // Bit i: use first + i belongs to another row than the previous one.
     uint32_t previous = __shfl_up_sync(~0u, row, 1);
     if (warp_lane == 0) previous = before;
     uint32_t later_previous = __shfl_up_sync(~0u, later_row, 1);
@@ -323,11 +324,11 @@ struct LaneUse {
 
 /// The chunks that begin among a warp's uses.
 struct WarpChunks {
-  unsigned shorts;   // bits of the lanes at whose uses chunks of one run begin: WarpUses has them in their order
+  unsigned shorts;   // bits of the lanes at whose uses chunks of one run begin: WarpUses lists them in order
   unsigned longs;    // bits of the lanes at whose uses longer chunks begin
-  bool has_factors;  // rows of single keys and plain sums, the common case, spare the factors
+  bool has_factors;  // rows of single keys and plain sums, the common case, need no factors
 
-  /// All lanes of the warp. Writes down what the sums need of the uses.
+  /// Lists the chunks, and stores what the sums need of the uses. All lanes of the warp call it.
   __device__ static WarpChunks List(const LaneUse& use, const UseView& view,
                                     const FeaturePointers<const void>& gradients, const UsesWorkspace& w,
                                     uint32_t first, WarpUses& uses) {
@@ -336,7 +337,7 @@ struct WarpChunks {
     const bool is_short = use.IsShort();
     chunks.shorts = __ballot_sync(~0u, use.is_start && is_short);
     chunks.longs = __ballot_sync(~0u, use.is_start && !is_short);
-    // Rows of one use first: groups that work side by side have about as much to add.
+    // Rows of one use first: groups that work in parallel then have similar work.
     const unsigned singles = __ballot_sync(~0u, use.is_start && is_short && use.length == 1);
     if (use.is_start && is_short) {
       const unsigned lower = (1u << warp_lane) - 1;
@@ -360,7 +361,7 @@ struct WarpChunks {
   }
 };
 
-/// What all sums of a warp's chunks share. A group is `lanes` neighbouring lanes, which hold a row together.
+/// The state that all sums of a warp's chunks share. A group is `lanes` neighbouring lanes, which hold a row together.
 template <typename Apply, int kVector, int kPerLane>
 struct ChunkSums {
   using Part = RowPart<kVector, kPerLane>;
@@ -389,10 +390,10 @@ struct ChunkSums {
   }
 };
 
-/// Sums and steps the rows with one run, a group of lanes each, the groups side by side.
+/// Sums and steps the rows with one run, one group of lanes each, the groups in parallel.
 ///
-/// The groups take their turns together: the shuffles of a whole warp are cheap, those of a part of it are not, and a
-/// step's instructions are issued once for all of them.
+/// The groups take their turns together: shuffles of a whole warp are cheap, those of a part of it are not, and a
+/// step's instructions are issued once for all groups.
 template <typename Apply, int kVector, int kPerLane>
 struct ShortChunks : ChunkSums<Apply, kVector, kPerLane> {
   using Base = ChunkSums<Apply, kVector, kPerLane>;
@@ -400,7 +401,7 @@ struct ShortChunks : ChunkSums<Apply, kVector, kPerLane> {
       Base::uses, Base::view;
   using typename Base::Loaded, typename Base::Part;
 
-  // Narrow rows: several a turn, but no more than four, whose code stands one after the other.
+  // Narrow rows: several a turn, but at most four, because their code is unrolled.
   static constexpr int kFloats = kVector * kPerLane;
   static constexpr int kFlight = Apply::kStepsLongRowsApart ? 1 : RowsInFlight<8, kFloats == 1 ? 2 : kFloats>();
 
@@ -414,7 +415,7 @@ struct ShortChunks : ChunkSums<Apply, kVector, kPerLane> {
         sums[i].Fill(0.0f);
         loaded[i] = {};  // as in AddAs
         if (turn >= num_shorts) continue;
-        // The row is asked for before the first gradient is waited for.
+        // The row is requested before the warp waits for the first gradient.
         const int start = uses.short_starts[turn];
         uses.template Load<Apply>(start, view, lane, lanes, sums[i]);
         apply.Load(uses.rows[start], RoundingOf(start), lane, lanes, loaded[i]);
@@ -434,7 +435,8 @@ struct ShortChunks : ChunkSums<Apply, kVector, kPerLane> {
   }
 };
 
-/// The same by stages in shared memory (StageOf): what a turn needs is copied while the turns before it are at work.
+/// Sums and steps as above, by stages in shared memory (StageOf): the inputs of a turn are copied while earlier turns
+/// are at work.
 template <typename Apply, int kVector, int kPerLane>
 struct StagedShortChunks : ChunkSums<Apply, kVector, kPerLane> {
   using Base = ChunkSums<Apply, kVector, kPerLane>;
@@ -446,7 +448,7 @@ struct StagedShortChunks : ChunkSums<Apply, kVector, kPerLane> {
   static constexpr int kAhead = Stage::kCount - 1;
 
   __device__ void Run(int num_shorts) const {
-    int filled = 0, used = 0;  // the stages of the turn that is asked for, and of that at work
+    int filled = 0, used = 0;  // the stages of the requested turn and of the current one
     for (int first_turn = -kAhead * groups; first_turn < num_shorts; first_turn += groups) {
       const int turn = first_turn + group;
       Ask(turn + kAhead * groups, num_shorts, NextStage(filled));
@@ -473,7 +475,7 @@ struct StagedShortChunks : ChunkSums<Apply, kVector, kPerLane> {
   }
 
  private:
-  /// The stages are used in turn. Returns stage `number` and moves on to the next.
+  /// Returns stage `number` and advances to the next; the stages are used in turn.
   __device__ static Stage NextStage(int& number) {
     extern __shared__ float4 shared_stages[];
     const Stage stage = Stage::At(reinterpret_cast<char*>(shared_stages), number);
@@ -481,7 +483,7 @@ struct StagedShortChunks : ChunkSums<Apply, kVector, kPerLane> {
     return stage;
   }
 
-  /// Begins to copy what a turn needs.
+  /// Begins to copy the inputs of a turn.
   __device__ void Ask(int turn, int num_shorts, const Stage& stage) const {
     if (turn < num_shorts) {
       const int start = uses.short_starts[turn];
@@ -493,11 +495,11 @@ struct StagedShortChunks : ChunkSums<Apply, kVector, kPerLane> {
   }
 };
 
-/// Sums longer chunks, one after the other: the groups take runs, and each adds up all of them. A row with one chunk is
-/// stepped.
+/// Sums longer chunks, one after the other: each group sums a run, and then each adds up all runs. A row with one chunk
+/// is stepped.
 ///
-/// A chunk of a longer row writes its partial sum: of the chunks that begin in one warp's 32 uses at most one is the
-/// first of a long row and at most one is a later one, so partials[2 * warp + is_first] is written once. The last one
+/// A chunk of a longer row writes its partial sum. Of the chunks that begin in one warp's 32 uses at most one is the
+/// first of a long row and at most one is a later one, so partials[2 * warp + is_first] is written once. The last chunk
 /// puts the row into the list.
 template <typename Apply, int kVector, int kPerLane>
 struct LongChunks : ChunkSums<Apply, kVector, kPerLane> {
@@ -506,7 +508,7 @@ struct LongChunks : ChunkSums<Apply, kVector, kPerLane> {
       Base::RoundingOf, Base::Step, Base::uses, Base::view;
   using typename Base::Loaded, typename Base::Part;
 
-  /// `longs`: the lanes at whose uses the chunks begin; `use`: that of the calling lane.
+  /// Runs the sums. `longs`: the lanes at whose uses the chunks begin; `use`: that of the calling lane.
   __device__ void Run(unsigned longs, const LaneUse& use, const UsesWorkspace& w, uint32_t warp) const {
     const uint32_t first = warp * kWarp;
     for (; longs != 0; longs &= longs - 1) {
@@ -540,7 +542,7 @@ struct LongChunks : ChunkSums<Apply, kVector, kPerLane> {
   }
 
  private:
-  /// The sum of a chunk, in every group.
+  /// Returns the sum of a chunk, in every group.
   __device__ Part Sum(int start, int count) const {
     Part total;
     total.Fill(-0.0f);
@@ -559,7 +561,7 @@ struct LongChunks : ChunkSums<Apply, kVector, kPerLane> {
 };
 
 // One warp, 32 sorted uses: the chunks that begin among them (LaneUse).
-// A row with one chunk is stepped by the group of lanes that summed it, and by no other; LongChunks says who writes the
+// A row with one chunk is stepped only by the group of lanes that summed it; LongChunks describes the writes of the
 // partial sums of longer rows.
 template <typename Apply, int kVector, int kPerLane>
 __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVector * kPerLane>())
@@ -583,7 +585,7 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVec
   }
   __syncwarp();
 
-  // `lanes` is a power of two: no division, whose result would wait in memory for registers.
+  // `lanes` is a power of two: a division is avoided, whose result would be spilled.
   const int lane_bits = __ffs(lanes) - 1;
   const int lane = warp_lane & (lanes - 1), group = warp_lane >> lane_bits, groups = kWarp >> lane_bits;
   const ChunkSums<Apply, kVector, kPerLane> sums{
@@ -608,10 +610,11 @@ struct PartialsOfRow {
   __device__ static PartialsOfRow Of(const UsesWorkspace& w, LongRow row, int dim) {
     return {w.partials, row.begin, CeilDiv<uint32_t>(row.num_uses, kUsesPerChunk), dim};
   }
-  /// How many there are once SumHotKernel has run.
+  /// Returns the number of partial sums after SumHotKernel has run.
   __device__ uint32_t NumLeft() const { return num_chunks > kManyChunks ? kChunkLanes : num_chunks; }
 
-  /// Where one lies. The first one's place holds the sum of all in the end, if the row is stepped apart.
+  /// Returns the address of a partial sum. The first one's place holds the total in the end, if the row is stepped
+  /// apart.
   __device__ float* At(uint32_t chunk) const {
     const int64_t warp = (begin + chunk * kUsesPerChunk) / kWarp;
     return partials + (2 * warp + (chunk == 0 ? 1 : 0)) * dim;
@@ -622,10 +625,10 @@ struct PartialsOfRow {
   }
 };
 
-constexpr int kHotTileFloats = 4 * kMaxDim;  // 16 KiB: two tiles fit the 48 that a block may always declare
+constexpr int kHotTileFloats = 4 * kMaxDim;  // 16 KiB: two tiles fit the 48 KiB that a block may always declare
 
-// The rows with more than kManyChunks chunks: a block adds the partial sums of one lane, in sequence, and leaves the
-// sum where the lane's first one was. They come by tiles: one is added while the next is on its way.
+// The rows with more than kManyChunks chunks: a block adds the partial sums of one lane, in sequence, and writes the
+// sum to the place of the lane's first partial sum. They arrive in tiles: one is added while the next is copied.
 template <int kTileFloats>
 __global__ void __launch_bounds__(kBlock) SumHotKernel(UsesWorkspace w, int dim) {
   constexpr int kColumnsPerThread = kMaxDim / kBlock;
@@ -673,9 +676,9 @@ __global__ void __launch_bounds__(kBlock) SumHotKernel(UsesWorkspace w, int dim)
   }
 }
 
-// The rows with more than 32 uses. Those with few chunks: a group of lanes each. Then the others, one after the other
-// by whole blocks: kChunkLanes groups of lanes add a row's partial sums, then a tree.
-// The list's order depends on timing; the rows in it do not touch each other.
+// The rows with more than 32 uses. Those with few chunks take one group of lanes each. Then whole blocks take the
+// others, one after the other: kChunkLanes groups of lanes add a row's partial sums, then a tree.
+// The list's order depends on timing, but its rows are independent.
 template <typename Apply, int kVector, int kPerLane>
 __global__ void __launch_bounds__(1024, 1)
     SumLongKernel(const __grid_constant__ Apply apply, UseView view, UsesWorkspace w, int lanes) {
@@ -765,24 +768,24 @@ __global__ void __launch_bounds__(1024, 1)
   }
 }
 
-/// What SumLongKernel applies where a kernel after it steps the rows.
+/// The step of SumLongKernel if a later kernel steps the rows.
 struct SumsAlone {
   static constexpr bool kStepsLongRowsApart = true;
   template <int kVector, int kPerLane>
   struct Loaded {};
 };
 
-/// SumLongKernel for SumsAlone: one for all optimizers and dtypes of rows (update_long_cuda.cu).
+/// Launches SumLongKernel for SumsAlone: one for all optimizers and dtypes of rows (update_long_cuda.cu).
 LaunchError LaunchSumLong(Stream stream, const UseView& view, const UsesWorkspace& w, LaneShape shape);
 
-/// Whether a kernel of its own steps the rows with more than 32 uses. Where a lane has many numbers of a row, a step in
-/// SumLongKernel makes much code, and a launch more is little beside the work.
+/// Returns whether a separate kernel steps the rows with more than 32 uses. If a lane has many numbers of a row, a step
+/// in SumLongKernel is large code, and another launch is cheap relative to the work.
 template <typename Apply, int kFloats>
 constexpr bool StepsLongRowsApart() {
   return Apply::kStepsLongRowsApart || (Apply::kNumLines > 0 && kFloats >= 16);
 }
 
-// The rows whose sums the kernel before left to be applied: a group of lanes each.
+// The rows whose sums the previous kernel left to be applied: a group of lanes each.
 template <typename Apply, int kVector, int kPerLane>
 __global__ void __launch_bounds__(kBlock)
     StepLongKernel(const __grid_constant__ Apply apply, UseView view, UsesWorkspace w, int lanes) {
@@ -802,16 +805,16 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-/// Threads of a block and the bytes of shared memory that they want beside what a kernel declares.
+/// The threads of a block and the bytes of shared memory that they need in addition to those that a kernel declares.
 struct BlockShape {
   int threads;
   int shared_bytes;
 };
 
-constexpr int kAlwaysAllowedBytes = 48 << 10;  // of shared memory for a block, without asking (CUDA)
-constexpr int kMostDeclaredBytes = 16 << 10;   // what the kernels that ask for more declare, at most
+constexpr int kAlwaysAllowedBytes = 48 << 10;  // shared memory that a block may always use (CUDA)
+constexpr int kMostDeclaredBytes = 16 << 10;   // the limit for kernels that ask for more
 
-/// Bytes of shared memory that a block can have on the GPU at hand.
+/// Gets the bytes of shared memory that a block can have on the current GPU.
 inline LaunchError SharedBytesOfBlock(int* bytes) {
   int device = 0;
   JAXSOK_RETURN_IF_CUDA(cudaGetDevice(&device));
@@ -819,8 +822,8 @@ inline LaunchError SharedBytesOfBlock(int* bytes) {
   return nullptr;
 }
 
-/// Lets a kernel have more shared memory for a block than is always allowed: all there is, whatever this launch wants,
-/// so that launches from several threads never take it from each other.
+/// Allows a kernel more shared memory per block than the default: the maximum, whatever this launch needs, so that
+/// launches from several threads never reduce each other's limit.
 template <typename Kernel>
 inline LaunchError AllowShared(Kernel* kernel, int bytes) {
   if (bytes <= kAlwaysAllowedBytes - kMostDeclaredBytes) return nullptr;
@@ -833,10 +836,10 @@ inline LaunchError AllowShared(Kernel* kernel, int bytes) {
   return nullptr;
 }
 
-/// Blocks of SumLongKernel and of those beside it, each of 32 groups of lanes; without work they cost 2 us.
+/// Returns the blocks of SumLongKernel and its companions, each of 32 groups of lanes; without work they cost 2 us.
 inline int NumLongBlocks() { return NumMultiprocessors() * 4; }
 
-/// What is applied to sums of partial sums.
+/// Returns the step that is applied to sums of partial sums.
 template <typename Apply>
 const Apply& OfSums(const Apply& apply) {
   return apply;
@@ -884,8 +887,8 @@ struct LaunchSums {
   }
 };
 
-/// sort, sum, long: after the uses are listed. `end_bit`: row ids differ in the bits below it. `shape`: how lanes share
-/// a row.
+/// Launches sort, sum and long, after the uses are listed. `end_bit`: row ids differ in the bits below it. `shape`: how
+/// lanes share a row.
 template <typename Apply>
 inline LaunchError LaunchUses(Stream stream, const Apply& apply, const FeaturePointers<const void>& gradients,
                               const BatchView& batch, UsesWorkspace& w, int32_t dim, int32_t line_bytes, int end_bit,

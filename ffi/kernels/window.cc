@@ -1,4 +1,4 @@
-// The windows of this process: who has which, and the meetings of the threads that issue work to the devices.
+// The windows of this process: their owners, and the meetings of the threads that issue work to the devices.
 #include "window.h"
 
 #include <algorithm>
@@ -18,52 +18,52 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// The shards that exchange with each other; where a mesh has other axes too, there are several groups.
+/// A group of shards that exchange with each other; a mesh with several axes has several groups.
 ///
-/// A thread issues the work of one device. Before a device is told to wait for its peers, the threads of all of them
-/// must have issued what the device waits for. Else a thread that loads a kernel, which CUDA does at the first launch
-/// and which may wait for what runs, could keep another from issuing what the first one's device waits for.
+/// A thread issues the work of one device. Before a device starts to wait for its peers, the threads of all peers must
+/// have issued the work that the device waits for. Otherwise a thread that loads a kernel could keep another thread
+/// from issuing that work: CUDA loads a kernel at its first launch, which may wait for running kernels.
 struct Group {
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<int32_t> shards;                          // those of this process
   std::vector<std::atomic<uint64_t>> begun, met, over;  // by shard, the last exchange; written under the mutex
-  std::vector<std::atomic<int64_t>> runs;               // by half and shard: the program that exchanges
+  std::vector<std::atomic<int64_t>> runs;               // by half and shard: the program run of an exchange
   bool is_closed = false;                               // no exchange begins after `last_allowed`
   uint64_t last_allowed = 0;
   std::string failure;              // empty: none; set once
-  WindowFailure* shared = nullptr;  // with the devices; nullptr: none of them is of this process
+  WindowFailure* shared = nullptr;  // shared with the devices; nullptr: none of them is in this process
 
   explicit Group(int32_t num_shards) : begun(num_shards), met(num_shards), over(num_shards), runs(2 * num_shards) {}
 
-  /// The last exchange that a shard of this process has begun; under the mutex.
+  /// Returns the last exchange that a shard of this process has begun; under the mutex.
   uint64_t Last() const {
     uint64_t last = 0;
     for (int32_t s : shards) last = std::max(last, begun[s].load());
     return last;
   }
-  /// Whether all shards of this process have come to an exchange.
+  /// Returns whether all shards of this process have reached an exchange.
   bool HaveAllReached(const std::vector<std::atomic<uint64_t>>& epochs, uint64_t epoch) const {
     for (int32_t s : shards) {
       if (epochs[s] < epoch) return false;
     }
     return true;
   }
-  /// The run for which a shard exchanges. It stays until the shard has met this one in the next exchange too.
+  /// Returns the run for which a shard exchanges. It stays until the shard has met this one in the next exchange too.
   std::atomic<int64_t>& RunOf(int32_t shard, uint64_t epoch) { return runs[2 * shard + (epoch & 1)]; }
-  /// Whether all shards of this process, which have met, exchange for the same run of a program.
+  /// Returns whether all shards of this process, which have met, exchange for the same run of a program.
   bool IsOneRun(uint64_t epoch) {
     return std::all_of(shards.begin(), shards.end(),
                        [&](int32_t s) { return RunOf(s, epoch) == RunOf(shards[0], epoch); });
   }
-  /// Under the mutex. The text is kept: callers hold pointers to it.
+  /// Records a failure; under the mutex. The text is kept: callers hold pointers to it.
   LaunchError Fail(const std::string& why) {
     if (failure.empty()) failure = why + "; the state is lost: restart from a checkpoint";
-    const_cast<volatile WindowFailure*>(shared)->is_over = 1;  // devices that wait end too
+    const_cast<volatile WindowFailure*>(shared)->is_over = 1;  // waiting devices end too
     changed.notify_all();
     return failure.c_str();
   }
-  /// What devices have found, if they have; under the mutex.
+  /// Reads the failure that devices have found, if any; under the mutex.
   void Look() {
     if (shared == nullptr) return;
     const volatile WindowFailure& found = *shared;
@@ -83,9 +83,9 @@ struct WindowDevice {
   uint64_t epoch = 0;
   bool has_met = false;
   int64_t most_seconds = 0;
-  char* window = nullptr;             // the own
+  char* window = nullptr;             // its own window
   std::map<int32_t, char*> imported;  // by shard, windows of other processes
-  // While windows grow: the next ones. In the end one of the two own windows is given back.
+  // While windows grow: the next ones. In the end one of the two own windows is freed.
   char* next_window = nullptr;
   std::map<int32_t, char*> next_imported;
   char* Half(int32_t shard) const { return member.windows[shard] + kWindowHeadBytes + (epoch & 1) * member.half_bytes; }
@@ -233,12 +233,12 @@ LaunchError WindowExchange::MeetOnHost() {
 
 namespace {
 
-// A window grows in steps, between which processes wait for each other: `Take` has the next windows made, `Close` keeps
-// further exchanges from beginning, `Drain` waits until those that some shard of any process has begun are over, `Map`
-// maps the next windows, `Settle` chooses between the next windows and those of before, and `Resume` gives the others
-// back. CUDA allows this once no process maps them.
+// A window grows in steps, between which processes wait for each other: `Take` allocates the next windows, `Close`
+// prevents further exchanges, `Drain` waits until the exchanges that any shard of any process has begun are over, `Map`
+// maps the next windows, `Settle` chooses between the next windows and the current ones, and `Resume` frees the others.
+// CUDA allows this once no process maps them.
 
-/// Gives back the windows that were taken and are not in use.
+/// Frees the windows that were allocated and are not in use.
 void DropNext(WindowSet& set) {
   for (auto& [ordinal, device] : set.devices) {
     if (device->next_window != nullptr) ReturnWindow(ordinal, device->next_window);
@@ -247,7 +247,7 @@ void DropNext(WindowSet& set) {
 }
 
 LaunchError Take(WindowSet& set, int64_t half_bytes, WindowHandle* handles) {
-  DropNext(set);  // where another process had no room
+  DropNext(set);  // if another process had no memory
   set.next_half_bytes = half_bytes;
   for (auto& [ordinal, device] : set.devices) {
     device->next_window = TakeWindow(ordinal, kWindowHeadBytes + 2 * half_bytes);
@@ -372,7 +372,7 @@ JAXSOK_VISIBLE const char* JaxsokWindowOpen(int32_t window, int32_t num_groups, 
       set->devices[of_group[s]] = std::move(device);
     }
   }
-  // It tells what happened while the rest of the process may be waiting for a device that has failed.
+  // Reports failures while the rest of the process may be waiting for a failed device.
   std::thread([groups = &set->groups] {
     for (;;) {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
@@ -388,7 +388,7 @@ JAXSOK_VISIBLE const char* JaxsokWindowOpen(int32_t window, int32_t num_groups, 
   return nullptr;
 }
 
-/// Makes the windows of a mesh of this process large enough to receive so many bytes. Returns nullptr, or what went
+/// Makes the windows of a mesh of this process large enough to receive `num_bytes`. Returns nullptr, or what went
 /// wrong.
 JAXSOK_VISIBLE const char* JaxsokWindowReserve(int32_t window, int64_t num_bytes) {
   using namespace jaxsok;
@@ -404,8 +404,8 @@ JAXSOK_VISIBLE const char* JaxsokWindowReserve(int32_t window, int64_t num_bytes
   return error;
 }
 
-// The steps of `JaxsokWindowReserve` for several processes, which wait for each other after each of them. `handles`
-// has 64 bytes for each shard of each group.
+// The steps of `JaxsokWindowReserve` for several processes, which wait for each other after each step. `handles` has 64
+// bytes for each shard of each group.
 
 JAXSOK_VISIBLE const char* JaxsokWindowTake(int32_t window, int64_t num_bytes, void* handles) {
   using namespace jaxsok;
@@ -425,12 +425,12 @@ JAXSOK_VISIBLE void JaxsokWindowSettle(int32_t window, int32_t is_mapped) {
 }
 JAXSOK_VISIBLE void JaxsokWindowResume(int32_t window) { jaxsok::Resume(*jaxsok::SetOf(window)); }
 
-/// Bytes that a device receives at most in one exchange.
+/// Returns the bytes that a device receives at most in one exchange.
 JAXSOK_VISIBLE int64_t JaxsokWindowHalfBytes(int32_t window) {
   const jaxsok::WindowSet* set = jaxsok::SetOf(window);
   return set == nullptr ? 0 : set->half_bytes;
 }
-/// Bytes of a device's window, for all it holds.
+/// Returns the bytes of a device's window, in total.
 JAXSOK_VISIBLE int64_t JaxsokWindowBytes(int32_t window) {
   const int64_t half_bytes = JaxsokWindowHalfBytes(window);
   return half_bytes == 0 ? 0 : jaxsok::kWindowHeadBytes + 2 * half_bytes;

@@ -1,11 +1,11 @@
 // Windows: memory of each shard that its peers write into, for the exchange inside one NVLink domain.
 //
-// An exchange has three parts. Every shard writes lines for the others straight into their windows; then all shards
-// meet; then each reads its own window. A window has two halves, used in turn: a shard writes into a half again only
-// after the meeting of the exchange in between, at which its owner has arrived, and so has read what it held. No other
-// credit is needed. One call of a handler holds a whole exchange, so that exchanges never overlap on a device.
+// An exchange has three parts. Every shard writes rows for the others straight into their windows; then all shards
+// meet; then each reads its own window. A window has two halves, used in turn. A shard writes into a half again only
+// after the meeting of the exchange in between: its owner has arrived there, and so has read the half. No other credit
+// is needed. One call of a handler holds a whole exchange, so that exchanges never overlap on a device.
 //
-// The host counts exchanges. Calls with windows are therefore not captured in CUDA graphs, and what they launch has
+// The host counts exchanges. Calls with windows are therefore not captured in CUDA graphs, and their launches hold
 // addresses: a larger window takes effect with the next call.
 #ifndef JAXSOK_KERNELS_WINDOW_H_
 #define JAXSOK_KERNELS_WINDOW_H_
@@ -18,13 +18,13 @@ namespace jaxsok {
 constexpr int32_t kMostWindowShards = 32;
 /// Bytes before the halves: a flag for each shard that signals.
 constexpr int64_t kWindowHeadBytes = 4096;
-/// The halves of a window begin at multiples of so many bytes.
+/// The alignment of a window's halves.
 constexpr int64_t kWindowLine = 128;
 
-/// Where lines are written: into one array, or cut into equal parts, each into an array of its own.
+/// The destination of written rows: one array, or equal parts, each in a separate array.
 struct LineTarget {
   char* parts[kMostWindowShards];
-  uint32_t lines_of_part;  // 0: all lines are in parts[0]
+  uint32_t lines_of_part;  // 0: all rows are in parts[0]
   int64_t first_line;      // with which a shard should begin, so that not all write to one peer at a time
 
   static LineTarget Of(void* lines) {
@@ -32,7 +32,7 @@ struct LineTarget {
     target.parts[0] = static_cast<char*>(lines);
     return target;
   }
-  /// Whether the lines go to windows, whose readers ask for none that was not written.
+  /// Returns whether the rows go to windows, whose readers request only written rows.
   JAXSOK_HOST_DEVICE bool IsWindow() const { return lines_of_part != 0; }
   JAXSOK_HOST_DEVICE char* At(int64_t line, int64_t line_bytes) const {
     if (lines_of_part == 0) return parts[0] + line * line_bytes;
@@ -41,14 +41,14 @@ struct LineTarget {
   }
 };
 
-/// The shard that waited in vain, and its peer. In memory that the host and all devices read and write.
+/// The shard whose wait timed out, and its peer. In memory that the host and all devices read and write.
 struct WindowFailure {
   uint32_t is_over;  // not zero: no device waits any longer
   uint32_t shard, peer;
   uint64_t epoch;
 };
 
-/// What a device knows of its window and those of its peers.
+/// The addresses of a device's window and of its peers' windows.
 struct WindowMember {
   int32_t shard = 0;
   int32_t num_shards = 0;
@@ -68,28 +68,28 @@ static_assert(sizeof(WindowHead) <= kWindowHeadBytes, "the head does not fit");
 
 struct WindowDevice;
 
-/// One exchange of one shard. While it lives, no other exchange of the device begins.
+/// One exchange of one shard. During its lifetime no other exchange of the device begins.
 class WindowExchange {
  public:
-  /// `window`: a number that JaxsokWindowOpen got; `device`: the ordinal of the device that calls; `run`: the number of
-  /// the run of a program, which differs if two threads run programs in another order on each device; `num_bytes`:
-  /// what the shard receives.
+  /// Begins an exchange. `window`: a number from JaxsokWindowOpen; `device`: the ordinal of the calling device; `run`:
+  /// the number of the program's run, which differs if two threads run programs in another order on each device;
+  /// `num_bytes`: the size that the shard receives.
   WindowExchange(int32_t window, int32_t device, int64_t run, int64_t num_bytes);
   ~WindowExchange();
   WindowExchange(const WindowExchange&) = delete;
   WindowExchange& operator=(const WindowExchange&) = delete;
 
-  /// nullptr, or why the exchange cannot take place.
+  /// Returns nullptr, or why the exchange cannot take place.
   LaunchError error() const { return error_; }
   int32_t num_shards() const;
   int32_t shard() const;
-  /// Where this shard writes: part p of its lines into the window of shard p, at the place of this shard.
+  /// Returns where this shard writes: part p of its rows goes into the window of shard p, at the place of this shard.
   LineTarget Target(int64_t lines_of_part, int64_t line_bytes) const;
-  /// What the others wrote, by shard, once all have met.
+  /// Returns what the others wrote, by shard, once all have met.
   void* received() const;
-  /// Waits, on the stream, until all shards have written. The CPU's waits at once.
+  /// Waits, on the stream, until all shards have written. The CPU waits at once.
   ///
-  /// A shard that waits too long ends all work of its device: a kernel traps, so that no later one touches a row, and
+  /// A shard that waits too long ends all work of its device: a kernel traps, so that no later kernel writes a row, and
   /// JAX raises. The state is lost.
   LaunchError Meet(Stream stream);
 
@@ -100,7 +100,7 @@ class WindowExchange {
   LaunchError error_ = nullptr;
 };
 
-/// Writes parts of an array into the windows of the shards: part p begins `stride_bytes` after the one before. 0: all
+/// Writes parts of an array into the windows of the shards: part p begins `stride_bytes` after the previous one. 0: all
 /// shards get the same part.
 LaunchError LaunchWindowPush(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
                              int64_t stride_bytes);
@@ -108,32 +108,32 @@ LaunchError LaunchWindowPush(Stream stream, WindowExchange& exchange, const void
 /// Sends equal parts of an array to the shards, and receives theirs.
 ///
 /// Pre    : `lines` and `received` have num_shards times part_bytes bytes.
-/// Post   : part p of `received` is this shard's part of the lines of shard p.
+/// Post   : part p of `received` is this shard's part of `lines` of shard p.
 LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
                                  void* received);
 
-// What the back ends differ in.
+// The functions in which the back ends differ.
 
-/// Takes memory of a device, zeros, that its peers can write; nullptr where there is not so much.
+/// Allocates zeroed memory of a device that its peers can write; nullptr if there is not enough.
 char* TakeWindow(int32_t device, int64_t num_bytes);
 void ReturnWindow(int32_t device, char* window);
-/// Names a window to other processes of the host.
+/// The name of a window for other processes of the host.
 struct WindowHandle {
   char bytes[64];
 };
 LaunchError ExportWindow(int32_t device, char* window, WindowHandle* handle);
-/// Makes the window of another process known to a device.
+/// Maps the window of another process on a device.
 LaunchError ImportWindow(int32_t device, const WindowHandle& handle, char** window);
 void ReleaseImported(int32_t device, char* window);
-/// Prepares a device for windows of its peers (-1: of another process): nullptr, or why it cannot reach them.
+/// Prepares a device for windows of its peers (-1: of another process). Returns nullptr, or why it cannot reach them.
 LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peers);
-/// Waits until a device has nothing to do.
+/// Waits until a device is idle.
 LaunchError WaitForDevice(int32_t device);
-/// Takes memory that the host and all devices share, zeros; nullptr where there is none.
+/// Allocates zeroed memory that the host and all devices share; nullptr if there is none.
 WindowFailure* TakeFailure(int32_t device);
-/// Launches what tells the others that this shard has arrived; the CPU has nothing to do.
+/// Launches the signal to the others that this shard has arrived; the CPU has nothing to do.
 LaunchError LaunchArrival(Stream stream, const WindowMember& member, uint64_t epoch);
-/// Launches what waits until the others have arrived; the CPU has nothing to do.
+/// Launches the wait until the others have arrived; the CPU has nothing to do.
 LaunchError LaunchMeeting(Stream stream, const WindowMember& member, uint64_t epoch, int64_t most_seconds);
 
 }  // namespace jaxsok

@@ -1,4 +1,4 @@
-// Windows on a GPU: kernels write into the memory of peers, and a kernel of one block waits for theirs.
+// Windows on a GPU: kernels write into the memory of peers, and a kernel of one block waits for the peers' writes.
 #include <algorithm>
 #include <cstdlib>
 
@@ -9,8 +9,8 @@
 namespace jaxsok {
 namespace {
 
-constexpr int kFlight = 8;            // loads of 16 bytes that a thread has under way
-constexpr int kMostPushBlocks = 264;  // beyond 64 blocks of 512 threads the wire of an H200 is nearly full
+constexpr int kFlight = 8;            // loads of 16 bytes in flight per thread
+constexpr int kMostPushBlocks = 264;  // with 64 blocks of 512 threads the link of an H200 is nearly full
 
 __device__ __forceinline__ uint64_t LoadAcquire(const uint64_t* at) {
   uint64_t value;
@@ -26,10 +26,10 @@ __device__ __forceinline__ uint64_t Nanoseconds() {
   return now;
 }
 
-constexpr uint64_t kLookNanoseconds = 1'000'000;  // between looks at memory of the host, which take about 1 us
+constexpr uint64_t kLookNanoseconds = 1'000'000;  // between reads of host memory, which take about 1 us
 
-// One thread for each shard says that this one has arrived. What earlier kernels of the stream wrote is seen by whoever
-// sees the flag: release and acquire, at the scope of the system.
+// One thread for each shard signals that this shard has arrived. A shard that sees the flag also sees what earlier
+// kernels of the stream wrote: release and acquire, at system scope.
 __global__ void ArriveKernel(const __grid_constant__ WindowMember member, uint64_t epoch) {
   const int32_t s = static_cast<int32_t>(threadIdx.x);
   if (s >= member.num_shards) return;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void CopyPart(char* to, const char* from, int64_t num
   }
 }
 
-/// The largest word in which parts of `num_bytes` can be copied, all of them aligned to it.
+/// Returns the largest word size (16, 4 or 1 bytes) that divides `num_bytes` and the address of the array.
 inline int WordBytes(int64_t num_bytes, const void* array) {
   const int64_t bits = num_bytes | static_cast<int64_t>(reinterpret_cast<uintptr_t>(array));
   return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : 1;
@@ -209,7 +209,7 @@ LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peer
         return cudaGetErrorString(error);
       }
     }
-    // A kernel is loaded at its first launch, which may wait for what runs: for a device that waits for this one.
+    // A kernel is loaded at its first launch, which may wait for running kernels: for a device that waits for this one.
     JAXSOK_RETURN_IF_LAUNCH(Load(ArriveKernel));
     return Load(MeetKernel);
   });
@@ -223,7 +223,7 @@ LaunchError WaitForDevice(int32_t device) {
 }
 
 WindowFailure* TakeFailure(int32_t device) {
-  // Memory of the host that CUDA only registers: a thread still looks at it when CUDA is gone, as the process ends.
+  // Host memory that CUDA only registers: a thread still reads it after CUDA has shut down, as the process ends.
   constexpr size_t kPageBytes = 4096;
   void* failure = std::aligned_alloc(kPageBytes, kPageBytes);
   if (failure == nullptr) return nullptr;

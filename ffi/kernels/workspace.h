@@ -1,4 +1,4 @@
-// The memory that a call needs beside its operands: how it is cut, and what the bounds of its size are made of.
+// The workspace of a call, apart from its operands: how it is cut, and the bounds of its size.
 #ifndef JAXSOK_KERNELS_WORKSPACE_H_
 #define JAXSOK_KERNELS_WORKSPACE_H_
 
@@ -6,22 +6,23 @@
 
 namespace jaxsok {
 
-// Bounds of workspaces. Programs are compiled with buffers of these sizes: jaxsok/kernels/library.py asks for them.
+// Bounds of workspaces. Programs are compiled with buffers of these sizes: jaxsok/kernels/library.py calls these
+// functions.
 
-/// A part of a workspace begins a multiple of so many bytes after the workspace, which XLA aligns to 64 at least.
+/// The alignment of a workspace's parts, relative to the workspace, which XLA aligns to at least 64 bytes.
 constexpr int64_t kWorkspaceLine = 256;
-/// Room for the control words of a call, four structs of them at most.
+/// Bytes for the control words of a call, at most four structs.
 constexpr int64_t kControlBytes = 4 * kWorkspaceLine;
-/// Positions or rows of which a pass writes down one count.
+/// The number of positions or rows for which a pass writes one count.
 constexpr int64_t kCountedTogether = 1024;
 
-/// A number of words of 4 bytes, in whole lines.
+/// Returns a number of words of 4 bytes, rounded up to whole parts.
 constexpr int64_t PaddedToLine(int64_t num_words) { return CeilDiv<int64_t>(num_words, 64) * 64; }
 
-/// Bytes for the counts of `size` positions or rows, of 8 bytes at most, and for the ends of two lines.
+/// Returns the bytes for the counts of `size` positions or rows, at most 8 bytes each, and for the ends of two parts.
 constexpr int64_t CountsBytes(int64_t size) { return CeilDiv(size, kCountedTogether) * 8 + 2 * kWorkspaceLine; }
 
-/// Parts of a workspace, each on lines of its own.
+/// Cuts a workspace into aligned parts.
 class WorkspaceCutter {
  public:
   explicit WorkspaceCutter(void* begin) : begin_(static_cast<char*>(begin)), at_(0) {}

@@ -1,7 +1,7 @@
-// The facts of core/: hashes and initial values by their golden numbers, optimizers by closed forms.
+// Tests of core/: hashes and initial values against golden numbers, optimizers against closed forms.
 //
-// Golden numbers come from a Python program that shares no code with core/ (big integers, fractions, struct for floats,
-// statistics.NormalDist in double). They change only with the format of checkpoints.
+// A Python program that shares no code with core/ (big integers, fractions, struct for floats, statistics.NormalDist in
+// double) computed the golden numbers. They change only with the format of checkpoints.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -31,7 +31,7 @@ void TestHashes() {
     uint64_t key;
     uint32_t table;
     uint64_t salt, hash;
-    uint32_t home;  // among 1,000,003 buckets
+    uint32_t home;  // of 1,000,003 buckets
   };
   constexpr Golden kGoldens[] = {
       {0x0ull, 0u, 0x0ull, 0xe220a8397b1dcdafull, 883313u},
@@ -49,7 +49,7 @@ void TestHashes() {
   }
 }
 
-/// Owners and rounds never change with the salt of an index, nor with the number of a table in its store.
+/// Owners and rounds depend neither on the salt of an index nor on the number of a table in its store.
 void TestPartitions() {
   struct Golden {
     uint64_t key, name, hash;
@@ -83,11 +83,11 @@ void TestOwners() {
   JAXSOK_CHECK(owner_of(0) == 1 && owner_of(3) == 2 && owner_of(4) == 2 && owner_of(kNumPartitions - 1) == 1);
   words[kTableOwner] = 0;
   JAXSOK_CHECK(owner_of(3) == 0);
-  words[kTableOwner] = 3;  // there are three: 0, 1, 2
+  words[kTableOwner] = 3;  // there are three shards: 0, 1, 2
   JAXSOK_CHECK(owner_of(3) == 2);
 }
 
-/// The keys of one partition differ in all bits of their round hash: slices of it are as large as each other.
+/// The keys of one partition differ in all bits of their round hash: its slices have equal sizes.
 void TestRoundHashesSpread() {
   constexpr uint32_t kNumSlices = 16;
   std::vector<uint32_t> sizes(kNumSlices, 0);
@@ -109,7 +109,7 @@ void TestHomeBucketsStayInside() {
   }
 }
 
-/// Neighbouring keys and equal keys in many tables: buckets fill as if at random.
+/// Neighbouring keys, and equal keys in many tables, fill buckets as if at random.
 void TestHomeBucketsSpread() {
   constexpr uint32_t kNumBuckets = 64, kNumTables = 26, kNumKeys = 5000;
   std::vector<uint32_t> sizes(kNumBuckets, 0);
@@ -134,7 +134,7 @@ void TestSlabs() {
 void TestInitialRows() {
   struct Golden {
     uint64_t key;
-    uint32_t column, uniform_bits;  // of [-0.5, 0.25)
+    uint32_t column, uniform_bits;  // in [-0.5, 0.25)
     double normal, truncated;       // mean 0, deviation 1
   };
   constexpr Golden kGoldens[] = {
@@ -175,7 +175,7 @@ void TestDistributions() {
     int kind;
     double mean, deviation, low, high;
   };
-  // Of the normal cut at two deviations: sqrt(1 - 4 phi(2) / (Phi(2) - Phi(-2))) = 0.8796.
+  // The normal distribution cut at two deviations: sqrt(1 - 4 phi(2) / (Phi(2) - Phi(-2))) = 0.8796.
   constexpr Moments kMoments[] = {{kInitializeUniform, 0.5, 0.288675, 0.0, 1.0},
                                   {kInitializeNormal, 0.0, 1.0, -6.0, 6.0},
                                   {kInitializeTruncatedNormal, 0.0, 0.879626, -2.000001, 2.000001}};
@@ -201,7 +201,7 @@ void TestNormalQuantile() {
   JAXSOK_CHECK(IsNear(NormalQuantile(0.025f), -1.9599640, 2e-6));
   JAXSOK_CHECK(IsNear(NormalQuantile(1e-8f), -5.6120012, 2e-6));
   JAXSOK_CHECK(IsNear(NormalQuantile(1e-20f), -9.2623401, 2e-6));
-  // Both of its branches join: no step back at 0.075 and 0.925.
+  // Its branches join: it does not decrease at 0.075 and 0.925.
   for (float p = 0.07f; p < 0.93f; p += 0.0001f) JAXSOK_CHECK(NormalQuantile(p) < NormalQuantile(p + 0.0001f));
   JAXSOK_CHECK(OpenUniform(0) > 0.0f && OpenUniform(~uint32_t{0}) < 1.0f);
   JAXSOK_CHECK(IsFinite(NormalQuantile(OpenUniform(0))) && IsFinite(NormalQuantile(OpenUniform(~uint32_t{0}))));
@@ -234,7 +234,7 @@ void TestRounding() {
       {0x00000000u, {0x0000, 0x0000, 0x0000, 0x0000, 0x0000, 0x0000}, {0x0000, 0x0000, 0x0000, 0x0000, 0x0000, 0x0000}},
       {0x80000000u, {0x8000, 0x8000, 0x8000, 0x8000, 0x8000, 0x8000}, {0x8000, 0x8000, 0x8000, 0x8000, 0x8000, 0x8000}},
       {0x477fe000u, {0x4780, 0x477f, 0x477f, 0x4780, 0x4780, 0x4780}, {0x7bff, 0x7bff, 0x7bff, 0x7bff, 0x7bff, 0x7bff}},
-      // Ties, to even, of either dtype; numbers between.
+      // Ties, rounded to even, of either dtype; numbers between.
       {0x3f808000u, {0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f81, 0x3f81}, {0x3c04, 0x3c04, 0x3c04, 0x3c04, 0x3c04, 0x3c04}},
       {0x3f818000u, {0x3f82, 0x3f81, 0x3f81, 0x3f81, 0x3f82, 0x3f82}, {0x3c0c, 0x3c0c, 0x3c0c, 0x3c0c, 0x3c0c, 0x3c0c}},
       {0x3f801000u, {0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f81}, {0x3c00, 0x3c00, 0x3c00, 0x3c00, 0x3c01, 0x3c01}},
@@ -246,7 +246,7 @@ void TestRounding() {
       {0x00008000u, {0x0000, 0x0000, 0x0000, 0x0000, 0x0001, 0x0001}, {0x0000, 0x0000, 0x0000, 0x0000, 0x0000, 0x0000}},
       {0x00018000u, {0x0002, 0x0001, 0x0001, 0x0001, 0x0002, 0x0002}, {0x0000, 0x0000, 0x0000, 0x0000, 0x0000, 0x0000}},
       {0x007fffffu, {0x0080, 0x007f, 0x0080, 0x0080, 0x0080, 0x0080}, {0x0000, 0x0000, 0x0000, 0x0000, 0x0000, 0x0000}},
-      // Below the normal float16: 2^-24, halves of it, 2^-26, 2^-40, 2^-41, the least normal one and just below it.
+      // Below the normal float16: 2^-24, halves of it, 2^-26, 2^-40, 2^-41, the least normal number and just below it.
       {0x33800000u, {0x3380, 0x3380, 0x3380, 0x3380, 0x3380, 0x3380}, {0x0001, 0x0001, 0x0001, 0x0001, 0x0001, 0x0001}},
       {0x33000000u, {0x3300, 0x3300, 0x3300, 0x3300, 0x3300, 0x3300}, {0x0000, 0x0000, 0x0000, 0x0000, 0x0001, 0x0001}},
       {0x33c00000u, {0x33c0, 0x33c0, 0x33c0, 0x33c0, 0x33c0, 0x33c0}, {0x0002, 0x0001, 0x0001, 0x0001, 0x0002, 0x0002}},
@@ -272,7 +272,7 @@ void TestRounding() {
     JAXSOK_CHECK_SEED(RowNumber<BFloat16>::Nearest(value).bits == golden.bfloat16[0], golden.bits);
     JAXSOK_CHECK_SEED(RowNumber<Float16>::Nearest(value).bits == golden.float16[0], golden.bits);
     for (int i = 0; i < 5; ++i) {
-      // What lies above 16 bits does not count.
+      // Bits above the lower 16 are ignored.
       const uint32_t random = kRandom[i] | 0xabcd0000u;
       JAXSOK_CHECK_SEED(RowNumber<BFloat16>::Stochastic(value, random).bits == golden.bfloat16[i + 1], golden.bits);
       JAXSOK_CHECK_SEED(RowNumber<Float16>::Stochastic(value, random).bits == golden.float16[i + 1], golden.bits);
@@ -281,7 +281,7 @@ void TestRounding() {
   }
 }
 
-/// Each number of 16 bits is one float, which every rounding leaves as it is; NaN stays NaN, whatever its bits.
+/// Each 16-bit number is one float, which every rounding leaves unchanged; NaN stays NaN, whatever its bits.
 template <typename T>
 void TestExactNumbersStay(uint16_t infinity) {
   for (uint32_t bits = 0; bits < 0x10000u; ++bits) {
@@ -305,7 +305,7 @@ void TestExactNumbersStay(uint16_t infinity) {
   }
 }
 
-/// Over all random bits the mean is the number itself: exactly, where the bits below the cut are no more than 16.
+/// The mean over all random bits is the number itself: exactly, if at most 16 bits are below the cut.
 template <typename T>
 void TestRoundingKeepsTheMean(float smallest, double left_out) {
   Random random(17);
@@ -373,7 +373,7 @@ void TestRowGradientScale() {
   JAXSOK_CHECK(RowGradientScale(kRowGradientSqrt, 4) == 0.5f);
 }
 
-/// Numbers that float32 holds exactly, so the closed forms are met exactly.
+/// Optimizers meet their closed forms exactly, on numbers that float32 holds exactly.
 void TestOptimizers() {
   float row = 1.0f, unused = 0.0f;
   const float sgd[kNumHyper] = {0.5f};
@@ -403,7 +403,7 @@ void TestOptimizers() {
   Adam::Step(adam, -4.0f, row, m, v);
   JAXSOK_CHECK(m == -2.0f && v == 4.0f && row == 1.25f);
 
-  // The second, by hand: m = 0.5 * -2 + 0.5 * 4 = 1, v = 0.75 * 4 + 0.25 * 16 = 7; corrections 3/4 and 7/16:
+  // The second step, by hand: m = 0.5 * -2 + 0.5 * 4 = 1, v = 0.75 * 4 + 0.25 * 16 = 7; corrections 3/4 and 7/16:
   // m / (3/4) = 4/3, sqrt(7 / (7/16)) = 4, so the row moves by 0.25 * (4/3) / 4 = 1/12.
   const float adam_second[kNumHyper] = {0.25f, 0.5f, 0.75f, 0.0f, 0.75f, 0.4375f, 0.5f, 0.25f};
   Adam::Step(adam_second, 4.0f, row, m, v);

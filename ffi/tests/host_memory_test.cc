@@ -1,4 +1,4 @@
-// Memory for host slabs: zeros of the form that DLPack tells, which can be written, until the tensor is deleted.
+// Memory for host slabs is zeroed, has the form that DLPack describes, and can be written until its tensor is deleted.
 #include "../kernels/host_memory.h"
 
 #include <sys/mman.h>
@@ -42,7 +42,7 @@ int main() {
   using namespace jaxsok;
   MakeWriteDelete(1, 16);
   MakeWriteDelete(12345, 528);          // ends within a huge page
-  MakeWriteDelete(4 * 1024, 2 * 1024);  // at the end of one
+  MakeWriteDelete(4 * 1024, 2 * 1024);  // ends at the end of a huge page
   DLManagedTensor* managed = nullptr;
   JAXSOK_CHECK(JaxsokHostMemoryNew(0, int64_t{1} << 40, 1 << 20, &managed) != nullptr);
   JAXSOK_CHECK(managed == nullptr);

@@ -1,8 +1,8 @@
-// The CPU launchers against plain loops over a std::map, to the bit, with 1, 2 and 5 threads.
+// Compares the CPU launchers with plain loops over a std::map, to the bit, with 1, 2 and 5 threads.
 //
-// The model knows the launchers' contracts, core/initialize.h, the random bits of core/row_dtype.h (core_test.cc has
+// The model uses the launchers' contracts, core/initialize.h, the random bits of core/row_dtype.h (core_test.cc has
 // golden ones) and row_update.h's closed forms, but none of the index, the plans, the sort, the rounding or the loops
-// that it judges.
+// that it tests.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -30,7 +30,7 @@ using Line = std::vector<float>;
 
 int64_t BytesOf(RowDtype dtype) { return dtype == kRowDtypeFloat32 ? 4 : 2; }
 
-/// The numbers of a dtype as floats: by the formats' definitions.
+/// Returns the numbers of a dtype as floats, by the definitions of the formats.
 Line Decoded(RowDtype dtype, const void* data, int64_t size) {
   Line line(size);
   if (dtype == kRowDtypeFloat32 && size > 0) std::memcpy(line.data(), data, size * sizeof(float));
@@ -47,7 +47,7 @@ Line Decoded(RowDtype dtype, const void* data, int64_t size) {
   return line;
 }
 
-/// A float rounded to a dtype, in doubles: to nearest, or stochastically by 16 random bits.
+/// Returns a float rounded to a dtype, computed in doubles: to nearest, or stochastically by 16 random bits.
 float ModelRound(RowDtype dtype, float value, bool is_nearest, uint32_t random) {
   if (dtype == kRowDtypeFloat32 || !std::isfinite(value)) return value;
   const bool is_bfloat16 = dtype == kRowDtypeBfloat16;
@@ -74,7 +74,7 @@ Line ModelNearest(RowDtype dtype, Line line) {
   return line;
 }
 
-/// A store's arrays, in slabs.
+/// The arrays of a store, in slabs.
 struct Store {
   int32_t dim, num_tables, num_states;
   RowDtype dtype;
@@ -115,7 +115,8 @@ struct Store {
     for (size_t s = 0; s < slab_rows.size(); ++s) {
       view.starts.start[s] = view.capacity;
       view.capacity += slab_rows[s];
-      rows.emplace_back(static_cast<size_t>(slab_rows[s]) * dim * BytesOf(dtype), 0xc2);  // a number of each dtype
+      rows.emplace_back(static_cast<size_t>(slab_rows[s]) * dim * BytesOf(dtype),
+                        0xc2);  // a valid number of each dtype
       records.emplace_back(slab_rows[s], Record{kPaddingKey, 0, 0});
     }
     for (int k = 0; k < num_states; ++k) {
@@ -145,7 +146,7 @@ struct Store {
   }
 };
 
-/// A batch's arrays.
+/// The arrays of a batch.
 struct Batch {
   std::vector<uint64_t> keys;
   std::vector<int32_t> offsets, features;
@@ -246,7 +247,7 @@ Batch RandomBatch(Random& random, int32_t num_tables, uint32_t num_distinct, uin
   return batch;
 }
 
-/// The meaning of the store: a map, freed ids in order, rows and states by row id.
+/// The model of a store: a map, freed ids in order, rows and states by row id.
 struct Model {
   std::map<Pair, uint32_t> row_ids;
   std::vector<uint32_t> freed;
@@ -268,7 +269,7 @@ Line InitialRow(const Store& store, uint32_t table, uint64_t key) {
   return ModelNearest(store.dtype, row);
 }
 
-/// The row of a pair, kNoRow when refused; counts it.
+/// Returns the row of a pair, kNoRow when refused; counts it.
 uint32_t ModelInsert(Model& model, const Store& store, uint32_t table, uint64_t key, std::vector<int32_t>& counts) {
   const auto found = model.row_ids.find({table, key});
   if (found != model.row_ids.end()) {
@@ -327,7 +328,8 @@ void CheckState(const Store& store, const Model& model, uint64_t seed) {
   }
 }
 
-/// What each position of a bag is multiplied by: the forward's divisor as its inverse (1 without one; 0: all is 0).
+/// Returns the factor of each position of a bag: the inverse of the forward's divisor (1 without a divisor; 0: all is
+/// 0).
 float ModelScale(const Batch& batch, int f, std::pair<int64_t, int64_t> bag, const std::vector<char>& is_padding) {
   const int32_t combiner = batch.Word(f, kFeatureCombiner);
   if (combiner != kCombinerMean && combiner != kCombinerSqrtn) return 1.0f;
@@ -341,7 +343,7 @@ float ModelScale(const Batch& batch, int f, std::pair<int64_t, int64_t> bag, con
   return divisor == 0.0f ? 0.0f : 1.0f / divisor;
 }
 
-/// The embeddings of one feature, given the row of each position.
+/// Returns the embeddings of one feature, given the row of each position.
 template <typename RowOf>
 std::vector<float> ModelCombine(const Batch& batch, int f, int32_t dim, const std::vector<char>& is_padding,
                                 const RowOf& row_of) {
@@ -435,7 +437,7 @@ float ModelMeanSquare(const Line& gradient, bool has_rows16) {
   return lanes[0] / static_cast<float>(dim);
 }
 
-/// Closed forms, not core's functions.
+/// Steps a row by closed forms, not by core's functions.
 void ModelStep(int optimizer, const float* h, const Line& g, Line& row, Line* first, Line* second, bool has_rows16) {
   float rowwise_scale = 0.0f;
   if (optimizer == kOptimizerRowwiseAdagrad) {
@@ -464,7 +466,7 @@ std::vector<char> PaddingOf(const Batch& batch) {
   return is_padding;
 }
 
-/// Room for the embeddings of a batch, with what must be overwritten in it.
+/// Memory for the embeddings of a batch, filled with values that must be overwritten.
 struct Embeddings {
   RowDtype dtype;
   std::vector<std::vector<uint8_t>> bytes;
@@ -477,7 +479,7 @@ struct Embeddings {
   Line Values(int f) const { return Decoded(dtype, bytes[f].data(), bytes[f].size() / BytesOf(dtype)); }
 };
 
-/// Gradients as floats and as what a launcher takes.
+/// Gradients as floats and in the launcher's form.
 struct Gradients {
   RowDtype dtype;
   std::vector<std::vector<uint16_t>> words;
@@ -502,7 +504,7 @@ struct Gradients {
   GradientsView View() const { return {dtype, pointers.data()}; }
 };
 
-/// One walk of lookups, updates, releases and rebuilds on one store.
+/// A random sequence of lookups, updates, releases and rebuilds on one store.
 class Machine {
  public:
   Machine(uint64_t seed, int num_threads)
@@ -656,7 +658,7 @@ class Machine {
     const Gradients given(gradients, embedding_dtype_);
     std::vector<int32_t> num_nonfinite(store_.num_tables, -3), wanted_nonfinite(store_.num_tables, 0);
     int32_t num_stale = -3, wanted_stale = 0;
-    // A batch that tells the table of each key has features that do not.
+    // In a batch with a table for each key, the features have no table.
     Batch of_table_0 = batch;
     std::vector<uint32_t> tables(batch.keys.size(), 0);
     for (int f = 0; f < batch.num_features(); ++f) {
@@ -748,7 +750,7 @@ class Machine {
     JAXSOK_CHECK_SEED(IsSame(counts, wanted), seed_);
   }
 
-  /// Takes the rows of random pairs away; rows that are not in use are flagged too.
+  /// Releases the rows of random pairs; rows that are not in use are flagged too.
   void Release() {
     RandomPairs(random_.Below(200));
     std::vector<uint8_t> flags(store_.view.capacity, kRowGoes);
@@ -870,7 +872,7 @@ void TestCombine(uint64_t seed, int num_threads) {
   JAXSOK_CHECK_SEED(IsSame(embeddings.Values(0), ModelCombine(batch, 0, dim, is_padding, line)), seed);
 }
 
-/// Arrays into which lines are cut, as windows are; what nobody writes stays 0x5e.
+/// Arrays into which rows are cut, as windows are; rows that are never written stay 0x5e.
 class CutLines {
  public:
   CutLines(Random& random, int64_t num_lines, int64_t line_bytes) : num_lines_(num_lines), line_bytes_(line_bytes) {
@@ -885,7 +887,7 @@ class CutLines {
     for (size_t p = 0; p < parts_.size(); ++p) target.parts[p] = reinterpret_cast<char*>(parts_[p].data());
     return target;
   }
-  /// Whether the lines are those of one array, but for those that `is_written` denies.
+  /// Returns whether the rows are those of one array, except those that `is_written` excludes.
   template <typename IsWritten>
   bool HasLinesOf(const std::vector<uint8_t>& whole, const IsWritten& is_written) const {
     const std::vector<uint8_t> untouched(line_bytes_, 0x5e);
@@ -991,7 +993,7 @@ void TestRequests(uint64_t seed, int num_threads) {
                          workspace.get()) == nullptr,
       seed);
 
-  // By owner, hash (or zero), first position: the key of the map is the order.
+  // By owner, hash (or zero), first position: the key of the map gives the order.
   struct Wanted {
     Request request;
     std::vector<int64_t> positions;
@@ -1040,7 +1042,7 @@ void TestRequests(uint64_t seed, int num_threads) {
   JAXSOK_CHECK_SEED(IsSame(starts, wanted_starts), seed);
 }
 
-/// What a batch cannot say is refused, and nothing is written.
+/// Batches with invalid arguments are refused, and nothing is written.
 void TestRequestsRefused() {
   ThreadExecutor executor(1);
   Batch batch;
@@ -1065,7 +1067,7 @@ void TestGather(uint64_t seed, int num_threads) {
   const int32_t num_tables = static_cast<int32_t>(1 + random.Below(5));
   const RowDtype dtype = static_cast<RowDtype>(random.Below(3));
   Store store(dim, num_tables, {3, 1 + random.Below(50), 20}, 16, 0, dim, dtype);
-  // Any numbers but infinities and NaN: the second byte of a half, and the last of a float, are below 60.
+  // Any numbers except infinities and NaN: the second byte of a half, and the last of a float, are below 60.
   for (auto& slab : store.rows) {
     for (size_t i = 0; i < slab.size(); ++i) slab[i] = static_cast<uint8_t>(random.Below(i % 2 == 0 ? 256 : 60));
   }
@@ -1114,7 +1116,7 @@ void TestGather(uint64_t seed, int num_threads) {
   }
 }
 
-/// Statistics of rows by any positions, in slabs, against sums one after the other.
+/// Statistics of rows at any positions, in slabs, equal sums that are computed one after the other.
 void TestTouch(uint64_t seed, int num_threads) {
   Random random(seed);
   ThreadExecutor executor(num_threads);
@@ -1154,10 +1156,10 @@ void TestTouch(uint64_t seed, int num_threads) {
   JAXSOK_CHECK_SEED(is_same, seed);
 }
 
-/// Marks an entry as taken by somebody else.
+/// Marks an entry as taken by another key.
 void Take(Entry& entry, uint64_t key, uint32_t table, uint32_t row_id) { entry = {key, row_id, table}; }
 
-/// A walk visits kMaxProbes neighbouring buckets from the home on, in entry order, round the end.
+/// A walk visits kMaxProbes neighbouring buckets from the home bucket on, in entry order, and wraps round at the end.
 void TestWalk() {
   constexpr uint32_t kNumBuckets = 100, kNumEntries = kNumBuckets * kEntriesPerBucket;
   constexpr uint64_t kKey = 42, kOther = 43;
@@ -1166,7 +1168,7 @@ void TestWalk() {
   const IndexView index = {static_cast<Bucket*>(memory.get()), kNumBuckets};
   for (const uint64_t salt : {0ull, 1ull, 2ull, 3ull, 4ull, 5ull}) {
     const uint32_t home = HomeBucket(HashOf(kKey, kTable, salt), kNumBuckets);
-    // Everything taken: by other keys, and by the same key under another table.
+    // All entries are taken: by other keys, and by the same key under another table.
     for (uint32_t e = 0; e < kNumEntries; ++e) {
       Take(*index.EntryAt(e), e % 2 ? kOther : kKey, e % 2 ? kTable : kTable + 1, 1);
     }
@@ -1191,7 +1193,7 @@ void TestWalk() {
   }
 }
 
-/// An index of fewer buckets than kMaxProbes is walked round and round, yet ends.
+/// A walk in an index of fewer buckets than kMaxProbes wraps round repeatedly, but ends.
 void TestWalkInSmallIndex() {
   Memory memory(sizeof(Bucket));
   const IndexView index = {static_cast<Bucket*>(memory.get()), 1};
@@ -1200,7 +1202,7 @@ void TestWalkInSmallIndex() {
   JAXSOK_CHECK(walk.entry == kNoEntry && walk.num_probes == kMaxProbes);
 }
 
-/// Keys whose walks meet: more than kMaxProbes buckets of them. The last find no entry; none is lost or mixed up.
+/// The walks of more than kMaxProbes buckets of keys meet. The last keys find no entry; no key is lost or mixed up.
 void TestUnplaced() {
   ThreadExecutor executor(2);
   Store store(4, 1, {2000}, 500, 0, 4);
@@ -1230,7 +1232,7 @@ void TestUnplaced() {
   JAXSOK_CHECK(counts[kCountFound] == kPlaced + 1 && counts[kCountInserted] == n - kPlaced - 1);
 }
 
-/// A row with so many uses that every lane of the tree holds several chunks.
+/// The gradients of a row are summed correctly if every lane of the tree holds several chunks.
 void TestHotRow() {
   ThreadExecutor executor(2);
   constexpr int64_t kNumKeys = 5000;

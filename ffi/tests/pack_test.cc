@@ -1,5 +1,5 @@
-// Packing by threads that many callers share: every place is written once, before the call returns, and what is bad is
-// found by whichever thread meets it. Meaning is tested from Python; this is for the sanitizers too.
+// Packs with threads that many callers share: every place is written once, before the call returns, and any thread that
+// meets bad data reports it. Python tests the meaning; this test also serves the sanitizers.
 #include "../kernels/pack.h"
 
 #include <algorithm>
@@ -54,7 +54,7 @@ void PackOften(uint64_t seed) {
       }
       size = std::max(size, ends[p + 1] - ends[p]);
     }
-    // Words, then weights, part by part.
+    // Keys, then weights, part by part.
     const int64_t part_bytes = size * 12 + (size % 2) * 4;
     std::vector<char> packed(kParts * part_bytes, 3);
     const PackKeys item = {reinterpret_cast<const char*>(keys.data()),

@@ -1,5 +1,5 @@
-// What the tests of the C++ side share: checks that count, threads, random numbers. No framework: ctest reads the
-// exit status, the log says which line failed and under which seed.
+// Helpers of the C++ tests: checks that count, threads, random numbers. There is no framework: ctest reads the exit
+// status, and the log has the failed source line and its seed.
 #ifndef JAXSOK_TESTS_TESTING_H_
 #define JAXSOK_TESTS_TESTING_H_
 
@@ -29,13 +29,13 @@ inline void Check(bool is_true, const char* text, const char* file, int line, ui
 #define JAXSOK_CHECK_SEED(condition, seed) ::jaxsok::Check((condition), #condition, __FILE__, __LINE__, (seed))
 #define JAXSOK_CHECK(condition) JAXSOK_CHECK_SEED(condition, 0)
 
-/// The exit status of a test program.
+/// Prints the result, and returns the exit status of a test program.
 inline int Finish(const char* name) {
   std::printf("%s: %s (%d failures)\n", name, NumFailures() == 0 ? "passed" : "FAILED", NumFailures());
   return NumFailures() == 0 ? 0 : 1;
 }
 
-/// Random words that a seed repeats; not the library's own hash, which is judged.
+/// Random words that a seed reproduces; they do not use the library's own hash, which is under test.
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed * 2 + 1) {}
@@ -50,7 +50,7 @@ class Random {
   uint64_t state_;
 };
 
-/// Threads made for each call.
+/// An executor that starts threads for each call.
 class ThreadExecutor final : public Executor {
  public:
   explicit ThreadExecutor(int num_threads) : num_threads_(num_threads) {}
@@ -75,7 +75,7 @@ bool IsSame(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
 
-/// Memory on 64-byte lines, filled with a pattern that is neither zero nor a valid value.
+/// Memory aligned to 64 bytes, filled with a pattern that is neither zero nor a valid value.
 class Memory {
  public:
   explicit Memory(size_t bytes) : bytes_(bytes + 64, 0xa5) {}

@@ -1,5 +1,6 @@
-// Windows: threads, a shard each, exchange through the windows of the CPU. What is sent arrives where it belongs,
-// whatever the delays; windows grow meanwhile; what fails on one shard fails on all of its group, and nobody hangs.
+// Tests of windows: threads, one for each shard, exchange through the windows of the CPU. Sent data arrive at their
+// places whatever the delays; windows grow meanwhile; a failure on one shard fails all of its group, and no shard
+// hangs.
 #include "../kernels/window.h"
 
 #include <algorithm>
@@ -29,8 +30,8 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-constexpr int64_t kLong = 100;  // seconds that no test takes
-constexpr int64_t kRun = 7;     // of the program that all shards run
+constexpr int64_t kLong = 100;  // seconds that no test reaches
+constexpr int64_t kRun = 7;     // the run of the program that all shards run
 
 /// Opens windows of devices 0, 1, .. that receive `num_bytes`; returns their number.
 int32_t Open(int num_groups, int num_shards, int64_t num_bytes, int64_t most_seconds = kLong) {
@@ -43,7 +44,7 @@ int32_t Open(int num_groups, int num_shards, int64_t num_bytes, int64_t most_sec
   return window;
 }
 
-/// Calls of all devices at once, each in a thread of its own.
+/// Calls all devices at once, each in a separate thread.
 template <typename Call>
 void OnDevices(int num_devices, const Call& call) {
   std::vector<std::thread> threads;
@@ -69,7 +70,7 @@ LaunchError Exchange(int32_t window, int device, int num_shards, int64_t part_by
   return Exchange(executor, window, device, lines, received, num_shards);
 }
 
-/// The sizes of parts, which all shards of a group must know: drawn by the one that comes first.
+/// The sizes of parts, which all shards of a group must know: the first shard to arrive draws them.
 class Sizes {
  public:
   Sizes(uint64_t seed, const std::atomic<int64_t>& most_bytes) : random_(seed), most_bytes_(most_bytes) {}
@@ -89,7 +90,7 @@ class Sizes {
   std::vector<int64_t> sizes_;
 };
 
-/// Hundreds of exchanges of random sizes, with random delays; `num_growths` times the windows grow meanwhile.
+/// Hundreds of exchanges of random sizes arrive, with random delays; `num_growths` times the windows grow meanwhile.
 void TestExchanges(uint64_t seed, int num_groups, int num_shards, int num_growths) {
   constexpr int kNumExchanges = 300;
   const int num_devices = num_groups * num_shards;
@@ -132,7 +133,7 @@ void TestExchanges(uint64_t seed, int num_groups, int num_shards, int num_growth
   JAXSOK_CHECK_SEED(JaxsokWindowBytes(window) >= kWindowHeadBytes + 2 * most_bytes, seed);
 }
 
-/// What all devices of a group were told, the same for each; and the seconds until the last one was.
+/// The error that all devices of a group get, the same for each, and the seconds until the last one gets it.
 struct Told {
   std::vector<std::string> errors;
   double seconds = 0;
@@ -156,7 +157,7 @@ Told Tell(int num_devices, const Call& call) {
   return told;
 }
 
-/// Every later exchange is refused, at once and with the same words; so is growth.
+/// Every later exchange is refused at once with the same message, and so is growth.
 void CheckOver(int32_t window, int num_shards, const Told& first) {
   for (int time = 0; time < 2; ++time) {
     const Told again = Tell(num_shards, [&](int device) { return Exchange(window, device, num_shards, 8); });
@@ -205,7 +206,7 @@ void TestShardThatFailsBetweenParts() {
   CheckOver(window, 4, told);
 }
 
-/// A failure ends one group; the other goes on, with the windows that it has.
+/// A failure ends one group; the other continues with its windows.
 void TestGroupsFailApart() {
   const int32_t window = Open(2, 2, 1000);
   {
@@ -217,14 +218,14 @@ void TestGroupsFailApart() {
   JAXSOK_CHECK(Tell(2, [&](int shard) { return Exchange(window, shard, 2, 8); }).Says("between the parts"));
 }
 
-/// While windows wait to grow, shards that are behind may catch up: else neither would end.
+/// While windows wait to grow, shards that are behind may catch up: otherwise neither would end.
 void TestGrowthBetweenTheShardsOfAnExchange() {
   const int32_t window = Open(1, 2, 1000);
   for (int number = 0; number < 50; ++number) {
     std::thread growing;
     const Told told = Tell(2, [&](int device) {
       if (device == 1) {
-        std::this_thread::sleep_for(milliseconds(2));  // the other has begun
+        std::this_thread::sleep_for(milliseconds(2));  // the other shard has begun
         growing = std::thread([&] { JAXSOK_CHECK(JaxsokWindowReserve(window, 2000 + 128 * number) == nullptr); });
         std::this_thread::sleep_for(milliseconds(2));  // growth waits for the other
       }
@@ -250,7 +251,7 @@ void TestWhatIsNotOpen() {
   }
 }
 
-/// Part p of a shard's lines lies in the window of shard p, at the place of this shard, in both halves in turn.
+/// Part p of a shard's rows is in the window of shard p, at the place of this shard, in both halves in turn.
 void TestTargets() {
   constexpr int kNumShards = 3;
   constexpr int64_t kLines = 5, kLineBytes = 6;
