@@ -232,7 +232,7 @@ class StoreOracle:
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """How the bags of one feature are read: its table, combiner and number of positions in the buffer."""
+    """The rules for reading one feature's bags: its table, its combiner and the number of buffer positions."""
 
     name: str
     table: str

@@ -661,7 +661,7 @@ def test_waiting_keys_of_a_replicated_table_are_given_once():
 @pytest.mark.parametrize("make", [policies.AdmitByCount, functools.partial(policies.AdmitByBloom, num_keys=10_000)])
 @pytest.mark.parametrize("num_shards", [None, 4])
 def test_lookups_that_read_the_default(num_shards, make, delayed):
-    """With a key once per batch: lookups 1 to n with `delayed`, as in DeepRec, and 1 to n - 1 without."""
+    """With a key once per batch these are lookups 1 to n with `delayed`, as in DeepRec, and 1 to n - 1 without."""
     policy = make(3, unadmitted=9.0, delayed=delayed)
     collection = one_table(policy, num_shards)
     state, features = collection.init(seed=SEED), programs.batch(collection, user=np.arange(8))

@@ -629,7 +629,7 @@ def test_a_traced_state_in_an_operation_of_the_host(two_features, op):
 
 @pytest.mark.parametrize("op", [*HOST_OPS, "find", "erase"])
 def test_a_state_that_was_donated(two_features, op):
-    """An error is raised, although `is_ready` in jaxlib ends the process; the replacing state still works."""
+    """An error is raised, although jaxlib ends the process if `is_ready` is called; the new state still works."""
     features = programs.batch(two_features, user=np.array([1, 2]), friend=np.array([2, 3]))
     call = HOST_OPS | {
         "find": lambda collection, state: collection.find(state, features),
@@ -678,7 +678,7 @@ def test_steps_of_grow(two_features, step, kind, steps):
 
 @pytest.mark.parametrize(("kind", "seed"), [(BAD_KIND, 1.5), (BAD_KIND, "0"), (ValueError, -1), (ValueError, 2**64)])
 def test_seed_of_init(two_features, kind, seed):
-    """A seed must be an unsigned integer of 64 bits; none is truncated."""
+    """A seed must be an unsigned integer; none is truncated."""
     with raises(kind, "init", "seed", seed):
         two_features.init(seed=seed)
 

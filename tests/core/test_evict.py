@@ -869,7 +869,7 @@ def test_what_a_batch_asks_for_stays(policy, num_shards, seed, together, num_key
 
 
 def test_keys_that_admission_keeps_out_need_no_room():
-    """Of keys that are counted until they get a row, only those that reach the threshold in this batch need room."""
+    """Only counted keys that reach the threshold in this batch need room."""
     admission = policies.AdmitByCount(3)
     spec = {"capacity": 32, "max_capacity": 32, "eviction": LeastRecentlyUsed(), "admission": admission}
     collection = programs.one_table(**spec)

@@ -187,7 +187,7 @@ class TableMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.pending) < 3)
     @rule(batch=batches(), values=gradient_values(), ahead=st.booleans())
     def lookup(self, batch, values, ahead):
-        """Fused from features, or from a plan that was made before."""
+        """Looks up, fused from features or with a plan made before."""
         features = COLLECTION.batch(raw_of(batch)).features
         self._grow_if_needed()
         argument = programs.plan(COLLECTION)(features) if ahead else features
@@ -200,7 +200,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(batch=batches())
     def find(self, batch):
-        """Reads only."""
+        """Finds; reads only."""
         features = COLLECTION.batch(raw_of(batch)).features
         embeddings, stats = programs.find(COLLECTION)(self.state, features)
         expected, counts = self.oracle.find(batch)
@@ -232,20 +232,20 @@ class TableMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.pending) >= 1)
     @rule(as_list=st.booleans())
     def update(self, as_list):
-        """The oldest plan."""
+        """Updates with the oldest plan."""
         self._update(1, as_list)
 
     @precondition(lambda self: len(self.pending) >= 2)
     @rule()
     def update_two_plans(self):
-        """Two plans at once: each row steps once."""
+        """Updates with two plans at once: each row steps once."""
         self._update(2, True)
 
-    # Erasing makes the plans that wait stale for their store; what a plan over two stores then does to the other
-    # one is told in test_plan.py, here waiting plans are applied before.
+    # Erasing makes waiting plans stale for their store, so waiting plans are applied before. test_plan.py tests what a
+    # stale plan over two stores does to the other store.
     @rule(table=st.sampled_from(["user", "item", "ad"]), keys=strategies.key_lists(KEYS, 4, padding=True))
     def erase(self, table, keys):
-        """Named keys leave; keys without a row, and padding, are nothing."""
+        """Erases keys; keys without a row, and padding, have no effect."""
         while self.pending:
             self._update(1, False)
         self.state, num_erased = COLLECTION.erase(self.state, table, programs.as_array(keys))
@@ -254,7 +254,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @invariant()
     def tables_agree(self):
-        """Keys, row ids and counts exactly; rows and optimizer state within rounding."""
+        """Keys, row ids and counts agree exactly; rows and optimizer state within rounding."""
         if not getattr(self, "changed", False):
             return
         self.changed = False
@@ -276,7 +276,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 def _padded(name, array):
-    """Gradients of the jagged feature have the length of its buffer; what lies past the end must not matter."""
+    """Pads gradients of the jagged feature to its buffer; the values past the end must not matter."""
     if name != "ad":
         return array
     full = np.full((MAX_KEYS, array.shape[1]), 1e6, np.float32)
