@@ -309,7 +309,7 @@ def aimed_keys(collection, state, num_keys, *, table_id=0, bucket=1, **options):
 # Many devices
 
 
-# JAXSOK_AXIS_TYPE=Explicit runs all tests that build their meshes here on explicit ones.
+# JAXSOK_AXIS_TYPE=Explicit gives explicit axes to all meshes that are built here.
 AXIS_TYPE = AxisType[os.environ.get("JAXSOK_AXIS_TYPE", "Auto")]
 
 

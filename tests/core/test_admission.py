@@ -584,7 +584,7 @@ def test_another_salt_keeps_every_count():
 
 
 def test_without_growth_keys_without_an_entry_are_told():
-    """With full buckets no loop runs on, no key is admitted by mistake, and a key without an entry lacks room."""
+    """With full buckets the lookup ends, no key is admitted by mistake, and keys without an entry count as refused."""
     collection = one_table(policies.AdmitByCount(2))
     state, num_keys = collection.init(seed=SEED), 5 * MIN_SIGHTINGS
     features = collection.batch({"user": np.arange(num_keys)}).features

@@ -110,7 +110,7 @@ def test_stores_that_grow_apart_and_together():
 
 
 def test_a_state_on_a_device_of_its_own():
-    """A new slab is placed on the state's device only by the step; there is still one program per capacity."""
+    """A new slab is committed to the state's device only by the step; there is still one program per capacity."""
     device = jax.devices()[-1]
     with jax.default_device(device):
         collection = programs.one_table(capacity=16)
@@ -280,7 +280,7 @@ def test_settings_of_the_caller():
 
 
 def test_inside_another_trace_and_under_debugging():
-    """In these cases the step itself runs, and errors are those of the step."""
+    """Inside another trace and under debugging the step itself runs, with its own errors."""
     collection = programs.one_table(capacity=64)
     step = ahead(collection)
     state, features = collection.init(seed=0), new_keys(collection, 0)

@@ -927,7 +927,7 @@ def test_a_batch_that_cannot_fit_is_told_with_what_helps(policy):
     assert "wanted at most 16 together (max_capacity)" in message and "a smaller max_keys" in message
     assert ("a policy with a score" in message) != policy.has_score
     assert "-" not in message.replace("jaxsok-", "")
-    collection.grow(state, batch)  # no second time
+    collection.grow(state, batch)  # there is no second warning
 
 
 def test_rows_kept():

@@ -201,7 +201,7 @@ def test_fan_in_is_a_kernel_initializer(dim):
     }
     for distribution, same in pairs.items():
         got, want = (draw(i, dim=dim, keys=KEYS[:64]) for i in (one.fan_in(2.0, distribution), same))
-        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)  # a parameter may round otherwise
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)  # a parameter may round differently
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "normal", "truncated_normal"])

@@ -241,7 +241,7 @@ class TableMachine(RuleBasedStateMachine):
         """Updates with two plans at once: each row steps once."""
         self._update(2, True)
 
-    # Erasing makes waiting plans stale for their store, so waiting plans are applied before. test_plan.py tests what a
+    # Erasing makes waiting plans stale for their store, so waiting plans are used up before. test_plan.py tests what a
     # stale plan over two stores does to the other store.
     @rule(table=st.sampled_from(["user", "item", "ad"]), keys=strategies.key_lists(KEYS, 4, padding=True))
     def erase(self, table, keys):

@@ -389,7 +389,7 @@ def test_bits_do_not_depend_on_order_row_id_capacity_or_store(dtype):
     assert_same_rows(rows["user"], want)
     assert any(
         (programs.bits(rows["a"][key]) != programs.bits(want[key])).any() for key in want
-    )  # another name, other bits
+    )  # another name gives other bits
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -1,7 +1,7 @@
 """The frozen lookup's target: several stores in one call, also rows of 8 bits; the exact bits of kernel_model.py.
 
 The reference is the NumPy model of the kernels, which shares no code with them, over rows that are widened here:
-float32(number) * scale. On the CPU and on CUDA.
+float32(number) * scale. The tests run on the CPU and on CUDA.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""`optim.lift`: against dense Optax on the touched rows, against the classifier of the reference, and its refusals."""
+"""`optim.lift` against dense Optax on touched rows and against the reference's classifier, and its refusals."""
 
 import contextlib
 import dataclasses
