@@ -14,7 +14,7 @@ UNVERIFIED, IN_MEMORY = 1, 2
 
 
 class CFeature(ctypes.Structure):
-    """jaxsok_feature."""
+    """The structure jaxsok_feature."""
 
     _fields_ = [
         ("table", ctypes.c_int32),
@@ -29,7 +29,7 @@ class CFeature(ctypes.Structure):
 
 
 class CBatch(ctypes.Structure):
-    """jaxsok_batch."""
+    """The structure jaxsok_batch."""
 
     _fields_ = [
         ("keys", ctypes.c_void_p),
@@ -44,7 +44,7 @@ class CBatch(ctypes.Structure):
 
 
 class Refused(Exception):
-    """A status that is not JAXSOK_OK."""
+    """The error for a status that is not JAXSOK_OK."""
 
     def __init__(self, status, text):
         super().__init__(text)
@@ -52,7 +52,7 @@ class Refused(Exception):
 
 
 def load(back_end="cpu"):
-    """The library with the types of its functions."""
+    """Loads the library and declares the types of its functions."""
     found = ctypes.CDLL(str(library.library_path(back_end)))
     pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32
     for name, result, *arguments in (
@@ -75,7 +75,7 @@ def load(back_end="cpu"):
 
 @dataclasses.dataclass
 class Request:
-    """Keys of one table, as `LookupInput` has them."""
+    """Keys of one table, in the form of `LookupInput`."""
 
     table: str
     keys: np.ndarray
@@ -91,7 +91,7 @@ class Request:
 
 
 class Tables:
-    """An open folder."""
+    """An open folder of tables."""
 
     def __init__(self, folder, back_end="cpu", device=0, flags=0):
         self.library, self.pointer = load(back_end), ctypes.c_void_p()
@@ -102,11 +102,11 @@ class Tables:
             raise Refused(status, self.library.jaxsok_error().decode())
 
     def close(self):
-        """Once."""
+        """Closes the folder; a second call does nothing."""
         self.library.jaxsok_close(self.pointer)
 
     def tables(self):
-        """Dims and numbers of rows by name."""
+        """Returns dims and numbers of rows by name."""
         found = self.library
         return {
             found.jaxsok_table_name(self.pointer, t).decode(): (
@@ -117,11 +117,11 @@ class Tables:
         }
 
     def number(self, name):
-        """Of a table."""
+        """Returns the number of a table."""
         return self.library.jaxsok_find_table(self.pointer, name.encode())
 
     def pack(self, requests):
-        """The arrays of a batch, and its features without `out`."""
+        """Returns the arrays of a batch, and its features without `out`."""
         keys = [np.asarray(request.keys).reshape(-1).astype(np.uint64) for request in requests]
         offsets = [np.asarray(request.offsets, np.int32) for request in requests if request.offsets is not None]
         weights = [
@@ -153,13 +153,13 @@ class Tables:
         )
 
     def call(self, arrays, features, stream=None):
-        """Looks up what lies at (address, size) of keys, offsets and weights."""
+        """Looks up the batch whose keys, offsets and weights are at (address, size)."""
         flat = [part for array in arrays for part in array]
         batch = CBatch(*flat, (CFeature * len(features))(*features), len(features))
         self._check(self.library.jaxsok_lookup(self.pointer, ctypes.byref(batch), stream))
 
     def lookup(self, *requests):
-        """Embeddings of each request, `[num_bags, dim]`, from host memory."""
+        """Returns the embeddings of each request, `[num_bags, dim]`, in host memory."""
         *arrays, features = self.pack(requests)
         outs = []
         for feature, request in zip(features, requests, strict=True):
@@ -171,7 +171,7 @@ class Tables:
 
 
 class Gpu:
-    """Memory, a stream and graphs of the first GPU, for the calling thread, by the driver's functions."""
+    """Memory, a stream and graphs of the first GPU, for the calling thread, through the driver's functions."""
 
     def __init__(self):
         self._driver = ctypes.CDLL("libcuda.so.1")
@@ -180,21 +180,21 @@ class Gpu:
         self._call("cuDeviceGet", ctypes.byref(device), 0)
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         self._call("cuCtxSetCurrent", context)
-        self._call("cuStreamCreate", ctypes.byref(self.stream), 1)  # 1: does not wait for the default stream
+        self._call("cuStreamCreate", ctypes.byref(self.stream), 1)  # 1: the stream does not wait for the default stream
 
     def _call(self, name, *arguments):
         status = getattr(self._driver, name)(*arguments)
         assert status == 0, f"{name}: {status}"
 
     def put(self, array):
-        """Copies an array to the GPU; its address. It stays there."""
+        """Copies an array to the GPU and returns its address. The array stays there."""
         pointer = ctypes.c_void_p()
         self._call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(max(array.nbytes, 1)))
         self._call("cuMemcpyHtoD_v2", pointer, ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes))
         return pointer.value
 
     def get(self, pointer, shape):
-        """Copies float32 from the GPU, when the stream has done its work."""
+        """Copies float32 values from the GPU after the stream has finished its work."""
         array = np.empty(shape, np.float32)
         self._call("cuStreamSynchronize", self.stream)
         address = ctypes.c_void_p(array.ctypes.data)
@@ -202,16 +202,16 @@ class Gpu:
         return array
 
     def captured(self, work):
-        """Captures what `work` enqueues on the stream in a graph; a function that runs it there."""
+        """Captures what `work` enqueues on the stream in a graph, and returns a function that runs the graph there."""
         graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
-        self._call("cuStreamBeginCapture_v2", self.stream, 1)  # 1: other threads may do as they like
+        self._call("cuStreamBeginCapture_v2", self.stream, 1)  # 1: other threads are not restricted
         work()
         self._call("cuStreamEndCapture", self.stream, ctypes.byref(graph))
         self._call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
         return lambda: self._call("cuGraphLaunch", executable, self.stream)
 
     def lookup(self, tables, *requests, is_graph=False):
-        """As `Tables.lookup`, of arrays on the GPU."""
+        """Does the same as `Tables.lookup` with arrays on the GPU."""
         *arrays, features = tables.pack(requests)
         held = [(self.put(array), array.size) for array in arrays]
         shapes = []
@@ -230,7 +230,7 @@ class Gpu:
 
 @contextlib.contextmanager
 def opened(folder, **options):
-    """Tables that are closed in the end."""
+    """Opens tables and closes them at the end."""
     tables = Tables(folder, **options)
     try:
         yield tables

@@ -1,4 +1,4 @@
-"""Collections, a training, tables as arrays and other processes, for the tests of checkpoints."""
+"""Collections, training steps, tables as arrays and other processes, for the tests of checkpoints."""
 
 import functools
 import os
@@ -23,12 +23,12 @@ ADAM, ROWWISE = optim.adam(0.1), optim.rowwise_adagrad(0.1)
 
 
 def mesh_of(num_devices):
-    """The first devices; axes of both types, so that files travel from one to the other."""
+    """Returns a mesh of the first devices. Both axis types occur, so that files move from one to the other."""
     return programs.mesh(num_devices, axis_type=AxisType.Auto if num_devices in (3, 4) else AxisType.Explicit)
 
 
 def collection_of(tables, num_devices=None):
-    """A collection with a feature for each table, the same one for the same tables; None: one device, no mesh."""
+    """Returns a collection with a feature per table, cached by tables; without a device count it has no mesh."""
     return _collection_of(tuple(tables), num_devices)
 
 
@@ -40,7 +40,7 @@ def _collection_of(tables, num_devices):
 
 
 def tables_of(*, capacity=240, **options):
-    """Two tables in one store, one of 16 bits on every shard, one on a single shard that admits by count."""
+    """Returns two tables in one store, a 16-bit table on every shard, and a table on one shard that admits by count."""
     options = {"statistics": True, "capacity": capacity, **options}
     return [
         jaxsok.TableSpec("user", DIM, ADAM, **options),
@@ -51,7 +51,7 @@ def tables_of(*, capacity=240, **options):
 
 
 def one_batch(collection, step, num_keys=200):
-    """Keys of a step: some come back, some are new; a few are large."""
+    """Returns the keys of a step: some repeat earlier keys, some are new, and a few are large."""
     rng = np.random.default_rng(step)
     keys = rng.integers(0, num_keys, (len(collection.tables), NUM_SAMPLES)).astype(np.uint64)
     keys[:, ::5] += np.uint64(2**63)
@@ -60,20 +60,20 @@ def one_batch(collection, step, num_keys=200):
 
 @functools.cache
 def train_step(collection):
-    """Lookup, a gradient that depends on the embedding, update."""
+    """Returns a step: lookup, a gradient that depends on the embedding, and update."""
 
     def step(state, features):
         embeddings, state, plan = collection.lookup(state, features)
         gradients = {name: embedding * 0.5 + 0.1 for name, embedding in embeddings.items()}
         return collection.update(state, plan, gradients)
 
-    # Few steps of small batches: what takes time is the compiler.
+    # There are few steps of small batches, so compilation takes most of the time.
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return jax.jit(step, donate_argnums=0, compiler_options=options)
 
 
 def train(collection, state, num_steps):
-    """So many steps; which ones, the state's step says."""
+    """Trains for `num_steps` steps; the state's step determines their batches."""
     for _ in range(num_steps):
         batch = collection.batch(one_batch(collection, int(state.step)))
         state = collection.grow(state)
@@ -82,13 +82,13 @@ def train(collection, state, num_steps):
 
 
 def parts_of(array, num_parts):
-    """The parts of an array that this process has, by shard."""
+    """Returns the parts of an array that this process has, by shard."""
     size = array.shape[0] // num_parts
     return {(part.index[0].start or 0) // size: np.asarray(part.data) for part in array.addressable_shards}
 
 
 def content(collection, state):
-    """Every table as this process's shards have it, ascending by key, from the arrays: {"<table>.<column>": array}."""
+    """Reads every table from this process's shards, in ascending order of keys: {"<table>.<column>": array}."""
     columns = {}
     for spec, store in zip(collection.stores, state.stores, strict=True):
         slabs = {"records": store.records, "rows": store.rows}
@@ -115,7 +115,7 @@ def content(collection, state):
 
 
 def waiting(collection, state, table):
-    """Keys of a table that wait for a row, and their counts: {key: count}; from the arrays alone."""
+    """Reads the keys of a table that wait for a row from the arrays alone: {key: count}."""
     found = {}
     for spec, store in zip(collection.stores, state.stores, strict=True):
         for number, one in enumerate(spec.tables):
@@ -133,7 +133,7 @@ def waiting(collection, state, table):
 
 
 def assert_same(got, want, *, names=None):
-    """Equal to the bit."""
+    """Checks bitwise equality."""
     assert got.keys() == want.keys() if names is None else names
     for name in want if names is None else names:
         assert got[name].dtype == want[name].dtype, name
@@ -148,7 +148,7 @@ def bits(array):
 
 
 def counting():
-    """A table whose rows are the number of steps, whatever their keys."""
+    """Returns a table whose rows equal the number of steps, whatever their keys."""
     zeros = jaxsok.initializers.constant(0.0)
     return collection_of([jaxsok.TableSpec("item", 16, optim.sgd(1.0), initializer=zeros, capacity=4096)])
 
@@ -157,7 +157,7 @@ NUM_COUNTED = 3000
 
 
 def save_for_ever(folder):
-    """Trains and saves after each step, from where the last process was when it was killed."""
+    """Trains and saves after each step, starting where the previous process was killed."""
     import orbax.checkpoint as ocp
 
     from jaxsok import checkpoint
@@ -184,14 +184,14 @@ def save_for_ever(folder):
                 tables=checkpoint.TablesSave(collection, state),
                 params=ocp.args.StandardSave({"steps": np.full(3, number)}),
             )
-            # One byte for each save that begins; the one before it has ended, or `save` would wait.
+            # One byte for each save that begins. The previous save has ended, since `save` waits for it.
             manager.wait_until_finished()
             os.write(1, b".")
             manager.save(number, args=items)
 
 
 def killed_again_and_again(folder, seed):
-    """For each line of standard input, a process of its own that saves for ever, and is killed when it has begun.
+    """Starts a process that saves without end for each line of standard input, and kills it after it has begun.
 
     The modules are loaded once; JAX's back end begins in each child.
     """
@@ -210,7 +210,7 @@ def killed_again_and_again(folder, seed):
         os.read(ready, 1)
         started = time.monotonic()
         os.read(ready, 1)
-        # Somewhere in a save: they all take about as long.
+        # The process is somewhere in a save, since all saves take about as long.
         time.sleep(rng.uniform(0.0, 1.2) * (time.monotonic() - started))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -219,7 +219,7 @@ def killed_again_and_again(folder, seed):
 
 
 def in_processes(folder):
-    """Trains, saves through Orbax and without it, restores and goes on: one of several processes."""
+    """Trains, saves with and without Orbax, restores and continues, as one of several processes."""
     import orbax.checkpoint as ocp
 
     from jaxsok import checkpoint
@@ -268,9 +268,9 @@ def in_processes(folder):
 
 
 def writes_on_request(folder, number):
-    """For each line of standard input, "<format> <path> <overwrite>", writes what only this process writes.
+    """Writes this process's part for each line of standard input, "<format> <path> <overwrite>".
 
-    The lines come to several processes at once: they are writers that share a path.
+    Several processes receive the lines at once: they are writers that share a path.
     """
     from jaxsok import Records, checkpoint
     from jaxsok.interchange import columns, hps, npz, sok
@@ -304,19 +304,19 @@ def writes_on_request(folder, number):
 
 
 def _plain(columns):
-    """As `np.savez` takes them."""
+    """Converts columns to the form that `np.savez` takes."""
     return {name: bits(values) for name, values in columns.items()}
 
 
-# A life that can be cut off and taken up again
+# A training run that can be interrupted and resumed
 
 
-NEW_KEYS = 6  # of a step; the others come from the last ones, or from a few that are always asked for
+NEW_KEYS = 6  # per step; the others come from recent steps or from a few keys that are always requested
 
 
 def living(form):
-    """Tables that evict, admit by count and grow, on one device or on a mesh of two; see `Life`."""
-    num_rows = 30 if form == "mesh" else 60  # shards have room for an uneven hash on top
+    """Returns tables that evict, admit by count and grow, on one device or on a mesh of two; see `Life`."""
+    num_rows = 30 if form == "mesh" else 60  # shards have additional room for an uneven hash
     full = {"capacity": num_rows, "max_capacity": num_rows, "eviction": policies.LeastRecentlyUsed()}
     tables = [
         jaxsok.TableSpec("user", DIM, ADAM, admission=policies.AdmitByCount(2), **full),
@@ -328,15 +328,15 @@ def living(form):
 
 
 class Life:
-    """Steps with evictions, admission and growth, saved after each step; each gives columns to compare.
+    """Steps with evictions, admission and growth, saved after each step; each returns columns to compare.
 
-    Forms: "batch" and "mesh" give `grow` the batch of the step; "seen" calls it before there is one.
+    In the forms "batch" and "mesh", `grow` gets the batch of the step; in "seen" it is called before the batch exists.
     """
 
     FORMS = ("batch", "seen", "mesh")
 
     def __init__(self, form, folder):
-        """Goes on from the last save in the folder, or begins."""
+        """Continues from the last save in the folder, or begins."""
         from jaxsok import checkpoint
 
         self.checkpoint, self.form, self.folder = checkpoint, form, pathlib.Path(folder)
@@ -347,7 +347,7 @@ class Life:
             self.state = checkpoint.load(self.folder / str(self.step), self.collection)
         else:
             self.state = self.collection.init(seed=5)
-        # Each number by itself, so that the bits do not depend on how a back end splits a sum.
+        # Each number separately, so that the bits do not depend on how a back end splits a sum.
         self.run = jax.jit(
             self._run,
             donate_argnums=0,
@@ -361,7 +361,7 @@ class Life:
         return state, embeddings, stats
 
     def batch(self):
-        """The keys of a step are a function of its number."""
+        """Returns the keys of a step, which are a function of its number."""
         rng = np.random.default_rng(self.step)
         keys = {}
         for table in self.collection.tables:
@@ -372,7 +372,7 @@ class Life:
         return self.collection.batch(keys)
 
     def advance(self, *, saves):
-        """One step; gives its embeddings and counts as columns."""
+        """Makes one step and returns its embeddings and counts as columns."""
         if self.form == "seen":
             self.state = self.collection.grow(self.state)
         batch = self.batch()
@@ -387,7 +387,7 @@ class Life:
 
 
 def live(folder, num_steps):
-    """Makes steps of each form that has a folder, saves after each, and prints a line, until it is killed or done."""
+    """Makes steps of each form that has a folder, saving and printing a line after each, until killed or done."""
     jax.config.update("jax_num_cpu_devices", 2)
     lives = {path.name: Life(path.name, path) for path in sorted(pathlib.Path(folder).iterdir())}
     for _ in range(int(num_steps)):

@@ -1,4 +1,4 @@
-"""Programs that several test modules compile, and what XLA made of them: copies, calls to the host, addresses."""
+"""Programs that several test modules compile, and the copies, host calls and addresses in XLA's result."""
 
 import functools
 import importlib.metadata
@@ -18,7 +18,7 @@ ALIGNMENT_BYTES = 4096  # XLA rounds up and packs: equal programs may differ by 
 
 
 def declared(capacity=CAPACITY, **more):
-    """Two stores, all kinds of features and optimizers with and without state; `more` is said of all tables."""
+    """Declares two stores with all kinds of features, optimizers with and without state; `more` goes to all tables."""
     rowwise, adam = jaxsok.optim.rowwise_adagrad(0.1), jaxsok.optim.adam(0.1)
     return jaxsok.Collection(
         [
@@ -36,7 +36,7 @@ def declared(capacity=CAPACITY, **more):
 
 
 def features_of(collection, seed=0):
-    """One batch."""
+    """Returns one batch."""
     rng = np.random.default_rng(seed)
     lengths = np.full(NUM_BAGS, 3)
     weights = np.ones(3 * NUM_BAGS, np.float32)
@@ -51,7 +51,7 @@ def features_of(collection, seed=0):
 
 
 def two_lookups(collection):
-    """A step of two micro-batches, with an evaluation lookup between them."""
+    """Returns a step of two micro-batches, with an evaluation lookup between them."""
 
     def step(state, first, second):
         embeddings, state, plan = collection.lookup(state, first)
@@ -63,7 +63,7 @@ def two_lookups(collection):
 
 
 def linear_step(collection):
-    """A loss whose gradient does not depend on the embeddings: nothing in the model orders read before write."""
+    """Returns a step whose gradient does not depend on the embeddings: the model does not order read before write."""
 
     def step(state, features):
         embeddings, state, plan = collection.lookup(state, features)
@@ -74,7 +74,7 @@ def linear_step(collection):
 
 
 def scan_of_steps(collection):
-    """Several steps in one program."""
+    """Returns a program of several steps."""
 
     def steps(state, stacked):
         def body(state, features):
@@ -87,7 +87,7 @@ def scan_of_steps(collection):
 
 
 def find_and_step(collection):
-    """Metrics before the step, of the same state; the barrier says that they come first."""
+    """Returns a program that computes metrics of the state before the step; the barrier orders them first."""
 
     def step(state, features):
         found, stats = collection.find(state, features)
@@ -99,7 +99,7 @@ def find_and_step(collection):
 
 
 def cases(collection):
-    """Name -> (function of a donated state and features, features)."""
+    """Returns name -> (function of a donated state and features, features)."""
     one, two = features_of(collection), features_of(collection, 1)
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *[features_of(collection, i) for i in range(NUM_STEPS)])
     return {
@@ -117,7 +117,7 @@ def cases(collection):
 
 
 def table_copies(text, num_bytes):
-    """Lines of HLO that materialise `num_bytes` or more: copies, joins, fills, slices set by XLA."""
+    """Returns lines of HLO that materialise `num_bytes` or more: copies, joins, fills, slices set by XLA."""
     pattern = re.compile(
         r"= \(?([a-z]+)(\d*)\[([\d,]+)\]\S* "
         r"(copy|copy-start|concatenate|transpose|broadcast|dynamic-update-slice|pad)\("
@@ -134,7 +134,7 @@ def table_copies(text, num_bytes):
 
 
 def host_calls(text):
-    """Lines of HLO that talk to the host."""
+    """Returns lines of HLO that communicate with the host."""
     return [
         line.strip()
         for line in text.splitlines()
@@ -143,13 +143,13 @@ def host_calls(text):
 
 
 NUM_SHARDS = 8
-SHARD_CAPACITY = 1 << 12  # of the smaller store: its rows of Adam are the smallest large arrays but for the records
+SHARD_CAPACITY = 1 << 12  # of the smaller store: its rows of Adam are the smallest large arrays except for the records
 SHARDED_BYTES = SHARD_CAPACITY * 16
 
 
 @functools.cache
 def declared_over_eight():
-    """Stores that are spread, of two placements or of partial bags, and a replicated one; with and without divisors."""
+    """Declares sharded stores with two placements or partial bags and a replicated store; with and without divisors."""
     adagrad, adam = jaxsok.optim.adagrad(0.1), jaxsok.optim.adam(0.1)
     tables = [
         jaxsok.TableSpec("user", 16, adagrad, capacity=NUM_SHARDS * SHARD_CAPACITY, row_gradient="mean"),
@@ -167,7 +167,7 @@ def declared_over_eight():
 
 
 def features_over_eight(seed=0):
-    """One batch."""
+    """Returns one batch."""
     rng = np.random.default_rng(seed)
     return programs.batch(
         declared_over_eight(),
@@ -179,7 +179,7 @@ def features_over_eight(seed=0):
 
 
 def addresses(state):
-    """Where each part of each array lies, by path and device."""
+    """Returns the address of each part of each array, by path and device."""
     return {
         (path, part.device.id): part.data.unsafe_buffer_pointer()
         for path, leaf in programs.state_leaves(state)

@@ -1,6 +1,6 @@
-"""The test world: eight CPU devices, x64 off, strict promotion, warnings are errors, seeds are printed.
+"""The test environment: eight CPU devices, x64 off, strict promotion, warnings are errors, seeds are printed.
 
-Everything that speaks to the public API runs on JAX's default backend: on a machine with a GPU the same tests
+Tests of the public API run on JAX's default backend: on a machine with a GPU the same tests
 run on the GPU. Tests marked `gpu` need one and are skipped, with the reason, where there is none.
 """
 
@@ -18,26 +18,26 @@ import jaxlib
 import numpy as np
 import pytest
 
-# Several workers share a GPU: none may take most of its memory when it starts. JAX reads this with its first array.
+# Several workers share a GPU, so none may reserve most of its memory at start. JAX reads this with its first array.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Equal to the test that needs it most (law 2, meshes of 8); it has to be said before the first array is made.
+# The most devices that a test needs (law 2, meshes of 8). It must be set before the first array is made.
 NUM_CPU_DEVICES = 8
 
 jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
 jax.config.update("jax_enable_x64", False)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Most of the time goes into compiling small programs. Without LLVM's optimizations the suite takes a sixth less, and
-# what runs for long in it is compiled ahead, in jaxsok's library.
+# Most of the time goes into compiling small programs. Without LLVM's optimizations the suite takes a sixth less time.
+# The code that runs for long is compiled in advance, in jaxsok's library.
 jax.config.update("jax_disable_most_optimizations", os.environ.get("JAX_PLATFORMS") == "cpu")
 
 
 def _compile_quickly():
-    """XLA's older code generator compiles in half the time; processes that tests start compile as quickly.
+    """Selects XLA's older code generator, which compiles in half the time, also for processes that tests start.
 
-    XLA's flags are in the environment, which these inherit; a flag that XLA does not know would end them.
+    The processes inherit XLA's flags through the environment; a flag that XLA does not know would end them.
     """
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
@@ -54,7 +54,7 @@ def _compile_quickly():
 _compile_quickly()
 
 # Shapes as types: JAXSOK_TYPECHECK=1 checks the annotations of the inner modules while the tests run. The public
-# surface is left out: it has to refuse bad input with its own words, which a type checker would forestall.
+# surface is left out: it has to refuse bad input with its own message, which a type checker would preempt.
 _TYPECHECKED = ("kernels", "combine", "table", "lookup", "export", "grow")
 if os.environ.get("JAXSOK_TYPECHECK") == "1" and importlib.util.find_spec("beartype") and "jaxsok" not in sys.modules:
     import jaxtyping
@@ -83,7 +83,7 @@ def pytest_configure(config):
     hypothesis.settings.load_profile(os.environ.get("JAXSOK_PROFILE", "ci"))
 
 
-# Packages of the extras of pyproject.toml, as they are imported. The suite itself needs pytest and Hypothesis alone.
+# Packages of the extras of pyproject.toml, as they are imported. The suite itself needs only pytest and Hypothesis.
 _EXTRAS = frozenset(
     "beartype flatbuffers flax grain httpx matplotlib optax orbax polars prometheus_client pyarrow redis rocksdict "
     "sklearn starlette tqdm uvicorn".split()
@@ -91,7 +91,7 @@ _EXTRAS = frozenset(
 
 
 def _missing_extra(error):
-    """The extra that is not installed and for want of which an import failed; None: it failed for another reason."""
+    """Returns the missing extra that made an import fail, or None if the import failed for another reason."""
     while error is not None:
         name = (getattr(error, "name", None) or "").split(".")[0] if isinstance(error, ImportError) else ""
         if name in _EXTRAS and importlib.util.find_spec(name) is None:
@@ -101,7 +101,7 @@ def _missing_extra(error):
 
 
 def _skip_for_want_of_an_extra():
-    """Lets a hook run; an import of an extra that is not installed becomes a skip that names it."""
+    """Runs a hook; an import of an extra that is not installed becomes a skip that names it."""
     try:
         return (yield)
     except ImportError as error:
@@ -137,7 +137,7 @@ def pytest_make_collect_report(collector):
 
 
 # A compiled program takes some ten memory mappings, and Linux gives a process 65,530. Beyond them the compiler crashes.
-# They also take memory (6 GB before the limit is reached), so few are kept for the next file, which shares few of them.
+# They also take memory (6 GB before the limit is reached), and files share few programs, so few are kept.
 _MOST_MAPPINGS = 35_000
 _MOST_MAPPINGS_OF_ANOTHER_FILE = 12_000
 _MAPPINGS = pathlib.Path("/proc/self/maps")
@@ -149,7 +149,7 @@ _NEW_OBJECTS_BETWEEN_COLLECTIONS = 50_000
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Frees the programs that earlier tests compiled, before they are too many for one process."""
+    """Frees the programs that earlier tests compiled before one process has too many."""
     is_last_of_file = nextitem is None or nextitem.path != item.path
     is_time_to_look = next(_num_torn_down) % _TESTS_BETWEEN_LOOKS == 0
     if not (is_last_of_file or is_time_to_look) or not _MAPPINGS.exists():
@@ -161,20 +161,20 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 def pytest_collection_finish():
-    """Python's collector no longer visits what lives as long as the process: modules, and the tests themselves."""
+    """Exempts modules and tests from Python's collector, since they live as long as the process."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS_BETWEEN_COLLECTIONS, 20, 10)
 
 
 def pytest_report_header():
-    """Says on what the tests run, so that a log cannot be mistaken for another's."""
+    """Reports the platform of the run, so that logs of different platforms are not confused."""
     device = jax.devices()[0]
     return f"jax {jax.__version__} on {len(jax.devices())} x {device.platform} ({device.device_kind})"
 
 
 def pytest_collection_modifyitems(items):
-    """Skips what cannot run here, with its reason."""
+    """Skips tests that cannot run here, with the reason."""
     backend = jax.default_backend()
     num_gpus = len(jax.devices()) if backend == "gpu" else 0
     for item in items:
@@ -188,7 +188,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def one_salt(monkeypatch):
-    """All states that the test makes have the same salts, so that their indexes can be compared to the bit."""
+    """Gives all states of the test the same salts, so that their indexes can be compared to the bit."""
     from jaxsok import processes
 
     monkeypatch.setattr(processes, "drawn", lambda *, is_shared, num_words=2: np.zeros(num_words, np.uint32))
@@ -196,13 +196,13 @@ def one_salt(monkeypatch):
 
 @pytest.fixture
 def by_doubling(monkeypatch):
-    """Fresh tables begin as they are declared and grow by doubling, so that a short test sees several growths."""
+    """Makes new tables start at their declared size and grow by doubling, so that a short test sees several growths."""
     monkeypatch.setattr("jaxsok.grow.FIRST_CALLS", 0)
 
 
 @pytest.fixture(scope="module")
 def quickly():
-    """Without LLVM's optimizations, which take most of the time of some tests, also where the GPU is the default."""
+    """Turns off LLVM's optimizations, which take most of the time of some tests, also where the GPU is the default."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield

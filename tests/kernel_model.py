@@ -1,8 +1,8 @@
-"""What every target must give, to the bit: the model of the kernels. Imports nothing of jaxsok.
+"""The model of the kernels: the exact bits every target must give. Imports nothing of jaxsok.
 
-`oracle.py` says what the ops mean, in float64; this says in NumPy float32 and plain loops what `ffi/core` and
-`ffi/kernels/*.h` promise beyond it: the layout of a store, the numbering of rows, the order of every sum, the counts.
-The words of layout.h are written down again, so that a word moved by mistake is seen.
+`oracle.py` defines the ops in float64. This module states in NumPy float32 and plain loops what `ffi/core` and
+`ffi/kernels/*.h` promise in addition: the layout of a store, the order of row ids and of every sum, the counts.
+The words of layout.h are written down again, so that a word moved by mistake is detected.
 """
 
 import dataclasses
@@ -52,29 +52,29 @@ ADMISSION_STREAM = U64(0xAEF17502108EF2D9)
 
 
 def as_keys(keys) -> np.ndarray:
-    """Python integers as uint64."""
+    """Converts Python integers to uint64."""
     return np.array(keys, np.uint64).reshape(-1)
 
 
 def words(keys: np.ndarray) -> np.ndarray:
-    """uint64 keys as uint32[n, 2], low word first."""
+    """Converts uint64 keys to uint32[n, 2], low word first."""
     return np.stack([keys & U64(2**32 - 1), keys >> U64(32)], -1).astype(np.uint32)
 
 
 def from_words(pairs: np.ndarray) -> np.ndarray:
-    """The reverse of `words`."""
+    """Reverses `words`."""
     return pairs[..., 0].astype(np.uint64) | pairs[..., 1].astype(np.uint64) << U64(32)
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser; arrays only, since NumPy warns of scalars that wrap."""
+    """Applies SplitMix64's finaliser; arrays only, since NumPy warns of scalars that wrap."""
     x = (x ^ (x >> U64(30))) * U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> U64(27))) * U64(0x94D049BB133111EB)
     return x ^ (x >> U64(31))
 
 
 def unmix(x: int) -> int:
-    """The number that `mix` turns into x."""
+    """Returns the number that `mix` turns into x."""
     wrap = 2**64 - 1
     x = x ^ x >> 31 ^ x >> 62
     x = x * pow(0x94D049BB133111EB, -1, 2**64) & wrap
@@ -84,18 +84,18 @@ def unmix(x: int) -> int:
 
 
 def key_of_hash(wanted: int, line: np.ndarray) -> int:
-    """The key of a table, by its words, that has this partition hash."""
+    """Returns the key that has this partition hash, for a table given by its words."""
     name = int(line[0]) | int(line[1]) << 32
     return unmix((unmix(wanted) - int(GOLDEN)) % 2**64) ^ name
 
 
 def partition_hashes(keys: np.ndarray, lines: np.ndarray) -> np.ndarray:
-    """By which keys belong to partitions and rounds; `lines`: the words of each key's table."""
+    """Returns the hashes that select partitions and rounds; `lines`: the words of each key's table."""
     return mix(mix(keys ^ from_words(lines[:, 0:2])) + GOLDEN)
 
 
 def home_buckets(keys: np.ndarray, tables: np.ndarray, salt: int, num_buckets: int) -> np.ndarray:
-    """Where the walk of each (table, key) pair begins."""
+    """Returns the bucket where the walk of each (table, key) pair begins."""
     hashes = mix(mix(keys ^ U64(salt)) + (tables.astype(np.uint64) + U64(1)) * GOLDEN)
     return ((hashes >> U64(32)) * U64(num_buckets)) >> U64(32)
 
@@ -120,7 +120,7 @@ def _log(x: np.ndarray) -> np.ndarray:
 
 
 def _polynomial(r: np.ndarray, *coefficients: float) -> np.ndarray:
-    """Horner, the highest power first."""
+    """Evaluates a polynomial by Horner's method, the highest power first."""
     total = np.full_like(r, F32(coefficients[0]))
     for coefficient in coefficients[1:]:
         total = total * r + F32(coefficient)
@@ -128,7 +128,7 @@ def _polynomial(r: np.ndarray, *coefficients: float) -> np.ndarray:
 
 
 def normal_quantile(p: np.ndarray) -> np.ndarray:
-    """AS 241, routine PPND7, operation by operation."""
+    """Computes AS 241, routine PPND7, operation by operation."""
     q = p - F32(0.5)
     r = F32(0.180625) - q * q
     top = _polynomial(r, 59.109374720, 159.29113202, 50.434271938, 3.3871327179)
@@ -147,7 +147,7 @@ def normal_quantile(p: np.ndarray) -> np.ndarray:
 
 
 def initial_rows(table_words: np.ndarray, seed: np.ndarray, keys: np.ndarray, tables: np.ndarray, dim: int):
-    """The row that each (table, key) pair gets when it is first seen."""
+    """Returns the row that each (table, key) pair gets when it is first seen."""
     lines = table_words[tables]
     names = from_words(lines[:, 0:2])
     streams = mix(mix(from_words(seed[None]) + GOLDEN) ^ names)
@@ -159,7 +159,7 @@ def initial_rows(table_words: np.ndarray, seed: np.ndarray, keys: np.ndarray, ta
     p = ((bits >> 9).astype(F32) + F32(0.5)) * F32(2.0**-23)
     low, high = F32(0.0227501319), F32(0.9772498681)
     kinds = lines[:, 2][:, None]
-    with np.errstate(all="ignore"):  # branches not taken
+    with np.errstate(all="ignore"):  # branches that are not taken
         return np.select(
             [kinds == CONSTANT, kinds == UNIFORM, kinds == NORMAL, kinds == TRUNCATED_NORMAL],
             [
@@ -176,19 +176,19 @@ def initial_rows(table_words: np.ndarray, seed: np.ndarray, keys: np.ndarray, ta
 
 
 def admission_hash(line: np.ndarray, seed: np.ndarray, key: int) -> np.ndarray:
-    """Of one key of a table, by its words: uint64[1]."""
+    """Returns the hash of one key for a table given by its words: uint64[1]."""
     of_table = mix(mix(from_words(seed[None]) + ADMISSION_STREAM) ^ from_words(line[None, 0:2]))
     return mix(as_keys([key]) + of_table)
 
 
 def is_drawn(line: np.ndarray, seed: np.ndarray, key: int, step: int) -> bool:
-    """Whether chance lets a key in at a step."""
+    """Returns whether a random draw admits a key at a step."""
     draw = mix(admission_hash(line, seed, key) + as_keys([step + 1]) * GOLDEN) >> U64(32)
     return bool(draw[0] < line[8])
 
 
 def bloom_counters(line: np.ndarray, seed: np.ndarray, key: int) -> np.ndarray:
-    """The places of a key's counters in the filter of its shard."""
+    """Returns the positions of a key's counters in the filter of its shard."""
     begin, size, num_hashes = (int(word) for word in line[9:12])
     value = int(admission_hash(line, seed, key)[0])
     low, high = value & 0xFFFFFFFF, value >> 32 | 1
@@ -196,11 +196,11 @@ def bloom_counters(line: np.ndarray, seed: np.ndarray, key: int) -> np.ndarray:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Rows of 16 bits (core/row_dtype.h): ml_dtypes and float64 say what rounding means
+# Rows of 16 bits (core/row_dtype.h): ml_dtypes and float64 define the rounding
 
 
 def nearest(values: np.ndarray, dtype) -> np.ndarray:
-    """Ties to even; what is finite stays finite."""
+    """Rounds to nearest, ties to even; finite values stay finite."""
     values = np.asarray(values, F32)
     if dtype == F32:
         return values
@@ -209,7 +209,7 @@ def nearest(values: np.ndarray, dtype) -> np.ndarray:
 
 
 def stochastic(values: np.ndarray, dtype, random: np.ndarray) -> np.ndarray:
-    """To one of the two neighbours: away from zero if the part beyond the nearer one and the random bits carry."""
+    """Rounds to a neighbour: away from zero if the remainder beyond the nearer neighbour plus the random bits carry."""
     values = np.asarray(values, F32)
     if dtype == F32:
         return values
@@ -228,7 +228,7 @@ def stochastic(values: np.ndarray, dtype, random: np.ndarray) -> np.ndarray:
 
 
 def rounding_bits(lines: np.ndarray, seed: np.ndarray, step: int, keys: np.ndarray, dim: int) -> np.ndarray:
-    """The 16 random bits of each column of keys in one step; `lines`: the words of each key's table."""
+    """Returns the 16 random bits of each column of keys in one step; `lines`: the words of each key's table."""
     of_step = mix(mix(from_words(seed[None]) + ROUNDING_STREAM) + U64(step + 1) * GOLDEN)
     streams = mix(keys + mix(of_step ^ from_words(lines[:, 0:2])))
     draws = mix(streams[:, None] + np.arange(1, -(-dim // 4) + 1, dtype=np.uint64) * GOLDEN)
@@ -238,7 +238,7 @@ def rounding_bits(lines: np.ndarray, seed: np.ndarray, step: int, keys: np.ndarr
 
 @functools.cache
 def table_words(num_tables: int) -> np.ndarray:
-    """Tables with all kinds of initializers, each of its own name."""
+    """Returns the words of tables with all kinds of initializers, each with its own name."""
     lines = np.zeros((num_tables, 16), np.uint32)
     for t, line in enumerate(lines):
         line[:3] = zlib.crc32(b"low %d" % t), zlib.crc32(b"high %d" % t), (t + 1) % 4
@@ -249,7 +249,7 @@ def table_words(num_tables: int) -> np.ndarray:
 
 
 def placed(lines: np.ndarray, owners: dict[int, int] | None = None, unknown_zeros: Sequence[int] = ()) -> np.ndarray:
-    """Words of tables of which some lie on one shard, and some give zeros for unknown keys."""
+    """Returns words of tables of which some are on one shard, and some give zeros for unknown keys."""
     lines = lines.copy()
     for table, owner in (owners or {}).items():
         lines[table, 5] = owner
@@ -287,18 +287,18 @@ class Feature:
 
     @property
     def num_tiles(self) -> int:
-        """Keys without any bag have a tile, too: it counts them."""
+        """Returns the number of tiles. Keys without any bag have a tile too, which counts them."""
         return max(-(-self.num_bags // BAGS_PER_TILE), int(self.num_keys > 0))
 
     def bounds(self) -> np.ndarray:
-        """Where each bag begins among the feature's positions; what lies outside is clamped."""
+        """Returns where each bag begins among the feature's positions; numbers out of range are clamped."""
         if self.offsets is None:
             return np.arange(self.num_bags + 1) * self.hotness
-        assert (np.diff(self.offsets.astype(np.int64)) >= 0).all()  # the callers of the kernels see to it
+        assert (np.diff(self.offsets.astype(np.int64)) >= 0).all()  # the callers of the kernels ensure it
         return np.clip(self.offsets.astype(np.int64), 0, self.num_keys)
 
     def bags(self) -> np.ndarray:
-        """The bag of each position; -1: in none."""
+        """Returns the bag of each position, or -1 for a position in no bag."""
         bounds = self.bounds()
         of = np.full(self.num_keys, -1)
         of[bounds[0] : bounds[-1]] = np.repeat(np.arange(self.num_bags), np.diff(bounds))
@@ -306,17 +306,17 @@ class Feature:
 
 
 def single(keys, table=0, **more) -> Feature:
-    """Every key its own row."""
+    """Returns a feature in which every key has a row of its own."""
     return Feature(as_keys(keys), table, NONE, 1, **more)
 
 
 def fixed(keys, table, combiner, hotness, weights=None, **more) -> Feature:
-    """Bags of one size."""
+    """Returns a feature with bags of one size."""
     return Feature(as_keys(keys), table, combiner, hotness, weights=weights, **more)
 
 
 def ragged(keys, table, combiner, offsets, weights=None, **more) -> Feature:
-    """Bags of any size."""
+    """Returns a feature with bags of any size."""
     return Feature(as_keys(keys), table, combiner, 0, np.asarray(offsets, np.int32), weights, **more)
 
 
@@ -334,7 +334,7 @@ class Batch:
         self.is_asked = (self.keys != U64(PADDING_KEY)) & (self.bags >= 0)
 
     def words(self) -> tuple[tuple[int, ...], ...]:
-        """The features operand."""
+        """Returns the features operand."""
         lines, bag, offset, weight, tile = [], 0, 0, 0, 0
         for f, start in zip(self.features, self.starts, strict=False):
             weights_start = -1 if f.weights is None else weight
@@ -351,11 +351,11 @@ class Batch:
         return sum(f.num_tiles for f in self.features)
 
     def shapes(self, dim: int) -> tuple[tuple[int, int], ...]:
-        """Of the embeddings."""
+        """Returns the shapes of the embeddings."""
         return tuple((f.num_bags, dim) for f in self.features)
 
     def operands(self) -> dict[str, np.ndarray]:
-        """keys, offsets, weights."""
+        """Returns keys, offsets and weights."""
         offsets = [f.offsets for f in self.features if f.offsets is not None]
         weights = [f.weights for f in self.features if f.weights is not None]
         return {
@@ -365,31 +365,31 @@ class Batch:
         }
 
     def part(self, number: int) -> slice:
-        """The positions of one feature."""
+        """Returns the positions of one feature."""
         return slice(int(self.starts[number]), int(self.starts[number + 1]))
 
     def count_padding(self, num_tables: int) -> np.ndarray:
-        """Positions without a key, by table: padding, and whatever lies in no bag."""
+        """Counts positions without a key by table: padding, and positions in no bag."""
         return np.bincount(self.tables[~self.is_asked], minlength=num_tables).astype(np.int32)
 
     def digest(self) -> np.ndarray:
-        """Of all keys but padding, also of those that lie in no bag."""
+        """Returns the digest of all keys except padding, including keys that are in no bag."""
         places = np.arange(1, len(self.keys) + 1, dtype=np.uint64) * GOLDEN
         return words(mix(self.keys + places)[self.keys != U64(PADDING_KEY)].sum(dtype=np.uint64, keepdims=True))
 
 
 def without_tables(batch: Batch) -> Batch:
-    """The features as they are declared where the tables of their keys are given apart."""
+    """Returns the features as declared if the tables of their keys are given separately."""
     return Batch(*(dataclasses.replace(f, table=0) for f in batch.features))
 
 
 def joined(*batches: Batch) -> Batch:
-    """Several plans' batches as one; feature by feature, each knowing its plan."""
+    """Joins the batches of several plans, feature by feature; each feature keeps the number of its plan."""
     return Batch(*(dataclasses.replace(f, plan=p) for p, batch in enumerate(batches) for f in batch.features))
 
 
 def _in_order(bags: np.ndarray, present: np.ndarray):
-    """(positions, their bags) of the first keys of all bags, then of the second ones, ..."""
+    """Returns (positions, their bags) of the first keys of all bags, then of the second keys, and so on."""
     positions = np.flatnonzero(present & (bags >= 0))
     of = bags[positions]
     if not len(of):
@@ -401,7 +401,7 @@ def _in_order(bags: np.ndarray, present: np.ndarray):
 
 
 def bag_scales(feature: Feature, present: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """1 / divisor of each bag of mean and sqrtn, and where the divisor is zero."""
+    """Returns 1 / divisor of each bag for mean and sqrtn, and where the divisor is zero."""
     counts, sums = np.zeros(feature.num_bags, F32), np.zeros(feature.num_bags, F32)
     for _, positions, bags in _in_order(feature.bags(), present):
         counts[bags] += F32(1)
@@ -416,7 +416,7 @@ def bag_scales(feature: Feature, present: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def combine(feature: Feature, values: np.ndarray, present: np.ndarray) -> np.ndarray:
-    """The embeddings of one feature. `values`: the row of each position; `present`: not padding."""
+    """Returns the embeddings of one feature. `values`: the row of each position; `present`: not padding."""
     if feature.combiner == NONE:
         return np.where(present[:, None], values, F32(0))
     out = np.zeros((feature.num_bags, values.shape[1]), F32)
@@ -432,7 +432,7 @@ def combine(feature: Feature, values: np.ndarray, present: np.ndarray) -> np.nda
 
 
 def use_factors(feature: Feature, present: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """By what the gradient of its bag is multiplied for each position, and which positions are no uses at all."""
+    """Returns the factor of the bag's gradient for each position, and which positions are no uses."""
     weights = np.ones(feature.num_keys, F32) if feature.weights is None else feature.weights
     if feature.combiner == NONE:
         return np.ones(feature.num_keys, F32), ~present
@@ -450,7 +450,7 @@ def use_factors(feature: Feature, present: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def added_in_sequence(terms: np.ndarray, starts: np.ndarray, num_terms: int, most: int) -> np.ndarray:
-    """The sum of the terms from each start to the next, at most `most` of them, one after the other."""
+    """Adds the terms from each start to the next in sequence, at most `most` of them."""
     sizes = np.diff(np.r_[starts, num_terms])
     sums = terms[starts]
     for i in range(1, most):
@@ -460,7 +460,7 @@ def added_in_sequence(terms: np.ndarray, starts: np.ndarray, num_terms: int, mos
 
 
 def sum_uses(rows: np.ndarray, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Distinct rows, the sum of each one's terms, and their number. Terms come in the order of their positions."""
+    """Returns distinct rows, the sum of each row's terms, and their number. Terms come in the order of positions."""
     dim = terms.shape[1]
     if not len(rows):
         return np.zeros(0, np.int64), np.zeros((0, dim), F32), np.zeros(0, np.int64)
@@ -491,7 +491,7 @@ def sum_uses(rows: np.ndarray, terms: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def mean_squares(gradients: np.ndarray, has_rows16: bool = False) -> np.ndarray:
-    """The mean square of each row, in the order of LaneShape; that of rows of 16 bits is another."""
+    """Returns the mean square of each row, in the order of LaneShape; rows of 16 bits use another order."""
     num, dim = gradients.shape
     vector = 8 if has_rows16 and dim % 8 == 0 else 4 if dim % 4 == 0 else 1
     lanes = 1
@@ -519,7 +519,7 @@ def step(
     states: list[np.ndarray],
     has_rows16: bool = False,
 ):
-    """New rows and states."""
+    """Returns new rows and states."""
     h = hyper.astype(F32)
     if optimizer == SGD:
         return row - h[0] * g, []
@@ -539,7 +539,7 @@ STATES = {SGD: (), ADAGRAD: ("dim",), ROWWISE_ADAGRAD: (1,), ADAM: ("dim", "dim"
 
 
 def hyper_of(optimizer: int, learning_rate: float = 0.5) -> np.ndarray:
-    """Hyper-parameters with which every term of a step counts."""
+    """Returns hyper-parameters with which every term of a step counts."""
     numbers = {
         SGD: (learning_rate,),
         ADAGRAD: (learning_rate, 1e-3),
@@ -554,7 +554,7 @@ def hyper_of(optimizer: int, learning_rate: float = 0.5) -> np.ndarray:
 
 
 class Store:
-    """One shard: arrays as in core/layout.h, and what they mean as dicts."""
+    """One shard: arrays as in core/layout.h, and their meaning as dicts."""
 
     def __init__(
         self,
@@ -572,7 +572,7 @@ class Store:
         refused=None,
         num_waiting_buckets=64,
     ):
-        """`admission`: by table its words from kTableAdmission on; `refused`: what a key without a row reads."""
+        """`admission`: the words from kTableAdmission on, by table; `refused`: what a key without a row reads."""
         self.dtype = np.dtype(dtype)
         self.embedding_dtype = np.dtype(embedding_dtype or dtype)
         self.slabs, self.dim, self.num_tables, self.optimizer = tuple(slabs), dim, num_tables, optimizer
@@ -591,7 +591,7 @@ class Store:
         self.seed = np.array([11, 12], np.uint32)
         widths = [dim if width == "dim" else width for width in STATES[optimizer]]
         self.initial = tuple(float(F32(value)) for value in initial[: len(widths)])
-        self.rows = np.full((self.capacity, dim), -99, self.dtype)  # what nobody writes stays so
+        self.rows = np.full((self.capacity, dim), -99, self.dtype)  # rows that are never written keep this value
         self.records = np.full((self.capacity, 4), EMPTY)
         self.states = [np.full((self.capacity, w), F32(v)) for w, v in zip(widths, self.initial, strict=True)]
         self.counters = np.zeros(9, np.uint32)
@@ -616,7 +616,7 @@ class Store:
         return self.capacity - int(c[NUM_ALLOCATED]) + int(c[FREE_END]) - int(c[FREE_BEGIN])
 
     def arrays(self) -> dict:
-        """Copies of all arrays, per-row ones cut into slabs."""
+        """Copies all arrays, with per-row arrays cut into slabs."""
         ends = np.cumsum(self.slabs)[:-1]
 
         def cut(array):
@@ -634,7 +634,7 @@ class Store:
         }
 
     def _sightings(self) -> np.ndarray:
-        """Those that wait, each where a walk finds it."""
+        """Returns the keys that wait, each where a walk finds it."""
         array = np.full((self.num_waiting_buckets, 16), EMPTY)
         pairs = list(self.waiting)
         keys, tables = as_keys([key for _, key in pairs]), np.array([table for table, _ in pairs], np.int64)
@@ -650,7 +650,7 @@ class Store:
         return home_buckets(keys, tables, self.salt, self.num_buckets).tolist()
 
     def find(self, keys: np.ndarray, tables: np.ndarray) -> np.ndarray:
-        """Row ids; NO_ROW where absent."""
+        """Returns row ids, with NO_ROW for absent keys."""
         pairs = zip(tables.tolist(), keys.tolist(), strict=True)
         return np.array([self.row_of.get(pair, NO_ROW) for pair in pairs], np.uint32)
 
@@ -663,7 +663,7 @@ class Store:
         self.counters[SALT_LOW], self.counters[SALT_HIGH] = salt & 0xFFFFFFFF, salt >> 32
 
     def _walk(self, home: int) -> tuple[int | None, int]:
-        """The first bucket with an empty entry, and how many were visited."""
+        """Returns the first bucket with an empty entry, and how many were visited."""
         for probe in range(MAX_PROBES):
             bucket = (home + probe) % self.num_buckets
             if self.fill[bucket] < PER_BUCKET:
@@ -678,15 +678,15 @@ class Store:
         self.bucket_of[pair] = bucket
 
     def _saw(self, probes: int) -> None:
-        """Walks count that end at a row."""
+        """Counts a walk that ends at a row."""
         self.counters[LONGEST_PROBE] = max(int(self.counters[LONGEST_PROBE]), probes)
 
     # Writing ------------------------------------------------------------------------------------------------
 
     def find_or_insert(self, keys: np.ndarray, tables: np.ndarray, is_asked: np.ndarray, uses=None, step=None):
-        """Row ids and counts. Distinct pairs come one after the other, by first position; repeats share their fate.
+        """Returns row ids and counts. Distinct pairs come in order of first position; repeats share the result.
 
-        `step`: unseen pairs are judged by the admission of their tables; `uses`: what each position stands for.
+        `step`: unseen pairs are judged by their tables' admission; `uses`: how many uses each position represents.
         """
         row_ids = np.full(len(keys), NO_ROW, np.uint32)
         counts = np.zeros((self.num_tables, 6), np.int32)
@@ -723,7 +723,7 @@ class Store:
         return row_ids, counts
 
     def _kept_out(self, sums: dict[tuple[int, int], int], step: int) -> set[tuple[int, int]]:
-        """Of unseen pairs with their uses in a call, those that get no row; counts what is to be counted."""
+        """Returns the unseen pairs that get no row, given their uses in a call; updates the counts."""
         counters = {
             pair: bloom_counters(self.tables[pair[0]], self.seed, pair[1])
             for pair in sums
@@ -748,11 +748,11 @@ class Store:
         return {pair for pair in sums if not is_let_in(pair)}
 
     def forget(self, floors: np.ndarray) -> None:
-        """Counts that reached their table's floor begin at 0; their entries stay."""
+        """Resets counts that reached their table's floor to 0; their entries stay."""
         self.waiting = {pair: 0 if num >= floors[pair[0]] else num for pair, num in self.waiting.items()}
 
     def wait(self, num_buckets: int, floors: np.ndarray, more: dict[tuple[int, int], int]) -> None:
-        """Those that wait, with others, in so many buckets."""
+        """Stores the keys that wait, including additional keys, in so many buckets."""
         kept: dict[tuple[int, int], int] = {}
         for pair, num in [*self.waiting.items(), *more.items()]:
             if pair[0] < self.num_tables and 0 < num < floors[pair[0]]:
@@ -761,12 +761,12 @@ class Store:
         self.counters[NUM_SIGHTINGS] = len(kept)
 
     def initial_rows(self, keys: np.ndarray, tables: np.ndarray, lines: np.ndarray | None = None) -> np.ndarray:
-        """Of (table, key) pairs, as they are stored."""
+        """Returns the initial rows of (table, key) pairs, as they are stored."""
         lines = self.tables if lines is None else lines
         return nearest(initial_rows(lines, self.seed, keys, tables, self.dim), self.dtype)
 
     def _distinct(self, keys: np.ndarray, tables: np.ndarray, is_asked: np.ndarray):
-        """(table, key), its positions and its home bucket, by first position."""
+        """Yields (table, key), its positions and its home bucket, by first position."""
         positions = np.flatnonzero(is_asked)
         order = positions[np.lexsort((positions, keys[positions], tables[positions]))]
         is_first = np.r_[True, (np.diff(keys[order]) != 0) | (np.diff(tables[order]) != 0)][: len(order)]
@@ -790,14 +790,14 @@ class Store:
         return row_id
 
     def _list_freed(self) -> None:
-        """Makes the list of freed rows anew."""
+        """Rebuilds the list of freed rows."""
         dead = np.flatnonzero((self.records[: self.counters[NUM_ALLOCATED], :2] == EMPTY).all(axis=1))
         self.records[: len(dead), 3] = dead
         self.counters[[FREE_BEGIN, FREE_END]] = 0, len(dead)
         self.counters[GENERATION] += 1
 
     def select(self, scores: Sequence[np.ndarray], num_kept: int, table: int, mask: np.ndarray | None) -> np.ndarray:
-        """A flag for each row of capacity: those of lowest (scores, table, key), or those of a mask."""
+        """Returns a flag for each row of capacity: rows of lowest (scores, table, key), or rows of a mask."""
         asked = {pair: row_id for pair, row_id in self.row_of.items() if table in (-1, pair[0])}
         if mask is not None:
             gone = [row_id for row_id in asked.values() if mask[row_id]]
@@ -809,7 +809,7 @@ class Store:
         return flags
 
     def release(self, flags: np.ndarray) -> np.ndarray:
-        """How many rows of each table went; where none did all stays."""
+        """Returns how many rows of each table were removed; without removals nothing changes."""
         num_released = np.zeros(self.num_tables, np.uint32)
         for pair, row_id in [item for item in self.row_of.items() if flags[item[1]]]:
             del self.row_of[pair]
@@ -824,7 +824,7 @@ class Store:
         return num_released
 
     def _sweep(self) -> None:
-        """Who is in its home bucket stays there; the others enter anew, by row id."""
+        """Keeps entries that are in their home bucket and inserts the others again, by row id."""
         pairs = sorted(self.row_of, key=self.row_of.get)
         keys, tables = as_keys([key for _, key in pairs]), np.array([table for table, _ in pairs], np.int64)
         homes, before = dict(zip(pairs, self.homes(keys, tables), strict=True)), self.bucket_of
@@ -842,7 +842,7 @@ class Store:
                 self._enter(pair, bucket, self.row_of[pair])
 
     def rebuild(self, num_buckets: int | None = None, salt: int | None = None) -> None:
-        """Another index over the same records."""
+        """Builds another index over the same records."""
         self._empty_index(num_buckets or self.num_buckets, self.salt if salt is None else salt)
         self.counters[[NUM_UNPLACED, LONGEST_PROBE]] = 0
         pairs = sorted(self.row_of, key=self.row_of.get)
@@ -860,9 +860,9 @@ class Store:
     def row_values(
         self, batch: Batch, row_ids: np.ndarray, *, may_be_zeros: bool = False, lines: np.ndarray | None = None
     ) -> np.ndarray:
-        """The row of each position: the store's, else the one it would get, else zeros.
+        """Returns the row of each position: the stored row, otherwise its initial row, otherwise zeros.
 
-        `lines`: words of tables, whose tables say of themselves what gives zeros.
+        `lines`: words of tables; they state which tables give zeros.
         """
         values = np.zeros((len(batch.keys), self.dim), F32)
         known = row_ids < self.capacity
@@ -880,14 +880,14 @@ class Store:
         return values
 
     def embeddings(self, batch: Batch, values: np.ndarray) -> list[np.ndarray]:
-        """Of all features."""
+        """Returns the embeddings of all features."""
         present = batch.keys != U64(PADDING_KEY)
         parts = [batch.part(f) for f in range(len(batch.features))]
         combined = [combine(f, values[part], present[part]) for f, part in zip(batch.features, parts, strict=True)]
         return [nearest(one, self.embedding_dtype) for one in combined]
 
     def noted(self, batch: Batch, statistics: np.ndarray, clock: int) -> np.ndarray:
-        """The statistics after a lookup, occurrence by occurrence."""
+        """Returns the statistics after a lookup, occurrence by occurrence."""
         uses: dict[tuple[int, int], int] = {}
         pairs = zip(batch.tables.tolist(), batch.keys.tolist(), strict=True)
         for pair, is_asked in zip(pairs, batch.is_asked.tolist(), strict=True):
@@ -899,19 +899,19 @@ class Store:
         return after
 
     def lookup(self, batch: Batch, step=None):
-        """Embeddings, row ids, counts."""
+        """Returns embeddings, row ids and counts."""
         row_ids, counts = self.find_or_insert(batch.keys, batch.tables, batch.is_asked, step=step)
         counts[:, PADDED] = batch.count_padding(self.num_tables)
         return self.embeddings(batch, self.row_values(batch, row_ids)), row_ids, counts
 
     def lookup_find(self, batch: Batch):
-        """Embeddings, counts."""
+        """Returns embeddings and counts."""
         row_ids = np.where(batch.is_asked, self.find(batch.keys, batch.tables), np.uint32(NO_ROW))
         values = self.row_values(batch, row_ids, may_be_zeros=True)
         return self.embeddings(batch, values), self._counts(batch, row_ids, MISSING)
 
     def lookup_planned(self, batch: Batch, row_ids: np.ndarray, lines: np.ndarray | None = None):
-        """Embeddings, counts. `lines`: words of tables, where the features do not give the table of each key."""
+        """Returns embeddings and counts. `lines`: words of tables, if the features do not give each key's table."""
         values = self.row_values(batch, row_ids, lines=lines)
         counted = batch if lines is None else without_tables(batch)
         return self.embeddings(batch, values), self._counts(counted, row_ids, REFUSED)
@@ -935,7 +935,7 @@ class Store:
         rounding=NEAREST,
         num_steps=0,
     ):
-        """Rows with gradients that are not finite by table, and uses of stale plans."""
+        """Returns rows with gradients that are not finite by table, and uses of stale plans."""
         present = batch.keys != U64(PADDING_KEY)
         used_rows, terms, num_stale = [np.zeros(0, np.int64)], [np.zeros((0, self.dim), F32)], 0
         for f, feature in enumerate(batch.features):
@@ -968,7 +968,7 @@ class Store:
 
 
 def plan(batch: Batch) -> dict[str, np.ndarray]:
-    """Distinct (table, key) pairs by first position."""
+    """Returns distinct (table, key) pairs by first position."""
     n = len(batch.keys)
     inverse = np.full(n, n, np.int32)
     pairs: dict[tuple[int, int], int] = {}
@@ -992,7 +992,7 @@ def plan(batch: Batch) -> dict[str, np.ndarray]:
 def plan_requests(
     batch: Batch, lines: np.ndarray, partition_owners: np.ndarray, num_shards: int, by_hash: bool
 ) -> dict[str, np.ndarray]:
-    """Distinct (table, key) pairs by owner, then by round hash or not, then by first position."""
+    """Returns distinct (table, key) pairs by owner, then by round hash if requested, then by first position."""
     distinct, n = plan(batch), len(batch.keys)
     num = int(distinct["num_unique"])
     keys, tables = from_words(distinct["unique"][:num]), distinct["unique_tables"][:num]
@@ -1024,7 +1024,7 @@ LEFT_OUT = 1 << 31
 
 
 def plan_uses(batch: Batch, lines: np.ndarray, partition_owners: np.ndarray, num_shards: int) -> dict[str, np.ndarray]:
-    """Every use of a bag, owner by owner, in the order of positions: loops over the bags, one list for each owner."""
+    """Returns every use of a bag by owner, in the order of positions: loops over bags, a list for each owner."""
     uses: list[list[tuple[int, ...]]] = [[] for _ in range(num_shards)]
     begins: list[list[int]] = [[] for _ in range(num_shards)]
     scales = []
@@ -1045,7 +1045,7 @@ def plan_uses(batch: Batch, lines: np.ndarray, partition_owners: np.ndarray, num
             is_divided = feature.combiner in (MEAN, SQRTN)
             is_left_out = is_divided and divisor == 0
             root = np.sqrt(divisor) if feature.combiner == SQRTN else divisor
-            # -0 says that the divisor is zero, and nothing else does.
+            # Only -0 indicates that the divisor is zero.
             scales.append(
                 F32(-0.0)
                 if is_left_out

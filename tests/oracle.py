@@ -1,7 +1,7 @@
 """The meaning of every op: dicts of NumPy rows and plain loops, float64. Imports nothing of jaxsok.
 
 A batch is `{feature name: [bag, bag, ...]}`, a bag is a list of Python ints (keys) or of (key, weight) pairs. What a
-new row holds is asked from a callback, so that the oracle needs no hash. Everything else is said here, in the words
+new row holds is asked from a callback, so that the oracle needs no hash. Everything else is defined here, in terms
 of the contract: occurrences are looked up one after the other, in the order of the features and of their positions.
 """
 
@@ -22,7 +22,7 @@ class Sgd:
     """Plain gradient descent."""
 
     def initial_state(self, dim: int) -> list[np.ndarray]:
-        """No state."""
+        """Returns no state."""
         return []
 
     def step(self, row, state, gradient, learning_rate, step):
@@ -38,7 +38,7 @@ class Adagrad:
     eps: float = 1e-7
 
     def initial_state(self, dim: int) -> list[np.ndarray]:
-        """One accumulator per column."""
+        """Returns one accumulator per column."""
         return [np.full(dim, self.initial_accumulator_value)]
 
     def step(self, row, state, gradient, learning_rate, step):
@@ -50,13 +50,13 @@ class Adagrad:
 
 @dataclasses.dataclass(frozen=True)
 class RowwiseAdagrad:
-    """FBGEMM's: one accumulator per row, of the mean square of the gradient."""
+    """FBGEMM's row-wise Adagrad: one accumulator per row, of the mean square of the gradient."""
 
     initial_accumulator_value: float = 0.0
     eps: float = 1e-8
 
     def initial_state(self, dim: int) -> list[np.ndarray]:
-        """One accumulator per row."""
+        """Returns one accumulator per row."""
         return [np.full(1, self.initial_accumulator_value)]
 
     def step(self, row, state, gradient, learning_rate, step):
@@ -74,11 +74,11 @@ class Adam:
     eps: float = 1e-8
 
     def initial_state(self, dim: int) -> list[np.ndarray]:
-        """First and second moment."""
+        """Returns the first and second moments."""
         return [np.zeros(dim), np.zeros(dim)]
 
     def step(self, row, state, gradient, learning_rate, step):
-        """Both moments decay only now, whenever the row was last touched."""
+        """Decays both moments only when the row is touched, however long ago the last touch was."""
         first = self.b1 * state[0] + (1 - self.b1) * gradient
         second = self.b2 * state[1] + (1 - self.b2) * gradient**2
         first_hat = first / (1 - self.b1 ** (step + 1))
@@ -91,13 +91,13 @@ class Adam:
 
 
 def keys_and_weights(bag: Sequence) -> tuple[list[int], list[float]]:
-    """Splits a bag of keys, or of (key, weight) pairs; an unweighted key weighs 1."""
+    """Splits a bag of keys or (key, weight) pairs; an unweighted key has weight 1."""
     pairs = [entry if isinstance(entry, tuple) else (entry, 1.0) for entry in bag]
     return [int(key) for key, _ in pairs], [float(weight) for _, weight in pairs]
 
 
 def bag_factors(keys: Sequence[int], weights: Sequence[float], combiner: str | None, weighted: bool) -> list[float]:
-    """By what each row of a bag is multiplied before they are added up; 0 for padding, and if the divisor is zero."""
+    """Returns the factor of each row of a bag in the sum; 0 for padding, and if the divisor is zero."""
     real = [key != PADDING_KEY for key in keys]
     present = [weight for weight, is_real in zip(weights, real, strict=True) if is_real]
     if combiner in ("sum", None):
@@ -114,9 +114,9 @@ def bag_factors(keys: Sequence[int], weights: Sequence[float], combiner: str | N
 
 
 def has_divisor(keys: Sequence[int], weights: Sequence[float], combiner: str | None, weighted: bool) -> bool:
-    """Whether the bag is more than zeros by definition.
+    """Returns whether the bag is not zeros by definition.
 
-    Keys of a bag whose divisor is zero (no keys, or weights that cancel) are no uses: nothing of them was read, so
+    Keys of a bag whose divisor is zero (no keys, or weights that cancel) are no uses: they contribute nothing, so
     they do not step their rows.
     """
     present = [weight for key, weight in zip(keys, weights, strict=True) if key != PADDING_KEY]
@@ -128,7 +128,7 @@ def has_divisor(keys: Sequence[int], weights: Sequence[float], combiner: str | N
 
 
 def combine(rows: Sequence[np.ndarray], factors: Sequence[float], dim: int) -> np.ndarray:
-    """The rows of one bag, each times its factor, added in their order."""
+    """Adds the rows of one bag in order, each multiplied by its factor."""
     embedding = np.zeros(dim)
     for row, factor in zip(rows, factors, strict=True):
         if factor != 0:
@@ -142,7 +142,7 @@ def combine(rows: Sequence[np.ndarray], factors: Sequence[float], dim: int) -> n
 
 @dataclasses.dataclass
 class TableOracle:
-    """One named map from keys to row ids; the rows lie in its store."""
+    """One named map from keys to row ids; the rows are in its store."""
 
     name: str
     initial_row: Callable[[int], np.ndarray]
@@ -150,7 +150,7 @@ class TableOracle:
     row_ids: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def unknown_row(self, key: int, dim: int) -> np.ndarray:
-        """What evaluation sees for a key without a row."""
+        """Returns what evaluation reads for a key without a row."""
         return np.zeros(dim) if self.unknown == "zeros" else np.asarray(self.initial_row(key), np.float64)
 
 
@@ -172,15 +172,15 @@ class StoreOracle:
 
     @property
     def num_rows(self) -> int:
-        """Rows in use."""
+        """Returns the number of rows in use."""
         return len(self.rows)
 
     def find(self, table: str, key: int) -> int | None:
-        """The row id of a key, or None."""
+        """Returns the row id of a key, or None."""
         return self.tables[table].row_ids.get(key)
 
     def find_or_insert(self, table: str, key: int) -> tuple[int | None, str]:
-        """The row id of a key and whether it was "found", "inserted" or "refused" (the store is full)."""
+        """Returns the row id of a key and whether it was "found", "inserted" or "refused" (the store is full)."""
         row_id = self.find(table, key)
         if row_id is not None:
             return row_id, "found"
@@ -197,7 +197,7 @@ class StoreOracle:
         return row_id, "inserted"
 
     def erase(self, table: str, keys: Sequence[int]) -> int:
-        """Forgets the rows of the keys; their ids are handed out again, smallest first."""
+        """Erases the rows of the keys; their ids are reused, smallest first."""
         num_erased = 0
         for key in keys:
             row_id = self.tables[table].row_ids.pop(int(key), None)
@@ -210,11 +210,11 @@ class StoreOracle:
         return num_erased
 
     def scale(self, num_uses: int) -> float:
-        """By what the summed gradient of a row with so many uses is multiplied."""
+        """Returns the factor of the summed gradient of a row with so many uses."""
         return {"sum": 1.0, "mean": 1.0 / num_uses, "sqrt": 1.0 / math.sqrt(num_uses)}[self.row_gradient]
 
     def apply(self, row_id: int, gradient: np.ndarray, num_uses: int, step: int, learning_rate=None) -> bool:
-        """Steps the optimizer of one row; False, and nothing moves, if the gradient is not finite."""
+        """Steps the optimizer of one row. If the gradient is not finite, returns False and changes nothing."""
         gradient = gradient * self.scale(num_uses)
         if not np.isfinite(gradient).all():
             return False
@@ -232,7 +232,7 @@ class StoreOracle:
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """How the bags of one feature are read: from which table, combined how, in a buffer of how many positions."""
+    """The rules for reading one feature's bags: its table, its combiner and the number of buffer positions."""
 
     name: str
     table: str
@@ -243,10 +243,10 @@ class Feature:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """One occurrence of a key: where its row was used, and by what it was multiplied."""
+    """One occurrence of a key: where its row was used, and its factor."""
 
     feature: str
-    output: int  # which line of the feature's embeddings
+    output: int  # which row of the feature's embeddings
     table: str
     row_id: int | None
     factor: float
@@ -254,7 +254,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What an update must know of a lookup."""
+    """The facts about a lookup that an update needs."""
 
     uses: tuple[Use, ...]
     generations: tuple[int, ...]
@@ -274,7 +274,7 @@ class CollectionOracle:
         self.step = 0
 
     def store_of(self, table: str) -> StoreOracle:
-        """The store in which a table lies."""
+        """Returns the store of a table."""
         return next(store for store in self.stores if table in store.tables)
 
     def _walk(self, batch, resolve):
@@ -309,7 +309,7 @@ class CollectionOracle:
         return embeddings, tuple(uses), counts
 
     def lookup(self, batch) -> tuple[dict[str, np.ndarray], Plan]:
-        """Finds or inserts every key; a refused one contributes its initial row."""
+        """Finds or inserts every key; a refused key contributes its initial row."""
 
         def resolve(store, table, key):
             row_id, outcome = store.find_or_insert(table, key)
@@ -321,7 +321,7 @@ class CollectionOracle:
         return embeddings, Plan(uses, tuple(store.generation for store in self.stores), counts)
 
     def find(self, batch) -> tuple[dict[str, np.ndarray], dict[str, dict[str, int]]]:
-        """Reads only; a key without a row contributes what its table says of unknown keys."""
+        """Reads only; a key without a row contributes its table's value for unknown keys."""
 
         def resolve(store, table, key):
             row_id = store.find(table, key)
@@ -358,20 +358,20 @@ class CollectionOracle:
         return num_nonfinite, num_stale
 
     def erase(self, table: str, keys: Sequence[int]) -> int:
-        """Forgets the rows of the keys in one table."""
+        """Erases the rows of the keys in one table."""
         return self.store_of(table).erase(table, keys)
 
     def export_table(self, table: str) -> list[tuple[int, int, np.ndarray, list[np.ndarray]]]:
-        """(row id, key, row, state) of every row of a table, ordered by row id."""
+        """Returns (row id, key, row, state) of every row of a table, ordered by row id."""
         store = self.store_of(table)
         pairs = sorted((row_id, key) for key, row_id in store.tables[table].row_ids.items())
         return [(row_id, key, store.rows[row_id], store.states[row_id]) for row_id, key in pairs]
 
 
 def quantization_error_bound(dtype, row_max, values=None):
-    """The largest distance of a number of a quantized row from what it stands for, float64.
+    """Bounds the distance of a number of a quantized row from the value it represents, float64.
 
-    With s the row's scale, x a float32 of the row, and q * s what it becomes:
+    With s the row's scale, x a float32 of the row, and q * s its dequantized value:
 
     - int8: s * (1/2 + 2^-16). Rounding x / s to a whole number errs by 1/2 at most. The quotient in float64 adds less
       than 2^-45, and rounding the product to float32 less than 2^-17 s. The cut at 127 meets only the largest

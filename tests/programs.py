@@ -1,4 +1,4 @@
-"""Collections, batches in the library's and in the oracle's words, and programs jitted once, for all tests."""
+"""Collections, batches in the form of the library and of the oracle, and programs jitted once, for all tests."""
 
 import functools
 import hashlib
@@ -25,35 +25,35 @@ PADDING = jaxsok.PADDING_KEY
 
 @functools.cache
 def lookup(collection):
-    """Jitted `collection.lookup`."""
+    """Returns jitted `collection.lookup`."""
     return jax.jit(collection.lookup)
 
 
 @functools.cache
 def plan(collection):
-    """Jitted `collection.plan`."""
+    """Returns jitted `collection.plan`."""
     return jax.jit(collection.plan)
 
 
 @functools.cache
 def find(collection):
-    """Jitted `collection.find`."""
+    """Returns jitted `collection.find`."""
     return jax.jit(collection.find)
 
 
 @functools.cache
 def update(collection):
-    """Jitted `collection.update`."""
+    """Returns jitted `collection.update`."""
     return jax.jit(collection.update)
 
 
 def loss_of(embeddings):
-    """A loss that is not linear in the embeddings."""
+    """Returns a loss that is not linear in the embeddings."""
     return sum(jnp.sum(jnp.tanh(embedding) ** 2) for embedding in embeddings.values())
 
 
 def train_step(collection, loss=loss_of):
-    """One whole step: lookup, loss and its gradients, update."""
+    """Returns one whole step: lookup, loss and its gradients, update."""
 
     def step(state, features):
         embeddings, state, plan_ = collection.lookup(state, features)
@@ -66,12 +66,12 @@ def train_step(collection, loss=loss_of):
 
 @functools.cache
 def donated_step(collection):
-    """Jitted `train_step` that gives its state away."""
+    """Returns jitted `train_step` that donates its state."""
     return jax.jit(train_step(collection), donate_argnums=0)
 
 
 def only_on_gpus(*values):
-    """Makes a parameter whose size picks other code on a GPU alone: without a GPU it is slow."""
+    """Makes a parameter whose size selects other code only on a GPU; without a GPU it is slow."""
     return pytest.param(*values, marks=() if jax.default_backend() == "gpu" else pytest.mark.slow)
 
 
@@ -91,7 +91,7 @@ def one_table(
     name="user",
     **spec,
 ):
-    """A collection of one table with one feature; both are called `name`."""
+    """Returns a collection of one table with one feature; both are called `name`."""
     optimizer = jaxsok.optim.sgd(1.0) if optimizer is None else optimizer
     spec = {"capacity": 64, **spec}
     table = jaxsok.TableSpec(name, dim, optimizer, **spec)
@@ -108,25 +108,25 @@ def one_table(
 
 
 def batch(collection, **raw):
-    """The features of a batch."""
+    """Returns the features of a batch."""
     return collection.batch(raw).features
 
 
 def as_array(keys):
-    """Python integers as uint64, whatever their sign bit."""
+    """Converts Python integers to uint64, whatever their sign bit."""
     return np.array([int(key) % 2**64 for key in np.ravel(np.asarray(keys, object))], np.uint64).reshape(
         np.shape(np.asarray(keys, object))
     )
 
 
 def words(keys):
-    """Keys as the words JAX holds: uint32[..., 2], low word first."""
+    """Converts keys to JAX's words: uint32[..., 2], low word first."""
     keys = as_array(keys)
     return np.stack([keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)], -1).astype(np.uint32)
 
 
 def to_bags(bags):
-    """The oracle's ragged bags as `jaxsok.Bags` with lengths."""
+    """Converts the oracle's ragged bags to `jaxsok.Bags` with lengths."""
     pairs = [oracle.keys_and_weights(bag) for bag in bags]
     flat = as_array([key for keys, _ in pairs for key in keys]).reshape(-1)
     lengths = np.array([len(keys) for keys, _ in pairs], np.int32)
@@ -137,16 +137,16 @@ def to_bags(bags):
 
 
 def learn(collection, state, features, gradient=1.0):
-    """One lookup and one update with the same gradient for every embedding; returns state and stats."""
+    """Makes one lookup and one update with the same gradient for every embedding; returns state and stats."""
     embeddings, state, plan_ = lookup(collection)(state, features)
     gradients = jax.tree.map(lambda e: jnp.full(e.shape, gradient, e.dtype), embeddings)
     return update(collection)(state, plan_, gradients)
 
 
 def insert(collection, state, keys, *, name="user", grow=False):
-    """Looks up an array of keys, one key a sample, and returns the state; `grow` is called before, if asked for."""
+    """Looks up an array of keys, one key per sample, and returns the state; `grow` runs first if requested."""
     features = batch(collection, **{name: as_array(keys)})
-    if grow:  # after the batch was packed: a collection learns from its batches how much one step may insert
+    if grow:  # after the batch is packed, since a collection learns from its batches how many keys one step may insert
         state = collection.grow(state)
     _, state, _ = lookup(collection)(state, features)
     return state
@@ -157,7 +157,7 @@ def insert(collection, state, keys, *, name="user", grow=False):
 
 
 def exported(collection, state, name="user"):
-    """A table as a dict from key to (row id, row, [state arrays])."""
+    """Returns a table as a dict from key to (row id, row, [state arrays])."""
     table = collection.export_table(state, name)
     states = list(table["state"].values())
     return {
@@ -167,37 +167,37 @@ def exported(collection, state, name="user"):
 
 
 def rows_of(collection, state, name="user"):
-    """A table as a dict from key to row."""
+    """Returns a table as a dict from key to row."""
     return {key: row for key, (_, row, _) in exported(collection, state, name).items()}
 
 
 def counts(stats, table="user"):
-    """The five counts of law 5 of one table, as Python integers."""
+    """Returns the five counts of law 5 of one table, as Python integers."""
     return {name: int(stats.to_dict()[table][name]) for name in oracle.COUNTS}
 
 
 def total(stats, name):
-    """One field of the statistics, summed over tables or stores."""
+    """Returns one field of the statistics, summed over tables or stores."""
     return int(np.sum(np.asarray(getattr(stats, name))))
 
 
 def state_leaves(state):
-    """(path, leaf) of every array in a state."""
+    """Returns (path, leaf) of every array in a state."""
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
 
 
 def assert_same_state(first, second, *, index=True):
-    """Bitwise equality of two states; without `index` in all but where entries lie in the index (law 3)."""
+    """Checks bitwise equality of two states; without `index`, ignores where entries are in the index (law 3)."""
     assert jax.tree.structure(first) == jax.tree.structure(second)
     for (path, a), (_, b) in zip(state_leaves(first), state_leaves(second), strict=True):
-        # A state that is made of a folder begins a lineage of its own.
+        # A state made from a folder begins its own lineage.
         if path != ".lineage":
             a, b = (bits(leaf) if index else without_places(path, bits(leaf)) for leaf in (a, b))
             np.testing.assert_array_equal(a, b, err_msg=path)
 
 
 def without_places(path, leaf):
-    """An array of a state without what depends on the salt: entries in order, counters without it and longest_probe."""
+    """Removes what depends on the salt from an array of a state: entries are sorted, and longest_probe goes."""
     if "index" in path or "sightings" in path:
         entries = leaf.reshape(-1, 4)
         return entries[np.lexsort(entries.T)]
@@ -209,20 +209,20 @@ def without_places(path, leaf):
 
 
 def seconds(call):
-    """How long a call takes, to the end of its work on the device."""
+    """Returns how long a call takes, to the end of its work on the device."""
     start = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - start
 
 
 def bits(array):
-    """The bits of an array, so that equality sees -0 and NaN; bfloat16 is of NumPy's kind "V"."""
+    """Returns the bits of an array, so that equality sees -0 and NaN; bfloat16 is of NumPy's kind "V"."""
     array = np.ascontiguousarray(np.asarray(array))
     return array.view(np.dtype(f"u{array.dtype.itemsize}")) if array.dtype.kind in "fV" else array
 
 
 def assert_same_tables(collection, first, second, rtol=0):
-    """Equality of what two states export: to the bit, or for numbers within `rtol`."""
+    """Checks equality of what two states export: to the bit, or for numbers within `rtol`."""
 
     def assert_same(a, b, name):
         if rtol == 0:
@@ -243,7 +243,7 @@ def assert_same_tables(collection, first, second, rtol=0):
 # --------------------------------------------------------------------------------------------------------------
 # Initial rows
 
-_CHUNK = 256  # keys asked at once: one compilation per table
+_CHUNK = 256  # keys per request: one compilation per table
 
 
 @functools.cache
@@ -254,7 +254,7 @@ def _initial_row_finder(name, dim, initializer, seed):
 
 
 def initial_rows(name, dim, keys, *, initializer=None, seed=0):
-    """Asks `find` on a new state what new rows hold: float32[n, dim]."""
+    """Reads from `find` on a new state what new rows hold: float32[n, dim]."""
     initializer = jaxsok.initializers.uniform() if initializer is None else initializer
     collection, state = _initial_row_finder(name, dim, initializer, seed)
     keys = as_array(keys)
@@ -269,7 +269,7 @@ def initial_rows(name, dim, keys, *, initializer=None, seed=0):
 
 
 def initial_row(name, dim, **options):
-    """The oracle's callback: key -> initial row, each key asked once."""
+    """Returns the oracle's callback: key -> initial row; each key is requested once."""
     cache = {}
 
     def row(key):
@@ -281,18 +281,18 @@ def initial_row(name, dim, **options):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# The one look inside: where keys of one bucket have to be aimed
+# The only look inside: how tests aim keys at one bucket
 
 
 def index_of(collection, state, store=0):
-    """(num_buckets, salt) of a store's index, for `strategies.keys_of_one_bucket`."""
+    """Returns (num_buckets, salt) of a store's index, for `strategies.keys_of_one_bucket`."""
     store = state.stores[store]
     counters = np.asarray(store.counters)
     return store.index.shape[0], int(counters[6]) | int(counters[7]) << 32
 
 
 def aimed_keys(collection, state, num_keys, *, table_id=0, bucket=1, **options):
-    """Keys of a table of the first store whose home is one bucket of the index as it is now."""
+    """Returns keys of a table of the first store whose home is one bucket of the present index."""
     num_buckets, salt = index_of(collection, state)
     return strategies.keys_of_one_bucket(
         strategies.home_bucket,
@@ -309,13 +309,13 @@ def aimed_keys(collection, state, num_keys, *, table_id=0, bucket=1, **options):
 # Many devices
 
 
-# JAXSOK_AXIS_TYPE=Explicit runs all tests that build their meshes here on explicit ones.
+# JAXSOK_AXIS_TYPE=Explicit gives explicit axes to all meshes that are built here.
 AXIS_TYPE = AxisType[os.environ.get("JAXSOK_AXIS_TYPE", "Auto")]
 
 
 @functools.cache
 def mesh(num_devices, axis="data", axis_type=AXIS_TYPE):
-    """A mesh of the first devices of the default backend; the test is skipped where there are fewer."""
+    """Returns a mesh of the first devices of the default backend; skips the test if there are fewer."""
     devices = jax.devices()
     if len(devices) < num_devices:
         pytest.skip(f"needs {num_devices} devices; the {jax.default_backend()} backend has {len(devices)}")
@@ -323,28 +323,28 @@ def mesh(num_devices, axis="data", axis_type=AXIS_TYPE):
 
 
 def over(num_devices, tables, features, *, axis_type=AXIS_TYPE, **exchange):
-    """A collection over so many devices; other keyword arguments go to its `ExchangeSpec`."""
+    """Returns a collection over so many devices; other keyword arguments go to its `ExchangeSpec`."""
     spec = jaxsok.ExchangeSpec(**exchange) if exchange else None
     mesh_ = mesh(num_devices, axis_type=axis_type)
     return jaxsok.Collection(tables, features, mesh=mesh_, axis="data", exchange=spec)
 
 
 def quickly():
-    """Compiler options for programs that run a few times only: on CPU LLVM takes most of the time of a test."""
+    """Returns compiler options for programs that run a few times only: on CPU LLVM takes most of a test's time."""
     if jax.default_backend() != "cpu":
         return None
     return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def in_place():
-    """The same for tests of copies and memory: XLA's older code generator (conftest.py) copies what scatters write."""
+    """Returns these options for tests of copies and memory: XLA's older code generator copies what scatters write."""
     flag = "xla_cpu_use_fusion_emitters"
     return quickly() if flag not in os.environ.get("XLA_FLAGS", "") else {**quickly(), flag: True}
 
 
 @functools.cache
 def fed_step(collection):
-    """Jitted, donated: one whole step with gradients from outside; gives state, embeddings and statistics."""
+    """Returns a jitted, donated step with given gradients; it returns state, embeddings and statistics."""
 
     def step(state, features, gradients):
         embeddings, state, plan_ = collection.lookup(state, features)
@@ -355,7 +355,7 @@ def fed_step(collection):
 
 
 def by_key(collection, state, name):
-    """A table ordered by key, with nothing that depends on the mesh: {"keys", "rows", and each optimizer state}."""
+    """Returns a table ordered by key, without mesh-dependent parts: {"keys", "rows", and each optimizer state}."""
     table = collection.export_table(state, name)
     order = np.argsort(table["keys"])
     columns = {"keys": table["keys"], "rows": table["rows"], **table["state"]}
@@ -363,7 +363,7 @@ def by_key(collection, state, name):
 
 
 def assert_close_tables(collections, states, *, rtol, atol):
-    """Equality of what two collections hold, by key: keys exactly, rows and optimizer state within a tolerance."""
+    """Checks that two collections have equal contents by key: keys exactly, rows and state within a tolerance."""
     for spec in collections[0].tables:
         first, second = (by_key(*pair, spec.name) for pair in zip(collections, states, strict=True))
         np.testing.assert_array_equal(first.pop("keys"), second.pop("keys"), err_msg=spec.name)
@@ -374,20 +374,20 @@ def assert_close_tables(collections, states, *, rtol, atol):
 
 
 def replicas(collection, state, store):
-    """The parts of every array of a replicated store, shard by shard: [(path, [part, ...])]."""
+    """Returns the parts of every array of a replicated store, shard by shard: [(path, [part, ...])]."""
     num_shards = collection.shards.num_shards
     return [(path, np.split(np.asarray(leaf), num_shards)) for path, leaf in state_leaves(state.stores[store])]
 
 
-# The owner of a key, written again from its definition (decision D6; ffi/core/hash.h): a test that asked the library
-# where keys go could not see them go astray.
+# The owner of a key, written again from its definition (decision D6; ffi/core/hash.h): a test that uses the library's
+# owners cannot detect wrong owners.
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 NUM_PARTITIONS = 4096
 
 
 def mix64(values):
-    """The finaliser of SplitMix64, of an array of uint64."""
+    """Applies SplitMix64's finaliser to an array of uint64."""
     values = np.atleast_1d(values)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -395,7 +395,7 @@ def mix64(values):
 
 
 def unmixed64(values):
-    """The inverse of `mix64`."""
+    """Inverts `mix64`."""
 
     def unshifted(values, shift):
         result = values
@@ -403,7 +403,7 @@ def unmixed64(values):
             result = values ^ (result >> np.uint64(shift))
         return result
 
-    def inverse(odd):  # of an odd number modulo 2^64
+    def inverse(odd):  # inverse of an odd number modulo 2^64
         return np.uint64(pow(odd, -1, 2**64))
 
     values = unshifted(np.atleast_1d(values), 31) * inverse(0x94D049BB133111EB)
@@ -416,34 +416,34 @@ def _word_of_name(table):
 
 
 def partition_hash(keys, table):
-    """The hash by which keys of a table belong to partitions."""
+    """Returns the hash that assigns keys of a table to partitions."""
     return mix64(mix64(as_array(keys).reshape(-1) ^ _word_of_name(table)) + _GOLDEN)
 
 
 def keys_of_hashes(hashes, table):
-    """The keys of a table that have these partition hashes: every step of the hash can be undone."""
+    """Returns the keys of a table that have these partition hashes: every step of the hash is invertible."""
     return unmixed64(unmixed64(as_array(hashes).reshape(-1)) - _GOLDEN) ^ _word_of_name(table)
 
 
 def round_hash(keys, table):
-    """The hash by which keys are dealt to rounds: that of the partition, its top 12 bits moved to the bottom."""
+    """Returns the hash that assigns keys to rounds: the partition hash, its top 12 bits moved to the bottom."""
     hashes = partition_hash(keys, table)
     return hashes << np.uint64(12) | hashes >> np.uint64(52)
 
 
 def keys_of_round_hashes(hashes, table):
-    """The keys of a table that have these round hashes."""
+    """Returns the keys of a table that have these round hashes."""
     hashes = as_array(hashes).reshape(-1)
     return keys_of_hashes(hashes >> np.uint64(12) | hashes << np.uint64(52), table)
 
 
 def owner_of(keys, table, num_shards):
-    """The shard of each key of a table that is spread over all shards."""
+    """Returns the shard of each key of a table that is spread over all shards."""
     partitions = (partition_hash(keys, table) >> np.uint64(52)).astype(np.int64)
     return partitions * num_shards // NUM_PARTITIONS
 
 
 def keys_of_owner(owner, num_keys, table, num_shards, *, start=0):
-    """The first keys from `start` on that one shard owns."""
+    """Returns the first keys from `start` on that one shard owns."""
     keys = np.arange(start, start + 16 * num_shards * (num_keys + 16), dtype=np.uint64)
     return keys[owner_of(keys, table, num_shards) == owner][:num_keys]

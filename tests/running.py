@@ -1,4 +1,4 @@
-"""Runs programs of the repository inside of the test's own process, which has imported JAX already."""
+"""Helpers that run the repository's programs inside the test's process, which has already imported JAX."""
 
 import runpy
 import sys

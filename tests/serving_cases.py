@@ -1,4 +1,4 @@
-"""What the tests of serving share: tables as dicts, folders of them, configurations, and a state that is trained on."""
+"""Helpers of the serving tests: tables as dicts, folders of them, configurations, and a trained state."""
 
 import functools
 
@@ -16,26 +16,26 @@ PLATFORMS = ["cpu"] if jax.default_backend() == "cpu" else ["cpu", "cuda"]
 
 
 def records_of(content, dim):
-    """Records of a dict from keys to rows."""
+    """Returns the records of a dict from keys to rows."""
     keys = np.array(list(content), np.uint64)
     return jaxsok.Records(keys, np.array(list(content.values()), np.float32).reshape(len(keys), dim))
 
 
 def rows_of(keys, dim, version=0, rng=None):
-    """A table of rows that tell their key and their version."""
+    """Returns a table of rows that encode their key and their version."""
     del rng
     return {key: np.float32([1000 * version + (key * 7 + column) % 997 for column in range(dim)]) for key in keys}
 
 
 def write(folder, content):
-    """An HPS directory."""
+    """Writes an HPS directory."""
     dim = len(next(iter(content.values())))
     hps.write_hps(folder, records_of(content, dim), overwrite=True)
     return str(folder)
 
 
 def model_of(tables, name="dlrm", defaults=None, per_sample=8, **more):
-    """A model of a configuration: tables from names to (folder, dim)."""
+    """Returns a model of a configuration: tables from names to (folder, dim)."""
     model = {
         "model": name,
         "sparse_files": [str(folder) for folder, _ in tables.values()],
@@ -51,12 +51,12 @@ def model_of(tables, name="dlrm", defaults=None, per_sample=8, **more):
 
 
 def config_of(*models, **more):
-    """A configuration of models."""
+    """Returns a configuration of models."""
     return {"supportlonglong": True, "models": list(models), **more}
 
 
 def expected(content, keys, default, dim):
-    """What a lookup must give: NumPy and dicts alone."""
+    """Returns what a lookup must give, from NumPy and dicts alone."""
     keys = np.asarray(keys)
     lines = []
     for key in keys.reshape(-1).tolist():
@@ -67,7 +67,7 @@ def expected(content, keys, default, dim):
 
 @functools.cache
 def _collection(dims):
-    """One for all tests, so that its programs are compiled once."""
+    """Returns one collection for all tests, so that its programs are compiled once."""
     tables = [
         jaxsok.TableSpec(name, dim=dim, optimizer=jaxsok.optim.sgd(0.1), capacity=64, statistics=True)
         for name, dim in dims
@@ -76,7 +76,7 @@ def _collection(dims):
 
 
 class Trained:
-    """A training state of tables that are set and erased, its dicts beside it, and its exports."""
+    """A training state with tables that are set and erased, the expected dicts, and exports."""
 
     def __init__(self, dims):
         self.dims = dims
@@ -97,26 +97,26 @@ class Trained:
         self.content[table] = {**self.content[table], **content}
 
     def erase(self, table, keys):
-        """Takes keys away."""
+        """Removes keys."""
         keys = [key for key in keys if key in self.content[table]]
         if keys:
             self.state, _ = self.collection.erase(self.state, table, np.array(keys, np.uint64))
         self.content[table] = {key: row for key, row in self.content[table].items() if key not in keys}
 
     def full(self, path):
-        """Exports all; later changes are of a later time."""
+        """Exports everything; later changes have a later time."""
         self.clock += 1
         checkpoint.export_full(path, self.collection, self.state, clock=self.clock)
         return str(path)
 
     def delta(self, path, base):
-        """Exports what changed since another export."""
+        """Exports the changes since another export."""
         self.clock += 1
         checkpoint.export_delta(path, self.collection, self.state, base, clock=self.clock)
         return str(path)
 
     def frozen_content(self):
-        """The dicts as they are now."""
+        """Returns a copy of the present dicts."""
         return {name: dict(content) for name, content in self.content.items()}
 
 
@@ -155,7 +155,7 @@ ASKED = np.array([3, 5, 2**63 + 5, PADDING, 2**40 + 1, 5, 0, 2**64 - 2], np.uint
 
 @functools.cache
 def untrained(dtype="float32", seed=2**40 + 7):
-    """A collection of a table for each initializer, read as "initial", and some read as "zeros"; and its state."""
+    """Returns a collection of a table per initializer, read as "initial", and some read as "zeros"; and its state."""
     several = functools.partial(
         jaxsok.TableSpec, dim=UNKNOWN_DIM, optimizer=jaxsok.optim.sgd(0.1), dtype=dtype, capacity=8, statistics=True
     )
@@ -172,7 +172,7 @@ def untrained(dtype="float32", seed=2**40 + 7):
 
 
 def found_in_training(collection, state, keys=ASKED):
-    """What `find` gives of keys, by table, in float32."""
+    """Returns the results of `find` for keys, by table, in float32."""
     shape = np.asarray(keys).shape
     batch = collection.batch({table.name: np.asarray(keys).reshape(-1) for table in collection.tables})
     embeddings, stats = collection.find(state, batch.features)

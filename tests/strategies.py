@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 PADDING_KEY = 2**64 - 1
 
-# Keys that a careless implementation confuses: zero, twins that differ only in the high word or only in the low
-# one, the sign bit, small negatives seen as unsigned, the last legal key, one word all ones.
+# Keys that a careless implementation confuses: zero, twins that differ only in the high or only in the low
+# word, the sign bit, small negatives seen as unsigned, the last legal key, one word all ones.
 CORNER_KEYS = (
     0,
     1,
@@ -28,17 +28,17 @@ CORNER_KEYS = (
 
 
 def keys(pool=CORNER_KEYS, *, padding=False):
-    """One key of the pool; PADDING_KEY too if asked."""
+    """Draws one key of the pool, or PADDING_KEY if allowed."""
     return st.sampled_from((*pool, PADDING_KEY) if padding else tuple(pool))
 
 
 def any_key():
-    """Any legal key at all."""
+    """Draws any legal key."""
     return st.one_of(keys(), st.integers(0, 2**64 - 2))
 
 
 def key_lists(pool, size, *, padding=False):
-    """`size` keys: drawn one by one, one key repeated, or as many distinct ones as the pool has."""
+    """Draws `size` keys: drawn separately, one key repeated, or as many distinct keys as the pool has."""
     one_by_one = st.lists(keys(pool, padding=padding), min_size=size, max_size=size)
     repeated = keys(pool).map(lambda key: [key] * size)
     distinct = st.permutations(pool).map(lambda order: [order[i % len(order)] for i in range(size)])
@@ -47,7 +47,7 @@ def key_lists(pool, size, *, padding=False):
 
 @st.composite
 def lengths(draw, num_bags, max_keys):
-    """Lengths of bags, empty ones among them, that together fit a buffer."""
+    """Draws lengths of bags, some of them empty, that together fit a buffer."""
     cuts = sorted(draw(st.lists(st.integers(0, max_keys), min_size=num_bags, max_size=num_bags)))
     bounds = [0, *cuts]
     sizes = [bounds[i + 1] - bounds[i] for i in range(num_bags)]
@@ -56,7 +56,7 @@ def lengths(draw, num_bags, max_keys):
 
 @st.composite
 def ragged_bags(draw, pool, num_bags, max_keys, *, padding=False):
-    """Bags of any length that together fit a buffer of `max_keys` positions."""
+    """Draws bags of any length that together fit a buffer of `max_keys` positions."""
     sizes = draw(lengths(num_bags, max_keys))
     flat = draw(key_lists(pool, sum(sizes), padding=padding))
     bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
@@ -65,7 +65,7 @@ def ragged_bags(draw, pool, num_bags, max_keys, *, padding=False):
 
 @st.composite
 def padded_bags(draw, pool, num_bags, hotness):
-    """Bags of a fixed width, with padding anywhere in them."""
+    """Draws bags of a fixed width, with padding anywhere in them."""
     flat = draw(key_lists(pool, num_bags * hotness, padding=True))
     return [flat[i * hotness : (i + 1) * hotness] for i in range(num_bags)]
 
@@ -82,14 +82,14 @@ def weights_for(bags, values=(0.25, 0.5, 1.0, 2.0)):
 
 
 def gradients(shape, values=(0.25, 0.5, 1.0, 2.0)):
-    """A float32 array of a few exact values; positive by default, so that no sum cancels to rounding noise."""
+    """Draws a float32 array of a few exact values; positive by default, so that no sum cancels to rounding noise."""
     size = int(np.prod(shape))
     flat = st.lists(st.sampled_from(values), min_size=size, max_size=size)
     return flat.map(lambda values: np.array(values, np.float32).reshape(shape))
 
 
 def home_bucket(keys: np.ndarray, table_ids: np.ndarray, salt: int, num_buckets: int) -> np.ndarray:
-    """The home bucket of (table, key) pairs, in NumPy; test_kernels.py compares it with the model of an index."""
+    """Returns the home bucket of (table, key) pairs, in NumPy; test_kernels.py compares it with a model of an index."""
     golden = np.uint64(0x9E3779B97F4A7C15)
 
     def mix(x: np.ndarray) -> np.ndarray:
@@ -103,12 +103,12 @@ def home_bucket(keys: np.ndarray, table_ids: np.ndarray, salt: int, num_buckets:
 
 
 def keys_of_one_bucket(home_bucket, num_keys, *, table_id, salt, num_buckets, bucket=0, start=0, stride=1):
-    """The first `num_keys` of the keys start, start + stride, ... whose home is one bucket, by brute force.
+    """Returns the first `num_keys` of the keys start, start + stride, ... whose home is one bucket, by brute force.
 
     A stride of 2**32 gives twins: keys of one low word.
 
-    `home_bucket(words, table_ids, salt=, num_buckets=)` only aims the keys: what the table then does with them is
-    judged without it.
+    `home_bucket(words, table_ids, salt=, num_buckets=)` only aims the keys: the table's results are
+    checked without it.
     """
     found, block = [], 1 << 16
     while sum(map(len, found)) < num_keys:

@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does, with a bound that no machine reaches which is merely busy."""
+"""Waiting for another thread or process, with a bound that a machine does not reach merely because it is busy."""
 
 import socket
 import subprocess
@@ -6,7 +6,7 @@ import time
 
 
 def wait_until(holds, seconds=60.0):
-    """Returns once `holds()` is true; looks a hundred times a second. AssertionError after `seconds`."""
+    """Returns once `holds()` is true, checking a hundred times a second. Raises AssertionError after `seconds`."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, f"waited {seconds} s in vain"
@@ -14,14 +14,14 @@ def wait_until(holds, seconds=60.0):
 
 
 def free_port():
-    """A port of this machine that nobody listens to."""
+    """Returns a port of this machine on which no process listens."""
     with socket.socket() as found:
         found.bind(("localhost", 0))
         return found.getsockname()[1]
 
 
 def ended(processes, folder, *, timeout_s):
-    """The exit codes; nobody is left behind."""
+    """Returns the exit codes; no process remains."""
     deadline = time.monotonic() + timeout_s
     try:
         return [process.wait(timeout=max(0.1, deadline - time.monotonic())) for process in processes]

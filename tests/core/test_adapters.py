@@ -1,4 +1,4 @@
-"""jaxsok.adapters and shared bags: every form of input means what the same bags in NumPy mean."""
+"""jaxsok.adapters and shared bags: every form of input has the meaning of the same bags in NumPy."""
 
 import collections
 import functools
@@ -21,8 +21,8 @@ pa = pytest.importorskip("pyarrow", reason="needs pyarrow, of the test dependenc
 pl = pytest.importorskip("polars", reason="needs polars, of the test dependencies")
 
 NUM_BAGS, WIDTH, DIM = 8, 3, 4
-VOCABULARY = 50  # of sparse matrices; other forms have keys of 64 bits
-MAX_KEYS = NUM_BAGS * WIDTH  # for each of two shards half of it would not always do
+VOCABULARY = 50  # of sparse matrices; other forms have 64-bit keys
+MAX_KEYS = NUM_BAGS * WIDTH  # for each of two shards half of it would not always suffice
 SparseTensor = collections.namedtuple("SparseTensor", ("indices", "values", "dense_shape"))
 RaggedTensor = collections.namedtuple("RaggedTensor", ("values", "row_splits"))
 FORMS = ("coo", "rows", "shuffled", "tensor", "ragged", "list", "large_list", "chunked", "polars", "bcoo")
@@ -30,7 +30,7 @@ FORMS = ("coo", "rows", "shuffled", "tensor", "ragged", "list", "large_list", "c
 
 @functools.cache
 def declared(num_shards=None, combiner="sum", weighted=False, key_dtype="int64"):
-    """One feature over one table."""
+    """Declares one feature over one table."""
     table = jaxsok.TableSpec("item", DIM, jaxsok.optim.adagrad(0.5), capacity=512)
     feature = jaxsok.FeatureSpec(
         "item",
@@ -48,7 +48,7 @@ def declared(num_shards=None, combiner="sum", weighted=False, key_dtype="int64")
 
 @functools.cache
 def step(collection):
-    """A whole step: embeddings too."""
+    """Returns a whole step, including its embeddings."""
 
     def run(state, features):
         embeddings, state, plan = collection.lookup(state, features)
@@ -60,7 +60,7 @@ def step(collection):
 
 
 def stepped(collection, value, state=None):
-    """Embeddings, and keys with rows after a step."""
+    """Returns embeddings, and keys with rows after a step."""
     state = collection.init(seed=3) if state is None else state
     embeddings, state, stats = step(collection)(state, programs.batch(collection, item=value))
     stats.check()
@@ -68,7 +68,7 @@ def stepped(collection, value, state=None):
 
 
 def assert_same_step(collection, value, bags):
-    """The same bits, down and back."""
+    """Checks that embeddings and rows after a step are equal to the bit."""
     (got, got_rows), (want, want_rows) = stepped(collection, value), stepped(collection, bags)
     np.testing.assert_array_equal(got, want)
     assert got_rows.keys() == want_rows.keys()
@@ -77,7 +77,7 @@ def assert_same_step(collection, value, bags):
 
 
 def matrix_of(dense, nse, dtype=None):
-    """A BCOO, padded as `BCOO.fromdense(..., nse=)` does it: its last entries lie outside."""
+    """Returns a BCOO, padded as `BCOO.fromdense(..., nse=)` does it: its last entries are out of range."""
     indices = np.argwhere(dense)
     data = dense[tuple(indices.T)].astype(dtype or dense.dtype)
     more = nse - len(data)
@@ -88,7 +88,7 @@ def matrix_of(dense, nse, dtype=None):
 
 @st.composite
 def ragged(draw, *, most=2**63 - 1):
-    """Keys, lengths and weights of a batch of bags."""
+    """Draws keys, lengths and weights of a batch of bags."""
     lengths = draw(st.lists(st.integers(0, WIDTH), min_size=NUM_BAGS, max_size=NUM_BAGS))
     keys = draw(st.lists(st.integers(0, most), min_size=sum(lengths), max_size=sum(lengths)))
     weights = draw(st.lists(st.sampled_from([0.5, 1.0, 2.0, -1.0]), min_size=len(keys), max_size=len(keys)))
@@ -96,21 +96,21 @@ def ragged(draw, *, most=2**63 - 1):
 
 
 def lists_of(keys, lengths):
-    """As Python lists; an empty bag is an empty list or, every other one, null."""
+    """Returns Python lists; every other empty bag is null, the rest are empty lists."""
     ends = np.cumsum(lengths)
     bags = [keys[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
     return [None if not bag and i % 2 else bag for i, bag in enumerate(bags)]
 
 
 def chunked(lists, kind):
-    """A column of two chunks, the first of them a slice."""
+    """Returns a column of two chunks, of which the first is a slice."""
     half = NUM_BAGS // 2
     first = pa.array([[1, 2], None, *lists[:half]], kind).slice(2)
     return pa.chunked_array([first, pa.array(lists[half:], kind)])
 
 
 def in_form(form, keys, lengths, weights):
-    """The same bags in another library's words."""
+    """Converts the bags to another library's form."""
     rows = np.repeat(np.arange(NUM_BAGS), lengths)
     columns = np.arange(len(keys)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     indices = np.stack([rows, columns], axis=1)
@@ -145,7 +145,7 @@ def in_form(form, keys, lengths, weights):
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(bags=ragged())
 def test_every_form_is_a_step_of_the_same_bags(form, weighted, bags):
-    """Embeddings and rows, to the bit; bags in any order and null lists included."""
+    """Embeddings and rows are equal to the bit, including bags in any order and null lists."""
     keys, lengths, weights = bags
     collection = declared(weighted=weighted, combiner="mean")
     value = in_form(form, keys, lengths, weights if weighted else None)
@@ -154,7 +154,7 @@ def test_every_form_is_a_step_of_the_same_bags(form, weighted, bags):
 
 
 def test_tensors_whose_weights_lie_elsewhere_are_refused():
-    """One weight for each key, in the same places."""
+    """Weights must have one entry per key, at the same positions."""
     keys, weights, shape = np.array([7, 9]), np.ones(2, np.float32), np.array([2, 3])
     sparse = SparseTensor(np.array([[0, 0], [1, 2]]), keys, shape)
     ragged = RaggedTensor(keys, np.array([0, 1, 2]))
@@ -173,7 +173,7 @@ def test_tensors_whose_weights_lie_elsewhere_are_refused():
 
 
 def test_real_tensors_of_tensorflow():
-    """RaggedTensor and SparseTensor, ids with and without weights, give what TensorFlow's own lookup gives."""
+    """RaggedTensor and SparseTensor, ids with and without weights, give the results of TensorFlow's own lookup."""
     tf = pytest.importorskip("tensorflow", reason="needs TensorFlow")
     indices, keys = [[0, 0], [0, 1], [2, 0], [2, 1], [2, 2]], np.array([7, 7, 9, 3, 5])
     weights = np.array([0.5, 1.5, 1.0, 2.0, 0.25], np.float32)
@@ -197,14 +197,14 @@ def test_real_tensors_of_tensorflow():
 
 @pytest.mark.parametrize("form", ["shuffled", "polars"])
 def test_every_form_without_a_combiner(form):
-    """Each key keeps its row and its column's order."""
+    """Each key keeps its row, in the order of its column."""
     keys, lengths = np.arange(10, 20), np.array([3, 0, 2, 1, 0, 3, 1, 0])
     assert_same_step(declared(combiner=None), in_form(form, keys, lengths, None), jaxsok.Bags(keys, lengths=lengths))
 
 
 @pytest.mark.parametrize("form", FORMS[:-1])
 def test_every_form_on_a_mesh_and_through_the_pipeline(form):
-    """Samples go to their shards from any form; the pipeline packs as `batch` does; so does `pad_to`."""
+    """Samples of any form go to their shards; the pipeline and `pad_to` pack as `batch` does."""
     rng = np.random.default_rng(5)
     lengths = rng.integers(0, WIDTH + 1, NUM_BAGS)
     keys = rng.integers(0, 99, lengths.sum())
@@ -220,7 +220,7 @@ def test_every_form_on_a_mesh_and_through_the_pipeline(form):
 
 
 def test_a_sample_of_any_form_for_propose():
-    """Placements are chosen by the same keys."""
+    """All forms lead to the same placements, since they have the same keys."""
     one = declared()
     keys, lengths = np.array([7, 8, 7, 9]), np.array([2, 0, 1, 1, 0, 0, 0, 0])
     forms = [in_form(form, keys, lengths, None) for form in ("shuffled", "polars")]
@@ -238,7 +238,7 @@ def test_a_sample_of_any_form_for_propose():
 
 
 def test_equal_coordinates_keep_their_order():
-    """The sort is stable: floats are added in the order in which the keys came."""
+    """The sort is stable, so floats are added in the order of the keys."""
     coo = jaxsok.Coo(np.array([1, 0, 1, 0, 1]), np.array([5, 6, 7, 8, 9]), shape=(2,))
     bags = adapters.converted({"item": coo}, declared().features)["item"]
     assert bags.keys.tolist() == [6, 8, 5, 7, 9] and bags.lengths.tolist() == [2, 3]
@@ -248,7 +248,7 @@ def test_equal_coordinates_keep_their_order():
 
 @pytest.mark.parametrize("key_dtype", ["int64", "int32"])
 def test_declared_int32(key_dtype):
-    """Narrow keys through every form; of a jax.Array int32 only where declared."""
+    """Narrow keys work in every form; a jax.Array of int32 only if declared."""
     keys, lengths = np.array([3, 7, 2**31 - 1, 7], np.int32), np.array([2, 0, 1, 1, 0, 0, 0, 0])
     collection, want = declared(key_dtype=key_dtype), jaxsok.Bags(keys.astype(np.int64), lengths=lengths)
     narrow = [
@@ -294,7 +294,7 @@ BAD_COO = {
 
 @pytest.mark.parametrize("name", BAD_COO)
 def test_bad_coordinates(name):
-    """Refused by name, with what was got and wanted."""
+    """Bad coordinates are refused by name, with the actual and the expected value."""
     error, message, value = BAD_COO[name]
     as_arrays = value
     if isinstance(value, jaxsok.Coo):
@@ -304,7 +304,7 @@ def test_bad_coordinates(name):
 
 
 def test_traced_coordinates_are_refused():
-    """Sorting is the host's work; the message says what to pass inside a program."""
+    """Sorting runs on the host; the message states what to pass inside a program."""
     one = declared(key_dtype="int32")
     with pytest.raises(TypeError, match=r"got a Coo of traced arrays.*BCOO"):
         jax.jit(lambda keys: programs.batch(one, item=jaxsok.Coo(np.array([0]), keys, shape=(1,))))(jnp.array([1]))
@@ -316,17 +316,17 @@ def test_traced_coordinates_are_refused():
 
 @functools.cache
 def found_inside(collection):
-    """`find` of a batch that a program packs."""
+    """Returns `find` of a batch that a program packs."""
     return jax.jit(lambda state, value: collection.find(state, programs.batch(collection, item=value))[0]["item"])
 
 
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(bags=ragged(most=VOCABULARY - 1))
 def test_a_sparse_matrix_times_the_table(bags):
-    """With weights and the sum, embeddings are the matrix product; outside a program and inside one."""
+    """With weights and sum, embeddings equal the matrix product, outside a program and inside it."""
     keys, lengths, weights = bags
     rows = np.repeat(np.arange(NUM_BAGS), lengths)
-    # Padded, as `BCOO.fromdense(..., nse=)` does: the last entries lie outside.
+    # The last entries are out of range, as `BCOO.fromdense(..., nse=)` pads.
     more = MAX_KEYS - len(keys)
     indices = np.concatenate([np.stack([rows, keys], axis=1), np.full((more, 2), [NUM_BAGS, VOCABULARY])])
     data = np.concatenate([weights, np.zeros(more, np.float32)])
@@ -343,7 +343,7 @@ def test_a_sparse_matrix_times_the_table(bags):
 
 
 def test_a_sparse_matrix_without_weights():
-    """Ones are keys, zeros and what lies outside are none, in any dtype; other numbers need declared weights."""
+    """Ones are keys; zeros and entries out of range are none, in any dtype; other numbers need declared weights."""
     dense = np.zeros((NUM_BAGS, VOCABULARY), np.int32)
     dense[0, [3, 7]] = dense[2, 49] = 1
     want = jaxsok.Bags(np.array([3, 7, 49]), lengths=np.array([2, 0, 1, 0, 0, 0, 0, 0]))
@@ -358,7 +358,7 @@ def test_a_sparse_matrix_without_weights():
 
 
 def test_bad_sparse_matrices():
-    """Negative indices, batch axes, other ranks."""
+    """Negative indices, batch axes and other ranks are refused."""
     negative = sparse.BCOO((jnp.ones(1), jnp.array([[0, -1]])), shape=(NUM_BAGS, VOCABULARY))
     with pytest.raises(ValueError, match="indices: got -1, wanted no negative number"):
         programs.batch(declared(), item=negative)
@@ -381,7 +381,7 @@ def test_bad_sparse_matrices():
 
 
 def test_columns_of_single_keys():
-    """One key a sample; null is none."""
+    """A column has one key per sample; a null is no key."""
     keys = [3, None, 2**62, 7, None, 1, 2, 3]
     want = np.array([-1 if key is None else key for key in keys])
     for column in (
@@ -399,7 +399,7 @@ def test_columns_of_single_keys():
 
 
 def test_nulls():
-    """A null list is an empty bag, a null key is padding, inside a list too."""
+    """A null list is an empty bag, and a null key is padding, also inside a list."""
     lists = [[3, None], None, [], [None], [7], [8], [9], [1]]
     want = jaxsok.Bags(np.array([3, -1, -1, 7, 8, 9, 1]), lengths=np.array([2, 0, 0, 1, 1, 1, 1, 1]))
     for column in (pa.array(lists, pa.list_(pa.int64())), pl.Series(lists, dtype=pl.List(pl.Int64))):
@@ -407,7 +407,7 @@ def test_nulls():
 
 
 def test_null_lists_over_keys():
-    """Arrow allows keys under a null list: they are nobody's."""
+    """Keys under a null list, which Arrow allows, belong to no bag."""
     offsets, keys = pa.array([0, 2, 4, 5], pa.int32()), pa.array([1, 2, 3, 4, 5], pa.int64())
     column = pa.ListArray.from_arrays(offsets, keys, mask=pa.array([False, True, False]))
     bags = adapters.converted({"item": column}, declared().features)["item"]
@@ -416,7 +416,7 @@ def test_null_lists_over_keys():
 
 @pytest.mark.parametrize("kind", ["arrow", "narrow", "polars"])
 def test_lists_of_one_size_are_rectangles(kind):
-    """Static shapes without a declared number of keys; a null list is a line of padding."""
+    """The shapes are static without a declared number of keys; a null list is a row of padding."""
     lists = [[1, 2], None, [3, None], [4, 5], [6, 7], [1, 2], [8, 9], [3, 4]]
     column = {
         "arrow": lambda: pa.array(lists, pa.list_(pa.int64(), 2)),
@@ -429,7 +429,7 @@ def test_lists_of_one_size_are_rectangles(kind):
 
 
 def test_weights_of_lists_of_one_size():
-    """Null in both columns is an empty bag; null weights of keys are refused."""
+    """A null in both columns is an empty bag; null weights of keys are refused."""
     keys = pa.array([[1, 2], None] + [[3, 4]] * 6, pa.list_(pa.int64(), 2))
     weights = pa.array([[1.0, 0.5], None] + [[2.0, 1.0]] * 6, pa.list_(pa.float32(), 2))
     plain = jaxsok.Bags(
@@ -442,7 +442,7 @@ def test_weights_of_lists_of_one_size():
 
 
 def test_columns_without_nulls_are_not_copied():
-    """Keys lie where Arrow and Polars have them."""
+    """Keys stay in the memory of Arrow and Polars."""
     keys = np.arange(1000)
     for column, values in (
         (pa.array(keys), keys),
@@ -456,7 +456,7 @@ def test_columns_without_nulls_are_not_copied():
 
 
 def test_columns_in_bags():
-    """Lengths, offsets and weights may be columns too, beside NumPy."""
+    """Lengths, offsets and weights may be columns too, mixed with NumPy arrays."""
     keys, lengths, weights = np.arange(4), np.array([2, 0, 1, 1, 0, 0, 0, 0]), np.ones(4, np.float32)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     plain = jaxsok.Bags(keys, lengths=lengths, weights=weights)
@@ -499,7 +499,7 @@ BAD_COLUMNS = {
 
 @pytest.mark.parametrize("name", BAD_COLUMNS)
 def test_bad_columns(name):
-    """Refused by name, with what was got and wanted."""
+    """Bad columns are refused by name, with the actual and the expected value."""
     error, message, value = BAD_COLUMNS[name]
     with pytest.raises(error, match=f'batch: feature "item": {message}'):
         programs.batch(declared(weighted="weights" in name), item=value)
@@ -507,7 +507,7 @@ def test_bad_columns(name):
 
 @pytest.mark.parametrize("dtype", [pl.Int64, pl.UInt64, pl.Int32])
 def test_plain_columns_need_no_pyarrow(monkeypatch, dtype):
-    """A Polars column of integers without nulls is an array; the lengths beside it too."""
+    """A Polars column of integers without nulls is an array; so are its lengths."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
     keys = np.array([7, 9, 7, 2**31 - 1])
     want = programs.batch(declared(), item=jaxsok.Bags(keys, lengths=np.array([3, 0, 1])))
@@ -541,7 +541,7 @@ def test_other_columns_say_that_they_need_pyarrow(monkeypatch, values):
 
 
 def test_jagged_keys_of_all_features():
-    """Feature by feature, bag by bag, with weights, as TorchRec's KeyedJaggedTensor has them; nothing is copied."""
+    """Jagged keys are read by feature and bag, with weights, as in TorchRec's KeyedJaggedTensor; nothing is copied."""
     values, weights = np.array([7, 9, 8, 7, 5]), np.array([1.0, 2.0, 3.0, 4.0, 5.0], np.float32)
     for lengths in (np.array([2, 0, 1, 2]), np.array([[2, 0], [1, 2]], np.int32)):
         got = jaxsok.from_kjt(values, lengths, ["a", jaxsok.FeatureSpec("b", "item")], weights=weights)
@@ -562,7 +562,7 @@ def test_jagged_keys_of_torch():
 
 
 def test_jagged_keys_behind_the_last_bag_are_padding():
-    """A buffer may be longer than its bags; anything else behind them is refused with the name of the last feature."""
+    """A buffer may be longer than its bags; other keys behind them are refused with the name of the last feature."""
     collection = declared()
     padded = jaxsok.from_kjt(np.array([7, 9, -1, -1]), np.array([1, 1]), ["item"])
     assert programs.batch(collection, **padded).keys("item").shape[0] >= 2
@@ -597,14 +597,14 @@ NUM_SAMPLES = 16
 
 @st.composite
 def shared(draw):
-    """Bags, and which of them each sample has; some perhaps nobody's."""
+    """Draws bags, and the bag of each sample; some bags may have no sample."""
     bags = draw(ragged())
     inverse = draw(st.lists(st.integers(0, NUM_BAGS - 1), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES))
     return bags, np.array(inverse)
 
 
 def expanded(keys, lengths, weights, inverse):
-    """A bag for each sample: what sharing spares."""
+    """Returns a bag for each sample, which sharing avoids."""
     ends = np.cumsum(lengths)
     place = np.concatenate([np.arange(ends[i] - lengths[i], ends[i]) for i in inverse]).astype(int)
     return jaxsok.Bags(keys[place], lengths=lengths[inverse], weights=None if weights is None else weights[place])
@@ -612,7 +612,7 @@ def expanded(keys, lengths, weights, inverse):
 
 @functools.cache
 def sharing(num_shards, combiner, weighted, num_keys, optimizer=None):
-    """Beside a feature without shared bags, of the same table."""
+    """Declares a feature with shared bags and a feature without, over the same table."""
     table = jaxsok.TableSpec("item", DIM, optimizer or jaxsok.optim.sgd(0.25), capacity=512)
     options = {"combiner": combiner, "weighted": weighted, "max_keys": num_keys}
     width = WIDTH if combiner is None else None
@@ -630,7 +630,7 @@ def sharing(num_shards, combiner, weighted, num_keys, optimizer=None):
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(drawn=shared())
 def test_shared_bags_are_expanded(num_shards, combiner, weighted, drawn):
-    """Embeddings and rows as if each sample had its bag of its own; gradients of a bag are summed."""
+    """Embeddings and rows are as if each sample had its own bag; gradients of a bag are summed."""
     (keys, lengths, weights), inverse = drawn
     weights = weights if weighted else None
     collection = sharing(num_shards, combiner, weighted, NUM_SAMPLES * WIDTH * 2)
@@ -647,14 +647,14 @@ def test_shared_bags_are_expanded(num_shards, combiner, weighted, drawn):
         results.append((jax.device_get(embeddings), programs.rows_of(collection, state, "item")))
     (got, got_rows), (want, want_rows) = results
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
-    # A bag that no sample has is looked up on one device, and gets rows that never move.
+    # On one device, a bag without samples is looked up and gets rows that never move.
     assert want_rows.keys() <= got_rows.keys()
     for key in want_rows:
         np.testing.assert_allclose(got_rows[key], want_rows[key], rtol=1e-5, atol=1e-5)
 
 
 def test_shared_bags_move_rows_by_the_sum():
-    """By hand: two samples of one bag, one of another; a bag that nobody has stays."""
+    """Two samples of one bag move its rows by the sum, one sample moves another; a bag without samples stays."""
     collection = programs.one_table(dim=2, initializer=jaxsok.initializers.zeros())
     bags = jaxsok.Bags(np.array([7, 8, 9]), inverse=np.array([1, 0, 1]))
     embeddings, state, plan = collection.lookup(collection.init(), programs.batch(collection, user=bags))
@@ -669,7 +669,7 @@ def test_shared_bags_move_rows_by_the_sum():
 
 @pytest.mark.parametrize("num_shards", [None, 2])
 def test_shared_bags_through_pipeline_and_padding(num_shards):
-    """Added samples have an empty bag; parts know their own bags; the plan of the pipeline serves."""
+    """Added samples have an empty bag; parts know their own bags; the pipeline's plan is valid."""
     collection = sharing(num_shards, "sum", False, 64)
     inverse = np.array([1, 0, 1, 2, 2])
     raw = {
@@ -696,7 +696,7 @@ def test_shared_bags_through_pipeline_and_padding(num_shards):
 @pytest.mark.parametrize("dtype", ["int32", "int8", "uint32"])
 @pytest.mark.parametrize("num_bags", [2, 3])
 def test_shared_bags_inside_a_program(num_bags, dtype):
-    """Keys and inverse on the device, where nobody can check: a sample whose bag there is not has none."""
+    """Keys and inverse are on the device, unchecked: a sample whose bag does not exist has none."""
     collection = programs.one_table(dim=2)
 
     @jax.jit
@@ -720,7 +720,7 @@ def test_shared_bags_inside_a_program(num_bags, dtype):
 @pytest.mark.parametrize(("num_shards", "num_programs"), [(None, 2), (2, 1)])
 @pytest.mark.parametrize("kind", ["single", "rectangle", "ragged", "lines"])
 def test_few_programs_serve_all_numbers_of_shared_bags(num_shards, num_programs, kind):
-    """Their number is a power of two, or that of a shard's samples."""
+    """The number of bags is a power of two, or the number of a shard's samples."""
     table = jaxsok.TableSpec("item", DIM, jaxsok.optim.sgd(0.25), capacity=64)
     feature = jaxsok.FeatureSpec(
         "item",
@@ -760,7 +760,7 @@ def test_few_programs_serve_all_numbers_of_shared_bags(num_shards, num_programs,
 
 
 def test_shared_bags_beside_few_samples():
-    """More bags than samples, and as many single keys as `max_keys` allows: nothing is refused."""
+    """More bags than samples, and as many single keys as `max_keys` allows, are accepted."""
     collection = programs.one_table(dim=2, max_keys=5)
     for num_bags, num_samples in ((5, 2), (5, 9), (3, 0), (1, 1)):
         bags = jaxsok.Bags(np.arange(num_bags), inverse=np.arange(num_samples) % num_bags)
@@ -772,7 +772,7 @@ def test_shared_bags_beside_few_samples():
 
 
 def test_shared_bags_inside_shard_map():
-    """Each shard packs its own part: its bags, and whose they are."""
+    """Each shard packs its own part: its bags and their samples."""
     table = jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(0.1), capacity=64)
     collection = programs.over(2, [table], [jaxsok.FeatureSpec("user", "user")])
 
@@ -788,7 +788,7 @@ def test_shared_bags_inside_shard_map():
 
 
 def test_what_features_tell_of_shared_bags():
-    """Keys, offsets and mask are those of the bags; the inverse says whose."""
+    """Keys, offsets and mask belong to the bags; the inverse gives the bag of each sample."""
     collection = sharing(2, "sum", False, 64)
     raw = {
         "plain": np.arange(4),
@@ -802,7 +802,7 @@ def test_what_features_tell_of_shared_bags():
 
 
 def test_no_samples():
-    """Neither gradients nor embeddings, and nothing breaks."""
+    """A batch without samples has neither gradients nor embeddings, and no error occurs."""
     collection = programs.one_table(dim=2)
     for keys in (np.zeros(0, np.int64), np.array([5])):
         bags = jaxsok.Bags(keys, inverse=np.zeros(0, np.int64))
@@ -823,14 +823,14 @@ BAD_INVERSES = {
 @pytest.mark.parametrize("name", BAD_INVERSES)
 @pytest.mark.parametrize("num_shards", [None, 2])
 def test_bad_inverses(name, num_shards):
-    """Refused by name, with what was got and wanted; on a mesh by the same words."""
+    """Bad inverses are refused by name, with the actual and the expected value; the mesh gives the same message."""
     error, message, inverse = BAD_INVERSES[name]
     with pytest.raises(error, match=f'batch: feature "item": {message}'):
         programs.batch(declared(num_shards), item=jaxsok.Bags(np.array([3, 4]), inverse=inverse))
 
 
 def test_inverses_that_have_no_lines():
-    """Jagged rows have no line for each bag; device arrays on a mesh cannot be cut by bags."""
+    """Jagged rows have no row for each bag; device arrays on a mesh cannot be cut by bags."""
     jagged = programs.one_table(combiner=None, max_keys=8)
     bags = jaxsok.Bags(np.array([1, 2]), lengths=np.array([2]), inverse=np.array([0]))
     with pytest.raises(ValueError, match=r"inverse: got one with combiner None and ragged keys.*max_hotness"):

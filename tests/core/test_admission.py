@@ -1,6 +1,6 @@
-"""Admission: who of the unseen keys gets a row, when, and what the others read; against dicts, on one and many devices.
+"""Admission: which unseen keys get a row, when, and what the others read; against dicts, on one and many devices.
 
-What the kernels do to the bit, counters of the filter and draws included, is in kernel_model.py.
+kernel_model.py defines the exact results of the kernels, including counters of the filter and draws.
 """
 
 import collections
@@ -34,7 +34,7 @@ SGD = jaxsok.optim.sgd(0.5)
 
 
 def line_of(spec, name):
-    """The words of a table that the model of the kernels reads: its name and what its admission is."""
+    """Returns the words of a table that the model of the kernels reads: its name and its admission."""
     table = next(table for table in spec.tables if table.name == name)
     words = np.zeros(16, np.uint32)
     hashed = int(programs._word_of_name(name))
@@ -51,65 +51,65 @@ SEED_WORDS = np.array([SEED, 0], np.uint32)
 
 
 class Counted:
-    """By count: a dict."""
+    """Admission by count: a dict."""
 
     def __init__(self, num_sightings):
         self.num_sightings, self.counts = num_sightings, collections.Counter()
 
     def see(self, uses):
-        """All occurrences of unseen keys in a batch."""
+        """Counts all occurrences of unseen keys in a batch."""
         for key, num in uses.items():
             self.counts[key] = min(self.counts[key] + num, self.num_sightings)
 
     def lets_in(self, key, step):
-        """After the whole batch was seen."""
+        """Decides after the whole batch was seen."""
         return self.counts[key] >= self.num_sightings
 
     def forget(self):
-        """Rows went: keys that were let in begin anew."""
+        """Resets admitted keys when rows are removed."""
         self.counts = collections.Counter({k: n for k, n in self.counts.items() if n < self.num_sightings})
 
 
 class Filtered:
-    """By counting Bloom filter: an array, whose places the model of the kernels tells."""
+    """Admission by counting Bloom filter: an array, with positions from the model of the kernels."""
 
     def __init__(self, num_sightings, line):
         self.num_sightings, self.line = num_sightings, line
         self.counters = np.zeros(int(line[10]), np.int64)
 
     def see(self, uses):
-        """As Counted's."""
+        """Counts as `Counted.see` does."""
         for key, num in uses.items():
             for at in kernel_model.bloom_counters(self.line, SEED_WORDS, key):
                 self.counters[at] = min(self.counters[at] + num, 255)
 
     def lets_in(self, key, step):
-        """The least of a key's counters."""
+        """Compares the least of a key's counters."""
         return self.counters[kernel_model.bloom_counters(self.line, SEED_WORDS, key)].min() >= self.num_sightings
 
     def forget(self):
-        """Counters are never taken back."""
+        """Does nothing: counters never decrease."""
 
 
 @dataclasses.dataclass
 class Drawn:
-    """By probability."""
+    """Admission by probability."""
 
     line: np.ndarray
 
     def see(self, uses):
-        """Nothing is counted."""
+        """Does nothing: this policy counts no keys."""
 
     def lets_in(self, key, step):
-        """A draw for each key and step."""
+        """Draws for each key and step."""
         return kernel_model.is_drawn(self.line, SEED_WORDS, key, step)
 
     def forget(self):
-        """Nothing."""
+        """Does nothing."""
 
 
 class AdmittingOracle(oracle.CollectionOracle):
-    """Tables that keep unseen keys out: `admissions` by table, and what a key without a row reads (None: initial)."""
+    """Tables that exclude unseen keys: `admissions` by table, and what a key without a row reads (None: initial)."""
 
     def __init__(self, stores, features, admissions, unadmitted):
         super().__init__(stores, features)
@@ -117,7 +117,7 @@ class AdmittingOracle(oracle.CollectionOracle):
         self.num_unadmitted = collections.Counter()
 
     def lookup(self, batch):
-        """Sees the whole batch first, then finds or inserts who is let in."""
+        """Sees the whole batch first, then finds keys or inserts the admitted ones."""
         uses = {table: collections.Counter() for table in self.admissions}
         for feature in self.features:
             if feature.table not in self.admissions:
@@ -152,7 +152,7 @@ class AdmittingOracle(oracle.CollectionOracle):
         return embeddings, oracle.Plan(plan_uses, tuple(s.generation for s in self.stores), counts)
 
     def erase(self, table, keys):
-        """Rows go, and with them the counts of all that were let in."""
+        """Erases rows, and with them the counts of all admitted keys."""
         num_erased = super().erase(table, keys)
         for name in self.store_of(table).tables:
             if name in self.admissions:
@@ -161,7 +161,7 @@ class AdmittingOracle(oracle.CollectionOracle):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# One collection for the dict and for many devices: all policies, plain tables beside them, all kinds of features
+# One collection for the dict and for many devices: all policies, plain tables, all kinds of features
 
 NUM_SAMPLES, MAX_KEYS = 8, 24
 BLOOM = policies.AdmitByBloom(1, num_keys=16, false_positive_rate=0.1, unadmitted=-1.0, delayed=True)
@@ -169,7 +169,7 @@ DELAYED = policies.AdmitByCount(1, unadmitted="initial", delayed=True)
 
 
 def specs(placement=jaxsok.SHARDED, **options):
-    """Tables and features."""
+    """Declares tables and features."""
     options = {"capacity": 16, "placement": placement, **options}
     tables = [
         jaxsok.TableSpec("user", 4, SGD, admission=policies.AdmitByCount(3, unadmitted=0.5), **options),
@@ -204,7 +204,7 @@ KEYS = (*strategies.CORNER_KEYS, *range(5, 11))
 
 
 def new_oracle():
-    """An empty one, of all that COLLECTION declares."""
+    """Returns an empty oracle of everything COLLECTION declares."""
     tables = {
         table.name: oracle.TableOracle(table.name, INITIAL_ROWS[table.name], table.unknown)
         for table in COLLECTION.tables
@@ -224,7 +224,7 @@ def new_oracle():
 
 
 def raw_of(batch):
-    """A batch of the oracle's in the library's words."""
+    """Converts a batch of the oracle to the library's form."""
     friends = programs.to_bags(batch["friends"])
     if friends.weights is None:
         friends = jaxsok.Bags(friends.keys, lengths=friends.lengths, weights=np.zeros(0, np.float32))
@@ -240,7 +240,7 @@ def raw_of(batch):
 
 @st.composite
 def batches(draw, keys=KEYS):
-    """One batch in the oracle's words."""
+    """Draws one batch in the oracle's form."""
     single = functools.partial(strategies.key_lists, keys, NUM_SAMPLES, padding=True)
     ragged = strategies.ragged_bags(keys, NUM_SAMPLES, MAX_KEYS, padding=True)
     return {
@@ -254,29 +254,29 @@ def batches(draw, keys=KEYS):
 
 
 def compare(embeddings, expected):
-    """Sums of a few numbers of size one."""
+    """Checks closeness: the values are sums of a few numbers of size one."""
     for name, want in expected.items():
         np.testing.assert_allclose(np.asarray(embeddings[name]), want.astype(np.float32), 1e-5, 2e-5, err_msg=name)
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Lookups fused and with a plan made before, finds, updates, erases and growth, in any order."""
+    """Fused and planned lookups, finds, updates, erases and growth, in any order."""
 
     @initialize()
     def start(self):
-        """Nothing was seen."""
+        """Starts without any key seen."""
         self.state = COLLECTION.init(seed=SEED)
         self.oracle = new_oracle()
         self.pending, self.changed = [], True
         empty = oracle.PADDING_KEY
         bags = {name: [[empty]] * NUM_SAMPLES for name in ("user", "plain", "tag")}
         bags |= {"friends": [[]] * NUM_SAMPLES, "ad": [[]] * NUM_SAMPLES, "basket": [[empty] * 2] * NUM_SAMPLES}
-        COLLECTION.batch(raw_of(bags))  # tells the collection how large batches are
+        COLLECTION.batch(raw_of(bags))  # the collection learns the size of the batches
 
     @precondition(lambda self: len(self.pending) < 2)
     @rule(batch=batches(), ahead=st.booleans())
     def lookup(self, batch, ahead):
-        """Whoever is not let in reads what the table says."""
+        """Looks up; keys that are not admitted read the table's default."""
         features = COLLECTION.batch(raw_of(batch)).features
         self.state = COLLECTION.grow(self.state)
         argument = programs.plan(COLLECTION)(features) if ahead else features
@@ -288,7 +288,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @rule(batch=batches())
     def find(self, batch):
-        """Counts nothing, lets nobody in, and gives what `unknown` says."""
+        """Finds: counts and admits nothing, and gives the value that `unknown` declares."""
         embeddings, stats = programs.find(COLLECTION)(self.state, COLLECTION.batch(raw_of(batch)).features)
         expected, counts = self.oracle.find(batch)
         compare(embeddings, expected)
@@ -300,7 +300,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pending)
     @rule()
     def update(self):
-        """All plans that wait; law 5, with the unadmitted a part of the refused."""
+        """Updates with all plans that wait; law 5, with the unadmitted keys among the refused."""
         plans, expected_plans, num_unadmitted, expected = zip(*self.pending, strict=True)
         self.pending = []
         gradients = [
@@ -317,12 +317,12 @@ class AdmissionMachine(RuleBasedStateMachine):
             positions = sum(feature.num_positions for feature in FEATURES if feature.table == name)
             assert sum(counts.values()) == len(plans) * positions
             assert stats.to_dict()[name]["num_unadmitted"] == sum(one.get(name, 0) for one in num_unadmitted)
-        stats.check()  # who is kept out is no reason to complain
+        stats.check()  # keys that are not admitted cause no error
         self.changed = True
 
     @rule(table=st.sampled_from(NAMES), keys=strategies.key_lists(KEYS, 4, padding=True))
     def erase(self, table, keys):
-        """Who comes back starts anew, but for the filter."""
+        """Erases; keys that return start from zero, except in the filter."""
         if self.pending:
             self.update()
         self.state, num_erased = COLLECTION.erase(self.state, table, programs.as_array(keys))
@@ -331,7 +331,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @invariant()
     def tables_and_counts_agree(self):
-        """Row ids, keys and counts exactly, rows within rounding."""
+        """Row ids, keys and counts agree exactly, rows within rounding."""
         if not getattr(self, "changed", False):
             return
         self.changed = False
@@ -354,7 +354,7 @@ TestAdmissionMachine.settings = hypothesis.settings(max_examples=12)
 
 
 def waiting(collection, state, name):
-    """The keys of a table that wait, with their counts, of all shards."""
+    """Returns the waiting keys of a table and their counts, over all shards."""
     s, number = operations.locate("test", collection, name)
     keys, counts = admission.waiting(collection.stores[s], state.stores[s], number)
     assert len(set(keys.tolist())) == len(keys)
@@ -366,19 +366,19 @@ def waiting(collection, state, name):
 
 
 def without_filter(placement):
-    """`specs` but for the filter, whose size depends on how many keys a shard owns."""
+    """Returns `specs` without the filter, whose size depends on how many keys a shard owns."""
     tables, features = specs(placement, capacity=256)
     return [t for t in tables if t.name != "ad"], [f for f in features if f.table != "ad"]
 
 
 @functools.cache
 def on_one_device():
-    """What one device makes of `random_raws`: states are not kept."""
+    """Returns the results of `random_raws` on one device, without states."""
     return run_steps(jaxsok.Collection(*without_filter(jaxsok.SHARDED)), "fused")
 
 
 def random_raws(num_steps=4):
-    """Batches in which many keys occur twice and thrice, on different devices."""
+    """Returns batches in which many keys occur twice or three times, on different devices."""
     rng = np.random.default_rng(3)
     raws = []
     for _ in range(num_steps):
@@ -400,7 +400,7 @@ def random_raws(num_steps=4):
 
 
 def run_steps(collection, path):
-    """Embeddings and statistics of each step, then tables by key and what waits."""
+    """Returns embeddings and statistics of each step, then tables by key and the waiting keys."""
     state, seen = collection.init(seed=SEED), []
     dims = {feature.name: 3 if feature.table == "tag" else 4 for feature in collection.features}
     gradients = {name: np.ones((NUM_SAMPLES, dim), np.float32) for name, dim in dims.items()}
@@ -435,7 +435,7 @@ def run_steps(collection, path):
     ],
 )
 def test_results_do_not_depend_on_the_mesh(num_shards, placement, path):
-    """Law 2: who is let in, when, who waits with which count, and what everybody reads."""
+    """Law 2: admission, its time, the waiting keys with their counts, and all embeddings are equal."""
     declared = without_filter(placement)
     collection = jaxsok.Collection(*declared) if num_shards is None else programs.over(num_shards, *declared)
     (want_seen, want_tables, want_waiting), (seen, tables, waits) = on_one_device(), run_steps(collection, path)
@@ -453,7 +453,7 @@ def test_results_do_not_depend_on_the_mesh(num_shards, placement, path):
 
 
 def test_rounds_count_every_use():
-    """Send capacities of a few keys: several rounds, in each of which all uses of its keys are there."""
+    """Small send capacities give several rounds; each round has all uses of its keys."""
     declared = without_filter(jaxsok.SHARDED)
     seen, _, waits = run_steps(programs.over(2, *declared, send_capacity=6), "rounds")
     want_seen, _, want_waiting = on_one_device()
@@ -465,7 +465,7 @@ def test_rounds_count_every_use():
 
 
 def one_table(policy, num_shards=None, dim=1, **options):
-    """A table with one feature of single keys."""
+    """Declares a table with one feature of single keys."""
     options = {"capacity": 64, **options}
     tables, features = (
         [jaxsok.TableSpec("user", dim, SGD, admission=policy, **options)],
@@ -478,7 +478,7 @@ def one_table(policy, num_shards=None, dim=1, **options):
 
 
 def stats_of_lookup(collection, state, keys):
-    """State and counts of one lookup."""
+    """Returns the state and counts of one lookup."""
     features = collection.batch({"user": np.asarray(keys)}).features
     state, _, stats = programs.fed_step(collection)(
         collection.grow(state), features, {"user": np.zeros((len(keys), collection.tables[0].dim), np.float32)}
@@ -488,7 +488,7 @@ def stats_of_lookup(collection, state, keys):
 
 @pytest.mark.parametrize(("num_shards", "num_sightings", "rate"), [(None, 2, 0.02), (None, 4, 0.005), (4, 2, 0.02)])
 def test_false_positives_of_the_filter(num_shards, num_sightings, rate):
-    """As many keys as are expected: about as many come in early as is stated; none comes in late."""
+    """With the expected number of keys, early admissions are about as many as stated; no key is admitted late."""
     num_keys = 20_000
     policy = policies.AdmitByBloom(num_sightings, num_keys=num_keys, false_positive_rate=rate)
     collection = one_table(policy, num_shards, capacity=num_keys)
@@ -500,13 +500,13 @@ def test_false_positives_of_the_filter(num_shards, num_sightings, rate):
         assert counts["num_unadmitted"] == counts["num_refused"] == num_keys - num_early
         assert num_early < 1.5 * rate * num_keys, f"sighting {sighting}"
     if num_sightings == 2:
-        assert num_early > rate * num_keys / 3  # the filter is no larger than it has to be
+        assert num_early > rate * num_keys / 3  # the filter is no larger than necessary
     state, counts = stats_of_lookup(collection, state, keys)
     assert counts["num_found"] + counts["num_inserted"] == num_keys
 
 
 def test_a_filter_too_large_is_refused():
-    """Counters are numbered with 32 bits."""
+    """Counters are numbered with 32 bits, so a larger filter is refused."""
     with pytest.raises(
         ValueError, match=r"policies\.AdmitByBloom: num_keys: got 2000000000 .*wanted at most 4294967292"
     ):
@@ -518,7 +518,7 @@ def test_a_filter_too_large_is_refused():
 
 
 def test_chance_is_as_stated_and_drawn_anew():
-    """Each step lets about its share in, of those that are still out; equal keys of two tables fare differently."""
+    """Each step admits about its share of the excluded keys; equal keys of two tables get different draws."""
     options = {"admission": policies.AdmitByProbability(0.25), "capacity": 1 << 15}
     tables = [jaxsok.TableSpec(name, 1, SGD, **options) for name in ("user", "item")]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(t.name, t.name) for t in tables])
@@ -536,7 +536,7 @@ def test_chance_is_as_stated_and_drawn_anew():
 
 @pytest.mark.parametrize(("probability", "share"), [(0.0, 0), (1.0, 1)])
 def test_certainties(probability, share):
-    """Nobody, everybody."""
+    """Probability 0 admits no key and probability 1 admits every key."""
     collection = one_table(policies.AdmitByProbability(probability))
     _, counts = stats_of_lookup(collection, collection.init(seed=SEED), np.arange(32))
     assert counts["num_inserted"] == 32 * share and counts["num_unadmitted"] == 32 * (1 - share)
@@ -548,7 +548,7 @@ def test_certainties(probability, share):
 
 @pytest.mark.parametrize("num_shards", [None, 2])
 def test_growth_keeps_every_count(num_shards):
-    """More keys wait than there was room for at first; those that came in make place."""
+    """More keys wait than there was room for at first; entries of admitted keys become free."""
     collection = one_table(policies.AdmitByCount(3), num_shards)
     state, num_keys = collection.init(seed=SEED), 30_000
     keys = np.arange(num_keys)
@@ -563,14 +563,14 @@ def test_growth_keeps_every_count(num_shards):
     state, counts = stats_of_lookup(collection, state, np.repeat(keys[:5_000], 2))
     assert counts["num_inserted"] == 5_000 and counts["num_unadmitted"] == 0
     assert waiting(collection, state, "user") == dict.fromkeys(range(5_000, num_keys), 1)
-    for step in range(6):  # others come and go: entries of those that came in are reused
+    for step in range(6):  # other keys come and go: entries of admitted keys are reused
         others = np.repeat(np.arange(4_000) + 10**6 * (step + 1), 3)[:10_000]
         state, counts = stats_of_lookup(collection, state, others)
     assert waiting(collection, state, "user").items() >= dict.fromkeys(range(5_000, num_keys), 1).items()
 
 
 def test_another_salt_keeps_every_count():
-    """The index is made anew under another salt where keys found no entry; whoever waits is found again."""
+    """If keys found no entry, the index is rebuilt under another salt; keys that wait are found again."""
     collection = one_table(policies.AdmitByCount(2))
     state = collection.init(seed=SEED)
     state, _ = stats_of_lookup(collection, state, np.arange(500))
@@ -584,7 +584,7 @@ def test_another_salt_keeps_every_count():
 
 
 def test_without_growth_keys_without_an_entry_are_told():
-    """Buckets are full: nobody is lost in a loop, nobody comes in by mistake, and who finds no entry lacks room."""
+    """With full buckets the lookup ends, no key is admitted by mistake, and keys without an entry count as refused."""
     collection = one_table(policies.AdmitByCount(2))
     state, num_keys = collection.init(seed=SEED), 5 * MIN_SIGHTINGS
     features = collection.batch({"user": np.arange(num_keys)}).features
@@ -601,13 +601,13 @@ def test_without_growth_keys_without_an_entry_are_told():
     with pytest.raises(jaxsok.TableFullError, match="found no index entry"):
         stats.check()
     with pytest.warns(RuntimeWarning, match=r"keys refused so far for want of room.*index anew"):
-        state = collection.grow(state)  # as many as one batch has can wait now, and none is lost
+        state = collection.grow(state)  # as many keys as one batch has can wait now, and none is lost
     _, state, plan = programs.lookup(collection)(state, features)
     assert np.asarray(state.stores[0].counters)[4] == 0
 
 
 def test_as_many_keys_wait_at_first_as_there_are_rows():
-    """The first batches, before `grow` has seen any: all keys are counted, and get their rows."""
+    """In the first batches, before `grow` has seen any, all keys are counted and get their rows."""
     collection = one_table(policies.AdmitByCount(2), capacity=32768)
     state, features = collection.init(seed=SEED), collection.batch({"user": np.arange(30000)}).features
     for _ in range(2):
@@ -617,7 +617,7 @@ def test_as_many_keys_wait_at_first_as_there_are_rows():
 
 @pytest.mark.parametrize(("before", "after"), [(None, 4), (4, 2), pytest.param(4, None, marks=pytest.mark.slow)])
 def test_waiting_keys_move_to_another_mesh(before, after):
-    """What waits is taken out of one state and into another: counts go on where they were."""
+    """Waiting keys exported from one state and imported into another keep their counts."""
     policy, rng = policies.AdmitByCount(4), np.random.default_rng(0)
     old, new = one_table(policy, before), one_table(policy, after)
     state, _ = stats_of_lookup(old, old.init(seed=SEED), rng.integers(0, 40, 64))
@@ -637,7 +637,7 @@ def test_waiting_keys_move_to_another_mesh(before, after):
     assert int(np.asarray(store.counters).reshape(-1, 9)[:, 8].sum()) == len(want)
     other = dataclasses.replace(other, stores=(store,))
     assert waiting(new, other, "user") == want and want and rows
-    again = np.array(list(want), np.uint64).repeat([3 - n for n in want.values()])  # one is still missing
+    again = np.array(list(want), np.uint64).repeat([3 - n for n in want.values()])  # each key needs one more sighting
     again = np.resize(again, 256) if len(again) == 0 else np.r_[again, np.full(256 - len(again), 2**64 - 1, np.uint64)]
     other, counts = stats_of_lookup(new, other, again)
     assert counts["num_inserted"] == 0 and set(waiting(new, other, "user").values()) <= {3}
@@ -647,7 +647,7 @@ def test_waiting_keys_move_to_another_mesh(before, after):
 
 
 def test_waiting_keys_of_a_replicated_table_are_given_once():
-    """Those of one shard stand for all."""
+    """The keys of one shard represent all shards."""
     options = {"admission": policies.AdmitByCount(4), "placement": jaxsok.REPLICATED, "capacity": 64}
     table = jaxsok.TableSpec("user", 4, SGD, **options)
     collection = programs.over(2, [table], [jaxsok.FeatureSpec("user", "user")])
@@ -661,7 +661,7 @@ def test_waiting_keys_of_a_replicated_table_are_given_once():
 @pytest.mark.parametrize("make", [policies.AdmitByCount, functools.partial(policies.AdmitByBloom, num_keys=10_000)])
 @pytest.mark.parametrize("num_shards", [None, 4])
 def test_lookups_that_read_the_default(num_shards, make, delayed):
-    """With a key once in a batch: lookups 1 to n with `delayed`, as in DeepRec, and 1 to n - 1 without."""
+    """With a key once per batch these are lookups 1 to n with `delayed`, as in DeepRec, and 1 to n - 1 without."""
     policy = make(3, unadmitted=9.0, delayed=delayed)
     collection = one_table(policy, num_shards)
     state, features = collection.init(seed=SEED), programs.batch(collection, user=np.arange(8))
@@ -678,7 +678,7 @@ def test_lookups_that_read_the_default(num_shards, make, delayed):
 @hypothesis.settings(max_examples=15)
 @hypothesis.given(data=st.data())
 def test_delayed_keys_through_checkpoints(num_shards, data, tmp_path_factory):
-    """Lookups of any keys, erases and restores (with the same policy, or another of the two), against a dict."""
+    """Lookups of any keys, erases and restores (with the same policy or the other) agree with a dict."""
     checkpoint = pytest.importorskip("jaxsok.checkpoint")
     both = {delayed: one_table(policies.AdmitByCount(2, delayed=delayed), num_shards) for delayed in (False, True)}
     is_delayed, counts, rows = data.draw(st.booleans()), collections.Counter(), set()
@@ -697,7 +697,7 @@ def test_delayed_keys_through_checkpoints(num_shards, data, tmp_path_factory):
             checkpoint.export_full(folder, collection, state)
             is_delayed = data.draw(st.booleans())
             state = checkpoint.load(folder, both[is_delayed])
-            most = 2 if is_delayed else 1  # who was seen often enough for a lower threshold waits for one more
+            most = 2 if is_delayed else 1  # a key seen often enough for a lower threshold waits for one more sighting
             counts = collections.Counter({key: min(count, most) for key, count in counts.items()})
         else:
             keys = data.draw(st.lists(st.integers(0, 5), min_size=8, max_size=8))
@@ -710,7 +710,7 @@ def test_delayed_keys_through_checkpoints(num_shards, data, tmp_path_factory):
 
 
 def test_declarations_of_delayed_admission():
-    """It shows, it is bounded, and like the number of sightings it may change between runs."""
+    """The option is visible and bounded, and like the number of sightings it may change between runs."""
     assert "num_sightings=3, delayed=True" in repr(policies.AdmitByCount(3, delayed=True))
     for kind, most in ((policies.AdmitByCount, 2**31 - 1), (policies.AdmitByBloom, 255)):
         assert kind(most).threshold == most == kind(most - 1, delayed=True).threshold
@@ -724,7 +724,7 @@ def test_declarations_of_delayed_admission():
 
 
 def test_waiting_keys_of_other_tables_are_refused():
-    """Only a table that counts has keys that wait."""
+    """Only tables that count have waiting keys."""
     collection = one_table(policies.AdmitByProbability(0.5))
     state = collection.init(seed=SEED)
     assert len(admission.waiting(collection.stores[0], state.stores[0], 0)[0]) == 0
@@ -734,7 +734,7 @@ def test_waiting_keys_of_other_tables_are_refused():
 
 @pytest.mark.parametrize("op", ["erase", "evict"])
 def test_nothing_is_forgotten_where_nothing_goes(op):
-    """A key that had its sightings while the store was full still has them after an erase or eviction of nobody."""
+    """A key that had its sightings while the store was full keeps them after an erase or eviction of no row."""
     collection = one_table(policies.AdmitByCount(2), capacity=2, max_capacity=2, eviction=policies.LeastRecentlyUsed())
     features = programs.batch(collection, user=np.array([1, 1, 2, 2, 3, 3]))
     _, state, _ = programs.lookup(collection)(collection.init(seed=SEED), features)
@@ -751,7 +751,7 @@ def test_nothing_is_forgotten_where_nothing_goes(op):
 
 
 def test_clearing_a_table_forgets_those_that_wait():
-    """`forget` with a table: its counts go, those of others stay."""
+    """`forget` with a table removes its counts; those of other tables stay."""
     tables = [jaxsok.TableSpec(n, 1, SGD, admission=policies.AdmitByCount(3), capacity=16) for n in ("user", "item")]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(t.name, t.name) for t in tables])
     _, state, _ = programs.lookup(collection)(
@@ -765,7 +765,7 @@ def test_clearing_a_table_forgets_those_that_wait():
 @pytest.mark.parametrize("num_shards", [None, 4])
 @pytest.mark.parametrize("op", ["assign", "import_table"])
 def test_keys_that_are_given_a_row_wait_no_longer(op, num_shards):
-    """And when they come back after an erase they begin anew, as any key."""
+    """Keys that get a row no longer wait; after an erase their counts start from zero."""
     tables = [jaxsok.TableSpec(n, 1, SGD, admission=policies.AdmitByCount(3), capacity=16) for n in ("user", "item")]
     features = [jaxsok.FeatureSpec(t.name, t.name) for t in tables]
     collection = programs.over(num_shards, tables, features) if num_shards else jaxsok.Collection(tables, features)
@@ -792,18 +792,18 @@ def test_keys_that_are_given_a_row_wait_no_longer(op, num_shards):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What is read, what is complained of, what it costs
+# What is read, what is reported, what it costs
 
 
 def of_key(words, columns):
-    """The low word, and the column."""
+    """Returns the low word plus the column."""
     return (words[0] % jnp.uint32(7)).astype(jnp.float32) + columns.astype(jnp.float32)
 
 
 @pytest.mark.parametrize("path", ["fused", "planned"])
 @pytest.mark.parametrize("unadmitted", [0.25, "initial"])
 def test_rows_that_xla_works_out(path, unadmitted):
-    """A traced initializer: new rows are written, keys that are kept out read the constant or their initial row."""
+    """With a traced initializer, new rows are written; excluded keys read the constant or their initial row."""
     initializer = jaxsok.initializers.function(of_key, "of_key")
     policy = policies.AdmitByCount(2, unadmitted=unadmitted)
     table = jaxsok.TableSpec("user", 3, SGD, admission=policy, initializer=initializer, capacity=16)
@@ -820,7 +820,7 @@ def test_rows_that_xla_works_out(path, unadmitted):
 
 
 def test_a_full_store_is_told_apart():
-    """Who was let in and found no room is an error; who was kept out is not. Both read what the table says."""
+    """An admitted key without room is an error; an excluded key is not. Both read the table's default."""
     collection = one_table(policies.AdmitByCount(2, unadmitted=3.0), capacity=2, max_capacity=2)
     features = programs.batch(collection, user=np.array([1, 1, 2, 2, 3, 3, 4, 5]))
     embeddings, state, plan = programs.lookup(collection)(collection.init(seed=SEED), features)
@@ -834,7 +834,7 @@ def test_a_full_store_is_told_apart():
 
 
 def test_bytes_are_counted():
-    """memory_estimate's numbers are those of the arrays."""
+    """The numbers of memory_estimate equal those of the arrays."""
     state = COLLECTION.init(seed=SEED)
     estimate = COLLECTION.memory_estimate()
     for of_store, store in zip(estimate.stores, state.stores, strict=True):
@@ -844,7 +844,7 @@ def test_bytes_are_counted():
 
 
 def test_changed_in_place():
-    """Law 9, and no copy of anything large: sightings, filter and rows stay where they are."""
+    """Sightings, filter and rows stay at their addresses (law 9), and no large array is copied."""
     collection = jaxsok.Collection(*specs(capacity=1 << 14))
     batch = {name: [[1]] * NUM_SAMPLES for name in ("user", "plain", "tag")}
     batch |= {"friends": [[(1, 1.0)]] * NUM_SAMPLES, "ad": [[1]] * NUM_SAMPLES, "basket": [[1, 2]] * NUM_SAMPLES}
@@ -865,7 +865,7 @@ def test_changed_in_place():
 
 
 def test_stores_without_admission_pay_nothing():
-    """No operand and no array more."""
+    """Such stores have no additional operand or array."""
     collection = programs.one_table()
     state = collection.init(seed=SEED)
     assert state.stores[0].sightings == state.stores[0].bloom == ()
@@ -879,13 +879,13 @@ def test_stores_without_admission_pay_nothing():
 
 @pytest.mark.parametrize("unadmitted", [float("inf"), float("nan"), 1e39, "zeros", True, None])
 def test_what_cannot_be_read_is_refused(unadmitted):
-    """A finite float32 or "initial"."""
+    """The default must be a finite float32 or "initial"."""
     with pytest.raises(ValueError, match=r"policies\.AdmitByCount: unadmitted: got "):
         policies.AdmitByCount(2, unadmitted=unadmitted)
 
 
 def test_clearing_a_table_empties_its_filter():
-    """Its own part alone: a key of the cleared table begins anew, those of others go on."""
+    """Only the table's own part is emptied: its keys start from zero, those of other tables keep their counts."""
     policy = policies.AdmitByBloom(2, num_keys=64)
     tables = [jaxsok.TableSpec(n, 1, SGD, admission=policy, capacity=16) for n in ("user", "item")]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(t.name, t.name) for t in tables])

@@ -1,4 +1,4 @@
-"""Programs compiled before growth: there in time, the same results, the same buffers; nothing lost where it fails."""
+"""Programs compiled before growth: ready in time, with equal results and buffers; nothing is lost if one fails."""
 
 import logging
 import subprocess
@@ -21,12 +21,12 @@ BATCH = 8
 
 
 def new_keys(collection, step):
-    """A batch of keys that no step before had."""
+    """Returns a batch of keys that no earlier step had."""
     return programs.batch(collection, user=np.arange(step * BATCH, (step + 1) * BATCH))
 
 
 def run(collection, step, num_steps, *, state=None, wait=True):
-    """Trains on new keys alone; `wait`: for the program under way after each step."""
+    """Trains on new keys only; `wait`: for the program under compilation after each step."""
     state = collection.init(seed=0) if state is None else state
     values = []
     for i in range(num_steps):
@@ -41,29 +41,29 @@ def run(collection, step, num_steps, *, state=None, wait=True):
 
 
 def ahead(collection, step=None):
-    """The usual step with its programs compiled ahead."""
+    """Returns the usual step with its programs compiled ahead."""
     step = programs.train_step(collection) if step is None else step
     return collection.ahead(jax.jit(step, donate_argnums=0))
 
 
 def in_background():
-    """Whether this code is traced by the compiling thread."""
+    """Returns whether the compiling thread traces this code."""
     return threading.current_thread() is not threading.main_thread()
 
 
 # --------------------------------------------------------------------------------------------------------------
-# There in time, and the same
+# Ready in time, and equal
 
 
 def test_three_growths_find_their_programs():
-    """From 16 rows to 128: one program is compiled on the spot, the first; results are those of the plain step."""
+    """From 16 rows to 128, only the first program is compiled in a call; results equal those of the plain step."""
     optimizer = jaxsok.optim.adam(0.1)
     collection = programs.one_table(capacity=16, optimizer=optimizer, statistics=True)
     step = ahead(collection)
     state, values = run(collection, step, 16)
     assert state.stores[0].capacity == 128 and collection.growth.num_grown == 3
     assert (step.num_compiled, step.num_hits_ahead) == (1, 3)
-    assert step.num_ahead == 4  # of 256 rows, too
+    assert step.num_ahead == 4  # also for 256 rows
     assert len(step.stalls_s) == 4 and max(step.stalls_s[1:]) < step.stalls_s[0]
     other = programs.one_table(capacity=16, optimizer=optimizer, statistics=True)
     expected, expected_values = run(other, jax.jit(programs.train_step(other), donate_argnums=0), 16)
@@ -72,7 +72,7 @@ def test_three_growths_find_their_programs():
 
 
 def test_growth_that_comes_early_waits_for_the_rest():
-    """The program under way is not compiled a second time."""
+    """The program under compilation is not compiled a second time."""
     collection = programs.one_table(capacity=16)
     train_step = programs.train_step(collection)
 
@@ -88,7 +88,7 @@ def test_growth_that_comes_early_waits_for_the_rest():
 
 
 def test_stores_that_grow_apart_and_together():
-    """One store alone, later both in one call: a program for either is there."""
+    """A program is ready whether one store grows alone or both grow in one call."""
     sgd, dims = jaxsok.optim.sgd(0.1), (2, 4)
     collection = jaxsok.Collection(
         [jaxsok.TableSpec(f"dim {dim}", dim, sgd, capacity=8 * dim) for dim in dims],
@@ -110,7 +110,7 @@ def test_stores_that_grow_apart_and_together():
 
 
 def test_a_state_on_a_device_of_its_own():
-    """Arrays that were put on a device: a new slab is not, until the step returns it; still one program a capacity."""
+    """A new slab is committed to the state's device only by the step; there is still one program per capacity."""
     device = jax.devices()[-1]
     with jax.default_device(device):
         collection = programs.one_table(capacity=16)
@@ -121,7 +121,7 @@ def test_a_state_on_a_device_of_its_own():
 
 
 def test_buffers_are_given_away():
-    """The program compiled ahead donates as the step does: same addresses, and the old state is gone."""
+    """The program compiled ahead donates like the step: same addresses, and the old state is deleted."""
     collection = programs.one_table(capacity=16, optimizer=jaxsok.optim.adagrad(0.1))
     step = ahead(collection)
     state, _ = run(collection, step, 2)
@@ -135,7 +135,7 @@ def test_buffers_are_given_away():
 
 @pytest.mark.filterwarnings("ignore:grow. table:RuntimeWarning")
 def test_nothing_is_compiled_for_stores_that_will_not_grow():
-    """Half empty ones, and those at their maximum."""
+    """Stores that are half empty or at their maximum cause no compilation."""
     collection = programs.one_table(capacity=128)
     step = ahead(collection)
     run(collection, step, 6)
@@ -148,7 +148,7 @@ def test_nothing_is_compiled_for_stores_that_will_not_grow():
 
 
 def test_each_program_is_logged(caplog):
-    """Where it was compiled, and how long the call waited."""
+    """The log states where a program was compiled, and how long the call waited."""
     caplog.set_level(logging.INFO, logger="jaxsok.ahead")
     collection = programs.one_table(capacity=16)
     run(collection, ahead(collection), 3)
@@ -158,11 +158,11 @@ def test_each_program_is_logged(caplog):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Where it goes otherwise
+# Unpredicted growth and failures
 
 
 def test_growth_that_goes_elsewhere():
-    """A reserve for 100 steps: the capacity is not the predicted one; compiled on the spot, and right."""
+    """With a reserve for 100 steps the capacity differs from the prediction; the call compiles, results are right."""
     collection = programs.one_table(capacity=16)
     step = ahead(collection)
     state, _ = run(collection, step, 2)
@@ -176,7 +176,7 @@ def test_growth_that_goes_elsewhere():
 
 
 def test_other_shapes_and_numbers():
-    """Each batch size has its program, ahead as well; a number may change its value, not its kind."""
+    """Each batch size has its program, ahead as well; a number may change its value but not its type."""
     collection = programs.one_table(capacity=16)
     train_step = programs.train_step(collection)
 
@@ -189,7 +189,7 @@ def test_other_shapes_and_numbers():
     for scale in (1.0, 2.0, 3):
         _, expected, _ = jax.jit(train_step)(state, new_keys(collection, 0))
         state, value, _ = step(collection.grow(state), new_keys(collection, 0), scale=scale)
-        np.testing.assert_allclose(value, expected * np.float32(scale), rtol=1e-6)  # one product more
+        np.testing.assert_allclose(value, expected * np.float32(scale), rtol=1e-6)  # one more product
     assert step.num_compiled == 2  # float and int
     small = programs.batch(collection, user=np.arange(4))
     state, _, _ = step(state, small, scale=1.0)
@@ -202,7 +202,7 @@ def test_other_shapes_and_numbers():
 
 
 def test_a_failure_in_the_background_is_told():
-    """A warning of the next call; the program is compiled where it is needed."""
+    """The next call warns; the program is compiled when it is needed."""
     collection = programs.one_table(capacity=16)
     train_step = programs.train_step(collection)
 
@@ -220,13 +220,13 @@ def test_a_failure_in_the_background_is_told():
     step.wait()
     with pytest.warns(RuntimeWarning, match=r"\[64\]"):
         state, _, _ = step(state, new_keys(collection, 2))
-    for _ in range(2):  # told once, and not tried again
+    for _ in range(2):  # reported once, and not tried again
         state, _, _ = step(state, new_keys(collection, 2))
         step.wait()
 
 
 def test_a_failure_before_tracing_holds_no_call_up(monkeypatch):
-    """A thread that cannot even begin, and one that cannot be started."""
+    """A thread that fails before tracing, or that cannot start, delays no call."""
 
     def fail(*_):
         raise RuntimeError("not today")
@@ -245,7 +245,7 @@ def test_a_failure_before_tracing_holds_no_call_up(monkeypatch):
 
 
 def test_a_failure_on_the_spot_is_raised():
-    """Every time, with its own words; the state is still there."""
+    """The original error is raised every time; the state still exists."""
     collection = programs.one_table(capacity=16)
 
     def step(state, features):
@@ -260,7 +260,7 @@ def test_a_failure_on_the_spot_is_raised():
 
 
 def test_settings_of_the_caller():
-    """The thread traces under the caller's settings; under others the same shapes are another program."""
+    """The thread traces under the caller's settings; other settings with the same shapes give another program."""
     collection = programs.one_table(capacity=16)
     train_step, seen = programs.train_step(collection), []
 
@@ -280,7 +280,7 @@ def test_settings_of_the_caller():
 
 
 def test_inside_another_trace_and_under_debugging():
-    """There it is the step itself, and errors are those of the step."""
+    """Inside another trace and under debugging the step itself runs, with its own errors."""
     collection = programs.one_table(capacity=64)
     step = ahead(collection)
     state, features = collection.init(seed=0), new_keys(collection, 0)
@@ -297,7 +297,7 @@ def test_inside_another_trace_and_under_debugging():
 
 
 def test_the_interpreter_ends_while_a_program_is_under_way():
-    """It waits, and ends well: no deadlock, nothing aborted."""
+    """The interpreter waits for the program, without a deadlock or an abort."""
     script = """
 import threading, time, jax, numpy as np, jaxsok
 jaxsok.grow.FIRST_CALLS = 0  # it fills up soon
@@ -329,7 +329,7 @@ print("end", flush=True)
 
 
 def test_bad_steps():
-    """What is no jitted function, and arguments that are no arrays."""
+    """A function that is not jitted and arguments that are not arrays are refused."""
     collection = programs.one_table()
     train_step = programs.train_step(collection)
     with pytest.raises(TypeError, match=r"ahead: step: got step, .*\.lower, wanted a jitted function"):
@@ -346,7 +346,7 @@ def test_bad_steps():
 
 
 def test_the_state_may_stand_anywhere():
-    """In a dict, by keyword, among static arguments; each of those has a program of its own."""
+    """The state may be in a dict, a keyword or among static arguments; each has its own program."""
     collection = programs.one_table(capacity=16)
     train_step = programs.train_step(collection)
 

@@ -1,4 +1,4 @@
-"""Bad input: a clear error before anything changes. Each message names the op, the argument and what was got."""
+"""Bad input: a clear error before anything changes. Each message names the op, the argument and the actual value."""
 
 import dataclasses
 
@@ -12,11 +12,11 @@ import jaxsok
 
 DIM = 4
 SGD = jaxsok.optim.sgd(1.0)
-BAD_KIND = (TypeError, ValueError)  # a number of another kind may be seen as a wrong value, too
+BAD_KIND = (TypeError, ValueError)  # a number of another kind may also count as a wrong value
 
 
 def raises(kind, *parts):
-    """Expects an error of one kind whose message has all the parts (op, argument, got), whatever the case."""
+    """Expects an error of one kind whose message has all the parts (op, argument, actual value), whatever the case."""
     return _Raises(kind, parts)
 
 
@@ -68,7 +68,7 @@ class _Raises:
     ],
 )
 def test_table_spec(kind, parts, arguments):
-    """TableSpec."""
+    """Bad arguments of TableSpec are refused."""
     with raises(kind, "TableSpec", *parts):
         jaxsok.TableSpec(**{"name": "user", "dim": DIM, "optimizer": SGD, **arguments})
 
@@ -85,7 +85,7 @@ def test_table_spec(kind, parts, arguments):
     ],
 )
 def test_feature_spec(kind, parts, arguments):
-    """FeatureSpec."""
+    """Bad arguments of FeatureSpec are refused."""
     with raises(kind, "FeatureSpec", *parts):
         jaxsok.FeatureSpec(**{"name": "user", "table": "user", **arguments})
 
@@ -103,13 +103,13 @@ def test_feature_spec(kind, parts, arguments):
     ],
 )
 def test_arguments_of_other_libraries(name, wanted):
-    """An unknown argument of a table is refused with the name that it has here."""
+    """An unknown argument of a table is refused with its name in this library."""
     with raises(TypeError, "TableSpec", f"{name}: got an argument of that name", wanted):
         jaxsok.TableSpec("user", **{name: 100})
 
 
 def test_arguments_of_features_in_other_libraries():
-    """The same for features; what is missing is still said by Python."""
+    """Arguments of features get the same help; Python still reports missing arguments."""
     with raises(TypeError, "FeatureSpec: table_name", "wanted table."):
         jaxsok.FeatureSpec("user", table_name="user")
     with raises(TypeError, "FeatureSpec: pooling", "wanted combiner."):
@@ -119,7 +119,7 @@ def test_arguments_of_features_in_other_libraries():
 
 
 def test_an_optax_transformation_as_optimizer():
-    """The message names what makes an optimizer of it."""
+    """The message names the function that makes an optimizer of it."""
     optax = pytest.importorskip("optax")
     with raises(TypeError, "TableSpec", "optimizer", "an Optax", "jaxsok.optim.lift("):
         jaxsok.TableSpec("user", DIM, optax.adam(1e-3))
@@ -130,7 +130,7 @@ def test_an_optax_transformation_as_optimizer():
 
 
 def test_two_tables_of_one_name():
-    """The name is what a key's row depends on: it must be one."""
+    """Table names must be distinct, since a key's initial row depends on the name."""
     with raises(ValueError, "Collection", "tables", "user"):
         jaxsok.Collection(
             [jaxsok.TableSpec("user", 4, SGD), jaxsok.TableSpec("user", 8, SGD)], [jaxsok.FeatureSpec("user", "user")]
@@ -138,7 +138,7 @@ def test_two_tables_of_one_name():
 
 
 def test_two_features_of_one_name():
-    """Batches are dictionaries."""
+    """Feature names must be distinct, since batches are dictionaries."""
     with raises(ValueError, "Collection", "features", "f"):
         jaxsok.Collection(
             [jaxsok.TableSpec("user", 4, SGD)], [jaxsok.FeatureSpec("f", "user"), jaxsok.FeatureSpec("f", "user")]
@@ -146,7 +146,7 @@ def test_two_features_of_one_name():
 
 
 def test_unknown_table():
-    """A feature over a table that is not declared; the message names those that are."""
+    """A feature over an undeclared table is refused; the message names the declared tables."""
     with raises(ValueError, "Collection", "f", "itme", "item"):
         jaxsok.Collection([jaxsok.TableSpec("item", 4, SGD)], [jaxsok.FeatureSpec("f", "itme")])
 
@@ -161,7 +161,7 @@ def test_unknown_table():
     ],
 )
 def test_initializers(make, arguments, part):
-    """Numbers that describe no distribution."""
+    """Numbers that describe no distribution are refused."""
     with raises(ValueError, make.__name__, part):
         make(**arguments)
 
@@ -177,13 +177,13 @@ def test_initializers(make, arguments, part):
     ],
 )
 def test_optimizers(make, arguments, part):
-    """Hyper-parameters outside their range."""
+    """Hyper-parameters outside their range are refused."""
     with raises(ValueError, make.__name__, part):
         make(0.1, **arguments)
 
 
 def test_learning_rate_of_a_wrong_kind():
-    """Neither a number, nor an array, nor a function."""
+    """A learning rate that is neither a number, nor an array, nor a function is refused."""
     with raises(TypeError, "learning_rate", "fast"):
         jaxsok.optim.sgd("fast")
 
@@ -194,13 +194,13 @@ def test_learning_rate_of_a_wrong_kind():
 
 @pytest.fixture(scope="module")
 def collection():
-    """One plain feature, ragged or not, of at most eight keys."""
+    """Returns a collection of one plain feature, ragged or not, of at most eight keys."""
     return programs.one_table(max_keys=8)
 
 
 @pytest.fixture(scope="module")
 def weighted():
-    """One weighted feature."""
+    """Returns a collection of one weighted feature."""
     return programs.one_table(max_keys=8, weighted=True)
 
 
@@ -221,14 +221,14 @@ def weighted():
     ],
 )
 def test_keys(collection, kind, value, parts):
-    """Wrong dtype, wrong rank, no keys at all."""
+    """A wrong dtype, a wrong rank and missing keys are refused."""
     with raises(kind, "batch", "user", *parts):
         collection.batch({"user": value})
 
 
 @pytest.mark.parametrize("lists", [[[1, 2], [3]], [[], [3]], [np.array([1, 2]), np.array([3])]])
 def test_ragged_lists(collection, lists):
-    """What NumPy says of them is no help; Bags are."""
+    """The message suggests Bags, since NumPy's own message does not help."""
     with raises(ValueError, "batch", "user", "keys", "different lengths", "Bags(np.concatenate(lists), lengths="):
         collection.batch({"user": lists})
     bags = jaxsok.Bags(np.concatenate([np.array(keys, np.int64) for keys in lists]), lengths=[len(k) for k in lists])
@@ -236,7 +236,7 @@ def test_ragged_lists(collection, lists):
 
 
 def test_empty_lists(collection):
-    """A list of no samples is refused; keys of empty bags may be an empty list, which NumPy takes for floats."""
+    """A list of no samples is refused; keys of empty bags may be an empty list, which NumPy reads as floats."""
     with raises(ValueError, "batch", "user", "keys", "empty list", "Bags([], lengths="):
         collection.batch({"user": []})
     with raises(ValueError, "batch", "user", "keys", "[2, 0]", "Bags(keys, lengths="):
@@ -248,7 +248,7 @@ def test_empty_lists(collection):
 
 
 class Frame:
-    """A table of columns that is no mapping, as pandas and Polars have it."""
+    """A table of columns that is no mapping, like those of pandas and Polars."""
 
     columns = ("user",)
 
@@ -257,7 +257,7 @@ class Frame:
 
 
 def test_a_data_frame(collection):
-    """It is no mapping; the message says how to make one of it."""
+    """A data frame is not a mapping; the message states how to convert it."""
     raw = Frame()
     with raises(TypeError, "batch", "raw", "got Frame", "{name: raw[name] for name in raw.columns}"):
         collection.batch(raw)
@@ -265,7 +265,7 @@ def test_a_data_frame(collection):
 
 
 def test_data_frames_of_libraries(collection):
-    """Polars has `columns` and pyarrow `column_names`."""
+    """The message uses `columns` of Polars and `column_names` of pyarrow."""
     polars, pyarrow = pytest.importorskip("polars"), pytest.importorskip("pyarrow")
     frame, table = polars.DataFrame({"user": [7, 9]}), pyarrow.table({"user": [7, 9]})
     with raises(TypeError, "got DataFrame", "for name in raw.columns}"):
@@ -279,7 +279,7 @@ def test_data_frames_of_libraries(collection):
 @pytest.mark.parametrize("is_on_mesh", [False, True])
 @pytest.mark.parametrize("shape", [(3,), (5,), (1,), (0,), (3, 1)])
 def test_labels_of_another_number_of_samples(collection, is_on_mesh, shape):
-    """A column has a line for each sample; anything else may have any size."""
+    """A column has a row for each sample; other labels may have any size."""
     one = over_two() if is_on_mesh else collection
     keys = np.arange(4)
     for make in (np.zeros, jnp.zeros):
@@ -306,7 +306,7 @@ def test_labels_of_another_number_of_samples(collection, is_on_mesh, shape):
     ids=["column", "rectangle", "lengths", "offsets", "inverse", "on the device"],
 )
 def test_features_of_different_numbers_of_samples(is_on_mesh, friend):
-    """A batch has one number of samples."""
+    """A batch whose features have different numbers of samples is refused."""
     tables = [jaxsok.TableSpec("user", DIM, SGD, capacity=16)]
     features = [jaxsok.FeatureSpec("user", "user"), jaxsok.FeatureSpec("friend", "user")]
     is_words = isinstance(friend, np.ndarray) and friend.dtype == np.uint32
@@ -329,13 +329,13 @@ def test_features_of_different_numbers_of_samples(is_on_mesh, friend):
     ids=["int32", "int16", "float32", "uint32", "three words"],
 )
 def test_keys_on_the_device(collection, kind, make, got):
-    """An int32 array cannot be told from a narrowed int64 one; only uint32[..., 2] words are 64-bit keys."""
+    """An int32 array may be a narrowed int64 array, so only uint32[..., 2] words are 64-bit keys."""
     with raises(kind, "batch", "user", got):
         collection.batch({"user": make()})
 
 
 def test_a_narrowed_int64_is_refused_with_the_remedy(collection):
-    """What jnp.asarray makes of int64 keys with x64 off; the message says how to declare real int32 keys."""
+    """With x64 off jnp.asarray narrows int64 keys; the message states how to declare real int32 keys."""
     with jax.numpy_dtype_promotion("standard"):
         narrowed = jax.device_put(np.array([2**40 + 5, 7]))
     assert narrowed.dtype == np.int32
@@ -346,7 +346,7 @@ def test_a_narrowed_int64_is_refused_with_the_remedy(collection):
 
 
 def test_int32_words_are_not_words():
-    """key_dtype="int32" allows int32 keys and nothing else that is narrow."""
+    """key_dtype="int32" allows int32 keys and no other narrow type."""
     collection = programs.one_table(key_dtype="int32")
     for narrow in (jnp.zeros(4, jnp.int16), jnp.zeros(4, jnp.uint32), jnp.zeros(4, jnp.float32)):
         with raises((TypeError, ValueError), "batch", "user", narrow.dtype):
@@ -378,7 +378,7 @@ KEYS = np.arange(6)
     ],
 )
 def test_lengths_and_offsets(collection, kind, layout, parts):
-    """Unsorted, negative, past the end, short of the end, both at once, narrowing."""
+    """Unsorted, negative, too large, too small, doubly given and narrowing values are refused."""
     with raises(kind, *parts):
         collection.batch({"user": jaxsok.Bags(KEYS, **layout)})
 
@@ -398,14 +398,14 @@ def test_lengths_and_offsets(collection, kind, layout, parts):
 )
 @pytest.mark.parametrize("keys", [KEYS, jnp.asarray(programs.words(KEYS))], ids=["NumPy keys", "device keys"])
 def test_lengths_and_offsets_on_the_device(collection, keys, layout, parts):
-    """A batch is packed on the host: numbers that are on the device are looked at as well."""
+    """Batches are packed on the host, so numbers on the device are checked as well."""
     layout = {name: jnp.array(value, jnp.int32) for name, value in layout.items()}
     with raises(ValueError, "batch", "user", *parts):
         collection.batch({"user": jaxsok.Bags(keys, **layout)})
 
 
 def test_weights_without_combiner():
-    """Rows that are not combined have no weights: said when declared, not ignored in silence."""
+    """Rows that are not combined have no weights: the declaration is refused, not ignored."""
     with raises(ValueError, "FeatureSpec", "weight"):
         jaxsok.FeatureSpec("user", "user", combiner=None, weighted=True)
 
@@ -423,33 +423,33 @@ def test_weights_without_combiner():
     ],
 )
 def test_weights(weighted, kind, keys, options, parts):
-    """Wrong shape, wrong dtype."""
+    """Weights of a wrong shape or a wrong dtype are refused."""
     with raises(kind, *parts):
         weighted.batch({"user": jaxsok.Bags(keys, **options)})
 
 
 def test_weights_where_none_are_declared(collection):
-    """Else they would be ignored in silence."""
+    """Otherwise the weights would be ignored silently."""
     with raises(ValueError, "batch", "user", "weight"):
         collection.batch({"user": jaxsok.Bags(KEYS, lengths=np.array([6]), weights=np.ones(6, np.float32))})
 
 
 @pytest.mark.parametrize("value", [KEYS, jaxsok.Bags(KEYS, lengths=np.array([6])), jaxsok.Bags(KEYS)])
 def test_weights_missing_where_declared(weighted, value):
-    """Else they would be ones in silence."""
+    """Otherwise the weights would silently be ones."""
     with raises(ValueError, "batch", "user", "weight"):
         weighted.batch({"user": value})
 
 
 def test_more_keys_than_declared(collection):
-    """Never cut off."""
+    """More keys are refused, never cut off."""
     with raises(ValueError, "batch", "user", "max_keys", "8", "9"):
         collection.batch({"user": jaxsok.Bags(np.arange(9), lengths=np.array([4, 5]))})
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_longer_bags_than_declared(on_device):
-    """max_hotness is a promise as well."""
+    """Bags longer than max_hotness are refused as well."""
     collection = programs.one_table(combiner=None, max_keys=8, max_hotness=2)
     keys = jnp.asarray(programs.words(KEYS)) if on_device else KEYS
     lengths = jnp.array([3, 2, 1], jnp.int32) if on_device else np.array([3, 2, 1])
@@ -459,7 +459,7 @@ def test_longer_bags_than_declared(on_device):
 
 @pytest.fixture(scope="module")
 def two_features():
-    """Two features of one table."""
+    """Returns a collection of two features of one table."""
     return jaxsok.Collection(
         [jaxsok.TableSpec("user", DIM, SGD, capacity=16)],
         [jaxsok.FeatureSpec("user", "user"), jaxsok.FeatureSpec("friend", "user")],
@@ -467,13 +467,13 @@ def two_features():
 
 
 def test_missing_feature(two_features):
-    """Every declared feature is in every batch."""
+    """Every declared feature must be in every batch."""
     with raises(ValueError, "batch", "friend"):
         two_features.batch({"user": KEYS, "freind": KEYS})
 
 
 def test_a_batch_that_is_no_mapping(two_features):
-    """A list has no names."""
+    """A batch that is a list, without names, is refused."""
     with raises(TypeError, "batch", "list"):
         two_features.batch([KEYS, KEYS])
 
@@ -484,7 +484,7 @@ def test_a_batch_that_is_no_mapping(two_features):
 
 @pytest.fixture(scope="module")
 def step(two_features):
-    """A state and a plan to be wrong about."""
+    """Returns a state and a plan for bad calls."""
     features = programs.batch(two_features, user=np.array([1, 2]), friend=np.array([2, 3]))
     _, state, plan = two_features.lookup(two_features.init(seed=0), features)
     return state, plan
@@ -506,7 +506,7 @@ ONES = np.ones((2, DIM), np.float32)
     ],
 )
 def test_gradients(two_features, step, kind, gradients, parts):
-    """Missing, unknown, of another shape, of another dtype."""
+    """Gradients that are missing, unknown, of another shape or of another dtype are refused."""
     state, plan = step
     before = jax.tree.map(np.array, state)
     with pytest.raises((kind, ValueError) if isinstance(gradients, list) else kind) as error:
@@ -518,7 +518,7 @@ def test_gradients(two_features, step, kind, gradients, parts):
 
 
 def test_plans_without_their_gradients(two_features, step):
-    """As many gradients as plans, at least one."""
+    """There must be as many gradients as plans, and at least one."""
     state, plan = step
     gradients = {"user": jnp.asarray(ONES), "friend": jnp.asarray(ONES)}
     with raises(ValueError, "update", "2", "1"):
@@ -528,7 +528,7 @@ def test_plans_without_their_gradients(two_features, step):
 
 
 def test_update_needs_a_plan_of_a_lookup(two_features, step):
-    """A plan made ahead knows no rows yet."""
+    """A plan made ahead is refused, since it has no rows yet."""
     state, _ = step
     ahead = two_features.plan(programs.batch(two_features, user=np.array([1, 2]), friend=np.array([2, 3])))
     gradients = {"user": jnp.asarray(ONES), "friend": jnp.asarray(ONES)}
@@ -538,7 +538,7 @@ def test_update_needs_a_plan_of_a_lookup(two_features, step):
 
 @pytest.mark.parametrize("rate", ["fast", np.ones(3, np.float32)])
 def test_learning_rate_of_update(two_features, step, rate):
-    """A number or a 0-d array."""
+    """The learning rate must be a number or a 0-d array."""
     state, plan = step
     gradients = {"user": jnp.asarray(ONES), "friend": jnp.asarray(ONES)}
     with raises((TypeError, ValueError), "update", "learning_rate"):
@@ -556,7 +556,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("difference", OTHERS)
 def test_a_state_of_other_specs(two_features, step, difference):
-    """The fingerprint knows, whatever op it is given to; the state stays as it was."""
+    """The fingerprint detects other specs in every op; the state does not change."""
     state, plan = step
     before = jax.tree.map(np.array, state)
     tables = OTHERS[difference]
@@ -579,7 +579,7 @@ def test_a_state_of_other_specs(two_features, step, difference):
 
 
 def test_features_of_another_collection(two_features):
-    """Features are packed for the collection that made them."""
+    """Features are valid only for the collection that packed them."""
     other = programs.one_table(dim=8)
     features = programs.batch(other, user=np.array([1, 2]))
     with raises(ValueError, "lookup", "features"):
@@ -588,14 +588,14 @@ def test_features_of_another_collection(two_features):
 
 @pytest.mark.parametrize("op", ["lookup", "find"])
 def test_raw_input_instead_of_features(two_features, op):
-    """Batches have to be packed."""
+    """Raw batches are refused."""
     with raises(TypeError, op, "dict"):
         getattr(two_features, op)(two_features.init(seed=0), {"user": KEYS, "friend": KEYS})
 
 
 @pytest.mark.parametrize("op", ["lookup", "find", "num_rows", "grow"])
 def test_something_else_than_a_state(two_features, op):
-    """Embeddings and state are easily swapped."""
+    """Swapped embeddings and states are detected."""
     features = programs.batch(two_features, user=np.array([1, 2]), friend=np.array([2, 3]))
     arguments = (features,) if op in ("lookup", "find") else ()
     with raises(TypeError, op, "state", "dict"):
@@ -603,7 +603,7 @@ def test_something_else_than_a_state(two_features, op):
 
 
 def test_a_state_of_another_dim(two_features):
-    """The message says the dims; the fingerprint alone says nothing."""
+    """The message names the dims, since the fingerprint alone does not help."""
     state = programs.one_table(dim=8).init(seed=0)
     for op in ("grow", "num_rows"):
         with raises(ValueError, op, "state", "dims [8]", f"wanted [{DIM}]", "use the collection that made it"):
@@ -620,7 +620,7 @@ HOST_OPS = {
 
 @pytest.mark.parametrize("op", HOST_OPS)
 def test_a_traced_state_in_an_operation_of_the_host(two_features, op):
-    """It runs between steps."""
+    """The operation runs between steps, so a traced state is refused."""
     state = two_features.init(seed=0)
     with raises(TypeError, f"{op}: state", "traced", "jax.jit", "runs on the host"):
         jax.jit(lambda state: HOST_OPS[op](two_features, state))(state)
@@ -629,7 +629,7 @@ def test_a_traced_state_in_an_operation_of_the_host(two_features, op):
 
 @pytest.mark.parametrize("op", [*HOST_OPS, "find", "erase"])
 def test_a_state_that_was_donated(two_features, op):
-    """An error, where jaxlib ends the process if `is_ready` is asked; the state that replaced it still works."""
+    """An error is raised, although jaxlib ends the process if `is_ready` is called; the new state still works."""
     features = programs.batch(two_features, user=np.array([1, 2]), friend=np.array([2, 3]))
     call = HOST_OPS | {
         "find": lambda collection, state: collection.find(state, features),
@@ -644,7 +644,7 @@ def test_a_state_that_was_donated(two_features, op):
 
 @pytest.mark.parametrize("op", ["erase", "export_table"])
 def test_unknown_table_of_an_op(two_features, step, op):
-    """The message names those that are declared."""
+    """The message names the declared tables."""
     state, _ = step
     arguments = (np.array([1]),) if op == "erase" else ()
     with raises(ValueError, op, "usr", "user"):
@@ -661,7 +661,7 @@ def test_unknown_table_of_an_op(two_features, step, op):
     ],
 )
 def test_keys_of_erase(two_features, step, kind, keys):
-    """The same rules as for batches."""
+    """Keys of erase follow the rules of batches."""
     state, _ = step
     before = jax.tree.map(np.array, state)
     with raises(kind, "erase", "keys"):
@@ -671,20 +671,20 @@ def test_keys_of_erase(two_features, step, kind, keys):
 
 @pytest.mark.parametrize(("kind", "steps"), [(ValueError, 0), (ValueError, -1), (BAD_KIND, 1.5)])
 def test_steps_of_grow(two_features, step, kind, steps):
-    """At least one step is in flight."""
+    """`steps` must be at least one."""
     with raises(kind, "grow", "steps", steps):
         two_features.grow(step[0], steps=steps)
 
 
 @pytest.mark.parametrize(("kind", "seed"), [(BAD_KIND, 1.5), (BAD_KIND, "0"), (ValueError, -1), (ValueError, 2**64)])
 def test_seed_of_init(two_features, kind, seed):
-    """A seed is an unsigned integer; none is cut off."""
+    """A seed must be an unsigned integer; none is truncated."""
     with raises(kind, "init", "seed", seed):
         two_features.init(seed=seed)
 
 
 def test_unknown_feature_of_offsets_and_mask(two_features):
-    """Names are checked."""
+    """Unknown names of features are refused."""
     features = programs.batch(two_features, user=np.array([1, 2]), friend=np.array([2, 3]))
     with raises((KeyError, ValueError), "features", "usr"):
         features.mask("usr")
@@ -697,7 +697,7 @@ def test_unknown_feature_of_offsets_and_mask(two_features):
 
 
 def test_memory_that_will_not_fit():
-    """Four tebibytes: refused before anything is allocated, with the bytes asked and the bytes of a row."""
+    """Four tebibytes are refused before any allocation, with the requested bytes and the bytes of a row."""
     num_rows, dim = 2**30, 1024
     collection = programs.one_table(dim=dim, capacity=num_rows)
     with pytest.raises((MemoryError, ValueError)) as error:
@@ -705,13 +705,13 @@ def test_memory_that_will_not_fit():
     message = str(error.value).replace(",", "").replace("_", "")
     numbers = [int(word) for word in "".join(c if c.isdigit() else " " for c in message).split()]
     assert "init" in message and "user" in message
-    # The whole of it, in bytes or in a larger unit; a row costs its 4,096 bytes, its key and its share of the index.
+    # The message states the total, in bytes or in a larger unit; a row costs 4,096 bytes, its key and its index share.
     assert any(n >= num_rows * dim * 4 for n in numbers) or "TiB" in message or "GiB" in message, message
     assert any(4096 < n < 4096 + 256 for n in numbers), message
 
 
 def test_growth_that_will_not_fit():
-    """A reserve beyond all memory: refused, and the state still works."""
+    """A reserve beyond all memory is refused, and the state still works."""
     collection = programs.one_table(dim=1024, capacity=16, combiner="sum")
     state = programs.insert(collection, collection.init(seed=0), np.arange(16))
     with pytest.raises((MemoryError, ValueError, OverflowError), match="grow"):
@@ -721,7 +721,7 @@ def test_growth_that_will_not_fit():
 
 
 def test_specs_of_wrong_kinds_in_a_collection():
-    """Lists of specs, not their names."""
+    """A collection takes lists of specs, not of their names."""
     with raises(TypeError, "Collection", "tables"):
         jaxsok.Collection(["user"], [jaxsok.FeatureSpec("f", "user")])
     with raises(TypeError, "Collection", "features"):
@@ -729,7 +729,7 @@ def test_specs_of_wrong_kinds_in_a_collection():
 
 
 def test_spec_fields_are_checked_when_replaced():
-    """dataclasses.replace goes through the same door."""
+    """dataclasses.replace runs the same checks."""
     with raises(ValueError, "TableSpec", "dim", "0"):
         dataclasses.replace(jaxsok.TableSpec("user", DIM, SGD), dim=0)
 
@@ -739,7 +739,7 @@ def test_spec_fields_are_checked_when_replaced():
 
 
 def over_two(axes=("data",), axis="data", tables=None, exchange=None, **feature):
-    """A collection over a mesh whose first axis has two devices and whose others have one."""
+    """Returns a collection over a mesh whose first axis has two devices and whose other axes have one."""
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     shape = (2, *[1] * (len(axes) - 1))
@@ -763,13 +763,13 @@ def over_two(axes=("data",), axis="data", tables=None, exchange=None, **feature)
     ],
 )
 def test_axis(kind, axis, parts):
-    """A name of the mesh, or several different ones; the message says which there are."""
+    """The axis must be a name of the mesh or several distinct names; the message lists the names."""
     with raises(kind, "Collection", "axis", *parts):
         over_two(axis=axis)
 
 
 def test_axis_and_mesh_belong_together():
-    """One without the other, and something else than a mesh."""
+    """A mesh without an axis, an axis without a mesh, and a mesh of another type are refused."""
     tables, features = [jaxsok.TableSpec("user", DIM, SGD)], [jaxsok.FeatureSpec("user", "user")]
     with raises(ValueError, "Collection", "axis", "data", "mesh"):
         jaxsok.Collection(tables, features, axis="data")
@@ -779,13 +779,13 @@ def test_axis_and_mesh_belong_together():
 
 @pytest.mark.parametrize(("kind", "device"), [(ValueError, -1), (BAD_KIND, 1.0), (BAD_KIND, True), (BAD_KIND, "gpu:0")])
 def test_device_of_on(kind, device):
-    """The number of a shard."""
+    """The device of `on` must be the number of a shard."""
     with raises(kind, "on", "device", device):
         jaxsok.on(device)
 
 
 def test_a_device_outside_the_axis():
-    """on(2) of two shards; on one device every placement is the same and nothing is refused."""
+    """on(2) is refused for two shards; on one device all placements are equal and none is refused."""
     tables = [jaxsok.TableSpec("user", DIM, SGD, capacity=16, placement=jaxsok.on(2))]
     with raises(ValueError, "Collection", "user", "placement", "on(2)", "0 to 1", "data=2"):
         over_two(tables=tables)
@@ -794,7 +794,7 @@ def test_a_device_outside_the_axis():
 
 @pytest.mark.parametrize("placement", ["sharded", None, 3])
 def test_placement(placement):
-    """One of three; the message names them."""
+    """The message names the three placements."""
     with raises(TypeError, "TableSpec", "user", "placement", placement, "SHARDED", "REPLICATED", "on("):
         jaxsok.TableSpec("user", DIM, SGD, placement=placement)
 
@@ -809,13 +809,13 @@ def test_placement(placement):
     ],
 )
 def test_exchange_spec(kind, parts, arguments):
-    """ExchangeSpec."""
+    """Bad arguments of ExchangeSpec are refused."""
     with raises(kind, "ExchangeSpec", *parts):
         jaxsok.ExchangeSpec(**arguments)
 
 
 def test_exchange_of_a_collection():
-    """A spec, and room for one key of each table, which may share a hash."""
+    """The exchange must be a spec with room for one key of each table, since such keys may share a hash."""
     with raises(TypeError, "Collection", "exchange", "bfloat16", "ExchangeSpec"):
         over_two(exchange="bfloat16")
     tables = [jaxsok.TableSpec(name, DIM, SGD, capacity=16) for name in ("user", "item")]
@@ -826,7 +826,7 @@ def test_exchange_of_a_collection():
 @pytest.mark.parametrize("num_samples", [1, 3])
 @pytest.mark.parametrize("kind", ["column", "rectangle", "ragged", "on the device"])
 def test_a_batch_that_does_not_divide_the_axis(kind, num_samples):
-    """Said with the number that would; nothing is cut off or repeated."""
+    """The message states a number that divides; nothing is cut off or repeated."""
     keys = np.arange(num_samples)
     value = {
         "column": keys,
@@ -839,7 +839,7 @@ def test_a_batch_that_does_not_divide_the_axis(kind, num_samples):
 
 
 def test_samples_split_over_another_axis():
-    """Moving them would be a collective that nobody asked for."""
+    """Such samples are refused, since moving them would be a collective that the user did not request."""
     one = over_two(("data", "model"))
     sharding = jax.sharding.NamedSharding(one.shards.mesh, jax.sharding.PartitionSpec("model"))
     keys = jax.device_put(programs.words(np.arange(4)), sharding)
@@ -848,14 +848,14 @@ def test_samples_split_over_another_axis():
 
 
 def test_more_keys_than_a_shard_has_room_for():
-    """max_keys is shared out evenly: the longest part counts."""
+    """max_keys is divided evenly among shards, so the longest part counts."""
     bags = jaxsok.Bags(np.arange(6), lengths=np.array([5, 1]))
     with raises(ValueError, "batch", "user", "5 keys for one shard", "at most 4", "max_keys = 8"):
         over_two(max_keys=8).batch({"user": bags})
 
 
 def test_ragged_keys_beside_device_arrays():
-    """Which keys are of which shard is known on the host alone."""
+    """Only the host can assign ragged keys to shards, so device arrays are refused."""
     keys = jnp.asarray(programs.words(np.arange(4)))
     with raises(ValueError, "batch", "user", "ragged", "NumPy"):
         over_two().batch({"user": jaxsok.Bags(keys, lengths=np.array([2, 2]))})
@@ -872,20 +872,20 @@ def test_ragged_keys_beside_device_arrays():
     ],
 )
 def test_pad_to(collection, is_on_mesh, kind, keys, pad_to, parts):
-    """Not fewer samples than there are, and NumPy alone."""
+    """`pad_to` must not be below the number of samples, and works only with NumPy arrays."""
     keys = jnp.asarray(keys) if keys.ndim == 2 else keys
     with raises(kind, "batch", *parts):
         (over_two() if is_on_mesh else collection).batch({"user": keys}, pad_to=pad_to)
 
 
 def test_pad_to_of_features_of_unlike_numbers(two_features):
-    """Which sample is real must be one answer."""
+    """Features of different numbers of samples are refused, since the real samples must be the same for all."""
     with raises(ValueError, "batch", "'user': 3", "'friend': 2"):
         two_features.batch({"user": np.arange(3), "friend": np.arange(2)}, pad_to=4)
 
 
 def test_states_and_features_of_another_mesh():
-    """Between one device, two devices, and two devices of another axis: never taken for one another."""
+    """States and features of one device, of two devices, and of two devices of another axis are never confused."""
     one_device = programs.one_table(capacity=16)
     collections = {
         "one device": one_device,
@@ -918,7 +918,7 @@ def test_states_and_features_of_another_mesh():
     [(4, ("4", "1 stores")), ((4, 4), ("(4, 4)", "1 stores")), ((0,), ("0", "at least 1")), ((2.0,), ("2.0",))],
 )
 def test_send_capacity_of_plan(collection, send_capacity, parts):
-    """One number for each store, on a mesh alone."""
+    """The send capacity is one number for each store, on a mesh only."""
     one = over_two()
     with raises(ValueError, "plan", "send_capacity", *parts):
         one.plan(programs.batch(one, user=np.arange(2)), send_capacity=send_capacity)
@@ -927,7 +927,7 @@ def test_send_capacity_of_plan(collection, send_capacity, parts):
 
 
 def test_unlike_plans_in_one_update():
-    """One that goes in one round and one that goes in several have no common end of a round."""
+    """A plan with one round and a plan with several rounds cannot share an update."""
     one = over_two()
     features = programs.batch(one, user=np.arange(2))
     _, state, first = one.lookup(one.init(seed=0), features)
@@ -938,14 +938,14 @@ def test_unlike_plans_in_one_update():
 
 @pytest.mark.parametrize("op", ["stack", "unstack"])
 def test_stack_on_one_device(collection, op):
-    """pmap is for meshes."""
+    """On one device `stack` is refused, since pmap needs a mesh."""
     with raises(ValueError, op, "tree", "mesh"):
         getattr(collection, op)(collection.init(seed=0))
 
 
 @pytest.mark.parametrize("op", ["grow", "num_rows", "find"])
 def test_a_stacked_state_outside_of_pmap(op):
-    """The message names `unstack`; `grow` has changed nothing."""
+    """The message names `unstack`; `grow` changes nothing."""
     one = over_two()
     features = programs.batch(one, user=np.arange(2))
     _, state, _ = one.lookup(one.init(seed=0), features)
@@ -957,7 +957,7 @@ def test_a_stacked_state_outside_of_pmap(op):
 
 
 def test_pmap_over_an_axis_of_another_name():
-    """The axis must be the collection's."""
+    """The axis of pmap must be the collection's axis."""
     one = over_two()
     state, features = one.stack(one.init(seed=0)), one.stack(programs.batch(one, user=np.arange(2)))
     for name in ({"axis_name": "batch"}, {}):

@@ -1,6 +1,6 @@
-"""Caches of tables in host memory: what their counters say, and what other caches would have done.
+"""Caches of tables in host memory: their counters, and estimates for caches of other sizes.
 
-The judges are caches in plain Python, and the counters of the real one.
+The expected values come from caches in plain Python and from the counters of the real cache.
 """
 
 import collections
@@ -15,7 +15,7 @@ import jaxsok
 from jaxsok import Bags, CacheStats, FeatureSpec, HostMemory, TableSpec, cache_estimate
 
 ADAM = jaxsok.optim.adam(0.1)
-RECORD_BYTES = 80  # 6 float32, and Adam's two states of 6 and one of each, in whole lines of 16 bytes
+RECORD_BYTES = 80  # 6 float32, Adam's two states of 6 and one of each, padded to whole units of 16 bytes
 
 
 def tables_of(device_rows, names=("item",), **options):
@@ -28,7 +28,7 @@ def features_of(names=("item",)):
 
 
 def estimate_of(batches, device_rows=None, **options):
-    """The estimate of a table of such batches of keys."""
+    """Returns the estimate of a table for such batches of keys."""
     raw = [{"item": np.asarray(keys)} for keys in batches]
     (estimate,) = cache_estimate(tables_of(device_rows), features_of(), raw, **options)
     return estimate
@@ -46,7 +46,7 @@ BATCHES = zipf_batches(20, 32, 200)
 
 
 def lru_hits(batches, num_slots):
-    """Repeated keys that an ordinary cache has, batches of one distinct key each."""
+    """Returns the repeated keys that an ordinary LRU cache has, for batches of one distinct key each."""
     cache, hits = collections.OrderedDict(), 0
     for (key,) in batches:
         hits += key in cache
@@ -58,7 +58,7 @@ def lru_hits(batches, num_slots):
 
 
 def drawn_hits(batches, num_slots, draw):
-    """The same of any batches: all rows of a batch are equally old, and of these any leaves."""
+    """Returns these hits for any batches: all rows of a batch are equally old, and which of them leave is drawn."""
     last, hits = {}, 0  # by row in the cache: its last batch
     for number, batch in enumerate(batches):
         keys = sorted(set(batch))
@@ -78,9 +78,9 @@ def drawn_hits(batches, num_slots, draw):
 
 
 def placed_hits(batches, num_slots):
-    """The same as tier.h says of a lookup and an update: of equally old rows those in the first slots leave.
+    """Returns these hits as tier.h defines a lookup and an update: of equally old rows the first slots leave.
 
-    Returns the rows read, too, first uses left out.
+    Also returns the rows read, except first uses.
     """
     slots, used, known, hits, read = [None] * num_slots, [0] * num_slots, set(), 0, 0
     for number, batch in enumerate(batches, 1):
@@ -98,7 +98,7 @@ def placed_hits(batches, num_slots):
 
 
 def test_one_key_a_batch_is_an_ordinary_cache():
-    """At every size, to the last hit."""
+    """The estimate is exact at every size."""
     keys = np.random.default_rng(0).zipf(1.3, 300) % 40
     estimate = estimate_of(keys[:, None])
     wanted = [lru_hits(keys[:, None].tolist(), rows) if rows else 0 for rows in range(estimate.num_keys + 1)]
@@ -107,7 +107,7 @@ def test_one_key_a_batch_is_an_ordinary_cache():
 
 
 def test_equally_old_rows_leave_by_chance():
-    """The mean over many runs that draw who leaves, within four of its errors, of caches that hold any batch."""
+    """The estimate equals the mean of many random runs, within four standard errors, for caches that hold any batch."""
     batches = [batch.tolist() for batch in zipf_batches(12, 10, 30)]
     estimate, draw = estimate_of(batches), np.random.default_rng(1)
     for rows in (estimate.largest_batch, 12, 15, 20, 25):
@@ -117,7 +117,7 @@ def test_equally_old_rows_leave_by_chance():
 
 
 def test_whole_batches_leave_together():
-    """Three disjoint batches in turn: a cache of two has nothing of the third, a cache of three all."""
+    """With three disjoint batches in turn, a cache of two has no hits on the third, and a cache of three has all."""
     estimate = estimate_of([np.arange(8) + 8 * (number % 3) for number in range(9)])
     assert (estimate.num_keys, estimate.num_repeated, estimate.largest_batch) == (24, 48, 8)
     assert estimate.num_hits[[0, 16, 20, 24]].tolist() == [0, 0, 24, 48]
@@ -137,7 +137,7 @@ def test_the_curve_rises_to_all_repeats():
 
 
 def test_tables_of_a_store_share_a_cache():
-    """Equal keys of two tables are two rows; padding is none; bags and features of one table count together."""
+    """Equal keys of two tables are two rows; padding is no row; bags and features of one table count together."""
     names = ("user", "item")
     features = [FeatureSpec("user", "user"), FeatureSpec("clicked", "item"), FeatureSpec("history", "item")]
     history = Bags(np.array([3, 2, 2]), lengths=np.array([1, 2]))
@@ -153,13 +153,13 @@ def test_tables_of_a_store_share_a_cache():
 
 
 def test_rows_of_all_tables_compete():
-    """Two tables of a store are one of other keys; on four shards too, whose caches count together."""
+    """Two tables of a store count like one table of other keys, also on four shards, whose caches count together."""
     names = ("user", "item")
     sample = [{name: keys for name, keys in zip(names, np.split(batch, 2), strict=True)} for batch in BATCHES]
     (estimate,) = cache_estimate(tables_of(41, names), features_of(names), sample, num_shards=4)
     alone = estimate_of([np.concatenate([raw["user"], raw["item"] + 1000]) for raw in sample])
     np.testing.assert_array_equal(estimate.num_hits, alone.num_hits)
-    assert estimate.device_rows == 44  # 11 of each shard
+    assert estimate.device_rows == 44  # 11 for each shard
 
 
 def test_without_repeats_nothing_is_known():
@@ -196,7 +196,7 @@ def collection_of(device_rows, num_shards=None):
 
 
 def trained(collection, batches, updates=True):
-    """Readings of the cache before and after each batch."""
+    """Returns readings of the cache before and after each batch."""
     state = collection.init(seed=0, salt=1)
     readings = [collection.cache_stats(state)]
     for keys in batches:
@@ -213,7 +213,7 @@ def trained(collection, batches, updates=True):
 @pytest.mark.parametrize("updates", [False, True])
 @pytest.mark.parametrize("device_rows", [16, 40, 100, 1000])
 def test_counters_are_those_of_a_cache(device_rows, updates):
-    """To the row; updates find what the lookup brought. The estimate is near, whoever of the equally old left."""
+    """Counters are exact, and updates find the lookup's rows. The estimate is near, whichever equally old rows left."""
     batches = [batch.tolist() for batch in zipf_batches(40, 16, 300)]
     _, readings = trained(collection_of(device_rows), batches, updates)
     hits, read = placed_hits(batches, device_rows)
@@ -229,7 +229,7 @@ def test_counters_are_those_of_a_cache(device_rows, updates):
 
 
 def test_counters_of_batches_that_leave_together():
-    """Where no cache has to choose among equally old rows, the estimate is the counters."""
+    """If no cache has to choose among equally old rows, the estimate equals the counters."""
     batches = [np.arange(8) + 8 * (number % 5) for number in (*range(5), 3, 4, 0, 4, 1, 2, 2, 0)]
     estimate = estimate_of(batches)
     for device_rows in (8, 16, 24, 32, 40):
@@ -258,7 +258,7 @@ def test_readings_and_their_differences():
 
 
 def test_counters_wrap_around():
-    """By shard, since each counts modulo 2**32."""
+    """Counters wrap by shard, since each shard counts modulo 2**32."""
     earlier = CacheStats(("item",), 9, 8, 7, 100, ((5, 2**32 - 10, 2**32 - 1, 3), (5, 100, 0, 0)))
     later = CacheStats(("item",), 9, 8, 7, 100, ((6, 20, 4, 5), (6, 103, 1, 0)))
     between = later - earlier
@@ -270,7 +270,7 @@ def test_counters_wrap_around():
 
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_shards_are_counted_together(num_shards):
-    """With room for all rows, what shards count is what one device does."""
+    """With room for all rows, the shards' counts equal those of one device."""
     if len(jax.devices()) < num_shards:
         pytest.skip(f"needs {num_shards} devices")
     batches = zipf_batches(6, 16, 60)
@@ -282,7 +282,7 @@ def test_shards_are_counted_together(num_shards):
 
 
 def test_readings_with_lookups_in_flight():
-    """Between the steps of a loop that looks a batch ahead, which reads the rows of a batch in its own step."""
+    """Readings between steps that look a batch ahead count each batch's rows in its own step."""
     collection, read = collection_of(40), []
     state = collection.init(seed=0, salt=1)
     for batch, plan in collection.pipeline(({"item": keys} for keys in BATCHES), lookahead=1):
@@ -294,7 +294,7 @@ def test_readings_with_lookups_in_flight():
 
 
 def test_a_cache_of_nothing():
-    """All rows are read, in the lookup and in the update, but for new ones."""
+    """The lookup and the update read all rows, except new rows."""
     _, readings = trained(collection_of(0), [[1, 2, 3], [1, 2, 3]])
     assert (readings[-1].num_slots, readings[-1].num_cached, readings[-1].num_hits) == (0, 0, 0)
     assert (readings[-1] - readings[-2]).num_read == 6

@@ -1,4 +1,4 @@
-"""Checks of numbers and flags: what they accept, what they return, what their messages say."""
+"""Checks of numbers and flags: accepted values, returned values and messages."""
 
 import dataclasses
 import math
@@ -13,20 +13,20 @@ from jaxsok import checks
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3), np.uint64(3)])
 def test_integers_come_back_as_pythons(value):
-    """NumPy's scalars as well as Python's."""
+    """NumPy's scalars and Python's give Python integers."""
     assert type(checks.integer("op: argument", value, 3, 3)) is int
 
 
 @pytest.mark.parametrize("value", [0.5, 1, np.float32(0.5), np.int8(1)])
 def test_numbers_come_back_as_pythons(value):
-    """An integer stays one."""
+    """An integer stays an integer."""
     got = checks.number("op: argument", value)
     assert got == value and type(got) in (int, float)
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 3.0, np.float32(3), "3", None, np.array(3), np.array([3])])
 def test_what_is_no_integer(value):
-    """With a kind it is a TypeError that asks for the kind, else a ValueError that asks for the interval."""
+    """With a kind the error is a TypeError that states the kind, otherwise a ValueError that states the interval."""
     assert not checks.is_integer(value)
     with pytest.raises(ValueError, match=r"^op: argument: got .*, wanted an integer of at least 1\.$"):
         checks.integer("op: argument", value, 1)
@@ -36,28 +36,28 @@ def test_what_is_no_integer(value):
 
 @pytest.mark.parametrize("value", [0, 8, -1, np.int64(8), 10**400])
 def test_integers_outside(value):
-    """A ValueError, also with a kind."""
+    """A value out of range is a ValueError, also with a kind."""
     with pytest.raises(ValueError, match=r"wanted an integer from 1 to 7\."):
         checks.integer("op: argument", value, 1, 7, kind="an integer")
     assert checks.is_integer(value) and not checks.is_integer(value, 1, 7)
 
 
 def test_the_largest_words():
-    """Bounds compare as integers: no float holds 2**64 - 1."""
+    """Bounds are compared as integers: no float holds 2**64 - 1."""
     assert checks.integer("op: argument", np.uint64(2**64 - 1), 0, 2**64 - 1) == 2**64 - 1
     assert not checks.is_integer(2**64, 0, 2**64 - 1)
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 1j, np.complex64(1), "1", None, np.ones(1), math.nan, 10**400])
 def test_what_is_no_finite_number(value):
-    """Nor is infinity, where no bound allows it."""
+    """Other values are refused; so is infinity, if no bound allows it."""
     for got in (value, math.inf, np.float32(-math.inf)):
         with pytest.raises(ValueError, match=r"^op: argument: got .*, wanted a finite number"):
             checks.number("op: argument", got)
 
 
 def test_bounds_of_numbers():
-    """Closed; ABOVE_ZERO leaves zero out."""
+    """Bounds are closed, but ABOVE_ZERO excludes zero."""
     assert checks.number("op: argument", 1, 0, 1) == 1
     assert checks.number("op: argument", math.inf, 0, math.inf) == math.inf
     assert checks.number("op: argument", 5e-324, checks.ABOVE_ZERO) == 5e-324
@@ -70,14 +70,14 @@ def test_bounds_of_numbers():
 
 @pytest.mark.parametrize("value", [0, 1, "True", None, np.True_])
 def test_what_is_no_flag(value):
-    """Only Python's bools are."""
+    """Only Python's bools are flags."""
     assert checks.flag("op: argument", True) is True and checks.flag("op: argument", False) is False
     with pytest.raises(TypeError, match=r"^op: argument: got .*, wanted True or False\.$"):
         checks.flag("op: argument", value)
 
 
 def test_fields_keep_what_a_check_returns():
-    """So that a frozen spec made with NumPy's scalars prints and saves as one made with Python's."""
+    """Frozen specs made from NumPy's scalars print and save like specs made from Python's."""
 
     @dataclasses.dataclass(frozen=True)
     class Spec:
@@ -92,7 +92,7 @@ def test_fields_keep_what_a_check_returns():
 
 
 def test_a_dtype_is_its_name():
-    """As NumPy and JAX have it; what is neither a name nor a dtype is refused."""
+    """A dtype becomes its name in NumPy and JAX; other values are refused."""
     assert checks.one_of("op: dtype", np.dtype("int32"), ("int64", "int32")) == "int32"
     assert jaxsok.ExchangeSpec(rows=jnp.dtype("bfloat16")).rows == "bfloat16"
     for value in (np.dtype("int8"), 32, ["int32"]):

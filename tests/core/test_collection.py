@@ -1,4 +1,4 @@
-"""Collections: what is declared, what state they make, find, erase, export, memory."""
+"""Collections: declarations, their state, find, erase, export and memory."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def test_specs_and_optimizers_are_frozen_and_hashable():
 
 
 def test_tables_share_a_store_by_dim_optimizer_and_row_gradient():
-    """One store for equal ones, another for each difference."""
+    """Tables with equal values share a store; each difference makes another store."""
     sgd, adam = jaxsok.optim.sgd(1.0), jaxsok.optim.adam(1.0)
     tables = [
         jaxsok.TableSpec("a", 4, sgd, capacity=8),
@@ -54,7 +54,7 @@ def test_tables_share_a_store_by_dim_optimizer_and_row_gradient():
 
 
 def test_collection_holds_no_arrays():
-    """It declares; what changes is in the state."""
+    """A collection is a declaration; everything that changes is in the state."""
     collection = programs.one_table()
     first, second = collection.init(seed=0), collection.init(seed=0)
     first = programs.insert(collection, first, [1, 2, 3])
@@ -64,7 +64,7 @@ def test_collection_holds_no_arrays():
 
 
 def test_state_is_a_pytree_of_arrays():
-    """It passes jit, tree_map and a round trip through NumPy; the step starts at zero, as uint32."""
+    """The state passes jit, tree_map and a round trip through NumPy; the step starts at zero, as uint32."""
     collection = programs.one_table()
     state = programs.insert(collection, collection.init(seed=0), [1, 2, 3])
     assert state.step.dtype == np.uint32 and state.step.shape == () and int(state.step) == 0
@@ -77,7 +77,7 @@ def test_state_is_a_pytree_of_arrays():
 
 
 def test_step_counts_updates():
-    """One for each update, however many plans it had; lookups do not count."""
+    """Each update counts one step, however many plans it has; lookups do not count."""
     collection = programs.one_table()
     state = collection.init(seed=0)
     features = programs.batch(collection, user=np.array([1]))
@@ -90,7 +90,7 @@ def test_step_counts_updates():
 
 
 def test_init_depends_on_the_seed_alone():
-    """The same seed, the same bits but those of the salts; another seed, other rows."""
+    """Equal seeds give equal bits except for the salts; another seed gives other rows."""
     collection = programs.one_table()
     first, second, other = (collection.init(seed=seed) for seed in (3, 3, 4))
     programs.assert_same_state(first, second, index=False)
@@ -99,20 +99,20 @@ def test_init_depends_on_the_seed_alone():
 
 
 def salts_of(state):
-    """The salt of each store, 64 bits."""
+    """Returns the 64-bit salt of each store."""
     return [int(words[6]) | int(words[7]) << 32 for words in (np.asarray(store.counters) for store in state.stores)]
 
 
 def test_salts_are_drawn():
-    """No two states share one, nor two stores of a state, so that nobody can know where keys collide."""
+    """All states and stores have different salts, so that colliding keys cannot be predicted."""
     tables = [jaxsok.TableSpec(f"of_{dim}", dim, jaxsok.optim.sgd(0.1), capacity=8) for dim in (2, 3)]
     collection = jaxsok.Collection(tables, [])
     salts = [salt for _ in range(3) for salt in salts_of(collection.init(seed=0))]
-    assert len(set(salts)) == 6 and min(salts) >= 2**32  # one in 10^9 is less by chance
+    assert len(set(salts)) == 6 and min(salts) >= 2**32  # a salt is smaller by chance once in 10^9
 
 
 def test_salts_can_be_asked_for():
-    """Then two runs have the same bits, with the index; the seed has no part in them."""
+    """With given salts two runs have equal bits, including the index; the seed does not affect salts."""
     collection = programs.one_table()
     states = [programs.insert(collection, collection.init(seed=3, salt=7), np.arange(40)) for _ in range(2)]
     programs.assert_same_state(*states)
@@ -121,13 +121,13 @@ def test_salts_can_be_asked_for():
 
 @pytest.mark.parametrize("salt", [-1, 2**64, 1.0, True, "7"])
 def test_a_salt_is_64_bits(salt):
-    """Refused like a seed."""
+    """A bad salt is refused like a bad seed."""
     with pytest.raises(ValueError, match=r"init: salt: got .*, wanted an integer from 0 to 2\*\*64 - 1"):
         programs.one_table().init(seed=0, salt=salt)
 
 
 def test_rows_and_row_ids_do_not_depend_on_the_salt():
-    """Inserted, trained, erased and inserted again under two salts: only places in the index may differ."""
+    """Rows inserted, trained, erased and inserted again under two salts differ only in their positions in the index."""
     collection = programs.one_table(capacity=256)
     states = []
     for salt in (1, 2):
@@ -144,7 +144,7 @@ def test_rows_and_row_ids_do_not_depend_on_the_salt():
 
 
 def test_rows_differ_and_stay():
-    """A second lookup finds what the first one made, to the bit, in any order."""
+    """A second lookup finds the rows of the first, to the bit, in any order."""
     collection = programs.one_table()
     features = programs.batch(collection, user=np.array([3, 1, 2, 1]))
     embeddings, state, _ = programs.lookup(collection)(collection.init(seed=0), features)
@@ -158,7 +158,7 @@ def test_rows_differ_and_stay():
 
 
 def test_row_ids_in_order_of_first_occurrence():
-    """Hits keep theirs, new keys count on."""
+    """Known keys keep their row ids, and new keys get the next ids."""
     collection = programs.one_table()
     state = programs.insert(collection, collection.init(seed=0), [30, 10, 30, 20])
     state = programs.insert(collection, state, [5, 10, 5, 40])
@@ -172,7 +172,7 @@ def test_row_ids_in_order_of_first_occurrence():
 
 
 def test_row_ids_of_a_large_batch():
-    """Thousands of keys, most of them new and repeated: exactly the order of a loop."""
+    """Thousands of keys, most of them new and repeated, get row ids in the order of a sequential loop."""
     collection = programs.one_table(capacity=1 << 14)
     rng = np.random.default_rng(0)
     state, seen = collection.init(seed=0), {}
@@ -187,7 +187,7 @@ def test_row_ids_of_a_large_batch():
 
 @pytest.mark.parametrize("max_capacity", [None, 20_000])
 def test_row_ids_of_a_very_large_batch(max_capacity):
-    """A quarter of a million keys on many threads, hot ones among them, more new ones than there are rows."""
+    """A quarter of a million keys, some hot, are inserted on many threads, with more new keys than rows."""
     collection = programs.one_table(capacity=1 << 17 if max_capacity is None else max_capacity, dim=2)
     rng = np.random.default_rng(1)
     keys = np.where(rng.random(1 << 18) < 0.3, rng.integers(0, 4, 1 << 18), rng.integers(0, 2**62, 1 << 18) >> 46)
@@ -212,7 +212,7 @@ def test_row_ids_of_a_very_large_batch(max_capacity):
 
 @pytest.mark.parametrize("value", ["single", "padded", "ragged"])
 def test_a_batch_of_no_samples(value):
-    """The last batch of a reader may be empty: nothing happens, the step counts."""
+    """The last batch of a reader may be empty: nothing changes except the step."""
     collection = programs.one_table(max_keys=4)
     raw = {
         "single": np.zeros(0, np.int64),
@@ -229,7 +229,7 @@ def test_a_batch_of_no_samples(value):
 
 
 def test_a_table_without_features():
-    """It may be declared for later: it stays empty, and is exported, erased from and counted like any other."""
+    """A table without features stays empty, and is exported, erased from and counted like any other."""
     optimizer = jaxsok.optim.adam(0.1)
     tables = [jaxsok.TableSpec("user", DIM, optimizer), jaxsok.TableSpec("later", 2 * DIM, optimizer)]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("user", "user")])
@@ -243,7 +243,7 @@ def test_a_table_without_features():
 
 
 def test_on_another_device():
-    """The default device is where state and features go; every op stays there."""
+    """State and features are placed on the default device, and every op stays there."""
     devices = jax.devices()
     if len(devices) < 2:
         pytest.skip(f"needs two devices, has {len(devices)}")
@@ -263,7 +263,7 @@ def test_on_another_device():
 
 @pytest.mark.parametrize("unknown", ["initial", "zeros"])
 def test_find_inserts_nothing(unknown):
-    """Evaluation sees the rows that are there, and for others what the table says; the state is only read."""
+    """Evaluation reads existing rows, and for other keys the table's default; the state is only read."""
     collection = programs.one_table(unknown=unknown, combiner="mean", max_keys=4)
     state = collection.init(seed=0)
     known = jaxsok.Bags(np.array([1, 2]), lengths=np.array([1, 1]))
@@ -284,7 +284,7 @@ def test_find_inserts_nothing(unknown):
 
 
 def test_find_gives_what_lookup_would():
-    """The initial row of an unknown key is the row that training makes."""
+    """The initial row of an unknown key is the row that training creates."""
     collection = programs.one_table()
     features = programs.batch(collection, user=programs.as_array([3, 2**63, 2**40]))
     state = collection.init(seed=11)
@@ -294,7 +294,7 @@ def test_find_gives_what_lookup_would():
 
 
 def test_erase_counts_rows_that_were_there():
-    """Missing keys, repeated ones and padding count once or not at all."""
+    """Missing keys and padding do not count, and repeated keys count once."""
     collection = programs.one_table()
     state = programs.insert(collection, collection.init(seed=0), [1, 2, 3, 2**63])
     state, num_erased = collection.erase(state, "user", programs.as_array([2, 2, 2**63, 77, jaxsok.PADDING_KEY]))
@@ -307,7 +307,7 @@ def test_erase_counts_rows_that_were_there():
 
 
 def test_erase_takes_words_and_nothing():
-    """uint32[n, 2] on the device, and an empty array."""
+    """Erase accepts uint32[n, 2] on the device, and an empty array."""
     collection = programs.one_table()
     state = programs.insert(collection, collection.init(seed=0), [1, 2**40])
     state, num_erased = collection.erase(state, "user", jnp.asarray(programs.words([2**40])))
@@ -318,7 +318,7 @@ def test_erase_takes_words_and_nothing():
 
 
 def test_erased_keys_start_anew():
-    """An erased key that comes back has its initial row and fresh optimizer state, and is counted as inserted."""
+    """An erased key that returns has its initial row and new optimizer state, and counts as inserted."""
     collection = programs.one_table(optimizer=jaxsok.optim.adagrad(0.5))
     features = programs.batch(collection, user=np.array([1, 2]))
     state, _ = programs.learn(collection, collection.init(seed=0), features)
@@ -333,7 +333,7 @@ def test_erased_keys_start_anew():
 
 
 def test_freed_row_ids_are_reused_in_ascending_order():
-    """Over several erasures and part-way through the list; fresh ids come after."""
+    """Freed ids are reused in order over several erasures and part-way through the list; new ids come after."""
     collection = programs.one_table()
     state = programs.insert(collection, collection.init(seed=0), range(100, 110))
     state, _ = collection.erase(state, "user", np.array([107, 105]))
@@ -346,7 +346,7 @@ def test_freed_row_ids_are_reused_in_ascending_order():
 
 
 def test_freed_rows_serve_every_table_of_the_store():
-    """A row that one table gave back may belong to another, with that table's initial row."""
+    """A row freed by one table may go to another table, with that table's initial row."""
     sgd = jaxsok.optim.sgd(1.0)
     collection = jaxsok.Collection(
         [jaxsok.TableSpec("user", DIM, sgd, capacity=8), jaxsok.TableSpec("item", DIM, sgd, capacity=8)],
@@ -363,7 +363,7 @@ def test_freed_rows_serve_every_table_of_the_store():
 
 
 def test_export_table_types():
-    """Host arrays, one line a row, ordered by row id; an empty table exports nothing."""
+    """The export gives host arrays with one record per row, ordered by row id; an empty table exports nothing."""
     collection = programs.one_table(optimizer=jaxsok.optim.adam(0.1))
     empty = collection.export_table(collection.init(seed=0), "user")
     assert empty["keys"].shape == (0,) and empty["rows"].shape == (0, DIM)
@@ -390,7 +390,7 @@ def test_export_table_keeps_the_order_of_states():
 
 
 def test_many_tables_and_features():
-    """26 tables of three dims, two features each: every feature reads its own table."""
+    """With 26 tables of three dims and two features each, every feature reads its own table."""
     optimizer = jaxsok.optim.rowwise_adagrad(0.1)
     tables = [jaxsok.TableSpec(f"t{i}", (4, 8, 12)[i % 3], optimizer, capacity=16) for i in range(26)]
     features = [jaxsok.FeatureSpec(f"{kind}{i}", f"t{i}") for kind in "xy" for i in range(26)]
@@ -401,7 +401,7 @@ def test_many_tables_and_features():
     state, stats = programs.update(collection)(state, plan, embeddings)
     seen = set()
     for i, table in enumerate(tables):
-        if i % 9 == 0:  # asking for initial rows compiles a program for each table
+        if i % 9 == 0:  # reading initial rows compiles a program for each table
             initial = programs.initial_rows(table.name, table.dim, [5, 6])
             np.testing.assert_array_equal(embeddings[f"x{i}"], initial)
         np.testing.assert_array_equal(embeddings[f"x{i}"], embeddings[f"y{i}"])
@@ -417,7 +417,7 @@ def test_many_tables_and_features():
 
 
 def two_stores(mesh=None):
-    """A collection of two stores, with features of every kind."""
+    """Returns a collection of two stores, with features of every kind."""
     tables = [
         jaxsok.TableSpec("user", 8, jaxsok.optim.adam(1e-3), capacity=1024),
         jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), dtype="bfloat16", capacity=64),
@@ -431,14 +431,14 @@ def two_stores(mesh=None):
 
 
 def raw_of_two_stores():
-    """Four samples, with labels and a side input."""
+    """Returns four samples, with labels and a side input."""
     history = jaxsok.Bags(np.arange(6), lengths=[1, 2, 3, 0])
     clicks = np.arange(8).reshape(4, 2)
     return {"user": np.arange(4), "history": history, "clicks": clicks, "label": np.ones(4, np.float32), "side": (1,)}
 
 
 def test_repr_is_short_and_says_the_sizes():
-    """Names, dims, sizes and shapes, and no numbers of an array."""
+    """The repr has names, dims, sizes and shapes, and no elements of arrays."""
     collection = two_stores()
     state, batch = collection.init(seed=0), collection.batch(raw_of_two_stores(), pad_to=4)
     _, _, plan = collection.lookup(state, batch.features)
@@ -456,7 +456,7 @@ def test_repr_is_short_and_says_the_sizes():
 
 
 def test_repr_of_many_tables_and_features_is_short():
-    """Beyond eight they are counted."""
+    """More than eight are counted."""
     tables = [jaxsok.TableSpec(f"table {i}", i + 1, jaxsok.optim.sgd(0.1), capacity=16) for i in range(30)]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(f"{i}", f"table {i}") for i in range(30)])
     batch = collection.batch({f"{i}": np.arange(2) for i in range(30)})
@@ -465,7 +465,7 @@ def test_repr_of_many_tables_and_features_is_short():
 
 
 def test_repr_reads_no_array():
-    """It works for arrays that are deleted, traced or elsewhere, for shapes, and for trees of other leaves."""
+    """The repr works for arrays that are deleted, traced or elsewhere, for shapes, and for trees of other leaves."""
     collection = two_stores()
     state, batch = collection.init(seed=0), collection.batch(raw_of_two_stores())
     _, state, plan = collection.lookup(state, batch.features)
@@ -484,7 +484,7 @@ def test_repr_reads_no_array():
 
 
 def test_repr_on_a_mesh():
-    """The axes, the wire, and how often features are there; also for the specs of a state that `shard_map` gets."""
+    """The repr has the axes, the wire, and how often features occur; also for the specs of a state in `shard_map`."""
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))

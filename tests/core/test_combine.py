@@ -1,4 +1,4 @@
-"""jaxsok.combine: rows of a bag into its embedding, against plain loops; the transpose is law 4 in test_laws.py."""
+"""jaxsok.combine: the rows of a bag become its embedding, as in plain loops; test_laws.py tests the transpose."""
 
 import itertools
 
@@ -16,7 +16,7 @@ WEIGHTS = np.array([0.5, 2.0, 1.0, -1.0, 9.0, 9.0, 0.25], np.float32)
 
 
 def by_hand(combiner: str, weights: np.ndarray | None) -> np.ndarray:
-    """One bag after the other, in float64."""
+    """Combines one bag after the other, in float64."""
     out = np.zeros((len(OFFSETS) - 1, ROWS.shape[1]))
     for bag, (begin, end) in enumerate(itertools.pairwise(OFFSETS)):
         used = [i for i in range(begin, end) if 0 <= INVERSE[i] < len(ROWS)]
@@ -30,21 +30,21 @@ def by_hand(combiner: str, weights: np.ndarray | None) -> np.ndarray:
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["plain", "weighted"])
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_combine(combiner, weights):
-    """Bags with padding, an empty one, and one whose weights add up to zero."""
+    """Bags with padding, an empty bag, and a bag whose weights sum to zero give the result of loops."""
     got = combine(jnp.asarray(ROWS), jnp.asarray(INVERSE), jnp.asarray(OFFSETS), combiner, weights)
-    # Sums of at most two products in float32.
+    # The values are sums of at most two products in float32.
     np.testing.assert_allclose(np.asarray(got), by_hand(combiner, weights), rtol=1e-6, atol=1e-6)
 
 
 def test_transpose_sums_over_uses():
-    """A row's gradient is the sum over its bags; rows of no bag get zeros."""
+    """A row's gradient is the sum over its bags; rows in no bag get zeros."""
     gradients = np.array([[1.0, 10.0], [7.0, 7.0], [2.0, 20.0], [4.0, 40.0]], np.float32)
     got = combine_transpose(jnp.asarray(gradients), jnp.asarray(INVERSE), jnp.asarray(OFFSETS), "sum", 4)
     assert np.asarray(got).tolist() == [[5.0, 50.0], [4.0, 40.0], [1.0, 10.0], [2.0, 20.0]]
 
 
 def test_traced_offsets_stay_inside():
-    """Offsets that fall or leave the keys are made to rise within them; nothing outside is touched."""
+    """Offsets that decrease or are out of range are clamped and made to increase; nothing outside is accessed."""
     wild = jnp.asarray(np.array([-5, 4, 1, 10**9, 3], np.int32))
     got = jax.jit(lambda o: combine(jnp.asarray(ROWS), jnp.asarray(INVERSE), o, "sum"))(wild)
     tame = combine(jnp.asarray(ROWS), jnp.asarray(INVERSE), jnp.asarray(np.array([0, 4, 4, 7, 7], np.int32)), "sum")
@@ -61,6 +61,6 @@ def test_traced_offsets_stay_inside():
     ],
 )
 def test_refusals(combiner, offsets, weights, part):
-    """What cannot be meant is refused with the argument's name."""
+    """Invalid arguments are refused with the argument's name."""
     with pytest.raises(ValueError, match=part):
         combine(jnp.asarray(ROWS), jnp.asarray(INVERSE), jnp.asarray(offsets), combiner, weights)

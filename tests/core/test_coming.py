@@ -1,4 +1,4 @@
-"""What is coming: distinct keys without a row, and the rows that batches ask for, against sets."""
+"""Coming batches: distinct keys without a row, and the rows that batches request, against sets."""
 
 import functools
 
@@ -19,7 +19,7 @@ NUM_SAMPLES = 24
 
 @functools.cache
 def counting(num_shards):
-    """Two tables of one store, the second counting sightings; a send capacity that makes several rounds."""
+    """Declares two tables of one store, the second with counted admission; the send capacity makes several rounds."""
     sgd = jaxsok.optim.sgd(0.1)
     tables = [
         jaxsok.TableSpec("user", DIM, sgd, capacity=128),
@@ -34,7 +34,7 @@ def counting(num_shards):
 
 
 def owners(keys, name, num_shards):
-    """The shard of each key."""
+    """Returns the shard of each key."""
     return programs.owner_of(np.array(keys, np.uint64), name, num_shards) if num_shards > 1 else np.zeros(len(keys))
 
 
@@ -42,9 +42,9 @@ def owners(keys, name, num_shards):
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), is_stacked=st.booleans())
 def test_distinct_keys_without_a_row(num_shards, seed, is_stacked):
-    """Of several batches together, by the shard that has most; padding, repeats and keys below the threshold left out.
+    """The count is over all batches, on the fullest shard, without padding, repeats and keys below the threshold.
 
-    Low and high words of keys are drawn apart, so that twins which differ in one of them are there.
+    Low and high words of keys are drawn separately, so that twins that differ in one of them occur.
     """
     collection, rng = counting(num_shards), np.random.default_rng(seed)
 

@@ -1,4 +1,4 @@
-"""`jaxsok.parity`: what it compares, and what it reports."""
+"""`jaxsok.parity`: its comparisons and its reports."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +8,7 @@ import jaxsok
 
 
 class Peer:
-    """Gradient descent on arrays, a table each; it forgets a column of one row in one step."""
+    """Gradient descent on one array per table; it forgets a column of one row in one step."""
 
     def __init__(self, collection, forgets):
         self.rows = {table.name: np.zeros((10, 2), np.float32) for table in collection.tables}
@@ -47,7 +47,7 @@ def run(collection, forgets):
 
 @pytest.mark.parametrize("forgets", [(1, "item", 2), (2, "user", 4), (3, "item", 1)])
 def test_the_first_difference_is_found(collection, forgets):
-    """A row is reported in the step in which it differs, also if that step did not use it."""
+    """A row is reported in the step in which it first differs, even if that step does not use it."""
     found = run(collection, forgets)
     assert (found.num_steps, found.table, found.key) == forgets
     np.testing.assert_array_equal(found.theirs - found.ours, [0, 0.5])
@@ -56,14 +56,14 @@ def test_the_first_difference_is_found(collection, forgets):
 
 
 def test_equal_steps_agree(collection):
-    """Without a difference all batches are taken, and the losses of both are kept."""
+    """Without a difference all batches are used, and the losses of both sides are kept."""
     found = run(collection, (0, "", 0))
     assert found.table is None and str(found) == "3 steps agree"
     np.testing.assert_array_equal(found.losses, [[1, 1], [2, 2], [3, 3]])
 
 
 def test_rows_of_another_shape(collection):
-    """A peer that answers something else is refused."""
+    """A peer that returns rows of another shape is refused."""
     state = collection.init()
     _, state, _ = collection.lookup(state, collection.batch({"user": np.array([1]), "item": np.array([1])}).features)
     with pytest.raises(ValueError, match=r'parity: peer_rows: "user": got shape \(1, 3\), wanted \(1, 2\)'):

@@ -1,4 +1,4 @@
-"""What an equal collection did before compiles nothing: programs belong to specs and shapes, not to objects."""
+"""Equal collections share programs: programs depend on specs and shapes, not on objects."""
 
 import contextlib
 
@@ -31,7 +31,7 @@ class Compilations:
 
     @contextlib.contextmanager
     def noted(self):
-        """A list that grows."""
+        """Yields a list that grows with each compilation."""
         self.names = []
         try:
             yield self.names
@@ -43,33 +43,33 @@ COMPILATIONS = Compilations()
 
 
 def init(collection, _):
-    """Salts and lineages are drawn, and seeds differ."""
+    """Makes a state, with new salts, lineage and seed."""
     for seed in (1, 2):
         collection.init(seed=seed)
 
 
 def batch(collection, _):
-    """Keys that are on the devices already."""
+    """Packs keys that are already on the devices."""
     keys = jax.numpy.asarray(programs.words(np.arange(16)))
     collection.batch({"user": keys, "item": keys})
 
 
 def grow(collection, _):
-    """More rows, a larger index, more keys that wait; and how many rows there are."""
+    """Adds rows, enlarges the index and the room for waiting keys, and counts rows."""
     state = collection.init(seed=1)
     features = programs.batch(collection, user=np.arange(1024), item=np.arange(1024))
     collection.num_rows(collection.grow(state, features))
 
 
 def restore(collection, folder):
-    """A state with keys that wait for a row."""
+    """Restores a state with keys that wait for a row."""
     CHECKPOINTS.restore(folder, checkpoint.TablesRestore(collection))
 
 
 @pytest.mark.parametrize("num_shards", (None, 4))
 @pytest.mark.parametrize("operation", (init, batch, grow, restore))
 def test_an_equal_collection_compiles_nothing(operation, num_shards, tmp_path):
-    """The second time, with a collection of its own."""
+    """An operation compiles nothing the second time, with a collection of its own."""
 
     def declared():
         return programs.over(num_shards, TABLES, FEATURES) if num_shards else jaxsok.Collection(TABLES, FEATURES)
@@ -86,7 +86,7 @@ def test_an_equal_collection_compiles_nothing(operation, num_shards, tmp_path):
 
 
 def test_deltas_of_other_sizes_compile_nothing(tmp_path):
-    """Keys that a delta erases, and keys that are looked for, are padded to few sizes."""
+    """Keys that a delta erases, and keys that are looked up, are padded to few sizes."""
     collection = jaxsok.Collection(TABLES[1:], FEATURES[1:])
     state = programs.insert(collection, collection.init(seed=1), range(40), name="item")
     checkpoint.export_full(tmp_path / "full", collection, state)

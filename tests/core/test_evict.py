@@ -1,4 +1,4 @@
-"""Eviction: who leaves, exactly; what goes with a row; what the caller is handed; room ahead of need.
+"""Eviction: the exact rows that leave, what leaves with a row, what the caller receives, room ahead of need.
 
 The oracle is a sorted list of (scores, table, key) in Python integers.
 """
@@ -26,17 +26,17 @@ PADDING = jaxsok.PADDING_KEY
 
 
 # --------------------------------------------------------------------------------------------------------------
-# States with statistics of our own
+# States with given statistics
 
 
 def keys_of(records):
-    """Keys of records as Python integers, a line each."""
+    """Returns the keys of records as Python integers, one per row."""
     words = np.asarray(records).astype(np.uint64)
     return (words[:, 0] | words[:, 1] << np.uint64(32)).tolist()
 
 
 def with_statistics(collection, state, statistics):
-    """The state with statistics `{table: {key: (last_step, frequency)}}`; keys not named have zeros."""
+    """Returns the state with statistics `{table: {key: (last_step, frequency)}}`, and zeros for all other keys."""
     stores = []
     for spec, store in zip(collection.stores, state.stores, strict=True):
         slabs = []
@@ -45,14 +45,14 @@ def with_statistics(collection, state, statistics):
             for place, (key, table) in enumerate(zip(keys_of(records), np.asarray(records)[:, 2], strict=True)):
                 if key != PADDING:
                     lines[place] = statistics.get(spec.tables[table].name, {}).get(key, (0, 0))
-            # Not NumPy's own memory, which a CPU device would borrow and could not be given.
+            # NumPy's own memory would be borrowed by a CPU device, and could not be donated.
             slabs.append(jax.jit(jnp.copy)(jax.device_put(lines, old.sharding)))
         stores.append(dataclasses.replace(store, statistics=tuple(slabs)))
     return dataclasses.replace(state, stores=tuple(stores))
 
 
 def statistics_of(collection, state, name="user"):
-    """`{key: (last_step, frequency)}` of a table, and of no row but those in use anything but zeros."""
+    """Returns `{key: (last_step, frequency)}` of a table; checks that all other rows have zeros."""
     (s,) = [s for s, spec in enumerate(collection.stores) if name in [table.name for table in spec.tables]]
     number = collection.stores[s].table_number(name)
     found = {}
@@ -67,7 +67,7 @@ def statistics_of(collection, state, name="user"):
 
 
 def two_tables(policy, **spec):
-    """Tables "user" and "item" in one store, a feature each."""
+    """Declares tables "user" and "item" in one store, with a feature each."""
     spec = {"capacity": 64, "eviction": policy, **spec}
     optimizer = jaxsok.optim.adam(0.1)
     tables = [jaxsok.TableSpec(name, DIM, optimizer, **spec) for name in ("user", "item")]
@@ -76,7 +76,7 @@ def two_tables(policy, **spec):
 
 
 def filled(collection, keys, statistics=None):
-    """A state that holds `{table: keys}`, after one step, so that optimizer state is no initial one."""
+    """Returns a state with `{table: keys}` after one step, so that optimizer state is not initial."""
     num_keys = max(map(len, keys.values()))
     raw = {table.name: np.full(num_keys, PADDING, np.uint64) for table in collection.tables}
     for name, some in keys.items():
@@ -87,17 +87,17 @@ def filled(collection, keys, statistics=None):
 
 
 def ranked(facts):
-    """Two words made of all facts."""
+    """Returns two words made of all facts."""
     return facts.frequency ^ facts.keys[:, 1], facts.last_step + facts.clock
 
 
 def sevenths(facts):
-    """One word with many ties."""
+    """Returns one word with many ties."""
     return facts.keys[:, 0] % jnp.uint32(7)
 
 
 def age(facts):
-    """Far from the statistics: the whole first word matters."""
+    """Returns a score independent of the statistics, for which the whole first word matters."""
     return jnp.uint32(0xFFFFFFFF) - facts.last_step
 
 
@@ -114,7 +114,7 @@ RANKS = {
 
 
 def survivors(policy, tables, num_rows, clock=1):
-    """The oracle: of `[(table number, {key: (last_step, frequency)})]` the keys that stay, by table number."""
+    """Returns, by table number, the keys that stay of `[(table number, {key: (last_step, frequency)})]`: the oracle."""
     rank = RANKS[policy]
     everyone = sorted(
         (*rank(key, *of_key, clock), table, key) for table, keys in tables for key, of_key in keys.items()
@@ -125,15 +125,15 @@ def survivors(policy, tables, num_rows, clock=1):
 
 @functools.cache
 def collection_of(policy):
-    """Compiled once."""
+    """Returns a collection whose programs are compiled once."""
     return two_tables(policy)
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Who leaves
+# Which rows leave
 
 
-PINNED = {  # by statistics {key: (last step, frequency)}: who stays, as docs/life_of_a_table.md says
+PINNED = {  # by statistics {key: (last step, frequency)}: the keys that stay, as docs/life_of_a_table.md states
     LeastRecentlyUsed(): ({1: (5, 9), 2: (5, 1), 3: (4, 9), 4: (5, 5)}, 3, [1, 2, 4]),
     LeastFrequentlyUsed(): ({1: (5, 2), 2: (3, 2), 3: (3, 2), 4: (1, 9)}, 2, [1, 4]),
     policies.EpochLeastRecentlyUsed(10): ({1: (19, 9), 2: (10, 1), 3: (9, 9), 4: (12, 5)}, 2, [2, 4]),
@@ -143,7 +143,7 @@ PINNED = {  # by statistics {key: (last step, frequency)}: who stays, as docs/li
 
 @pytest.mark.parametrize("policy", PINNED)
 def test_order_that_the_page_states(policy):
-    """LFU: equal frequencies leave by last step; only then, and elsewhere at once, do ties leave by (table, key)."""
+    """LFU: equal frequencies leave by last step; remaining ties and those of other policies leave by (table, key)."""
     statistics, num_rows, stay = PINNED[policy]
     collection = collection_of(policy)
     state = filled(collection, {"user": [*statistics] + [PADDING] * 26, "item": [PADDING] * 30})
@@ -153,7 +153,7 @@ def test_order_that_the_page_states(policy):
 
 
 def test_ties_leave_by_table_then_key():
-    """Tables by their number in the store; keys as unsigned numbers."""
+    """Tables are ordered by their number in the store, keys as unsigned numbers."""
     collection = collection_of(LeastFrequentlyUsed())
     keys = [2**63 + 1, 7, 2**64 - 2]
     state = filled(collection, {name: keys + [PADDING] * 27 for name in ("user", "item")})
@@ -181,7 +181,7 @@ some_keys = st.dictionaries(
     clock=st.sampled_from([0, 1, 1000, 2**32 - 1]),
 )
 def test_exactly_the_lowest_leave(policy, users, items, share, whose, clock):
-    """By (scores, table, key), of one table or of all of a store, whatever the ties."""
+    """Rows leave by (scores, table, key), of one table or of all tables of a store, whatever the ties."""
     collection, statistics = collection_of(policy), {"user": users, "item": items}
     state = filled(collection, {name: list(keys) + [PADDING] * (30 - len(keys)) for name, keys in statistics.items()})
     state = with_statistics(collection, state, statistics)
@@ -194,7 +194,7 @@ def test_exactly_the_lowest_leave(policy, users, items, share, whose, clock):
         after = programs.exported(collection, state, name)
         assert after.keys() == wanted
         assert evicted.to_dict()[name] == len(keys) - len(wanted)
-        for key in wanted:  # those that stay keep all
+        for key in wanted:  # rows that stay keep everything
             row_id, row, states = before[name][key]
             assert after[key][0] == row_id
             np.testing.assert_array_equal(after[key][1], row)
@@ -207,7 +207,7 @@ def test_exactly_the_lowest_leave(policy, users, items, share, whose, clock):
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5999, 6000, 2**32 - 1])
 def test_thousands_of_ties(num_rows):
-    """Where all scores are equal keys decide, to their last bits."""
+    """If all scores are equal, the keys decide, to their last bits."""
     collection = programs.one_table(capacity=6000, eviction=LeastRecentlyUsed())
     keys = np.random.default_rng(0).permutation(6000).astype(np.uint64) + np.uint64(2**63)
     state = filled(collection, {"user": keys})
@@ -218,7 +218,7 @@ def test_thousands_of_ties(num_rows):
 
 
 def test_several_slabs():
-    """Row ids go on from slab to slab, which need no common size."""
+    """Row ids continue from slab to slab, and slabs may have different sizes."""
     collection = programs.one_table(capacity=7, eviction=LeastFrequentlyUsed())
     state = collection.init(seed=0)
     for start in range(0, 60, 10):
@@ -235,7 +235,7 @@ def test_several_slabs():
 
 
 def test_empty_store():
-    """Nothing leaves, nothing changes."""
+    """No row leaves and nothing changes."""
     collection = collection_of(LeastRecentlyUsed())
     state = collection.init(seed=0)
     before = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
@@ -246,14 +246,14 @@ def test_empty_store():
 
 
 def test_time_to_live():
-    """Rows not used for more than `steps` ticks leave; a last use ahead of the clock is none."""
+    """Rows not used for more than `steps` ticks leave; a row whose last use is ahead of the clock stays."""
     collection = collection_of(TimeToLive(10))
     last = {1: 79, 2: 89, 3: 90, 4: 100, 5: 101, 6: 0}
     state = filled(collection, {"user": list(last)}, {"user": {key: (step, 1) for key, step in last.items()}})
     state, evicted = collection.evict(state, clock=100)
     assert set(programs.rows_of(collection, state)) == {3, 4, 5}
     assert evicted.to_dict() == {"user": 3, "item": 0}
-    state, _ = collection.evict(state)  # the state's own step: nobody's time has come
+    state, _ = collection.evict(state)  # by the state's own step no row has expired
     assert set(programs.rows_of(collection, state)) == {3, 4, 5}
     state, _ = collection.evict(state, clock=2**32 - 1)
     assert not programs.rows_of(collection, state)
@@ -261,7 +261,7 @@ def test_time_to_live():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_small_norm(dtype):
-    """Rows shorter than the threshold leave; no statistics are kept for it."""
+    """Rows with a norm below the threshold leave; no statistics are kept for it."""
     threshold = 0.55
     collection = programs.one_table(
         capacity=32, dtype=dtype, eviction=SmallNorm(threshold), initializer=jaxsok.initializers.uniform(-0.5, 0.5)
@@ -278,7 +278,7 @@ def test_small_norm(dtype):
 
 
 def test_a_policy_of_the_call():
-    """In place of the table's own, and for tables without one that keep statistics."""
+    """The policy of the call replaces the table's own, and applies to tables without a policy that keep statistics."""
     collection = two_tables(None, statistics=True)
     statistics = {"user": {key: (100 - key, key) for key in range(10)}, "item": {key: (key, 0) for key in range(5)}}
     state = filled(collection, {name: list(keys) for name, keys in statistics.items()}, statistics)
@@ -294,7 +294,7 @@ def test_a_policy_of_the_call():
 @pytest.mark.parametrize("back_end", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("num_words", [1, 2])
 def test_more_rows_than_a_grid_has_threads(back_end, num_words):
-    """Flags and counts of `select` against a sort, in slabs of odd sizes; a tenth of the rows is not in use."""
+    """Flags and counts of `select` equal those of a sort, in slabs of odd sizes with a tenth of the rows unused."""
     device = jax.devices("cpu" if back_end == "cpu" else "gpu")[0]
     rng, sizes = np.random.default_rng(num_words), (99_999, 300_001)
     capacity = sum(sizes)
@@ -323,11 +323,11 @@ def test_more_rows_than_a_grid_has_threads(back_end, num_words):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What goes with a row
+# What leaves with a row
 
 
 def test_freed_rows_are_reused_and_a_key_that_comes_back_starts_anew():
-    """In ascending order; with the initial row, initial state and no statistics."""
+    """Rows are reused in ascending order, with the initial row, initial state and no statistics."""
     collection = programs.one_table(capacity=16, optimizer=jaxsok.optim.adam(0.1), eviction=LeastRecentlyUsed())
     keys = [50, 51, 52, 53, 54, 55]
     last = {50: 9, 51: 1, 52: 8, 53: 2, 54: 7, 55: 3}
@@ -339,11 +339,11 @@ def test_freed_rows_are_reused_and_a_key_that_comes_back_starts_anew():
     assert {key: row_id for key, (row_id, _, _) in after.items()} == {50: 0, 70: 1, 52: 2, 53: 3, 54: 4, 71: 5, 72: 6}
     np.testing.assert_array_equal(after[53][1], programs.initial_rows("user", DIM, [53])[0])
     for state_of_53, state_of_72 in zip(after[53][2], after[72][2], strict=True):
-        np.testing.assert_array_equal(state_of_53, state_of_72)  # one whose row nobody had before
+        np.testing.assert_array_equal(state_of_53, state_of_72)  # a key whose row is new
 
 
 def test_admission_begins_anew():
-    """A key that was let in and then evicted waits again; one that waits goes on counting."""
+    """A key that was admitted and then evicted waits again; a key that waits keeps its count."""
     admission = policies.AdmitByCount(3)
     collection = programs.one_table(capacity=16, eviction=LeastRecentlyUsed(), admission=admission)
     state = collection.init(seed=0)
@@ -358,7 +358,7 @@ def test_admission_begins_anew():
 
 
 def test_plans_of_before_are_stale():
-    """An update with them changes nothing and is counted; where nobody left they are good."""
+    """An update with such plans changes nothing and is counted; if no row left, the plans are valid."""
     collection = programs.one_table(capacity=16, eviction=LeastRecentlyUsed())
     features = programs.batch(collection, user=np.arange(6))
     embeddings, state, plan = programs.lookup(collection)(collection.init(seed=0), features)
@@ -380,7 +380,7 @@ def test_plans_of_before_are_stale():
 
 
 def test_stats_count_evicted_rows():
-    """By table, from the beginning on; of a sum the later stands."""
+    """Evicted rows count by table, from the first step on; a sum of Stats has the later count."""
     collection = collection_of(LeastRecentlyUsed())
     state = filled(collection, {"user": list(range(8)), "item": list(range(5))})
     state, _ = collection.evict(state, "user", num_rows=6)
@@ -399,12 +399,12 @@ def test_stats_count_evicted_rows():
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What the caller is handed
+# What the caller receives
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1000, 1 << 20])
 def test_hand_over(monkeypatch, chunk_bytes):
-    """Evicted and kept are together what there was: keys, rows, state, statistics, each once."""
+    """Evicted and kept records together are the previous content: keys, rows, state, statistics, each once."""
     monkeypatch.setattr(evict, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(evict, "WINDOW_ROWS", 70)  # the second window begins earlier, with rows of the first
     collection = two_tables(LeastFrequentlyUsed())
@@ -439,7 +439,7 @@ def test_hand_over(monkeypatch, chunk_bytes):
 
 
 def test_nothing_changes_if_the_caller_refuses():
-    """An error of `hand_over` leaves the state as it was, and usable."""
+    """An error of `hand_over` leaves the state unchanged and usable."""
     collection = collection_of(LeastRecentlyUsed())
     state = filled(collection, {"user": list(range(8)), "item": []})
 
@@ -458,7 +458,7 @@ def test_nothing_changes_if_the_caller_refuses():
 
 
 def test_nothing_changes_if_the_caller_refuses_while_another_store_grows():
-    """The rows of a full store are handed over before a store with room to grow is made larger."""
+    """The rows of a full store are handed over before a store with room to grow grows."""
     tables = [
         jaxsok.TableSpec("full", 4, jaxsok.optim.sgd(0.5), capacity=64, max_capacity=64, eviction=LeastRecentlyUsed()),
         jaxsok.TableSpec("open", 8, jaxsok.optim.sgd(0.5), capacity=64),
@@ -484,7 +484,7 @@ def test_nothing_changes_if_the_caller_refuses_while_another_store_grows():
 
 @pytest.mark.parametrize(("start", "num_shards"), [(2**31 - 3, 1), (2**32 - 4, 2)])
 def test_rows_are_ranked_where_the_step_ends(start, num_shards):
-    """Six steps across an end: the least recently used leave, never the newest; ages do not turn around."""
+    """In six steps across an end, the least recently used rows leave, never the newest; ages do not wrap."""
     sgd = jaxsok.optim.sgd(0.5)
     tables = [
         jaxsok.TableSpec("ranked", 4, sgd, capacity=64, eviction=LeastRecentlyUsed()),
@@ -496,7 +496,7 @@ def test_rows_are_ranked_where_the_step_ends(start, num_shards):
     state = dataclasses.replace(state, step=jax.device_put(jnp.uint32(start), state.step.sharding))
     last_step = {}
     for i in range(6):
-        keys = np.array([100 + i, 50 - i])  # the order of keys is not that of steps
+        keys = np.array([100 + i, 50 - i])  # the order of keys differs from that of steps
         embeddings, state, plan = collection.lookup(state, collection.batch({t.name: keys for t in tables}).features)
         last_step |= dict.fromkeys(keys.tolist(), int(state.step))
         state, _ = collection.update(state, plan, embeddings)
@@ -527,7 +527,7 @@ def test_clocks_of_the_users_own_at_the_ends(now):
 
 
 def test_tables_of_two_policies_share_no_store():
-    """Equal but for the policy: each table loses the rows that its own policy names."""
+    """Each of two tables that differ only in the policy loses the rows that its own policy selects."""
     sgd = jaxsok.optim.sgd(0.5)
     policies = {"ranked": LeastRecentlyUsed(), "timed": TimeToLive(1)}
     tables = [jaxsok.TableSpec(name, 2, sgd, capacity=8, eviction=policy) for name, policy in policies.items()]
@@ -541,7 +541,7 @@ def test_tables_of_two_policies_share_no_store():
 
 
 def test_each_store_goes_by_its_own_policy():
-    """Stores that rank keep the budget, the others lose what is too old; a budget is wanted as soon as one ranks."""
+    """Stores that rank keep the budget, the others lose expired rows; a budget is required if any store ranks."""
     sgd = jaxsok.optim.sgd(0.5)
     tables = [
         jaxsok.TableSpec("ranked", 4, sgd, capacity=64, eviction=LeastRecentlyUsed()),
@@ -568,7 +568,7 @@ def test_each_store_goes_by_its_own_policy():
 
 
 def test_refusals():
-    """Each says what was got and wanted."""
+    """Each message states the actual and the expected value."""
     none, lru, ttl = two_tables(None), collection_of(LeastRecentlyUsed()), collection_of(TimeToLive(10))
     for collection, arguments, options, message in (
         (none, (), {"num_rows": 1}, "policy: got None, and every table was declared without one"),
@@ -596,7 +596,7 @@ def test_refusals():
         with pytest.raises((TypeError, ValueError), match=r"^evict: ") as raised:
             collection.evict(state, *arguments, **options)
         assert message in str(raised.value)
-        collection.num_rows(state)  # it is still there
+        collection.num_rows(state)  # the state still exists
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -604,7 +604,7 @@ def test_refusals():
 
 
 def test_under_jit_with_donation_nothing_moves():
-    """Law 9, called by itself and inside a program; the budget and the clock may be traced."""
+    """Nothing moves (law 9), in a direct call and inside a program; the budget and the clock may be traced."""
     collection = two_tables(LeastRecentlyUsed(), capacity=1 << 10)
     state = filled(collection, {"user": list(range(40)), "item": list(range(30))})
     before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.stores)]
@@ -626,7 +626,7 @@ def test_under_jit_with_donation_nothing_moves():
 
 
 def test_gradients_do_not_go_through():
-    """Said in the words of the call."""
+    """The error message uses the terms of the call."""
     collection = collection_of(LeastRecentlyUsed())
     state = collection.init(seed=0)
 
@@ -645,7 +645,7 @@ def test_gradients_do_not_go_through():
 
 @functools.cache
 def over_shards(num_shards, **spec):
-    """A spread table, one on a shard in the same store, and a replicated one."""
+    """Declares a sharded table, a table on one shard in the same store, and a replicated table."""
     spec = {"capacity": 256, "eviction": LeastRecentlyUsed(), **spec}
     sgd = jaxsok.optim.adagrad(0.1)
     tables = [
@@ -657,7 +657,7 @@ def over_shards(num_shards, **spec):
 
 
 def by_shard(collection, state, name):
-    """The keys of a table on each shard."""
+    """Returns the keys of a table on each shard."""
     table = collection.export_table(state, name)
     shards = table.get("shards", np.zeros(len(table["keys"]), np.uint32))
     num_shards = collection.stores[0].num_shards
@@ -665,7 +665,7 @@ def by_shard(collection, state, name):
 
 
 def fair_shares(sizes, num_rows):
-    """The oracle: rows are taken one at a time from the fullest shard, of equal ones from the first."""
+    """Removes rows one at a time from the fullest shard, or the first of equally full shards: the oracle."""
     sizes = list(sizes)
     while sum(sizes) > num_rows:
         sizes[sizes.index(max(sizes))] -= 1
@@ -674,7 +674,7 @@ def fair_shares(sizes, num_rows):
 
 @pytest.mark.parametrize(("num_shards", "num_rows"), [(2, 0), (2, 90), (4, 17)])
 def test_shards_share_a_budget(num_shards, num_rows):
-    """In all exactly so many rows stay; each shard keeps its best, and shards are as even as they can be."""
+    """Exactly so many rows stay in total; each shard keeps its best, and shards are as even as possible."""
     collection = over_shards(num_shards)
     rng = np.random.default_rng(num_rows)
     statistics = {
@@ -713,7 +713,7 @@ def test_shards_share_a_budget(num_shards, num_rows):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_mesh_of_one_device(axis_type):
-    """Is one device, also where the axes of its mesh are part of types."""
+    """A mesh of one device equals one device, also if the axes of its mesh are part of types."""
     tables = [jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(0.1), capacity=32, eviction=LeastRecentlyUsed())]
     collection = programs.over(1, tables, [jaxsok.FeatureSpec("user", "user")], axis_type=axis_type)
     statistics = {key: (key % 5, 0) for key in range(20)}
@@ -724,7 +724,7 @@ def test_a_mesh_of_one_device(axis_type):
 
 
 def test_one_table_on_a_mesh_and_stale_plans():
-    """Inside and outside a program; a plan is stale on all shards, also those that lost no row."""
+    """A plan is stale on all shards, including shards that lost no row, inside and outside a program."""
     collection = over_shards(4)
     features = programs.batch(
         collection, user=np.arange(64), item=np.arange(64) % 5, ad=np.full(64, PADDING, np.uint64)
@@ -745,7 +745,7 @@ def test_one_table_on_a_mesh_and_stale_plans():
 
 
 def test_inside_shard_map():
-    """On a shard's part, as the other calls."""
+    """Eviction works on a shard's part, like the other calls."""
     collection = over_shards(2)
     state = filled(collection, {name: list(range(40)) for name in ("user", "item", "ad")})
     of_state = specs_of(collection.shards, state)
@@ -767,7 +767,7 @@ def test_inside_shard_map():
 
 @pytest.mark.parametrize("policy", [LeastRecentlyUsed(), LeastFrequentlyUsed()])
 def test_a_full_store_never_refuses(policy):
-    """Many steps, four times as many keys as rows: nothing refused, and those that stay are whom the policy says."""
+    """In many steps with four times as many keys as rows, no key is refused, and the policy's choice stays."""
     capacity, batch = 64, 8
     collection = programs.one_table(capacity=16, max_capacity=capacity, eviction=policy)
     state, present, rng = collection.init(seed=0), {}, np.random.default_rng(0)
@@ -795,7 +795,7 @@ def test_a_full_store_never_refuses(policy):
 
 
 def test_the_batch_that_is_coming_decides():
-    """1,682 items, a table of 1,400 and 1,024 positions a step: only as many leave as the new keys and a slack need."""
+    """With 1,682 items, 1,400 rows and 1,024 positions a step, only what the new keys and a slack need leaves."""
     capacity, slack = 1400, 88
     sgd = jaxsok.optim.sgd(0.1)
     table = jaxsok.TableSpec("item", 4, sgd, capacity=64, max_capacity=capacity, eviction=LeastRecentlyUsed())
@@ -826,7 +826,7 @@ def test_the_batch_that_is_coming_decides():
 
 @functools.cache
 def small_and_full(policy, num_shards, **spec):
-    """A table of 24 rows, of which a batch asks for 12 at most; and a replicated one on a mesh."""
+    """Declares a table of 24 rows, of which a batch uses at most 12, and a replicated table on a mesh."""
     spec = {"capacity": 24, "max_capacity": 24, "eviction": policy, **spec}
     tables = [jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(0.5), **spec)]
     if num_shards > 1:
@@ -844,7 +844,7 @@ def small_and_full(policy, num_shards, **spec):
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), together=st.integers(1, 2), num_keys=st.integers(20, 80))
 def test_what_a_batch_asks_for_stays(policy, num_shards, seed, together, num_keys):
-    """Whatever the batches: rows that they ask for never leave for them, and no key is refused while all fit."""
+    """Rows that any of the batches use never leave for them, and no key is refused while all fit."""
     collection = small_and_full(policy, num_shards)
     state, rng = collection.init(seed=0), np.random.default_rng(seed)
     names = [table.name for table in collection.tables]
@@ -869,7 +869,7 @@ def test_what_a_batch_asks_for_stays(policy, num_shards, seed, together, num_key
 
 
 def test_keys_that_admission_keeps_out_need_no_room():
-    """Of keys that are counted until they get a row only those count that reach the threshold in this batch."""
+    """Only counted keys that reach the threshold in this batch need room."""
     admission = policies.AdmitByCount(3)
     spec = {"capacity": 32, "max_capacity": 32, "eviction": LeastRecentlyUsed(), "admission": admission}
     collection = programs.one_table(**spec)
@@ -894,7 +894,7 @@ def test_keys_that_admission_keeps_out_need_no_room():
 
 
 def test_scores_of_the_users_own_do_not_outrank_a_batch():
-    """Rows that are asked for stay even where all others have the highest score there is."""
+    """Rows that the batch uses stay even if all others have the highest possible score."""
     for policy in (LowestScore(highest), LowestScore(both_highest)):
         collection = programs.one_table(capacity=16, max_capacity=16, eviction=policy)
         state = programs.insert(collection, collection.init(seed=0), range(16))
@@ -904,18 +904,18 @@ def test_scores_of_the_users_own_do_not_outrank_a_batch():
 
 
 def highest(facts):
-    """One word, the highest of all."""
+    """Returns one word, the highest for all rows."""
     return jnp.full_like(facts.last_step, 0xFFFFFFFF)
 
 
 def both_highest(facts):
-    """Two words."""
+    """Returns two words."""
     return highest(facts), highest(facts)
 
 
 @pytest.mark.parametrize("policy", [LeastRecentlyUsed(), TimeToLive(1000)])
 def test_a_batch_that_cannot_fit_is_told_with_what_helps(policy):
-    """Once, with the numbers that do not fit; advice for policies with a score is not given to one that has one."""
+    """The warning appears once, with the numbers; its advice to set a score is omitted if the policy has one."""
     collection = programs.one_table(capacity=16, max_capacity=16, eviction=policy)
     state = programs.insert(collection, collection.init(seed=0), range(16))
     batch = collection.batch({"user": np.arange(100, 120)})
@@ -927,11 +927,11 @@ def test_a_batch_that_cannot_fit_is_told_with_what_helps(policy):
     assert "wanted at most 16 together (max_capacity)" in message and "a smaller max_keys" in message
     assert ("a policy with a score" in message) != policy.has_score
     assert "-" not in message.replace("jaxsok-", "")
-    collection.grow(state, batch)  # no second time
+    collection.grow(state, batch)  # there is no second warning
 
 
 def test_rows_kept():
-    """The new rows fit, with a slack of a sixteenth; of a number that is only a bound a quarter stays."""
+    """The new rows fit, with a slack of a sixteenth; if the number is only a bound, a quarter stays."""
     for capacity in range(1, 200, 7):
         for new in range(0, 2 * capacity, 3):
             kept = grow.rows_kept(capacity, new, is_exact=True)
@@ -940,7 +940,7 @@ def test_rows_kept():
 
 
 def test_batches_larger_than_a_store_do_not_empty_it():
-    """A batch may have more positions than the store has rows: some stay, whoever the batch brings."""
+    """A batch may have more positions than the store has rows: some rows stay, whatever the batch contains."""
     policy = jaxsok.policies.AdmitByCount(3)
     collection = programs.one_table(capacity=4, max_capacity=4, eviction=LeastRecentlyUsed(), admission=policy)
     features = programs.batch(collection, user=np.repeat(np.arange(4), 3))
@@ -952,7 +952,7 @@ def test_batches_larger_than_a_store_do_not_empty_it():
 
 
 def test_full_shards_never_refuse():
-    """On a mesh each shard makes room for itself; the caller is handed who leaves."""
+    """On a mesh each shard makes its own room; the caller receives the rows that leave."""
     collection = over_shards(2, capacity=64, max_capacity=64)
     state, seen, handed = collection.init(seed=0), set(), []
     for step in range(9):
@@ -975,7 +975,7 @@ def test_full_shards_never_refuse():
 
 
 def test_time_to_live_makes_room_by_a_users_clock():
-    """Those whose time has come; where that frees too little it is told, once, and keys may be refused."""
+    """Expired rows leave; if that frees too little, one warning reports it and keys may be refused."""
     collection = programs.one_table(capacity=32, max_capacity=32, eviction=TimeToLive(100))
     state = collection.init(seed=0)
     lookup = jax.jit(lambda state, features, clock: collection.lookup(state, features, clock=clock))
@@ -985,7 +985,7 @@ def test_time_to_live_makes_room_by_a_users_clock():
         embeddings, state, plan = lookup(state, features, np.uint32(50 * hour))
         state, stats = programs.update(collection)(state, plan, embeddings)
         stats.check()
-        # Room for four hours; at the fifth those go that are more than two hours old.
+        # Room for four hours; in the fifth hour rows that are more than two hours old leave.
         assert min(programs.rows_of(collection, state)) == 8 * (0 if hour < 4 else 2 if hour < 6 else 4)
     assert collection.growth.num_evictions == 2
     state = programs.insert(collection, state, range(100, 108))

@@ -1,4 +1,4 @@
-"""Features: every way to hand over keys, every combiner, and what a batch carries."""
+"""Features: all forms of keys, all combiners, and the contents of a batch."""
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,12 @@ import pytest
 import jaxsok
 
 DIM = 4
-# Embeddings are sums of at most 8 rows of size <= 4 in float32, judged in float64: 8 * 32 * 2^-24 < 2e-5.
+# Embeddings are sums of at most 8 rows of size <= 4 in float32, compared in float64: 8 * 32 * 2^-24 < 2e-5.
 TOLERANCE = {"rtol": 1e-6, "atol": 2e-5}
 
 
 def expected(bags, combiner, *, weighted=False, name="user"):
-    """What the oracle says of bags on a fresh table."""
+    """Returns the oracle's embeddings of bags on a new table."""
     initial = programs.initial_row(name, DIM)
     return np.array(
         [
@@ -30,7 +30,7 @@ def expected(bags, combiner, *, weighted=False, name="user"):
 
 
 def embed(collection, value):
-    """The embeddings of one feature on a fresh state."""
+    """Returns the embeddings of one feature on a new state."""
     embeddings, _, _ = programs.lookup(collection)(collection.init(seed=0), programs.batch(collection, user=value))
     return np.asarray(embeddings["user"])
 
@@ -46,7 +46,7 @@ WEIGHTS = np.array([weight for bag in WEIGHTED_BAGS for _, weight in bag], np.fl
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 @pytest.mark.parametrize("shape", ["lengths", "offsets"])
 def test_ragged_feature(combiner, shape):
-    """Lengths and offsets say the same."""
+    """Lengths and offsets give equal results."""
     collection = programs.one_table(combiner=combiner, max_keys=12)
     bags = jaxsok.Bags(FLAT, lengths=LENGTHS) if shape == "lengths" else jaxsok.Bags(FLAT, offsets=OFFSETS)
     got = embed(collection, bags)
@@ -57,7 +57,7 @@ def test_ragged_feature(combiner, shape):
 
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_weighted_ragged_feature(combiner):
-    """Weights first: the mean divides by their sum, sqrtn by the root of the sum of their squares."""
+    """Weights apply first: the mean divides by their sum, sqrtn by the root of the sum of their squares."""
     collection = programs.one_table(combiner=combiner, weighted=True, max_keys=12)
     got = embed(collection, jaxsok.Bags(FLAT, lengths=LENGTHS, weights=WEIGHTS))
     np.testing.assert_allclose(got, expected(WEIGHTED_BAGS, combiner, weighted=True), **TOLERANCE)
@@ -67,7 +67,7 @@ def test_weighted_ragged_feature(combiner):
 @pytest.mark.parametrize("layout", ["lengths", "offsets"])
 @pytest.mark.parametrize("on_device", ["keys", "layout", "weights", "all"])
 def test_ragged_feature_on_the_device(layout, on_device):
-    """Keys as words, lengths or offsets, weights: NumPy or jax.Array, in any mixture."""
+    """Keys as words, lengths or offsets, and weights may be NumPy or jax.Array, in any mixture."""
     collection = programs.one_table(combiner="mean", weighted=True, max_keys=12)
     keys, sizes, weights = FLAT, {"lengths": LENGTHS, "offsets": OFFSETS}[layout], WEIGHTS
     if on_device in ("keys", "all"):
@@ -81,14 +81,14 @@ def test_ragged_feature_on_the_device(layout, on_device):
 
 
 def test_max_hotness_on_the_device():
-    """The rectangle is the same from words and lengths on the device."""
+    """Words and lengths on the device give the same rectangle."""
     collection = programs.one_table(combiner=None, max_keys=12, max_hotness=5)
     bags = jaxsok.Bags(jnp.asarray(programs.words(FLAT)), lengths=jnp.asarray(LENGTHS.astype(np.int32)))
     np.testing.assert_array_equal(embed(collection, bags), embed(collection, jaxsok.Bags(FLAT, lengths=LENGTHS)))
 
 
 def test_padding_after_the_last_bag():
-    """A buffer that is longer than its bags may end with PADDING_KEY: it is cut or kept as padding."""
+    """A buffer that is longer than its bags may end with PADDING_KEY, which is cut off or kept as padding."""
     collection = programs.one_table(max_keys=12)
     keys = np.concatenate([FLAT, np.full(3, oracle.PADDING_KEY, np.uint64)])
     want = expected(BAGS, "sum")
@@ -97,7 +97,7 @@ def test_padding_after_the_last_bag():
 
 
 def test_weighted_mean_of_weights_that_cancel_is_zero():
-    """A sum of weights of zero gives zeros, not infinities; the same for a bag without keys."""
+    """A zero sum of weights gives zeros, not infinities; so does a bag without keys."""
     collection = programs.one_table(combiner="mean", weighted=True)
     keys = np.array([[3, 5], [3, 5], [-1, -1]])
     weights = np.array([[1.0, -1.0], [1.0, 1.0], [4.0, 2.0]], np.float32)
@@ -109,7 +109,7 @@ def test_weighted_mean_of_weights_that_cancel_is_zero():
 
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_padded_dense_feature(combiner):
-    """Padding may stand anywhere; the hotness is the number of real keys."""
+    """Padding may be anywhere; the hotness is the number of real keys."""
     collection = programs.one_table(combiner=combiner)
     keys = np.array([[3, -1, 5, 3], [-1, -1, -1, -1], [-1, 7, -1, -1]])
     bags = [[int(key) % 2**64 for key in bag] for bag in keys]
@@ -119,7 +119,7 @@ def test_padded_dense_feature(combiner):
 
 
 def test_padded_dense_feature_with_weights():
-    """The weight of a padding position is nothing: neither in the sum nor in the divisor."""
+    """The weight of a padding position enters neither the sum nor the divisor."""
     collection = programs.one_table(combiner="mean", weighted=True)
     keys = np.array([[3, -1, 5], [7, 7, -1]])
     weights = np.array([[1.0, 100.0, 3.0], [0.5, 0.25, -8.0]], np.float32)
@@ -160,7 +160,7 @@ def test_no_combiner_padded():
 
 
 def test_no_combiner_ragged_is_jagged():
-    """One line per position of the buffer, zeros past the end."""
+    """The result has one row per position of the buffer, with zeros past the end."""
     got = embed(programs.one_table(combiner=None, max_keys=12), jaxsok.Bags(FLAT, lengths=LENGTHS))
     want = np.zeros((12, DIM), np.float32)
     want[:8] = programs.initial_rows("user", DIM, FLAT)
@@ -168,7 +168,7 @@ def test_no_combiner_ragged_is_jagged():
 
 
 def test_no_combiner_ragged_with_max_hotness_is_padded():
-    """[batch, max_hotness, dim]; the mask is what the offsets say."""
+    """The result is [batch, max_hotness, dim]; the mask follows from the offsets."""
     got = embed(programs.one_table(combiner=None, max_keys=12, max_hotness=5), jaxsok.Bags(FLAT, lengths=LENGTHS))
     want = np.zeros((4, 5, DIM), np.float32)
     for i, bag in enumerate(BAGS):
@@ -178,7 +178,7 @@ def test_no_combiner_ragged_with_max_hotness_is_padded():
 
 @pytest.mark.parametrize("max_hotness", [None, 5])
 def test_no_combiner_gradients_reach_their_rows(max_hotness):
-    """Each position's gradient goes to its row and to no other; what lies past the end goes nowhere."""
+    """Each position's gradient reaches its row and no other; gradients past the end reach none."""
     collection = programs.one_table(combiner=None, max_keys=12, max_hotness=max_hotness)
     bags = jaxsok.Bags(FLAT, lengths=LENGTHS)
     _, state, plan = collection.lookup(collection.init(seed=0), programs.batch(collection, user=bags))
@@ -199,7 +199,7 @@ def test_no_combiner_gradients_reach_their_rows(max_hotness):
 
 
 def test_sums_run_in_the_order_of_the_keys():
-    """Float32, product and sum rounded apart, one after the other: the very bits of a loop."""
+    """Products and sums are rounded separately in float32 and added in order: the bits equal a loop's."""
     rng = np.random.default_rng(0)
     keys = rng.integers(0, 1000, (16, 8))
     weights = rng.normal(size=(16, 8)).astype(np.float32)
@@ -216,7 +216,7 @@ def test_sums_run_in_the_order_of_the_keys():
 
 
 def test_a_batch_of_empty_bags():
-    """Nothing asked, nothing inserted, zeros."""
+    """Empty bags give zeros, and no key is requested or inserted."""
     collection = programs.one_table(combiner="mean", max_keys=4)
     features = programs.batch(collection, user=jaxsok.Bags(np.zeros(0, np.int64), lengths=np.zeros(3, np.int32)))
     embeddings, state, plan = collection.lookup(collection.init(seed=0), features)
@@ -227,7 +227,7 @@ def test_a_batch_of_empty_bags():
 
 
 def test_key_buffers_without_max_keys_are_powers_of_two():
-    """So that a stream of ragged batches compiles a few programs, not one a batch."""
+    """A stream of ragged batches therefore compiles a few programs, not one per batch."""
     collection = programs.one_table()
     sizes = {}
     for num_keys in (0, 1, 2, 3, 4, 5, 8, 9, 100):
@@ -238,7 +238,7 @@ def test_key_buffers_without_max_keys_are_powers_of_two():
 
 
 def test_offsets_and_mask_of_a_ragged_feature():
-    """Offsets count from 0 to the number of keys; the mask is true where a real key is."""
+    """Offsets count from 0 to the number of keys; the mask is true at real keys."""
     collection = programs.one_table(max_keys=12)
     for bags in (jaxsok.Bags(FLAT, lengths=LENGTHS), jaxsok.Bags(FLAT, offsets=OFFSETS)):
         features = programs.batch(collection, user=bags)
@@ -252,7 +252,7 @@ def test_offsets_and_mask_of_a_ragged_feature():
 
 
 def test_mask_of_a_padded_feature():
-    """[batch, hotness], as the keys were given; a single key is a column of its own or a vector."""
+    """The mask is [batch, hotness], as the keys were given; a single key is a column or a vector."""
     collection = programs.one_table()
     keys = np.array([[3, -1, 5], [7, 3, -1]])
     np.testing.assert_array_equal(programs.batch(collection, user=keys).mask("user"), keys != -1)
@@ -261,7 +261,7 @@ def test_mask_of_a_padded_feature():
 
 
 def test_mask_fits_embeddings_without_combiner():
-    """One bit for each line of the embeddings, whatever the layout."""
+    """The mask has one bit per row of the embeddings, in every layout."""
     cases = {
         "one key a sample": (programs.one_table(combiner=None), np.array([3, -1, 5])),
         "padded": (programs.one_table(combiner=None), np.array([[3, -1], [-1, -1], [7, 3]])),
@@ -280,7 +280,7 @@ def test_mask_fits_embeddings_without_combiner():
 
 
 def test_a_batch_carries_everything_else_as_given():
-    """Labels and dense inputs travel beside the features, untouched."""
+    """Labels and dense inputs are kept unchanged with the features."""
     collection = programs.one_table()
     label, dense = np.array([0.0, 1.0]), jnp.ones((2, 3))
     batch = collection.batch({"user": np.array([1, 2]), "label": label, "dense": dense, "name": "monday"})
@@ -300,7 +300,7 @@ def test_features_are_a_pytree_of_small_arrays():
 
 
 def test_a_batch_packed_inside_a_program():
-    """Keys that a program makes on the device, as words, need no way over the host."""
+    """Keys that a program computes on the device, as words, do not pass through the host."""
     collection = programs.one_table(combiner="mean")
     keys = programs.as_array([[3, 2**40 + 3], [5, oracle.PADDING_KEY]])
 
@@ -315,7 +315,7 @@ def test_a_batch_packed_inside_a_program():
 
 
 def test_several_features_of_one_table_share_their_rows():
-    """A key seen by one feature is found by the next, in the order of the collection's list."""
+    """A key inserted by one feature is found by the next, in the order of the collection's list."""
     table = jaxsok.TableSpec("item", DIM, jaxsok.optim.sgd(1.0), capacity=64)
     collection = jaxsok.Collection(
         [table],

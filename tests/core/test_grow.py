@@ -1,4 +1,4 @@
-"""Growth: from a first capacity to a maximum or without one, no row copied; full tables refuse and say so."""
+"""Growth: up to a maximum or without one, no row is copied; full tables refuse keys and report it."""
 
 import gc
 import warnings
@@ -16,12 +16,12 @@ DIM = 4
 
 
 def float_pointers(state):
-    """Where rows and optimizer state lie."""
+    """Returns the addresses of rows and optimizer state."""
     return {leaf.unsafe_buffer_pointer() for _, leaf in programs.state_leaves(state) if leaf.dtype == np.float32}
 
 
 def test_growth_without_a_maximum():
-    """From 4 rows to thousands: every row keeps its id and its bits."""
+    """From 4 rows to thousands, every row keeps its id and its bits."""
     collection = programs.one_table(capacity=4, optimizer=jaxsok.optim.adam(0.1))
     state, expected = collection.init(seed=0), {}
     rng = np.random.default_rng(0)
@@ -43,7 +43,7 @@ def test_growth_without_a_maximum():
 
 
 def test_growth_keeps_everything():
-    """Keys, ids, rows, optimizer state, step and free ids are those of before."""
+    """Keys, ids, rows, optimizer state, step and free ids do not change."""
     collection = programs.one_table(capacity=8, optimizer=jaxsok.optim.adagrad(0.5))
     state, _ = programs.learn(collection, collection.init(seed=0), programs.batch(collection, user=np.arange(8)))
     state, _ = collection.erase(state, "user", np.array([6, 3]))
@@ -61,7 +61,7 @@ def test_growth_keeps_everything():
 
 
 def test_growth_stops_at_the_maximum():
-    """Exactly max_capacity rows, however often one grows."""
+    """The capacity is exactly max_capacity rows, however often `grow` is called."""
     collection = programs.one_table(capacity=8, max_capacity=20)
     state = collection.init(seed=0)
     for start in range(0, 40, 5):
@@ -71,7 +71,7 @@ def test_growth_stops_at_the_maximum():
 
 
 def test_a_store_holds_the_maxima_of_its_tables():
-    """Rows are shared: together the tables have what they asked for together."""
+    """Rows are shared: the maximum of the store is the sum of its tables' maxima."""
     sgd = jaxsok.optim.sgd(1.0)
     collection = jaxsok.Collection(
         [
@@ -89,7 +89,7 @@ def test_a_store_holds_the_maxima_of_its_tables():
 
 
 def test_without_growth_the_first_capacity_is_the_end():
-    """Nobody called grow: exactly `capacity` rows, the first ones that came."""
+    """Without a call of `grow` the store has exactly `capacity` rows, for the first keys."""
     collection = programs.one_table(capacity=8)
     state = programs.insert(collection, collection.init(seed=0), range(30))
     assert list(programs.rows_of(collection, state)) == list(range(8))
@@ -98,7 +98,7 @@ def test_without_growth_the_first_capacity_is_the_end():
 
 
 def test_a_full_table_refuses_the_keys_that_come_last():
-    """In the order of the batch: new keys get rows while there are any, every occurrence of the others is refused."""
+    """In the order of the batch, new keys get rows while there are any; all occurrences of the others are refused."""
     collection = programs.one_table(capacity=4, max_capacity=4)
     state = programs.insert(collection, collection.init(seed=0), [1, 2])
     features = programs.batch(collection, user=np.array([9, 1, 8, 7, 9, 7, 6, -1]))
@@ -116,14 +116,14 @@ def test_a_full_table_refuses_the_keys_that_come_last():
         "num_padding": 1,
     }
     after = programs.rows_of(collection, state)
-    np.testing.assert_array_equal(after[2], before[2][1])  # not asked
+    np.testing.assert_array_equal(after[2], before[2][1])  # not in the batch
     np.testing.assert_array_equal(after[1], before[1][1] - 1)
     np.testing.assert_array_equal(after[9], before[9][1] - 2)
     np.testing.assert_array_equal(after[8], before[8][1] - 1)
 
 
 def test_refused_keys_contribute_to_their_bags():
-    """They count in the hotness, with their initial row; their bag still teaches its other rows."""
+    """Refused keys count in the hotness, with their initial row; their bag still updates its other rows."""
     collection = programs.one_table(capacity=1, max_capacity=1, combiner="mean")
     keys = np.array([[1, 2], [2, -1]])
     features = programs.batch(collection, user=keys)
@@ -135,12 +135,12 @@ def test_refused_keys_contribute_to_their_bags():
     assert list(rows) == [1]
     np.testing.assert_allclose(rows[1], one - 0.5, rtol=0, atol=1e-7)
     again, _, _ = collection.lookup(state, features)
-    np.testing.assert_array_equal(again["user"][1], two)  # it learned nothing
+    np.testing.assert_array_equal(again["user"][1], two)  # it was not updated
     assert programs.counts(stats)["num_refused"] == 2
 
 
 def test_a_full_table_still_finds_and_erasing_makes_room():
-    """Refused keys leave no trace in the index; freed rows go to the next new keys."""
+    """Refused keys leave no entry in the index; freed rows go to the next new keys."""
     collection = programs.one_table(capacity=8, max_capacity=8)
     state = programs.insert(collection, collection.init(seed=0), range(8))
     for start in range(100, 1000, 100):
@@ -165,7 +165,7 @@ def test_a_full_table_still_finds_and_erasing_makes_room():
 
 
 def test_grow_reserves_for_a_scan():
-    """steps=K: K steps in one program meet no full table."""
+    """steps=K: no table becomes full in K steps of one program."""
     collection = programs.one_table(capacity=8, optimizer=jaxsok.optim.adagrad(0.1))
     num_steps, batch_size = 6, 16
     batches = [programs.batch(collection, user=np.arange(batch_size) + step * batch_size) for step in range(num_steps)]
@@ -184,7 +184,7 @@ def test_grow_reserves_for_a_scan():
 
 
 def test_grow_with_room_returns_at_once():
-    """Nothing is allocated and nothing moved when the reserve is there."""
+    """If the reserve exists, nothing is allocated and nothing moves."""
     collection = programs.one_table(capacity=1 << 14)
     state = programs.insert(collection, collection.init(seed=0), range(10))
     before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
@@ -193,7 +193,7 @@ def test_grow_with_room_returns_at_once():
 
 
 def test_growing_copies_no_row():
-    """Old slabs of rows and optimizer state stay where they are; new ones are appended."""
+    """Old slabs of rows and optimizer state stay at their addresses; new slabs are appended."""
     collection = programs.one_table(capacity=1 << 10, dim=16, optimizer=jaxsok.optim.adam(0.1))
     state = programs.insert(collection, collection.init(seed=0), range(1 << 10), grow=True)
     before = float_pointers(state)
@@ -205,7 +205,7 @@ def test_growing_copies_no_row():
 
 
 def test_the_peak_of_growth_is_the_new_size():
-    """After growing only the new state lives: no second copy of rows, and the old index is gone."""
+    """After growth only the new state exists: no second copy of rows, and no old index."""
     collection = programs.one_table(capacity=1 << 14, dim=64)
     state = programs.insert(collection, collection.init(seed=0), range(1 << 14), grow=True)
     jax.block_until_ready(state)
@@ -220,7 +220,7 @@ def test_the_peak_of_growth_is_the_new_size():
 
 
 def test_two_states_of_one_collection():
-    """What is known of one state is not believed of another: two runs may take turns."""
+    """Facts about one state are not applied to another: two runs may alternate."""
     collection = programs.one_table(capacity=64)
     first, second = collection.init(seed=0), collection.init(seed=1)
     for start in range(0, 256, 16):
@@ -234,7 +234,7 @@ def test_two_states_of_one_collection():
 
 
 def test_lookups_without_growing_are_noticed():
-    """Growing looks at what is there, not at what it remembers: steps before the first `grow` are no loss later."""
+    """Growth reads the present counts, so steps before the first `grow` cause no loss later."""
     collection = programs.one_table(capacity=64)
     state = programs.insert(collection, collection.init(seed=0), range(30))
     state = programs.insert(collection, state, range(30, 60))
@@ -244,7 +244,7 @@ def test_lookups_without_growing_are_noticed():
 
 
 def test_rows_in_use_are_at_most_those_seen_and_those_that_steps_could_insert():
-    """Counters that arrive late say what was so when they were asked for."""
+    """Counters that arrive late describe the time of their request."""
     tracker = programs.one_table(capacity=64).growth
     assert tracker.bound(0) is None
     tracker.allowed[0] = 10
@@ -255,7 +255,7 @@ def test_rows_in_use_are_at_most_those_seen_and_those_that_steps_could_insert():
 
 
 def test_an_older_state_goes_on():
-    """A run that is taken up again from a kept state grows as the first one did."""
+    """A run that is resumed from a kept state grows like the first run."""
     collection = programs.one_table(capacity=64)
     kept = programs.insert(collection, collection.init(seed=0), range(60), grow=True)
     for _ in range(2):
@@ -266,7 +266,7 @@ def test_an_older_state_goes_on():
 
 
 def test_steps_after_growth_are_the_same_steps():
-    """A small table that grew and a large one from the beginning: equal rows, ids and state."""
+    """A small table that grew and a table that was large from the start have equal rows, ids and state."""
     rng = np.random.default_rng(0)
     batches = [rng.integers(0, 300, 64) for _ in range(8)]
     collections = [programs.one_table(capacity=capacity, optimizer=jaxsok.optim.adam(0.1)) for capacity in (16, 1024)]
@@ -282,7 +282,7 @@ def test_steps_after_growth_are_the_same_steps():
 
 
 def test_growth_after_erasures():
-    """Churn: a tenth leaves and comes anew, many times; the store grows no further than it must."""
+    """When a tenth of the keys leaves and returns many times, the store grows no further than necessary."""
     collection = programs.one_table(capacity=512)
     state, alive, fresh = collection.init(seed=0), list(range(400)), 400
     state = programs.insert(collection, state, alive)
@@ -302,7 +302,7 @@ def test_growth_after_erasures():
 
 
 def test_keys_of_one_bucket():
-    """They fill bucket after bucket; all are found, none is lost, and the walk is counted."""
+    """Such keys fill bucket after bucket; all are found, none is lost, and probes are counted."""
     collection = programs.one_table(capacity=1024)
     state = collection.init(seed=0)
     keys = programs.aimed_keys(collection, state, 64)
@@ -320,7 +320,7 @@ def test_keys_of_one_bucket():
 
 
 def test_more_keys_of_one_bucket_than_a_walk_is_long():
-    """Some find no entry within the bound: counted apart, and after a rebuild with another salt none is lost."""
+    """Some keys find no entry within the bound. They are counted separately; after a rebuild none is lost."""
     collection = programs.one_table(capacity=2048)
     state = collection.init(seed=0)
     keys = programs.aimed_keys(collection, state, 600)
@@ -340,7 +340,7 @@ def test_more_keys_of_one_bucket_than_a_walk_is_long():
 
 
 def test_keys_aimed_at_one_state_miss_another():
-    """Who knows a state, or the seed of all of them, knows nothing of the next one, nor of this one after a rebuild."""
+    """Knowledge of one state, or of the seed, does not help with the next state or with this state after a rebuild."""
     collection = programs.one_table(capacity=2048)
     first = collection.init(seed=0)
     keys = programs.aimed_keys(collection, first, 600)
@@ -351,7 +351,7 @@ def test_keys_aimed_at_one_state_miss_another():
     for _ in range(2):
         state, stats = programs.learn(collection, jax.tree.map(jnp.copy, first), features, gradient=0.0)
         assert programs.total(stats, "num_unplaced") > 0
-        collection.growth.warned.clear()  # each warning comes once
+        collection.growth.warned.clear()  # each warning appears once
         with pytest.warns(RuntimeWarning, match="this call makes the index anew"):
             state = collection.grow(state)
         salts.add(programs.index_of(collection, state)[1])
@@ -359,7 +359,7 @@ def test_keys_aimed_at_one_state_miss_another():
 
 
 def hundred_new(collection, number):
-    """A batch of 100 keys that no other batch has."""
+    """Returns a batch of 100 keys that no other batch has."""
     return collection.batch({"user": np.arange(100) + 100 * number})
 
 
@@ -375,7 +375,7 @@ FORMS = {
 
 @pytest.mark.parametrize(("form", "num_shards"), [*((form, 1) for form in FORMS), ("batch", 2)])
 def test_the_ordinary_loop_keeps_every_key(form, num_shards, tmp_path):
-    """A fresh process with capacity for 64 and 100 new keys at every step, also right after a restore."""
+    """A new process with capacity for 64 and 100 new keys per step loses none, also right after a restore."""
     tables = [jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(1.0), capacity=64)]
     features = [jaxsok.FeatureSpec("user", "user")]
 
@@ -401,7 +401,7 @@ def test_the_ordinary_loop_keeps_every_key(form, num_shards, tmp_path):
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_a_restored_state_has_room_for_a_step(num_shards, tmp_path):
-    """Nobody calls grow after the restore: the first step of the size of those before refuses nothing."""
+    """Without a call of `grow` after the restore, the first step of the earlier batch size refuses no key."""
     tables = [jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(1.0), capacity=64)]
     features = [jaxsok.FeatureSpec("user", "user")]
     collections = [
@@ -435,7 +435,7 @@ def test_batches_of_a_scan_stacked(num_shards):
     scan = jax.jit(lambda state, xs: jax.lax.scan(body, state, xs), compiler_options=programs.quickly())
     state, _ = scan(state, stacked)
     assert collection.num_rows(state) == {"user": 300}
-    # The same keys once more: their positions do not fit beside the rows, and they need none.
+    # The same keys again: their positions do not fit in addition to the rows, and they need none.
     capacity = state.stores[0].capacity
     for coming in (stacked, batches):
         state = collection.grow(state, coming)
@@ -443,7 +443,7 @@ def test_batches_of_a_scan_stacked(num_shards):
 
 
 def test_keys_that_have_rows_need_no_room(by_doubling):
-    """Counted where positions do not fit; after some waits the table grows for the positions all the same."""
+    """They are counted if positions do not fit; after some waits the table nevertheless grows for the positions."""
     collection = programs.one_table(capacity=120)
     batch = hundred_new(collection, 0)
     state = collection.init(seed=0)
@@ -459,7 +459,7 @@ def test_keys_that_have_rows_need_no_room(by_doubling):
 
 
 def test_a_first_call_that_knows_nothing_says_so():
-    """Once, and how to do it; what is lost is told by the next calls, with table and count."""
+    """The warning appears once and states the remedy; later calls report losses with table and count."""
     collection = programs.one_table(capacity=64)
     state, step = collection.init(seed=0), jax.jit(programs.train_step(collection), donate_argnums=0)
     with pytest.warns(RuntimeWarning, match=r"grow: batch: got none.*collection\.grow\(state, batch\)"):
@@ -475,14 +475,14 @@ def test_a_first_call_that_knows_nothing_says_so():
 
 
 def test_refused_keys_are_told_while_steps_run():
-    """A table that may not grow refuses; who never looks at Stats is told within a few calls, once for each table."""
+    """If a table that may not grow refuses keys, `grow` warns within a few calls, once per table, without Stats."""
     tables = [
         jaxsok.TableSpec(name, DIM, jaxsok.optim.sgd(1.0), capacity=64, max_capacity=64, **more)
         for name, more in (("full", {}), ("kept_out", {"admission": jaxsok.policies.AdmitByCount(1000)}))
     ]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(table.name, table.name) for table in tables])
     state, step = collection.init(seed=0), jax.jit(programs.train_step(collection), donate_argnums=0)
-    told = []  # if the state is never at rest, call 16 reads what call 8 asked for
+    told = []  # if the state is never ready, call 16 reads the counters that call 8 requested
     for number in range(20):
         batch = collection.batch({table.name: np.arange(40) + 40 * number for table in tables})
         with warnings.catch_warnings(record=True) as caught:
@@ -509,7 +509,7 @@ def test_refused_keys_are_told_while_steps_run():
     ],
 )
 def test_what_is_no_batch(batch, message):
-    """Each says what to pass, and nothing has changed."""
+    """Each message states what to pass, and nothing changes."""
     collection = programs.one_table(capacity=64)
     state = collection.init(seed=0)
     with pytest.raises(TypeError, match=f"grow: batch: {message}") as raised:
@@ -523,7 +523,7 @@ def test_what_is_no_batch(batch, message):
 
 
 def test_numbers_of_keys_and_steps(by_doubling):
-    """A number stands for the keys of all shards; steps multiply a single batch."""
+    """A number represents the keys of all shards; steps multiply a single batch."""
     collection = programs.one_table(capacity=64)
     assert collection.grow(collection.init(seed=0), 200, steps=3).stores[0].capacity == 600
     batch = hundred_new(collection, 0)
@@ -532,31 +532,31 @@ def test_numbers_of_keys_and_steps(by_doubling):
 
 
 def first_capacity(collection):
-    """The capacity after the first call of `grow`, with a batch of 100 new keys."""
+    """Returns the capacity after the first call of `grow`, with a batch of 100 new keys."""
     return collection.grow(collection.init(seed=0), hundred_new(collection, 0)).stores[0].capacity
 
 
 def test_a_fresh_table_begins_with_room_for_many_batches(monkeypatch):
-    """Doubled until 32 batches like the first one fit: never beyond `max_capacity`, or a sixteenth of free memory."""
+    """It doubles until 32 such batches fit, up to `max_capacity` or a sixteenth of free memory."""
     assert first_capacity(programs.one_table(capacity=64)) == 64 * 2**6
     assert first_capacity(programs.one_table(capacity=3200)) == 3200
     assert first_capacity(programs.one_table(capacity=64, max_capacity=1000)) == 1000
     collection = programs.one_table(capacity=64)
     of_row = collection.memory_estimate().stores[0].row_bytes
-    for more, capacity in ((4032, 4096), (4031, 2048), (0, 128)):  # a batch must fit in any case
+    for more, capacity in ((4032, 4096), (4031, 2048), (0, 128)):  # a batch must always fit
         monkeypatch.setattr(grow, "free_bytes", lambda more=more: 16 * max(more, 20) * of_row)
         assert first_capacity(collection) == capacity
     monkeypatch.undo()
-    by_chance = jaxsok.policies.AdmitByProbability(0.1)  # most of the keys that are counted get no row
+    by_chance = jaxsok.policies.AdmitByProbability(0.1)  # most counted keys get no row
     table = jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(1.0), capacity=64, admission=by_chance)
     assert first_capacity(jaxsok.Collection([table], [jaxsok.FeatureSpec("user", "user")])) == 128
     state = programs.insert(collection, collection.init(seed=0), [7])
-    assert collection.grow(state, hundred_new(collection, 0)).stores[0].capacity == 128  # it is not fresh
+    assert collection.grow(state, hundred_new(collection, 0)).stores[0].capacity == 128  # the state is not new
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_a_fresh_table_grows_less_often_with_the_same_bits(num_shards, monkeypatch):
-    """One growth in place of several; keys, row ids, rows and optimizer state do not show it."""
+    """There is one growth in place of several; keys, row ids, rows and optimizer state are equal."""
     found = []
     for first_calls in (0, 32):
         monkeypatch.setattr(grow, "FIRST_CALLS", first_calls)
@@ -580,7 +580,7 @@ def test_a_fresh_table_grows_less_often_with_the_same_bits(num_shards, monkeypat
 
 @pytest.mark.slow
 def test_a_million_rows():
-    """Growth to 2^20 rows by doubling, in batches."""
+    """A table grows to 2^20 rows by doubling, in batches."""
     collection = programs.one_table(capacity=1 << 12, dim=8)
     state = collection.init(seed=0)
     for start in range(0, 1 << 20, 1 << 15):

@@ -1,4 +1,4 @@
-"""Limits of host memory as Linux reports them, and how processes divide them; the files of the system are made up."""
+"""Limits of host memory as Linux reports them, and their division among processes, with simulated system files."""
 
 import pathlib
 
@@ -14,7 +14,7 @@ NONE_1, NONE_2 = "9223372036854771712", "max"  # no limit, by version of control
 
 @pytest.fixture
 def root(tmp_path):
-    """A host with 8 GiB available, without control groups."""
+    """Returns the root of a host with 8 GiB available, without control groups."""
     write(tmp_path / "proc/sys/kernel/random/boot_id", "host")
     write(tmp_path / "proc/meminfo", f"MemTotal: {16 << 20} kB\nMemFree: 100 kB\nMemAvailable: {8 << 20} kB\n")
     return tmp_path
@@ -26,7 +26,7 @@ def write(path, text):
 
 
 def group_1(root, path, limit, used, cache=0):
-    """A control group of version 1, with pages of files that can be dropped."""
+    """Makes a control group of version 1, with file pages that can be dropped."""
     folder = root / "sys/fs/cgroup/memory" / path
     write(folder / "memory.limit_in_bytes", limit)
     write(folder / "memory.usage_in_bytes", used)
@@ -34,7 +34,7 @@ def group_1(root, path, limit, used, cache=0):
 
 
 def group_2(root, path, limit, used, cache=0):
-    """A control group of version 2."""
+    """Makes a control group of version 2."""
     folder = root / "sys/fs/cgroup" / path
     write(folder / "memory.max", limit)
     write(folder / "memory.current", used)
@@ -62,7 +62,7 @@ def test_a_system_that_reports_nothing(tmp_path, monkeypatch):
 
 
 def test_nested_groups_of_version_2(root):
-    """Those above a process's group limit it too; one without a limit does not, nor does a group beside it."""
+    """Ancestors of a process's group limit it too; groups without a limit and sibling groups do not."""
     write(root / "proc/self/cgroup", "0::/jobs/mine/inner")
     group_2(root, "jobs", 6 * GIB, 4 * GIB, cache=GIB)
     group_2(root, "jobs/mine", 5 * GIB, 3 * GIB)
@@ -75,7 +75,7 @@ def test_nested_groups_of_version_2(root):
 
 
 def test_nested_groups_of_version_1(root):
-    """The folder of version 2 is beside them, without memory."""
+    """The folder of version 2 also exists, without memory."""
     write(root / "proc/self/cgroup", "9:pids:/jobs/wrong\n4:cpu,memory:/jobs/mine\n0::/jobs/mine")
     group_1(root, ".", NONE_1, 9 * GIB)
     group_1(root, "jobs", 6 * GIB, 4 * GIB, cache=GIB)
@@ -90,14 +90,14 @@ def test_nested_groups_of_version_1(root):
 
 @pytest.mark.parametrize("path", ["/", "/docker/0123", "/../../0123", "/gone (deleted)"])
 def test_a_container(root, path):
-    """The kernel's path begins elsewhere; the container's own group is what is mounted."""
+    """The kernel's path has another root; the container's own group is the mounted one."""
     write(root / "proc/self/cgroup", f"0::{path}")
     group_2(root, ".", 3 * GIB, GIB)
     assert found(root) == HOST | {"/sys/fs/cgroup/memory.max": 2 * GIB}
 
 
 def test_this_machine():
-    """Whatever it is, its limits can be read, and have distinct names."""
+    """The limits of the test's machine can be read, and have distinct names."""
     limits = host_limits.limits()
     assert len({limit.name for limit in limits}) == len(limits)
     if pathlib.Path("/proc/meminfo").exists():
@@ -108,7 +108,7 @@ def test_this_machine():
 
 
 def test_processes_of_a_host_divide_its_memory(root, tmp_path):
-    """A process of another host, and one with a group of its own, have theirs for themselves."""
+    """A process on another host, or with a group of its own, does not share its memory."""
     write(root / "proc/self/cgroup", "0::/a")
     group_2(root, "a", 6 * GIB, 0)
     group_2(root, "b", 6 * GIB, 0)
@@ -120,7 +120,7 @@ def test_processes_of_a_host_divide_its_memory(root, tmp_path):
     assert least_share([(1, in_a)]).num_bytes == 6 * GIB
     assert least_share([(1, in_a), (1, in_a)]).num_bytes == 3 * GIB
     assert least_share([(1, in_a), (2, in_a)]).num_bytes == 2 * GIB
-    assert least_share([(1, in_a), (1, in_b)]).num_bytes == 4 * GIB  # of the host; of its group each has 6
+    assert least_share([(1, in_a), (1, in_b)]).num_bytes == 4 * GIB  # of the host; each process has 6 in its own group
     assert least_share([(1, in_a), (1, elsewhere)]).num_bytes == 6 * GIB
     share = least_share([(3, in_a), (1, in_a), (1, in_b)])
     assert share.num_bytes == 6 * GIB // 4
@@ -129,7 +129,7 @@ def test_processes_of_a_host_divide_its_memory(root, tmp_path):
 
 
 def test_all_processes_compute_the_same_share(monkeypatch):
-    """Of what each has read at its own time, the least counts."""
+    """The least of the values that processes read, at different times, counts."""
     mine, other = ([HostLimit("MemAvailable", num_bytes, "host")] for num_bytes in (1000, 900))
     mesh = jax.make_mesh((2,), ("data",))
     asked = []

@@ -1,4 +1,4 @@
-"""Tables in host memory: declared, allocated, grown and counted; what they compute is in other files."""
+"""Tables in host memory: declaration, allocation, growth and counters; other files test their results."""
 
 import ctypes
 import dataclasses
@@ -25,7 +25,7 @@ on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="acts as if t
 
 
 def table(name="user", *, memory=0.1, dim=6, optimizer=ADAM, **options):
-    """A table in host memory, of 6 float32 with Adam unless it is said otherwise; `memory`: the cache."""
+    """Declares a table in host memory, by default of 6 float32 with Adam; `memory`: the cache."""
     return TableSpec(name, dim, optimizer, memory=None if memory is None else HostMemory(memory), **options)
 
 
@@ -35,12 +35,12 @@ def store_of(*tables, num_shards=1):
 
 
 def nbytes(tree, device=None):
-    """Bytes of arrays, or of their parts on one device."""
+    """Returns the bytes of arrays, or of their parts on one device."""
     parts = [part for leaf in jax.tree.leaves(tree) for part in leaf.addressable_shards]
     return sum(part.data.nbytes for part in parts if device in (None, part.device))
 
 
-# Declared ------------------------------------------------------------------------------------------------------------
+# Declaration ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_share_is_of_the_shards_capacity_and_no_cache_is_larger_than_its_store
     spread = store_of(table(memory=0.5, capacity=1000), num_shards=4)
     assert spread.capacity == 314 and spread.num_slots == 157
     assert store_of(table(memory=5000, capacity=10, max_capacity=300)).num_slots == 300
-    assert store_of(table(memory=5000, capacity=10)).num_slots == 5000  # it may grow to so many
+    assert store_of(table(memory=5000, capacity=10)).num_slots == 5000  # it may grow to so many rows
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_tables_of_one_memory_share_a_store():
 
 
 def test_the_cache_is_in_the_fingerprint_where_there_is_one():
-    """States of tables on the device keep the fingerprint that they had."""
+    """Tables on the device have the same fingerprint as before."""
     plain, cached = (describe(group_into_stores([table(memory=memory, capacity=50)])) for memory in (None, 10))
     assert cached == [*plain, "0:HostMemory(device_rows=10)"]
 
@@ -108,7 +108,7 @@ def test_rows_in_host_memory_are_not_proposed_on_every_device():
         assert [line.table.placement for line in proposal.lines] == [placement]
 
 
-# Allocated -----------------------------------------------------------------------------------------------------------
+# Allocation ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_an_empty_state(dtype, optimizer, host_bytes, widths, memory):
 
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_the_estimate_is_what_each_device_allocates(num_shards):
-    """To the byte, on the device and in host memory; before there is a collection, with one, and after growth."""
+    """The estimate is exact, on the device and in host memory: without a collection, with one, and after growth."""
     tables = [
         table(capacity=300, memory=40),
         table("item", capacity=70, memory=40, placement=on(0)),
@@ -164,7 +164,7 @@ def test_the_estimate_is_what_each_device_allocates(num_shards):
 
 
 def test_the_estimate_counts_what_is_staged():
-    """24 bytes of a row, 48 of Adam's state, 16 of an owner, for each of 900 keys beyond 100 slots; 4 for each key."""
+    """It counts 24 bytes of a row, 48 of Adam's state and 16 of an owner for 900 keys beyond 100 slots; 4 per key."""
     features = [FeatureSpec("user", table="user", combiner=None)]
     staged = [
         memory_estimate([table(memory=rows, capacity=5000)], features, num_samples=1000).stores[0].step["staged"]
@@ -178,12 +178,12 @@ def test_the_estimate_counts_what_is_staged():
     assert "staged" in text and "390.6 KiB of host memory for the device." in text  # 5000 records of 80 bytes
 
 
-# Grown ---------------------------------------------------------------------------------------------------------------
+# Growth --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_growth_appends(num_shards):
-    """A host slab, records, places and statistics; what was there stays, and so does the cache."""
+    """Growth appends a host slab, records, places and statistics; existing content and the cache stay."""
     collection = programs.over(num_shards, [table(memory=8, capacity=16, statistics=True)], FEATURES)
     state, step = collection.init(seed=0), programs.donated_step(collection)
     before = state.stores[0].capacity
@@ -203,14 +203,14 @@ def test_growth_appends(num_shards):
 
 
 def with_available(monkeypatch, num_bytes):
-    """The host as one that has so many bytes left; returns the limit."""
+    """Simulates a host with so many available bytes; returns the limit."""
     limit = HostLimit("MemAvailable", num_bytes, "host")
     monkeypatch.setattr(host_limits, "limits", lambda: [limit])
     return limit
 
 
 def test_host_memory_that_there_is_not(monkeypatch):
-    """Said before anything has changed, with the bytes asked, those that are available, and what limits them."""
+    """It is refused before any change, with the requested bytes, the available bytes and the limit's name."""
     collection = jaxsok.Collection([table(memory=8, capacity=1000)], FEATURES)
     state = collection.init(seed=0)
     limit = with_available(monkeypatch, 79_999)
@@ -223,14 +223,14 @@ def test_host_memory_that_there_is_not(monkeypatch):
     with pytest.raises(MemoryError, match=re.escape(f"grow: capacity: {text}")):
         grow.grow_to("grow", collection.stores, state, {0: 2000}, collection.shards)
     assert state.stores[0].capacity == 1000 and not state.stores[0].index.is_deleted()
-    # Twice does not fit, a quarter more does.
+    # Twice the size does not fit, a quarter more does.
     assert grow.next_capacity(collection.stores[0], 1000, 1001, None, limit) == 1250
     enough = dataclasses.replace(limit, num_bytes=80_000)
     assert grow.next_capacity(collection.stores[0], 1000, 1001, None, enough) == 2000
 
 
 def test_all_devices_of_a_mesh_share_the_host(monkeypatch):
-    """Also those that hold copies of a shard, along an axis of the mesh that is not named."""
+    """Devices that hold copies of a shard, along an unnamed axis of the mesh, share it as well."""
     mesh = jax.make_mesh((2, 2), ("data", "model"))
     collection = jaxsok.Collection([table(memory=8, capacity=1000)], FEATURES, mesh=mesh, axis="data")
     needed = 4 * 80 * collection.stores[0].capacity
@@ -243,7 +243,7 @@ def test_all_devices_of_a_mesh_share_the_host(monkeypatch):
 
 
 def test_a_maximum_beyond_host_memory(monkeypatch):
-    """Told when the state is made, and not when the rows are there."""
+    """The warning appears when the state is made, not when the rows exist."""
     collection = jaxsok.Collection([table(memory=8, capacity=10, max_capacity=1000)], FEATURES)
     with_available(monkeypatch, 80_000)
     with warnings.catch_warnings():
@@ -268,31 +268,31 @@ def test_device_memory_that_there_is_not(monkeypatch):
                 collection.init(seed=0)
 
 
-# Pinned --------------------------------------------------------------------------------------------------------------
+# Pinned memory -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def pinned(monkeypatch):
-    """The CPU as a device that needs pinned memory, for which JAX has a memory kind there too."""
+    """Treats the CPU as a device that needs pinned memory, for which JAX has a memory kind on CPU too."""
 
     def part(device, shape):
         place = SingleDeviceSharding(device, memory_kind="pinned_host")
         made = jax.device_put(np.zeros(shape, np.uint8), place)
-        return jax.make_array_from_single_device_arrays(shape, place, [made])  # of the type that DLPack gives
+        return jax.make_array_from_single_device_arrays(shape, place, [made])  # with the type that DLPack gives
 
     monkeypatch.setattr(host_slabs, "_is_pinned", lambda records: True)
     monkeypatch.setattr(host_slabs, "_pinned", part)
 
 
 def types_of(store):
-    """How JAX prints the types of host slabs."""
+    """Returns the printed types of host slabs."""
     return [str(jax.typeof(slab)).split("[")[0] for slab in store.rows]
 
 
 @on_cpu
 @pytest.mark.parametrize("num_shards", [None, 4])
 def test_slabs_keep_their_memory(pinned, num_shards):
-    """Through steps and growth, without a second compilation; None: no mesh."""
+    """The memory kind stays through steps and growth, without a second compilation; None: no mesh."""
     tables = [table(memory=8, capacity=64)]
     collection = programs.over(num_shards, tables, FEATURES) if num_shards else jaxsok.Collection(tables, FEATURES)
     assert jax.eval_shape(collection.init).stores[0].rows[0].shape[1] == 80
@@ -324,7 +324,7 @@ def test_programs_for_growth_are_compiled_ahead(pinned, by_doubling):
 
 
 def is_mapped(address):
-    """Says whether this process has memory there."""
+    """Returns whether this process has memory mapped there."""
     with open("/proc/self/maps") as lines:
         ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
     return any(begin <= address < end for begin, end in ranges)
@@ -332,7 +332,7 @@ def is_mapped(address):
 
 @on_cpu
 def test_jax_takes_the_memory_over():
-    """Without a copy; it goes with the array, and by itself where nobody took it."""
+    """JAX takes it without a copy. It is freed with the array, or by itself if it was never taken."""
     slab = jax.dlpack.from_dlpack(HostBytes("cpu", 0, 10_000, 528))
     assert slab.shape == (10_000, 528) and slab.dtype == np.uint8 and not np.asarray(slab).any()
     address = slab.unsafe_buffer_pointer()

@@ -1,4 +1,4 @@
-"""New rows: the right distribution, and a function of (seed, table, key, column) alone."""
+"""New rows: the right distribution, and a function of only (seed, table, key, column)."""
 
 import collections
 import functools
@@ -20,38 +20,38 @@ import jaxsok
 DIM = 16
 KEYS = np.arange(4096, dtype=np.uint64) * np.uint64(2**33 + 3)
 GOLDEN = sorted((pathlib.Path(__file__).parents[1] / "golden").glob("initial_rows_v*.json"))
-# Statistics of 65,536 numbers that are drawn once and for all: they pass or fail for ever, five sigma is generous.
+# Statistics of 65,536 fixed random numbers: the results never change, so five sigma is generous.
 NUM = KEYS.size * DIM
 SIGMAS = 5
 
 
 def draw(initializer, *, name="user", dim=DIM, keys=KEYS, seed=0):
-    """Initial rows of many keys."""
+    """Returns initial rows of many keys."""
     return programs.initial_rows(name, dim, keys, initializer=initializer, seed=seed).astype(np.float64)
 
 
 def assert_moments(values, mean, std, kurtosis):
-    """Mean and variance within five of their own standard deviations."""
+    """Checks that mean and variance are within five of their own standard deviations."""
     assert abs(values.mean() - mean) < SIGMAS * std / np.sqrt(values.size)
     assert abs(values.var() / std**2 - 1) < SIGMAS * np.sqrt((kurtosis - 1) / values.size)
 
 
 def assert_distribution(values, cdf):
-    """Kolmogorov's distance; 2.5 / sqrt(n) is passed by chance once in 10^5."""
+    """Checks Kolmogorov's distance; 2.5 / sqrt(n) is exceeded by chance once in 10^5."""
     ordered = np.sort(values.reshape(-1))
     rank = (np.arange(ordered.size) + 0.5) / ordered.size
     assert np.abs(cdf(ordered) - rank).max() < 2.5 / np.sqrt(ordered.size)
 
 
 def normal_cdf(x):
-    """Of the standard normal distribution."""
+    """Returns the distribution function of the standard normal distribution."""
     from math import erf
 
     return 0.5 * (1 + np.vectorize(erf)(np.asarray(x) / np.sqrt(2)))
 
 
 def test_zeros_and_constant():
-    """Exactly."""
+    """The values are exact."""
     np.testing.assert_array_equal(draw(jaxsok.initializers.zeros()), 0)
     np.testing.assert_array_equal(draw(jaxsok.initializers.constant(-1.25)), -1.25)
     np.testing.assert_array_equal(draw(jaxsok.initializers.constant(0.1)), np.float64(np.float32(0.1)))
@@ -59,7 +59,7 @@ def test_zeros_and_constant():
 
 @pytest.mark.parametrize(("low", "high"), [(-0.05, 0.05), (1.0, 3.0), (0.0, 1e-6)])
 def test_uniform(low, high):
-    """In [low, high), flat."""
+    """Values are in [low, high), with a uniform distribution."""
     values = draw(jaxsok.initializers.uniform(low, high))
     # The scaling rounds once or twice in float32: an ulp of the larger bound.
     ulp = np.spacing(np.float32(max(abs(low), abs(high))))
@@ -70,7 +70,7 @@ def test_uniform(low, high):
 
 
 def test_uniform_defaults():
-    """[-0.05, 0.05), the default of a table too."""
+    """The interval is [-0.05, 0.05), which is also the default of a table."""
     values = draw(jaxsok.initializers.uniform())
     assert -0.05001 < values.min() < -0.0499 and 0.0499 < values.max() < 0.05001
     assert jaxsok.TableSpec("a", 4, jaxsok.optim.sgd(1.0)).initializer == jaxsok.initializers.uniform()
@@ -78,7 +78,7 @@ def test_uniform_defaults():
 
 @pytest.mark.parametrize(("stddev", "mean"), [(0.01, 0.0), (2.0, -3.0)])
 def test_normal(stddev, mean):
-    """Mean, deviation, shape and tails."""
+    """Mean, deviation, shape and tails are those of the normal distribution."""
     unit = (draw(jaxsok.initializers.normal(stddev, mean)) - mean) / stddev
     assert_moments(unit, 0.0, 1.0, 3.0)
     assert_distribution(unit, normal_cdf)
@@ -87,7 +87,7 @@ def test_normal(stddev, mean):
 
 @pytest.mark.parametrize(("stddev", "mean"), [(0.01, 0.0), (2.0, -3.0)])
 def test_truncated_normal(stddev, mean):
-    """The normal distribution between two standard deviations, as in JAX and Flax: nothing beyond, no heap there."""
+    """The distribution is cut at two standard deviations, as in JAX and Flax, without a peak there."""
     unit = (draw(jaxsok.initializers.truncated_normal(stddev, mean)) - mean) / stddev
     assert np.abs(unit).max() <= 2 + 1e-5  # float32 rounding of a number of size 7 over 2
     assert np.abs(unit).max() > 1.99
@@ -101,7 +101,7 @@ def test_truncated_normal(stddev, mean):
     "make", [jaxsok.initializers.uniform, jaxsok.initializers.normal, jaxsok.initializers.truncated_normal]
 )
 def test_no_correlation(make):
-    """Between columns, neighbouring keys, twins in the high word, seeds and tables: as of strangers."""
+    """Columns, neighbouring keys, twins in the high word, seeds and tables are uncorrelated."""
     base = draw(make())
     center = base.mean()
 
@@ -126,7 +126,7 @@ def test_no_correlation(make):
 
 
 def test_rows_do_not_depend_on_the_batch():
-    """Order, company and repetition are nothing to a key."""
+    """Order, other keys and repetition do not affect a key's row."""
     collection = programs.one_table(dim=DIM, capacity=256)
     keys = np.array([9, 2**63, 4, 77])
     rows = []
@@ -139,7 +139,7 @@ def test_rows_do_not_depend_on_the_batch():
 
 
 def test_rows_do_not_depend_on_store_capacity_or_optimizer(by_doubling):
-    """Alone, beside another table, in a large store, after growth, with another optimizer: the same bits."""
+    """Alone, with another table, in a large store, after growth, with another optimizer: the bits are equal."""
     initializer = jaxsok.initializers.normal(1.0)
     want = programs.initial_rows("item", DIM, [5, 6], initializer=initializer)
 
@@ -165,7 +165,7 @@ def test_rows_do_not_depend_on_store_capacity_or_optimizer(by_doubling):
 
 
 def test_columns_do_not_depend_on_the_dim():
-    """A function of the column: a wider table begins with the same numbers."""
+    """Rows are a function of the column: a wider table begins with the same numbers."""
     narrow, wide = (programs.initial_rows("user", dim, [1, 2, 3]) for dim in (3, 16))
     np.testing.assert_array_equal(narrow, wide[:, :3])
 
@@ -173,7 +173,7 @@ def test_columns_do_not_depend_on_the_dim():
 @pytest.mark.skipif(not GOLDEN, reason="no tests/golden/initial_rows_v*.json: run tests/golden/make_golden.py")
 @pytest.mark.parametrize("path", GOLDEN[-1:], ids=lambda path: path.stem)
 def test_golden_rows(path):
-    """The newest version of the format: rows of fixed keys, to the bit, on every machine, for ever."""
+    """The rows of fixed keys in the newest format version are equal to the bit on every machine."""
     golden = json.loads(path.read_text())
     assert len(golden["cases"]) >= 4
     for case in golden["cases"]:
@@ -185,15 +185,15 @@ def test_golden_rows(path):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# By the dim
+# Dependence on the dim
 
 
 @pytest.mark.parametrize("dim", [1, 3, 16])
 def test_fan_in_is_a_kernel_initializer(dim):
-    """The same bits as the kernels' own with the deviation of this dim: nothing new at run time."""
+    """The bits equal the kernels' own with the deviation of this dim, without new code at run time."""
     one = jaxsok.initializers
     deviation = np.sqrt(2.0 / dim)
-    within_two = 0.8796256610342398  # of the standard normal distribution cut at two
+    within_two = 0.8796256610342398  # for the standard normal distribution cut at two
     pairs = {
         "uniform": one.uniform(-np.sqrt(3.0) * deviation, np.sqrt(3.0) * deviation),
         "normal": one.normal(deviation),
@@ -201,13 +201,13 @@ def test_fan_in_is_a_kernel_initializer(dim):
     }
     for distribution, same in pairs.items():
         got, want = (draw(i, dim=dim, keys=KEYS[:64]) for i in (one.fan_in(2.0, distribution), same))
-        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)  # a parameter may round otherwise
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)  # a parameter may round differently
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "normal", "truncated_normal"])
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_fan_in_is_that_of_jax(distribution, scale):
-    """Deviation and largest value of `variance_scaling`, whose fan-in of a [num_rows, dim] table is its dim."""
+    """Deviation and largest value equal `variance_scaling`'s, whose fan-in of a [num_rows, dim] table is its dim."""
     make = jax.nn.initializers.variance_scaling(scale, "fan_in", distribution, in_axis=1, out_axis=0)
     want = np.asarray(make(jax.random.key(0), (KEYS.size, DIM)))
     got = draw(jaxsok.initializers.fan_in(scale, distribution))
@@ -218,7 +218,7 @@ def test_fan_in_is_that_of_jax(distribution, scale):
 
 
 def test_fan_in_follows_the_dim():
-    """One declaration for tables of several dims."""
+    """One declaration serves tables of several dims."""
     one = jaxsok.initializers.fan_in()
     for dim in (4, 64):
         assert np.isclose(draw(one, dim=dim).var() * dim, 1, rtol=0.02)
@@ -226,7 +226,7 @@ def test_fan_in_follows_the_dim():
 
 
 # --------------------------------------------------------------------------------------------------------------
-# By XLA: a matrix, a user's function
+# Initial rows from XLA: a matrix, a user's function
 
 TRACED_DIM = 3
 # Eighths: exact in 16 bits, and sums of them in any order.
@@ -235,13 +235,13 @@ MIXED = [0, 1, 6, 7, 2**32, 2**32 + 3, 2**63, 2**64 - 2, 2**40 + 11, 12345678901
 
 
 def of_key(words, columns):
-    """A user's function: both words and the column, in integers, then one exact product."""
+    """Computes an integer from both words and the column, then one exact product: a user's function."""
     mixed = (words[0] * jnp.uint32(3) + words[1] * jnp.uint32(5)) % jnp.uint32(64)
     return (mixed.astype(jnp.int32) - columns * 2).astype(jnp.float32) / 8
 
 
 def oracle_row(table, key):
-    """What the declarations mean, in Python's integers; the kernels' own are asked of the kernels."""
+    """Returns the declared rows in Python's integers; for the kernels' own initializers it reads the kernels."""
     key = int(key) % 2**64
     if table == "matrix":
         return MATRIX[key % 7]
@@ -254,7 +254,7 @@ def oracle_row(table, key):
 
 @functools.cache
 def mixed(num_shards=None, dtype="float32", placement=jaxsok.SHARDED, capacity=256, unknown="initial"):
-    """A store that has a table of each kind, with single keys and with bags; if it is spread, one table on a shard."""
+    """Declares a store with a table of each kind, with single keys and bags; if sharded, one table is on a shard."""
     one = jaxsok.initializers
     kinds = {"matrix": one.matrix(MATRIX), "kernel": one.uniform(), "own": one.function(of_key, "of_key")}
     options = {"capacity": capacity, "dtype": dtype, "unknown": unknown}
@@ -277,7 +277,7 @@ TABLE_OF = {"own": "own", "kernel": "kernel", "matrix": "matrix", "bag": "own"}
 
 
 def mixed_batch(rng, pool):
-    """Keys of a pool, padding among them."""
+    """Returns keys of a pool, some of them padding."""
     pool = np.array([*pool, 2**64 - 1], np.uint64)
     lengths = rng.integers(0, 3, NUM_SAMPLES)
     raw = {name: rng.choice(pool, NUM_SAMPLES) for name in ("own", "kernel", "matrix")}
@@ -285,7 +285,7 @@ def mixed_batch(rng, pool):
 
 
 def bags_of(raw):
-    """By feature the keys of each sample, padding left out."""
+    """Returns by feature the keys of each sample, without padding."""
     bags = {name: [[key] for key in raw[name].tolist()] for name in ("own", "kernel", "matrix")}
     ends = np.cumsum(raw["bag"].lengths)
     bags["bag"] = [raw["bag"].keys[e - n : e].tolist() for e, n in zip(ends, raw["bag"].lengths, strict=True)]
@@ -318,7 +318,7 @@ class Dense:
 
 @functools.cache
 def unit_step(collection, planned):
-    """A step whose gradient is 1."""
+    """Returns a step whose gradient is 1."""
 
     def run(state, features):
         asked = collection.plan(features) if planned else features
@@ -330,14 +330,14 @@ def unit_step(collection, planned):
 
 
 def assert_like_dense(collection, dense, state, raw, planned):
-    """One step of both; before it `find` has read what the lookup gives."""
+    """Makes one step of both; before it, checks that `find` reads what the lookup gives."""
     dtype = collection.tables[0].dtype
     features = programs.batch(collection, **raw)
     found, _ = programs.find(collection)(state, features)
     found = jax.device_get(found)
     embeddings, state, stats = unit_step(collection, planned)(state, features)
     stats.check()
-    tolerance = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}[dtype]  # of the kernel's rows, in bags of one
+    tolerance = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}[dtype]  # of the kernel's row, in bags of one
     for name, want in dense.embeddings(raw).items():
         got = np.asarray(embeddings[name], np.float32)
         np.testing.assert_array_equal(np.asarray(found[name], np.float32), got, err_msg=name)
@@ -357,7 +357,7 @@ def assert_like_dense(collection, dense, state, raw, planned):
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(seed=st.integers(0, 2**32 - 1), keys=st.lists(st.integers(0, 2**64 - 2), min_size=1, max_size=12))
 def test_traced_rows_are_those_of_a_dict(planned, seed, keys):
-    """New, known, repeated and padding keys over steps: tables of each kind in one store, to the bit."""
+    """New, known, repeated and padding keys over steps agree to the bit, with tables of each kind in one store."""
     rng, collection, dense = np.random.default_rng(seed), mixed(), Dense("float32")
     state = collection.init(seed=4)
     for step in range(3):
@@ -370,7 +370,7 @@ def test_traced_rows_are_those_of_a_dict(planned, seed, keys):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_traced_rows_of_16_bits(dtype):
-    """Rounded to nearest when they are made; read rounded before they are there."""
+    """Rows are rounded to nearest when they are made; absent rows read the rounded values."""
     one = jaxsok.initializers
     values = np.random.default_rng(0).normal(size=(5, TRACED_DIM)).astype(np.float32)
     values[0] = [3.3e38, -3.3e38, 65519.0]  # beyond the largest float16; 3.3e38 is below that of bfloat16
@@ -388,14 +388,14 @@ def test_traced_rows_of_16_bits(dtype):
 
 
 def features_like(collection, keys):
-    """A batch of a collection of one table."""
+    """Returns a batch for a collection of one table."""
     return programs.batch(collection, user=keys)
 
 
 @pytest.mark.parametrize("path", ["rounds", "pipeline"])
 @pytest.mark.parametrize("placement", [jaxsok.SHARDED, jaxsok.REPLICATED], ids=str)
 def test_traced_rows_on_a_mesh(path, placement):
-    """Owners make them, or every shard alike: the rows of one device, over steps."""
+    """Owners or all shards make the rows of one device, over steps."""
     collection, dense = mixed(2, placement=placement), Dense("float32")
     state, rng = collection.init(seed=4), np.random.default_rng(1)
     raws = [mixed_batch(rng, MIXED[: 4 + 3 * step]) for step in range(3)]
@@ -413,7 +413,7 @@ def test_traced_rows_on_a_mesh(path, placement):
 
 @functools.cache
 def planned_step(collection):
-    """A step of a plan."""
+    """Returns a step with a plan."""
 
     def run(state, plan):
         embeddings, state, plan = collection.lookup(state, plan)
@@ -425,7 +425,7 @@ def planned_step(collection):
 
 @pytest.mark.parametrize("num_shards", [None, 2])
 def test_keys_that_were_not_sent_read_their_initial_rows(num_shards):
-    """Refused for want of rows, or of room on the wire: the row that they would have got, and counted."""
+    """Keys refused for lack of rows, or of room on the wire, read their initial rows and are counted."""
     if num_shards is None:
         collection = mixed(capacity=1)  # three rows for all tables
         features = programs.batch(collection, **distinct_raw())
@@ -447,7 +447,7 @@ def test_keys_that_were_not_sent_read_their_initial_rows(num_shards):
 
 
 def distinct_raw():
-    """Every key is new."""
+    """Returns a batch in which every key is new."""
     raw = {name: np.arange(NUM_SAMPLES) * 8 + i for i, name in enumerate(("own", "kernel", "matrix"))}
     return {name: keys.astype(np.uint64) for name, keys in raw.items()} | {
         "bag": jaxsok.Bags(np.arange(100, 104, dtype=np.uint64), lengths=np.array([2, 0, 0, 1, 0, 0, 1, 0]))
@@ -456,7 +456,7 @@ def distinct_raw():
 
 @pytest.mark.parametrize("num_shards", [None, 2])
 def test_find_of_unknown_keys_gives_zeros_where_declared(num_shards):
-    """As with the kernels' own; and counts them as missing."""
+    """As with the kernels' own initializers, unknown keys give zeros and count as missing."""
     collection = mixed(num_shards, unknown="zeros")
     features = programs.batch(collection, **distinct_raw())
     # The compiler for GPUs of jaxlib 0.11.2 ends the process where `shard_map` takes an array without elements.
@@ -471,7 +471,7 @@ def test_find_of_unknown_keys_gives_zeros_where_declared(num_shards):
 
 
 def test_rows_that_were_erased_are_made_anew():
-    """A row id that is handed out again holds the new key's row; a key that comes back its initial one."""
+    """A reused row id holds the new key's row; a key that returns has its initial row."""
     collection = programs.one_table(dim=TRACED_DIM, initializer=jaxsok.initializers.matrix(MATRIX), capacity=4)
     state = programs.insert(collection, collection.init(), [1, 2, 3])
     for erased, inserted in (([2], [9]), ([1, 9], [2, 1, 11])):
@@ -482,7 +482,7 @@ def test_rows_that_were_erased_are_made_anew():
 
 
 def test_rows_in_later_slabs():
-    """After growth new rows lie in several slabs, and absent keys still read theirs."""
+    """After growth new rows are in several slabs, and absent keys still read theirs."""
     collection = programs.one_table(dim=TRACED_DIM, initializer=jaxsok.initializers.matrix(MATRIX), capacity=4)
     state = collection.init()
     for first in range(0, 40, 4):
@@ -496,23 +496,23 @@ def test_rows_in_later_slabs():
 
 
 def test_slabs_at_most():
-    """Lookups have one more slab where XLA makes rows, so such a store has one less."""
+    """If XLA makes rows, lookups have an additional slab, so such a store has one slab less."""
     assert mixed().stores[0].max_slabs == 23 and programs.one_table().stores[0].max_slabs == 24
 
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 7, 4096, 65_535, 65_536, 65_537, 2**31 - 1])
 def test_keys_modulo_rows(divisor):
-    """Of unsigned 64-bit keys, by 32-bit arithmetic."""
+    """Unsigned 64-bit keys are reduced with 32-bit arithmetic."""
     keys = [*MIXED, *np.random.default_rng(0).integers(0, 2**63, 50).tolist(), 2**64 - 2, 2**64 - 3]
     got = jaxsok.initializers._modulo(jnp.asarray(programs.words(keys)), divisor)
     assert got.tolist() == [key % divisor for key in keys]
 
 
 def test_a_function_sees_one_key():
-    """Whatever it does, a key's row does not depend on its company."""
+    """A key's row does not depend on other keys, whatever the function does."""
 
     def greedy(words, columns):
-        """Tries to look at all keys of the batch."""
+        """Tries to read all keys of the batch."""
         return jnp.cumsum(words.astype(jnp.float32))[-1] + jnp.zeros(columns.shape)
 
     initializer = jaxsok.initializers.function(greedy, "greedy")
@@ -523,10 +523,10 @@ def test_a_function_sees_one_key():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_function_that_is_not_finite(bad):
-    """Nobody hides it: the embedding has it, the update leaves the row alone, counts it, and `check` raises."""
+    """The embedding has the bad value; the update skips and counts the row, and `check` raises."""
 
     def of_parity(words, columns):
-        """Not finite for odd keys."""
+        """Returns values that are not finite for odd keys."""
         return jnp.where(words[0] % 2 == 1, jnp.float32(bad), 1.0) * jnp.ones(columns.shape)
 
     collection = programs.one_table(initializer=jaxsok.initializers.function(of_parity, "parity"))
@@ -543,7 +543,7 @@ def test_a_function_that_is_not_finite(bad):
 
 
 def test_equal_declarations():
-    """A matrix by its numbers, a function by itself and its name: both enter the fingerprint."""
+    """A matrix is compared by its numbers, a function by itself and its name: both enter the fingerprint."""
     one = jaxsok.initializers
     same, other = one.matrix(MATRIX.tolist()), one.matrix(-MATRIX)
     assert one.matrix(MATRIX) == same != other and len({one.matrix(MATRIX), same, other}) == 2
@@ -557,13 +557,13 @@ def test_equal_declarations():
 
     of_each = [one.zeros(), one.fan_in(), one.matrix(MATRIX), other, named, renamed]
     assert len({fingerprint(each) for each in of_each}) == len(of_each)
-    # Of another process the function is another object: its name stands for it.
+    # In another process the function is another object, so its name represents it.
     assert fingerprint(named) == fingerprint(one.function(lambda *given: of_key(*given), "a"))
     assert fingerprint(one.fan_in(1.0, "normal")) == fingerprint(one.normal(1 / np.sqrt(TRACED_DIM)))
 
 
 def test_a_matrix_is_a_copy():
-    """What happens to the user's array later is nothing to the table."""
+    """Later changes of the user's array do not affect the table."""
     values = MATRIX.copy()
     initializer = jaxsok.initializers.matrix(values)
     values[:] = 100
@@ -571,7 +571,7 @@ def test_a_matrix_is_a_copy():
 
 
 def declared_with(initializer):
-    """A table of dim 3."""
+    """Declares a table of dim 3."""
     return jaxsok.TableSpec("item", TRACED_DIM, jaxsok.optim.sgd(0.1), initializer=initializer)
 
 
@@ -610,18 +610,18 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_declarations(name):
-    """Refused when declared, by name."""
+    """Bad declarations are refused by name."""
     error, message, make = BAD[name]
     with pytest.raises(error, match=message):
         make(jaxsok.initializers)
 
 
-# What XLA makes of it
+# The programs that XLA makes
 
 
 @functools.cache
 def large(capacity, dtype, num_shards=None):
-    """One store of two tables, of which one is XLA's."""
+    """Declares one store of two tables, one of them with rows from XLA."""
     values = np.arange(4 * 16, dtype=np.float32).reshape(4, 16)
     kinds = {"a": jaxsok.initializers.matrix(values), "b": jaxsok.initializers.uniform()}
     tables = [
@@ -638,7 +638,7 @@ def large(capacity, dtype, num_shards=None):
     [("lookup", "float16"), ("linear step", "bfloat16"), ("linear step", "float32"), ("two lookups", "float32")],
 )
 def test_rows_are_written_where_they_lie(name, dtype):
-    """No copy of a table, and memory beside the state that does not depend on its size."""
+    """There is no copy of a table, and temporary memory does not depend on the table's size."""
     temporary = []
     for capacity in (1 << 13, 1 << 17):
         collection, features = large(capacity, dtype)
@@ -660,7 +660,7 @@ def test_rows_are_written_where_they_lie(name, dtype):
 
 
 def test_rows_are_written_where_they_lie_on_a_mesh():
-    """The same on every shard, in the loop over rounds."""
+    """Every shard writes in place, in the loop over rounds."""
     collection, features = large(1 << 15, "float32", 2)
     state = collection.init(seed=0)
     step = jax.jit(compiled_cases.linear_step(collection), donate_argnums=0, compiler_options=programs.in_place())
@@ -672,7 +672,7 @@ def test_rows_are_written_where_they_lie_on_a_mesh():
 
 
 def test_other_stores_look_up_in_one_call():
-    """Only a store with such a table pays for it, and only where a feature reads one."""
+    """Only a store with such a table uses more calls, and only if a feature reads the table."""
     collection = jaxsok.Collection(
         [
             jaxsok.TableSpec("a", TRACED_DIM, jaxsok.optim.sgd(0.1), initializer=jaxsok.initializers.matrix(MATRIX)),
@@ -687,7 +687,7 @@ def test_other_stores_look_up_in_one_call():
 
 
 def test_memory_of_initial_rows_is_counted():
-    """The estimate holds what XLA takes for a lookup, where it works out rows."""
+    """The estimate includes XLA's memory for a lookup that computes rows."""
     collection = programs.one_table(
         dim=64, initializer=jaxsok.initializers.matrix(np.ones((2, 64))), capacity=1 << 15, combiner="mean"
     )
@@ -701,7 +701,7 @@ def test_memory_of_initial_rows_is_counted():
 
 
 def test_names_stand_for_calls_without_arguments():
-    """A string is the same as the call, so two ways to write a table have one state."""
+    """A string is equal to the call, so both spellings of a table have one state."""
     for name in ("zeros", "ones", "uniform", "normal", "truncated_normal", "fan_in"):
         spec = jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(0.1), initializer=name)
         assert spec.initializer == getattr(jaxsok.initializers, name)()

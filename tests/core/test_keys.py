@@ -1,4 +1,4 @@
-"""Keys: 64 bits whatever they came as, never narrowed; identity is (table, key)."""
+"""Keys: always 64 bits, never narrowed; identity is (table, key)."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ PADDING = jaxsok.PADDING_KEY
 
 
 def keys_in(collection, value):
-    """Looks one array of keys up on a fresh state: the keys of the table, in the order of their rows."""
+    """Looks up one array of keys on a new state, and returns the table's keys in the order of their rows."""
     features = programs.batch(collection, user=value)
     _, state, _ = programs.lookup(collection)(collection.init(seed=0), features)
     return collection.export_table(state, "user")["keys"].tolist()
@@ -23,19 +23,19 @@ def keys_in(collection, value):
 
 @pytest.fixture(scope="module")
 def collection():
-    """One table, one key a sample."""
+    """Returns a collection of one table with one key per sample."""
     return programs.one_table()
 
 
 def test_constants():
-    """The two reserved values."""
+    """The two reserved values are as documented."""
     assert jaxsok.PADDING_KEY == 2**64 - 1
     assert jaxsok.NO_ROW == 2**32 - 1
 
 
 @given(keys=st.lists(strategies.any_key(), min_size=8, max_size=8))
 def test_every_64_bit_key_is_itself(keys):
-    """Nothing is narrowed, folded or signed, as uint64, as int64 and as words."""
+    """No key is narrowed, folded or changed in sign, as uint64, as int64 and as words."""
     collection = _shared()
     distinct = list(dict.fromkeys(keys))
     array = programs.as_array(keys)
@@ -55,7 +55,7 @@ def _shared():
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64])
 def test_signed_numpy_keys_are_widened_by_sign(collection, dtype):
-    """-2 is 2**64 - 2 and -1 is padding, whatever the width."""
+    """In every width -2 is 2**64 - 2 and -1 is padding."""
     smallest = np.iinfo(dtype).min
     keys = np.array([0, 5, -2, smallest, np.iinfo(dtype).max, -1], dtype)
     assert keys_in(collection, keys) == [0, 5, 2**64 - 2, smallest % 2**64, np.iinfo(dtype).max]
@@ -63,7 +63,7 @@ def test_signed_numpy_keys_are_widened_by_sign(collection, dtype):
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
 def test_unsigned_numpy_keys_are_widened_with_zeros(collection, dtype):
-    """All ones in 8, 16 or 32 bits is a key like any other; in 64 bits it is padding."""
+    """All ones in 8, 16 or 32 bits is an ordinary key; in 64 bits it is padding."""
     largest = np.iinfo(dtype).max
     keys = np.array([0, 5, largest - 1, largest], dtype)
     want = [0, 5, largest - 1, largest]
@@ -71,7 +71,7 @@ def test_unsigned_numpy_keys_are_widened_with_zeros(collection, dtype):
 
 
 def test_keys_in_any_memory_order(collection):
-    """Strided, reversed, byte-swapped and read-only NumPy arrays of keys mean their values."""
+    """Strided, reversed, byte-swapped and read-only NumPy arrays of keys are read by value."""
     base = np.array([3, 99, 2**40, 99, 7, 99], np.int64)
     assert keys_in(collection, base[::2]) == [3, 2**40, 7]
     assert keys_in(collection, base[::-2]) == [99]
@@ -100,7 +100,7 @@ def test_int32_keys_on_the_device_need_to_be_declared():
 
 
 def test_int64_keys_on_the_device_with_x64(collection):
-    """A jax.Array of int64 is what it says when x64 is on."""
+    """With x64 on, a jax.Array of int64 is read as 64-bit keys."""
     with jax.enable_x64(True):
         keys = jnp.array([2**62 + 5, 5, -1, -2], jnp.int64)
         assert keys.dtype == np.int64
@@ -110,7 +110,7 @@ def test_int64_keys_on_the_device_with_x64(collection):
 
 
 def test_everything_works_with_x64_on():
-    """The one run with x64 on: float32 rows, the same ids, no float64 or int64 leaks into the state."""
+    """With x64 on, rows are float32 and ids are equal; the state has no float64 or int64."""
     collection = programs.one_table(combiner="mean", optimizer=jaxsok.optim.adam(0.1))
     keys = programs.as_array([[3, 2**63], [3, PADDING]])
 
@@ -131,7 +131,7 @@ def test_everything_works_with_x64_on():
 
 
 def test_padding_finds_nothing_and_inserts_nothing(collection):
-    """Zeros out, nothing in, counted as padding; its gradient goes nowhere."""
+    """Padding gives zeros, inserts nothing and is counted; its gradient reaches no row."""
     features = programs.batch(collection, user=np.array([-1, 4, -1]))
     embeddings, state, plan = collection.lookup(collection.init(seed=0), features)
     np.testing.assert_array_equal(np.asarray(embeddings["user"])[[0, 2]], 0)
@@ -149,7 +149,7 @@ def test_padding_finds_nothing_and_inserts_nothing(collection):
 
 
 def test_twins_that_differ_in_one_word_are_strangers(collection):
-    """Equal low words, equal high words, swapped words."""
+    """Keys with equal low words, equal high words or swapped words are different keys."""
     twins = [5, 2**32 + 5, 5 * 2**32, 5 * 2**32 + 5, 2**63 + 5, 2**32 * 5 + 2**31]
     assert keys_in(collection, programs.as_array(twins)) == twins
     rows = programs.initial_rows("user", 4, twins)
@@ -158,7 +158,7 @@ def test_twins_that_differ_in_one_word_are_strangers(collection):
 
 @pytest.mark.parametrize("stride", [1, 2**31, 2**32])
 def test_strangers_that_meet_in_one_bucket(collection, stride):
-    """Keys of one bucket that differ in the low word, around the middle, or in the high word alone."""
+    """Keys of one bucket that differ in the low word, in the middle bits, or in the high word alone are distinct."""
     state = collection.init(seed=0)
     keys = programs.aimed_keys(collection, state, 12, stride=stride, start=5)
     assert keys_in(collection, keys) == keys.tolist()
@@ -171,14 +171,14 @@ def test_strangers_that_meet_in_one_bucket(collection, stride):
 
 
 def test_equal_keys_of_two_tables_meet_in_one_bucket():
-    """The walk of one table passes entries of the other that hold the same key."""
+    """The walk of one table passes entries of the other table that hold the same key."""
     sgd = jaxsok.optim.sgd(1.0)
     collection = jaxsok.Collection(
         [jaxsok.TableSpec("user", 4, sgd, capacity=32), jaxsok.TableSpec("item", 4, sgd, capacity=32)],
         [jaxsok.FeatureSpec("u", "user"), jaxsok.FeatureSpec("i", "item")],
     )
     state = collection.init(seed=0)
-    # Of 4,096 keys of a bucket in the first table one in 32 has the same home in the second.
+    # Of 4,096 keys of a bucket in the first table, one in 32 has the same home in the second.
     homes = [set(programs.aimed_keys(collection, state, 4096, table_id=number).tolist()) for number in (0, 1)]
     keys = np.array(sorted(homes[0] & homes[1])[:8], np.uint64)
     assert len(keys) == 8
@@ -201,7 +201,7 @@ def test_equal_keys_of_two_tables_meet_in_one_bucket():
 
 @pytest.mark.parametrize("share_a_store", [True, False])
 def test_equal_keys_in_two_tables_are_strangers(share_a_store):
-    """Each table has its own row of key 5; erasing one leaves the other."""
+    """Each table has its own row of key 5; erasing the key in one table keeps it in the other."""
     second = jaxsok.optim.sgd(1.0 if share_a_store else 2.0)
     collection = jaxsok.Collection(
         [

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 import jaxsok
 from jaxsok.combine import combine, combine_transpose
 
-BIG_LEAF_BYTES = 64 << 10  # smaller leaves are counters: XLA may place them anew
+BIG_LEAF_BYTES = 64 << 10  # smaller leaves are counters, which XLA may move
 
 
 def three_tables(capacity=1 << 16):
-    """Two stores, three tables, weights, bags of all kinds."""
+    """Declares two stores, three tables, weights, and bags of all kinds."""
     adagrad, adam = jaxsok.optim.rowwise_adagrad(0.1), jaxsok.optim.adam(0.01)
     return jaxsok.Collection(
         [
@@ -35,7 +35,7 @@ def three_tables(capacity=1 << 16):
 
 
 def big_batch(collection, rng, num_bags=512):
-    """Zipf keys, so that some rows are used hundreds of times and most once."""
+    """Returns a batch of Zipf keys: some rows are used hundreds of times and most once."""
     lengths = rng.multinomial(rng.integers(0, 4096), np.full(num_bags, 1 / num_bags)).astype(np.int32)
     return collection.batch(
         {
@@ -52,7 +52,7 @@ def big_batch(collection, rng, num_bags=512):
 
 
 def run(collection, seed, num_steps=4, salt=None):
-    """A short training; returns all embeddings and the last state."""
+    """Trains a few steps; returns all embeddings and the last state."""
     rng, state, embeddings = np.random.default_rng(seed), collection.init(seed=seed, salt=salt), []
     for i in range(num_steps):
         features = big_batch(collection, rng)
@@ -68,7 +68,7 @@ def run(collection, seed, num_steps=4, salt=None):
 
 
 def test_law_3_two_runs_give_the_same_bits():
-    """Embeddings, and all of the state but the order of entries in the index."""
+    """Embeddings are equal, and so is the state except for the order of entries in the index."""
     collection = three_tables()
     (first, first_state), (second, second_state) = run(collection, 3), run(collection, 3)
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
@@ -77,7 +77,7 @@ def test_law_3_two_runs_give_the_same_bits():
 
 
 def test_law_3_state_has_an_index_to_leave_out():
-    """The comparison above leaves out the index alone: rows, records and counters are compared."""
+    """The comparison above excludes only the index: rows, records and counters are compared."""
     paths = [path for path, _ in programs.state_leaves(three_tables(256).init(seed=0))]
     assert any("index" in path for path in paths)
     assert sum("index" not in path for path in paths) >= 6  # rows, records and optimizer state of two stores
@@ -85,7 +85,7 @@ def test_law_3_state_has_an_index_to_leave_out():
 
 @pytest.mark.parametrize("num_uses", [1, 3, 31, 64, 1000])
 def test_a_sum_depends_only_on_the_uses_of_its_row(num_uses):
-    """Decision D8: other keys, where they stand, and how the batch is cut into plans change no bit of a row."""
+    """Other keys, their positions, and the division of the batch into plans change no bit of a row (decision D8)."""
     collection = programs.one_table(dim=8, capacity=8192)
     rng = np.random.default_rng(num_uses)
     own = rng.normal(size=(num_uses, 8)).astype(np.float32)
@@ -115,7 +115,7 @@ NUM_UNIQUE, NUM_KEYS, NUM_BAGS, DIM = 5, 16, 4, 3
 
 @st.composite
 def combinations(draw):
-    """(inverse, offsets): some keys are padding (out of range), some bags are empty."""
+    """Draws (inverse, offsets): some keys are padding (out of range), some bags are empty."""
     inverse = draw(st.lists(st.integers(0, NUM_UNIQUE), min_size=NUM_KEYS, max_size=NUM_KEYS))
     cuts = sorted(draw(st.lists(st.integers(0, NUM_KEYS), min_size=NUM_BAGS, max_size=NUM_BAGS)))
     return np.array(inverse, np.int32), np.array([0, *cuts], np.int32)
@@ -125,7 +125,7 @@ def combinations(draw):
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 @given(case=combinations(), seed=st.integers(0, 2**31))
 def test_law_4_combine_and_its_transpose(combiner, weighted, case, seed):
-    """<combine(x), y> = <x, combine_transpose(y)>, and combine is what the oracle says."""
+    """<combine(x), y> = <x, combine_transpose(y)>, and combine agrees with the oracle."""
     inverse, offsets = case
     rng = np.random.default_rng(seed)
     rows = rng.normal(size=(NUM_UNIQUE, DIM)).astype(np.float32)
@@ -169,7 +169,7 @@ def _transpose(combiner):
 
 
 def test_law_4_through_lookup_and_update():
-    """The gradient that reaches a row (sgd, rate 1) is the derivative of the embeddings with respect to it."""
+    """The gradient that reaches a row (sgd, rate 1) is the derivative of the embeddings with respect to the row."""
     for combiner in ("sum", "mean", "sqrtn"):
         collection = programs.one_table(combiner=combiner, weighted=True, dim=2)
         keys = np.array([[3, 5, 3], [5, 9, -1]])
@@ -189,13 +189,13 @@ def test_law_4_through_lookup_and_update():
                 if key != oracle.PADDING_KEY:
                     want[key] = want[key] + factor * gradient[bag]
         for key in before:
-            # Differences of float32 numbers of size <= 10: a few units of 2^-24 * 10.
+            # The values are differences of float32 numbers of size <= 10: a few units of 2^-24 * 10.
             np.testing.assert_allclose(before[key] - after[key], want[key], atol=5e-6)
 
 
 @given(data=st.data())
 def test_law_5_every_key_is_counted_once(data):
-    """Asked = found + inserted + missing + refused + padding, with refusals: a store of 4 rows."""
+    """Asked = found + inserted + missing + refused + padding, with refusals: the store has 4 rows."""
     collection = _full_soon()
     bags = data.draw(strategies.ragged_bags(strategies.CORNER_KEYS, 4, 8, padding=True))
     user = data.draw(strategies.key_lists(strategies.CORNER_KEYS, 4, padding=True))
@@ -223,7 +223,7 @@ def _full_soon():
 
 
 def pointers(state):
-    """Where each large leaf lies."""
+    """Returns the address of each large leaf."""
     return {
         path: leaf.unsafe_buffer_pointer()
         for path, leaf in programs.state_leaves(state)
@@ -232,7 +232,7 @@ def pointers(state):
 
 
 def test_law_9_a_donated_step_keeps_every_address():
-    """Lookup, update and all between them in one program, several times."""
+    """All addresses stay when lookup, update and all between run in one program, several times."""
     collection, rng = three_tables(), np.random.default_rng(0)
     state = collection.init(seed=0)
     before = pointers(state)
@@ -243,7 +243,7 @@ def test_law_9_a_donated_step_keeps_every_address():
 
 
 def test_law_9_donated_lookup_update_and_scan_keep_every_address():
-    """Each op by itself, and a scan over steps."""
+    """All addresses stay for each op alone, and for a scan over steps."""
     collection, rng = three_tables(), np.random.default_rng(1)
     state = collection.init(seed=0)
     before = pointers(state)
@@ -263,7 +263,7 @@ def test_law_9_donated_lookup_update_and_scan_keep_every_address():
 
 
 def test_law_9_erase_keeps_every_address():
-    """Erase rebuilds the index where it lies."""
+    """Erase rebuilds the index in place."""
     collection, rng = three_tables(), np.random.default_rng(2)
     state, _, _ = programs.donated_step(collection)(collection.init(seed=0), big_batch(collection, rng))
     before = pointers(state)
@@ -274,7 +274,7 @@ def test_law_9_erase_keeps_every_address():
 
 
 def test_without_donation_the_old_state_stays():
-    """The same programs on a state that is not given away change a copy."""
+    """Without donation the same programs change a copy of the state."""
     collection, rng = three_tables(1 << 10), np.random.default_rng(3)
     state = collection.init(seed=0)
     kept = jax.tree.map(lambda leaf: np.array(leaf), state)
@@ -290,7 +290,7 @@ def test_without_donation_the_old_state_stays():
 
 @pytest.mark.gpu
 def test_law_10_cpu_and_cuda_agree():
-    """The same steps on both back ends: integers exactly, floats to the bit (a looser bound would hide an order)."""
+    """Both back ends agree on equal steps: integers exactly, floats to the bit (looser bounds would hide an order)."""
     results = []
     for device in (jax.devices("cpu")[0], jax.devices("gpu")[0]):
         with jax.default_device(device):
@@ -313,7 +313,7 @@ def test_law_10_cpu_and_cuda_agree():
 
 @pytest.mark.gpu
 def test_law_10_to_the_bit():
-    """What the shared core promises: not only close, equal."""
+    """The shared core promises equality, not closeness."""
     leaves = []
     for device in (jax.devices("cpu")[0], jax.devices("gpu")[0]):
         with jax.default_device(device):
@@ -330,21 +330,21 @@ def test_law_10_to_the_bit():
 
 
 class Injected(Exception):
-    """What a test makes fail."""
+    """The error that a test injects."""
 
 
 def fail(*args, **kwargs):
-    """In place of a function."""
+    """Raises in place of a function."""
     raise Injected
 
 
 def scores_that_fail(facts):
-    """Of a policy of the user's own: it is first called when the second store is looked at."""
+    """Fails as the score of a user's policy, which is first called for the second store."""
     raise Injected
 
 
 def failing_stores(num_shards=None, capacity=64):
-    """Three stores: one that evicts, and whose waiting keys need room; one that grows; one whose policy fails."""
+    """Declares a store that evicts, whose waiting keys need room; a store that grows; and one whose policy fails."""
     sgd = jaxsok.optim.sgd(0.5)
     lru, count = jaxsok.policies.LeastRecentlyUsed(), jaxsok.policies.AdmitByCount(2)
     worst = jaxsok.policies.LowestScore(scores_that_fail)
@@ -360,7 +360,7 @@ def failing_stores(num_shards=None, capacity=64):
 
 
 def filled_stores(collection, num_keys):
-    """A state whose first two stores are full; each key comes twice, and so is let in."""
+    """Returns a state whose first two stores are full; each key occurs twice, and so is admitted."""
     state = collection.init(seed=0)
     for keys in np.split(np.arange(num_keys), 4):
         batch = collection.batch(dict.fromkeys(("full", "open", "worst"), np.repeat(keys, 2)))
@@ -382,9 +382,9 @@ FAILING = {
 
 @pytest.mark.parametrize("where", FAILING)
 def test_law_14_what_raises_has_changed_nothing(where, monkeypatch):
-    """Of several stores, or parts of an operation, the last one fails: all arrays are there, with what they held."""
+    """When the last of several stores or parts of an operation fails, all arrays exist with their contents."""
     monkeypatch.setattr("jaxsok.store.MIN_SIGHTINGS", 8)
-    # A capacity of its own for each: a program that was traced before would not fail.
+    # Each case has its own capacity: a program that was traced before would not fail.
     capacity = 64 + 4 * list(FAILING).index(where)
     collection = failing_stores(2 if where == "pieces" else None, capacity)
     state = filled_stores(collection, capacity)
@@ -403,7 +403,7 @@ def test_law_14_what_raises_has_changed_nothing(where, monkeypatch):
             records = jaxsok.Records(np.arange(500, dtype=np.uint64), np.zeros((500, 2), np.float32))
             collection.import_table(state, "worst", records, num_rows=500)
     programs.assert_same_state(before, state)
-    # It works, and does what it would have done.
+    # Without the fault the operation works.
     state = collection.grow(state)
     assert collection.growth.num_grown == 1 and state.stores[1].capacity > capacity
     assert programs.rows_of(collection, state, "open").keys() == set(range(capacity))
@@ -411,7 +411,7 @@ def test_law_14_what_raises_has_changed_nothing(where, monkeypatch):
 
 
 def test_stacking_an_array_that_stands_twice():
-    """Is consumed once."""
+    """The array is consumed once."""
     collection = failing_stores(2)
     array = jax.device_put(np.arange(8.0, dtype=np.float32), collection.shards.split)
     first, second = collection.unstack(collection.stack([array, array]))

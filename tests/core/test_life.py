@@ -1,10 +1,10 @@
 """The whole life of tables against dicts: every operation in random order, on one device and on meshes of 2 and 4.
 
-Keys come in by lookup (admitted at once, by count, by Bloom filter), by `assign` and by import; they leave by `erase`,
-`clear`, `evict`, and by `grow` where a store is at its end. Tables move to other collections and back, and through
-exports, in full and by deltas, after which the life goes on from there. After each rule the tables hold what the dicts
-hold: keys, waiting keys, frequency and last step exactly, rows and optimizer state within rounding. Row ids are no part
-of it: those of one device are in test_machine.py.
+Keys are inserted by lookup (admitted at once, by count, by Bloom filter), by `assign` and by import. They leave by
+`erase`, `clear`, `evict`, and by `grow` if a store is at its maximum. Tables move to other collections and back, and
+through exports, in full and by deltas, from which the life continues. After each rule the tables equal the
+dicts: keys, waiting keys, frequency and last step exactly, rows and optimizer state within rounding. Row ids are not
+compared: test_machine.py compares those of one device.
 """
 
 import collections
@@ -33,9 +33,9 @@ from jaxsok import checkpoint, policies
 SEED = 7
 PADDING = oracle.PADDING_KEY
 NUM_SAMPLES = 8
-FEW = 4  # keys of an operation by key
+FEW = 4  # per operation by key
 
-# Sums of at most a few hundred float32 terms of size 2, the oracle adds in float64. The rates are powers of two.
+# Values are sums of at most a few hundred float32 terms of size 2; the oracle adds in float64. Rates are powers of two.
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 RATES = {"user": 0.25, "ad": 0.125, "tag": 0.5}  # by the first table of a store
 SMALL = 0.04  # a row of dim 2 with uniform(-0.05, 0.05) is shorter half of the time
@@ -43,16 +43,16 @@ SMALL = 0.04  # a row of dim 2 with uniform(-0.05, 0.05) is shorter half of the 
 ADAGRAD = jaxsok.optim.rowwise_adagrad(RATES["user"])
 ADAM = jaxsok.optim.adam(RATES["ad"])
 SGD = jaxsok.optim.sgd(RATES["tag"])
-# Nobody comes in early: 48 keys in a filter made for a thousand, and one in 10**9 of those.
+# No key is admitted early: 48 keys in a filter for a thousand, and false positives of one in 10**9.
 BLOOM = policies.AdmitByBloom(2, num_keys=1000, false_positive_rate=1e-9, unadmitted=-1.0)
 KEYS = (*strategies.CORNER_KEYS, *range(70, 78))
 
 
 def tables_of(max_capacity, capacity, statistics):
-    """Three stores: one that evicts when it is full, one without an end, one that refuses.
+    """Declares a store that evicts when full, a store without a maximum, and a store that refuses.
 
-    `max_capacity`: of the tables of the first and of the last; `capacity`: of those of the first and of the second;
-    `statistics`: of the last.
+    `max_capacity`: for tables of the first and last stores; `capacity`: for those of the first and second;
+    `statistics`: for the last.
     """
     evicting = {"max_capacity": max_capacity[0], "capacity": capacity[0], "eviction": policies.LeastRecentlyUsed()}
     return [
@@ -75,7 +75,7 @@ def tables_of(max_capacity, capacity, statistics):
 
 
 def other_tables():
-    """The same names, for an import: other capacities, admission and statistics; user and item do not share a store."""
+    """Declares the same names for imports: other capacities, admission, statistics; user and item in two stores."""
     return [
         jaxsok.TableSpec("user", 4, ADAGRAD, capacity=16, statistics=True),
         jaxsok.TableSpec("item", 4, ADAGRAD, capacity=200, eviction=policies.LeastFrequentlyUsed()),
@@ -103,12 +103,12 @@ OF_ORACLE = [
 ]
 NAMES = ("user", "item", "ad", "shop", "tag")
 DIMS = {"user": 4, "item": 4, "ad": 3, "shop": 3, "tag": 2}
-KEYS_OF_A_STEP = 5 * NUM_SAMPLES  # that ask the first store
+KEYS_OF_A_STEP = 5 * NUM_SAMPLES  # for the first store
 
 
 @functools.cache
 def collection_of(num_shards, max_capacity=None, capacity=None, statistics=False):
-    """The collection, or with `max_capacity=None` the one for imports; `num_shards=None`: no mesh."""
+    """Returns the collection, or with `max_capacity=None` the target of imports; `num_shards=None`: no mesh."""
     tables = other_tables() if max_capacity is None else tables_of(max_capacity, capacity, statistics)
     if num_shards is None:
         return jaxsok.Collection(tables, FEATURES)
@@ -117,14 +117,14 @@ def collection_of(num_shards, max_capacity=None, capacity=None, statistics=False
 
 @functools.cache
 def jitted(collection, name, **options):
-    """A method of a collection, jitted, with a donated state where it gives one back."""
+    """Returns a jitted method of a collection, with a donated state if it returns one."""
     donated = 0 if name in ("lookup", "update") else ()
     return jax.jit(getattr(collection, name), donate_argnums=donated, compiler_options=programs.quickly())
 
 
 @functools.cache
 def initial_row(table):
-    """What a new row of a table holds."""
+    """Returns what a new row of a table holds."""
     return programs.initial_row(table, DIMS[table], seed=SEED)
 
 
@@ -134,7 +134,7 @@ def initial_row(table):
 
 @dataclasses.dataclass(eq=False)
 class Line:
-    """All that belongs to a key that has a row."""
+    """The data of a key that has a row."""
 
     row: np.ndarray
     states: list[np.ndarray]
@@ -144,13 +144,13 @@ class Line:
 
 @dataclasses.dataclass(eq=False)
 class Table:
-    """Keys with rows, and how often keys were seen that had none."""
+    """Keys with rows, and the counts of keys without one."""
 
     name: str
     number: int
     num_sightings: int | None = None
     is_bloom: bool = False
-    unadmitted: float | None = None  # what a key without a row reads in a lookup; None: its initial row
+    unadmitted: float | None = None  # what a lookup reads for a key without a row; None: its initial row
     unknown: str = "initial"
     lines: dict[int, Line] = dataclasses.field(default_factory=dict)
     seen: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -158,27 +158,27 @@ class Table:
 
     @property
     def waiting(self):
-        """Keys whose sightings are counted exactly and do not suffice."""
+        """Returns the keys with exact counts below the threshold."""
         if self.num_sightings is None or self.is_bloom:
             return {}
         return {key: num for key, num in self.seen.items() if num < self.num_sightings}
 
     def forget(self, is_asked=lambda key: True):
-        """Rows went where `is_asked`: whoever was let in there, and counted exactly, starts anew."""
+        """Resets the exact counts of admitted keys where `is_asked`, after rows were removed."""
         if not self.is_bloom:
             kept = {key: num for key, num in self.seen.items() if key in self.waiting or not is_asked(key)}
             self.seen = collections.Counter(kept)
 
     def given(self, keys):
-        """Keys that wait are let in by hand: as if they had been seen often enough, also where there is no room."""
+        """Admits waiting keys directly, as if they had been seen often enough, even without room."""
         self.seen.update({key: self.num_sightings - self.seen[key] for key in keys if key in self.waiting})
 
     def initial(self, key):
-        """Of a new row, in float64."""
+        """Returns a new row in float64."""
         return np.asarray(initial_row(self.name)(key), np.float64)
 
     def unread(self, key):
-        """What a lookup gives for a key without a row."""
+        """Returns what a lookup gives for a key without a row."""
         return self.initial(key) if self.unadmitted is None else np.full(DIMS[self.name], self.unadmitted, np.float64)
 
 
@@ -195,11 +195,11 @@ class Store:
     generation: int = 0
 
     def new_line(self, table, key):
-        """A row that nobody has used."""
+        """Returns the data of a row that was never used."""
         return Line(table.initial(key), self.optimizer.initial_state(self.dim))
 
     def ranked(self, names, policy):
-        """(rank, table, key) of the rows of some tables, those that leave first in front; and their names."""
+        """Returns (rank, table, key) of the rows of some tables, the first to leave first, and their names."""
         rank = {
             policies.LeastRecentlyUsed: lambda line: (line.last_step,),
             policies.LeastFrequentlyUsed: lambda line: (line.frequency, line.last_step),
@@ -213,7 +213,7 @@ class Store:
 
 
 class Life(oracle.CollectionOracle):
-    """All stores. Who gets a row where not all fit is asked from `let_in(store, new (table, key) pairs)`."""
+    """All stores. `let_in(store, new (table, key) pairs)` decides which keys get a row if not all fit."""
 
     def __init__(self, statistics):
         tables = [
@@ -236,7 +236,7 @@ class Life(oracle.CollectionOracle):
         super().__init__(stores, OF_ORACLE)
 
     def lookup(self, batch, clock, let_in):
-        """Embeddings, a plan, and unadmitted by table; the whole batch is seen before any gets in."""
+        """Returns embeddings, a plan, and unadmitted by table; the whole batch is seen before any key is admitted."""
         occurrences = {name: collections.Counter() for name in NAMES}
         for feature in self.features:
             for bag in batch[feature.name]:
@@ -270,7 +270,7 @@ class Life(oracle.CollectionOracle):
             if key not in table.lines:
                 num_unadmitted[name] += key in kept_out[name]
                 return None, table.unread(key), "refused"
-            is_new = (name, key) in inserted  # the first of its uses, the others find it
+            is_new = (name, key) in inserted  # the first of its uses; the others find it
             inserted.discard((name, key))
             return table.lines[key], table.lines[key].row, "inserted" if is_new else "found"
 
@@ -290,7 +290,7 @@ class Life(oracle.CollectionOracle):
         return embeddings, counts
 
     def update(self, plan, gradients):
-        """Steps each row once; nothing if the plan is stale: rows of some store went since. Gives whether it is."""
+        """Steps each row once, or nothing if the plan is stale (rows of a store left). Returns whether it is stale."""
         is_stale = any(g != store.generation for g, store in zip(plan.generations, self.stores, strict=True))
         sums = {}
         for use in plan.uses:
@@ -308,13 +308,13 @@ class Life(oracle.CollectionOracle):
 
 
 def single():
-    """A key a sample, padding among them."""
+    """Draws one key per sample, some of them padding."""
     return strategies.key_lists(KEYS, NUM_SAMPLES, padding=True).map(lambda keys: [[key] for key in keys])
 
 
 @st.composite
 def bags_of_two(draw):
-    """Bags of at most two keys: on a mesh any shard's part of them fits its share of the buffer."""
+    """Draws bags of at most two keys: on a mesh any shard's part of them fits its share of the buffer."""
     lengths = draw(st.lists(st.integers(0, 2), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES))
     flat = iter(draw(strategies.key_lists(KEYS, 2 * NUM_SAMPLES, padding=True)))
     return [[next(flat) for _ in range(length)] for length in lengths]
@@ -322,7 +322,7 @@ def bags_of_two(draw):
 
 @st.composite
 def batches(draw):
-    """One batch in the oracle's words."""
+    """Draws one batch in the oracle's form."""
     return {
         "user": draw(single()),
         "history": draw(bags_of_two()),
@@ -334,16 +334,16 @@ def batches(draw):
 
 
 def raw_of(batch):
-    """The same in the library's words."""
+    """Converts it to the library's form."""
     raw = {name: programs.as_array([key for (key,) in batch[name]]) for name in ("user", "shop", "tag")}
     ad = programs.to_bags(batch["ad"])
-    if ad.weights is None:  # no key at all
+    if ad.weights is None:  # there is no key at all
         ad = jaxsok.Bags(ad.keys, lengths=ad.lengths, weights=np.zeros(0, np.float32))
     return raw | {"history": programs.to_bags(batch["history"]), "item": programs.as_array(batch["item"]), "ad": ad}
 
 
 def gradients_of(expected, shift):
-    """Positive numbers that differ by feature, output and column: nothing cancels."""
+    """Returns positive numbers that differ by feature, output and column, so that no sum cancels."""
     return {
         name: (0.25 * (1 + (np.arange(array.size).reshape(array.shape) + shift + i) % 4)).astype(np.float32)
         for i, (name, array) in enumerate(expected.items())
@@ -351,17 +351,17 @@ def gradients_of(expected, shift):
 
 
 def few_keys():
-    """For operations by key."""
+    """Draws keys for operations by key."""
     return strategies.key_lists(KEYS, FEW, padding=True)
 
 
 def clocks():
-    """By how much the user's clock goes on."""
+    """Draws how far the user's clock advances."""
     return st.sampled_from([0, 1, 1, 3])
 
 
 def random_records(seed, store, keys, now, with_state=True, with_statistics=True):
-    """Records of a store's table, last used at some time up to now."""
+    """Returns records of a store's table, last used at some time up to now."""
     rng, size = np.random.default_rng(seed), len(keys)
     widths = {"accumulator": 1, "m": store.dim, "v": store.dim}
     states = {
@@ -378,7 +378,7 @@ def random_records(seed, store, keys, now, with_state=True, with_statistics=True
 
 @dataclasses.dataclass
 class Saved:
-    """What there was when an export was written."""
+    """The content at the time an export was written."""
 
     oracle: Life
     clock: int | None
@@ -399,7 +399,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     @initialize(has_clock=st.booleans(), first=batches(), second=batches())
     def start(self, has_clock, first, second):
-        """Two steps from nothing: what follows finds rows."""
+        """Makes two steps from an empty state, so that later rules find rows."""
         self.collection = collection_of(self.num_shards, self.max_capacity, self.first_capacity, self.statistics)
         self.state = self.collection.init(seed=SEED)
         self.oracle = Life(self.statistics)
@@ -413,12 +413,12 @@ class LifeMachine(RuleBasedStateMachine):
         """What there was at its end."""
         empty = {name: [[PADDING]] * NUM_SAMPLES for name in ("user", "shop", "tag")}
         empty |= {"history": [[]] * NUM_SAMPLES, "item": [[PADDING] * 2] * NUM_SAMPLES, "ad": [[]] * NUM_SAMPLES}
-        self.collection.batch(raw_of(empty))  # tells the collection how large batches are
+        self.collection.batch(raw_of(empty))  # the collection learns the size of the batches
         self.train(first, 1)
         self.train(second, 1)
 
     def teardown(self):
-        """Files go."""
+        """Deletes the files."""
         if hasattr(self, "folder"):
             self.folder.cleanup()
 
@@ -426,40 +426,40 @@ class LifeMachine(RuleBasedStateMachine):
 
     @property
     def now(self):
-        """What last steps become."""
+        """Returns the value that last steps get."""
         return self.oracle.step if self.clock is None else self.clock
 
     @property
     def options(self):
-        """`clock=` of operations that take one."""
+        """Returns `clock=` for operations that take it."""
         return {} if self.clock is None else {"clock": self.clock}
 
     def tick(self, ticks):
-        """The user's clock goes on."""
+        """Advances the user's clock."""
         if self.clock is not None:
             self.clock += ticks
 
     def shard_of(self, name, key):
-        """By the definition of owners."""
+        """Returns the shard of a key by the definition of owners."""
         return 0 if self.num_shards is None else int(programs.owner_of([key], name, self.num_shards)[0])
 
     def by_shard(self, pairs):
-        """(table, key) pairs by shard."""
+        """Groups (table, key) pairs by shard."""
         parts = [[] for _ in range(self.num_shards or 1)]
         for name, key in pairs:
             parts[self.shard_of(name, key)].append((name, key))
         return parts
 
     def in_use(self, store):
-        """Rows of each shard."""
+        """Returns the rows in use on each shard."""
         return [len(part) for part in self.by_shard(pairs_of(store))]
 
     def capacity(self, store):
-        """Of a shard, now."""
+        """Returns the present capacity of a shard."""
         return self.state.stores[self.oracle.stores.index(store)].capacity // (self.num_shards or 1)
 
     def let_in(self, store, new):
-        """Who of new keys gets a row: on one device by first occurrence, on a shard that is full as many as fit."""
+        """Returns which new keys get a row: the first on one device; on a full shard as many as fit."""
         entered = []
         parts = zip(self.by_shard(new), self.in_use(store), strict=True)
         for part, num_rows in parts:
@@ -475,7 +475,7 @@ class LifeMachine(RuleBasedStateMachine):
         return entered
 
     def has_row(self, name, key):
-        """Asked from the library."""
+        """Reads from the library whether a key has a row."""
         return bool(self.collection.contains(self.state, name, programs.as_array([key]))[0])
 
     may_refuse = False
@@ -485,7 +485,7 @@ class LifeMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.pending) < 2)
     @rule(batch=batches(), ahead=st.booleans(), ticks=clocks())
     def lookup(self, batch, ahead, ticks):
-        """Keys come in, wait, or are refused; embeddings, law 5 with the update."""
+        """Looks up: keys are inserted, wait, or are refused; compares embeddings, and law 5 with the update."""
         self.tick(ticks)
         features = self.collection.batch(raw_of(batch)).features
         self.grow()
@@ -504,7 +504,7 @@ class LifeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pending)
     @rule(shift=st.integers(0, 3))
     def update(self, shift):
-        """The oldest plan, stale or not."""
+        """Updates with the oldest plan, stale or not."""
         plan, expected_plan, num_unadmitted, expected, looked_up_at = self.pending.pop(0)
         gradients = gradients_of(expected, shift)
         self.state, stats = jitted(self.collection, "update")(self.state, plan, gradients)
@@ -514,7 +514,7 @@ class LifeMachine(RuleBasedStateMachine):
         assert int(stats.num_stale) == num_uses * is_stale
         hypothesis.event(f"update: stale: {is_stale}")
         if self.chain and looked_up_at < self.saved.now:
-            self.chain = []  # rows moved whose last step is before the export: no delta sees them
+            self.chain = []  # rows moved whose last step is before the export: no delta includes them
         for name, table in self.oracle.tables.items():
             counts = programs.counts(stats, name)
             assert counts == expected_plan.counts[name], name
@@ -526,7 +526,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     @rule(batch=batches(), ticks=clocks())
     def train(self, batch, ticks):
-        """A step; plans that wait come first, stale or not."""
+        """Makes a step; waiting plans come first, stale or not."""
         while self.pending:
             self.update(0)
         self.lookup(batch, False, ticks)
@@ -534,13 +534,13 @@ class LifeMachine(RuleBasedStateMachine):
 
     @rule(batches=st.lists(batches(), min_size=2, max_size=3))
     def train_on(self, batches):
-        """Some steps: rules are drawn evenly, and most of a life is training."""
+        """Makes some steps, because rules are drawn evenly and most of a life is training."""
         for batch in batches:
             self.train(batch, 1)
 
     @rule(batch=batches())
     def find(self, batch):
-        """Changes nothing, statistics and counts of sightings included: the next invariant sees to that."""
+        """Finds; changes nothing, statistics and counts of sightings included, as the next invariant checks."""
         features = self.collection.batch(raw_of(batch)).features
         embeddings, stats = jitted(self.collection, "find")(self.state, features)
         expected, counts = self.oracle.find(batch)
@@ -553,8 +553,8 @@ class LifeMachine(RuleBasedStateMachine):
 
     @rule()
     def grow(self):
-        """More rows; or, at the end of the first store, fewer in use. `hand_over` is given what leaves."""
-        jax.block_until_ready(self.state)  # so that grow sees how many rows there are
+        """Adds rows or, at the first store's maximum, removes some. `hand_over` receives the removed rows."""
+        jax.block_until_ready(self.state)  # so that grow reads the number of rows
         store = self.oracle.stores[0]
         limit = self.collection.stores[0].max_capacity
         handed, growth = [], self.collection.growth
@@ -577,7 +577,7 @@ class LifeMachine(RuleBasedStateMachine):
         if self.num_shards is None:  # docs/growth.md
             assert in_use[0] > limit - KEYS_OF_A_STEP
             assert num_kept == [min(in_use[0], max(limit // 4, limit - KEYS_OF_A_STEP - (limit + 15) // 16))]
-        else:  # each down to the same number
+        else:  # each shard down to the same number
             most = max(num_kept)
             assert all(kept == most or kept == had for kept, had in zip(num_kept, in_use, strict=True))
         self.leave(store, leaving, self.lowest(store, tuple(store.tables), store_policy(store), num_kept))
@@ -585,7 +585,7 @@ class LifeMachine(RuleBasedStateMachine):
     # Rows leave
 
     def taken(self, handed):
-        """(table, key) pairs that a hand-over was given, each once, with all that the dicts have of them."""
+        """Checks the (table, key) pairs that a hand-over received: each once, with all its data in the dicts."""
         pairs = []
         for name, records in handed:
             table, store = self.oracle.tables[name], self.oracle.store_of(name)
@@ -597,21 +597,21 @@ class LifeMachine(RuleBasedStateMachine):
         return pairs
 
     def lowest(self, store, names, policy, num_kept):
-        """Who leaves if each shard keeps so many."""
+        """Returns the rows that leave if each shard keeps so many."""
         parts = self.by_shard(store.ranked(names, policy))
         return [pair for part, kept in zip(parts, num_kept, strict=True) for pair in part[: len(part) - kept]]
 
     def leave(self, store, got, wanted):
-        """Rows go out of the dicts."""
+        """Removes rows from the dicts."""
         assert set(got) == set(wanted)
         for name, key in wanted:
             del store.tables[name].lines[key]
-            if store is self.oracle.stores[0]:  # the one with a policy
+            if store is self.oracle.stores[0]:  # the store with a policy
                 store.tables[name].num_evicted += 1
         self.lost(store, wanted)
 
     def lost(self, store, gone):
-        """Rows went, perhaps none: plans of before are stale if some did, and their shards forget who was let in."""
+        """Handles removed rows: if there are any, earlier plans are stale and their shards forget admitted keys."""
         store.generation += bool(gone)
         shards = {self.shard_of(*pair) for pair in gone}
         for name, table in store.tables.items():
@@ -625,7 +625,7 @@ class LifeMachine(RuleBasedStateMachine):
         is_handed=st.booleans(),
     )
     def evict_to_a_budget(self, whose, policy, is_own, num_rows, is_handed):
-        """Of a table, or of all of the store with a policy; by its own policy or the call's."""
+        """Evicts from a table, or from all of the store with a policy, by its own policy or the call's."""
         if whose is None or (is_own and whose in ("user", "item")):
             policy = None
         store = self.oracle.stores[0] if whose is None else self.oracle.store_of(whose)
@@ -641,16 +641,16 @@ class LifeMachine(RuleBasedStateMachine):
         had = [len(part) for part in self.by_shard(asked)]
         num_kept = [n - len(part) for n, part in zip(had, self.by_shard(left), strict=True)]
         assert sum(num_kept) == min(num_rows, len(asked))
-        for kept, num in zip(num_kept, had, strict=True):  # as equal as can be
+        for kept, num in zip(num_kept, had, strict=True):  # as equal as possible
             assert kept == num or max(num_kept) <= kept + 1
         self.check_counts(evicted, left)
         hypothesis.event(f"evicted to a budget: {bool(left)}")
-        if is_handed:  # evicted and kept are all there were
+        if is_handed:  # evicted and kept rows are all rows
             assert set(self.taken(handed)) == set(left)
         self.leave(store, left, self.lowest(store, names, policy or store_policy(store), num_kept))
 
     def keys_of(self, name):
-        """As exported."""
+        """Returns the keys as exported."""
         keys = [key for chunk in self.collection.export_chunks(self.state, name) for key in chunk.keys.tolist()]
         assert len(set(keys)) == len(keys)
         return set(keys)
@@ -661,7 +661,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     @rule(whose=st.sampled_from(["user", "item", "ad", "shop"]), steps=st.sampled_from([0, 1, 3]))
     def evict_by_time(self, whose, steps):
-        """Whoever was not used for more than so long; a last use ahead of the clock is none."""
+        """Evicts rows not used for longer than `steps`; a last use ahead of the clock counts as recent."""
         store = self.oracle.store_of(whose)
         lines = store.tables[whose].lines
         left = [(whose, key) for key, line in lines.items() if self.now - line.last_step > steps]
@@ -679,7 +679,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     @rule()
     def evict_small_rows(self):
-        """Of a table without statistics."""
+        """Evicts from a table without statistics."""
         store = self.oracle.store_of("tag")
         norms = {key: float(np.sqrt((line.row**2).sum())) for key, line in store.tables["tag"].lines.items()}
         self.state, evicted = self.collection.evict(self.state, "tag", policies.SmallNorm(SMALL))
@@ -693,7 +693,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), keys=few_keys())
     def erase(self, name, keys):
-        """Named keys leave; padding and absent ones are nothing."""
+        """Erases keys; padding and absent keys have no effect."""
         store = self.oracle.store_of(name)
         gone = {key for key in keys if key in store.tables[name].lines}
         self.state, num_erased = self.collection.erase(self.state, name, programs.as_array(keys))
@@ -704,13 +704,13 @@ class LifeMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def clear(self, name):
-        """All leave, those that wait too, and the table's part of the filter is empty."""
+        """Removes all keys, including waiting keys, and empties the table's part of the filter."""
         self.state, num_erased = self.collection.clear(self.state, name)
         assert int(num_erased) == len(self.oracle.tables[name].lines)
         self.cleared(name)
 
     def cleared(self, name):
-        """The same in the dicts."""
+        """Clears a table in the dicts."""
         table, store = self.oracle.tables[name], self.oracle.store_of(name)
         gone = [(name, key) for key in table.lines]
         table.lines, table.seen = {}, collections.Counter()
@@ -720,7 +720,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), keys=few_keys())
     def read(self, name, keys):
-        """`contains` and `rows_of`."""
+        """Compares `contains` and `rows_of`."""
         table = self.oracle.tables[name]
         is_there = self.collection.contains(self.state, name, programs.as_array(keys))
         rows, also = self.collection.rows_of(self.state, name, programs.as_array(keys))
@@ -732,7 +732,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), keys=few_keys(), seed=st.integers(0, 9), ticks=clocks())
     def assign(self, name, keys, seed, ticks):
-        """Rows are set, admission or not; nothing is grown."""
+        """Sets rows, regardless of admission; nothing grows."""
         self.tick(ticks)
         table, store = self.oracle.tables[name], self.oracle.store_of(name)
         rows = np.random.default_rng(seed).uniform(-1, 1, (FEW, DIMS[name])).astype(np.float32)
@@ -753,7 +753,7 @@ class LifeMachine(RuleBasedStateMachine):
             if key in table.lines:
                 table.lines[key].row, table.lines[key].last_step = np.asarray(row, np.float64), self.now
 
-    # Out and in
+    # Import and export
 
     @rule(
         name=st.sampled_from(NAMES),
@@ -764,7 +764,7 @@ class LifeMachine(RuleBasedStateMachine):
         reset_state=st.booleans(),
     )
     def import_records(self, name, keys, seed, with_state, with_statistics, reset_state):
-        """What the records lack stays, or is initial; a chunk that does not fit changes nothing."""
+        """Imports; what the records lack stays or is initial, and a chunk that does not fit changes nothing."""
         table, store = self.oracle.tables[name], self.oracle.store_of(name)
         records = random_records(seed, store, keys, self.now, with_state, with_statistics)
         new = self.by_shard((name, key) for key in keys if key not in table.lines)
@@ -779,11 +779,11 @@ class LifeMachine(RuleBasedStateMachine):
             return
         self.state = self.collection.import_table(self.state, name, records, **options)
         if self.chain and with_statistics and (records.last_step < self.saved.now).any():
-            self.chain = []  # as the documents say: write a full export then
+            self.chain = []  # as documented, a full export is needed next
         self.enter(name, records, reset_state)
 
     def enter(self, name, records, reset_state=False):
-        """The same in the dicts."""
+        """Imports records into the dicts."""
         table, store = self.oracle.tables[name], self.oracle.store_of(name)
         table.given(key for key in records.keys.tolist() if key not in table.lines)
         for i, key in enumerate(records.keys.tolist()):
@@ -801,7 +801,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), chunk_rows=st.sampled_from([3, 100]), comes_back=st.booleans())
     def move(self, name, chunk_rows, comes_back):
-        """A table goes to another collection and perhaps back: to the bit, whatever mesh, capacity or store."""
+        """Moves a table to another collection and perhaps back, to the bit, whatever the mesh, capacity or store."""
         store = self.oracle.store_of(name)
         other = collection_of(self.other_shards)
         there = other.init(seed=1)
@@ -829,7 +829,7 @@ class LifeMachine(RuleBasedStateMachine):
     # Exports
 
     def save(self, write, *args):
-        """A new link of the chain, and what there is now."""
+        """Writes a new link of the chain, and keeps the present content."""
         self.num_exports += 1
         folder = pathlib.Path(self.folder.name) / str(self.num_exports)
         exported = write(folder, self.collection, self.state, *args, **self.options)
@@ -841,7 +841,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     @rule()
     def export_full(self):
-        """All of it."""
+        """Exports everything."""
         self.chain = []
         exported = self.save(checkpoint.export_full)
         assert exported.num_rows == {name: len(table.lines) for name, table in self.oracle.tables.items()}
@@ -849,7 +849,7 @@ class LifeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.chain and self.statistics)
     @rule()
     def export_delta(self):
-        """What changed, and the keys that went."""
+        """Exports the changes and the removed keys."""
         before = self.saved.oracle.tables
         exported = self.save(checkpoint.export_delta, self.chain[-1])
         for name, table in self.oracle.tables.items():
@@ -860,7 +860,7 @@ class LifeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.chain)
     @rule(is_elsewhere=st.booleans(), one_by_one=st.booleans())
     def load(self, is_elsewhere, one_by_one):
-        """Into the other collection; or into this one, and the life goes on from there."""
+        """Loads into the other collection, or into this collection, which continues from there."""
         collection = collection_of(self.other_shards) if is_elsewhere else self.collection
         if one_by_one:
             state = checkpoint.load(self.chain[0], collection)
@@ -878,12 +878,12 @@ class LifeMachine(RuleBasedStateMachine):
         self.state, self.clock, self.pending = state, self.saved.clock, []
         self.oracle = copy.deepcopy(self.saved.oracle)
         for table in self.oracle.tables.values():
-            table.forget()  # only keys that wait are saved
+            table.forget()  # only waiting keys are saved
 
-    # What must be so after each rule
+    # Invariants after each rule
 
     def compare_lines(self, store, name, lines, rows, states, last_steps, frequencies):
-        """Statistics exactly, numbers within rounding."""
+        """Compares statistics exactly, numbers within rounding."""
         if lines:
             want = np.array([line.row for line in lines], np.float32)
             np.testing.assert_allclose(rows, want, err_msg=name, **TOLERANCE)
@@ -898,7 +898,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     @invariant()
     def all_agrees(self):
-        """Keys, owners, rows, optimizer state, statistics, waiting keys, the step."""
+        """Keys, owners, rows, optimizer state, statistics, waiting keys and the step agree."""
         if not hasattr(self, "state"):
             return
         assert int(self.state.step) == self.oracle.step
@@ -917,18 +917,18 @@ class LifeMachine(RuleBasedStateMachine):
 
 
 def pairs_of(store):
-    """(table, key) of all rows."""
+    """Returns (table, key) of all rows."""
     return [(name, key) for name, table in store.tables.items() for key in table.lines]
 
 
 def store_policy(store):
-    """Of the one store that has one."""
+    """Returns the policy of the only store that has one."""
     assert "user" in store.tables
     return policies.LeastRecentlyUsed()
 
 
 def bits_by_key(collection, state, name):
-    """All columns that an export has of a table but for row ids and shards, in the order of the keys."""
+    """Returns all columns of a table's export except row ids and shards, in the order of the keys."""
     table = collection.export_table(state, name)
     order = np.argsort(table["keys"])
     columns = {"keys": table["keys"], "rows": table["rows"], **table["state"]}
@@ -937,27 +937,27 @@ def bits_by_key(collection, state, name):
 
 
 class LifeOverTwo(LifeMachine):
-    """The same over two shards; tags have no statistics. Stores begin large: programs are few."""
+    """The same machine over two shards; tags have no statistics. Stores begin large, so programs are few."""
 
     num_shards, max_capacity, first_capacity, statistics = 2, (32, 2), (32, 100), False
 
 
 class LifeOverFour(LifeMachine):
-    """The same over four; what is moved goes to two."""
+    """The same machine over four shards; moved tables go to two."""
 
     num_shards, max_capacity, first_capacity, other_shards = 4, (44, 2), (44, 100), 2
 
 
 def settings_of(num_examples):
-    """Few lives, the same each time; with JAXSOK_SLOW=1 many longer ones that differ, and failures are shrunk."""
+    """Returns settings for few, repeatable lives; with JAXSOK_SLOW=1 for many longer, random lives, with shrinking."""
     if os.environ.get("JAXSOK_SLOW") == "1":
         return hypothesis.settings(max_examples=15 + 15 * num_examples, stateful_step_count=40)
-    phases = (hypothesis.Phase.generate,)  # to shrink takes minutes
+    phases = (hypothesis.Phase.generate,)  # shrinking takes minutes
     return hypothesis.settings(max_examples=num_examples, stateful_step_count=10, derandomize=True, phases=phases)
 
 
 def needs(num_devices):
-    """Where there are fewer a mesh cannot be."""
+    """Returns a mark that skips a test if there are too few devices."""
     return pytest.mark.skipif(len(jax.devices()) < num_devices, reason=f"needs {num_devices} devices")
 
 
@@ -970,7 +970,7 @@ TestLifeOverFour.settings = settings_of(1)
 
 
 def test_a_count_goes_with_a_row_that_was_assigned():
-    """Admission has no part in `assign`: a key that waited waits no longer, and begins anew when that row is gone."""
+    """`assign` bypasses admission: a waiting key stops waiting, and starts from zero after that row is removed."""
     policy = policies.AdmitByCount(3)
     collection = programs.one_table(admission=policy)
     state = programs.insert(collection, collection.init(seed=SEED), [7])
@@ -986,7 +986,7 @@ def test_a_count_goes_with_a_row_that_was_assigned():
 
 
 def test_a_key_that_waited_learns_nothing_later():
-    """Its use of before it had a row steps no row, also where the update comes after it got one."""
+    """A use before the key had a row steps no row, even if the update follows after the key got one."""
     policy = policies.AdmitByCount(2)
     table = jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(1.0), admission=policy, capacity=64)
     for num_shards in (None, *(n for n in (2,) if len(jax.devices()) >= n)):

@@ -1,4 +1,4 @@
-"""jaxsok.lookup: the ways down agree with each other; what each means is in test_collection.py and test_machine.py."""
+"""jaxsok.lookup: all kinds of lookup agree; test_collection.py and test_machine.py test their meaning."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ COLLECTION = jaxsok.Collection(TABLES, FEATURES)
 
 
 def batch(seed: int, space: int = 30):
-    """A batch of eight samples."""
+    """Returns a batch of eight samples."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.integers(-1, space, shape)  # noqa: E731
     lengths = rng.integers(0, 4, 8)
@@ -31,19 +31,19 @@ def batch(seed: int, space: int = 30):
 
 @jax.jit
 def fused(state, features):
-    """Without a plan."""
+    """Looks up without a plan."""
     return COLLECTION.lookup(state, features)
 
 
 @jax.jit
 def planned(state, features):
-    """With a plan made apart."""
+    """Looks up with a plan made separately."""
     return COLLECTION.lookup(state, COLLECTION.plan(features))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_plan_made_apart_changes_nothing(seed):
-    """Embeddings, row ids, counts and rows are the same bits with and without `Collection.plan`."""
+    """Embeddings, row ids, counts and rows are equal to the bit with and without `Collection.plan`."""
     one, other = COLLECTION.init(seed=1), COLLECTION.init(seed=1)
     for step in range(3):
         features = batch(10 * seed + step)
@@ -60,7 +60,7 @@ def test_a_plan_made_apart_changes_nothing(seed):
 
 
 def test_find_reads_what_lookup_gave():
-    """Once the keys have rows, the evaluation lookup gives the same bits and changes nothing."""
+    """When the keys have rows, the evaluation lookup gives the same bits and changes nothing."""
     features = batch(5)
     embeddings, state, _ = fused(COLLECTION.init(seed=1), features)
     again, stats = COLLECTION.find(state, features)
@@ -70,7 +70,7 @@ def test_find_reads_what_lookup_gave():
 
 
 def test_find_of_unknown_keys():
-    """A key without a row reads its initial row, or zeros where its table says so."""
+    """A key without a row reads its initial row, or zeros if its table declares so."""
     features = batch(6)
     embeddings, _ = COLLECTION.find(COLLECTION.init(seed=1), features)
     first, *_ = fused(COLLECTION.init(seed=1), features)
@@ -79,7 +79,7 @@ def test_find_of_unknown_keys():
 
 
 def test_features_of_one_store_only():
-    """A store that no feature reads passes through untouched."""
+    """A store that no feature reads is unchanged."""
     collection = jaxsok.Collection(TABLES, FEATURES[:1])
     state = collection.init(seed=1)
     features = collection.batch({"one": np.arange(8)}).features

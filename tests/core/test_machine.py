@@ -16,11 +16,11 @@ MAX_KEYS = 8
 SEED = 7
 MOVES_BY_SGD = 0.5
 MOVES_BY_ADAM = 0.125
-# The machine's store of sgd rows holds at most 28 of the 38 pairs of table and key: it fills up and refuses.
+# The machine's store of sgd rows holds at most 28 of the 38 pairs of table and key: it fills up and refuses keys.
 MAX_CAPACITY = 14
 
 # Rows are sums of at most a few hundred float32 terms of size <= 2 (the oracle adds in float64); Adam divides by a
-# root of the same. Gradients are positive, so nothing cancels: 1e-5 relative is 80 roundings of 2^-24.
+# root of such sums. Gradients are positive, so nothing cancels: 1e-5 relative is 80 roundings of 2^-24.
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
 
 SGD = jaxsok.optim.sgd(MOVES_BY_SGD)
@@ -44,7 +44,7 @@ COLLECTION = jaxsok.Collection(
 
 
 def meeting_keys():
-    """Keys that meet in one bucket: two with the same home in both tables of a store, and a twin in the high word."""
+    """Returns keys of one bucket: two with the same home in both tables of a store, and a twin in the high word."""
     state = COLLECTION.init(seed=SEED)
     homes = [programs.aimed_keys(COLLECTION, state, 512, table_id=number).tolist() for number in (0, 1)]
     both = sorted(set(homes[0]) & set(homes[1]))[:2]
@@ -63,23 +63,23 @@ FEATURES = [
 ]
 INITIAL_ROWS = {table.name: programs.initial_row(table.name, table.dim, seed=SEED) for table in TABLES}
 DIMS = {"user": 4, "history": 4, "basket": 4, "friends": 4, "ad": 3, "slot": 3}
-# The most keys of one store in one batch: what `grow` has to reserve for a step.
+# The largest number of keys of one store in one batch, which `grow` reserves for a step.
 KEYS_OF_A_STEP = {"sgd": BATCH + MAX_KEYS + BATCH * 3 + MAX_KEYS, "adam": MAX_KEYS + BATCH * 2}
 
 
 def signed_weights(bags):
-    """Weights of any sign, for a row that moves by a linear rule: nothing divides by what may cancel."""
+    """Draws weights of any sign, for a row with a linear update rule: no divisor may cancel."""
     return strategies.weights_for(bags, (-1.0, 0.0, 0.5, 2.0))
 
 
 def weights_with_zero(bags):
-    """Weights whose sum may be zero, so that their bag is zeros and teaches nothing, but never nearly zero."""
+    """Draws weights whose sum may be zero, so that their bag is zeros and updates nothing, but never nearly zero."""
     return strategies.weights_for(bags, (0.0, 0.25, 1.0, 2.0))
 
 
 @st.composite
 def batches(draw):
-    """One batch in the oracle's words."""
+    """Draws one batch in the oracle's form."""
     return {
         "user": [[key] for key in draw(strategies.key_lists(KEYS, BATCH, padding=True))],
         "history": draw(strategies.ragged_bags(KEYS, BATCH, MAX_KEYS, padding=True)),
@@ -91,7 +91,7 @@ def batches(draw):
 
 
 def raw_of(batch):
-    """The same batch in the library's words."""
+    """Converts the batch to the library's form."""
     slot = [oracle.keys_and_weights(bag) for bag in batch["slot"]]
     return {
         "user": programs.as_array([bag[0] for bag in batch["user"]]),
@@ -107,7 +107,7 @@ def raw_of(batch):
 
 
 def _weighted(bags):
-    """Ragged bags with weights, also if they are all empty."""
+    """Returns ragged bags with weights, also if they are all empty."""
     bags_ = programs.to_bags(bags)
     if bags_.weights is None:
         return jaxsok.Bags(bags_.keys, lengths=bags_.lengths, weights=np.zeros(0, np.float32))
@@ -115,12 +115,12 @@ def _weighted(bags):
 
 
 def gradient_values():
-    """One gradient for all outputs of all features, drawn small; see `gradients_of`."""
+    """Draws one small gradient for all outputs of all features; see `gradients_of`."""
     return st.tuples(st.sampled_from([0.25, 0.5, 1.0]), st.integers(0, 3))
 
 
 def gradients_of(values, num_outputs):
-    """Gradients that differ by feature, output and column, as float32[num_outputs, dim]."""
+    """Returns gradients that differ by feature, output and column, as float32[num_outputs, dim]."""
     scale, shift = values
     return {
         name: (scale * (1 + (np.arange(rows * DIMS[name]).reshape(rows, DIMS[name]) + shift + i) % 4)).astype(
@@ -142,13 +142,13 @@ EMPTY = {
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Two stores, three tables, six features; `grow` before every lookup that might need it."""
+    """Two stores, three tables, six features; `grow` runs before every lookup that might need it."""
 
     @initialize()
     def start(self):
-        """An empty collection and an empty oracle."""
+        """Starts with an empty collection and an empty oracle."""
         self.state = COLLECTION.init(seed=SEED)
-        COLLECTION.batch(raw_of(EMPTY))  # tells the collection how large batches are
+        COLLECTION.batch(raw_of(EMPTY))  # the collection learns the size of the batches
         tables = {
             table.name: oracle.TableOracle(table.name, INITIAL_ROWS[table.name], table.unknown) for table in TABLES
         }
@@ -168,7 +168,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(steps=st.sampled_from([1, 2]))
     def grow(self, steps):
-        """Changes no row, no id and no count."""
+        """Grows; no row, id or count changes."""
         self.state = COLLECTION.grow(self.state, steps=steps)
         self.reserved = {
             "sgd": self.sgd_store.num_rows + steps * KEYS_OF_A_STEP["sgd"],
@@ -187,7 +187,7 @@ class TableMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.pending) < 3)
     @rule(batch=batches(), values=gradient_values(), ahead=st.booleans())
     def lookup(self, batch, values, ahead):
-        """Fused from features, or from a plan that was made before."""
+        """Looks up, fused from features or with a plan made before."""
         features = COLLECTION.batch(raw_of(batch)).features
         self._grow_if_needed()
         argument = programs.plan(COLLECTION)(features) if ahead else features
@@ -200,7 +200,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(batch=batches())
     def find(self, batch):
-        """Reads only."""
+        """Finds; reads only."""
         features = COLLECTION.batch(raw_of(batch)).features
         embeddings, stats = programs.find(COLLECTION)(self.state, features)
         expected, counts = self.oracle.find(batch)
@@ -232,20 +232,20 @@ class TableMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.pending) >= 1)
     @rule(as_list=st.booleans())
     def update(self, as_list):
-        """The oldest plan."""
+        """Updates with the oldest plan."""
         self._update(1, as_list)
 
     @precondition(lambda self: len(self.pending) >= 2)
     @rule()
     def update_two_plans(self):
-        """Two plans at once: each row steps once."""
+        """Updates with two plans at once: each row steps once."""
         self._update(2, True)
 
-    # Erasing makes the plans that wait stale for their store; what a plan over two stores then does to the other
-    # one is told in test_plan.py, here waiting plans are applied before.
+    # Erasing makes waiting plans stale for their store, so waiting plans are used up before. test_plan.py tests what a
+    # stale plan over two stores does to the other store.
     @rule(table=st.sampled_from(["user", "item", "ad"]), keys=strategies.key_lists(KEYS, 4, padding=True))
     def erase(self, table, keys):
-        """Named keys leave; keys without a row, and padding, are nothing."""
+        """Erases keys; keys without a row, and padding, have no effect."""
         while self.pending:
             self._update(1, False)
         self.state, num_erased = COLLECTION.erase(self.state, table, programs.as_array(keys))
@@ -254,7 +254,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @invariant()
     def tables_agree(self):
-        """Keys, row ids and counts exactly; rows and optimizer state within rounding."""
+        """Keys, row ids and counts agree exactly; rows and optimizer state within rounding."""
         if not getattr(self, "changed", False):
             return
         self.changed = False
@@ -276,7 +276,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 def _padded(name, array):
-    """Gradients of the jagged feature have the length of its buffer; what lies past the end must not matter."""
+    """Pads gradients of the jagged feature to its buffer; the values past the end must not matter."""
     if name != "ad":
         return array
     full = np.full((MAX_KEYS, array.shape[1]), 1e6, np.float32)

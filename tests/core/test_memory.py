@@ -1,4 +1,4 @@
-"""The estimate of memory, against what is allocated: arrays of states, and what XLA sets aside for a step."""
+"""The estimate of memory, against allocations: arrays of states, and XLA's memory for a step."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ OPTIMIZERS = {
 }
 NUM_SHARDS = 4
 ALIGNMENT_BYTES = 4096  # XLA rounds each buffer up; constants, counts and the loss are a few hundred bytes
-# How much more than what XLA sets aside the estimate of an exchange may be: it counts buffers that do not always live
+# How far the estimate of an exchange may exceed XLA's allocation: it counts buffers that do not always live
 # at once.
 EXCHANGE_BOUND = 2.0
 
@@ -30,7 +30,7 @@ def table(name, dim, optimizer="sgd", **options):
 
 
 def nbytes(tree, device=None):
-    """Bytes of arrays, of all of them or of their parts on one device."""
+    """Returns the bytes of all arrays, or of their parts on one device."""
     leaves = jax.tree.leaves(tree)
     if device is None:
         return sum(leaf.nbytes for leaf in leaves)
@@ -38,7 +38,7 @@ def nbytes(tree, device=None):
 
 
 def parts_of(store, device=None):
-    """Bytes of a store by what they hold."""
+    """Returns the bytes of a store by their content."""
     return {
         "rows": nbytes(store.rows, device),
         "optimizer_state": nbytes(store.states, device),
@@ -70,7 +70,7 @@ CONFIGURATIONS = {
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_state_is_what_init_allocates(name):
-    """To the byte, part by part; before there is a collection and with one."""
+    """The estimate is exact, part by part, without a collection and with one."""
     collection = jaxsok.Collection(CONFIGURATIONS[name], [])
     state = collection.init(seed=0)
     for estimate in (
@@ -85,7 +85,7 @@ def test_state_is_what_init_allocates(name):
 
 @functools.cache
 def declared_over(num_shards, **exchange):
-    """Stores that are spread, one with tables on single devices, and replicated, with divided uses and without."""
+    """Declares sharded stores, one with tables on single devices, and a replicated store; with and without divisors."""
     tables = [
         table("user", 64, "adagrad", capacity=1 << 14, row_gradient="mean"),
         table("item", 64, "adagrad", capacity=100, row_gradient="mean", placement=on(3)),
@@ -116,18 +116,18 @@ def test_state_on_a_mesh_is_what_each_device_allocates(num_shards):
 
 
 def grown(collection, num_keys, num_steps, steps=1):
-    """A state after so many steps of new keys only, and one more `grow`."""
+    """Returns a state after so many steps of only new keys, and a final `grow`."""
     state = collection.init(seed=0)
     for start in range(0, num_keys * num_steps, num_keys):
         features = programs.batch(collection, **{one.name: np.arange(num_keys) + start for one in collection.features})
-        state = collection.grow(jax.block_until_ready(state), steps=steps)  # with the rows known, not bounded
+        state = collection.grow(jax.block_until_ready(state), steps=steps)  # with known rows, not a bound
         _, state, _ = programs.lookup(collection)(state, features)
     return collection.grow(jax.block_until_ready(state), steps=steps)
 
 
 @pytest.mark.parametrize(("steps", "num_slabs"), [(1, [4, 2]), (7, [4, 2]), (20, [3, 2])])
 def test_after_several_growths(steps, num_slabs):
-    """The state, to the byte; and where growing leads is known beforehand."""
+    """The state is exact to the byte, and the capacity after growth is predicted."""
     tables = [table("user", 8, "adam", capacity=16), table("item", 4, capacity=100, max_capacity=150)]
     features = [FeatureSpec("user", "user"), FeatureSpec("item", "item")]
     collection = jaxsok.Collection(tables, features)
@@ -146,7 +146,7 @@ def test_after_several_growths(steps, num_slabs):
 
 
 def test_growth_on_a_mesh():
-    """The fullest shard decides when to grow: what is foreseen is at least that."""
+    """The fullest shard decides when to grow, so the prediction is at least that."""
     tables = [table("user", 8, "adagrad", capacity=256), table("day", 4, capacity=64, placement=REPLICATED)]
     features = [FeatureSpec(one.name, one.name) for one in tables]
     collection = programs.over(NUM_SHARDS, tables, features)
@@ -156,12 +156,12 @@ def test_growth_on_a_mesh():
     foreseen = memory_estimate(tables, features, num_rows=512, num_shards=NUM_SHARDS, num_samples=16)
     capacities = [store.capacity // NUM_SHARDS for store in state.stores]
     assert foreseen.stores[0].capacity in (capacities[0], 2 * capacities[0])
-    # All keys of all devices may be new to a replicated table: 64 a step, each a row of 64 bytes.
+    # All keys of all devices may be new to a replicated table: 64 per step, each with a row of 64 bytes.
     assert (foreseen.stores[1].capacity, foreseen.stores[1].reserve) == (capacities[1], 64 * 64)
 
 
 def test_largest_capacities():
-    """They fit, a row more of each table does not, and they are in proportion."""
+    """The capacities fit, an additional row per table does not, and they are in proportion."""
     tables = [table("user", 64, "rowwise_adagrad", capacity=3000), table("item", 64, "rowwise_adagrad", capacity=1000)]
     features = [FeatureSpec("user", "user"), FeatureSpec("item", "item")]
     estimate = memory_estimate(tables, features, num_samples=512)
@@ -174,7 +174,7 @@ def test_largest_capacities():
         return memory_estimate(larger, features, num_samples=512).total
 
     assert total(0) <= limit < total(2)
-    # By hand: 256 + 4 + 16 + 32 bytes a row, of what the step and the tickets (258 of 8 bytes) leave.
+    # By hand: 256 + 4 + 16 + 32 bytes per row, from the memory left by the step and the tickets (258 of 8 bytes).
     assert sum(rows.values()) == pytest.approx((limit - estimate.step_bytes - 258 * 8) / 308, abs=4)
     collection = jaxsok.Collection([dataclasses.replace(one, capacity=rows[one.name]) for one in tables], features)
     assert nbytes(collection.init(seed=0)) <= limit - estimate.step_bytes
@@ -182,7 +182,7 @@ def test_largest_capacities():
 
 
 def test_largest_capacities_end_at_max_capacity():
-    """A table gets no more than it may have, and what it leaves goes to the others."""
+    """A table gets no more than its maximum, and the remaining memory goes to the others."""
     kind = "rowwise_adagrad"
     user = table("user", 64, kind, capacity=3000, max_capacity=5000)
     tables = [user, table("item", 64, kind, capacity=1000), table("ad", 32, kind, capacity=1)]
@@ -198,7 +198,7 @@ def test_largest_capacities_end_at_max_capacity():
     alone = memory_estimate([user], device_bytes=100 << 20)
     assert str(alone).endswith("Rows that would fit: user 5,000 (its max_capacity).")
     assert alone.largest_capacities(1000) == {"user": 0}
-    # A table that may have no more cannot come to have more, either.
+    # A table at its maximum cannot get more rows.
     assert memory_estimate([user], num_rows=10**6).stores[0].num_rows == 5000
 
 
@@ -208,9 +208,9 @@ def test_largest_capacities_end_with_the_row_ids():
 
 
 def test_device_bytes():
-    """A fraction of a device is what XLA gives to arrays."""
+    """A fraction of a device is the memory that XLA gives to arrays."""
     estimate = memory_estimate([table("user", 64)], device_bytes=80 << 30)
-    assert estimate.memory_bytes == 60 << 30  # JAX takes 75%, if nobody says otherwise
+    assert estimate.memory_bytes == 60 << 30  # JAX takes 75% by default
     assert estimate.largest_capacities() == estimate.largest_capacities(60 << 30)
     assert "75% of 80.0 GiB: enough" in str(estimate)
     assert "too little" in str(memory_estimate([table("user", 64)], device_bytes=1 << 20, memory_fraction=0.9))
@@ -225,7 +225,7 @@ NUM_BAGS = 1024
 
 @functools.cache
 def declared(capacity=1 << 12):
-    """Two stores; single keys, padded and ragged bags, weights, and rows without a combiner."""
+    """Declares two stores: single keys, padded and ragged bags, weights, and rows without a combiner."""
     tables = [
         table("user", 64, "adagrad", capacity=capacity),
         table("item", 64, "adagrad", capacity=capacity),
@@ -252,7 +252,7 @@ def features_of(collection):
 
 @functools.cache
 def compiled(name, capacity):
-    """Memory of one compiled program, the state it takes, its features, and its other results."""
+    """Returns the memory of one compiled program, its state, its features, and its other results."""
     collection = declared(capacity)
     state, features = collection.init(seed=0), features_of(collection)
     if name == "update":
@@ -276,7 +276,7 @@ def summed(estimate, *names):
 
 @pytest.mark.parametrize("name", ["lookup", "find", "plan", "update", "step", "planned step"])
 def test_programs_take_what_the_estimate_says(name):
-    """What XLA sets aside beside arguments and results is the workspace, and of a step what passes between calls."""
+    """XLA's memory besides arguments and results is the workspace; in a step also the values between calls."""
     collection = declared()
     state, features = collection.init(seed=0), features_of(collection)
     estimate = collection.memory_estimate(state, features)
@@ -285,33 +285,33 @@ def test_programs_take_what_the_estimate_says(name):
     if name in ("lookup", "step"):
         taken = nbytes(state) + nbytes(features)
         assert (estimate.state_bytes, summed(estimate, "batch")) == (nbytes(state), nbytes(features))
-        assert taken - 16 <= memory.argument_size_in_bytes <= taken  # a step has no use for `step` or padding
+        assert taken - 16 <= memory.argument_size_in_bytes <= taken  # a step uses neither `step` nor padding
         assert memory.alias_size_in_bytes >= nbytes(state.stores)
     if name == "lookup":
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        wanted = summed(estimate, "embeddings", "plan", "batch")  # a plan has its features
+        wanted = summed(estimate, "embeddings", "plan", "batch")  # a plan contains its features
         assert wanted <= results <= wanted + ALIGNMENT_BYTES
     sizes = library.load_cpu()
     num_keys = [6 * NUM_BAGS, 3 * NUM_BAGS]
     assert [store.num_keys for store in estimate.stores] == num_keys
     inserting = max(map(sizes.JaxsokInsertWorkspaceBytes, num_keys))
     least, most = {
-        "lookup": (0, inserting),  # XLA may lend it a result that is written later
+        "lookup": (0, inserting),  # XLA may reuse a result that is written later
         "find": (0, 0),
-        # XLA may let the calls of both stores overlap.
+        # XLA may overlap the calls of both stores.
         "plan": (sizes.JaxsokPlanWorkspaceBytes(num_keys[0]), sum(map(sizes.JaxsokPlanWorkspaceBytes, num_keys))),
         "update": (workspace, workspace),
-        # A gradient may take the place of its embedding; not all row ids live at once.
+        # A gradient may replace its embedding; not all row ids live at once.
         "step": (
             workspace + summed(estimate, "embeddings"),
             workspace + summed(estimate, "plan", "embeddings", "gradients"),
         ),
     }[name.removeprefix("planned ")]
-    # XLA's GPU compiler lends a few KiB of what is written later.
+    # XLA's GPU compiler reuses a few KiB of buffers that are written later.
     lent = 0 if jax.default_backend() == "cpu" else least // 16
     assert least - ALIGNMENT_BYTES - lent <= memory.temp_size_in_bytes <= most + ALIGNMENT_BYTES
     assert memory.temp_size_in_bytes <= estimate.step_bytes
-    if "step" in name:  # the peak: state, batch, and what they pass through
+    if "step" in name:  # the peak: state, batch, and the values between calls
         more = 20 * sum(num_keys) if name.startswith("planned") else 0  # distinct keys, found ahead
         peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -327,7 +327,7 @@ def test_no_temporary_grows_with_the_tables(name):
 
 
 def test_sizes_assumed_are_those_of_a_batch():
-    """Numbers of keys and samples say what a batch of that form does."""
+    """Given numbers of keys and samples, the estimate equals that of a batch of that form."""
     collection = declared()
     state = collection.init(seed=0)
     counted = collection.memory_estimate(state, features_of(collection))
@@ -353,7 +353,7 @@ def features_over(collection, num_shards):
 
 @functools.cache
 def compiled_over(name, path, capacity=1 << 14, wire="float32"):
-    """Memory of one compiled program over several devices."""
+    """Returns the memory of one compiled program over several devices."""
     collection = declared_over(NUM_SHARDS, rows=wire, gradients=wire)
     tables = [dataclasses.replace(one, capacity=capacity) for one in collection.tables]
     collection = programs.over(NUM_SHARDS, tables, collection.features, rows=wire, gradients=wire)
@@ -386,20 +386,20 @@ def test_no_temporary_grows_with_the_tables_on_a_mesh(name, path):
 
 
 def test_a_step_on_a_mesh_is_counted_for_one_device():
-    """Batch and plan are those of three batches under way; to the byte."""
+    """Batch and plan count for three batches in flight, to the byte."""
     collection = programs.over(NUM_SHARDS, [table("user", 8, capacity=64)], [FeatureSpec("user", "user")])
     features = programs.batch(collection, user=np.arange(NUM_SHARDS * 100))
     estimate = collection.memory_estimate(batch=features)
     device = collection.shards.mesh.devices.flat[1]
     assert summed(estimate, "batch") == 3 * nbytes(features, device)
-    # Of 100 keys evenly spread and a quarter more, in lines of eight: 32 for each of four destinations.
+    # 100 keys evenly spread plus a quarter, rounded up to eight: 32 for each of four destinations.
     _, _, plan = collection.lookup(collection.init(seed=0), collection.plan(features, send_capacity=(32,)))
     assert summed(estimate, "plan") == 3 * (nbytes(plan, device) - nbytes(features, device))
     by_hand = memory_estimate(collection.tables, collection.features, num_shards=NUM_SHARDS, num_samples=100)
     assert by_hand == estimate
 
 
-# What it prints and refuses ------------------------------------------------------------------------------------------
+# Printing and refusals -----------------------------------------------------------------------------------------------
 
 
 def test_it_prints_every_part():
@@ -460,5 +460,5 @@ def test_send_capacity_counts():
         )
         for lines in (100, 200)
     )
-    # Two rows of 32 bytes, requests of 16 sent and received, 32 bytes of ids and uses, for each of 400 more lines.
+    # Two rows of 32 bytes, requests of 16 sent and received, 32 bytes of ids and uses, for each of 400 more positions.
     assert summed(large, "exchange") - summed(small, "exchange") == 400 * (2 * 32 + 2 * 16 + 32)

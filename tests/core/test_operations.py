@@ -30,7 +30,7 @@ WAYS = [("one", 1), ("sharded", 4), ("on", 4), ("replicated", 4)]
 
 @functools.cache
 def collection_of(way="one", num_shards=1, dtype="float32", capacity=256, is_alone=False, max_capacity=None):
-    """Tables a and b of one store with statistics; `is_alone`: a has one of its own, beside another dim."""
+    """Declares tables a and b of one store with statistics; `is_alone`: a has its own store, and b another dim."""
     options = {"dtype": dtype, "statistics": True, "capacity": capacity, "max_capacity": max_capacity}
     if way == "replicated":
         options["placement"] = jaxsok.REPLICATED
@@ -45,13 +45,13 @@ def collection_of(way="one", num_shards=1, dtype="float32", capacity=256, is_alo
 
 
 def store_of(state, table="a"):
-    """The store that has a table of these collections, and the table's number in it."""
+    """Returns the store that has a table of these collections, and the table's number in it."""
     s = len(state.stores) - 1
     return state.stores[s], "ab".index(table)
 
 
 def content(state, table="a", num_shards=1, is_replicated=False):
-    """key -> (row, states, last step, frequency), from the arrays; and the keys in the order of shards and rows."""
+    """Reads key -> (row, states, last step, frequency) from the arrays, and the keys by shard and row."""
     store, number = store_of(state, table)
     columns = [
         np.asarray(slab) for slabs in (store.records, store.rows, *store.states, store.statistics) for slab in slabs
@@ -70,7 +70,7 @@ def content(state, table="a", num_shards=1, is_replicated=False):
 
 
 def as_dict(records):
-    """The same of `Records`."""
+    """Converts `Records` to such a dict."""
     names = ("m", "v")
     lines = {}
     for i, key in enumerate(records.keys.tolist()):
@@ -81,7 +81,7 @@ def as_dict(records):
 
 
 def random_records(rng, keys, dtype="float32", with_state=True, with_statistics=True):
-    """Records of keys, any numbers."""
+    """Returns records of keys, with any numbers."""
     size = len(keys)
     states = [state.name for state in ADAM.state_specs(DIM)]
     words = [rng.integers(0, 2**32, size, np.uint32) for _ in range(2)] if with_statistics else (None, None)
@@ -94,7 +94,7 @@ def random_records(rng, keys, dtype="float32", with_state=True, with_statistics=
 
 
 def filled(collection, rng, num=150, dtype="float32", **options):
-    """A state whose table a has rows of random keys."""
+    """Returns a state whose table a has rows of random keys."""
     keys = [*POOL, *rng.integers(0, 2**63, num - len(POOL)).tolist()]
     records = random_records(rng, keys, dtype, **options)
     return collection.import_table(collection.init(seed=3), "a", records), records
@@ -107,7 +107,7 @@ def filled(collection, rng, num=150, dtype="float32", **options):
 @settings(max_examples=4)
 @given(st.lists(st.integers(0, 2**64 - 2), min_size=40, max_size=40), st.sampled_from([3, 1000]))
 def test_owners_on_the_host_and_traced_are_those_of_the_kernels(keys, num_shards):
-    """Both words of keys and names count; the partition's owner is looked up, and a pinned table has one."""
+    """Both words of keys and names count; the owner of a partition is looked up, and a pinned table has one owner."""
     keys = programs.as_array([*POOL, *keys])
     tables = [
         jaxsok.TableSpec("user", DIM, ADAM),
@@ -154,7 +154,7 @@ calls = st.lists(
 
 @functools.cache
 def jitted(collection, name):
-    """A method, jitted with a donated state."""
+    """Returns a method, jitted with a donated state."""
     donates = name in ("lookup", "assign", "erase", "clear")
     statics = 1 if name != "lookup" else ()
     return jax.jit(getattr(collection, name), static_argnums=statics, donate_argnums=0 if donates else ())
@@ -164,7 +164,7 @@ def jitted(collection, name):
 @settings(max_examples=5)
 @given(calls, st.integers(0, 99))
 def test_one_table_of_a_shared_store(way, num_shards, script, seed):
-    """After every call: which keys there are, their rows to the bit, optimizer state, statistics; b is b's alone."""
+    """After every call the keys, rows to the bit, optimizer state and statistics agree; b is not affected."""
     rng = np.random.default_rng(seed)
     collection = collection_of(way, num_shards)
     state = collection.init(seed=5)
@@ -228,13 +228,13 @@ def test_one_table_of_a_shared_store(way, num_shards, script, seed):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """Blocks and gathers of few rows, so that small tables cross their ends."""
+    """Makes blocks and gathers of few rows, so that small tables cross their ends."""
     monkeypatch.setattr(table_export, "BLOCK_ROWS", 7)
     monkeypatch.setattr(table_export, "_LEAST_ROWS", 1)
 
 
 def test_export_in_any_pieces(small_pieces):
-    """Every row once, in the order of the row ids, from several slabs with freed rows; chunks are of one size."""
+    """Every row occurs once, in the order of row ids, from several slabs with freed rows; chunks have one size."""
     rng = np.random.default_rng(0)
     collection = collection_of(capacity=12)
     state, records = filled(collection, rng)
@@ -247,7 +247,7 @@ def test_export_in_any_pieces(small_pieces):
         chunks = list(collection.export_chunks(state, "a", chunk_rows=chunk_rows))
         assert [key for chunk in chunks for key in chunk.keys.tolist()] == order
         assert {key: line for chunk in chunks for key, line in as_dict(chunk).items()} == want
-        # All but the last of a slab are whole.
+        # All chunks except the last of a slab are full.
         assert sum(chunk.num_rows < (chunk_rows or 1000) for chunk in chunks) <= len(sizes)
         assert all(chunk.num_rows <= (chunk_rows or 1000) for chunk in chunks)
     whole = collection.export_table(state, "a")
@@ -256,7 +256,7 @@ def test_export_in_any_pieces(small_pieces):
 
 
 def test_export_holds_no_chunk_that_was_read(monkeypatch):
-    """The device arrays of a chunk are gone when the reader asks for the next one, up to the last chunk."""
+    """The device arrays of a chunk are freed when the reader requests the next chunk, up to the last."""
     collection = collection_of()
     state, _ = filled(collection, np.random.default_rng(0))
     sent, gather = [], table_export._gather
@@ -275,7 +275,7 @@ def test_export_holds_no_chunk_that_was_read(monkeypatch):
 
 @pytest.mark.parametrize("num_shards", (1, 4))
 def test_export_since(num_shards, small_pieces):
-    """Only rows used since then; a last step of 2**32 - 1 is late, not early."""
+    """Only rows used since then are exported; a last step of 2**32 - 1 is late, not early."""
     rng = np.random.default_rng(1)
     collection = collection_of("one" if num_shards == 1 else "sharded", num_shards)
     state, records = filled(collection, rng)
@@ -287,7 +287,7 @@ def test_export_since(num_shards, small_pieces):
 
 
 def test_export_of_nothing():
-    """A table without rows has no chunks, and its whole is empty arrays of its shapes."""
+    """A table without rows has no chunks, and its whole export has empty arrays of its shapes."""
     collection = collection_of()
     state = collection.init(seed=0)
     assert list(collection.export_chunks(state, "a")) == []
@@ -305,7 +305,7 @@ def test_export_of_nothing():
     ],
 )
 def test_exports_that_are_refused(options, error, message):
-    """At the call, not at the first chunk."""
+    """The error is raised by the call, not by the first chunk."""
     collection = programs.one_table()
     with pytest.raises(error, match=message):
         collection.export_chunks(collection.init(seed=0), "user", **options)
@@ -327,7 +327,7 @@ TARGETS = [("one", 1, 16, True), ("sharded", 4, 16, False), ("replicated", 4, 16
     ],
 )
 def test_import_of_an_export_is_the_table(source, way, num_shards, capacity, is_alone, small_pieces):
-    """Law 6, on another mesh, capacity and grouping: rows, optimizer state and statistics to the bit."""
+    """Rows, optimizer state and statistics are equal to the bit on another mesh, capacity and grouping (law 6)."""
     rng = np.random.default_rng(2)
     first = collection_of(*source)
     state, records = filled(first, rng)
@@ -344,7 +344,7 @@ def test_import_of_an_export_is_the_table(source, way, num_shards, capacity, is_
 @pytest.mark.parametrize("way", ["one", "sharded"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rows_of_sixteen_bits(way, dtype):
-    """float32 rows are rounded to nearest, what is finite stays finite; rows of the dtype keep their bits."""
+    """float32 rows are rounded to nearest, and finite values stay finite; rows of the dtype keep their bits."""
     rng = np.random.default_rng(3)
     collection = collection_of(way, 1 if way == "one" else 4, dtype)
     state, records = filled(collection, rng, dtype=dtype)
@@ -362,7 +362,7 @@ def test_rows_of_sixteen_bits(way, dtype):
 
 
 def test_what_records_lack():
-    """State stays or, if asked, is set back; the last step is the clock; new rows begin with nothing."""
+    """State stays or, if requested, is reset; the last step is the clock; new rows start with initial values."""
     rng = np.random.default_rng(4)
     collection = collection_of()
     state, records = filled(collection, rng)
@@ -386,7 +386,7 @@ def test_what_records_lack():
 
 
 def test_statistics_are_passed_over_where_none_are_kept():
-    """A table without them takes records that have them."""
+    """A table without statistics accepts records with statistics."""
     table = jaxsok.TableSpec("a", DIM, ADAM, capacity=64)
     collection = jaxsok.Collection([table], [])
     state = collection.import_table(collection.init(seed=0), "a", random_records(np.random.default_rng(0), POOL))
@@ -394,7 +394,7 @@ def test_statistics_are_passed_over_where_none_are_kept():
 
 
 def test_plans_made_before_an_import_are_stale():
-    """Gradients of rows as they were change nothing, and are counted."""
+    """Gradients of the earlier rows change nothing, and are counted."""
     collection = collection_of()
     keys = np.arange(8)
     features = collection.batch({"a": keys, "b": keys}).features
@@ -408,7 +408,7 @@ def test_plans_made_before_an_import_are_stale():
 
 @pytest.mark.parametrize(("way", "num_shards"), [("one", 1), ("sharded", 4), ("replicated", 4)])
 def test_import_grows_and_stops_at_the_cap(way, num_shards):
-    """Room is made for a chunk before it is entered; past `max_capacity` nothing of it is, and what was is kept."""
+    """A chunk gets room before it is imported; past `max_capacity` none of it is, and the content is kept."""
     rng = np.random.default_rng(5)
     capped = collection_of(way, num_shards, capacity=16, max_capacity=64)
     limit = capped.stores[-1].max_capacity * (num_shards if way == "sharded" else 1)
@@ -420,7 +420,7 @@ def test_import_grows_and_stops_at_the_cap(way, num_shards):
     assert num_entered >= 2
     assert got == {key: line for chunk in chunks[:num_entered] for key, line in as_dict(chunk).items()}
     assert "the chunks before this one are entered" in caught.value.__notes__[0]
-    # The same keys again are no more rows, however full it is.
+    # The same keys again add no rows, however full the store is.
     again = [random_records(rng, chunk.keys) for chunk in chunks[:num_entered]]
     state = capped.import_table(caught.value.state, "a", again)
     got, _ = content(state, "a", num_shards, way == "replicated")
@@ -428,7 +428,7 @@ def test_import_grows_and_stops_at_the_cap(way, num_shards):
 
 
 def test_room_for_rows_that_are_told():
-    """One slab for all of them, where chunks by themselves would make several."""
+    """One slab is added for all rows, although the chunks separately would add several."""
     rng = np.random.default_rng(6)
     chunks = [random_records(rng, range(start, start + 10)) for start in range(0, 300, 10)]
     for told, num_slabs in ((300, 2), (None, 6)):
@@ -445,7 +445,7 @@ def test_room_for_rows_that_are_told():
 
 
 def test_keys_without_an_entry_get_one_under_another_salt():
-    """Keys aimed at one bucket find none within the bound: none is lost, whatever the chunk."""
+    """Keys aimed at one bucket find no entry within the bound: none is lost, whatever the chunk."""
     table = jaxsok.TableSpec("a", DIM, ADAM, capacity=700, statistics=True)
     collection = jaxsok.Collection([table], [])
     state = collection.init(seed=0)
@@ -460,7 +460,7 @@ def test_keys_without_an_entry_get_one_under_another_salt():
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_keys_without_an_entry_are_entered_before_an_error_leaves(error):
-    """The chunks break off, or the user does, while the last chunk still has keys to try again."""
+    """The chunks or the user stop while the last chunk still has keys to retry."""
     collection = jaxsok.Collection([jaxsok.TableSpec("a", DIM, ADAM, capacity=700, statistics=True)], [])
     state = collection.init(seed=0)
     keys = programs.aimed_keys(collection, state, 600)
@@ -477,7 +477,7 @@ def test_keys_without_an_entry_are_entered_before_an_error_leaves(error):
 
 
 def test_memory_that_there_is_not(monkeypatch):
-    """Said before anything has changed: the state that was passed is whole."""
+    """The error is raised before any change: the given state is intact."""
     collection = collection_of(capacity=16)
     state = collection.init(seed=0)
     monkeypatch.setattr(grow, "agreed_free_bytes", lambda shards: 1000)
@@ -488,7 +488,7 @@ def test_memory_that_there_is_not(monkeypatch):
 
 
 def test_growth_goes_on_after_an_import():
-    """What `grow` believes of the rows in use does not outlive an import or an assign."""
+    """The counts that `grow` remembers are not used after an import or an assign."""
     rng = np.random.default_rng(7)
     collection = collection_of(capacity=40)
     features = collection.batch({"a": np.arange(8), "b": np.arange(8)}).features
@@ -502,7 +502,7 @@ def test_growth_goes_on_after_an_import():
 
 
 def test_a_traced_assign_keeps_its_reserve():
-    """A step that assigns new keys never finds the store full, if `grow` goes before it."""
+    """A step that assigns new keys never meets a full store, if `grow` runs before it."""
     collection = collection_of(capacity=8)
     state = collection.init(seed=0)
     step = jax.jit(lambda state, keys: collection.assign(state, "a", keys, jnp.ones((16, DIM))), donate_argnums=0)
@@ -514,7 +514,7 @@ def test_a_traced_assign_keeps_its_reserve():
 
 @pytest.mark.parametrize("num_shards", (1, 4))
 def test_assign_to_a_full_store(num_shards):
-    """Who finds no row is counted; whoever has one is set."""
+    """Keys without room for a row are counted; keys with a row are set."""
     collection = collection_of("one" if num_shards == 1 else "on", num_shards, capacity=4)
     rows = np.arange(12 * DIM, dtype=np.float32).reshape(12, DIM)
     state, inserted, refused = collection.assign(collection.init(seed=0), "a", np.arange(12), rows)
@@ -525,7 +525,7 @@ def test_assign_to_a_full_store(num_shards):
 
 
 def test_inside_shard_map():
-    """Where the axis is manual the same calls work on the shard's part; keys are the same on all."""
+    """If the axis is manual, the calls work on the shard's part; keys are equal on all shards."""
     collection = collection_of("sharded", 4)
     shards = collection.shards
     keys, rows = programs.words(POOL), np.ones((len(POOL), DIM), np.float32)
@@ -545,7 +545,7 @@ def test_inside_shard_map():
 
 @pytest.mark.parametrize(("way", "num_shards", "dtype"), [("one", 1, "bfloat16"), ("sharded", 4, "float32")])
 def test_nothing_is_copied(way, num_shards, dtype):
-    """A donated state keeps its buffers (law 9), and no program holds anything of a table's size but a byte a row."""
+    """A donated state keeps its buffers (law 9); other table-sized memory is one byte per row."""
     collection = collection_of(way, num_shards, dtype, capacity=1 << 15)
     state, _ = filled(collection, np.random.default_rng(8), dtype=dtype)
 
@@ -566,7 +566,7 @@ def test_nothing_is_copied(way, num_shards, dtype):
 
 @pytest.mark.parametrize(("way", "num_shards"), [("one", 1), ("sharded", 4)])
 def test_nothing_is_copied_between_steps(way, num_shards):
-    """Called outside a trace erase, assign and clear donate their store, and reading does not (law 9)."""
+    """Outside a trace erase, assign and clear donate their store, and reads do not (law 9)."""
     collection = collection_of(way, num_shards)
     state, _ = filled(collection, np.random.default_rng(8))
 
@@ -592,7 +592,7 @@ RECORDS = random_records(np.random.default_rng(0), [1, 2, 3])
 
 
 def changed(**columns):
-    """Three records, with some columns replaced."""
+    """Returns three records, with some columns replaced."""
     return dataclasses.replace(RECORDS, **columns)
 
 
@@ -615,7 +615,7 @@ def changed(**columns):
     ],
 )
 def test_records_that_are_refused(records, error, message):
-    """Bad input changes nothing: the state that was passed is whole."""
+    """Bad input changes nothing: the given state is intact."""
     collection = collection_of()
     state = collection.init(seed=0)
     with pytest.raises(error, match=message):
@@ -624,7 +624,7 @@ def test_records_that_are_refused(records, error, message):
 
 
 def test_calls_that_are_refused():
-    """Arguments that cannot be meant, and a state that is traced."""
+    """Invalid arguments and traced states are refused."""
     collection = collection_of()
     state = collection.init(seed=0)
     for options, message in (

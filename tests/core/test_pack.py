@@ -1,4 +1,4 @@
-"""Packing by threads: the batch that NumPy makes, and that plain lists say; its refusals; memory that is used again."""
+"""Packing by threads: the batch of NumPy and of plain lists; its refusals; reused memory."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ KINDS = {
 
 @functools.cache
 def declared(kinds, num_shards):
-    """Features of these kinds, over two tables that share a store and one that does not."""
+    """Declares features of these kinds, over two tables that share a store and one that does not."""
     sgd = jaxsok.optim.sgd(1.0)
     tables = [jaxsok.TableSpec("a", 4, sgd), jaxsok.TableSpec("b", 4, sgd), jaxsok.TableSpec("c", 8, sgd)]
     features = [jaxsok.FeatureSpec(f"{i} {kind}", "abc"[i % 3], **KINDS[kind]) for i, kind in enumerate(kinds)]
@@ -56,11 +56,11 @@ def declared(kinds, num_shards):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Batches that hypothesis draws: as arrays in odd places, and as the lists that they mean
+# Random batches: as arrays with unusual layouts, and as the equivalent lists
 
 
 def laid_out(draw, values, dtype):
-    """An array of these values somewhere in memory: strided, backwards, a column of records, unaligned, read-only."""
+    """Draws an array of these values with a layout: strided, reversed, a column of records, unaligned, read-only."""
     array = np.asarray(values, dtype)
     how = draw(st.sampled_from(["plain", "strided", "backwards", "fortran", "record", "read-only", "big-endian"]))
     if how == "strided":
@@ -95,7 +95,7 @@ DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint6
 
 @st.composite
 def features(draw, kind, num_bags, dtypes=DTYPES):
-    """One feature: what a user passes, and its bags as lists of (key, weight)."""
+    """Draws one feature: the user's input, and its bags as lists of (key, weight)."""
     dtype = draw(st.sampled_from(dtypes))
     is_weighted, spec = "weighted" in kind, KINDS[kind]
     if kind.startswith(("single", "rectangle")):
@@ -107,7 +107,7 @@ def features(draw, kind, num_bags, dtypes=DTYPES):
     else:
         most = min(spec.get("max_hotness", 9), 9)
         lengths = draw(st.lists(st.integers(0, most), min_size=num_bags, max_size=num_bags))
-        while sum(lengths) > MAX_KEYS // 4:  # for one shard of four, whichever it is
+        while sum(lengths) > MAX_KEYS // 4:  # for any one of four shards
             lengths = [length // 2 for length in lengths]
         keys = drawn_keys(draw, (sum(lengths),), dtype)
         ends = np.cumsum([0, *lengths])
@@ -135,7 +135,7 @@ def features(draw, kind, num_bags, dtypes=DTYPES):
 
 @st.composite
 def batches(draw, num_bags=8, dtypes=DTYPES):
-    """Kinds of features; a raw batch; its bags as lists, by name."""
+    """Draws kinds of features, a raw batch, and its bags as lists, by name."""
     kinds = tuple(draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4)))
     drawn = [draw(features(kind, num_bags, dtypes)) for kind in kinds]
     names = [f"{i} {kind}" for i, kind in enumerate(kinds)]
@@ -145,14 +145,14 @@ def batches(draw, num_bags=8, dtypes=DTYPES):
 
 
 def is_plain(value):
-    """Whether the threads read a feature: NumPy reads numbers in another byte order."""
+    """Returns whether the threads read a feature: NumPy reads numbers in another byte order."""
     bags = value if isinstance(value, jaxsok.Bags) else jaxsok.Bags(value)
     arrays = (bags.keys, bags.lengths, bags.offsets, bags.weights)
     return all(array is None or array.dtype.isnative for array in arrays)
 
 
 def same(got, want):
-    """Equal trees: static parts, dtypes and bits."""
+    """Returns whether trees are equal: static parts, dtypes and bits."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
@@ -162,7 +162,7 @@ def same(got, want):
 
 
 def both(collection, raw, pad_to, is_narrow=None):
-    """What the two ways make of a raw batch: a batch or None, and a batch or an error."""
+    """Returns the results of both packers for a raw batch: a batch or None, and a batch or an error."""
     packer, is_split = collection.packer, not collection.shards.sees_parts()
     packer.is_narrow, packer.num_threads = is_narrow, 3
     try:
@@ -175,13 +175,13 @@ def both(collection, raw, pad_to, is_narrow=None):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# The same batch
+# Equal batches
 
 
 @pytest.mark.parametrize("num_shards", [None, 1, 4])
 @given(drawn=batches(), pad_to=st.sampled_from([None, 8, 12]), is_narrow=st.booleans())
 def test_threads_pack_what_numpy_packs(num_shards, drawn, pad_to, is_narrow):
-    """Every kind of feature, dtype and place in memory, padded or not, for one device and for shards."""
+    """Batches are equal for every kind of feature, dtype and layout, padded or not, for one device and for shards."""
     kinds, raw, _ = drawn
     got, want = both(declared(kinds, num_shards), raw, pad_to, is_narrow)
     if all(is_plain(value) for name, value in raw.items() if name != "label"):
@@ -194,7 +194,7 @@ def test_threads_pack_what_numpy_packs(num_shards, drawn, pad_to, is_narrow):
 @pytest.mark.parametrize("num_shards", [None, 4])
 @given(drawn=batches(dtypes=("int16", "int32", "uint32")), is_narrow=st.booleans(), pad_to=st.sampled_from([None, 12]))
 def test_a_packed_batch_holds_what_lists_say(num_shards, drawn, is_narrow, pad_to):
-    """Keys, offsets and weights of every part by the lists that were drawn: no code is shared."""
+    """Keys, offsets and weights of every part equal the drawn lists, without shared code."""
     kinds, raw, all_bags = drawn
     collection = declared(kinds, num_shards)
     collection.packer.is_narrow = is_narrow
@@ -231,7 +231,7 @@ def test_a_packed_batch_holds_what_lists_say(num_shards, drawn, is_narrow, pad_t
 
 @pytest.mark.parametrize("num_shards", [None, 4])
 def test_keys_without_sign_behind_ragged_ones(num_shards):
-    """Of uint32 all numbers are keys; padding is where offsets say so, of each feature and part its own."""
+    """All numbers of uint32 are keys; padding follows from the offsets of each feature and part."""
     collection = declared(("ragged_bounded", "rectangle", "ragged_bounded", "single"), num_shards)
     collection.packer.is_narrow = True
     top = np.array([2**32 - 1, 0, 2**31, 5, 2**32 - 1, 1, 2, 3], np.uint32)
@@ -265,7 +265,7 @@ def weights_of(features, name):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# The same refusals
+# Equal refusals
 
 BAGS = jaxsok.Bags
 KEYS = np.arange(8)
@@ -309,7 +309,7 @@ BAD = {
 @pytest.mark.parametrize("num_shards", [None, 4])
 @pytest.mark.parametrize("name", BAD)
 def test_refusals_are_those_of_numpy(name, num_shards):
-    """What NumPy refuses is refused with the same words, what it takes is taken; the other features are good."""
+    """Both refuse and accept the same input with the same messages; the other features are valid."""
     kind, value = BAD[name]
     collection = declared(("ragged_weighted", kind, "single"), num_shards)
     num_samples = 6 if "divide" in name else 0 if name == "no samples" else 4
@@ -324,14 +324,14 @@ def test_refusals_are_those_of_numpy(name, num_shards):
     if isinstance(want, Exception):
         with pytest.raises(type(want)) as caught:
             collection.batch(raw)
-        if "one number of samples" not in str(caught.value):  # asked before either packs
+        if "one number of samples" not in str(caught.value):  # checked before either packs
             assert str(caught.value) == str(want)
     elif got is not None:
         same(got.features, want.features)
 
 
 def test_the_first_bad_feature_is_named():
-    """Whichever thread finds it, and whatever is wrong with those after it."""
+    """The first bad feature is named, whichever thread finds it and whatever is wrong with later features."""
     collection = declared(("ragged", "single_weighted"), None)
     raw = {
         "0 ragged": BAGS(KEYS, lengths=[3, 3, 1, 0]),
@@ -346,7 +346,7 @@ def test_the_first_bad_feature_is_named():
 
 @pytest.mark.parametrize("bad", [None, 3, 70_000, 99_999])
 def test_all_of_a_long_feature_is_checked(bad):
-    """Each of many tasks looks at its own weights, and one at the keys behind the last bag."""
+    """Each of many tasks checks its own weights, and one task checks the keys behind the last bag."""
     collection = declared(("single_weighted",), None)
     weights = np.ones(100_000, np.float32)
     if bad is not None:
@@ -363,12 +363,12 @@ def test_all_of_a_long_feature_is_checked(bad):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Batches after the first: what does not depend on their data is kept
+# Batches after the first: facts that do not depend on their data are kept
 
 
 @st.composite
 def sequences(draw):
-    """Kinds of features, and batches of them in turn, each with `pad_to`; most come several times."""
+    """Draws kinds of features, and a sequence of batches, each with `pad_to`; most occur several times."""
     kinds = tuple(draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=3)))
     raws = []
     for _ in range(draw(st.integers(2, 3))):
@@ -382,7 +382,7 @@ def sequences(draw):
 @pytest.mark.parametrize("num_shards", [None, 4])
 @given(drawn=sequences(), is_narrow=st.booleans())
 def test_batches_in_turn_are_those_of_numpy(num_shards, drawn, is_narrow):
-    """Dtypes, strides, lengths and padding change from batch to batch, and come back."""
+    """Dtypes, strides, lengths and padding change from batch to batch, and repeat."""
     kinds, turns = drawn
     collection = declared(kinds, num_shards)
     packer, is_split = collection.packer, num_shards is not None
@@ -395,7 +395,7 @@ def test_batches_in_turn_are_those_of_numpy(num_shards, drawn, is_narrow):
 
 @pytest.mark.parametrize("num_shards", [None, 4])
 def test_what_a_batch_holds_may_change_its_type(num_shards):
-    """A list, a column of another library, an array of JAX: each in the place of an array, and the array again."""
+    """A list, a column of another library or an array of JAX may replace an array, and an array may follow."""
     collection = declared(("single", "ragged"), num_shards)
     rows = np.arange(32, dtype=np.int32).reshape(8, 4)
     lengths = np.array([3, 0, 1, 0, 2, 1, 0, 1])
@@ -423,7 +423,7 @@ def test_what_a_batch_holds_may_change_its_type(num_shards):
 
 
 def test_a_reader_fills_its_arrays_again():
-    """Equal arrays with other contents: other lengths, fewer keys or more, in place or not."""
+    """Reused arrays may have other contents: other lengths, fewer or more keys, in place or not."""
     collection = declared(("ragged", "square", "single_weighted"), None)
     rng, keys, weights = np.random.default_rng(0), np.zeros(4, np.int64), np.zeros(4, np.float32)
     lengths, of_square = np.zeros(4, np.int64), np.zeros(4, np.int32)
@@ -463,11 +463,11 @@ GOOD = {
 @pytest.mark.parametrize("num_shards", [None, 4])
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_batch_after_good_ones(name, num_shards):
-    """It is refused with the words of NumPy, or taken as NumPy takes it; the good ones stay good."""
+    """It is refused with NumPy's message, or accepted as by NumPy; the good batches stay valid."""
     kind, value = BAD[name]
     collection = declared((kind, "single"), num_shards)
     packer = collection.packer
-    if isinstance(value, BAGS):  # as arrays, like the good ones
+    if isinstance(value, BAGS):  # as arrays, like the good batches
         arrays = {part: getattr(value, part) for part in ("lengths", "offsets", "inverse")}
         arrays = {part: None if array is None else np.asarray(array) for part, array in arrays.items()}
         value = dataclasses.replace(value, **arrays)
@@ -483,14 +483,14 @@ def test_a_bad_batch_after_good_ones(name, num_shards):
         except (TypeError, ValueError) as error:
             with pytest.raises(type(error)) as caught:
                 collection.batch(bad)
-            if "one number of samples" not in str(caught.value):  # asked before either packs
+            if "one number of samples" not in str(caught.value):  # checked before either packs
                 assert str(caught.value) == str(error)
         else:
             same(collection.batch(bad).features, want.features)
 
 
 def test_lengths_are_no_offsets():
-    """Arrays of one shape, which say different things."""
+    """Lengths and offsets in arrays of one shape have different meanings."""
     collection = declared(("ragged",), None)
     for _ in range(2):
         got = collection.batch({"0 ragged": BAGS(KEYS, lengths=np.array([0, 0, 0, 8]))}).features
@@ -500,7 +500,7 @@ def test_lengths_are_no_offsets():
 
 
 def test_columns_beside_known_features_are_checked():
-    """Entries that are no features, names and `pad_to` are looked at for each batch."""
+    """Other entries, names and `pad_to` are checked for each batch."""
     collection = declared(("single", "ragged"), None)
     good = {"0 single": KEYS[:4], "1 ragged": BAGS(KEYS, lengths=np.array([3, 3, 2, 0])), "label": np.ones(4)}
     for _ in range(2):
@@ -522,7 +522,7 @@ def test_columns_beside_known_features_are_checked():
 
 
 def test_recipes_are_made_once_and_few_are_kept(monkeypatch):
-    """Batches that differ in their data alone share one; those that are not kept are made again."""
+    """Batches that differ only in their data share a recipe; recipes that are not kept are made again."""
     made = []
     make = pack_lib.Packer._make_recipe
     monkeypatch.setattr(pack_lib.Packer, "_make_recipe", lambda *args: made.append(1) or make(*args))
@@ -543,7 +543,7 @@ def test_recipes_are_made_once_and_few_are_kept(monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Sources that have the layout already
+# Sources that already have the layout
 
 
 def flat(bags):
@@ -551,7 +551,7 @@ def flat(bags):
 
 
 def jagged(rng):
-    """One array of keys for both features, as TorchRec has it; the bags as lists."""
+    """Returns one array of keys for both features, as in TorchRec, and the bags as lists."""
     lengths = rng.integers(0, 5, (2, 5000))
     keys = rng.integers(0, 2**40, lengths.sum())
     ends = np.cumsum([0, *lengths.reshape(-1)])
@@ -561,7 +561,7 @@ def jagged(rng):
 
 
 def arrow(rng):
-    """Columns of lists, a part of larger ones, one with offsets of 64 bits."""
+    """Returns columns of lists, slices of larger columns, one with 64-bit offsets."""
     pa = pytest.importorskip("pyarrow")
     lists = [rng.integers(0, 2**31, rng.integers(0, 5)).tolist() for _ in range(5010)]
     column, large = pa.array(lists, pa.list_(pa.int64()))[5:-5], pa.array(lists, pa.large_list(pa.int32()))[10:]
@@ -569,7 +569,7 @@ def arrow(rng):
 
 
 def records(rng):
-    """Criteo's binary files: a label, 13 numbers and 26 keys a row, int32."""
+    """Returns Criteo's binary records: a label, 13 numbers and 26 keys per row, int32."""
     with tempfile.TemporaryFile() as file:
         rows = np.memmap(file, np.int32, "w+", shape=(20_000, 40))
     rows[:] = rng.integers(0, 2**31 - 1, rows.shape)
@@ -585,10 +585,10 @@ def records(rng):
 
 @pytest.mark.parametrize("make", [jagged, arrow, records], ids=lambda make: make.__name__)
 def test_sources_are_read_in_place(make):
-    """Their keys are packed without a copy on the way; what is packed is what lists say."""
+    """Their keys are packed without an intermediate copy, and the batch equals that of lists."""
     kinds, raw, keys = make(np.random.default_rng(0))
     collection = declared(kinds, None)
-    collection.batch(raw)  # JAX's own first time
+    collection.batch(raw)  # the first call includes JAX's own allocations
     tracemalloc.start()
     features = collection.batch(raw).features
     _, peak = tracemalloc.get_traced_memory()
@@ -596,15 +596,15 @@ def test_sources_are_read_in_place(make):
     for spec, want in zip(collection.features, keys, strict=True):
         got = keys_of(features.keys(spec.name))
         assert got[: len(want)] == want and set(got[len(want) :]) <= {PADDING}
-    assert peak < 8 * len(keys[0])  # NumPy's memory is traced; that which is lent is not
+    assert peak < 8 * len(keys[0])  # NumPy's memory is traced; lent memory is not
 
 
 # --------------------------------------------------------------------------------------------------------------
-# When NumPy packs
+# Batches that NumPy packs
 
 
 def test_without_the_library_numpy_packs(monkeypatch):
-    """A source tree that was never built can pack; what needs kernels says so itself."""
+    """A source tree that was never built can pack; functions that need kernels report it."""
     collection = declared(("ragged", "single"), None)
     raw = {"0 ragged": BAGS(KEYS, lengths=[3, 3, 2, 0]), "1 single": KEYS[:4]}
     want = collection.batch(raw)
@@ -624,7 +624,7 @@ def test_without_the_library_numpy_packs(monkeypatch):
 
 
 def test_numpy_packs_what_is_on_the_device_or_shared():
-    """Arrays of JAX, and features whose samples share bags."""
+    """NumPy packs arrays of JAX, and features whose samples share bags."""
     collection = declared(("single", "single"), None)
     for value in (jnp.asarray(programs.words(KEYS)), BAGS(np.arange(4), inverse=np.array([0, 1, 2, 3] * 2))):
         raw = {"0 single": KEYS, "1 single": value}
@@ -634,18 +634,18 @@ def test_numpy_packs_what_is_on_the_device_or_shared():
 
 
 def test_a_batch_of_constants_inside_a_program():
-    """Traced, a batch of NumPy arrays is a constant: it is no batch that comes and goes."""
+    """In a trace, a batch of NumPy arrays is a constant, so no memory is lent for it."""
     collection = declared(("single",), None)
     words = jax.jit(lambda: collection.batch({"0 single": KEYS}).features.keys("0 single"))()
     np.testing.assert_array_equal(words, programs.words(KEYS))
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Memory that is used again
+# Reused memory
 
 
 def test_memory_is_lent_until_nothing_refers_to_it():
-    """Views keep it; what comes back is lent again."""
+    """Views keep it; memory that is returned is lent again."""
     buffers = HostBuffers()
     first = np.frombuffer(buffers.take(100_000), np.uint8)
     address = first.ctypes.data
@@ -662,7 +662,7 @@ def test_memory_is_lent_until_nothing_refers_to_it():
 
 @pytest.mark.parametrize("how", ["dropped", "donated", "deleted"])
 def test_memory_is_lent_while_a_program_reads_it(how):
-    """Whatever becomes of the array: JAX holds what it reads, and packing trusts that alone."""
+    """Packing trusts only JAX's reference to the memory it reads, whatever happens to the array."""
 
     def work(x, a):
         a = jax.lax.fori_loop(0, 40, lambda _, a: a @ a * jnp.float32(1e-3), a)
@@ -670,7 +670,7 @@ def test_memory_is_lent_while_a_program_reads_it(how):
 
     step = jax.jit(work, donate_argnums=0 if how == "donated" else ())
     a, buffers = jnp.ones((400, 400)), HostBuffers()
-    for _ in range(3):  # the first compiles
+    for _ in range(3):  # the first iteration compiles
         keys = np.frombuffer(buffers.take(400_000), np.float32)
         keys[:] = 3
         address, x = keys.ctypes.data, jax.device_put(keys)
@@ -679,7 +679,7 @@ def test_memory_is_lent_while_a_program_reads_it(how):
             x.delete()
         del keys, x
         others = [np.frombuffer(buffers.take(400_000), np.uint8) for _ in range(buffers.num_free)]
-        if jax.default_backend() == "cpu":  # where x is a view; a GPU has a copy of memory that is not pinned
+        if jax.default_backend() == "cpu":  # here x is a view; a GPU has a copy of memory that is not pinned
             assert address not in [other.ctypes.data for other in others] or result.is_ready()
         for other in others:
             other[:] = 255
@@ -687,7 +687,7 @@ def test_memory_is_lent_while_a_program_reads_it(how):
 
 
 def test_few_blocks_are_kept():
-    """A burst of batches does not hold its memory for ever."""
+    """A burst of batches does not keep its memory permanently."""
     buffers = HostBuffers()
     lent = [buffers.take(1) for _ in range(20)]
     del lent
@@ -696,7 +696,7 @@ def test_few_blocks_are_kept():
 
 
 class Client:
-    """JAX's client of a GPU, as far as memory is concerned; counts what is pinned."""
+    """A fake of JAX's client of a GPU that counts pinned blocks."""
 
     def __init__(self):
         self.num_pinned = 0
@@ -709,7 +709,7 @@ class Client:
 
 
 def test_pinned_memory_is_waited_for(monkeypatch):
-    """It comes back when another thread lets go, or when garbage is collected, as JAX does with what it has read."""
+    """It is returned when another thread releases it, or by garbage collection, as JAX does after reading."""
     client = Client()
     buffers = HostBuffers(client)
     lent = [buffers.take(1) for _ in range(6)]
@@ -731,20 +731,20 @@ def test_pinned_memory_is_waited_for(monkeypatch):
         gc.callbacks.remove(collect)
     assert time.monotonic() - begin < 1 and client.num_pinned == 6
     monkeypatch.setattr(host_buffers, "_PATIENCE_S", 0.05)
-    for count in (7, 8, 9):  # all are in use for good: one more is pinned each time
+    for count in (7, 8, 9):  # all are permanently in use: each request pins one more
         lent.append(buffers.take(1))
         assert client.num_pinned == count
     lent.append(taken)
     del taken
     lent.clear()
     begin = time.monotonic()
-    lent.extend(buffers.take(1) for _ in range(9))  # no waiting for what has been used once
+    lent.extend(buffers.take(1) for _ in range(9))  # returned blocks are lent again without waiting
     assert client.num_pinned == 9 and time.monotonic() - begin < 0.05
 
 
 @pytest.mark.parametrize("num_shards", [None, 4])
 def test_batches_do_not_change_when_others_are_packed(num_shards):
-    """Batches that are kept keep their contents, whatever is packed after them and however they are passed on."""
+    """Kept batches keep their contents, whatever is packed after them and however they are passed on."""
     collection = declared(("ragged", "single"), num_shards)
 
     def raw(i):
@@ -756,7 +756,7 @@ def test_batches_do_not_change_when_others_are_packed(num_shards):
         sums[i] = jax.jit(lambda f: f.keys("1 single").sum())(batch.features)
         if i % 3 == 0:
             kept[i] = jax.tree.map(lambda leaf: leaf + 0, batch.features) if i % 2 else batch.features
-        if i % 7 == 0:  # given away, and returned as it was
+        if i % 7 == 0:  # donated, and returned unchanged
             kept[i] = jax.jit(lambda f: f, donate_argnums=0)(collection.batch(raw(i)).features)
     for i, features in kept.items():
         assert sorted(keys_of(features.keys("0 ragged")))[:8] == (np.arange(8) + 100 * i).tolist()
@@ -765,7 +765,7 @@ def test_batches_do_not_change_when_others_are_packed(num_shards):
 
 
 def test_a_stream_of_batches_allocates_once():
-    """Batches that are dropped leave their memory to the next."""
+    """Dropped batches leave their memory to the next batches."""
     collection = declared(("single",), None)
     raw = {"0 single": np.arange(100_000)}
     seen = set()
@@ -779,7 +779,7 @@ def test_a_stream_of_batches_allocates_once():
 
 
 def test_many_python_threads_pack_at_once():
-    """Calls share the library's threads; each gets its own batch."""
+    """Calls share the library's threads, and each gets its own batch."""
     collection = declared(("ragged", "single"), None)
     collection.packer.num_threads = 4
     failures = []
@@ -807,7 +807,7 @@ def test_many_python_threads_pack_at_once():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 def test_a_forked_process_packs_with_threads_of_its_own():
-    """None of the parent's threads are there; nothing waits for them."""
+    """The child has none of the parent's threads and does not wait for them."""
     collection = declared(("single",), None)
     collection.packer.num_threads = 4
     collection.batch({"0 single": np.arange(300_000)})  # the parent has threads now
@@ -829,7 +829,7 @@ def test_a_forked_process_packs_with_threads_of_its_own():
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_shards", [None, 2])
 def test_memory_is_pinned_and_given_back(num_shards):
-    """JAX copies from it without staging, keeps it until the copy has ended, and no longer."""
+    """JAX copies from it without staging, and keeps it exactly until the copy has ended."""
     collection = declared(("single", "single"), num_shards)
     batches = []
     for i in range(24):
@@ -849,7 +849,7 @@ def test_memory_is_pinned_and_given_back(num_shards):
 
 @pytest.mark.gpu
 def test_32_bits_travel():
-    """Half the bytes go over the link; the batch still has words."""
+    """Half the bytes are transferred; the batch still has words."""
     collection = declared(("single", "ragged"), None)
     raw = {"0 single": np.array([-2, -1, 5, 2**31 - 1], np.int32), "1 ragged": BAGS(KEYS, lengths=[3, 3, 2, 0])}
     raw["1 ragged"] = dataclasses.replace(raw["1 ragged"], keys=KEYS.astype(np.uint32))

@@ -1,4 +1,4 @@
-"""Plans: made ahead, made of keys alone, worthless after an erasure."""
+"""Plans: made ahead, made from only keys, invalid after an erasure."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import jaxsok
 
 
 def two_stores():
-    """Two tables in two stores, ragged and weighted features."""
+    """Declares two tables in two stores, with ragged and weighted features."""
     return jaxsok.Collection(
         [
             jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(1.0), capacity=64),
@@ -24,7 +24,7 @@ def two_stores():
 
 
 def features_of(collection, seed):
-    """A small batch."""
+    """Returns a small batch."""
     rng = np.random.default_rng(seed)
     return collection.batch(
         {
@@ -40,12 +40,12 @@ def features_of(collection, seed):
 
 @pytest.fixture(scope="module")
 def collection():
-    """Shared by all tests of this file."""
+    """Returns a collection shared by all tests of this file."""
     return two_stores()
 
 
 def test_lookup_of_a_plan_is_lookup_of_its_features(collection):
-    """Embeddings, state and the update that follows, to the bit."""
+    """Embeddings, state and the following update are equal to the bit."""
     features = features_of(collection, 0)
     state = collection.init(seed=0)
     results = []
@@ -61,7 +61,7 @@ def test_lookup_of_a_plan_is_lookup_of_its_features(collection):
 
 
 def test_plans_are_made_ahead_of_earlier_steps(collection):
-    """A plan reads no table: made before the step of another batch, it sees what that step made."""
+    """A plan reads no table: made before the step of another batch, it uses the rows of that step."""
     first, second = features_of(collection, 1), features_of(collection, 2)
     ahead = programs.plan(collection)(second)
     state, _ = programs.learn(collection, collection.init(seed=0), first)
@@ -73,7 +73,7 @@ def test_plans_are_made_ahead_of_earlier_steps(collection):
 
 
 def test_one_plan_serves_several_states(collection):
-    """It belongs to the batch, not to a state."""
+    """A plan belongs to the batch, not to a state."""
     features = features_of(collection, 3)
     plan = programs.plan(collection)(features)
     for seed in (0, 1):
@@ -83,7 +83,7 @@ def test_one_plan_serves_several_states(collection):
 
 
 def test_a_plan_is_a_pytree(collection):
-    """It crosses a jit boundary, and comes out of one program into another."""
+    """A plan crosses a jit boundary, and passes from one program to another."""
     plan = collection.plan(features_of(collection, 4))
     leaves, structure = jax.tree.flatten(plan)
     again = jax.tree.unflatten(structure, [jnp.asarray(np.array(leaf)) for leaf in leaves])
@@ -94,7 +94,7 @@ def test_a_plan_is_a_pytree(collection):
 
 @pytest.fixture(scope="module")
 def one_table():
-    """One table with two features, so that a plan has several parts."""
+    """Returns a collection of one table with two features, so that a plan has several parts."""
     return jaxsok.Collection(
         [jaxsok.TableSpec("user", 4, jaxsok.optim.adagrad(1.0), capacity=64)],
         [jaxsok.FeatureSpec("user", "user"), jaxsok.FeatureSpec("friends", "user", max_keys=8)],
@@ -102,13 +102,13 @@ def one_table():
 
 
 def small_batch(collection, keys):
-    """Four keys, and two of them again as friends."""
+    """Returns four keys, two of which also occur as friends."""
     bags = jaxsok.Bags(np.array(keys[:2]), lengths=np.array([1, 0, 1, 0]))
     return collection.batch({"user": np.array(keys), "friends": bags}).features
 
 
 def test_a_stale_plan_changes_nothing_and_is_counted(one_table):
-    """After an erasure row ids of older plans may belong to other keys: nothing moves, check() says so."""
+    """After an erasure row ids of older plans may belong to other keys: nothing moves, and check() reports it."""
     state = one_table.init(seed=0)
     embeddings, state, plan = programs.lookup(one_table)(state, small_batch(one_table, [1, 2, 3, 4]))
     state, _ = one_table.erase(state, "user", np.array([2]))
@@ -120,7 +120,7 @@ def test_a_stale_plan_changes_nothing_and_is_counted(one_table):
 
 
 def test_a_stale_plan_does_not_touch_the_row_of_another_key(one_table):
-    """The row id is reused by a new key before the stale gradient arrives."""
+    """A new key reuses the row id before the stale gradient arrives."""
     embeddings, state, plan = programs.lookup(one_table)(one_table.init(seed=0), small_batch(one_table, [1, 2, 3, 4]))
     state, _ = one_table.erase(state, "user", np.array([1, 2, 3, 4]))
     _, state, _ = programs.lookup(one_table)(state, small_batch(one_table, [11, 12, 13, 14]))
@@ -136,7 +136,7 @@ def test_a_stale_plan_does_not_touch_the_row_of_another_key(one_table):
 
 
 def test_stale_and_fresh_plans_in_one_update(one_table):
-    """The fresh one is applied, the stale one counted."""
+    """The valid plan is applied, the stale plan is counted."""
     embeddings, state, stale = programs.lookup(one_table)(one_table.init(seed=0), small_batch(one_table, [1, 2, 3, 4]))
     state, _ = one_table.erase(state, "user", np.array([9, 1]))
     features = small_batch(one_table, [2, 3, 5, 6])
@@ -151,7 +151,7 @@ def test_stale_and_fresh_plans_in_one_update(one_table):
 
 
 def test_a_plan_over_two_stores_is_stale_as_a_whole(collection):
-    """Half a step is no step: an erasure in one store leaves the other untouched by older plans too."""
+    """A step is all or nothing: after an erasure in one store, older plans do not change the other store."""
     embeddings, state, plan = programs.lookup(collection)(collection.init(seed=0), features_of(collection, 5))
     state, _ = collection.erase(state, "item", np.arange(9))
     after, stats = programs.update(collection)(state, plan, embeddings)
@@ -160,7 +160,7 @@ def test_a_plan_over_two_stores_is_stale_as_a_whole(collection):
 
 
 def test_rows_that_leave_a_store_without_keys_leave_plans_alone():
-    """A plan is stale if rows left a store that its batch has read."""
+    """A plan is stale only if rows left a store that its batch has read."""
     tables = [jaxsok.TableSpec(name, dim, jaxsok.optim.sgd(1.0), capacity=8) for name, dim in (("user", 4), ("ad", 2))]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("user", "user")])
     state = collection.init(seed=0)
@@ -172,7 +172,7 @@ def test_rows_that_leave_a_store_without_keys_leave_plans_alone():
 
 
 def test_growing_does_not_make_plans_stale():
-    """Row ids are stable under growth: an update may come after it."""
+    """Row ids are stable under growth, so an update may follow it."""
     collection = programs.one_table(capacity=4)
     state = collection.init(seed=0)
     _, state, plan = collection.lookup(state, programs.batch(collection, user=np.arange(4)))
@@ -189,7 +189,7 @@ def test_growing_does_not_make_plans_stale():
 @pytest.mark.parametrize("step", [1, 1 << 24], ids=["one bucket", "one share and slot"])
 @pytest.mark.parametrize("salt", [0, 0x9E3779B97F4A7C15], ids=hex)
 def test_crafted_keys_take_no_longer(salt, step):
-    """A million keys that would meet in one place under a salt that somebody guessed: at most double the time."""
+    """A million keys that would meet in one place under a guessed salt take at most double the time."""
     collection = jaxsok.Collection(
         [jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=1 << 21)], [jaxsok.FeatureSpec("user", "user")]
     )

@@ -1,7 +1,7 @@
-"""Rows of 16 bits: read as floats, summed and stepped in float32, rounded once; the same bits wherever a row lives.
+"""Rows of 16 bits: read as floats, summed and stepped in float32, rounded once; bits independent of the row's place.
 
-What is judged to the bit is judged by NumPy float32 and `ml_dtypes`. The random bits themselves are judged by
-`kernel_model.py` and `ffi/tests/core_test.cc`; here it is their statistics, and what they must not depend on.
+Exact expectations come from NumPy float32 and `ml_dtypes`. `kernel_model.py` and `ffi/tests/core_test.cc` test the
+random bits themselves; this module tests their statistics, and what they must not depend on.
 """
 
 import functools
@@ -25,26 +25,26 @@ NUM_SHARDS = 4
 
 
 def assert_same_bits(got, want):
-    """Dtype, shape and bits."""
+    """Checks that dtype, shape and bits are equal."""
     got, want = np.asarray(got), np.asarray(want)
     assert got.dtype == want.dtype and got.shape == want.shape
     np.testing.assert_array_equal(programs.bits(got), programs.bits(want))
 
 
 def sgd_table(name="user", dim=4, dtype="bfloat16", **spec):
-    """Rows that begin at one and move by what the gradients say."""
+    """Declares rows that start at one and move by their gradients."""
     spec = {"initializer": jaxsok.initializers.constant(1.0), "capacity": 64, **spec}
     return jaxsok.TableSpec(name, dim, jaxsok.optim.sgd(1.0), dtype=dtype, **spec)
 
 
 def one_key_each(tables, **options):
-    """A collection with a feature for each table, one key a sample."""
+    """Returns a collection with a feature for each table and one key per sample."""
     return jaxsok.Collection(tables, [jaxsok.FeatureSpec(t.name, t.name) for t in tables], **options)
 
 
 @functools.cache
 def step_of(collection):
-    """Jitted: lookup, then update by the gradients given; the state and its embeddings."""
+    """Returns a jitted lookup and update by the given gradients; it returns the state and its embeddings."""
 
     def step(state, features, gradients):
         embeddings, state, plan = collection.lookup(state, features)
@@ -55,7 +55,7 @@ def step_of(collection):
 
 
 def after_steps(collection, keys, gradients, *, num_steps=1, seed=0, batch=None):
-    """Rows by key after steps with the same gradients for every embedding: {table: {key: row}}."""
+    """Returns rows by key after steps with equal gradients for every embedding: {table: {key: row}}."""
     state = collection.init(seed=seed)
     for _ in range(num_steps):
         features = collection.batch(keys if batch is None else batch).features
@@ -67,7 +67,7 @@ def after_steps(collection, keys, gradients, *, num_steps=1, seed=0, batch=None)
 
 
 def step_dtype(collection):
-    """Of the gradients of the first store."""
+    """Returns the dtype of the gradients of the first store."""
     return collection.stores[0].embedding_dtype
 
 
@@ -75,7 +75,7 @@ def step_dtype(collection):
 
 
 def combined(rows, weights, combiner):
-    """One bag's embedding in float32, key by key."""
+    """Returns one bag's embedding in float32, key by key."""
     if not rows:
         return None
     total = None
@@ -95,7 +95,7 @@ def combined(rows, weights, combiner):
 @pytest.mark.parametrize(("dtype", "embedding_dtype"), DTYPES)
 @pytest.mark.parametrize(("combiner", "weighted"), COMBINERS)
 def test_embeddings(dtype, embedding_dtype, combiner, weighted):
-    """Lookup and find, to the bit: rows widened, added in order, divided, and rounded once at the end."""
+    """Lookup and find are exact: rows are widened, added in order, divided, and rounded once at the end."""
     collection = programs.one_table(
         dim=7,
         dtype=dtype,
@@ -129,7 +129,7 @@ def test_embeddings(dtype, embedding_dtype, combiner, weighted):
 @pytest.mark.parametrize(("dtype", "embedding_dtype"), DTYPES)
 @pytest.mark.parametrize("initializer", ["uniform", "normal", "truncated_normal", "constant"])
 def test_new_rows_are_rounded_to_nearest(dtype, embedding_dtype, initializer):
-    """The float32 table's row in 16 bits; `find` gives it before there is one."""
+    """New rows are the float32 table's rows in 16 bits; `find` gives them before they exist."""
     make = {"constant": lambda: jaxsok.initializers.constant(0.1)}
     values = make.get(initializer, getattr(jaxsok.initializers, initializer))()
     keys = np.arange(40)
@@ -147,7 +147,7 @@ def test_new_rows_are_rounded_to_nearest(dtype, embedding_dtype, initializer):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_unknown_zeros(dtype):
-    """A table of zeros for unknown keys gives zeros of its dtype."""
+    """A table that declares zeros for unknown keys gives zeros of its dtype."""
     collection = programs.one_table(dtype=dtype, unknown="zeros")
     found, _ = programs.find(collection)(collection.init(), programs.batch(collection, user=np.arange(3)))
     assert_same_bits(found["user"], np.zeros((3, 4), HALVES[dtype]))
@@ -156,7 +156,7 @@ def test_unknown_zeros(dtype):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("num_devices", [1, NUM_SHARDS])
 def test_embeddings_stay_finite(dtype, num_devices):
-    """A sum beyond the largest number is the largest number; as float32 it is itself."""
+    """A sum beyond the largest number becomes the largest number; as float32 it is exact."""
     largest = float(ml_dtypes.finfo(HALVES[dtype]).max)
     for embedding_dtype in (None, "float32"):
         values = jaxsok.initializers.constant(largest if dtype == "float16" else largest / 2)
@@ -182,7 +182,7 @@ OPTIMIZERS = {
 
 
 def stepped(name, row, state, g, step):
-    """One row's step in float32, operation by operation."""
+    """Steps one row in float32, operation by operation."""
     rate = F32(0.3)
     if name == "sgd":
         return row - rate * g, []
@@ -203,7 +203,7 @@ def stepped(name, row, state, g, step):
 @pytest.mark.parametrize(("dtype", "embedding_dtype"), DTYPES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_to_nearest(name, dtype, embedding_dtype):
-    """Rows and float32 state after three steps, to the bit; gradients come in the embeddings' dtype."""
+    """Rows and float32 state after three steps are exact; gradients have the embeddings' dtype."""
     collection = programs.one_table(
         optimizer=OPTIMIZERS[name], dtype=dtype, embedding_dtype=embedding_dtype, rounding="nearest", dim=4
     )
@@ -231,7 +231,7 @@ def test_every_optimizer_to_nearest(name, dtype, embedding_dtype):
 
 
 def test_gradients_have_the_dtype_of_embeddings():
-    """jax.grad gives cotangents of it; update takes others too, and does not round float32 ones on the way."""
+    """jax.grad gives cotangents of that dtype; update accepts other dtypes too, and does not round float32 first."""
     for embedding_dtype, want in ((None, jnp.bfloat16), ("float32", jnp.float32)):
         collection = programs.one_table(dtype="bfloat16", embedding_dtype=embedding_dtype)
         features = programs.batch(collection, user=np.arange(3))
@@ -247,7 +247,7 @@ def test_gradients_have_the_dtype_of_embeddings():
 
 
 def after_steps_with(collection, keys, gradient):
-    """Rows after one step by a gradient of any dtype."""
+    """Returns rows after one step by a gradient of any dtype."""
     features = programs.batch(collection, user=keys)
     state, _, _ = step_of(collection)(collection.init(), features, {"user": gradient})
     return programs.rows_of(collection, state)
@@ -261,14 +261,14 @@ SPACING = {"bfloat16": 2.0**-7, "float16": 2.0**-10}  # of the numbers from 1 on
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("share", [0.125, 0.5, 0.9])
 def test_the_mean_over_keys_is_kept(dtype, share):
-    """Rows of 1.0 that should move by a part of the spacing: that part of them moves, all the way."""
+    """If rows of 1.0 should move by a fraction of the spacing, that fraction of them moves by the whole spacing."""
     num_keys, dim = 8192, 8
     collection = one_key_each([sgd_table(dim=dim, dtype=dtype, embedding_dtype="float32", capacity=num_keys)])
     gradient = np.full((num_keys, dim), -share * SPACING[dtype], F32)
     rows = after_steps(collection, {"user": np.arange(num_keys)}, {"user": gradient})["user"]
     moved = (np.stack(list(rows.values())).astype(np.float64) - 1.0) / SPACING[dtype]
     assert set(np.unique(moved)) == {0.0, 1.0}
-    # Five standard deviations of the mean of independent draws: missed once in 1.7 million times.
+    # Five standard deviations of the mean of independent draws: exceeded once in 1.7 million times.
     deviation = np.sqrt(share * (1 - share))
     assert abs(moved.mean() - share) < 5 * deviation / np.sqrt(moved.size)
     for axis, size in ((0, num_keys), (1, dim)):
@@ -277,7 +277,7 @@ def test_the_mean_over_keys_is_kept(dtype, share):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_mean_over_steps_is_kept(dtype):
-    """Two hundred steps of a sixteenth of the spacing move rows by their sum on average; to nearest they never move."""
+    """Rows move by the sum of 200 steps of a sixteenth of the spacing on average; to nearest they never move."""
     num_keys, dim, num_steps = 64, 16, 200
     share = 1 / 16
     keys = {"user": np.arange(num_keys)}
@@ -288,16 +288,16 @@ def test_the_mean_over_steps_is_kept(dtype):
         rows = after_steps(one_key_each([table]), keys, gradient, num_steps=num_steps)["user"]
         moved[rounding] = (np.stack(list(rows.values())).astype(np.float64) - 1.0) / SPACING[dtype]
     assert not moved["nearest"].any()
-    # Each step is a draw of its own: a row's sum is binomial, and rows are independent.
+    # Each step is a separate draw: a row's sum is binomial, and rows are independent.
     variance = num_steps * share * (1 - share)
     assert abs(moved["stochastic"].mean() - num_steps * share) < 5 * np.sqrt(variance / moved["stochastic"].size)
-    # The variance of n draws has a relative error of about sqrt(2 / n): steps that repeated their bits would have a
-    # variance of num_steps times as much.
+    # The variance of n draws has a relative error of about sqrt(2 / n): steps with repeated bits would have
+    # num_steps times the variance.
     assert abs(moved["stochastic"].var() / variance - 1) < 6 * np.sqrt(2 / moved["stochastic"].size)
 
 
 def test_random_bits_depend_on_table_seed_key_step_and_column():
-    """Half of the draws differ where anything in the list differs; all agree where nothing does."""
+    """Half of the draws differ if any of these differs; all agree if none does."""
     num_keys, dim = 256, 8
     names = ("a", "b")
     collection = one_key_each([sgd_table(name, dim, embedding_dtype="float32", capacity=num_keys) for name in names])
@@ -315,13 +315,13 @@ def test_random_bits_depend_on_table_seed_key_step_and_column():
     is_up = first > 1
     halves = (moved()[1] > 1, other_seed > 1, second_step > 0, np.roll(is_up, 1, 0), np.roll(is_up, 1, 1))
     for other in halves:
-        # Of 2,048 fair coins: six deviations of 22.6.
+        # 2,048 fair coins: six deviations of 22.6.
         assert abs(int((is_up != other).sum()) - 1024) < 6 * 22.7
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_exact_results_stay(dtype):
-    """Steps that end at a number of the dtype are never rounded away: here small integers."""
+    """Results that the dtype holds exactly, here small integers, are never rounded away."""
     collection = one_key_each([sgd_table(dtype=dtype, initializer=jaxsok.initializers.zeros())])
     keys = {"user": np.arange(32)}
     gradient = {"user": -np.arange(32 * 4).reshape(32, 4).astype(F32) % 16}
@@ -333,10 +333,10 @@ def test_exact_results_stay(dtype):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 def test_rows_stay_finite(dtype, rounding):
-    """Pushed beyond the largest number, rows stop there; and come back from there."""
+    """Rows pushed beyond the largest number stop there, and can return."""
     largest = float(ml_dtypes.finfo(HALVES[dtype]).max)
     for sign in (1, -1):
-        # A push that float32 holds: beyond its own largest number rows are infinite, as they would be with 32 bits.
+        # float32 holds the push: beyond its own largest number rows are infinite, as they would be with 32 bits.
         values = jaxsok.initializers.constant(sign * largest)
         table = sgd_table(dtype=dtype, embedding_dtype="float32", rounding=rounding, initializer=values)
         collection = one_key_each([table])
@@ -349,16 +349,16 @@ def test_rows_stay_finite(dtype, rounding):
             assert (rows * sign >= low * largest).all() and (rows * sign <= high * largest).all()
 
 
-# What the bits do not depend on --------------------------------------------------------------------------------
+# Independence of the bits --------------------------------------------------------------------------------------
 
 
 def uneven_gradients(num_keys, dim, seed=0):
-    """By key: sums of one use, so that no order of addition can differ."""
+    """Returns sums of one use by key, so that the order of addition does not matter."""
     return np.random.default_rng(seed).normal(size=(num_keys, dim)).astype(F32)
 
 
 def assert_same_rows(got, want):
-    """Rows by key, to the bit."""
+    """Checks that rows are equal by key, to the bit."""
     assert got.keys() == want.keys()
     for key in want:
         assert_same_bits(got[key], want[key])
@@ -366,7 +366,7 @@ def assert_same_rows(got, want):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_bits_do_not_depend_on_order_row_id_capacity_or_store(dtype):
-    """Another order of keys, other row ids, other neighbours in the store, more slabs: the same rows."""
+    """Another order of keys, other row ids, other rows in the store, or more slabs give the same rows."""
     num_keys, dim = 40, 7
     table = sgd_table("user", dim, dtype, capacity=64)
     gradient = uneven_gradients(num_keys, dim)
@@ -389,12 +389,12 @@ def test_bits_do_not_depend_on_order_row_id_capacity_or_store(dtype):
     assert_same_rows(rows["user"], want)
     assert any(
         (programs.bits(rows["a"][key]) != programs.bits(want[key])).any() for key in want
-    )  # another name, other bits
+    )  # another name gives other bits
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_bits_do_not_depend_on_freed_row_ids(dtype):
-    """A row that another key left behind brings nothing along."""
+    """The previous key of a row has no effect."""
     collection = one_key_each([sgd_table(dtype=dtype)])
     gradient = uneven_gradients(8, 4)
     want = after_steps(collection, {"user": np.arange(8)}, {"user": gradient})["user"]
@@ -417,7 +417,7 @@ PLACEMENTS = {"sharded": jaxsok.SHARDED, "on": jaxsok.on(2), "replicated": jaxso
     ],
 )
 def test_one_device_and_four_give_the_same_bits(dtype, embedding_dtype, path):
-    """Every placement, two tables in a store: embeddings and rows after three steps, where sums have one use."""
+    """Embeddings and rows agree after three steps, in every placement, two tables per store, if sums have one use."""
     num_keys, dim = 32, 5
 
     def tables(on_mesh):
@@ -458,7 +458,7 @@ def test_one_device_and_four_give_the_same_bits(dtype, embedding_dtype, path):
 
 
 def test_two_runs_give_the_same_bits():
-    """Law 3, with hot keys, bags and two features over one store."""
+    """Two runs with hot keys, bags and two features over one store agree (law 3)."""
     tables = [sgd_table("item", 12, "bfloat16", capacity=256, initializer=jaxsok.initializers.normal(1.0))]
     features = [
         jaxsok.FeatureSpec("a", "item", combiner="mean"),
@@ -482,7 +482,7 @@ def test_two_runs_give_the_same_bits():
 
 
 def test_a_scan_is_its_steps():
-    """The step that the random bits depend on advances inside a program as well."""
+    """The step, on which the random bits depend, advances inside a program as well."""
     collection = one_key_each([sgd_table(dim=8)])
     features = programs.batch(collection, user=np.arange(16))
     gradient = {"user": jnp.asarray(uneven_gradients(16, 8), jnp.bfloat16)}
@@ -500,7 +500,7 @@ def test_a_scan_is_its_steps():
 
 
 def test_plans_apart_give_the_same_bits():
-    """A plan made ahead, and several plans in one update."""
+    """A plan made ahead, and several plans in one update, give equal bits."""
     collection = one_key_each([sgd_table(dim=8)])
     features = programs.batch(collection, user=np.arange(16))
     gradient = {"user": jnp.asarray(uneven_gradients(16, 8), jnp.bfloat16)}
@@ -513,7 +513,7 @@ def test_plans_apart_give_the_same_bits():
     for part in (np.arange(8), np.arange(8, 16)):
         _, state, plan = collection.lookup(state, programs.batch(collection, user=part))
         plans.append(plan)
-    # One of the gradients is float32: then all are taken as such.
+    # One of the gradients is float32, so all are treated as float32.
     halves = [{"user": gradient["user"][:8]}, {"user": gradient["user"][8:].astype(jnp.float32)}]
     state, _ = collection.update(state, plans, halves)
     assert_same_rows(programs.rows_of(collection, state), want)
@@ -523,7 +523,7 @@ def test_plans_apart_give_the_same_bits():
 
 
 def on_the_wire(collection, keys):
-    """The types that the all-to-alls of a step carry, as XLA's text names them."""
+    """Returns the types that the all-to-alls of a step carry, as named in XLA's text."""
     features = collection.batch({"user": keys}).features
 
     def step(state, features):
@@ -536,7 +536,7 @@ def on_the_wire(collection, keys):
 
 
 def test_rows_travel_as_they_are_stored():
-    """Unless a dtype is named: 16-bit words there, float32 gradients back."""
+    """By default the wire has 16-bit words of rows, and float32 gradients on the way back."""
     keys = np.arange(64)
     for dtype, spec, want in (
         ("bfloat16", {}, {"ui32", "ui16", "f32"}),
@@ -557,7 +557,7 @@ def test_rows_travel_as_they_are_stored():
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
 def test_named_dtypes_on_the_wire(wire):
-    """What a named dtype holds arrives exactly; float8 within its four bits."""
+    """Values that a named dtype holds arrive exactly; float8 within its four bits."""
     keys = {"user": np.arange(32)}
     values = jaxsok.initializers.uniform(0.5, 1.0)
     tables = [sgd_table(dim=8, dtype="bfloat16", initializer=values)]
@@ -574,7 +574,7 @@ def test_named_dtypes_on_the_wire(wire):
 
 
 def test_bytes_on_the_wire_by_the_planner():
-    """Rows of 16 bits count half; gradients as float32."""
+    """Rows of 16 bits count half; gradients count as float32."""
     assert exchange.wire_bytes(32, None, "bfloat16") == 64 and exchange.wire_bytes(32, None) == 128
     tables = [jaxsok.TableSpec(dtype, 32, jaxsok.optim.sgd(0.1), dtype=dtype, capacity=1000) for dtype in DTYPE_BYTES]
     features = [jaxsok.FeatureSpec(table.name, table.name) for table in tables]
@@ -594,7 +594,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 def test_bytes(dtype):
-    """memory_estimate and row_bytes are what the arrays take, also after growing."""
+    """memory_estimate and row_bytes equal the sizes of the arrays, also after growing."""
     collection = programs.one_table(dim=6, dtype=dtype, optimizer=jaxsok.optim.adam(0.1), capacity=64)
     state = collection.init()
     assert store.row_bytes(collection.stores[0]) == 6 * DTYPE_BYTES[dtype] + 2 * 6 * 4 + 16 + 32
@@ -609,7 +609,7 @@ def test_bytes(dtype):
 
 
 def test_tables_share_a_store_if_their_dtypes_and_rounding_are_equal():
-    """Rounding splits tables of 16 bits only; an embedding dtype that is the rows' own is no other."""
+    """Rounding splits only tables of 16 bits; an embedding dtype equal to the rows' does not split."""
 
     def stores(*options):
         tables = [jaxsok.TableSpec(str(i), 4, jaxsok.optim.sgd(0.1), **one) for i, one in enumerate(options)]
@@ -623,7 +623,7 @@ def test_tables_share_a_store_if_their_dtypes_and_rounding_are_equal():
 
 
 def test_fingerprints():
-    """A state belongs to collections of its dtypes, whatever their rounding."""
+    """A state fits collections of its dtypes, whatever their rounding."""
 
     def fingerprint(**options):
         return programs.one_table(**options).fingerprint
@@ -636,7 +636,7 @@ def test_fingerprints():
 
 
 def test_stores_of_all_dtypes_in_one_step():
-    """Each feature's embeddings and gradients in their own dtype; every key is counted (law 5)."""
+    """Each feature's embeddings and gradients have their own dtype; every key is counted (law 5)."""
     tables = [sgd_table(dtype, 4, dtype, capacity=32) for dtype in DTYPE_BYTES]
     tables.append(sgd_table("wide", 4, "float16", embedding_dtype="float32", capacity=2, max_capacity=2))
     collection = one_key_each(tables)
@@ -656,7 +656,7 @@ def test_stores_of_all_dtypes_in_one_step():
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_gradients_that_are_not_finite_are_skipped(dtype):
-    """Infinite in 16 bits, or by their sum: the row keeps its bits and is counted."""
+    """Gradients infinite in 16 bits, or by their sum, leave the row's bits unchanged and are counted."""
     collection = one_key_each([sgd_table(dtype=dtype)])
     features = programs.batch(collection, user=np.array([1, 2, 3]))
     gradient = np.ones((3, 4), F32)
@@ -676,7 +676,7 @@ def test_gradients_that_are_not_finite_are_skipped(dtype):
     ],
 )
 def test_a_donated_state_keeps_its_addresses(dtype, embedding_dtype, num_devices):
-    """Law 9: no copy of a slab, however its numbers are stored."""
+    """No slab is copied, however its numbers are stored (law 9)."""
     over = {} if num_devices == 1 else {"mesh": programs.mesh(num_devices), "axis": "data"}
     table = sgd_table(dim=8, dtype=dtype, embedding_dtype=embedding_dtype, capacity=1024)
     collection = one_key_each([table], **over)
@@ -696,7 +696,7 @@ def test_a_donated_state_keeps_its_addresses(dtype, embedding_dtype, num_devices
 
 
 def test_pmap_takes_and_gives_rows_of_16_bits():
-    """stack, a step under pmap, unstack: the bits of the step under jit."""
+    """stack, a step under pmap, and unstack give the bits of the step under jit."""
     collection = one_key_each([sgd_table(dim=8)], mesh=programs.mesh(NUM_SHARDS), axis="data")
     keys = np.arange(32)
     gradient = {"user": jnp.asarray(uneven_gradients(32, 8), jnp.bfloat16)}
@@ -716,7 +716,7 @@ def test_pmap_takes_and_gives_rows_of_16_bits():
 
 
 def test_ahead_compiles_for_rows_of_16_bits():
-    """The program for the next capacity is there when the state grows."""
+    """The program for the next capacity is ready when the state grows."""
     collection = programs.one_table(dtype="bfloat16", capacity=8)
     step = collection.ahead(
         jax.jit(programs.train_step(collection, lambda e: e["user"].astype(jnp.float32).sum()), donate_argnums=0)

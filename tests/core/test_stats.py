@@ -1,4 +1,4 @@
-"""Statistics: what depended on the data, counted on the device, raised on the host."""
+"""Statistics: data-dependent events, counted on the device, raised on the host."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ DIM = 4
 
 
 def two_tables(**spec):
-    """Two tables in one store."""
+    """Declares two tables in one store."""
     sgd = jaxsok.optim.sgd(1.0)
     return jaxsok.Collection(
         [jaxsok.TableSpec("user", DIM, sgd, **spec), jaxsok.TableSpec("item", DIM, sgd, **spec)],
@@ -21,7 +21,7 @@ def two_tables(**spec):
 
 
 def step(collection, state, user, item):
-    """One lookup and update; returns state and stats."""
+    """Makes one lookup and update; returns state and stats."""
     bags = jaxsok.Bags(np.array(item), lengths=np.array([len(item), 0]))
     return programs.learn(collection, state, programs.batch(collection, user=np.array(user), item=bags))
 
@@ -51,7 +51,7 @@ def test_occurrences_are_counted_one_after_the_other():
 
 
 def test_shapes_and_types():
-    """Arrays of int32 by table and by store, names as static data."""
+    """Counts are arrays of int32 by table and by store; names are static data."""
     collection = two_tables(capacity=16)
     _, stats = step(collection, collection.init(seed=0), [5, 5], [5])
     assert tuple(stats.tables) == ("user", "item")
@@ -68,7 +68,7 @@ def test_shapes_and_types():
 
 
 def test_tables_of_interleaved_stores():
-    """The order is that of the declaration, however the tables are grouped into stores."""
+    """The order is that of the declaration, however the tables are divided into stores."""
     sgd = jaxsok.optim.sgd(1.0)
     tables = [jaxsok.TableSpec(name, dim, sgd, capacity=16) for name, dim in zip("abcd", (4, 8, 4, 8), strict=True)]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(f"f{table.name}", table.name) for table in tables[::-1]])
@@ -87,14 +87,14 @@ def test_tables_of_interleaved_stores():
 
 
 def test_check_is_silent_when_nothing_is_wrong():
-    """It returns nothing to look at, and raises nothing."""
+    """check() returns None and raises nothing."""
     collection = two_tables(capacity=16)
     _, stats = step(collection, collection.init(seed=0), [5, -1], [5])
     stats.check()
 
 
 def test_refused_keys_raise_with_table_capacity_and_number():
-    """What a user needs to know to act."""
+    """The message has what a user needs to act."""
     collection = programs.one_table(capacity=8, max_capacity=8)
     _, stats = programs.learn(collection, collection.init(seed=0), programs.batch(collection, user=np.arange(21)))
     assert programs.counts(stats)["num_refused"] == 13
@@ -106,7 +106,7 @@ def test_refused_keys_raise_with_table_capacity_and_number():
 
 
 def test_refused_names_only_tables_that_refused():
-    """Two tables in a full store: the one that asked for more is named."""
+    """In a full store of two tables, the table whose keys were refused is named."""
     collection = two_tables(capacity=2, max_capacity=2)
     _, stats = step(collection, collection.init(seed=0), [1, 2], [1, 2, 3])
     assert programs.counts(stats, "user")["num_refused"] == 0
@@ -117,7 +117,7 @@ def test_refused_names_only_tables_that_refused():
 
 
 def test_statistics_add():
-    """Counts of two steps add up; rows in use and the longest probe are those of the later, larger state."""
+    """Counts of two steps are added; rows in use and the longest probe are those of the later, larger state."""
     collection = two_tables(capacity=16)
     state, first = step(collection, collection.init(seed=0), [1, 2], [1, 1])
     _, second = step(collection, state, [1, 3], [4, -1])
@@ -131,7 +131,7 @@ def test_statistics_add():
 
 
 def test_added_statistics_still_raise():
-    """A refusal in one of many steps is not lost in the sum."""
+    """A refusal in one of many steps is kept in the sum."""
     collection = programs.one_table(capacity=2, max_capacity=2)
     state, fine = programs.learn(collection, collection.init(seed=0), programs.batch(collection, user=np.array([1, 2])))
     _, full = programs.learn(collection, state, programs.batch(collection, user=np.array([1, 3])))
@@ -142,7 +142,7 @@ def test_added_statistics_still_raise():
 
 
 def test_statistics_pass_jit_and_scan():
-    """A pytree like any other."""
+    """Stats are a pytree like any other."""
     collection = two_tables(capacity=16)
     _, stats = step(collection, collection.init(seed=0), [5, 5], [5])
     doubled = jax.jit(lambda stats: stats + stats)(stats)
@@ -151,7 +151,7 @@ def test_statistics_pass_jit_and_scan():
 
 
 def test_num_nonfinite_is_by_table():
-    """Rows of one table, not of its neighbour in the store."""
+    """Rows count for their own table, not for another table of the store."""
     collection = two_tables(capacity=16)
     bags = jaxsok.Bags(np.array([5, 6, 7]), lengths=np.array([2, 1]))
     features = programs.batch(collection, user=np.array([1, 2]), item=bags)
@@ -165,17 +165,17 @@ def test_num_nonfinite_is_by_table():
 
 
 def test_longest_probe_is_at_least_one():
-    """Buckets visited by the longest walk; few at a moderate load."""
+    """The longest probe counts the buckets of the longest walk, which is short at a moderate load."""
     collection = programs.one_table(capacity=4096)
     features = programs.batch(collection, user=np.arange(2048) * 1000)
     _, stats = programs.learn(collection, collection.init(seed=0), features)
-    # 2,048 keys in an index for 4,096 rows, four entries a bucket: a walk of more than 16 buckets is no chance.
+    # 2,048 keys in an index for 4,096 rows, four entries per bucket: a walk of more than 16 buckets is not by chance.
     assert 1 <= programs.total(stats, "longest_probe") <= 16
     assert programs.total(stats, "num_unplaced") == 0
 
 
 def test_capacities_on_a_mesh_are_those_of_all_shards():
-    """As num_rows beside them; a replicated store has room for one shard's rows, however often it has them."""
+    """The same holds for num_rows; a replicated store counts the capacity of one shard."""
     tables = [
         jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64),
         jaxsok.TableSpec("tag", 8, jaxsok.optim.sgd(0.1), capacity=64, placement=jaxsok.REPLICATED),
@@ -188,7 +188,7 @@ def test_capacities_on_a_mesh_are_those_of_all_shards():
 
 
 def scanned(collection, user, items):
-    """The stacked Stats of a `lax.scan` over the steps, and the Stats of each step by itself."""
+    """Returns the stacked Stats of a `lax.scan` over the steps, and the Stats of each step alone."""
     bags = [jaxsok.Bags(np.array(item), lengths=np.array([len(item), 0])) for item in items]
     steps = [programs.batch(collection, user=np.array(keys), item=bag) for keys, bag in zip(user, bags, strict=True)]
 
@@ -210,7 +210,7 @@ USERS, ITEMS = [[1, 2], [1, 3], [4, -1]], [[5, 5], [5, 6, 7], [6]]
 
 
 def test_the_stats_of_a_scan_are_taken_together():
-    """Counts of its steps add up; what is not of one step is that of the last one."""
+    """Counts of its steps are added; other values are those of the last step."""
     stats, one_by_one = scanned(two_tables(capacity=16, eviction=jaxsok.policies.LeastRecentlyUsed()), USERS, ITEMS)
     assert stats.words.ndim == 2
     of_steps = [one.to_dict() for one in one_by_one]
@@ -226,7 +226,7 @@ def test_the_stats_of_a_scan_are_taken_together():
 
 
 def test_scalars_of_a_scan():
-    """Rates are those of all steps; fill and load of the last."""
+    """Rates are over all steps; fill and load are those of the last."""
     stats, one_by_one = scanned(two_tables(capacity=16), USERS, ITEMS)
     scalars, last = stats.scalars("all"), one_by_one[-1].scalars("all")
     assert scalars["all/user/hit_rate"] == 1 / 5  # key 1 again, among five
@@ -236,7 +236,7 @@ def test_scalars_of_a_scan():
 
 
 def test_check_of_a_scan():
-    """A refusal in one step of a scan is raised with the number of all steps."""
+    """A refusal in one step of a scan raises with the number over all steps."""
     collection = two_tables(capacity=2, max_capacity=2)  # four rows in the store of both
     stats, _ = scanned(collection, [[1, 2], [3, 4], [1, 2]], [[-1], [-1], [5, 6, 1]])
     with pytest.raises(jaxsok.TableFullError, match='table "item": 3 keys refused'):
@@ -244,7 +244,7 @@ def test_check_of_a_scan():
 
 
 def test_sums_over_a_scan_do_not_overflow():
-    """Steps of a long scan may count more than an int32 holds."""
+    """The counts of a long scan may exceed an int32."""
     _, one = step(two_tables(capacity=16), two_tables(capacity=16).init(seed=0), [5, 5], [5])
     many = jax.tree.map(lambda words: jnp.full((3, *words.shape), 2**30, words.dtype), one)
     assert many.to_dict()["user"]["num_found"] == 3 * 2**30

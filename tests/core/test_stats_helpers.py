@@ -1,4 +1,4 @@
-"""Stats for logs: flat scalars, sums over the last steps without a wait, writers of either kind."""
+"""Stats for logs: flat scalars, sums over the last steps without a wait, both kinds of writers."""
 
 import collections
 import dataclasses
@@ -25,7 +25,7 @@ SUMMED = (*ASKED, "num_padding", "num_nonfinite")
 
 @functools.cache
 def three_tables(num_shards=1):
-    """Two stores, the tables of one of them apart from each other."""
+    """Declares two stores; the tables of one store are not adjacent."""
     tables = [
         jaxsok.TableSpec("user", 4, SGD, capacity=16, max_capacity=16),
         jaxsok.TableSpec("tag", 8, SGD, capacity=64, placement=jaxsok.REPLICATED),
@@ -36,7 +36,7 @@ def three_tables(num_shards=1):
 
 
 def steps_of(collection, num_steps, seed=0):
-    """Random steps, waited for one by one; the state is yielded as well."""
+    """Yields states and Stats of random steps, waiting for each."""
     state, draw = collection.init(seed=0), np.random.default_rng(seed)
     for _ in range(num_steps):
         keys = {name: draw.integers(-1, 24, 16) for name in ("user", "tag", "item")}
@@ -45,7 +45,7 @@ def steps_of(collection, num_steps, seed=0):
 
 
 def expected_scalars(stats, state, counts, prefix="jaxsok", num_shards=1):
-    """Formulas, from counts by table that were added elsewhere; of the stores, what the arrays of the state say."""
+    """Computes scalars from separately added counts by table, and from the state's arrays for the stores."""
     stores = {"user": 0, "item": 0, "tag": 1}
     expected = {}
     for table, by_name in counts.items():
@@ -65,7 +65,7 @@ def expected_scalars(stats, state, counts, prefix="jaxsok", num_shards=1):
 
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_scalars_are_the_counts_and_what_follows_from_them(num_shards):
-    """On one device and on a mesh: rates, fill and load by table, floats all."""
+    """Rates, fill and load by table are floats, on one device and on a mesh."""
     collection = three_tables(num_shards)
     for state, stats in steps_of(collection, 3):
         scalars = stats.scalars("train")
@@ -79,7 +79,7 @@ def test_scalars_are_the_counts_and_what_follows_from_them(num_shards):
 
 @pytest.mark.filterwarnings("error:StatsWindow")
 def test_a_window_tells_of_refused_keys():
-    """Once for each table, when the counts have arrived, and not of keys that an admission keeps out."""
+    """It warns once for each table, when the counts have arrived, and not about keys that an admission excludes."""
     tables = [
         jaxsok.TableSpec("full", 4, SGD, capacity=8, max_capacity=8),
         jaxsok.TableSpec("kept_out", 8, SGD, capacity=64, admission=jaxsok.policies.AdmitByCount(9)),
@@ -98,7 +98,7 @@ def test_a_window_tells_of_refused_keys():
 
 
 def test_nothing_asked_has_no_hit_rate():
-    """A batch of padding: the rate is absent, and not a number that means something else."""
+    """For a batch of padding the rate is absent, not a misleading number."""
     collection = three_tables()
     padding = dict.fromkeys(("user", "tag", "item"), np.array([-1, -1]))
     _, stats = programs.learn(collection, collection.init(), programs.batch(collection, **padding))
@@ -107,7 +107,7 @@ def test_nothing_asked_has_no_hit_rate():
 
 
 def test_one_array_brings_all_counts():
-    """So that a step has one result more, and there is one transfer from the device."""
+    """A step therefore has one additional result, and there is one transfer from the device."""
     for num_shards in (1, 4):
         _, stats = next(steps_of(three_tables(num_shards), 1))
         (words,) = jax.tree.leaves(stats)
@@ -120,7 +120,7 @@ def test_one_array_brings_all_counts():
 
 
 def test_counts_of_a_scan_have_its_axis():
-    """Each name, of Stats that a scan stacked, gives its counts step by step."""
+    """Each name of Stats stacked by a scan gives counts step by step."""
     singles = [stats for _, stats in steps_of(three_tables(), 3)]
     stacked = jax.tree.map(lambda *words: jnp.stack(words), *singles)
     for name in ("num_inserted", "num_rows", "num_evicted", "longest_probe", "num_stale"):
@@ -128,7 +128,7 @@ def test_counts_of_a_scan_have_its_axis():
 
 
 def test_counts_are_told_by_name():
-    """To a reader: every count, and the tables."""
+    """A reader gets every count, and the tables."""
     text = repr(made([(i, 10 + i) for i in range(6)], (7, 2**32 - 1), stale=5))
     for part in ("num_found=[ 0 10]", "num_nonfinite=[ 5 15]", f"num_evicted=[         7 {2**32 - 1}]", "num_stale=5"):
         assert part in text, text
@@ -136,18 +136,18 @@ def test_counts_are_told_by_name():
 
 
 def test_traced_counts_are_refused():
-    """Scalars are for the host."""
+    """Scalars are available only on the host."""
     _, stats = next(steps_of(three_tables(), 1))
     with pytest.raises(TypeError, match="traced"):
         jax.jit(lambda stats: stats.scalars() and stats)(stats)
 
 
 def made(counts, evicted, *, stale=0, num_rows=(0, 0), rounds=0):
-    """Stats of two tables of one store."""
+    """Returns Stats of two tables of one store."""
     *by_table, nonfinite = np.int32(counts)
     one = np.int32([1])
     words = pack_words(
-        counts=np.stack([*by_table, np.int32([0, 0])], axis=1),  # none is unadmitted
+        counts=np.stack([*by_table, np.int32([0, 0])], axis=1),  # no key is unadmitted
         num_nonfinite=nonfinite,
         num_rows=np.int32(num_rows),
         num_evicted=np.uint32(evicted).view(np.int32),
@@ -173,12 +173,12 @@ COUNTS_OF_STEPS = st.lists(
 
 @given(COUNTS_OF_STEPS, st.integers(1, 5), st.integers(0, 2**32 - 1))
 def test_sums_over_the_window_are_exact(steps, num_steps, evicted_before):
-    """Against sums of Python integers; evictions to date go round at 2**32, and sums pass 2**31."""
+    """Sums of Python integers agree; evictions to date wrap at 2**32, and sums exceed 2**31."""
     window, evicted = StatsWindow(num_steps), [evicted_before] * 2
     deltas = []
     for i, (counts, more, stale) in enumerate(steps):
         evicted = [(before + delta) % 2**32 for before, delta in zip(evicted, more, strict=True)]
-        deltas.append(more if i else (0, 0))  # nobody knows what the first step pushed evicted
+        deltas.append(more if i else (0, 0))  # the evictions before the first push are unknown
         window.push(made(counts, evicted, stale=stale, num_rows=(i, 2 * i), rounds=i))
         window.wait()
         last = steps[max(0, i + 1 - num_steps) : i + 1]
@@ -199,7 +199,7 @@ def test_sums_over_the_window_are_exact(steps, num_steps, evicted_before):
 
 
 def test_a_state_made_anew_evicted_nothing_negative():
-    """Counts to date that fall begin anew."""
+    """Counts to date that decrease start again."""
     window = StatsWindow(4)
     for evicted in ((5, 7), (9, 7), (2, 0), (3, 4)):
         window.push(made([(0, 0)] * 6, evicted))
@@ -209,7 +209,7 @@ def test_a_state_made_anew_evicted_nothing_negative():
 
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_a_window_over_real_steps(num_shards):
-    """The sums are those of the steps' own counts, and the scalars what follows from them."""
+    """The sums are those of the steps' own counts, and the scalars follow from them."""
     collection, window = three_tables(num_shards), StatsWindow(3)
     kept = collections.deque(maxlen=3)
     for state, stats in steps_of(collection, 5, seed=1):
@@ -229,7 +229,7 @@ def test_a_window_over_real_steps(num_shards):
 
 
 class Words:
-    """Counts on their way: reading them before they have arrived fails."""
+    """Counts in transfer: reading them before they have arrived fails."""
 
     def __init__(self, words):
         self.words, self.has_arrived, self.num_copies = np.asarray(words), False, 0
@@ -253,7 +253,7 @@ class Words:
 
 
 def test_push_does_not_wait(monkeypatch):
-    """Counts that have not arrived are sent for and left alone; a window has no gap, so later ones wait for them."""
+    """Counts that have not arrived are requested and skipped; later counts wait for them, so a window has no gap."""
     sent = []
 
     def words_to_come(stats):
@@ -276,7 +276,7 @@ def test_push_does_not_wait(monkeypatch):
 
 
 def test_a_window_keeps_no_more_than_it_needs():
-    """One step beside the window, however many were pushed."""
+    """It keeps one step in addition to the window, however many were pushed."""
     window, stats = StatsWindow(3), made([(1, 1)] * 6, (0, 0))
     for _ in range(50):
         window.push(stats)
@@ -286,13 +286,13 @@ def test_a_window_keeps_no_more_than_it_needs():
 
 
 def test_a_window_starts_empty():
-    """Nothing to sum, nothing to log."""
+    """There is nothing to sum or log."""
     window = StatsWindow()
     assert (window.sums(), window.scalars(), window.num_arrived) == ({}, {}, 0)
 
 
 def test_what_a_window_refuses():
-    """And stays as it was."""
+    """The window is unchanged after a refusal."""
     for num_steps in (0, -1, 1.5, True, None):
         with pytest.raises(ValueError, match="num_steps"):
             StatsWindow(num_steps)
@@ -309,7 +309,7 @@ def test_what_a_window_refuses():
 
 
 class Clu:
-    """As clu.metric_writers.MetricWriter."""
+    """A writer like clu.metric_writers.MetricWriter."""
 
     def __init__(self):
         self.seen = []
@@ -319,7 +319,7 @@ class Clu:
 
 
 class TensorBoard:
-    """As tensorboardX.SummaryWriter."""
+    """A writer like tensorboardX.SummaryWriter."""
 
     def __init__(self):
         self.seen = []
@@ -329,7 +329,7 @@ class TensorBoard:
 
 
 def test_writers_of_either_kind():
-    """All scalars of a step or of a window, under their names."""
+    """They get all scalars of a step or of a window, under their names."""
     stats, window = made([(1, 2)] * 6, (0, 0)), StatsWindow(2)
     window.push(stats)
     window.wait()
@@ -346,7 +346,7 @@ def test_writers_of_either_kind():
 
 
 def test_a_window_of_stats_that_were_donated():
-    """An error that says so; jaxlib itself ends the process when a deleted array is asked whether it is ready."""
+    """An error states it; jaxlib itself ends the process if a deleted array's readiness is queried."""
     window, stats = StatsWindow(1), made([(1, 1)] * 6, (0, 0))
     window.push(stats)
     stats.words.delete()

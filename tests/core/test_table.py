@@ -19,20 +19,20 @@ SALT = np.array([7, 0], np.uint32)
 
 @pytest.fixture
 def empty() -> store.StoreState:
-    """A store of eight rows with two tables."""
-    jaxsok.Collection(SPEC.tables, [])  # refuses what cannot be declared
+    """Returns a store of eight rows with two tables."""
+    jaxsok.Collection(SPEC.tables, [])  # refuses invalid declarations
     return store.init_store(SPEC, SALT)
 
 
 def insert(state, values, tables):
-    """find_or_insert of NumPy keys."""
+    """Runs find_or_insert with NumPy keys."""
     seed = jnp.asarray(SEED)
     words = keys.to_words(np.asarray(values, np.uint64), "test")
     return table.find_or_insert(SPEC, state, seed, words, np.asarray(tables, np.uint32))
 
 
 def find(state, values, tables):
-    """Find of NumPy keys."""
+    """Runs find with NumPy keys."""
     words = keys.to_words(np.asarray(values, np.uint64), "test")
     return np.asarray(table.find(state, words, np.asarray(tables, np.uint32))).tolist()
 
@@ -47,7 +47,7 @@ def test_rows_by_first_occurrence(empty):
 
 
 def test_padding_finds_and_inserts_nothing(empty):
-    """PADDING_KEY has no row, before and after."""
+    """PADDING_KEY has no row before or after an insert."""
     state, row_ids, counts = insert(empty, [jaxsok.PADDING_KEY, 1], [0, 0])
     assert np.asarray(row_ids).tolist() == [jaxsok.NO_ROW, 0]
     assert np.asarray(counts)[0, COUNTS.index("num_padding")] == 1
@@ -55,7 +55,7 @@ def test_padding_finds_and_inserts_nothing(empty):
 
 
 def test_keys_are_counted_once_where_xla_works_out_rows():
-    """Such tables take two calls, of which the second does not look at keys that have a row (law 5)."""
+    """Such tables take two calls, of which the second skips keys that have a row (law 5)."""
     initializer = jaxsok.initializers.function(lambda words, columns: columns.astype(jnp.float32), "columns")
     table_spec = jaxsok.TableSpec("a", 4, jaxsok.optim.sgd(0.1), initializer=initializer, capacity=CAPACITY)
     spec, words = jaxsok.StoreSpec((table_spec,)), keys.to_words(np.array([9, 7, 9, -1]), "test")
@@ -66,7 +66,7 @@ def test_keys_are_counted_once_where_xla_works_out_rows():
 
 
 def test_the_first_keys_get_the_last_rows(empty):
-    """Ten new keys, eight rows: the last two by position are refused."""
+    """With ten new keys and eight rows, the last two by position are refused."""
     state, row_ids, counts = insert(empty, range(100, 110), [0] * 10)
     assert np.asarray(row_ids).tolist() == [*range(8), jaxsok.NO_ROW, jaxsok.NO_ROW]
     assert np.asarray(counts)[0, COUNTS.index("num_refused")] == 2
@@ -74,7 +74,7 @@ def test_the_first_keys_get_the_last_rows(empty):
 
 
 def test_erased_rows_come_back_in_ascending_order(empty):
-    """Freed rows are handed out before fresh ones; state of a freed row starts anew."""
+    """Freed rows are reused before new rows; the state of a freed row is initial again."""
     state, *_ = insert(empty, [1, 2, 3, 4], [0, 0, 0, 0])
     state, num_erased = table.erase(SPEC, state, keys.to_words(np.array([3, 1, 3, 99]), "test"), np.zeros(4, np.uint32))
     assert int(num_erased) == 2 and int(state.generation) == 1

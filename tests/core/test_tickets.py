@@ -1,4 +1,4 @@
-"""A plan acts once, on a descendant of the state that its lookup returned, or not at all (law 14, decision D18)."""
+"""Plans act once, on a descendant of the state that their lookup returned, or not at all (law 14, decision D18)."""
 
 import functools
 
@@ -16,19 +16,19 @@ from jaxsok.kernels import tickets as kernels
 from jaxsok.types import COUNTERS, PADDING_KEY
 
 NUM_KEYS = 4
-OPEN_LOOKUPS = 256  # as docs/training.md says
+OPEN_LOOKUPS = 256  # as in docs/training.md
 ONES = {"user": np.ones((NUM_KEYS, 4), np.float32)}
 
 
 @pytest.fixture(scope="module")
 def collection():
-    """One table that counts how often each row was stepped: each step subtracts the gradient."""
+    """Returns a collection of one table that counts the steps of each row: each step subtracts the gradient."""
     return programs.one_table(optimizer=jaxsok.optim.adagrad(1.0), capacity=512)
 
 
 @functools.cache
 def two_stores(num_shards, **exchange):
-    """A spread table and a replicated one, of different dims."""
+    """Returns a collection of a sharded and a replicated table, with different dims."""
     tables = [
         jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(1.0), capacity=128),
         jaxsok.TableSpec("ad", 3, jaxsok.optim.adam(0.1), capacity=128, placement=jaxsok.REPLICATED),
@@ -40,13 +40,13 @@ def two_stores(num_shards, **exchange):
 
 
 def looked_up(collection, state, *keys):
-    """State and plan after a lookup of some keys."""
+    """Returns state and plan after a lookup of some keys."""
     _, state, plan = programs.lookup(collection)(state, programs.batch(collection, user=np.array(keys)))
     return state, plan
 
 
 def assert_left_out(collection, state, plans, gradients=ONES, *, num_misused=1):
-    """An update by these plans changes no row, counts them, and fails check() with the reason."""
+    """Checks that an update by these plans changes no row, counts them, and fails check() with the reason."""
     gradients = gradients if isinstance(plans, jaxsok.Plan) else [gradients] * len(plans)
     after, stats = programs.update(collection)(state, plans, gradients)
     programs.assert_same_tables(collection, state, after)
@@ -57,7 +57,7 @@ def assert_left_out(collection, state, plans, gradients=ONES, *, num_misused=1):
 
 
 def test_a_forgotten_state_cannot_move_the_rows_of_other_keys(collection):
-    """Both branches insert two keys into the same rows; the plan of the forgotten one must not move them."""
+    """Both branches insert two keys into the same rows; the plan of the abandoned branch must not move them."""
     start = collection.init(seed=0)
     _, first = looked_up(collection, start, 5, 6, 5, 6)
     state, second = looked_up(collection, start, 15, 16, 15, 16)
@@ -70,7 +70,7 @@ def test_a_forgotten_state_cannot_move_the_rows_of_other_keys(collection):
 
 
 def test_a_plan_does_not_act_on_the_state_before_its_lookup(collection):
-    """Nor does the accumulator of an orphan row reach the key that gets the row next."""
+    """The accumulator of an orphan row does not reach the key that gets the row next."""
     start = collection.init(seed=0)
     _, plan = looked_up(collection, start, 5, 6, 7, 8)
     assert_left_out(collection, start, plan)
@@ -82,7 +82,7 @@ def test_a_plan_does_not_act_on_the_state_before_its_lookup(collection):
 
 
 def test_keys_that_have_rows_already_make_no_difference(collection):
-    """Branches that insert nothing differ, too."""
+    """Branches that insert nothing are different, too."""
     start, _ = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
     _, first = looked_up(collection, start, 1, 2, 1, 2)
     for other in ((3, 4, 3, 4), (2, 1, 2, 1), (1, 1, 2, 2)):
@@ -92,7 +92,7 @@ def test_keys_that_have_rows_already_make_no_difference(collection):
 
 
 def test_equal_keys_in_other_features_are_another_batch():
-    """Bags of one key and of two, and the other way round: the keys follow each other alike."""
+    """Bags of one key and of two, in both orders, are different batches although the sequence of keys is equal."""
     table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(1.0), capacity=16)
     features = [jaxsok.FeatureSpec(name, "user", combiner="sum") for name in ("a", "b")]
     collection = jaxsok.Collection([table], features)
@@ -103,7 +103,7 @@ def test_equal_keys_in_other_features_are_another_batch():
 
 
 def test_a_plan_is_used_once(collection):
-    """Twice in one update: once. In a second update: not at all. On another branch: once there."""
+    """A plan acts once if given twice, not in a second update, and once on another branch."""
     state, plan = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
     once, stats = programs.update(collection)(state, plan, ONES)
     stats.check()
@@ -118,7 +118,7 @@ def test_a_plan_is_used_once(collection):
 
 
 def test_plans_may_be_used_in_any_order_and_after_growth(collection):
-    """Several lookups, one update with their plans in another order; growth leaves plans as they are."""
+    """Several lookups precede one update with their plans in another order; growth does not affect plans."""
     collection = programs.one_table(capacity=8)
     state, first = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
     state, second = looked_up(collection, state, 1, 2, 5, 6)
@@ -132,7 +132,7 @@ def test_plans_may_be_used_in_any_order_and_after_growth(collection):
 
 
 def test_the_last_256_lookups_are_open(collection):
-    """The oldest of so many plans still acts; one lookup more, and it is left out and counted."""
+    """The oldest of so many plans still acts; after one more lookup it is skipped and counted."""
 
     @functools.partial(jax.jit, static_argnums=2)
     def after_lookups(state, features, num_lookups):
@@ -149,7 +149,7 @@ def test_the_last_256_lookups_are_open(collection):
 
 
 def test_gradient_norm_leaves_plans_open(collection):
-    """It counts nothing of a plan that an update would leave out, and uses none up."""
+    """It ignores plans that an update would skip, and uses up no plan."""
     start = collection.init(seed=0)
     state, plan = looked_up(collection, start, 1, 2, 3, 4)
     assert float(collection.gradient_norm(state, plan, ONES)) == 4.0
@@ -159,7 +159,7 @@ def test_gradient_norm_leaves_plans_open(collection):
 
 
 def test_a_plan_of_no_keys_is_counted(collection):
-    """Padding alone uses no row; the plan is misused all the same."""
+    """A batch of only padding uses no row, but the plan counts as misused."""
     state, plan = looked_up(collection, collection.init(seed=0), *[-1] * NUM_KEYS)
     state, stats = programs.update(collection)(state, plan, ONES)
     stats.check()
@@ -170,14 +170,14 @@ def test_a_plan_of_no_keys_is_counted(collection):
 
 
 def test_a_restored_state_has_no_open_plans(collection, tmp_path):
-    """Also where the same keys were looked up before and after."""
+    """This holds even if the same keys were looked up before and after."""
     checkpoint = pytest.importorskip("jaxsok.checkpoint")
     state, plan = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
     checkpoint.export_full(tmp_path / "saved", collection, state)
     restored = checkpoint.load(tmp_path / "saved", collection)
     assert_left_out(collection, restored, plan)
     again, _ = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
-    programs.update(collection)(again, plan, ONES)[1].check()  # the same lookups of the same seed
+    programs.update(collection)(again, plan, ONES)[1].check()  # the same lookups with the same seed
     restored, _ = looked_up(collection, restored, 1, 2, 3, 4)
     assert_left_out(collection, restored, plan)
 
@@ -192,7 +192,7 @@ ADS = np.arange(32).reshape(16, 2) % 5
 @pytest.mark.parametrize("path", ["rounds", "several rounds", "planned"])
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_all_shards_decide_alike(num_shards, path):
-    """Branches whose batches differ in one key of one shard: the plan is left out everywhere, on every path."""
+    """If batches differ in one key of one shard, the plan is skipped on all shards, on every path."""
     exchange = {"send_capacity": 2} if path == "several rounds" else {}
     collection = two_stores(num_shards, **exchange)
 
@@ -217,7 +217,7 @@ def test_all_shards_decide_alike(num_shards, path):
 
 
 def test_tickets_inside_pmap():
-    """Stacked states carry their tickets; a plan that was used is left out on all shards."""
+    """Stacked states include their tickets; a used plan is skipped on all shards."""
     collection = two_stores(4)
 
     @functools.partial(jax.pmap, axis_name="data", devices=jax.devices()[:4])
@@ -241,7 +241,7 @@ GENERATION = COUNTERS.index("generation")
 
 
 def mixed(x):
-    """Mix64 of ffi/core/hash.h, on Python's integers."""
+    """Computes Mix64 of ffi/core/hash.h on Python's integers."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % WORD
     x = (x ^ x >> 27) * 0x94D049BB133111EB % WORD
     return x ^ x >> 31
@@ -262,7 +262,7 @@ def numbers(array):
 
 @pytest.mark.parametrize(("num_digests", "num_stores"), [(0, 2), (1, 1), (1, 3), (64, 64), (3, 150), (150, 3), (0, 0)])
 def test_tickets_are_issued_as_their_formula_says(num_digests, num_stores):
-    """In place, in a ring of three that comes round; the digests of several stores, of one, and of none."""
+    """Tickets are written in place, in a ring of three that wraps; from digests of several stores, of one, of none."""
     rng = np.random.default_rng(num_digests)
     tickets, lineage, layout = jnp.zeros((1, 5, 2), jnp.uint32), rng.integers(0, 2**32, 2, np.uint32), 0xF000000F
     issue = jax.jit(functools.partial(kernels.tickets_issue, layout=layout), donate_argnums=0)
@@ -288,7 +288,7 @@ def test_digests_of_keys(num_keys):
 
 @pytest.mark.parametrize("num_plans", [1, 3, 40, 130])
 def test_tickets_are_redeemed_in_order(num_plans):
-    """Open ones, unknown ones, zeros, some twice; a store whose generation went on makes its plan idle, not misused."""
+    """Plans may be open, unknown, zero or repeated; if a store's generation changed, its plan is idle, not misused."""
     rng = np.random.default_rng(num_plans)
     is_open = np.where(rng.random(300) < 0.8, rng.integers(1, WORD, 300, np.uint64), np.uint64(0))
     plans = [
@@ -322,15 +322,15 @@ def test_tickets_are_redeemed_in_order(num_plans):
 
 
 class Branches(RuleBasedStateMachine):
-    """Lookups and updates on any of the states so far, with any of the plans so far.
+    """Lookups and updates on any of the earlier states, with any of the earlier plans.
 
-    The oracle knows of each state the batches that were looked up on the way to it, and which of the plans on that way
-    were used. Two plans are one where they have the same batch after the same way.
+    The oracle keeps for each state the batches that were looked up on its path, and which plans of the path were
+    used. Two plans are equal if they have the same batch after the same path.
     """
 
     @initialize()
     def begin(self):
-        """One empty state."""
+        """Starts with one empty state."""
         self.collection = _table_of_branches()
         self.states = [(self.collection.init(seed=0), (), frozenset())]
         self.plans = []
@@ -338,7 +338,7 @@ class Branches(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def look_up(self, data):
-        """A batch on one of the states; the state stays, too."""
+        """Looks up a batch on one of the states, and keeps that state."""
         state, way, used = self._one(data, self.states)
         learned = self.learned[self._at]
         batch = data.draw(st.lists(st.sampled_from([1, 2, 3, 2**40]), min_size=NUM_KEYS, max_size=NUM_KEYS))
@@ -350,7 +350,7 @@ class Branches(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def update(self, data):
-        """One or two plans on one of the states."""
+        """Updates one of the states with one or two plans."""
         if not self.plans:
             return
         state, way, used = self._one(data, self.states)
@@ -387,7 +387,7 @@ TestBranches.settings = settings(max_examples=15, stateful_step_count=12)
 
 
 def test_a_step_in_place_keeps_its_tickets(collection):
-    """A donated step that looks up and updates leaves no ticket open, and the next one works."""
+    """A donated step that looks up and updates leaves no ticket open, and the next step works."""
     step = programs.donated_step(collection)
     state = collection.init(seed=0)
     for i in range(3):

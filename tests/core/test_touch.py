@@ -27,7 +27,7 @@ FEATURES = [
 
 @functools.cache
 def collection_of(way, num_shards=1):
-    """Two tables of one store; one asks for statistics, so both have them."""
+    """Declares two tables of one store; one requests statistics, so both have them."""
     options, more = {}, {}
     if way == "traced":
         options["initializer"] = jaxsok.initializers.matrix(np.ones((3, 4), np.float32))
@@ -49,12 +49,12 @@ def collection_of(way, num_shards=1):
 
 @functools.cache
 def jitted_lookup(collection):
-    """Features, a state and a clock, all traced."""
+    """Returns a jitted lookup with features, a state and a clock, all traced."""
     return jax.jit(lambda state, features, clock: collection.lookup(state, features, clock=clock), donate_argnums=0)
 
 
 def statistics_of(state):
-    """(table, key) -> (last step, frequency) of all rows in use, once for replicated ones; and what freed rows keep."""
+    """Returns (table, key) -> (last step, frequency) of all rows in use, without replicas, and what freed rows keep."""
     (store,) = state.stores
     in_use, freed = {}, []
     for records, statistics in zip(store.records, store.statistics, strict=True):
@@ -70,14 +70,14 @@ def statistics_of(state):
 
 
 def batch_of(collection, one, lengths, many, other):
-    """Keys of the three features."""
+    """Packs keys of the three features."""
     raw = {"one": programs.as_array(one), "other": programs.as_array(other)}
     raw["many"] = jaxsok.Bags(programs.as_array(many[: sum(lengths)]), lengths=np.array(lengths))
     return collection.batch(raw)
 
 
 def noted(want, clock, one, lengths, many, other):
-    """What a lookup of these keys makes of the dict."""
+    """Applies a lookup of these keys to the dict."""
     for table, keys in ((0, [*one, *many[: sum(lengths)]]), (1, other)):
         for key in keys:
             if key != PADDING:
@@ -112,7 +112,7 @@ WAYS = [
 @settings(max_examples=8)
 @given(steps)
 def test_last_step_and_frequency(way, num_shards, script):
-    """Every occurrence counts, the clock may go back, and a key that comes back after an erase starts anew."""
+    """Every occurrence counts, the clock may decrease, and a key that returns after an erase starts from zero."""
     collection = collection_of(way, num_shards)
     state, want = collection.init(seed=1), {}
     for batch, clock, erased in script:
@@ -132,7 +132,7 @@ def test_last_step_and_frequency(way, num_shards, script):
 
 
 def test_clock_is_the_step():
-    """Without a clock of the user's own; an update advances it, and find leaves no trace."""
+    """The step is the default clock; an update advances it, and find changes nothing."""
     collection = collection_of("fused")
     state = collection.init(seed=0)
     batch = batch_of(collection, [5] * 8, [0] * 8, [], [5] * 4 + [PADDING] * 4)
@@ -147,7 +147,7 @@ def test_clock_is_the_step():
 
 @pytest.mark.parametrize("num_shards", (1, 4))
 def test_frequency_stops_at_its_end_and_a_hot_key_is_counted_whole(num_shards):
-    """All positions of a large batch are one key; from 2**32 - 3 on it ends at 2**32 - 1, and stays there."""
+    """All positions of a large batch are one key; from 2**32 - 3 the count saturates at 2**32 - 1."""
     collection = collection_of("fused" if num_shards == 1 else "rounds", num_shards)
     state = collection.init(seed=0)
     raw = {
@@ -167,7 +167,7 @@ def test_frequency_stops_at_its_end_and_a_hot_key_is_counted_whole(num_shards):
 
 
 def test_freed_rows_start_anew():
-    """The row of an erased key goes to another one, with nothing of the old one's past."""
+    """The row of an erased key goes to another key, without the old statistics."""
     collection = collection_of("fused")
     state = collection.init(seed=0)
 
@@ -183,7 +183,7 @@ def test_freed_rows_start_anew():
 
 
 def test_refused_keys_are_not_counted():
-    """A full store gives new keys no row, and old ones go on."""
+    """New keys get no row in a full store, and statistics of old keys continue."""
     sgd = jaxsok.optim.sgd(0.5)
     collection = jaxsok.Collection(
         [jaxsok.TableSpec("a", 4, sgd, capacity=2, statistics=True)], [jaxsok.FeatureSpec("one", "a")]
@@ -195,7 +195,7 @@ def test_refused_keys_are_not_counted():
 
 
 def test_grown_slabs_keep_statistics():
-    """Rows of a new slab are noted as those of the first."""
+    """Uses of rows in a new slab are recorded like those in the first."""
     sgd = jaxsok.optim.sgd(0.5)
     table = jaxsok.TableSpec("a", 4, sgd, capacity=4, statistics=True)
     collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("one", "a")])
@@ -211,10 +211,10 @@ def test_grown_slabs_keep_statistics():
 
 
 def test_calls_of_a_lookup():
-    """The fused lookup notes uses itself; a planned one has a call more. Who keeps none has none, and no clock.
+    """The fused lookup records uses itself; a planned lookup has another call. Stores without statistics have none.
 
-    Each lookup has a call beside these, which makes the ticket of its plan. The fused one adds up the keys for it;
-    where a plan was made apart, that is a call, too.
+    Each lookup also has a call that makes the ticket of its plan. The fused lookup sums the keys for it; a plan made
+    separately has another call for the sum.
     """
     plain = programs.one_table()
     kept = programs.one_table(statistics=True)
@@ -224,7 +224,7 @@ def test_calls_of_a_lookup():
         fused = jax.jit(collection.lookup).lower(state, features).as_text()
         assert fused.count("@jaxsok_lookup(") == fused.count("@jaxsok_tickets_issue(") == 1
         assert fused.count("@jaxsok_") == 2
-        # How many arrays of each kind the call brings; statistics stand after five kinds and the optimizer state.
+        # The number of arrays of each kind in the call; statistics follow five kinds and the optimizer state.
         assert fused.count(f"store = dense<[1, 1, 1, 1, 1, 0, {num_notes}, 0, 0, 0]>") == 1
         planned = jax.jit(collection.lookup).lower(state, collection.plan(features)).as_text()
         assert planned.count("@jaxsok_table_touch(") == num_notes
@@ -246,7 +246,7 @@ def test_calls_of_a_lookup():
     ],
 )
 def test_clocks_that_are_refused(clock, error, message):
-    """Bad input changes nothing: the state is not touched."""
+    """Bad input changes nothing in the state."""
     collection = collection_of("fused")
     state = collection.init(seed=0)
     features = batch_of(collection, [5] * 8, [0] * 8, [], [5] * 8).features
@@ -257,7 +257,7 @@ def test_clocks_that_are_refused(clock, error, message):
 
 @pytest.mark.parametrize(("way", "num_shards"), [("fused", 1), ("rounds", 4)])
 def test_statistics_stay_where_they_are(way, num_shards):
-    """A donated state keeps its buffers' addresses (law 9), through lookup and erase."""
+    """A donated state keeps its buffers' addresses (law 9) in lookup and erase."""
     collection = collection_of(way, num_shards)
     state = collection.init(seed=0)
     features = batch_of(collection, [5] * 8, [1] * 8, [6] * 8, [7] * 8).features
@@ -280,7 +280,7 @@ def test_statistics_stay_where_they_are(way, num_shards):
 
 @pytest.mark.parametrize("num_shards", (1, 4))
 def test_frequency_begins_with_the_row(num_shards):
-    """Sightings of earlier lookups are not in it; all occurrences of the lookup that makes the row are."""
+    """Earlier sightings do not count; all occurrences of the lookup that inserts the row do."""
     tables = [
         jaxsok.TableSpec(
             name, 1, jaxsok.optim.sgd(0.1), capacity=64, statistics=True, admission=policies.AdmitByCount(n)

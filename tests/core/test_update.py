@@ -1,4 +1,4 @@
-"""Updates: gradients back to rows, several plans, scans, learning rates, what is not finite."""
+"""Updates: gradients back to rows, several plans, scans, learning rates, gradients that are not finite."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def rows_after(collection, keys, gradients, *, state=None, learning_rate=None):
-    """One lookup and one update; returns rows before, rows after and the statistics."""
+    """Makes one lookup and one update; returns rows before, rows after and the statistics."""
     state = collection.init(seed=0) if state is None else state
     features = programs.batch(collection, user=keys)
     _, state, plan = programs.lookup(collection)(state, features)
@@ -25,12 +25,12 @@ def rows_after(collection, keys, gradients, *, state=None, learning_rate=None):
 
 
 def zeros_table(**spec):
-    """Rows begin at zero, so that small integers stay exact."""
+    """Declares a table whose rows start at zero, so that small integers stay exact."""
     return programs.one_table(initializer=jaxsok.initializers.zeros(), **spec)
 
 
 def test_gradients_of_a_row_are_summed_over_all_its_uses():
-    """In a bag, in several bags: the row of a key learns from each."""
+    """A row gets gradients from all uses of its key, in one bag and in several."""
     collection = zeros_table()
     gradients = np.array([[1, 0, 0, 0], [0, 10, 0, 0]], np.float32)
     _, rows, _ = rows_after(collection, np.array([[7, 7, 9], [9, -1, 7]]), gradients)
@@ -39,7 +39,7 @@ def test_gradients_of_a_row_are_summed_over_all_its_uses():
 
 
 def test_a_row_with_thousands_of_uses():
-    """A hot key beside cold ones: its sum has every use once (integers, so exact in any order)."""
+    """The sum of a hot key among cold keys has every use once (integers, so exact in any order)."""
     collection = zeros_table(capacity=4096)
     rng, size = np.random.default_rng(0), 200_000
     keys = np.where(rng.random(size) < 0.5, 7, rng.integers(100, 2000, size))
@@ -52,9 +52,9 @@ def test_a_row_with_thousands_of_uses():
 
 @pytest.mark.parametrize("num_keys", [1, 2, 31, 32, 33, 255, 256, 257, 1023, 1025])
 def test_sizes_around_blocks_and_warps(num_keys):
-    """The last block of keys is as good as the first."""
+    """The last block of keys is handled like the first."""
     collection = zeros_table(capacity=2048, dim=3)
-    keys = np.arange(num_keys) // 2  # each key twice, but perhaps the last
+    keys = np.arange(num_keys) // 2  # each key twice, except perhaps the last
     gradients = (np.arange(num_keys * 3).reshape(num_keys, 3) % 7).astype(np.float32)
     _, rows, _ = rows_after(collection, keys, gradients)
     want = np.zeros((num_keys // 2 + 1, 3), np.float32)
@@ -66,7 +66,7 @@ def test_sizes_around_blocks_and_warps(num_keys):
 
 @pytest.mark.parametrize("dim", [1, 2, 3, 5, 8, 13, 64, 65, 128, 200])
 def test_every_dim(dim):
-    """Rows that are no multiple of a vector or a warp."""
+    """Dims that are no multiple of a vector or a warp work."""
     collection = zeros_table(dim=dim, combiner="mean", optimizer=jaxsok.optim.sgd(2.0))
     gradients = np.arange(2 * dim, dtype=np.float32).reshape(2, dim)
     _, rows, _ = rows_after(collection, np.array([[7, 9], [9, 9]]), gradients)
@@ -75,7 +75,7 @@ def test_every_dim(dim):
 
 
 def test_only_touched_rows_move():
-    """Others keep their bits, rows and optimizer state."""
+    """Other rows and their optimizer state keep their bits."""
     collection = programs.one_table(optimizer=jaxsok.optim.adam(0.1))
     state, _ = programs.learn(collection, collection.init(seed=0), programs.batch(collection, user=np.arange(8)))
     before = programs.exported(collection, state)
@@ -89,7 +89,7 @@ def test_only_touched_rows_move():
 
 @pytest.mark.parametrize("row_gradient", ["sum", "mean", "sqrt"])
 def test_row_gradient_scales_by_the_number_of_uses(row_gradient):
-    """Uses are occurrences of the key, whatever their weights and in whatever bag."""
+    """Uses are occurrences of the key, in any bag and with any weights."""
     collection = zeros_table(row_gradient=row_gradient, weighted=True)
     keys = np.array([[7, 7, 9], [7, -1, 7]])
     weights = np.array([[1, 2, 1], [0.5, 9, 0.5]], np.float32)
@@ -104,7 +104,7 @@ def test_row_gradient_scales_by_the_number_of_uses(row_gradient):
 
 @pytest.mark.parametrize("row_gradient", ["sum", "mean", "sqrt"])
 def test_row_gradient_counts_uses_over_features_and_plans(row_gradient):
-    """Two features and two plans: the sum over all, divided by the number of all."""
+    """With two features and two plans, the sum over all is divided by the number of all uses."""
     table = jaxsok.TableSpec(
         "item",
         DIM,
@@ -128,7 +128,7 @@ def test_row_gradient_counts_uses_over_features_and_plans(row_gradient):
 
 
 def test_several_plans_step_each_row_once():
-    """Adam shows it: two steps with half the gradient are not one step with the whole."""
+    """Adam distinguishes them: two steps with half the gradient are not one step with the whole."""
     adam = jaxsok.optim.adam(0.1)
     collection = programs.one_table(optimizer=adam)
     features = [programs.batch(collection, user=np.array(keys)) for keys in ([1, 2], [2, 3])]
@@ -145,7 +145,7 @@ def test_several_plans_step_each_row_once():
         begin = before[key].astype(np.float64)
         row, moments = model.step(begin, model.initial_state(DIM), np.full(DIM, gradient), 0.1, 0)
         _, got, got_moments = programs.exported(collection, state)[key]
-        # 1 - 0.999 in float32 is right to 2^-25 / 0.001 = 3e-5, and so is a movement of 0.1.
+        # 1 - 0.999 in float32 is accurate to 2^-25 / 0.001 = 3e-5, and so is a movement of 0.1.
         np.testing.assert_allclose(got, row, rtol=0, atol=3e-6)
         np.testing.assert_allclose(got_moments, moments, rtol=3e-5)
     assert programs.counts(stats) == {
@@ -175,7 +175,7 @@ def test_micro_batches_are_one_batch():
 
 
 def test_plans_of_different_shapes_in_one_update():
-    """Micro-batches need not be equal."""
+    """Micro-batches may have different shapes."""
     collection = zeros_table()
     state, plans = collection.init(seed=0), []
     for keys in ([[1, 2]], [[2, 3, 4], [1, -1, -1]]):
@@ -189,7 +189,7 @@ def test_plans_of_different_shapes_in_one_update():
 
 @pytest.mark.parametrize("kind", ["number", "array", "traced"])
 def test_learning_rate_of_an_update(kind):
-    """A rate given to update takes the place of the optimizer's, as a number or as an array."""
+    """A rate given to update, as a number or an array, replaces the optimizer's rate."""
     collection = zeros_table(optimizer=jaxsok.optim.sgd(100.0))
     features = programs.batch(collection, user=np.array([1]))
     _, state, plan = collection.lookup(collection.init(seed=0), features)
@@ -205,14 +205,14 @@ def test_learning_rate_of_an_update(kind):
 
 
 def test_learning_rate_of_zero_moves_nothing():
-    """Zero is a rate, not "none given"."""
+    """Zero is a rate, and does not mean that no rate was given."""
     collection = programs.one_table()
     before, after, _ = rows_after(collection, np.array([1]), np.ones((1, DIM), np.float32), learning_rate=0.0)
     np.testing.assert_array_equal(before[1], after[1])
 
 
 def test_another_learning_rate_compiles_nothing():
-    """Rates that change are operands."""
+    """Changing rates are operands."""
     collection = zeros_table()
     num_traces = []
 
@@ -255,7 +255,7 @@ def test_non_finite_row_gradients_are_skipped_and_counted(optimizer, poison):
 
 @pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
 def test_keys_of_a_bag_without_divisor_are_no_uses(combiner):
-    """Weights that cancel make a bag of zeros: nothing of its rows was read, so Adam does not step them."""
+    """Weights that cancel make a bag of zeros, to which its rows contribute nothing, so Adam does not step them."""
     collection = programs.one_table(
         combiner=combiner, weighted=True, optimizer=jaxsok.optim.adam(0.1), row_gradient="mean"
     )
@@ -274,7 +274,7 @@ def test_keys_of_a_bag_without_divisor_are_no_uses(combiner):
 
 
 def test_a_sum_that_overflows_is_not_finite():
-    """Finite gradients whose sum is not: skipped and counted like any other."""
+    """Finite gradients whose sum is not finite are skipped and counted like any other."""
     collection = programs.one_table()
     gradients = np.full((3, DIM), 0.75 * FLOAT32_MAX, np.float32)
     gradients[2] = 1.0
@@ -285,7 +285,7 @@ def test_a_sum_that_overflows_is_not_finite():
 
 
 def test_non_finite_gradients_of_padding_and_empty_bags_are_nothing():
-    """What belongs to no row is not looked at."""
+    """Gradients that belong to no row are ignored."""
     collection = programs.one_table(combiner="mean")
     keys = np.array([[-1, -1], [1, -1]])
     gradients = np.array([[np.nan] * DIM, [1.0] * DIM], np.float32)
@@ -296,7 +296,7 @@ def test_non_finite_gradients_of_padding_and_empty_bags_are_nothing():
 
 
 def test_update_inside_a_scan():
-    """lax.scan over steps gives the very bits of the same steps one by one."""
+    """lax.scan over steps gives the exact bits of separate steps."""
     collection = jaxsok.Collection(
         [
             jaxsok.TableSpec("user", DIM, jaxsok.optim.adam(0.1), capacity=64),
@@ -330,7 +330,7 @@ def test_update_inside_a_scan():
 
 
 def test_steps_under_cond_and_while():
-    """A step that may be left out, and a loop that ends when the data say so."""
+    """A step may be conditional, and a loop may end depending on the data."""
     collection = zeros_table()
     features = programs.batch(collection, user=np.array([1, 2]))
     step = programs.train_step(collection, loss=lambda embeddings: jnp.sum(embeddings["user"]))
@@ -352,7 +352,7 @@ def test_steps_under_cond_and_while():
 
 @pytest.mark.parametrize("barrier", [False, True])
 def test_a_read_before_the_step_sees_the_old_rows(barrier):
-    """In one program on a donated state: find, then a step that moves the same rows; ordered or not."""
+    """One program on a donated state finds, then steps the same rows, ordered or not."""
     collection = programs.one_table()
     features = programs.batch(collection, user=np.array([1, 2, 9, -1]))
     state = programs.insert(collection, collection.init(seed=0), [1, 2, 3, 4])
@@ -390,5 +390,5 @@ def test_gradients_by_jax_grad():
         return loss({"user": jnp.stack([(2 * rows[0] + rows[1]) / 3, rows[1]])})
 
     want = jax.grad(loss_of_rows)(jnp.stack([before[3], before[5]]))
-    # Two float32 computations of numbers of size <= 1, each with some tens of roundings.
+    # The values are two float32 computations of numbers of size <= 1, each with some tens of roundings.
     np.testing.assert_allclose(np.stack([before[3] - after[3], before[5] - after[5]]), want, rtol=1e-4, atol=1e-6)

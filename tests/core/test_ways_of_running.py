@@ -1,4 +1,4 @@
-"""Ways of running: each gives what the plain donated step gives, or says why not (docs/training.md)."""
+"""Execution modes: each gives the result of the plain donated step, or an error with the reason (docs/training.md)."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ DIM = 4
 
 @functools.cache
 def declared(capacity=64, max_capacity=None):
-    """Two stores, one of them with bags."""
+    """Declares two stores, one of them with bags."""
     tables = [
         jaxsok.TableSpec("user", DIM, jaxsok.optim.adagrad(0.1), capacity=capacity, max_capacity=max_capacity),
         jaxsok.TableSpec("item", 3, jaxsok.optim.adam(0.1), capacity=capacity, max_capacity=max_capacity),
@@ -31,23 +31,23 @@ def declared(capacity=64, max_capacity=None):
 
 
 def raw_of(seed, num_samples=NUM_SAMPLES, num_keys=40):
-    """Keys with repeats."""
+    """Returns keys with repeats."""
     rng = np.random.default_rng(seed)
     return {"user": rng.integers(0, num_keys, num_samples), "item": rng.integers(0, num_keys, (num_samples, 3))}
 
 
 def features_of(collection, seed, **options):
-    """One batch."""
+    """Returns one batch."""
     return collection.batch(raw_of(seed, **options)).features
 
 
 def loss_of(embeddings):
-    """A mean over samples, as training has it."""
+    """Returns a mean over samples, as in training."""
     return jnp.mean(jnp.tanh(embeddings["user"]).sum(axis=1) * jnp.sin(embeddings["item"]).sum(axis=1))
 
 
 def step_of(collection, loss=loss_of):
-    """The plain step."""
+    """Returns the plain step."""
 
     def step(state, features):
         embeddings, state, plan = collection.lookup(state, features)
@@ -59,22 +59,22 @@ def step_of(collection, loss=loss_of):
 
 
 def linear_loss(embeddings):
-    """Its gradient is the same to the bit, however it is compiled."""
+    """Returns a loss whose gradient has the same bits however it is compiled."""
     return sum(jnp.sum(embedding) for embedding in embeddings.values())
 
 
 def donated(step):
-    """Jitted, the state given away."""
+    """Returns the jitted step with a donated state."""
     return jax.jit(step, donate_argnums=0, compiler_options=programs.quickly())
 
 
 def stacked(trees):
-    """Trees of equal shapes as one with a leading axis."""
+    """Stacks trees of equal shapes along a leading axis."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def unstacked(tree, number):
-    """The way back."""
+    """Reverses `stacked` for one tree."""
 
     def one(i):
         return jax.tree.map(lambda leaf: leaf[i], tree)
@@ -83,7 +83,7 @@ def unstacked(tree, number):
 
 
 def assert_same(collection, first, second):
-    """Both stores hold the same bits."""
+    """Checks that both stores have equal bits."""
     programs.assert_same_state(first, second)
     assert collection.num_rows(first) == collection.num_rows(second)
 
@@ -92,14 +92,14 @@ def assert_same(collection, first, second):
 
 
 def micro_batches(raw, number):
-    """A raw batch in equal parts."""
+    """Splits a raw batch into equal parts."""
     parts = {name: np.split(column, number) for name, column in raw.items()}
     return [{name: parts[name][i] for name in raw} for i in range(number)]
 
 
 @pytest.mark.parametrize("way", ["loop", "scan"])
 def test_accumulated_micro_batches_are_one_batch(way):
-    """One update of the plans of four lookups, each with a quarter of the gradient: rows have the same bits."""
+    """One update with the plans of four lookups, each with a quarter of the gradient, gives rows with equal bits."""
     collection, number = declared(), 4
     raw = raw_of(1)
     whole, _ = donated(step_of(collection))(collection.init(seed=0), collection.batch(raw).features)
@@ -126,7 +126,7 @@ def test_accumulated_micro_batches_are_one_batch(way):
     state, stats = donated({"loop": loop, "scan": scan}[way])(collection.init(seed=0), parts)
     stats.check()
     assert int(state.step) == 1
-    # A GPU's compiler fuses the loss otherwise in a loop: its gradients differ in the last bit.
+    # A GPU's compiler fuses the loss differently in a loop: its gradients differ in the last bit.
     programs.assert_same_tables(collection, whole, state, rtol=0 if jax.default_backend() == "cpu" else 1e-5)
     counts = stats.to_dict()
     assert counts["user"]["num_inserted"] == len(set(raw["user"].tolist()))
@@ -136,7 +136,7 @@ def test_accumulated_micro_batches_are_one_batch(way):
 
 
 def test_dense_model_in_bfloat16():
-    """Embeddings are cast where the model begins; gradients come back in float32, and rows and state stay float32."""
+    """Embeddings are cast at the model's input; gradients return in float32, and rows and state stay float32."""
     collection = declared()
     kernel = jnp.asarray(np.random.default_rng(0).normal(size=(DIM, 3)), jnp.float32)
 
@@ -171,7 +171,7 @@ def test_dense_model_in_bfloat16():
 
 
 def test_scan_over_steps():
-    """K steps as one program: the same bits, and `grow(steps=K)` makes room for the worst case of all of them."""
+    """K steps in one program give the same bits, and `grow(steps=K)` makes room for the worst case of all of them."""
     num_steps = 5
     plain, scanned = declared(8), jaxsok.Collection(declared(8).tables, declared(8).features)
     features = [features_of(plain, seed, num_keys=400) for seed in range(num_steps)]
@@ -199,7 +199,7 @@ def test_scan_over_steps():
 
 
 def ref_step_of(collection, loss=loss_of):
-    """A step over references: reads them, and puts the new state back."""
+    """Returns a step over references: it reads them, and writes the new state back."""
 
     def step(refs, features):
         state, stats = step_of(collection, loss)(jax.tree.map(lambda ref: ref[...], refs), features)
@@ -210,7 +210,7 @@ def ref_step_of(collection, loss=loss_of):
 
 
 def test_state_in_references():
-    """`jax.Ref`s need no donation: the same bits as a donated step, nothing copied, and they grow."""
+    """`jax.Ref`s need no donation: they give the bits of a donated step, nothing is copied, and they grow."""
     collection = declared(8)
     features = [features_of(collection, seed, num_keys=60) for seed in range(4)]
     state, step = collection.init(seed=0, salt=0), donated(step_of(collection))
@@ -220,19 +220,19 @@ def test_state_in_references():
     refs = jax.tree.map(jax.new_ref, collection.init(seed=0, salt=0))
     ref_step = jax.jit(ref_step_of(collection), compiler_options=programs.quickly())
     for one in features:
-        # Frozen references are arrays again, and the references are used up.
+        # Frozen references are arrays again, and the references are consumed.
         grown = collection.grow(jax.tree.map(jax.freeze, refs))
         refs = jax.tree.map(jax.new_ref, grown)
         ref_step(refs, one)
     held = jax.tree.map(lambda ref: ref[...], refs)
     if jax.default_backend() == "cpu":
         assert_same(collection, state, held)
-    else:  # a GPU's compiler fuses the loss otherwise where state is read of references: the last bit differs
+    else:  # a GPU's compiler fuses the loss differently if state is read from references: the last bit differs
         programs.assert_same_tables(collection, state, held, rtol=1e-5)
 
 
 def test_references_are_changed_in_place():
-    """The program copies no table, and the arrays lie where they lay."""
+    """The program copies no table, and the arrays keep their addresses."""
     collection = declared(1 << 12)
     refs = jax.tree.map(jax.new_ref, collection.init(seed=0))
     features = features_of(collection, 0)
@@ -243,7 +243,7 @@ def test_references_are_changed_in_place():
 
 
 def test_references_on_a_mesh():
-    """The same over two devices."""
+    """References give the same results over two devices."""
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     table = jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(0.1), capacity=64)
@@ -261,7 +261,7 @@ def test_references_on_a_mesh():
 
 
 def test_operations_are_named():
-    """Profilers read the metadata of operations: which call, which store."""
+    """Profilers read the metadata of operations: the call and the store."""
     collection = declared()
     state, features = collection.init(seed=0), features_of(collection, 0)
 
@@ -292,7 +292,7 @@ def test_operations_are_named():
 
 
 def test_exchange_is_named():
-    """Collectives and rounds as well."""
+    """Collectives and rounds are named as well."""
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     table = jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(0.1), capacity=64)
@@ -304,7 +304,7 @@ def test_exchange_is_named():
 
 
 def test_calls_are_named_on_the_host(tmp_path):
-    """A trace shows what the host does: packing, growing, tracing of a step."""
+    """A trace shows the work of the host: packing, growing, tracing of a step."""
     collection = jaxsok.Collection(declared().tables, declared().features)
     state = collection.init(seed=0)
     with jax.profiler.trace(str(tmp_path)):
@@ -322,13 +322,13 @@ def test_calls_are_named_on_the_host(tmp_path):
 
 
 def with_rows(state, rows):
-    """The state with other rows in its first store."""
+    """Returns the state with other rows in its first store."""
     first, *others = state.stores
     return dataclasses.replace(state, stores=(dataclasses.replace(first, rows=(rows,)), *others))
 
 
 def refused_cases():
-    """By name, what JAX is asked for, and the op and argument that the message names."""
+    """Returns, by name, a request to JAX, and the op and argument that the message names."""
     collection = declared()
     state, features = collection.init(seed=0), features_of(collection, 0)
     rows = state.stores[0].rows[0]
@@ -388,14 +388,14 @@ def refused_cases():
 
 @pytest.mark.parametrize("name", refused_cases())
 def test_derivatives_and_maps_are_refused(name):
-    """In the words of the call, not in those of FFI, however deep the call lies."""
+    """The message uses the terms of the call, not those of FFI, however deeply nested the call is."""
     provoke, message = refused_cases()[name]
     with pytest.raises(TypeError, match=message):
         provoke()
 
 
 def test_transformations_around_a_whole_step_that_need_no_derivative_of_it():
-    """A lookup inside a differentiated function is fine if nothing asks how the state moves the loss."""
+    """A lookup inside a differentiated function is allowed if no derivative with respect to the state is requested."""
     collection = declared()
     state, features = collection.init(seed=0), features_of(collection, 0)
 
@@ -420,9 +420,9 @@ def test_transformations_around_a_whole_step_that_need_no_derivative_of_it():
 
 
 def test_lookup_under_checkpoint_runs_twice():
-    """Nobody can tell, when tracing, that a function will be made anew: the result is right, the work is done twice.
+    """A trace cannot detect recomputation: the result is right, but the work is done twice.
 
-    Outside the checkpointed function it is done once. If JAX learns to keep the first result, this test says so.
+    Outside the checkpointed function it is done once. If JAX starts to keep the first result, this test fails.
     """
     collection = declared()
 
@@ -459,7 +459,7 @@ def test_lookup_under_checkpoint_runs_twice():
 
 
 def run_steps(collection, step, *, num_steps=8, keep=False, wait=True):
-    """Steps with `grow` before each; the last state, and what was warned of."""
+    """Makes steps with `grow` before each; returns the last state and the warnings."""
     state, kept = collection.init(seed=0), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -477,7 +477,7 @@ def run_steps(collection, step, *, num_steps=8, keep=False, wait=True):
     ("name", "is_told"), [("donated", False), ("not donated", True), ("not jitted", True), ("kept on purpose", False)]
 )
 def test_a_state_that_is_copied_is_told(monkeypatch, name, is_told):
-    """The result is right; `grow` says once, by where the rows lie, that every step copies them."""
+    """The result is right; `grow` warns once, from the addresses of the rows, that every step copies them."""
     monkeypatch.setattr(grow, "WORTH_BYTES", 0)
     collection = jaxsok.Collection(declared().tables, declared().features)
     plain = step_of(collection, linear_loss)
@@ -495,7 +495,7 @@ def test_a_state_that_is_copied_is_told(monkeypatch, name, is_told):
 
 
 def test_small_states_may_be_copied():
-    """Below 64 MiB nobody is told: examples need no donation."""
+    """Below 64 MiB there is no warning: examples need no donation."""
     collection = jaxsok.Collection(declared().tables, declared().features)
     _, caught = run_steps(collection, jax.jit(step_of(collection)))
     assert not caught
@@ -505,7 +505,7 @@ def test_small_states_may_be_copied():
 
 
 def test_each_shape_of_a_batch_is_a_program():
-    """A last batch that is smaller traces the step anew; padded it does not, and gives the same rows."""
+    """A smaller last batch traces the step again; a padded batch does not, and gives the same rows."""
     collection, sizes, traced = declared(256), [16, 16, 9], []
     step = step_of(collection, lambda e: jnp.sum(e["user"] ** 2) + jnp.sum(e["item"] ** 2))
 
@@ -526,7 +526,7 @@ def test_each_shape_of_a_batch_is_a_program():
 
 
 def test_ragged_batches_share_programs_by_powers_of_two():
-    """Without max_keys a ragged batch has room for the next power of two of its keys; with it always the same."""
+    """Without max_keys the buffer is the next power of two of the batch's keys; with it the buffer is constant."""
     table = jaxsok.TableSpec("item", DIM, jaxsok.optim.sgd(0.1), capacity=64)
     programs_of = {}
     for max_keys in (None, 32):

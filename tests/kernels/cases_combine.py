@@ -7,7 +7,7 @@ from kernel_scripts import DIMS, SIZES, Script, case, cases
 
 @cases(*DIMS)
 def combine_dims(dim: int) -> Script:
-    """Combine and its transpose, with a row of more than 1,024 uses."""
+    """Runs combine and its transpose, with a row of more than 1,024 uses."""
     number = DIMS.index(dim)
     script = Script(dim=dim, seed=dim)
     inverse = np.where(script.rng.random(1400) < 0.8, 3, script.rng.integers(-2, 23, 1400))
@@ -19,7 +19,7 @@ def combine_dims(dim: int) -> Script:
 
 @cases(*SIZES)
 def combine_sizes(num_keys: int) -> Script:
-    """As many positions, bags or rows as threads, warps, blocks; padding is what lies outside the rows."""
+    """Uses as many positions, bags or rows as threads, warps, blocks; indices out of range are padding."""
     number = SIZES.index(num_keys)
     script = Script(dim=(4, 3, 8)[number % 3], seed=num_keys)
     num_unique = max(1, num_keys // (1 + number % 3))
@@ -34,7 +34,7 @@ def combine_sizes(num_keys: int) -> Script:
 
 @case()
 def combine_fixed() -> Script:
-    """Bags of one size, of 500 keys, weights of sum zero, no bags, no rows."""
+    """Uses bags of one size, of 500 keys, weights of sum zero, no bags, no rows."""
     script = Script(dim=8)
 
     def inverse(num):
@@ -52,7 +52,7 @@ def combine_fixed() -> Script:
 
 @case()
 def combine_odd_offsets() -> Script:
-    """Positions in no bag, offsets outside."""
+    """Uses positions in no bag, and offsets out of range."""
     script = Script(dim=8)
     script.combine(ragged(np.zeros(64), 0, MEAN, [5, 10, 10, 40]), script.rng.integers(-1, 11, 64), 10)
     script.combine(ragged(np.zeros(64), 0, SUM, [-9, 3, 70, 90]), script.rng.integers(-1, 11, 64), 10)
@@ -61,7 +61,7 @@ def combine_odd_offsets() -> Script:
 
 @cases(*SIZES)
 def transpose_sizes(num_keys: int) -> Script:
-    """Three features over one list of rows: single keys, weighted bags of two, ragged bags with loose positions."""
+    """Uses three features over one list of rows: single keys, weighted bags of two, ragged bags and loose positions."""
     number = SIZES.index(num_keys)
     script = Script(dim=(3, 8, 66)[number % 3], seed=num_keys)
     half, num_unique = num_keys // 2 * 2, max(1, num_keys // 2)
@@ -80,7 +80,7 @@ def transpose_sizes(num_keys: int) -> Script:
 
 @cases(*DIMS)
 def transpose_dims(dim: int) -> Script:
-    """A row with uses in all features, more than 1,024 of them; one with none; numbers of uses."""
+    """Uses a row with more than 1,024 uses, in all features; a row with none; numbers of uses."""
     script = Script(dim=dim, seed=dim)
     lengths = np.resize([0, 33, 1, 2, 64], 40)
     num_keys = int(lengths.sum())
@@ -97,7 +97,7 @@ def transpose_dims(dim: int) -> Script:
 
 @case()
 def transpose_one_row() -> Script:
-    """Every position of every feature uses the same row; then none uses any; then there is no row."""
+    """Makes every position of every feature use the same row; then none uses any; then there is no row."""
     script = Script(dim=8)
     batch = Batch(single(np.zeros(700)), fixed(np.zeros(900), 0, MEAN, 3), single(np.zeros(33)))
     for inverse, num_unique in ((np.zeros(1633, int), 1), (np.full(1633, 9), 9), (np.full(1633, -1), 3)):
@@ -108,7 +108,7 @@ def transpose_one_row() -> Script:
 
 @case()
 def transpose_zero_divisors() -> Script:
-    """Keys of a bag whose weights cancel or vanish are no uses of their rows, but with sum; padding does not count."""
+    """Keys of a bag whose weights cancel or vanish are no uses of their rows, except with sum; padding is ignored."""
     script = Script(dim=8)
     weights = np.array([1, -1, 0, 0, 2, 1, 0.5, -0.5, 3, 0, 0, 1, -1, 1, -1, 4], F32)
     offsets = [0, 2, 4, 5, 8, 9, 11, 15, 15, 16]
@@ -120,7 +120,7 @@ def transpose_zero_divisors() -> Script:
 
 @case()
 def transpose_odd_offsets() -> Script:
-    """Positions in no bag, offsets outside, features without keys and without bags."""
+    """Uses positions in no bag, offsets out of range, features without keys and without bags."""
     script = Script(dim=8)
     batch = Batch(
         single([]),
@@ -137,7 +137,7 @@ def transpose_odd_offsets() -> Script:
 
 @case()
 def transpose_not_finite() -> Script:
-    """Infinite sums are given as they are; nobody skips them here."""
+    """Returns infinite sums unchanged; the transpose does not skip them."""
     script = Script(dim=8)
     batch = Batch(single(np.zeros(40)), fixed(np.zeros(40), 0, SUM, 2))
     gradients = [script.normal(f.num_bags, 8) for f in batch.features]
@@ -149,7 +149,7 @@ def transpose_not_finite() -> Script:
 
 @case()
 def transpose_40_features() -> Script:
-    """Every kind of feature at once, more than a warp has lanes; more than one tile of bags."""
+    """Combines every kind of feature, more features than a warp has lanes, and more than one tile of bags."""
     script = Script(dim=12)
     features = []
     for i in range(40):
@@ -172,7 +172,7 @@ def transpose_40_features() -> Script:
 
 @cases(4, 33)
 def small_combine(dim: int) -> Script:
-    """combine and its transpose, with a row of 1,100 uses."""
+    """Runs combine and its transpose, with a row of 1,100 uses."""
     script = Script(dim=dim)
     inverse = np.where(script.rng.random(1200) < 0.95, 3, script.rng.integers(-2, 9, 1200))
     script.combine(ragged(np.zeros(1200), 0, MEAN, np.arange(0, 1201, 40), script.weights(1200)), inverse, 8)
@@ -181,7 +181,7 @@ def small_combine(dim: int) -> Script:
 
 @cases(4, 33)
 def small_transpose(dim: int) -> Script:
-    """combine_transpose of three features, with a row of 1,100 uses."""
+    """Runs combine_transpose of three features, with a row of 1,100 uses."""
     script = Script(dim=dim)
     batch = Batch(
         single(np.zeros(600)),

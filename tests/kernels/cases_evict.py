@@ -8,7 +8,7 @@ from kernel_scripts import Script, case, cases, table_store
 
 
 def score_words(script: Script, kind: str) -> tuple[np.ndarray, ...]:
-    """Scores of every row of capacity, in use or not."""
+    """Returns scores for every row of capacity, in use or not."""
     rng, num = script.rng, script.store.capacity
     some = rng.integers(0, 2**32, num, dtype=np.uint32)
     return {
@@ -27,7 +27,7 @@ SCORES = ("equal", "steps", "spread", "low_bits", "pairs", "second_equal", "high
 
 @cases(*SCORES)
 def evict_scores(kind: str) -> Script:
-    """Budgets from none to more than there is, of all tables and of one; then the freed rows are handed out again."""
+    """Uses budgets from none to more than exist, for all tables and for one; then the freed rows are reused."""
     script = table_store(1000, SCORES.index(kind), seed=SCORES.index(kind), optimizer=SCORES.index(kind) % 4)
     store = script.store
     keys = np.r_[script.distinct(1500, low=int(script.rng.integers(2**40))), as_keys([0, 2**63, 2**64 - 2])]
@@ -46,7 +46,7 @@ def evict_scores(kind: str) -> Script:
 
 @cases("none", "some", "all")
 def evict_mask(which: str) -> Script:
-    """Of the rows in use alone, of all tables and of one; where nothing goes not even the index is touched."""
+    """Masks only rows in use, of all tables and of one; if no row leaves, even the index is unchanged."""
     script = Script(slabs=(5, 7, 1000), num_tables=3, optimizer=ADAM)
     keys = script.distinct(800, low=3)
     script.fill(keys, np.arange(800) % 3)
@@ -62,7 +62,7 @@ def evict_mask(which: str) -> Script:
 
 @cases(90, 110, 200)
 def evict_crowded_index(num_buckets: int) -> Script:
-    """Long walks, across the index's end too: entries that are swept away, and those that move up behind them."""
+    """Makes long walks, also across the index's end: entries are removed, and later entries move up."""
     script = Script(slabs=(5, 7, 300), num_tables=3, num_buckets=num_buckets, optimizer=ADAGRAD)
     aimed = script.keys_of_homes([num_buckets - 2, num_buckets - 1], 60)
     others = script.distinct(250, low=3)
@@ -77,7 +77,7 @@ def evict_crowded_index(num_buckets: int) -> Script:
 
 @case()
 def evict_unplaced() -> Script:
-    """Then rows may be without one: the index is rebuilt, and they are found again."""
+    """Starts with rows without an entry: the index is rebuilt, and they are found again."""
     script = Script(slabs=(5, 7, 300), num_buckets=20)
     keys = script.distinct(90, low=1)
     script.find_or_insert(keys)
@@ -90,7 +90,7 @@ def evict_unplaced() -> Script:
 
 @case()
 def evict_large() -> Script:
-    """Scores that tie by thousands; keys that differ in their last bits."""
+    """Uses scores with thousands of ties, and keys that differ in their last bits."""
     script = Script(slabs=(7_000, 14_000), dim=1, num_tables=2, num_buckets=1 << 13)
     keys = np.arange(20_000).astype(U64) + (U64(3) << U64(60))
     script.fill(script.rng.permutation(keys), np.arange(20_000) % 2)
@@ -103,7 +103,7 @@ def evict_large() -> Script:
 
 @cases(3, 70)
 def small_evict(num_tables: int) -> Script:
-    """By score and by mask."""
+    """Evicts by score and by mask."""
     script = Script(slabs=(5, 7, 100), num_tables=num_tables, dim=5, optimizer=ADAM)
     script.fill(script.distinct(90), np.arange(90) % num_tables)
     words = score_words(script, "pairs")

@@ -1,4 +1,4 @@
-"""Cases of lookups: batches, bags, dims, statistics that lookups write, admission. See kernel_scripts.py."""
+"""Cases of lookups: batches, bags, dims, statistics written by lookups, admission. See kernel_scripts.py."""
 
 import itertools
 
@@ -45,7 +45,7 @@ from kernel_scripts import (
 
 
 def all_batch_ops(script: Script, batch: Batch, **update) -> Script:
-    """All targets that take a batch; the store holds some of its keys."""
+    """Runs all targets that take a batch; the store has some of its keys."""
     script.plan(batch)
     script.lookup_find(batch)
     row_ids = script.lookup(batch)
@@ -58,7 +58,7 @@ def all_batch_ops(script: Script, batch: Batch, **update) -> Script:
 
 @cases(*SIZES)
 def batch_sizes(num_keys: int) -> Script:
-    """Single keys, around the sizes of warps, blocks and tiles."""
+    """Uses single keys, in numbers around the sizes of warps, blocks and tiles."""
     number = SIZES.index(num_keys) + 1
     script = table_store(num_keys, number, seed=num_keys)
     table = script.store.num_tables - 1
@@ -69,10 +69,10 @@ def batch_sizes(num_keys: int) -> Script:
 
 @case()
 def batch_large() -> Script:
-    """More blocks than a block has threads; more positions than any chunk of the CPU."""
+    """Uses more blocks than a block has threads, and more positions than any chunk of the CPU."""
     script = Script(slabs=(100_000, 50_000), dim=1, optimizer=ADAGRAD, num_buckets=1 << 14)
     script.fill(np.arange(1000))
-    keys = (2.0 ** script.rng.uniform(0, 14, 300_000)).astype(np.uint64)  # key 1 has some 20,000 uses
+    keys = (2.0 ** script.rng.uniform(0, 14, 300_000)).astype(np.uint64)  # key 1 has about 20,000 uses
     batch = Batch(single(keys[:200_000], 0), fixed(keys[200_000:], 0, MEAN, 10))
     script.plan(batch)
     script.update(batch, script.lookup(batch))
@@ -81,7 +81,7 @@ def batch_large() -> Script:
 
 @case()
 def batch_slabs() -> Script:
-    """As many slabs as a store can have, of one row and of a hundred."""
+    """Uses as many slabs as a store can have, of one row and of a hundred."""
     script = Script(slabs=np.resize([1, 100, 1, 2, 33], 24).tolist(), dim=3, num_tables=1, optimizer=ADAM)
     script.fill(np.arange(100))
     return all_batch_ops(script, Batch(single(script.rng.permutation(np.arange(1000)), 0)))
@@ -89,7 +89,7 @@ def batch_slabs() -> Script:
 
 @case()
 def batch_one_key() -> Script:
-    """A hot key and nothing else; a sum of 157 chunks."""
+    """Uses only one hot key, whose sum has 157 chunks."""
     script = table_store(5000, SIZES.index(5000) + 1, seed=2)
     script.fill(script.distinct(30, low=9), 0)
     return all_batch_ops(
@@ -99,7 +99,7 @@ def batch_one_key() -> Script:
 
 @cases(*KINDS)
 def batch_kinds(kind: str) -> Script:
-    """The same keys in three tables: single, in bags of five, in ragged bags."""
+    """Uses the same keys in three tables: single, in bags of five, in ragged bags."""
     script = Script(slabs=(5, 7, 2500), num_tables=3, dim=8, optimizer=ADAGRAD)
     present, keys = KINDS[kind](script, 1000)
     keys = as_keys(keys)
@@ -115,7 +115,7 @@ def batch_kinds(kind: str) -> Script:
 
 @case()
 def batch_few_rows_left() -> Script:
-    """Refused keys give their initial rows and take no gradient; first come by position, over all features."""
+    """Refused keys read their initial rows and take no gradient; rows go by first position, over all features."""
     script = Script(slabs=(5, 7, 20), num_tables=3, dim=12, optimizer=ADAM)
     script.fill(range(9), 0)
 
@@ -138,7 +138,7 @@ def batch_few_rows_left() -> Script:
 
 @case()
 def batch_far_too_many() -> Script:
-    """More new keys than entries in the index, in bags of 16."""
+    """Uses more new keys than entries in the index, in bags of 16."""
     script = Script(slabs=(8,), num_tables=1, num_buckets=16, dim=8)
     batch = Batch(single(script.distinct(904), 0), fixed(script.distinct(4096), 0, MEAN, 16))
     script.update(batch, script.lookup(batch))
@@ -148,7 +148,7 @@ def batch_far_too_many() -> Script:
 
 @case()
 def batch_crowded_index() -> Script:
-    """Keys without an entry, in bags and single."""
+    """Uses keys without an entry, in bags and single."""
     script = Script(slabs=(5, 7, 300), num_tables=3, num_buckets=2, dim=7)
     keys = script.distinct(20, low=3)
     script.fill(keys[:3], 1)
@@ -165,7 +165,7 @@ def batch_crowded_index() -> Script:
 
 @case()
 def batch_aimed() -> Script:
-    """First come by position, over features and bags."""
+    """Rows go by first position, over features and bags."""
     script = Script(slabs=(5, 7, 588), num_buckets=4096, dim=4)
     aimed = script.rng.permutation(script.keys_of_homes([77], 300))
     batch = Batch(
@@ -185,7 +185,7 @@ LENGTHS = (0, 0, 1, 500, 2, 0, 33, 257, 31, 32, 64, 0, 3, 129, 0)
 
 
 def bag_features(script: Script, lengths, combiners=(SUM, MEAN, SQRTN), table=0) -> list[Feature]:
-    """Ragged features of all combiners, without weights and with; some keys have rows, some are padding."""
+    """Returns ragged features of all combiners, without weights and with; some keys have rows, some are padding."""
     offsets = np.r_[0, np.cumsum(lengths)]
     num_keys = int(offsets[-1])
     present = script.distinct(200, low=9)
@@ -202,14 +202,14 @@ def bag_features(script: Script, lengths, combiners=(SUM, MEAN, SQRTN), table=0)
 
 @cases(12, 7)
 def bags_ragged(dim: int) -> Script:
-    """Bags of 0 to 500 keys; empty ones first, in between and last."""
+    """Uses bags of 0 to 500 keys, with empty bags first, in between and last."""
     script = Script(slabs=(5, 7, 4000), dim=dim, optimizer=ADAGRAD)
     return all_batch_ops(script, Batch(*bag_features(script, LENGTHS)))
 
 
 @case()
 def bags_one_key() -> Script:
-    """Long bags of one new key: within the call it is found after its first position, also by its own bag."""
+    """Uses long bags of one new key: in the call it is found after its first position, also by its own bag."""
     script = Script(slabs=(5, 7, 300), dim=16)
     offsets = [0, 500, 500, 1000]
     batch = Batch(*(ragged(np.full(1000, 2**63 + c), 0, c, offsets) for c in (SUM, MEAN, SQRTN)))
@@ -218,7 +218,7 @@ def bags_one_key() -> Script:
 
 @case()
 def bags_fixed() -> Script:
-    """1 (with weights), 2, 5, 33, 100 and 500 keys a bag, with padding anywhere."""
+    """Uses 1 (with weights), 2, 5, 33, 100 and 500 keys per bag, with padding anywhere."""
     script = Script(slabs=(5, 7, 3000), dim=8, num_tables=3, optimizer=ROWWISE_ADAGRAD)
     present = script.distinct(200, low=9)
     script.fill(present, 1)
@@ -231,7 +231,7 @@ def bags_fixed() -> Script:
 
 @case()
 def bags_many_tiles() -> Script:
-    """More than 256 bags a feature; a tile of empty bags."""
+    """Uses more than 256 bags per feature, and a tile of empty bags."""
     script = Script(slabs=(5, 7, 3000), dim=4)
     lengths = np.r_[np.zeros(257, int), script.rng.integers(0, 4, 400), np.zeros(30, int)]
     return all_batch_ops(script, Batch(*bag_features(script, lengths, (SUM, MEAN))))
@@ -239,7 +239,7 @@ def bags_many_tiles() -> Script:
 
 @case()
 def bags_zero_sums() -> Script:
-    """Weights that cancel or vanish: zeros for mean, and no gradient; sum and sqrtn go by their own rules."""
+    """Weights that cancel or vanish give zeros and no gradient for mean; sum and sqrtn have their own rules."""
     script = Script(slabs=(5, 7, 300), dim=8, optimizer=ADAM)
     script.fill(range(40), 0)
     weights = np.array([1, -1, 0, 0, 2, 1, 0.5, -0.5, 3, 0, 0, 1, -1, 1, -1, 4], F32)
@@ -251,7 +251,7 @@ def bags_zero_sums() -> Script:
 
 @case()
 def bags_empty() -> Script:
-    """Features without keys, without bags, with neither; bags without keys, and of padding alone."""
+    """Uses features without keys, without bags, with neither; bags without keys, and of only padding."""
     script = Script(slabs=(5, 7, 300), dim=8, num_tables=3)
     script.fill(range(40), 1)
     none = np.zeros(0, np.uint64)
@@ -269,7 +269,7 @@ def bags_empty() -> Script:
 
 @cases("bags", "features")
 def bags_only_empty(what: str) -> Script:
-    """A batch without a key."""
+    """Uses a batch without a key."""
     script = Script(slabs=(5, 7, 300), dim=8)
     script.fill(range(40))
     feature = ragged([], 0, MEAN, [0] * 34) if what == "bags" else ragged([], 0, MEAN, [0])
@@ -278,7 +278,7 @@ def bags_only_empty(what: str) -> Script:
 
 @case()
 def bags_40_features() -> Script:
-    """Every kind of feature at once, more than a warp has lanes, over three tables."""
+    """Uses every kind of feature at once, more features than a warp has lanes, over three tables."""
     script = Script(slabs=(5, 7, 3000), dim=8, num_tables=3, optimizer=ROWWISE_ADAGRAD)
     present = script.distinct(100, low=9)
     script.fill(np.repeat(present, 3), np.tile(np.arange(3), 100))
@@ -303,7 +303,7 @@ def bags_40_features() -> Script:
 
 @case()
 def bags_70_tables() -> Script:
-    """More tables than the GPU counts in shared memory, each with keys of the same numbers."""
+    """Uses more tables than the GPU counts in shared memory, each with keys of the same numbers."""
     script = Script(slabs=(5, 7, 1200), dim=4, num_tables=70)
     script.fill(np.repeat(np.arange(5), 70), np.tile(np.arange(70), 5))
     keys = np.where(script.rng.random((70, 10)) < 0.1, -1, script.rng.integers(0, 12, (70, 10))).astype(U64)
@@ -313,7 +313,7 @@ def bags_70_tables() -> Script:
 
 @case()
 def bags_unknown_zeros() -> Script:
-    """find: a key without a row gives zeros, and counts in the divisor."""
+    """In find, a key without a row gives zeros, and counts in the divisor."""
     script = Script(slabs=(5, 7, 300), dim=8)
     script.fill(range(20))
     keys = script.rng.integers(0, 60, 33)
@@ -331,7 +331,7 @@ BATCH_OPS = ("plan", "lookup_find", "lookup", "lookup_planned", "update")
 
 
 def one_batch_op(script: Script, op: str, batch: Batch) -> Script:
-    """One target alone, so that a case is about it."""
+    """Runs only one target, so that a case tests it alone."""
     row_ids = np.where(batch.is_asked, script.store.find(batch.keys, batch.tables), np.uint32(NO_ROW))
     more = {"lookup_planned": (row_ids,), "update": (row_ids,)}.get(op, ())
     getattr(script, op)(batch, *more)
@@ -340,7 +340,7 @@ def one_batch_op(script: Script, op: str, batch: Batch) -> Script:
 
 @cases(*BATCH_OPS)
 def bags_padding_in_no_bag(op: str) -> Script:
-    """Padding before the first bag and after the last one is counted: what features.py makes of a traced batch."""
+    """Padding before the first bag and after the last is counted, as features.py makes it for a traced batch."""
     script = Script(slabs=(5, 7, 300), dim=8, num_tables=3)
     script.fill(np.repeat(np.arange(20), 3), np.tile(np.arange(3), 20))
 
@@ -353,7 +353,7 @@ def bags_padding_in_no_bag(op: str) -> Script:
 
 @cases(*BATCH_OPS)
 def bags_keys_in_no_bag(op: str) -> Script:
-    """Keys before the first bag and after the last one are padding, whatever they are."""
+    """Keys before the first bag and after the last are padding, whatever their values."""
     script = Script(slabs=(5, 7, 300), dim=8, num_tables=3)
     script.fill(np.repeat(np.arange(20), 3), np.tile(np.arange(3), 20))
     return one_batch_op(script, op, batch_with_loose_ends(lambda num, *_: script.rng.integers(0, 40, num)))
@@ -378,7 +378,7 @@ def bags_offsets_outside(op: str) -> Script:
 
 @cases(*DIMS)
 def batch_dims(dim: int) -> Script:
-    """Every shape of a row: read, initialized, combined, summed over few, some and many uses, stepped."""
+    """Covers every shape of a row: read, initialized, combined, summed over few, some and many uses, stepped."""
     number = DIMS.index(dim)
     script = Script(slabs=SLABS[number % 3], dim=dim, num_tables=3, optimizer=number % 4, seed=dim)
     present = script.distinct(20, low=9)
@@ -398,11 +398,11 @@ def batch_dims(dim: int) -> Script:
     return script
 
 
-# Statistics that lookups write -----------------------------------------------------------------------------------
+# Statistics written by lookups -----------------------------------------------------------------------------------
 
 
 def used_batch(script: Script, num: int, num_distinct: int) -> Batch:
-    """Features of all kinds over two tables, some over one; a hot key, padding between."""
+    """Returns features of all kinds over two tables, some over one, with a hot key and padding."""
     rng = script.rng
 
     def keys(size):
@@ -424,7 +424,7 @@ def used_batch(script: Script, num: int, num_distinct: int) -> Batch:
 
 @cases(*SIZES)
 def statistics_sizes(num_keys: int) -> Script:
-    """New keys, then the same and others; rows that are freed and come back; clocks that go back."""
+    """Uses new keys, then the same and others; rows that are freed and reused; clocks that decrease."""
     number = SIZES.index(num_keys)
     script = Script(slabs=((5, 7, 300), (12_000,))[num_keys > 100], num_tables=2, dim=(4, 7, 64)[number % 3])
     for clock in (3, 2**32 - 1, 0):
@@ -436,7 +436,7 @@ def statistics_sizes(num_keys: int) -> Script:
 
 @cases(1, 2, 3, 33, 66, 128, 201, 256, 301, 400, 513, 1024)
 def statistics_dims(dim: int) -> Script:
-    """Every shape of a row: in bags as many positions are at hand at once as lanes share a row."""
+    """Covers every shape of a row: in bags as many positions are processed at once as lanes share a row."""
     script = Script(slabs=(5, 7, 400), num_tables=2, dim=dim, seed=dim)
     script.fill(np.arange(20).astype(U64) * U64(0x100000001), 0)
     for clock in (1, 2):
@@ -446,7 +446,7 @@ def statistics_dims(dim: int) -> Script:
 
 @cases(*itertools.product(HALVES, (3, 8, 256)))
 def statistics_rows16(dtype: str, dim: int) -> Script:
-    """Rows of 16 bits."""
+    """Uses rows of 16 bits."""
     script = Script(slabs=(5, 7, 400), num_tables=2, dim=dim, dtype=HALVES[dtype])
     for clock in (1, 2):
         script.lookup(used_batch(script, 80, 90), clock=clock)
@@ -455,7 +455,7 @@ def statistics_rows16(dtype: str, dim: int) -> Script:
 
 @cases("one_key", "each_key_of_a_warp_once", "pairs_in_a_warp", "all_new", "all_padding")
 def statistics_warps(what: str) -> Script:
-    """Warps that agree, and warps whose lanes meet in groups of every kind: keys with rows, then new ones."""
+    """Uses uniform warps and warps with groups of every kind: keys with rows, then new keys."""
     script = Script(slabs=(5, 7, 3000), num_tables=2, dim=4)
     i = np.arange(2000).astype(U64)
     keys = {
@@ -474,7 +474,7 @@ def statistics_warps(what: str) -> Script:
 
 @case()
 def statistics_slabs() -> Script:
-    """As many slabs as a store can have."""
+    """Uses as many slabs as a store can have."""
     script = Script(slabs=np.resize([1, 100, 1, 2, 33], 24).tolist(), dim=3, num_tables=1)
     script.fill(np.arange(100))
     script.lookup(Batch(single(script.rng.permutation(np.arange(1000))), fixed(np.arange(400), 0, SUM, 4)), clock=9)
@@ -483,7 +483,7 @@ def statistics_slabs() -> Script:
 
 @case()
 def statistics_large() -> Script:
-    """More blocks than run on a GPU at once; hot keys in single positions and in bags."""
+    """Uses more blocks than run on a GPU at once; hot keys in single positions and in bags."""
     script = Script(slabs=(3_000, 2_000), dim=1, num_buckets=4096)
     script.fill(np.arange(1000))
     keys = (2.0 ** script.rng.uniform(0, 12, 160_000)).astype(np.uint64)
@@ -493,7 +493,7 @@ def statistics_large() -> Script:
 
 @cases("few_rows_left", "many_new_keys_for_8_rows", "index_of_2_buckets", "keys_of_one_home")
 def statistics_refused(why: str) -> Script:
-    """Keys that get no row are not noted, new ones once for each position, whatever way they come in."""
+    """Keys that get no row are not recorded; new keys are, once per position, in every form of input."""
     sizes = {
         "few_rows_left": {"slabs": (5, 7, 20)},
         "many_new_keys_for_8_rows": {"slabs": (8,), "num_buckets": 16},
@@ -517,7 +517,7 @@ def statistics_refused(why: str) -> Script:
 
 @case()
 def statistics_loose() -> Script:
-    """What lies in no bag is not used, whatever it is; offsets beyond the keys are clamped."""
+    """Positions in no bag are not used, whatever their values; offsets beyond the keys are clamped."""
     script = Script(slabs=(5, 7, 300), dim=8, num_tables=3)
     script.fill(np.repeat(np.arange(20), 3), np.tile(np.arange(3), 20))
     keys = script.rng.integers(0, 40, 64)
@@ -533,7 +533,7 @@ def statistics_loose() -> Script:
 # Admission -----------------------------------------------------------------------------------------------------
 
 
-# By count, by Bloom filter, by probability, everyone: the words of each table from kTableAdmission on.
+# By count, by Bloom filter, by probability, all keys: the words of each table from kTableAdmission on.
 POLICIES = {0: (BY_COUNT, 3), 1: (BY_BLOOM, 2, 0, 800, 5), 2: (BY_PROBABILITY, 2**31), 4: (BY_COUNT, 2)}
 
 
@@ -541,12 +541,12 @@ REFUSED_READ = {0: 0.75, 1: 0.0, 4: -2.5}  # the keys of table 2 read their init
 
 
 def admitting(seed: int, num_tables: int = 5, **more) -> Script:
-    """A store whose tables admit in all ways."""
+    """Returns a store whose tables have all kinds of admission."""
     return Script(seed=seed, num_tables=num_tables, admission=POLICIES, refused=REFUSED_READ, **more)
 
 
 def admission_batch(script: Script, num: int, num_distinct: int) -> Batch:
-    """Single keys, bags of one size and ragged ones, of all tables; some keys again, some padding."""
+    """Returns single keys, bags of one size and ragged bags, of all tables; some keys repeat, some are padding."""
     rng = script.rng
 
     def keys(size):
@@ -567,7 +567,7 @@ def admission_batch(script: Script, num: int, num_distinct: int) -> Batch:
 
 @cases(1, 33, 257, 2000)
 def admission_sizes(num_keys: int) -> Script:
-    """Lookups one after the other: keys wait, come in, are erased and wait again."""
+    """Makes successive lookups: keys wait, are admitted, are erased and wait again."""
     script = admitting(num_keys, slabs=((5, 7, 300), (12_000,))[num_keys > 100], num_waiting_buckets=4096, dim=5)
     for step in range(3):
         script.lookup(admission_batch(script, num_keys, num_keys + 2), step=step)
@@ -583,20 +583,20 @@ def admission_sizes(num_keys: int) -> Script:
 
 @cases(33, 5000)
 def admission_uses(num_keys: int) -> Script:
-    """Keys of all tables as owners get them: each stands for several uses; unknown tables and padding between."""
+    """Uses keys of all tables as owners get them: each has several uses; with unknown tables and padding."""
     script = admitting(num_keys, slabs=(9000,), dim=3, num_waiting_buckets=5000)
     rng = script.rng
     for step in range(3):
         keys, tables = rng.integers(0, 2 * num_keys, num_keys).astype(np.uint64), rng.integers(0, 6, num_keys)
         keys[rng.random(num_keys) < 0.05] = PADDING_KEY
         script.find_or_insert(keys, tables, uses=rng.integers(1, 3, num_keys), step=step)
-    script.find_or_insert(keys, tables)  # without admission everyone comes in
+    script.find_or_insert(keys, tables)  # without admission every key gets a row
     return script
 
 
 @cases(33, 2000)
 def admission_with_statistics(num_keys: int) -> Script:
-    """Keys that wait are not noted; of one that is let in all positions are."""
+    """Waiting keys are not recorded; of an admitted key all positions are."""
     script = admitting(num_keys, slabs=((5, 7, 300), (12_000,))[num_keys > 100], num_waiting_buckets=4096, dim=5)
     for step in range(4):
         script.lookup(admission_batch(script, num_keys, num_keys + 2), step=step, clock=step + 7)
@@ -605,7 +605,7 @@ def admission_with_statistics(num_keys: int) -> Script:
 
 @case()
 def admission_one_key() -> Script:
-    """All occurrences of a call count: the key comes in with all its positions, or with none."""
+    """All occurrences of a call count: the key is admitted with all its positions, or with none."""
     script = Script(
         slabs=(8,), num_tables=3, admission={0: (BY_COUNT, 5001), 1: (BY_COUNT, 5000), 2: (BY_BLOOM, 255, 0, 64, 3)}
     )
@@ -617,7 +617,7 @@ def admission_one_key() -> Script:
 
 @case()
 def admission_full_store() -> Script:
-    """More keys are let in than there are rows: the first by position get them, the others are refused for room."""
+    """More keys are admitted than there are rows: the first by position get them, the others are refused for room."""
     script = admitting(1, slabs=(3, 5), num_tables=5)
     keys, tables = np.repeat(np.arange(40), 4), np.tile([0, 1, 2, 3], 40)
     for step in range(3):
@@ -629,7 +629,7 @@ def admission_full_store() -> Script:
 
 @case()
 def admission_many_tables() -> Script:
-    """More tables than counts have room for in shared memory."""
+    """Uses more tables than fit the counts in shared memory."""
     script = Script(
         num_tables=70, admission={t: (BY_COUNT, 2 + t % 3) for t in range(0, 70, 2)}, num_waiting_buckets=300
     )
@@ -640,7 +640,7 @@ def admission_many_tables() -> Script:
 
 @cases(*HALVES)
 def admission_rows16(dtype: str) -> Script:
-    """Rows of 16 bits: what a key without a row reads is rounded as a new row is."""
+    """Uses rows of 16 bits: the default of a key without a row is rounded like a new row."""
     script = Script(
         seed=3,
         slabs=(600,),
@@ -657,7 +657,7 @@ def admission_rows16(dtype: str) -> Script:
 
 @case()
 def admission_small_filter() -> Script:
-    """Sixteen counters for hundreds of keys: they fill up and stay full."""
+    """Uses sixteen counters for hundreds of keys: they fill up and stay full."""
     script = Script(num_tables=2, admission={0: (BY_BLOOM, 255, 0, 16, 4), 1: (BY_BLOOM, 3, 4, 64, 30)})
     for step in range(3):
         uses = script.rng.integers(1, 50, 257)
@@ -667,14 +667,14 @@ def admission_small_filter() -> Script:
 
 @case()
 def admission_small() -> Script:
-    """All of it once: waiting, coming in, forgotten, made anew in more buckets, with others and without."""
+    """Covers everything once: waiting, admission, forgetting, rebuilds with more buckets and with new waiting keys."""
     script = admitting(7, slabs=(5, 95), num_waiting_buckets=16)
     batch = admission_batch(script, 6, 9)
     script.lookup(batch, step=0)
     script.find_or_insert([1, 2, 3, 3, PADDING_KEY, 1], [0, 0, 4, 4, 0, 1], uses=[1, 2, 1, 1, 5, 1], step=1)
     script.wait(32, [3, 1, 1, 1, 2], [77, 78, 79, 1, PADDING_KEY, 80], [1, 2, 3, 1, 1, 0], [0, 0, 0, 4, 0, 0])
     script.find_or_insert([77, 78, 79, 80], 0, step=1)
-    script.forget([1, 1, 1, 1, 2])  # nobody of table 0 waits
+    script.forget([1, 1, 1, 1, 2])  # no key of table 0 waits
     script.wait(16, [3, 1, 1, 1, 2])
     row_ids = script.lookup(batch, step=2)
     script.lookup_planned(batch, row_ids)
@@ -686,13 +686,13 @@ def admission_small() -> Script:
 
 
 def bags_of_tables(script: Script, num_keys: int, num_bags: int = 40) -> tuple[Batch, np.ndarray]:
-    """A batch of six features of as many bags, whose keys are of any table; and a row id or none for each key."""
+    """Returns a batch of six features of as many bags, with keys of any table, and a row id or none for each key."""
     rng, store = script.rng, script.store
     script.fill(range(60), np.arange(60) % store.num_tables)
     features = []
     for combiner, weighted in itertools.product((SUM, MEAN, SQRTN), (True, False)):
         offsets = np.r_[0, np.sort(rng.integers(0, num_keys + 1, num_bags - 1)), num_keys]
-        if combiner == MEAN:  # positions behind the last bag, as in what arrives from a shard
+        if combiner == MEAN:  # positions behind the last bag, as in data that arrives from a shard
             offsets = np.minimum(offsets, num_keys - num_keys // 3)
         keys = script.mixed(num_keys, range(60))
         features.append(ragged(keys, 0, combiner, offsets, script.weights(num_keys) if weighted else None))
@@ -704,7 +704,7 @@ def bags_of_tables(script: Script, num_keys: int, num_bags: int = 40) -> tuple[B
 
 
 def look_up_bags_of_tables(script: Script, num_keys: int) -> Script:
-    """With an array for each feature, for two of them, for all; tables give zeros for keys without a row, or not."""
+    """Uses an array per feature, per two features, and for all; tables give zeros for keys without a row, or not."""
     batch, row_ids = bags_of_tables(script, num_keys)
     script.lookup_planned(batch, row_ids, unknown_zeros=())
     script.lookup_planned(batch, row_ids, unknown_zeros=(0, 2), num_sharing=6)
@@ -715,7 +715,7 @@ def look_up_bags_of_tables(script: Script, num_keys: int) -> Script:
 
 @cases(*(size for size in SIZES if size not in (0, 5000)))
 def planned_tables(num_keys: int) -> Script:
-    """Keys of several tables in one bag; those without a row read the initial row of their own table, or zeros."""
+    """Uses keys of several tables in one bag; keys without a row read their own table's initial row, or zeros."""
     which = SIZES.index(num_keys) % 3
     script = Script(seed=num_keys, slabs=SLABS[which], num_tables=(3, 5, 70)[which], dim=(4, 8, 3)[which])
     return look_up_bags_of_tables(script, num_keys)
@@ -723,26 +723,26 @@ def planned_tables(num_keys: int) -> Script:
 
 @cases(*DIMS)
 def planned_tables_dims(dim: int) -> Script:
-    """Rows of every shape."""
+    """Covers rows of every shape."""
     return look_up_bags_of_tables(Script(slabs=(5, 7, 200), num_tables=4, dim=dim), 90)
 
 
 @cases(*itertools.product(HALVES, (4, 7, 64)))
 def planned_tables_rows16(dtype: str, dim: int) -> Script:
-    """Rows of 16 bits, and sums of float32, as they travel."""
+    """Uses rows of 16 bits, and sums of float32, as on the wire."""
     script = Script(slabs=(5, 7, 200), num_tables=4, dim=dim, dtype=HALVES[dtype], embedding_dtype=F32)
     return look_up_bags_of_tables(script, 90)
 
 
 @cases(1, 4, 7, 64)
 def planned_tables_narrow(dim: int) -> Script:
-    """Rows of float32, and sums of bfloat16, as they travel where the wire is narrow."""
+    """Uses rows of float32, and sums of bfloat16, as on a narrow wire."""
     return look_up_bags_of_tables(Script(slabs=(5, 7, 200), num_tables=4, dim=dim, embedding_dtype=BF16), 90)
 
 
 @cases(*range(4))
 def shared_gradients(optimizer: int) -> Script:
-    """A step by gradients in one array for several features, and in one for each: the bits are those of the model."""
+    """Steps by gradients in one array for several features, and in one per feature, with the model's bits."""
     script = Script(slabs=(5, 7, 200), num_tables=4, dim=(4, 7)[optimizer % 2], optimizer=optimizer)
     batch, row_ids = bags_of_tables(script, 90)
     for num_sharing, row_gradient in ((6, 0), (2, 1), (1, 2)):
@@ -752,7 +752,7 @@ def shared_gradients(optimizer: int) -> Script:
 
 @cases(4, 7)
 def small_planned_tables(dim: int) -> Script:
-    """All of it once: several tables in a bag, arrays that features share."""
+    """Covers everything once: several tables in a bag, arrays that features share."""
     script = Script(slabs=(5, 60), num_tables=3, dim=dim)
     batch, row_ids = bags_of_tables(script, 33)
     script.lookup_planned(batch, row_ids, unknown_zeros=(1,), num_sharing=6)
@@ -762,7 +762,7 @@ def small_planned_tables(dim: int) -> Script:
 
 @cases(4, 7, 72)
 def small_statistics(dim: int) -> Script:
-    """Lookups that note uses: of rows that were there, of new ones, of all once no row is left."""
+    """Makes lookups that record uses: of existing rows, of new rows, of all when no row is left."""
     script = Script(slabs=(5, 7, 60), num_tables=2, dim=dim)
     script.fill(np.arange(20).astype(U64) * U64(0x100000001), 0)
     for num_distinct in (30, 200):
@@ -772,7 +772,7 @@ def small_statistics(dim: int) -> Script:
 
 @cases(4, 7, 72)
 def small_batch(dim: int) -> Script:
-    """lookup, lookup_find and lookup_planned: single keys, bags, tails."""
+    """Runs lookup, lookup_find and lookup_planned: single keys, bags, tails."""
     script = Script(slabs=(5, 7, 200), dim=dim, num_tables=2)
     script.fill(range(20), 0)
     keys = script.mixed(40, range(30))
@@ -789,7 +789,7 @@ def small_batch(dim: int) -> Script:
 
 @cases("full", "crowded")
 def small_batch_refusing(why: str) -> Script:
-    """Rows run out; entries run out."""
+    """Runs out of rows, or of entries."""
     script = Script(slabs=(5, 7), dim=8, num_buckets=16 if why == "full" else 2)
     script.lookup(Batch(single(range(10, 30)), ragged(range(30), 0, MEAN, [0, 3, 3, 30])))
     return script

@@ -25,7 +25,7 @@ NUM_SHARDS = (1, 2, 3, 8, 64)
 
 
 def batch_of_tables(script: Script, keys: np.ndarray) -> Batch:
-    """The same keys in three tables: single, in bags of one size, in ragged bags with loose positions."""
+    """Returns the same keys in three tables: single, in bags of one size, in ragged bags with loose positions."""
     n = len(keys)
     offsets = np.r_[n // 5, np.sort(script.rng.integers(n // 5, n - n // 6 + 1, n // 4)), n - n // 6]
     fives = n // 5 * 5
@@ -34,7 +34,7 @@ def batch_of_tables(script: Script, keys: np.ndarray) -> Batch:
 
 @cases(*SIZES)
 def requests_sizes(num_keys: int) -> Script:
-    """Around the sizes of warps, blocks and chunks, for several numbers of shards."""
+    """Uses sizes around those of warps, blocks and chunks, for several numbers of shards."""
     number = SIZES.index(num_keys)
     script = Script(num_tables=3, seed=num_keys)
     batch = batch_of_tables(script, script.mixed(num_keys, range(20)))
@@ -45,7 +45,7 @@ def requests_sizes(num_keys: int) -> Script:
 
 @cases(*NUM_SHARDS, 5, 1000, 65536)
 def requests_shards(num_shards: int) -> Script:
-    """Every number of shards, with keys of all partitions; most of the last have no owner of a key."""
+    """Uses every number of shards, with keys of all partitions; most of the last shards own no key."""
     script = Script(num_tables=3, seed=num_shards)
     script.plan_requests(batch_of_tables(script, script.mixed(1500, range(200))), num_shards)
     return script
@@ -53,7 +53,7 @@ def requests_shards(num_shards: int) -> Script:
 
 @case()
 def requests_large() -> Script:
-    """More blocks than a block has threads; more positions than any chunk of the CPU; keys used often and once."""
+    """Uses more blocks than a block has threads, more positions than any chunk of the CPU, frequent and single keys."""
     script = Script(num_tables=2)
     keys = (2.0 ** script.rng.uniform(0, 24, 300_000)).astype(np.uint64)
     batch = Batch(single(keys[:200_000], 0), fixed(keys[200_000:], 1, MEAN, 10))
@@ -63,7 +63,7 @@ def requests_large() -> Script:
 
 @cases(*KINDS)
 def requests_kinds(kind: str) -> Script:
-    """Keys that a careless plan confuses."""
+    """Uses keys that a careless plan confuses."""
     script = Script(slabs=(5, 7, 2500), num_tables=3)
     _, keys = KINDS[kind](script, 1000)
     script.plan_requests(batch_of_tables(script, as_keys(keys)), 8)
@@ -72,7 +72,7 @@ def requests_kinds(kind: str) -> Script:
 
 @case()
 def requests_one_key() -> Script:
-    """One request, used 5,000 times; each table has another owner for it, or the same."""
+    """Makes one request, used 5,000 times; each table has another owner for it, or the same."""
     script = Script(num_tables=3)
     script.plan_requests(batch_of_tables(script, np.full(5000, 2**63, np.uint64)), 64)
     return script
@@ -80,7 +80,7 @@ def requests_one_key() -> Script:
 
 @case()
 def requests_one_owner() -> Script:
-    """All keys of one shard, whichever: the others get none."""
+    """Gives all keys to one shard: the others get none."""
     script = Script(num_tables=3)
     batch = batch_of_tables(script, script.mixed(700, range(200)))
     for owner in (0, 2, 7):
@@ -91,7 +91,7 @@ def requests_one_owner() -> Script:
 
 @case()
 def requests_pinned() -> Script:
-    """Tables that lie on one shard beside one that is spread; owners in any order; the first and the last shard."""
+    """Uses tables pinned to the first and the last shard next to a sharded table, with owners in any order."""
     script = Script(num_tables=3)
     batch = batch_of_tables(script, script.mixed(700, range(200)))
     script.plan_requests(batch, 3, on={1: 0})
@@ -102,7 +102,7 @@ def requests_pinned() -> Script:
 
 @case()
 def requests_wrong_owners() -> Script:
-    """Owners beyond the last shard, which Python refuses: they count as the last, and nothing outside is touched."""
+    """Uses owners beyond the last shard, which Python refuses: they count as the last, and memory stays in bounds."""
     script = Script(num_tables=3)
     batch = batch_of_tables(script, script.mixed(700, range(200)))
     script.plan_requests(batch, 3, owners=script.rng.integers(0, 2**32, NUM_PARTITIONS), on={1: 2**32 - 2})
@@ -112,7 +112,7 @@ def requests_wrong_owners() -> Script:
 
 @case()
 def requests_equal_hashes() -> Script:
-    """Keys of three tables with one hash stay by first position; a real hash of all ones comes before the padding."""
+    """Keys of three tables with one hash stay by first position; a real hash of all ones precedes the padding."""
     script = Script(num_tables=3)
     lines = script.store.tables
     hashes = [2**64 - 1, 0, 1, 2**52 - 1, 2**52, 2**63, *map(int, script.rng.integers(0, 2**63, 60))]
@@ -128,7 +128,7 @@ def requests_equal_hashes() -> Script:
 
 @case()
 def requests_padding() -> Script:
-    """Padding, and keys in no bag: no request."""
+    """Padding, and keys in no bag, make no request."""
     script = Script(num_tables=3)
     batch = Batch(
         single(np.full(300, PADDING_KEY, np.uint64), 0),
@@ -142,7 +142,7 @@ def requests_padding() -> Script:
 
 @case()
 def requests_odd_bags() -> Script:
-    """Keys before the first bag and after the last one are padding, whatever they are."""
+    """Keys before the first bag and after the last are padding, whatever their values."""
     script = Script(num_tables=3)
     script.plan_requests(batch_with_loose_ends(lambda num, *_: script.rng.integers(0, 40, num)), 8)
     return script
@@ -150,7 +150,7 @@ def requests_odd_bags() -> Script:
 
 @case()
 def requests_70_tables() -> Script:
-    """Each with keys of the same numbers, and some on one shard."""
+    """Uses 70 tables with keys of the same numbers, some on one shard."""
     script = Script(num_tables=70)
     keys = script.rng.integers(0, 12, (70, 30))
     script.plan_requests(Batch(*(single(keys[t], t) for t in range(70))), 8, on={t: t % 8 for t in range(0, 70, 3)})
@@ -161,7 +161,7 @@ def requests_70_tables() -> Script:
 
 
 def batch_of_bags(script: Script, keys: np.ndarray) -> Batch:
-    """The same keys in three tables and all combiners: bags of one size, ragged ones, with weights and loose ends."""
+    """Returns equal keys in three tables and all combiners: bags of one size, ragged, with weights and loose ends."""
     n = len(keys)
     inner = np.sort(script.rng.integers(n // 5, n - n // 6 + 1, n // 4))
     offsets = np.r_[n // 5, inner, n - n // 6, n - n // 6]
@@ -177,7 +177,7 @@ def batch_of_bags(script: Script, keys: np.ndarray) -> Batch:
 
 @cases(*SIZES)
 def uses_sizes(num_keys: int) -> Script:
-    """Around the sizes of warps and blocks, for several numbers of shards."""
+    """Uses sizes around those of warps and blocks, for several numbers of shards."""
     number = SIZES.index(num_keys)
     script = Script(num_tables=3, seed=num_keys)
     batch = batch_of_bags(script, script.mixed(num_keys, range(20)))
@@ -188,7 +188,7 @@ def uses_sizes(num_keys: int) -> Script:
 
 @cases(*NUM_SHARDS, 5, 1000)
 def uses_shards(num_shards: int) -> Script:
-    """Every number of shards, with keys of all partitions; most of the last have no use."""
+    """Uses every number of shards, with keys of all partitions; most of the last shards have no use."""
     script = Script(num_tables=3, seed=num_shards)
     script.plan_uses(batch_of_bags(script, script.mixed(700, range(200))), num_shards)
     return script
@@ -196,7 +196,7 @@ def uses_shards(num_shards: int) -> Script:
 
 @cases(255, 256, 257, 511, 513)
 def uses_of_many_bags(num_bags: int) -> Script:
-    """Around the bags of a tile; bags of one key, and of none or some."""
+    """Uses numbers of bags around that of a tile; bags of one key, and of none or some."""
     script = Script(num_tables=2, seed=num_bags)
     lengths = script.rng.integers(0, 4, num_bags)
     keys = script.mixed(int(lengths.sum()), range(90))
@@ -207,7 +207,7 @@ def uses_of_many_bags(num_bags: int) -> Script:
 
 @cases(1, 7, 8, 9, 31, 33, 255, 257, 3000)
 def uses_of_one_bag(hotness: int) -> Script:
-    """Around the lanes that add a bag's weights, in their order; a bag beside it that is empty."""
+    """Uses sizes around the lanes that add a bag's weights, in their order; with an empty bag."""
     script = Script(num_tables=1, seed=hotness)
     keys, weights = script.mixed(hotness, range(9)), script.weights(hotness)
     bags = [ragged(keys, 0, combiner, [0, 0, hotness, hotness], weights) for combiner in (SUM, MEAN, SQRTN)]
@@ -217,7 +217,7 @@ def uses_of_one_bag(hotness: int) -> Script:
 
 @case()
 def uses_large() -> Script:
-    """More blocks than a block has threads; more positions than any chunk of the CPU."""
+    """Uses more blocks than a block has threads, and more positions than any chunk of the CPU."""
     script = Script(num_tables=2)
     keys = (2.0 ** script.rng.uniform(0, 24, 100_000)).astype(np.uint64)
     batch = Batch(fixed(keys[:70_000], 0, SUM, 1), fixed(keys[70_000:], 1, MEAN, 10))
@@ -227,7 +227,7 @@ def uses_large() -> Script:
 
 @cases(*KINDS)
 def uses_kinds(kind: str) -> Script:
-    """Keys that a careless plan confuses."""
+    """Uses keys that a careless plan confuses."""
     script = Script(slabs=(5, 7, 2500), num_tables=3)
     _, keys = KINDS[kind](script, 300)
     script.plan_uses(batch_of_bags(script, as_keys(keys)), 8)
@@ -236,7 +236,7 @@ def uses_kinds(kind: str) -> Script:
 
 @case()
 def uses_one_key() -> Script:
-    """One key 5,000 times, and a use for each; each table has another owner for it, or the same."""
+    """Uses one key 5,000 times, with a use for each; each table has another owner for it, or the same."""
     script = Script(num_tables=3)
     script.plan_uses(batch_of_bags(script, np.full(5000, 2**63, np.uint64)), 64)
     return script
@@ -244,7 +244,7 @@ def uses_one_key() -> Script:
 
 @case()
 def uses_placed() -> Script:
-    """All keys of one shard, whichever; tables that lie on one shard; owners in any order, and beyond the last."""
+    """Covers all keys on one shard, tables pinned to a shard, and owners in any order and beyond the last."""
     script = Script(num_tables=3)
     batch = batch_of_bags(script, script.mixed(300, range(200)))
     for owner in (0, 7):
@@ -259,9 +259,9 @@ def uses_placed() -> Script:
 
 @case()
 def uses_divisors() -> Script:
-    """Divisors of zero: no keys, only padding, weights of zero, weights that cancel; of mean alone, or of sqrtn too.
+    """Uses divisors of zero: no keys, only padding, weights that are zero or cancel; for mean alone, or sqrtn too.
 
-    Uses of these bags are marked, and the others are divided by what is left, negative sums included.
+    Uses of these bags are marked, and the others are divided by the remaining weights, negative sums included.
     """
     script = Script(num_tables=2)
     bags = [
@@ -286,7 +286,7 @@ def uses_divisors() -> Script:
 
 @case()
 def uses_padding() -> Script:
-    """Padding, and keys in no bag: no use; bags without any key at both ends."""
+    """Padding, and keys in no bag, make no use; bags without any key are at both ends."""
     script = Script(num_tables=3)
     batch = Batch(
         fixed(np.full(300, PADDING_KEY, np.uint64), 0, MEAN, 3),
@@ -302,7 +302,7 @@ def uses_padding() -> Script:
 
 @case()
 def uses_70_tables() -> Script:
-    """Each with keys of the same numbers, and some on one shard."""
+    """Uses 70 tables with keys of the same numbers, some on one shard."""
     script = Script(num_tables=70)
     keys, combiners = script.rng.integers(0, 12, (70, 30)), (SUM, MEAN, SQRTN)
     batch = Batch(*(fixed(keys[t], t, combiners[t % 3], 1 + t % 3) for t in range(70)))
@@ -312,7 +312,7 @@ def uses_70_tables() -> Script:
 
 @cases(0, 300)
 def small_uses(num_keys: int) -> Script:
-    """Several shards, and one; a table that lies on one of them."""
+    """Uses several shards, and one; a table is on one of them."""
     script = Script(num_tables=3)
     batch = batch_of_bags(script, script.mixed(num_keys, range(50)))
     for num_shards in (1, 3):
@@ -322,7 +322,7 @@ def small_uses(num_keys: int) -> Script:
 
 @cases(0, 300)
 def small_plan(num_keys: int) -> Script:
-    """Distinct keys over two blocks and two tables."""
+    """Uses distinct keys over two blocks and two tables."""
     script = Script(num_tables=2)
     keys = script.mixed(num_keys, range(5))
     script.plan(Batch(single(keys, 0), ragged(keys, 1, SUM, [0, num_keys // 2, num_keys])))
@@ -331,7 +331,7 @@ def small_plan(num_keys: int) -> Script:
 
 @cases(0, 300)
 def small_requests(num_keys: int) -> Script:
-    """Several shards, and one; a table that lies on one of them."""
+    """Uses several shards, and one; a table is on one of them."""
     script = Script(num_tables=3)
     batch = batch_of_tables(script, script.mixed(num_keys, range(50)))
     for num_shards in (1, 3):

@@ -24,7 +24,7 @@ from kernel_scripts import DIMS, KINDS, SIZES, SLABS, Script, case, cases, gathe
 
 @cases(*SIZES)
 def table_sizes(num_keys: int) -> Script:
-    """Around the sizes of warps, blocks and chunks: insert, find, erase, insert again."""
+    """Uses sizes around those of warps, blocks and chunks: insert, find, erase, insert again."""
     number = SIZES.index(num_keys)
     script = table_store(num_keys, number, seed=num_keys)
 
@@ -44,7 +44,7 @@ def table_sizes(num_keys: int) -> Script:
 
 @cases(*KINDS)
 def table_kinds(kind: str) -> Script:
-    """Keys that a careless table confuses, in three tables, then under another salt in an index of another size."""
+    """Uses keys that a careless table confuses, in three tables, then with another salt and another index size."""
     script = table_store(1000, 1, seed=1, optimizer=ADAM)
     present, keys = KINDS[kind](script, 1000)
     tables = np.zeros(1000, np.int64) if "home" in kind or "one" in kind else script.rng.integers(0, 3, 1000)
@@ -62,7 +62,7 @@ def table_kinds(kind: str) -> Script:
 
 @case()
 def table_large() -> Script:
-    """More blocks of 1,024 keys, and of 1,024 rows, than a block has threads; most rows are freed ones."""
+    """Uses more blocks of 1,024 keys, and of 1,024 rows, than a block has threads; most rows are freed."""
     script = Script(slabs=(100_000, 200_000), dim=1, num_tables=1, num_buckets=1 << 13)
     script.fill(np.arange(1000))
     store = script.store
@@ -77,7 +77,7 @@ def table_large() -> Script:
 
 @case()
 def table_slabs() -> Script:
-    """As many slabs as a store can have, of one row and of a hundred."""
+    """Uses as many slabs as a store can have, of one row and of a hundred."""
     script = Script(slabs=np.resize([1, 100, 1, 2, 33], 24).tolist(), dim=3, num_tables=3, optimizer=ADAGRAD)
     keys = script.rng.permutation(np.arange(1000))
     script.find_or_insert(keys, np.arange(1000) % 3)
@@ -88,7 +88,7 @@ def table_slabs() -> Script:
 
 @case()
 def table_one_key() -> Script:
-    """New, then present, then erased and new again."""
+    """Uses a key that is new, then present, then erased and new again."""
     script = table_store(5000, SIZES.index(5000), seed=2)
     script.fill(script.distinct(100), 0)
     keys = np.full(5000, 2**64 - 2, np.uint64)
@@ -99,7 +99,7 @@ def table_one_key() -> Script:
 
 @case()
 def table_unknown_tables() -> Script:
-    """Numbers of tables that the store does not have: nothing found, nothing inserted, nothing touched."""
+    """Uses table numbers that the store does not have: nothing is found, inserted or changed."""
     script = Script(slabs=(5, 7, 300), num_tables=3)
     script.fill(range(40), np.arange(40) % 3)
     keys, tables = np.arange(33), np.resize([0, 1, 2, 3, 2**24, 2**31, 2**32 - 2, 2**32 - 1], 33)
@@ -112,7 +112,7 @@ def table_unknown_tables() -> Script:
 
 @case()
 def table_few_rows_left() -> Script:
-    """The first new keys by position get the rows that are left; then none is left; then freed ones, ascending."""
+    """The first new keys by position get the remaining rows; then none is left; then freed rows, ascending."""
     script = Script(slabs=(5, 7), num_tables=3, optimizer=ADAGRAD)
     rng = script.rng
     tables = rng.integers(0, 3, 33)
@@ -129,7 +129,7 @@ def table_few_rows_left() -> Script:
 
 @cases(33, 257, 5000)
 def table_far_too_many(num_keys: int) -> Script:
-    """More new keys than rows, and than entries in the index: eight get rows, the others leave no trace."""
+    """Uses more new keys than rows, and than entries in the index: eight get rows, the others leave no entry."""
     script = Script(slabs=(8,), num_tables=1, num_buckets=16)
     keys = script.distinct(num_keys)
     script.find_or_insert(keys)
@@ -140,7 +140,7 @@ def table_far_too_many(num_keys: int) -> Script:
 
 @cases(1, 2, 3)
 def table_crowded_index(num_buckets: int) -> Script:
-    """An index with fewer entries than the store has rows: keys without an entry are refused and counted apart."""
+    """Uses an index with fewer entries than rows: keys without an entry are refused and counted separately."""
     script = Script(slabs=(5, 7, 300), num_tables=3, num_buckets=num_buckets)
     keys = script.distinct(20, low=3)
     script.fill(keys[:3], np.arange(3))
@@ -155,7 +155,7 @@ def table_crowded_index(num_buckets: int) -> Script:
 
 @cases(100, 4095)
 def table_aimed(bucket: int) -> Script:
-    """More keys of one home than a walk is long: the first 256 by position get entries; erasing makes room for more."""
+    """Uses more keys of one home than a walk is long: the first 256 get entries; erasing makes room for more."""
     script = Script(slabs=(5, 7, 588), num_buckets=4096, num_tables=1)
     rng = script.rng
     aimed = rng.permutation(script.keys_of_homes([bucket], 300))
@@ -172,7 +172,7 @@ def table_aimed(bucket: int) -> Script:
 
 @case()
 def table_aimed_around() -> Script:
-    """Walks that overlap: who gets an entry depends on the order, which is that of the positions."""
+    """Uses overlapping walks: entries depend on the order, which is that of the positions."""
     script = Script(slabs=(5, 7, 588), num_buckets=4096, num_tables=1)
     aimed = script.keys_of_homes(range(4090, 4098 - 2), 320)
     keys = script.rng.permutation(np.r_[aimed, script.distinct(80)])
@@ -184,7 +184,7 @@ def table_aimed_around() -> Script:
 
 @cases(1, 4, 5, 33, 128, 255, 256)
 def table_longest_walk(num_keys: int) -> Script:
-    """Keys of one home fill bucket after bucket, in any order: the longest walk is known exactly."""
+    """Keys of one home fill bucket after bucket, in any order, so the longest walk is known exactly."""
     script = Script(slabs=(5, 307), num_buckets=512)
     script.has_exact_probes = True
     keys = np.resize(script.keys_of_homes([500], num_keys), 256)
@@ -196,7 +196,7 @@ def table_longest_walk(num_keys: int) -> Script:
 
 @case()
 def table_longest_walk_present() -> Script:
-    """A find_or_insert of present keys walks too, and says how far."""
+    """A find_or_insert of present keys also walks, and reports the length."""
     script = Script(slabs=(5, 307), num_buckets=512)
     script.has_exact_probes = True
     keys = script.keys_of_homes([3], 32)
@@ -208,7 +208,7 @@ def table_longest_walk_present() -> Script:
 
 @case()
 def table_erase_all() -> Script:
-    """Every row is freed and handed out again, ascending; twice."""
+    """Frees every row and reuses it, ascending; twice."""
     script = Script(slabs=(5, 7, 300), num_tables=3, optimizer=ROWWISE_ADAGRAD)
     rng = script.rng
     keys, tables = script.distinct(312, low=1), np.arange(312) % 3
@@ -223,7 +223,7 @@ def table_erase_all() -> Script:
 
 @case()
 def table_erase_in_parts() -> Script:
-    """Freed rows of several erasures are one ascending list, used up before fresh rows."""
+    """Freed rows of several erasures are one ascending list, used up before new rows."""
     script = Script(slabs=(5, 7, 300), num_tables=1, optimizer=ADAM)
     keys = script.distinct(200, low=1)
     script.fill(keys)
@@ -235,7 +235,7 @@ def table_erase_in_parts() -> Script:
 
 @case()
 def table_erase_absent() -> Script:
-    """Some of the freed rows are in use again, and nothing is there to erase: generation, rows and list stay."""
+    """Some of the freed rows are in use again and no row is erased: generation, rows and list stay."""
     script = Script(slabs=(5, 7, 300), optimizer=ADAGRAD)
     script.fill(range(100))
     script.erase(np.arange(40, 73))
@@ -250,14 +250,14 @@ GATHER_DIMS = (*DIMS, 130)
 
 @cases(*GATHER_DIMS)
 def gather_dims(dim: int) -> Script:
-    """Every shape of a row, from one slab, two or three; tables with all kinds of initializers."""
+    """Covers every shape of a row, from one slab, two or three; tables with all kinds of initializers."""
     number = GATHER_DIMS.index(dim)
     return gather_mixed(Script(slabs=SLABS[number % 3], dim=dim, num_tables=3 + number % 2, seed=dim), 150, (1,))
 
 
 @cases(*SIZES)
 def gather_sizes(num_keys: int) -> Script:
-    """Around the sizes of warps and blocks; more tables than the GPU counts in shared memory."""
+    """Uses sizes around those of warps and blocks; more tables than the GPU counts in shared memory."""
     number = SIZES.index(num_keys)
     script = Script(slabs=SLABS[number % 3], dim=(8, 3, 64)[number % 3], num_tables=(1, 3, 70)[number % 3])
     return gather_mixed(script, num_keys, range(0, script.store.num_tables, 2))
@@ -265,7 +265,7 @@ def gather_sizes(num_keys: int) -> Script:
 
 @case()
 def gather_slabs() -> Script:
-    """As many slabs as a store can have, of one row and of a hundred: every row, its neighbours' ends first."""
+    """Uses as many slabs as a store can have, of one row and of a hundred: every row, the slabs' ends first."""
     script = Script(slabs=np.resize([1, 100, 1, 2, 33], 24).tolist(), dim=12, num_tables=1)
     script.fill(np.arange(640))
     script.gather(np.arange(1300), 0, np.r_[np.arange(650), np.arange(650)[::-1]])
@@ -274,7 +274,7 @@ def gather_slabs() -> Script:
 
 @cases("present", "absent", "padding", "of_no_table")
 def gather_all(what: str) -> Script:
-    """Warps that agree: of rows alone, of new rows, of zeros."""
+    """Uses uniform warps: only rows, only new rows, only zeros."""
     script = Script(slabs=(5, 7, 300), dim=64, num_tables=3)
     script.fill(range(60), np.arange(60) % 3)
     keys = np.full(700, PADDING_KEY, np.uint64) if what == "padding" else np.arange(700)
@@ -286,7 +286,7 @@ def gather_all(what: str) -> Script:
 
 @case()
 def gather_large() -> Script:
-    """More blocks than fit any GPU at once; counts of one table from all of them."""
+    """Uses more blocks than fit any GPU at once; all of them count for one table."""
     script = Script(slabs=(100_000, 50_000), dim=4, num_buckets=1 << 14)
     script.fill(range(1000))
     script.store.rows[:] = script.normal(150_000, 4)
@@ -294,12 +294,12 @@ def gather_large() -> Script:
     return script
 
 
-# Scatters: lines into per-row arrays ---------------------------------------------------------------------------
+# Scatters: rows of bytes into per-row arrays -------------------------------------------------------------------
 
 
 @cases(*SIZES)
 def scatter_sizes(num_keys: int) -> Script:
-    """Lines of every number of bytes that the GPU tells apart, of all dtypes; rows twice, and absent ones between."""
+    """Uses every row size in bytes that the GPU distinguishes, all dtypes; repeated rows and absent rows."""
     number = SIZES.index(num_keys)
     script = Script(slabs=SLABS[number % 3], num_tables=1, seed=number)
     rng = script.rng
@@ -311,7 +311,7 @@ def scatter_sizes(num_keys: int) -> Script:
 
 @case()
 def scatter_slabs() -> Script:
-    """As many slabs as a store can have: every row, its neighbours' ends first."""
+    """Uses as many slabs as a store can have: every row, the slabs' ends first."""
     script = Script(slabs=np.resize([1, 100, 1, 2, 33], 24).tolist(), num_tables=1)
     script.scatter(np.r_[np.arange(660), np.arange(660)[::-1]], 8, F32)
     return script
@@ -319,7 +319,7 @@ def scatter_slabs() -> Script:
 
 @case()
 def scatter_large() -> Script:
-    """More vectors than the GPU's grid has threads."""
+    """Uses more vectors than the GPU's grid has threads."""
     script = Script(slabs=(100_000, 50_000), dim=1, num_buckets=16)
     script.scatter(script.rng.integers(0, 160_000, 200_000), 12, F32)
     return script
@@ -330,7 +330,7 @@ def scatter_large() -> Script:
 
 @cases(*SIZES)
 def touch_sizes(num_keys: int) -> Script:
-    """Around the sizes of warps and blocks: few rows and many, absent ones between, with uses and without."""
+    """Uses sizes around those of warps and blocks: few rows and many, absent rows, with uses and without."""
     number = SIZES.index(num_keys)
     script = Script(slabs=SLABS[number % 3], num_tables=1, seed=number)
     rng = script.rng
@@ -344,7 +344,7 @@ def touch_sizes(num_keys: int) -> Script:
 
 @cases("one_row", "all_absent", "each_row_of_a_warp_once", "pairs_in_a_warp", "no_uses")
 def touch_warps(what: str) -> Script:
-    """Warps that agree, and warps whose lanes meet in groups of every kind."""
+    """Uses uniform warps, and warps with groups of every kind."""
     script = Script(slabs=(5, 7, 300), num_tables=1)
     i = np.arange(2000)
     row_ids = {
@@ -361,7 +361,7 @@ def touch_warps(what: str) -> Script:
 
 @case()
 def touch_slabs() -> Script:
-    """As many slabs as a store can have: every row, its neighbours' ends first."""
+    """Uses as many slabs as a store can have: every row, the slabs' ends first."""
     script = Script(slabs=np.resize([1, 100, 1, 2, 33], 24).tolist(), num_tables=1)
     script.touch(np.r_[np.arange(660), np.arange(660)[::-1]], np.arange(1320))
     return script
@@ -369,7 +369,7 @@ def touch_slabs() -> Script:
 
 @case()
 def touch_large() -> Script:
-    """More positions than the GPU's grid has threads; one row in nine positions is hot."""
+    """Uses more positions than the GPU's grid has threads; every ninth position is a hot row."""
     script = Script(slabs=(100_000, 50_000), dim=1, num_buckets=16)
     rng = script.rng
     row_ids = np.where(rng.random(700_000) < 0.11, 77, rng.integers(0, 160_000, 700_000))
@@ -380,7 +380,7 @@ def touch_large() -> Script:
 
 @cases(3, 70)
 def small_table(num_tables: int) -> Script:
-    """find, find_or_insert, release and rebuild in the normal case."""
+    """Runs find, find_or_insert, release and rebuild in the normal case."""
     script = Script(slabs=(5, 7, 100), num_tables=num_tables, dim=5, optimizer=ADAM)
     tables = script.rng.integers(0, num_tables, 48)
     script.fill(range(20), np.arange(20) % 3)
@@ -395,7 +395,7 @@ def small_table(num_tables: int) -> Script:
 
 @case()
 def small_scatter() -> Script:
-    """Vectors of all widths, into three slabs."""
+    """Uses vectors of all widths, into three slabs."""
     script = Script(slabs=(5, 7, 300), num_tables=1)
     for width, dtype in ((4, F32), (2, F32), (1, F32), (3, BF16)):
         script.scatter(script.rng.integers(0, 330, 300), width, dtype)
@@ -404,7 +404,7 @@ def small_scatter() -> Script:
 
 @case()
 def small_touch() -> Script:
-    """With uses and without, from three slabs."""
+    """Touches with uses and without, from three slabs."""
     script = Script(slabs=(5, 7, 300), num_tables=1)
     row_ids = script.rng.integers(0, 330, 600)
     script.touch(row_ids)
@@ -414,7 +414,7 @@ def small_touch() -> Script:
 
 @cases("full", "crowded")
 def small_table_refusing(why: str) -> Script:
-    """Rows run out; entries run out."""
+    """Runs out of rows, or of entries."""
     script = Script(slabs=(5, 7), dim=8, num_buckets=16 if why == "full" else 2)
     for keys in (range(10, 42), range(32)):
         script.find_or_insert(keys)
@@ -423,5 +423,5 @@ def small_table_refusing(why: str) -> Script:
 
 @cases(4, 7, 72)
 def small_gather(dim: int) -> Script:
-    """Rows, new rows, zeros, over two blocks."""
+    """Gathers rows, new rows and zeros, over two blocks."""
     return gather_mixed(Script(slabs=(5, 7, 100), dim=dim, num_tables=3), 300, (0,))

@@ -1,4 +1,4 @@
-"""Cases of tiers: rows in host memory that are brought into a cache, changed and given back. See kernel_scripts.py."""
+"""Cases of tiers: rows in host memory that move into a cache, change and move back. See kernel_scripts.py."""
 
 import itertools
 from collections.abc import Callable
@@ -8,16 +8,16 @@ from kernel_model import ADAGRAD, ADAM, EMPTY, F32, NO_ROW, ROWWISE_ADAGRAD, SGD
 from kernel_scripts import HALVES, SLABS, Script, case, cases
 
 FRESH, IN_HOST = 2**32 - 1, 2**32 - 2
-CLOCK, HITS, FETCHED, WRITTEN, TICKET = range(5)  # the last counts what a GPU reads ahead
-OLDEST = 1023  # ages from here on are one
+CLOCK, HITS, FETCHED, WRITTEN, TICKET = range(5)  # the last counts the rows that a GPU reads ahead
+OLDEST = 1023  # larger ages count as equal
 MARKED, ONCE_MARKED = 2**32 - 1, 1
 
 
 class TieredStore(Store):
-    """A store whose rows lie in host memory: `rows` and `states` are what is written there."""
+    """A store whose rows are in host memory: `rows` and `states` are the content of that memory."""
 
     def __init__(self, *, num_slots: int, num_lines: int | None = None, **store):
-        """`num_lines`: of the arrays of the cache, where some are not used."""
+        """`num_lines`: the length of the cache's arrays, if some of it is unused."""
         super().__init__(**store)
         self.num_slots, self.num_lines = num_slots, num_lines or max(1, num_slots)
         self.places = np.full(self.capacity, FRESH, np.uint32)
@@ -28,9 +28,9 @@ class TieredStore(Store):
         self.tier_counters = np.zeros(6, np.uint32)
 
     def arrays(self) -> dict:
-        """Copies of all arrays; host memory by the byte, with zeros between the numbers of rows.
+        """Copies all arrays; host memory as bytes, with zeros between the numbers of rows.
 
-        Records of rows in the cache are zeros, too: they have no meaning.
+        Records of rows in the cache are zeros, too: their content is undefined.
         """
         ends = np.cumsum(self.slabs)[:-1]
         tier = {
@@ -55,18 +55,18 @@ class TieredStore(Store):
         return np.concatenate([*parts, np.zeros((self.capacity, -size % 16), np.uint8)], axis=1)
 
     def host(self) -> tuple[np.ndarray, ...]:
-        """Host memory with the records of all rows."""
+        """Returns host memory with the records of all rows."""
         return tuple(np.split(self._host(), np.cumsum(self.slabs)[:-1]))
 
     def is_number(self) -> tuple[int, ...]:
-        """Which bytes of a row's record in host memory are its numbers."""
+        """Returns which bytes of a row's record in host memory are its numbers."""
         row_bytes = self.dim * self.dtype.itemsize
         state_bytes = 4 * sum(state.shape[1] for state in self.states)
         begin = -(-row_bytes // 4) * 4
         return tuple(int(at < row_bytes or begin <= at < begin + state_bytes) for at in range(self._host().shape[1]))
 
     def values(self) -> dict[str, np.ndarray]:
-        """The numbers of all rows in use, wherever they lie, by row id."""
+        """Returns the numbers of all rows in use, wherever they are, by row id."""
         columns = {"rows": self.rows.copy()} | {f"states.{k}": state.copy() for k, state in enumerate(self.states)}
         cached = self.cached_rows, *self.cached_states
         for row_id in self.row_of.values():
@@ -77,12 +77,12 @@ class TieredStore(Store):
         return columns
 
     def bring(self, row_ids: np.ndarray) -> dict:
-        """What `LaunchBring` says, row by row."""
+        """Does what `LaunchBring` states, row by row."""
         counters = self.tier_counters
         counters[CLOCK] += 1
         wanted = dict.fromkeys(filter(self._is_row, row_ids.tolist()))
         slot_of = {row_id: int(self.places[row_id]) for row_id in wanted if self.places[row_id] < IN_HOST}
-        counters[[HITS]] += np.uint32(len(slot_of))  # an array: it wraps
+        counters[[HITS]] += np.uint32(len(slot_of))  # an array, so that it wraps
         missed = [row_id for row_id in wanted if row_id not in slot_of]
         counters[FETCHED] += sum(self.places[row_id] == IN_HOST for row_id in missed)
         victims = self._victims(set(slot_of.values()), len(missed))
@@ -97,13 +97,13 @@ class TieredStore(Store):
         self.last_use[list(slot_of.values())] = counters[CLOCK]
         counters[TICKET] *= not missed
         slot_of |= {row_id: self.num_lines + at for at, row_id in enumerate(rest)}
-        # Of rows that are not in use 0, which a stale plan's uses are counted by.
+        # Rows that are not in use give 0, which counts a stale plan's uses.
         none = np.where(row_ids < self.capacity, 0, NO_ROW).tolist()
         slots = np.array([slot_of.get(*pair) for pair in zip(row_ids.tolist(), none, strict=True)], np.uint32)
         return {"slots": slots, **self._staged(dict(enumerate(rest)), max(0, len(row_ids) - self.num_slots))}
 
     def bring_ahead(self, row_ids: np.ndarray) -> None:
-        """What `LaunchBringAhead` says: no place changes, but slots are used and marked."""
+        """Does what `LaunchBringAhead` states: no place changes, but slots are used and marked."""
         self.tier_counters[CLOCK] += 1
         places = self.places[list(dict.fromkeys(filter(self._is_row, row_ids.tolist())))]
         here = places[places < IN_HOST]
@@ -119,7 +119,7 @@ class TieredStore(Store):
         return row_id < self.capacity and bool((self.records[row_id, :2] != EMPTY).any())
 
     def peek(self, row_ids: np.ndarray) -> dict:
-        """What `LaunchPeek` says: each position that is not in the cache has a line of its own."""
+        """Does what `LaunchPeek` states: each position that is not in the cache is staged separately."""
         slots, lines = np.full(len(row_ids), NO_ROW, np.uint32), {}
         for i, row_id in enumerate(row_ids.tolist()):
             if self._is_row(row_id):
@@ -128,7 +128,7 @@ class TieredStore(Store):
         return {"slots": slots, **self._staged(lines, len(row_ids))}
 
     def _staged(self, lines: dict[int, int], room: int) -> dict:
-        """What is staged, by line the row."""
+        """Returns the staged rows, by their staged position."""
         rows, owners = np.zeros((room, self.dim), self.dtype), np.full((room, 4), EMPTY)
         states = tuple(np.zeros((room, state.shape[1]), F32) for state in self.states)
         for at, row_id in lines.items():
@@ -138,7 +138,7 @@ class TieredStore(Store):
         return {"staged_rows": rows, "staged_states": states, "staged_owners": owners}
 
     def _victims(self, used: set[int], num: int) -> list[int]:
-        """The slots that are taken: those that are older than the youngest of them, then those of its age."""
+        """Returns the slots to replace: slots older than the youngest of them, then slots of its age."""
 
         def age(slot: int) -> int:
             clock, last_use = int(self.tier_counters[CLOCK]), int(self.last_use[slot])
@@ -149,7 +149,7 @@ class TieredStore(Store):
         return sorted(slots[:num], key=lambda slot: (age(slot) == youngest, slot))
 
     def _numbers(self, row_id: int) -> list:
-        """The row and its state of a row that is not in the cache."""
+        """Returns the row and its state for a row that is not in the cache."""
         if self.places[row_id] == IN_HOST:
             return [self.rows[row_id], *(state[row_id] for state in self.states)]
         key = from_words(self.records[None, row_id, :2])
@@ -168,7 +168,7 @@ class TieredStore(Store):
 
 
 class TierScript(Script):
-    """Calls on a tiered store."""
+    """A script of calls on a tiered store."""
 
     store: TieredStore
 
@@ -178,12 +178,12 @@ class TierScript(Script):
         self.last: dict = {}
 
     def begin(self, num_rows: int, fresh=0.3, cached=0.5, free=0.2, ages=6) -> np.ndarray:
-        """Rows in use, some fresh, some in the cache; returns their ids. `free` is of the slots."""
+        """Makes rows in use, some new, some in the cache; returns their ids. `free` is a share of the slots."""
         store, rng = self.store, self.rng
         self.fill(self.distinct(num_rows), rng.integers(0, store.num_tables, num_rows))
         row_ids = np.arange(num_rows, dtype=np.uint32)
         store.places[:num_rows] = np.where(rng.random(num_rows) < fresh, FRESH, IN_HOST)
-        store.tier_counters[:] = 3 * OLDEST, 2**32 - 3, 5, 6, 0, 0  # hits wrap
+        store.tier_counters[:] = 3 * OLDEST, 2**32 - 3, 5, 6, 0, 0  # the hits wrap
         slots = rng.permutation(np.flatnonzero(rng.random(store.num_slots) >= free))
         rows = rng.permutation(row_ids)[: min(len(slots), int(cached * num_rows))]
         slots = slots[: len(rows)]
@@ -196,7 +196,7 @@ class TierScript(Script):
         return row_ids
 
     def _any_numbers(self, num: int) -> list[np.ndarray]:
-        """Rows and states; what is not finite, and negative zeros, are moved as other numbers are."""
+        """Returns rows and states; NaN, infinity and negative zero are moved like other numbers."""
         store = self.store
         rows = nearest(self.normal(num, store.dim), store.dtype)
         rows[self.rng.random(rows.shape) < 0.02] = np.inf
@@ -252,13 +252,13 @@ class TierScript(Script):
         return tuple(slab * mask for slab in self.store.host())
 
     def some(self, row_ids: np.ndarray, num: int) -> np.ndarray:
-        """Row ids with repeats, some of no row, some beyond the capacity, and some that are not in use."""
+        """Returns row ids with repeats: some of no row, some beyond the capacity, some not in use."""
         asked = self.rng.choice(np.r_[row_ids, NO_ROW], num)
         beyond = self.rng.choice([NO_ROW, NO_ROW - 1, self.store.capacity, 2**31, self.store.capacity - 1], num)
         return np.where(self.rng.random(num) < 0.1, beyond, asked).astype(np.uint32)
 
     def mixed_calls(self, row_ids: np.ndarray, num: int) -> None:
-        """Lookups, steps and reads, each with rows of the one before and others; some are foreseen."""
+        """Makes lookups, steps and reads, each with rows of the previous call and others; some are predicted."""
         for number in range(4):
             asked = self.some(row_ids[number::2] if number % 2 else row_ids, num)
             if number != 1:
@@ -276,7 +276,7 @@ class TierScript(Script):
 
 @cases(*((number, slots) for number in (0, 1, 33, 256, 1000) for slots in ("none", "one", "some", "all")))
 def tier_sizes(num_keys: int, slots: str) -> Script:
-    """Caches of any size; slabs, tables and optimizers in turn."""
+    """Uses caches of any size, with slabs, tables and optimizers in turn."""
     num_slots = {"none": 0, "one": 1, "some": 100, "all": 312}[slots]
     script = TierScript(
         seed=num_keys + num_slots,
@@ -292,7 +292,7 @@ def tier_sizes(num_keys: int, slots: str) -> Script:
 
 @cases(*((dim, dtype) for dim in (1, 3, 13, 64, 301, 1024) for dtype in ("float32", *HALVES)))
 def tier_dims(dim: int, dtype: str) -> Script:
-    """Rows of any length, at the end of whose records bytes stay free."""
+    """Uses rows of any length, whose records have unused bytes at the end."""
     optimizer = (SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM)[dim % 4]
     script = TierScript(
         seed=dim, slabs=(5, 35), dim=dim, num_tables=4, optimizer=optimizer, num_slots=12, dtype=HALVES.get(dtype, F32)
@@ -303,7 +303,7 @@ def tier_dims(dim: int, dtype: str) -> Script:
 
 @cases("float32", *HALVES)
 def small_tier(dtype: str) -> Script:
-    """All three calls."""
+    """Makes all three calls."""
     script = TierScript(
         slabs=(5, 40), dim=3, num_tables=3, optimizer=ROWWISE_ADAGRAD, num_slots=8, dtype=HALVES.get(dtype, F32)
     )
@@ -313,7 +313,7 @@ def small_tier(dtype: str) -> Script:
 
 @case()
 def tier_large() -> Script:
-    """Several blocks of positions and of slots."""
+    """Uses several blocks of positions and of slots."""
     script = TierScript(slabs=(5, 7, 8_000), dim=4, num_tables=3, optimizer=ADAGRAD, num_slots=3_000)
     script.mixed_calls(script.begin(8_000), 6_000)
     return script
@@ -321,7 +321,7 @@ def tier_large() -> Script:
 
 @cases(1, 600, OLDEST, 3 * OLDEST)
 def tier_ages(ages: int) -> Script:
-    """Slots are taken by age; those that nobody used for long are equally old."""
+    """Slots are replaced by age; slots that were unused for long are equally old."""
     script = TierScript(seed=ages, slabs=(900,), num_slots=300)
     row_ids = script.begin(900, ages=ages, free=0.05)
     for num in (5, 40, 200, 300):
@@ -332,7 +332,7 @@ def tier_ages(ages: int) -> Script:
 
 @case()
 def tier_unused_lines() -> Script:
-    """The arrays of the cache are longer than it: what is staged comes after all of their lines."""
+    """The arrays of the cache are longer than the cache: staged rows come after its whole length."""
     script = TierScript(slabs=(5, 35), num_slots=6, num_lines=11)
     script.mixed_calls(script.begin(40), 15)
     return script
@@ -340,17 +340,17 @@ def tier_unused_lines() -> Script:
 
 @case()
 def tier_ahead() -> Script:
-    """Calls that were foreseen, changed rows among those that are marked, and calls that come otherwise."""
+    """Makes predicted calls, with changed rows among the marked ones, and calls that differ from the prediction."""
     script = TierScript(slabs=(40, 5, 155), dim=5, num_tables=3, optimizer=ADAGRAD, num_slots=90)
     row_ids = script.begin(200, cached=0.9, free=0.02)
     asked = [script.some(row_ids, 40) for _ in range(8)]
     for now, following in itertools.pairwise(asked):
         script.bring(now)
         script.bring_ahead(following)
-        script.bring(now)  # as an update does
+        script.bring(now)  # as in an update
         script.give_back()
     script.bring_ahead(asked[0])
-    script.bring_ahead(asked[1])  # and the first never comes
+    script.bring_ahead(asked[1])  # the first prediction never comes true
     script.bring(script.some(row_ids, 90))  # marked rows are used, or leave
     script.give_back()
     script.bring(asked[1])

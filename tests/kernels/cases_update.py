@@ -1,4 +1,4 @@
-"""Cases of updates: uses, optimizers, what is not finite, stale plans, rows of 16 bits. See kernel_scripts.py."""
+"""Cases of updates: uses, optimizers, gradients not finite, stale plans, rows of 16 bits. See kernel_scripts.py."""
 
 import itertools
 from collections.abc import Sequence
@@ -50,13 +50,13 @@ USES = (
 
 
 def keys_with_uses(script: Script, uses: Sequence[int]) -> np.ndarray:
-    """Key i occurs uses[i] times, anywhere."""
+    """Returns keys so that key i occurs uses[i] times, in random order."""
     return script.rng.permutation(np.repeat(np.arange(len(uses), dtype=np.uint64), uses))
 
 
 @cases(*USES)
 def update_uses(optimizer: int, row_gradient: int, dim: int) -> Script:
-    """Rows with 1 to 5,000 uses in one batch: in a chunk, in two, in one round of lanes, in five."""
+    """Uses rows with 1 to 5,000 uses in one batch: in a chunk, in two, in one round of lanes, in five."""
     script = Script(slabs=(5, 7, 300), dim=dim, optimizer=optimizer, seed=dim)
     script.fill(range(40))
     keys = keys_with_uses(script, [*NUM_USES, *NUM_USES[:6]])
@@ -66,7 +66,7 @@ def update_uses(optimizer: int, row_gradient: int, dim: int) -> Script:
 
 @cases(SUM, MEAN, SQRTN)
 def update_uses_in_bags(combiner: int) -> Script:
-    """The same uses in weighted bags; a use has the factor of its bag."""
+    """Has the same uses in weighted bags; a use has the factor of its bag."""
     script = Script(slabs=(5, 7, 300), dim=4, optimizer=ADAGRAD)
     script.fill(range(40))
     keys = keys_with_uses(script, NUM_USES)
@@ -78,7 +78,7 @@ def update_uses_in_bags(combiner: int) -> Script:
 
 @case()
 def update_many_uses() -> Script:
-    """So many that uses are sorted by larger tiles."""
+    """Has so many uses that they are sorted by larger tiles."""
     script = Script(slabs=(5, 7, 300), dim=4)
     script.fill(range(300))
     keys = script.rng.integers(0, 300, 600_000).astype(U64)
@@ -88,7 +88,7 @@ def update_many_uses() -> Script:
 
 @cases(7, 8, 64)
 def update_squares_overflow(dim: int) -> Script:
-    """Gradients are finite though their squares are not: their rows step, and none is counted."""
+    """Gradients are finite although their squares are not: their rows step, and none is counted."""
     script = Script(slabs=(5, 7, 300), dim=dim, optimizer=ROWWISE_ADAGRAD)
     script.fill(range(40))
     keys = keys_with_uses(script, [1, 1, 1, 5, 40, 1])
@@ -103,7 +103,7 @@ def update_squares_overflow(dim: int) -> Script:
 
 @case()
 def update_neighbours() -> Script:
-    """Decision D8: a row's sum depends on its own uses, so rows with the same uses get the same bits."""
+    """A row's sum depends on only its own uses, so rows with equal uses get equal bits (decision D8)."""
     script = Script(slabs=(40,), dim=8)
     script.fill(range(3))
     script.store.rows[:3] = 0
@@ -122,9 +122,9 @@ def update_neighbours() -> Script:
 @cases((SGD, 128), (ROWWISE_ADAGRAD, 128), (ADAM, 33))
 @cases(*((o, 24 + 104 * (o % 2), d) for o in range(4) for d in HALVES))
 def update_not_finite(optimizer: int, dim: int = 8, dtype: str = "float32") -> Script:
-    """One infinite or NaN column, a sum that overflows, infinities that cancel: the row stays, its table counts it.
+    """A column that is infinite or NaN, a sum that overflows, or infinities that cancel: the row stays and is counted.
 
-    Wide rows: its neighbours in a warp step.
+    In wide rows, the row's neighbours in a warp step.
     """
     more = {"dtype": HALVES[dtype], "embedding_dtype": F32} if dtype in HALVES else {}
     script = Script(slabs=(5, 7, 300), dim=dim, num_tables=3, optimizer=optimizer, **more)
@@ -140,7 +140,7 @@ def update_not_finite(optimizer: int, dim: int = 8, dtype: str = "float32") -> S
     gradients[of[3][35], 2 * eighth] = -np.inf
     gradients[of[5], eighth] = 3e38
     gradients[of[6][1050], 4 * eighth] = np.nan
-    gradients[of[8], 4 * eighth] = np.inf  # times weight zero
+    gradients[of[8], 4 * eighth] = np.inf  # multiplied by weight zero
     gradients[of[10], 0] = 1e38
     batch = Batch(
         single(keys, 2),
@@ -155,7 +155,7 @@ def update_not_finite(optimizer: int, dim: int = 8, dtype: str = "float32") -> S
 
 @cases(SGD, ADAGRAD)
 def update_tiny(optimizer: int) -> Script:
-    """Numbers below the normal ones are neither flushed nor taken for zero."""
+    """Subnormal numbers are neither flushed nor treated as zero."""
     script = Script(slabs=(5, 7, 300), dim=8, optimizer=optimizer)
     script.fill(range(10))
     script.store.rows[:10] *= F32(1e-39)
@@ -172,7 +172,7 @@ def update_tiny(optimizer: int) -> Script:
 
 @cases("none_stale", "first_stale", "last_stale", "all_stale")
 def update_stale(which: str) -> Script:
-    """Uses of a plan that does not act are left out and counted; the other plan's rows step alone."""
+    """Uses of a plan that does not act are skipped and counted; only the other plan's rows step."""
     script = Script(slabs=(5, 7, 30), dim=8, num_tables=3, optimizer=ADAM)
     script.fill(np.repeat(np.arange(10), 3), np.tile(np.arange(3), 10))
 
@@ -184,7 +184,7 @@ def update_stale(which: str) -> Script:
         Batch(single(keys(33), 0), ragged(keys(40), 1, MEAN, offsets, script.weights(40))),
         Batch(fixed(keys(30), 1, SQRTN, 3), single(keys(33), 2), ragged(keys(33), 0, SUM, offsets)),
     ]
-    row_ids = np.concatenate([script.lookup(batch) for batch in batches])  # the store gets full: refused keys, too
+    row_ids = np.concatenate([script.lookup(batch) for batch in batches])  # the store fills up and refuses keys
     stale = {"none": [], "first": [0], "last": [1], "all": [0, 1]}[which.split("_")[0]]
     script.update(joined(*batches), row_ids, is_live=[p not in stale for p in range(2)])
     return script
@@ -192,7 +192,7 @@ def update_stale(which: str) -> Script:
 
 @case()
 def update_stale_zero_sum() -> Script:
-    """Keys of a stale plan that had a row are counted, whatever their bag would have done with their gradient."""
+    """Keys of a stale plan that had a row are counted, whatever their bag's effect on their gradient."""
     script = Script(slabs=(5, 7, 30), dim=8)
     script.fill(range(10))
     weights = np.array([1, -1, 2, 1, 0, 0], F32)
@@ -211,7 +211,7 @@ DIMS_16 = (1, 2, 3, 7, 8, 12, 16, 33, 64, 100, 128, 200, 256, 513, 1024)
 
 @cases(*(("bfloat16", dim) for dim in DIMS_16), *(("float16", dim) for dim in DIMS_16[::2]))
 def rows16_dims(dtype: str, dim: int) -> Script:
-    """Every shape of a row: initialized, read, combined, summed, stepped; embeddings and rounding of both kinds."""
+    """Covers every shape of a row: initialized, read, combined, summed, stepped; all embeddings and roundings."""
     number = DIMS_16.index(dim) + list(HALVES).index(dtype)
     embedding_dtype = (None, F32)[number // 2 % 2]
     script = Script(
@@ -241,11 +241,11 @@ def rows16_dims(dtype: str, dim: int) -> Script:
     return script
 
 
-# Every two of dtype, optimizer and rounding; every two of dtype, optimizer and dim.
+# Covers every pair of dtype, optimizer and rounding, and every pair of dtype, optimizer and dim.
 @cases(*((dtype, o, (i + o) % 2) for i, dtype in enumerate(HALVES) for o in range(4)))
 @cases(*((dtype, o, STOCHASTIC, (24, 128)[(i + o) % 2]) for i, dtype in enumerate(HALVES) for o in range(4)))
 def rows16_optimizers(dtype: str, optimizer: int, rounding: int, dim: int = 12) -> Script:
-    """Three steps of every optimizer, small ones among them, by gradients of float32 and of 16 bits."""
+    """Makes three steps of every optimizer, some small, by gradients of float32 and of 16 bits."""
     half = HALVES[dtype]
     script = Script(slabs=(5, 7, 50), dim=dim, num_tables=3, optimizer=optimizer, dtype=half)
     script.fill(range(30), np.arange(30) % 3)
@@ -261,7 +261,7 @@ def rows16_optimizers(dtype: str, optimizer: int, rounding: int, dim: int = 12) 
 
 @cases(*itertools.product(HALVES, (NEAREST, STOCHASTIC)))
 def rows16_extremes(dtype: str, rounding: int) -> Script:
-    """Results beyond the largest number and below the least normal one, ties, signed zeros; sums that overflow."""
+    """Covers results beyond the largest and below the least normal number, ties, signed zeros, sums that overflow."""
     half = HALVES[dtype]
     script = Script(slabs=(5, 7, 50), dim=8, dtype=half)
     script.fill(range(12))
@@ -272,9 +272,9 @@ def rows16_extremes(dtype: str, rounding: int) -> Script:
     script.store.rows[11] = -half.type(0)
     keys = np.arange(12)
     batch = Batch(single(keys), fixed(np.repeat(keys, 2), 0, SUM, 2))
-    row_ids = script.lookup(batch)  # two largest ones are more than the largest
+    row_ids = script.lookup(batch)  # the sum of two largest numbers exceeds the largest
     steps = np.zeros((12, 8), F32)
-    # With 0.2 / 64 a sum lies between the largest bfloat16, which it becomes, and the largest float32.
+    # With 0.2 / 64 a sum is between the largest bfloat16, to which it is rounded, and the largest float32.
     steps[:6] = np.outer([1e-3, 0.2, 1, 30, -1e-3, -1], np.arange(8)) * largest / F32(64)
     steps[6:11] = np.outer([0.125, 0.5, 1.5, 77.3, 1024], np.arange(1, 9)) * least
     gradients = [-steps, np.zeros((12, 8), F32)]
@@ -299,7 +299,7 @@ def rows16_refused(dtype: str) -> Script:
 
 @cases(*HALVES)
 def rows16_gather(dtype: str) -> Script:
-    """Rows are copied bit by bit, NaN among them; new ones are rounded."""
+    """Rows are copied bit by bit, including NaN; new rows are rounded."""
     script = Script(slabs=(5, 7, 300), dim=33, num_tables=3, dtype=HALVES[dtype])
     script.store.rows[:] = nearest(script.normal(312, 33), script.store.dtype)
     script.store.rows[20:30, ::3] = np.nan
@@ -308,7 +308,7 @@ def rows16_gather(dtype: str) -> Script:
 
 @cases(SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM)
 def small_update(optimizer: int) -> Script:
-    """Few uses, more than a chunk, more than a round of lanes; a bag, a NaN, a stale plan."""
+    """Has few uses, more than a chunk, more than a round of lanes; a bag, a NaN, a stale plan."""
     script = Script(slabs=(5, 7, 50), dim=(8, 7, 72, 33)[optimizer], optimizer=optimizer)
     script.fill(range(20))
     keys = keys_with_uses(script, [1, 2, 33, 1060, 32, 1])
@@ -322,7 +322,7 @@ def small_update(optimizer: int) -> Script:
 
 @cases(*HALVES)
 def small_rows16(dtype: str) -> Script:
-    """Every launcher that reads or writes rows, once."""
+    """Runs every launcher that reads or writes rows, once."""
     script = Script(slabs=(5, 7, 60), dim=12, num_tables=2, optimizer=ADAGRAD, dtype=HALVES[dtype])
     script.fill(range(20))
     keys = script.mixed(40, range(30))

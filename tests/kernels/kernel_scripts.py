@@ -1,6 +1,6 @@
-"""Scripts: calls on one store, each with the outputs and the whole state that must follow. Imports nothing of jaxsok.
+"""Scripts: calls on one store, each with its expected outputs and expected state. Imports nothing of jaxsok.
 
-test_kernels.py runs them. `cases_<noun>.py` has the scripts of a noun; `case` and `cases` enter them into `CASES`.
+test_kernels.py runs them. `cases_<noun>.py` has the scripts of a noun; `case` and `cases` add them to `CASES`.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ from strategies import CORNER_KEYS
 
 @dataclasses.dataclass
 class Step:
-    """One call: its operands and attributes, what must come out, and the store's arrays after it."""
+    """One call: its operands and attributes, its expected outputs, and the store's arrays after it."""
 
     op: str
     inputs: dict[str, Any]
@@ -62,7 +62,7 @@ class Step:
 
 
 class Script:
-    """Calls on one store, one after the other; the model runs along and says what each must give."""
+    """A sequence of calls on one store; the model runs the same calls to give the expected results."""
 
     def __init__(self, seed: int = 0, **store):
         self.rng = np.random.default_rng(seed)
@@ -82,7 +82,7 @@ class Script:
     # The store before the first call ------------------------------------------------------------------------
 
     def fill(self, keys, tables=0) -> None:
-        """Gives keys rows that no initializer makes, and optimizer state that no step begins with."""
+        """Gives keys rows that no initializer makes, and optimizer state that no step starts with."""
         assert self.initial is None
         store, rng = self.store, self.rng
         keys = as_keys(keys)
@@ -103,7 +103,7 @@ class Script:
         self._add("find", {"keys": words(keys), "table_ids": tables.astype(np.uint32)}, {}, want)
 
     def find_or_insert(self, keys, tables=0, uses=None, step=None) -> np.ndarray:
-        """`step`: with admission; `uses`: of each key, for it."""
+        """`step`: with admission; `uses`: the uses of each key, for admission."""
         self._begin()
         store = self.store
         keys, tables = _pairs(keys, tables)
@@ -123,13 +123,13 @@ class Script:
         return row_ids
 
     def forget(self, floors) -> None:
-        """By table the count from which a key waits no longer."""
+        """`floors`: by table the count from which a key no longer waits."""
         self._begin()
         self.store.forget(np.asarray(floors))
         self._add("forget", {"floors": np.asarray(floors, np.uint32)}, {}, {})
 
     def wait(self, num_buckets: int, floors, keys=(), counts=(), tables=0) -> None:
-        """Other keys beside those that wait, in so many buckets."""
+        """Adds waiting keys, and sets the number of buckets."""
         self._begin()
         keys, tables = _pairs(keys, tables)
         counts = np.asarray(counts, np.int64)
@@ -140,13 +140,13 @@ class Script:
         self._add("wait", {"entries": entries}, {"floors": tuple(floors), "num_buckets": num_buckets}, {})
 
     def _admission(self, step) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Operands and attributes more, if a step is given."""
+        """Returns the additional operands and attributes, if a step is given."""
         if step is None:
             return {}, {}
         return {"step": np.array(step, np.uint32)}, {"refused": tuple(map(tuple, self.store.refused.tolist()))}
 
     def erase(self, keys, tables=0) -> None:
-        """Releases the rows of keys; those without a row are passed over."""
+        """Releases the rows of keys; keys without a row are skipped."""
         keys, tables = _pairs(keys, tables)
         flags = np.zeros(self.store.capacity, np.uint8)
         row_ids = self.store.find(keys, tables)
@@ -154,7 +154,7 @@ class Script:
         self.evict_release(flags, has_statistics=False, has_evicted=False)
 
     def scatter(self, row_ids, width: int, dtype) -> None:
-        """Lines of any bits into an array of the store's slabs; the lines of equal row ids are equal."""
+        """Scatters any bits into an array of the store's slabs; equal row ids get equal values."""
         self._begin()
         row_ids, dtype = np.asarray(row_ids, np.uint32), np.dtype(dtype)
         size = (self.store.capacity + 1, width * dtype.itemsize)
@@ -169,7 +169,7 @@ class Script:
         self._add("scatter", inputs, {}, {"slabs": tuple(np.split(after, ends))})
 
     def touch(self, row_ids, uses=None, clock=5) -> None:
-        """`uses`: of each position; None: one each. Statistics are inputs of the call, any numbers."""
+        """`uses`: the uses of each position; None: one each. Statistics are inputs of the call, with any numbers."""
         self._begin()
         row_ids = np.asarray(row_ids, np.uint32)
         before = self._statistics()
@@ -188,7 +188,7 @@ class Script:
         self._add("touch", inputs, {}, {"statistics": slabs["after"]})
 
     def _statistics(self) -> np.ndarray:
-        """Any numbers; some frequencies that are soon at their end."""
+        """Returns any numbers, with some frequencies close to their maximum."""
         lines = self.rng.integers(0, 2**32, (self.store.capacity, 2), np.uint32)
         lines[:, 1] >>= 8
         lines[::7, 1] = 2**32 - 1 - np.arange(len(lines[::7])) % 3
@@ -243,7 +243,7 @@ class Script:
         self._add("plan", batch.operands(), _features(batch), plan(batch))
 
     def plan_requests(self, batch: Batch, num_shards: int, owners=None, on: dict[int, int] | None = None) -> None:
-        """In both orders. `owners`: of the partitions, else equal ranges; `on`: of tables that lie on one shard."""
+        """Plans in both orders. `owners`: by partition, by default equal ranges; `on`: tables pinned to one shard."""
         self._begin()
         lines, owners = placed(self.store.tables, on), _owners(num_shards, owners)
         for by_hash in (False, True):
@@ -252,7 +252,7 @@ class Script:
             self._add("plan_requests", {**batch.operands(), "owners": owners}, statics, want)
 
     def plan_uses(self, batch: Batch, num_shards: int, owners=None, on: dict[int, int] | None = None) -> None:
-        """Parameters as those of `plan_requests`."""
+        """Takes the parameters of `plan_requests`."""
         self._begin()
         lines, owners = placed(self.store.tables, on), _owners(num_shards, owners)
         statics = {**self._tables(lines), **_features(batch), "num_shards": num_shards}
@@ -261,7 +261,7 @@ class Script:
         self._add("plan_uses", {**batch.operands(), "owners": owners}, statics, want)
 
     def gather(self, keys, tables, row_ids, uses=1, unknown_zeros: Sequence[int] = ()) -> None:
-        """For a lookup and for find; for a lookup also as numbers of other dtypes."""
+        """Gathers for a lookup and for find; for a lookup also as numbers of other dtypes."""
         self._begin()
         store = self.store
         keys, tables = _pairs(keys, tables)
@@ -289,7 +289,7 @@ class Script:
                 self._add("gather", inputs, statics, {"rows": converted, "num_absent": num_absent})
 
     def lookup(self, batch: Batch, step=None, clock=None) -> np.ndarray:
-        """`step`: with admission; `clock`: with statistics, which are inputs of the call, any numbers."""
+        """`step`: with admission; `clock`: with statistics, which are inputs of the call, with any numbers."""
         self._begin()
         embeddings, row_ids, counts = self.store.lookup(batch, step)
         admission, more = self._admission(step)
@@ -315,7 +315,7 @@ class Script:
     def lookup_planned(
         self, batch: Batch, row_ids: np.ndarray, *, unknown_zeros: Sequence[int] | None = None, num_sharing=1
     ) -> None:
-        """`unknown_zeros`: the table of each key stands beside it, and these give zeros for keys without a row.
+        """`unknown_zeros`: each key has an explicit table, and these tables give zeros for keys without a row.
 
         `num_sharing`: so many neighbouring features share one array, in equal parts.
         """
@@ -347,9 +347,9 @@ class Script:
         tables_apart=False,
         num_sharing=1,
     ) -> None:
-        """`tables_apart`: the table of each key stands beside it, and the features do not tell it.
+        """`tables_apart`: each key has an explicit table, which the features do not give.
 
-        `num_sharing`: as for lookup_planned, of the gradients.
+        `num_sharing`: as for lookup_planned, for the gradients.
         """
         self._begin()
         store = self.store
@@ -380,7 +380,7 @@ class Script:
         self._add("update", {**inputs, "is_live": is_live}, statics, want, **meaning)
 
     def combine(self, feature: Feature, inverse: np.ndarray, num_unique: int) -> None:
-        """combine and its transpose of one feature, whose keys are not read."""
+        """Runs combine and its transpose of one feature, whose keys are not read."""
         self._begin()
         dim = self.store.dim
         rows = self.normal(num_unique, dim)
@@ -398,7 +398,7 @@ class Script:
         self.transpose(batch, inverse, num_unique, dtype=BF16)
 
     def transpose(self, batch: Batch, inverse: np.ndarray, num_unique: int, gradients=None, dtype=F32) -> None:
-        """combine_transpose of any features; their keys are not read."""
+        """Runs combine_transpose of any features; their keys are not read."""
         self._begin()
         dim = self.store.dim
         if gradients is None:
@@ -432,11 +432,11 @@ class Script:
         return self.rng.normal(size=shape).astype(F32)
 
     def distinct(self, num: int, low: int = 1 << 40) -> np.ndarray:
-        """Keys that no other part of a script uses, if it has another `low`."""
+        """Returns keys that no other part of a script uses, if it has another `low`."""
         return (U64(low) + self.rng.permutation(4 * num + 4)[:num].astype(np.uint64) * U64(0x100000001)).astype(U64)
 
     def mixed(self, num: int, present) -> np.ndarray:
-        """Keys with rows, new ones, some of them again, and padding between."""
+        """Returns keys with rows and new keys, some repeated, with padding."""
         rng = self.rng
         pool = np.concatenate([as_keys(present), self.distinct(num // 3 + 1)])
         keys = rng.choice(pool, num) if num else np.zeros(0, np.uint64)
@@ -447,7 +447,7 @@ class Script:
         return self.rng.uniform(-0.5, 2, num).astype(F32)
 
     def keys_of_homes(self, buckets, num: int, table: int = 0) -> np.ndarray:
-        """The first keys whose walk begins in one of these buckets, in equal parts."""
+        """Returns the first keys whose walk begins in one of these buckets, in equal parts."""
         found = []
         for bucket in buckets:
             part: list[np.ndarray] = []
@@ -467,14 +467,14 @@ def _pairs(keys, tables) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _owners(num_shards: int, owners=None) -> np.ndarray:
-    """The owner of each partition."""
+    """Returns the owner of each partition."""
     if owners is None:
         owners = np.arange(NUM_PARTITIONS) * num_shards // NUM_PARTITIONS
     return np.broadcast_to(np.asarray(owners, np.uint32), NUM_PARTITIONS)
 
 
 def _shared(arrays: list[np.ndarray], num_sharing: int) -> list[np.ndarray]:
-    """Arrays of features, so many neighbours' as one."""
+    """Joins the arrays of so many neighbouring features."""
     if num_sharing == 1:
         return arrays
     groups = [arrays[first : first + num_sharing] for first in range(0, len(arrays), num_sharing)]
@@ -496,7 +496,7 @@ def case(*arguments: Any) -> Callable:
 
     def register(build: Callable[..., Script]) -> Callable[..., Script]:
         def script() -> Script:
-            with np.errstate(all="ignore"):  # infinities and NaN are part of some cases
+            with np.errstate(all="ignore"):  # some cases contain infinities and NaN
                 return build(*arguments)
 
         named = zip(inspect.signature(build).parameters, arguments, strict=False)
@@ -510,7 +510,7 @@ def case(*arguments: Any) -> Callable:
 
 
 def cases(*lists: Any) -> Callable:
-    """`case` for each of the arguments, or tuples of arguments."""
+    """Applies `case` to each of the arguments, or tuples of arguments."""
 
     def register(build: Callable[..., Script]) -> Callable[..., Script]:
         for arguments in lists:
@@ -523,7 +523,7 @@ def cases(*lists: Any) -> Callable:
 SIZES = (0, 1, 31, 32, 33, 255, 256, 257, 1000, 5000)
 
 
-# Every shape of DispatchShape: rows of 4-float vectors and of single floats, 1 to 32 lanes, 1 to 32 pieces a lane.
+# Every shape of DispatchShape: rows of 4-float vectors and of single floats, 1 to 32 lanes, 1 to 32 pieces per lane.
 DIMS = (1, 2, 3, 4, 7, 8, 12, 13, 16, 30, 32, 33, 64, 66, 100, 128, 200, 201, 256, 301, 400, 513, 1024)
 
 
@@ -534,14 +534,14 @@ HALVES = {"bfloat16": BF16, "float16": F16}
 
 
 def table_store(num_keys: int, number: int, seed: int, **more) -> Script:
-    """Slabs, tables, dims and optimizers in turn."""
+    """Returns a store with slabs, tables, dims and optimizers in turn."""
     slabs = SLABS[number % 3] if num_keys <= 257 else ((5, 2507), (5, 7, 2500), (2512,))[number % 3]
     parameters = {"num_tables": (1, 3, 70)[number % 3], "dim": (8, 3, 4)[number % 3], "optimizer": (number + 3) % 4}
     return Script(seed=seed, slabs=slabs, **{**parameters, **more})
 
 
 def corner_keys(script: Script, num: int) -> tuple[Keys, Keys]:
-    """0, the sign bit, twins: in part present."""
+    """Returns 0, the sign bit and twins, some of them present."""
     return CORNER_KEYS[::2], script.rng.choice(as_keys(CORNER_KEYS), num)
 
 
@@ -569,7 +569,7 @@ KINDS: dict[str, Callable[[Script, int], tuple[Keys, Keys]]] = {
 
 
 def batch_with_loose_ends(keys) -> Batch:
-    """Positions before the first bag, after the last one, and without any bag."""
+    """Returns a batch with positions before the first bag, after the last bag, and without any bag."""
     return Batch(
         ragged(keys(64, 5, 40), 0, MEAN, [5, 10, 10, 33, 40]),
         single(keys(5, 0, 5), 1),
@@ -581,14 +581,14 @@ def batch_with_loose_ends(keys) -> Batch:
 
 
 def mostly_two(script: Script, keys: np.ndarray, num: int) -> np.ndarray:
-    """`num` positions: one key hot, one warm, of the others a few uses each."""
+    """Returns `num` positions: one key hot, one warm, the others with a few uses each."""
     found = np.where(np.arange(num) % 8 == 7, script.rng.choice(keys[2:], num), keys[0])
     found[::33] = keys[1]
     return found
 
 
 def gather_mixed(script: Script, num: int, unknown_zeros: Sequence[int] = ()) -> Script:
-    """Requests with rows and without, padding with rows and without, tables that are not, in any order."""
+    """Requests rows and absent rows, padding with rows and without, and unknown tables, in any order."""
     store, rng = script.store, script.rng
     script.fill(range(60), np.arange(60) % store.num_tables)
     keys = np.where(rng.random(num) < 0.2, U64(PADDING_KEY), rng.integers(0, 2**63, num).astype(np.uint64))

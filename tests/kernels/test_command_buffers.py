@@ -1,7 +1,7 @@
-"""CUDA graphs: which calls XLA puts into command buffers, for an H200 that need not be there.
+"""CUDA graphs: the calls that XLA puts into command buffers, for an H200 that need not exist.
 
-XLA decides it when it compiles, by a mark that each handler carries, and can print the sequence of what will run. The
-marks are those of the CUDA library where it is built. Elsewhere the CPU's handlers stand for it, with the mark added
+XLA decides this at compilation, from a mark on each handler, and can print the sequence of thunks. The
+marks are those of the CUDA library if it is built. Otherwise the CPU's handlers represent it, with the additional mark
 that ffi/handlers/bind.h gives to all handlers of CUDA.
 """
 
@@ -32,9 +32,9 @@ from jaxsok.plan import Plan
 from jaxsok.serving import frozen, fused, row_map
 
 CAPTURABLE = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
-# The host counts the exchanges of windows, and what these calls launch has the addresses of today's windows: a graph
-# that is replayed would use the half of an earlier exchange, or memory that was given back. What is moved ahead goes on
-# beside the stream, and a graph would end only after it.
+# The host counts the exchanges of windows, and the launches of these calls contain addresses of the present windows: a
+# replayed graph would use the half of an earlier exchange, or freed memory. Prefetches run on another stream, and a
+# graph would end only after them.
 EAGER = {
     name
     for name, _ in library.TARGETS
@@ -58,7 +58,7 @@ class _Extension(ctypes.Structure):
 
 
 class _Metadata(ctypes.Structure):
-    """XLA_FFI_Metadata of the oldest FFI; newer ones append to it."""
+    """XLA_FFI_Metadata of the oldest FFI; newer versions append to it."""
 
     _fields_ = (
         ("struct_size", ctypes.c_size_t),
@@ -72,18 +72,18 @@ class _Metadata(ctypes.Structure):
 
 
 class _CallFrame(ctypes.Structure):
-    """How XLA_FFI_CallFrame begins."""
+    """The first fields of XLA_FFI_CallFrame."""
 
     _fields_ = (("struct_size", ctypes.c_size_t), ("extension", ctypes.POINTER(_Extension)))
 
 
 _METADATA = 1  # XLA_FFI_Extension_Metadata
 _HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
-_kept = []  # what ctypes would otherwise free
+_kept = []  # objects that ctypes would otherwise free
 
 
 def listened(handler, answers, name, *, is_marking):
-    """A handler that notes what it answers when XLA asks for its marks, and perhaps adds one."""
+    """Returns a handler that records its answer when XLA queries its marks, and adds a mark if asked."""
     inner = _HANDLER(ctypes.cast(handler, ctypes.c_void_p).value)
 
     def call(frame):
@@ -101,7 +101,7 @@ def listened(handler, answers, name, *, is_marking):
 
 
 def test_handlers_of_cuda_are_marked():
-    """All but the eager ones, in the library as it is built; those of the CPU are not."""
+    """In the built library all CUDA handlers except the eager ones are marked; CPU handlers are not."""
     if not library.library_path("cuda").exists():
         pytest.skip("the CUDA library is not built")
     assert compiled("marked")["marks"] == MARKS
@@ -109,7 +109,7 @@ def test_handlers_of_cuda_are_marked():
 
 
 def test_all_handlers_of_cuda_are_defined_with_the_mark():
-    """The source: there is one way to define a handler, which marks under CUDA, and one for eager handlers."""
+    """In the source handlers are defined in one way, which marks under CUDA, and eager handlers in another."""
     handlers = pathlib.Path(jaxsok.__file__).parents[1] / "ffi/handlers"
     cuda, cpu = handlers.joinpath("bind.h").read_text().split("#else")
     assert "{ffi::Traits::kCmdBufferCompatible})" in cuda and "kCmdBufferCompatible" not in cpu
@@ -120,11 +120,11 @@ def test_all_handlers_of_cuda_are_defined_with_the_mark():
     assert sorted(defined) == sorted(wanted)
 
 
-# What XLA makes of them ----------------------------------------------------------------------------------------------
+# XLA's thunks --------------------------------------------------------------------------------------------------------
 
 
 def sequence(text):
-    """Thunks as XLA prints them, nested by indentation: [(kind, kinds of all that contain it)]."""
+    """Returns thunks as XLA prints them, nested by indentation: [(kind, kinds of all that contain it)]."""
     thunks, path = [], []
     for line in text.splitlines():
         found = re.match(r"( *)\d+: (k\w+)", line)
@@ -138,7 +138,7 @@ def sequence(text):
 
 
 def test_sequences_are_read():
-    """The helper, on a piece of what XLA prints."""
+    """The helper reads an excerpt of XLA's output."""
     text = """001: kCopy         [source] kCopy
 000: kWhile         [prev=001 (1)]
     000: kCommandBuffer [source | sink]
@@ -155,12 +155,12 @@ def test_sequences_are_read():
 
 
 def planned(features, abstract, collection, **sizes):
-    """The shapes of a plan."""
+    """Returns the shapes of a plan."""
     return jax.tree.map(abstract, jax.eval_shape(functools.partial(collection.plan, **sizes), features))
 
 
 def single_cases(abstract):
-    """Name -> (function of a donated state, arguments): with the targets of one device."""
+    """Returns name -> (function of a donated state, arguments) with the targets of one device."""
     collection = compiled_cases.declared()
     state = jax.tree.map(abstract, collection.init(seed=0))
     features = jax.tree.map(abstract, compiled_cases.features_of(collection))
@@ -190,7 +190,7 @@ def single_cases(abstract):
 
 
 def bare_step(collection):
-    """A step without a model: nothing but what jaxsok makes of it."""
+    """Returns a step without a model, so that only jaxsok's operations occur."""
 
     def step(state, features):
         embeddings, state, plan = collection.lookup(state, features)
@@ -200,7 +200,7 @@ def bare_step(collection):
 
 
 def frozen_cases(abstract):
-    """A lookup of frozen tables; and what their row map does to its own arrays."""
+    """Returns a lookup of frozen tables, and the operations of their row map on its own arrays."""
     keys, rows = np.arange(64, dtype=np.uint64), np.zeros((64, 8), np.float32)
     source = frozen.SizedRecords(64, [jaxsok.Records(keys, rows)])
     tables, _ = frozen.freeze_records([(frozen.FrozenTable("item", 8), source)])
@@ -223,7 +223,7 @@ def frozen_cases(abstract):
 
 
 def life_cases(abstract):
-    """The same with admission, statistics and an eviction: all that happens to one table."""
+    """Returns cases with admission, statistics and an eviction: all operations on one table."""
     item = jaxsok.TableSpec(
         "item",
         dim=8,
@@ -249,7 +249,7 @@ def life_cases(abstract):
 
 
 def tier_cases(abstract):
-    """A step and an evaluation whose rows lie in host memory, which topologies do not have: in memory of the device."""
+    """Returns a step and an evaluation with rows in host memory. Topologies lack it, so device memory replaces it."""
     memory = jaxsok.HostMemory(device_rows=100)
     item = jaxsok.TableSpec("item", 8, jaxsok.optim.adagrad(0.1), capacity=4096, memory=memory)
     collection = jaxsok.Collection([item], [jaxsok.FeatureSpec("clicked", table="item")])
@@ -264,14 +264,14 @@ def tier_cases(abstract):
 
 
 def combined(rows, inverse):
-    """Both ways between rows and bags of three."""
+    """Computes both directions between rows and bags of three."""
     offsets = jnp.arange(0, 10, 3, dtype=jnp.int32)
     bags = combine_module.combine(rows, inverse, offsets, "sum")
     return combine_module.combine_transpose(bags, inverse, offsets, "sum", 8)
 
 
 def sharded_cases(mesh, abstract):
-    """The same on eight devices: the step with its plan ready, the plan, and the step that goes in rounds."""
+    """Returns cases on eight devices: the step with its plan ready, the plan, and the step with rounds."""
     from jax.sharding import PartitionSpec
 
     on_cpu = compiled_cases.declared_over_eight()
@@ -301,12 +301,12 @@ SMALL = (
     "tiered find",
     "frozen",
     "release",
-)  # fewer commands than XLA takes the trouble for, unless told so
+)  # fewer commands than XLA captures by default
 SHARDED = ("eight devices, planned", "eight devices, rounds", "eight devices, plan")
 
 
 def compile_for_h200(marks):
-    """Runs in a process of its own (this file as a program): prints the sequence of each case, as JSON."""
+    """Runs in its own process (this file as a program): prints the sequence of each case, as JSON."""
     from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -343,7 +343,7 @@ def compile_for_h200(marks):
             function, donate_argnums=() if name in ("find", "tiered find", "plan", "frozen") else 0
         ).lower(*arguments)
         with tempfile.TemporaryDirectory() as folder:
-            # The defaults, as users get them; but XLA leaves out graphs of fewer than five commands.
+            # The defaults, as users get them, except that XLA by default leaves out graphs of fewer than five commands.
             least = {} if name in SINGLE else {"xla_gpu_graph_min_graph_size": 1}
             text = lowered.compile(compiler_options={"xla_dump_to": folder} | least).as_text()
             (dumped,) = pathlib.Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
@@ -353,7 +353,7 @@ def compile_for_h200(marks):
 
 @functools.cache
 def compiled(marks):
-    """The results of `compile_for_h200`; skips where it cannot run."""
+    """Returns the results of `compile_for_h200`; skips if it cannot run."""
     reason = compiled_cases.missing_wheels()
     if reason is not None:
         pytest.skip(reason)
@@ -372,7 +372,7 @@ def compiled(marks):
 
 
 def split(thunks):
-    """Calls in command buffers, and calls outside."""
+    """Splits calls into those in command buffers and those outside."""
     calls = [path for kind, path in thunks if kind == "kCustomCall"]
     return [path for path in calls if "kCommandBuffer" in path], [
         path for path in calls if "kCommandBuffer" not in path
@@ -381,7 +381,7 @@ def split(thunks):
 
 @pytest.mark.parametrize("name", SINGLE)
 def test_a_program_of_one_device_is_one_command_buffer(name):
-    """With XLA's defaults: one graph for the whole step, with all of our calls in it; of a scan, for each iteration."""
+    """With XLA's defaults one graph has the whole step and all of our calls; in a scan, each iteration."""
     thunks, targets = compiled("marked")["cases"][name]
     inside, outside = split(thunks)
     assert targets and all(target.startswith("jaxsok_") for target in targets)
@@ -394,9 +394,9 @@ def test_a_program_of_one_device_is_one_command_buffer(name):
 
 
 def test_counts_cost_one_kernel():
-    """XLA's own kernels: one puts the Stats of all stores together; a step counts itself, and stacks Adam's numbers.
+    """XLA's own kernels: one joins the Stats of all stores; a step counts itself, and stacks Adam's numbers.
 
-    A step has one more, which adds up what was refused. Tickets cost none, and no copy of the open ones.
+    A step has one more kernel, which adds up refused keys. Tickets add no kernel and no copy of open tickets.
     """
     for name, num_kernels in (("find", 1), ("bare step", 3 + 1)):
         thunks, _ = compiled("marked")["cases"][name]
@@ -406,7 +406,7 @@ def test_counts_cost_one_kernel():
 
 @pytest.mark.parametrize("name", SMALL + SHARDED)
 def test_every_call_is_captured(name):
-    """Where XLA is told to capture the smallest graphs as well, none of our calls is left out; between collectives."""
+    """If XLA also captures the smallest graphs, all of our calls are captured, between collectives."""
     thunks, targets = compiled("marked")["cases"][name]
     inside, outside = split(thunks)
     assert len(inside) == sum(target.startswith("jaxsok_") for target in targets) > 0
@@ -414,7 +414,7 @@ def test_every_call_is_captured(name):
 
 
 def test_what_is_moved_ahead_stays_outside():
-    """Two calls of a step that looks up ahead, of which the second goes on beside all that follows."""
+    """A step that looks up ahead has two such calls, and the second runs in parallel with the later calls."""
     thunks, targets = compiled("marked")["cases"]["tiered step ahead"]
     inside, outside = split(thunks)
     eager = [target for target in targets if target in EAGER]
@@ -423,7 +423,7 @@ def test_what_is_moved_ahead_stays_outside():
 
 
 def test_every_target_is_among_the_cases():
-    """What the tests above say holds for all handlers that are marked."""
+    """The tests above therefore cover all marked handlers."""
     seen = {target for _, targets in compiled("marked")["cases"].values() for target in targets}
     assert seen >= {name for name, mark in MARKS.items() if mark}
 

@@ -1,4 +1,4 @@
-"""What XLA made of it: no copy of a table, no call to the host, memory for the batch alone; on CPU and for an H200."""
+"""XLA's programs: no copy of a table, no host call, memory for only the batch; on CPU and for an H200."""
 
 import functools
 import json
@@ -36,18 +36,18 @@ from compiled_cases import (
 
 import jaxsok
 
-# The smallest array with one line a row: the accumulator of rowwise Adagrad. The batch's own arrays stay below it.
+# The smallest array with one element per row: the accumulator of rowwise Adagrad. The batch's arrays stay below it.
 TABLE_BYTES = CAPACITY * 4
 
 
 def state_bytes(state):
-    """Bytes of all large arrays of a state."""
+    """Returns the bytes of all large arrays of a state."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.size >= CAPACITY)
 
 
 @functools.cache
 def compiled_case(name, capacity=CAPACITY, **more):
-    """One case, compiled for the default backend, and the bytes of its state."""
+    """Returns one case, compiled for the default backend, and the bytes of its state."""
     collection = declared(capacity, **more)
     state = collection.init(seed=0)
     function, arguments = cases(collection)[name]
@@ -59,13 +59,13 @@ KEPT_CASES = ("train step", "two lookups", "scan")  # with statistics as well
 
 
 def skip_where_xla_drops_barriers(name):
-    """XLA's CPU compiler of jax 0.10 forgets the barrier and copies the tables that are read before they change."""
+    """Skips cases in which XLA's CPU compiler of jax 0.10 drops the barrier and copies tables read before a change."""
     if name == "find and step" and jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11):
         pytest.skip(f"XLA's CPU compiler of jax {jax.__version__} drops optimization barriers")
 
 
 def test_the_helper_sees_a_copy():
-    """A table that is not donated has to be copied: the search for copies finds it, so silence means something."""
+    """A table that is not donated must be copied, and the search finds the copy; so a negative result is meaningful."""
     collection = declared()
     state = collection.init(seed=0)
     step = programs.train_step(collection)
@@ -77,7 +77,7 @@ def test_the_helper_sees_a_copy():
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_table_sized_copy_and_no_host_call(name):
-    """Donated programs change the tables where they lie."""
+    """Donated programs change the tables in place."""
     skip_where_xla_drops_barriers(name)
     compiled, num_bytes = compiled_case(name)
     text = compiled.as_text()
@@ -89,7 +89,7 @@ def test_no_table_sized_copy_and_no_host_call(name):
 
 @pytest.mark.parametrize("name", KEPT_CASES)
 def test_statistics_add_neither_copies_nor_calls(name):
-    """They are noted where they lie, by the calls that there are anyway."""
+    """They are recorded in place, by the existing calls."""
     compiled, num_bytes = compiled_case(name, statistics=True)
     text = compiled.as_text()
     assert num_bytes == compiled_case(name)[1] + 2 * CAPACITY * 8
@@ -100,16 +100,16 @@ def test_statistics_add_neither_copies_nor_calls(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_peak_memory_is_the_state_and_the_batch(name):
-    """What a step needs beside the state does not depend on how large the tables are."""
+    """The memory of a step besides the state does not depend on the size of the tables."""
     skip_where_xla_drops_barriers(name)
     small, large = (compiled_case(name, capacity)[0].memory_analysis() for capacity in (CAPACITY, 16 * CAPACITY))
     if name == "erase":
-        # Erasing lists the freed rows in ascending order: a few words a row, never the rows themselves.
+        # Erasing lists the freed rows in ascending order: a few words per row, never the rows themselves.
         num_rows = 2 * 16 * CAPACITY
         assert large.temp_size_in_bytes <= num_rows * 16 + small.temp_size_in_bytes
         return
     assert abs(large.temp_size_in_bytes - small.temp_size_in_bytes) <= ALIGNMENT_BYTES
-    # Two stores, each with a workspace of fixed size (4 MiB to sort in), beside some dozens of lines per key.
+    # Two stores, each with a workspace of fixed size (4 MiB for sorting), and some dozens of rows per key.
     assert large.temp_size_in_bytes < 10 << 20
     outputs = [analysis.output_size_in_bytes - analysis.alias_size_in_bytes for analysis in (small, large)]
     assert outputs[0] == outputs[1]
@@ -127,13 +127,13 @@ def test_peak_memory_is_the_state_and_the_batch(name):
     ],
 )
 def test_a_call_a_store_for_lookup_and_one_for_update(name, wanted):
-    """Two calls a store in a step, whatever its features are, and two for the ticket; more for each micro-batch."""
+    """A step has two calls per store, whatever its features, and two for the ticket; each micro-batch adds calls."""
     targets = re.findall(r'custom_call_target="(jaxsok_\w+)"', compiled_case(name)[0].as_text())
     assert sorted(targets) == sorted(wanted)
 
 
 def test_one_program_serves_all_batches():
-    """Other contents of the same shapes compile nothing."""
+    """Other contents of the same shapes cause no compilation."""
     collection = declared()
     step = jax.jit(programs.train_step(collection), donate_argnums=0)
     state = collection.init(seed=0)
@@ -144,7 +144,7 @@ def test_one_program_serves_all_batches():
 
 @functools.cache
 def compiled_removal(name, capacity):
-    """`clear` or `erase` of one of two tables that keep statistics, with Adam."""
+    """Compiles `clear` or `erase` of one of two tables that keep statistics, with Adam."""
     options = {"optimizer": jaxsok.optim.adam(0.1), "capacity": capacity // 2, "statistics": True}
     tables = [jaxsok.TableSpec(table, 16, **options) for table in ("user", "item")]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("user", "user")])
@@ -157,10 +157,10 @@ def compiled_removal(name, capacity):
 
 @pytest.mark.parametrize("name", ["clear", "erase"])
 def test_what_takes_rows_away_needs_a_flag_a_row(name):
-    """No copy of records, optimizer state or statistics; their kernel sets them back where they lie."""
+    """Records, optimizer state and statistics are not copied; their kernel resets them in place."""
     compiled, num_bytes = compiled_removal(name, 1 << 16)
     text = compiled.as_text()
-    # What is compared is read with a broadcast constant, which no memory has.
+    # Compared values are read with a broadcast constant, which needs no memory.
     assert not [line for line in table_copies(text, (1 << 16) * 4) if " copy" in line] and not host_calls(text)
     assert re.findall(r'custom_call_target="(jaxsok_\w+)"', text)[-1:] == ["jaxsok_evict_release"]
     analysis = compiled.memory_analysis()
@@ -176,14 +176,14 @@ EVICTIONS = {
     "time": jaxsok.policies.TimeToLive(10),
     "norm": jaxsok.policies.SmallNorm(0.1),
 }
-# By row beside the state: a flag and scores of 4 or 8 bytes, or a flag and a mask (of norms also their
+# Memory per row besides the state: a flag and scores of 4 or 8 bytes, or a flag and a mask (for norms also their
 # squares); a count for every 1,024 rows.
 BYTES_OF_EVICTION = {"one word": 5, "two words": 9, "time": 2, "norm": 6}
 
 
 @functools.cache
 def compiled_eviction(name, capacity, dtype="float32"):
-    """`Collection.evict` of a store with Adam, by one policy."""
+    """Compiles `Collection.evict` of a store with Adam, by one policy."""
     policy = EVICTIONS[name]
     table = jaxsok.TableSpec("user", 16, jaxsok.optim.adam(0.1), capacity=capacity, eviction=policy, dtype=dtype)
     collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", "user")])
@@ -195,27 +195,27 @@ def compiled_eviction(name, capacity, dtype="float32"):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", EVICTIONS)
 def test_eviction_copies_nothing_by_row(name, dtype):
-    """Rows, state, statistics and records stay where they are; scores and flags are all that is as long as the rows."""
+    """Rows, state, statistics and records stay in place; only scores and flags have one element per row."""
     small, large = (compiled_eviction(name, capacity, dtype) for capacity in (CAPACITY, 16 * CAPACITY))
     assert not table_copies(large.as_text(), 16 * CAPACITY * 8)
     assert not host_calls(large.as_text())
     beside = [compiled.memory_analysis().temp_size_in_bytes for compiled in (small, large)]
     assert beside[1] - beside[0] <= 15 * CAPACITY * (BYTES_OF_EVICTION[name] + 0.05) + ALIGNMENT_BYTES
-    # All but what the state has beside its stores is aliased.
+    # Everything except the state's arrays outside its stores is aliased.
     assert large.memory_analysis().output_size_in_bytes - large.memory_analysis().alias_size_in_bytes < ALIGNMENT_BYTES
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Over eight devices: every program is that of one shard
+# Over eight devices: every program is for one shard
 
 
 def stacked_on_devices(*batches):
-    """Batches for a scan, as arrays with a leading axis of steps."""
+    """Returns batches for a scan, as arrays with a leading axis of steps."""
     return jax.jit(lambda *trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees))(*batches)
 
 
 def sharded_case(name):
-    """A function of a donated state and more, and what comes with it: "path, step"."""
+    """Returns a function of a donated state and other arguments, and these arguments: "path, step"."""
     collection = declared_over_eight()
     path, _, kind = name.partition(", ")
 
@@ -233,14 +233,14 @@ def sharded_case(name):
 
 @functools.cache
 def compiled_sharded_case(name):
-    """One case, compiled; its arguments beside the state."""
+    """Returns one case, compiled, and its arguments besides the state."""
     function, arguments = sharded_case(name)
     state = declared_over_eight().init(seed=0)
     lowered = jax.jit(function, donate_argnums=0, compiler_options=programs.in_place()).lower(state, *arguments)
     return lowered.compile(), arguments
 
 
-# A step whose loss orders its reads and writes is the easiest of them, and part of a scan.
+# A step whose loss orders its reads and writes is the simplest case, and part of a scan.
 SHARDED_CASES = (
     pytest.param("rounds, step", marks=pytest.mark.slow),
     "rounds, linear loss",
@@ -254,7 +254,7 @@ SHARDED_CASES = (
 
 @pytest.mark.parametrize("name", SHARDED_CASES)
 def test_no_table_sized_copy_on_a_mesh(name):
-    """Every shard changes its part where it lies, with rounds in a loop or without, inside a loop over steps or not."""
+    """Every shard changes its part in place, with rounds in a loop or without, inside a loop over steps or not."""
     compiled, _ = compiled_sharded_case(name)
     text = compiled.as_text()
     assert "all-to-all" in text
@@ -265,7 +265,7 @@ def test_no_table_sized_copy_on_a_mesh(name):
 
 @pytest.mark.parametrize("name", SHARDED_CASES)
 def test_addresses_on_a_mesh_do_not_change(name):
-    """Law 9 on eight devices: all donated arrays of the state keep their places."""
+    """On eight devices all donated arrays of the state keep their addresses (law 9)."""
     compiled, arguments = compiled_sharded_case(name)
     state = declared_over_eight().init(seed=0)
     before = addresses(state)
@@ -277,7 +277,7 @@ def test_addresses_on_a_mesh_do_not_change(name):
 
 
 def bytes_beside_the_state(path, num_keys, dim):
-    """What a step over eight devices needs on each of them for so many keys, the state and the results left out."""
+    """Returns the bytes per device of a step over eight devices for so many keys, without the state and the results."""
     table = jaxsok.TableSpec("user", dim, jaxsok.optim.adagrad(0.1), capacity=1 << 16)
     collection = programs.over(NUM_SHARDS, [table], [jaxsok.FeatureSpec("user", "user")])
     keys = np.random.default_rng(0).integers(0, 2**40, NUM_SHARDS * num_keys)
@@ -291,10 +291,10 @@ def bytes_beside_the_state(path, num_keys, dim):
 
 @pytest.mark.parametrize("path", ["rounds", "planned"])
 def test_memory_of_the_exchange_is_that_of_the_batch(path):
-    """A dense exchange for the worst case would have room for num_shards batches; this one has less than half of it.
+    """A dense exchange for the worst case would have room for num_shards batches; this needs less than half of it.
 
-    Where rounds are possible there is also room for the requests of all shards and their row ids, 20 bytes a key.
-    Counted for the keys from 4,096 to 16,384 of a device, since the kernels' workspaces have a fixed part (8 MiB).
+    If rounds are possible there is also room for the requests of all shards and their row ids, 20 bytes per key.
+    Counted from 4,096 to 16,384 keys per device, since the kernels' workspaces have a fixed part (8 MiB).
     """
     few, many, dim = 4096, 16_384, 32
     small, large = (bytes_beside_the_state(path, num_keys, dim) for num_keys in (few, many))
@@ -305,17 +305,17 @@ def test_memory_of_the_exchange_is_that_of_the_batch(path):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# The same for an H200 that need not be there
+# The same for an H200 that need not exist
 
 
 def compile_for_h200():
-    """Runs in a process of its own (this file as a program): prints what became of each case, as JSON."""
+    """Runs in its own process (this file as a program): prints the result of each case, as JSON."""
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from jaxsok.kernels import library
 
-    # Nothing is executed, so the CPU's handlers may stand for CUDA's: only names and buffers matter to XLA.
+    # Nothing is executed, so the CPU's handlers may replace CUDA's: only names and buffers matter to XLA.
     cpu = library.load_cpu()
     for name, symbol in library.TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(cpu, symbol)), platform="CUDA")
@@ -353,7 +353,7 @@ def compile_for_h200():
 
 
 def compile_for_eight_h200s():
-    """The sharded step: a compiler that dies, as of arguments without elements, dies here first."""
+    """Compiles the sharded step. A compiler that crashes, as on arguments without elements, crashes here first."""
     from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -393,7 +393,7 @@ MESH_CASES = ("eight devices, rounds", "eight devices, planned")
 
 
 def test_compiled_for_h200():
-    """No table-sized copy, no host call, everything in place, and memory that does not grow with the tables."""
+    """There is no table-sized copy or host call, everything is in place, and memory does not grow with the tables."""
     reason = missing_wheels()
     if reason is not None:
         pytest.skip(reason)

@@ -1,7 +1,7 @@
-"""States that something else wrote into: every op refuses them with a reason, or gives any result, and none crashes.
+"""Damaged states: every op refuses them with a reason, or gives any result, and none crashes.
 
-A `tree.map` over a whole train state reaches the arrays of the tables too: a moving average, a cast, a slice. On the
-CPU a handler refuses what no op could have left. On a GPU it cannot wait to look, and the kernels bound what they read.
+A `tree.map` over a whole train state also changes the arrays of the tables: a moving average, a cast, a slice. On the
+CPU a handler refuses contents that no op produces. On a GPU it cannot wait to check, and the kernels bound their reads.
 
 The last test runs this file and the kernels' contract suite under AddressSanitizer and UndefinedBehaviorSanitizer.
 """
@@ -39,13 +39,13 @@ ON_CPU = jax.default_backend() == "cpu"
 
 
 def spec(name, **more):
-    """A table; those with other rows in the same collection lie in stores of their own."""
+    """Declares a table; tables with different rows in a collection are in separate stores."""
     return jaxsok.TableSpec(name, 4, optim.adagrad(0.1), capacity=CAPACITY, **more)
 
 
 @functools.cache
 def collection_of(kind):
-    """Collections that together give every handler every kind of operand that a state brings."""
+    """Returns collections that together give every handler every kind of operand of a state."""
     more = {
         "plain": {},
         "counted": {"admission": policies.AdmitByCount(2), "eviction": policies.LeastRecentlyUsed()},
@@ -62,7 +62,7 @@ KINDS = ("plain", "counted", "bloom")
 
 
 def batch_of(collection, keys):
-    """NUM_KEYS single keys and as many in bags of 0 to 3."""
+    """Returns NUM_KEYS single keys and as many in bags of 0 to 3."""
     keys = np.resize(np.array(keys, np.int64), NUM_KEYS)
     lengths = np.resize([2, 0, 3, 1], NUM_KEYS // 2)
     history = jaxsok.Bags(keys[: lengths.sum()] + 7, lengths=lengths)
@@ -71,7 +71,7 @@ def batch_of(collection, keys):
 
 @functools.cache
 def seasoned(kind):
-    """The leaves of a state with rows of both tables, waiting keys, freed rows and, of the plain one, two slabs."""
+    """Returns the leaves of a state with rows of both tables, waiting keys, freed rows and, if plain, two slabs."""
     collection = collection_of(kind)
     state = collection.init(seed=0, salt=1)
     for _ in range(3):  # often enough for every policy
@@ -86,7 +86,7 @@ def seasoned(kind):
 
 
 def copied(state):
-    """The state in buffers of its own, which may be donated."""
+    """Copies the state into new buffers, which may be donated."""
     return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state)
 
 
@@ -108,7 +108,7 @@ def step(collection, state, features):
 
 
 def planned(collection, state, features):
-    """A lookup and an update with a plan made before; its rows are those of the state as it should be."""
+    """Looks up and updates with a plan made before, whose rows are those of the undamaged state."""
     embeddings, _, plan = lookup(collection, copied(seasoned(kind_of(collection))), features)
     return lookup(collection, state, plan), programs.update(collection)(state, plan, embeddings)
 
@@ -126,7 +126,7 @@ def remade(collection, state, features):
 
 
 def evict(collection, state, features):
-    if kind_of(collection) == "plain":  # keeps no statistics
+    if kind_of(collection) == "plain":  # it keeps no statistics
         return collection.evict(state, "user", policies.SmallNorm(1e9))
     return collection.evict(state, "user", policies.LeastFrequentlyUsed(), num_rows=3)
 
@@ -152,12 +152,12 @@ OPS = {
 
 
 def kind_of(collection):
-    """The kind of a collection of this file."""
+    """Returns the kind of a collection of this file."""
     return next(kind for kind in KINDS if collection_of(kind) is collection)
 
 
 def survive(op, collection, state, features):
-    """Runs an op to its end; the message of its refusal, or what it gave."""
+    """Runs an op to its end; returns the message of its refusal, or its result."""
     try:
         return jax.block_until_ready(OPS[op](collection, copied(state), features))
     except REFUSALS as error:
@@ -165,7 +165,7 @@ def survive(op, collection, state, features):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What a stray hand does to an array
+# Damage to an array
 
 WORDS = [
     0,
@@ -185,7 +185,7 @@ WORDS = [
 
 
 def damage(leaf, how, places, words):
-    """A leaf with other contents. `places`: parts of its size."""
+    """Returns a leaf with other contents. `places`: fractions of its size."""
     bits = programs.bits(leaf)
     flat = bits.reshape(-1).copy()
     with np.errstate(over="ignore"):
@@ -205,12 +205,12 @@ def damage(leaf, how, places, words):
 
 
 def uses_of(leaves):
-    """Which leaves may be damaged: all but those that hold numbers of rows alone."""
+    """Returns the leaves that may be damaged: all except those that hold only numbers of rows."""
     return [i for i, (path, _) in enumerate(leaves) if ".rows" not in path or ".table_rows" in path]
 
 
 def damaged(data, tree):
-    """A tree of arrays with random words in some of them."""
+    """Returns a tree of arrays with random words in some of them."""
     leaves, structure = jax.tree.flatten(tree)
     paths = programs.state_leaves(tree)
     for _ in range(data.draw(st.integers(1, 3), label="arrays")):
@@ -230,7 +230,7 @@ asked = st.lists(st.integers(0, 40), min_size=1, max_size=16)
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 def test_no_op_crashes_on_a_damaged_state(kind, data):
-    """Random words in any arrays of a state, then every op, each on the state as it was damaged."""
+    """Every op runs on a state with random words in any of its arrays, each on the same damaged state."""
     collection, state = collection_of(kind), damaged(data, seasoned(kind))
     features = batch_of(collection, data.draw(asked)).features
     for op in OPS:
@@ -239,14 +239,14 @@ def test_no_op_crashes_on_a_damaged_state(kind, data):
 
 @functools.cache
 def frozen(dtype):
-    """Frozen tables of the plain state."""
+    """Returns frozen tables of the plain state."""
     tables = freeze(collection_of("plain"), copied(seasoned("plain")), dtype=dtype)
     return jax.tree.map(np.asarray, tables)
 
 
 @functools.cache
 def frozen_lookup():
-    """Jitted: single keys of one table, and bags of the other."""
+    """Returns a jitted lookup: single keys of one table, and bags of the other."""
     offsets = np.array([0, 3, 3, NUM_KEYS])
     return jax.jit(
         lambda tables, words: fused.lookup(
@@ -258,7 +258,7 @@ def frozen_lookup():
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @given(data=st.data())
 def test_no_lookup_crashes_on_damaged_frozen_tables(dtype, data):
-    """The same of tables that serve."""
+    """Lookups in damaged serving tables do not crash either."""
     words = keys_lib.to_words(np.resize(np.array(data.draw(asked), np.uint64), NUM_KEYS))
     for tables in (frozen(dtype), damaged(data, frozen(dtype))):
         try:
@@ -270,23 +270,23 @@ def test_no_lookup_crashes_on_damaged_frozen_tables(dtype, data):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_op_takes_a_state_that_nothing_damaged(kind, op):
-    """The ops above are calls that work: what they refuse is damage."""
+    """The ops above succeed on an undamaged state, so what they refuse is damage."""
     collection = collection_of(kind)
     result = survive(op, collection, seasoned(kind), batch_of(collection, np.arange(12)).features)
     assert not isinstance(result, str), result
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What is refused, and in which words
+# Refusals and their messages
 
 
 def with_store(state, **arrays):
-    """A state of one store with other arrays."""
+    """Returns a state of one store with other arrays."""
     return dataclasses.replace(state, stores=(dataclasses.replace(state.stores[0], **arrays),))
 
 
 def with_counter(state, **values):
-    """A state with other numbers in its counters."""
+    """Returns a state with other numbers in its counters."""
     counters = state.stores[0].counters.copy()
     for name, value in values.items():
         counters[COUNTERS.index(name)] = value
@@ -294,7 +294,7 @@ def with_counter(state, **values):
 
 
 def refused(state, op="lookup", kind="plain"):
-    """How an op refuses a state; NUM_KEYS keys without a row are asked for."""
+    """Returns how an op refuses a state, for NUM_KEYS keys without a row."""
     collection = collection_of(kind)
     message = survive(op, collection, state, batch_of(collection, np.arange(100, 100 + NUM_KEYS)).features)
     assert isinstance(message, str), f"{op} took it"
@@ -327,19 +327,19 @@ def test_impossible_counters_are_refused(op, values):
 @cpu_only
 @pytest.mark.parametrize("word", [CAPACITY * 10, 2**32 - 1, 0], ids=["beyond", "none", "in use"])
 def test_a_damaged_list_of_freed_rows_is_refused(word):
-    """Rows beyond the capacity, and rows that have a key: the second would make two keys share a row."""
+    """Rows beyond the capacity and rows that have a key are refused: the latter would make two keys share a row."""
     state = seasoned("plain")
     records = [slab.copy() for slab in state.stores[0].records]
     (used,) = np.nonzero((records[0][:, :2] != 2**32 - 1).any(1))
     for slab in records:
-        slab[:, 3] = word if word else np.resize(used, len(slab))  # ascending, as rows are freed
+        slab[:, 3] = word if word else np.resize(used, len(slab))  # ascending, as for freed rows
     assert "lookup: records: got a list of freed rows" in refused(with_store(state, records=tuple(records)))
 
 
 @cpu_only
 @pytest.mark.parametrize("op", ["lookup", "find", "evict"])
 def test_an_entry_of_a_row_beyond_the_capacity_is_refused(op):
-    """A scaled index, say: its entries name rows that there are not."""
+    """The entries of a scaled index, for example, refer to rows that do not exist."""
     state = seasoned("plain")
     index = state.stores[0].index.copy().reshape(-1, 4)
     index[(index[:, :2] != 2**32 - 1).any(1), 2] += 10**6
@@ -351,7 +351,7 @@ def test_an_entry_of_a_row_beyond_the_capacity_is_refused(op):
 
 
 def sliced(store, name, *slices):
-    """A store with every array of a name cut."""
+    """Returns a store with every array of a name sliced."""
     return dataclasses.replace(store, **{name: jax.tree.map(lambda array: array[slices], getattr(store, name))})
 
 
@@ -373,18 +373,18 @@ def sliced(store, name, *slices):
     ],
 )
 def test_arrays_of_another_shape_are_refused(kind, op, name, slices, message):
-    """A slice of every array of a kind: handlers look at the shapes on both back ends."""
+    """If every array of a kind is sliced, handlers check the shapes on both back ends."""
     state = seasoned(kind)
     state = dataclasses.replace(state, stores=(sliced(state.stores[0], name, *slices),))
     if name == "bloom" and jax.default_backend() == "gpu":
-        # How many counters there must be is in the device's memory: the kernels keep within those that there are.
+        # The required number of counters is in the device's memory: the kernels use only the existing ones.
         survive(op, collection_of(kind), state, batch_of(collection_of(kind), np.arange(NUM_KEYS)).features)
         return
     assert message in refused(state, op, kind)
 
 
 def test_too_many_slabs_are_refused():
-    """A handler's views hold MAX_SLABS of an array: it writes none beyond them, statistics neither."""
+    """A handler's views hold MAX_SLABS of an array: it writes none beyond them, including statistics."""
     store = StoreArrays(
         index=jnp.full((4, BUCKET_WORDS), 2**32 - 1, jnp.uint32),
         counters=jnp.zeros(len(COUNTERS), jnp.uint32),
@@ -437,7 +437,7 @@ def test_under_sanitizers(tests):
     environment = {
         **os.environ,
         "LD_PRELOAD": " ".join(runtime),
-        # Python and XLA keep what they have until the process ends.
+        # Python and XLA keep their memory until the process ends.
         "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "JAX_PLATFORMS": "cpu",

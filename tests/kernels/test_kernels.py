@@ -1,4 +1,4 @@
-"""One contract suite over all targets, on the CPU and on CUDA: to the bit what kernel_model.py says.
+"""One contract suite over all targets, on the CPU and on CUDA: the exact bits of kernel_model.py.
 
 Each case is a script of calls on one store (`cases_<noun>.py`), named after its function. Each back end runs it twice.
 `pytest tests/kernels/test_kernels.py -k small`: quick cases that launch every kernel, for compute-sanitizer.
@@ -30,13 +30,13 @@ from hypothesis import strategies as st
 from jaxsok.kernels import combine, evict, library, lookup, plan, table, tier, update
 from jaxsok.store import StoreState
 
-# Their scripts are in `kernel_scripts.CASES` once they are imported.
+# Importing them adds their scripts to `kernel_scripts.CASES`.
 CASES_OF_NOUNS = (cases_combine, cases_evict, cases_lookup, cases_plan, cases_table, cases_tier, cases_update)
 BACK_ENDS = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Calls. `static` is (op, attributes): one compilation for each of them and for each set of shapes.
+# Calls. `static` is (op, attributes): one compilation for each pair and each set of shapes.
 
 
 def _batch(x, features):
@@ -183,7 +183,7 @@ def _tier_bring(s, x, tables, initial, num_slots, is_number, keeps=True):
     moved, host, counters, brought = tier.bring(
         s.tier[0], s.rows, s.records, s.counters, tables, x["seed"], x["row_ids"], initial, num_slots, keeps=keeps
     )
-    # Lines of which nothing is promised.
+    # The content of these rows is unspecified.
     is_used = (brought.staged_owners[:, 3] != jnp.uint32(kernel_model.NO_ROW))[:, None]
     staged = {name: value for name, value in brought._asdict().items() if name != "slots"}
     staged = jax.tree.map(lambda lines: jnp.where(is_used, lines, jnp.zeros_like(lines)), staged)
@@ -215,7 +215,7 @@ def _tier_flush(s, x, is_number):
 
 
 def _with_tier(s, moved, host, is_number):
-    """A store after a call; bytes of host memory that hold no number are zeros."""
+    """Returns a store after a call; bytes of host memory that hold no number are zeros."""
     return dataclasses.replace(s, tier=(moved,), rows=_numbers_of(host, is_number))
 
 
@@ -253,7 +253,7 @@ JUDGED_ELSEWHERE = {
     "jaxsok_tier_write_ahead",  # parts of bring_ahead
     "jaxsok_tier_read_ahead",
     "jaxsok_lookup_frozen",  # several stores in one call: test_lookup_frozen.py
-    "jaxsok_tickets_digest",  # no store is theirs: test_tickets.py
+    "jaxsok_tickets_digest",  # it has no store: test_tickets.py
     "jaxsok_tickets_issue",
     "jaxsok_tickets_redeem",
     "jaxsok_window_exchange",  # all shards call it: devices/test_windows.py
@@ -267,7 +267,7 @@ _BY_NAME = {op.__name__[1:]: op for op in (*OPS.values(), _tier_flush)}
 
 @functools.partial(jax.jit, static_argnums=2)
 def call(state, inputs, static):
-    """One call of one target: the outputs by name, and the state after it."""
+    """Makes one call of one target; returns the outputs by name, and the state after it."""
     op, attributes = static
     return _BY_NAME[op](state, inputs, **dict(attributes))
 
@@ -277,18 +277,18 @@ def call(state, inputs, static):
 
 
 def on(device, tree):
-    """A copy of every array on a device, to which all that is computed from it is committed."""
+    """Copies every array to a device, to which all results computed from it are committed."""
     return jax.tree.map(lambda array: jax.device_put(np.array(array), device), tree)
 
 
 def flat(tree) -> dict[str, np.ndarray]:
-    """Every array by its path."""
+    """Returns every array by its path."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in leaves}
 
 
 def _with_meaning(result: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A result with zeros for records of host memory that have no meaning: those of rows in the cache."""
+    """Replaces undefined records of host memory, those of rows in the cache, by zeros."""
     for name in [name for name in result if name.startswith("state.tier.0.places.")]:
         rows = name.replace("tier.0.places", "rows")
         result[rows] = np.where(result[name] < cases_tier.IN_HOST, np.uint8(0), result[rows])
@@ -296,13 +296,13 @@ def _with_meaning(result: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def state_arrays(state: StoreState) -> dict:
-    """A state as the model has it."""
+    """Returns a state in the model's form."""
     names = ("index", "counters", "table_rows", "rows", "records", "states", "sightings", "bloom", "tier")
     return {name: getattr(state, name) for name in names}
 
 
 def run(script: kernel_scripts.Script, back_end: str) -> list[dict[str, np.ndarray]]:
-    """All outputs and states of a script, call by call."""
+    """Returns all outputs and states of a script, call by call."""
     device = jax.devices("cpu" if back_end == "cpu" else "gpu")[0]
     tiers = tuple(tier.Tier(**arrays) for arrays in script.initial.get("tier", ()))
     state = StoreState(**on(device, script.initial | {"tier": tiers}))
@@ -319,13 +319,13 @@ def run(script: kernel_scripts.Script, back_end: str) -> list[dict[str, np.ndarr
 
 
 def entries(index: np.ndarray) -> np.ndarray:
-    """The entries of an index, in an order of their own: where one lies is not promised."""
+    """Returns the entries of an index in a sorted order, since their places are unspecified."""
     lines = index.reshape(-1, 4)
     return lines[np.lexsort(lines.T)]
 
 
 def comparable(result: dict[str, np.ndarray], *, probes: bool) -> dict[str, np.ndarray]:
-    """A result without what may differ: the order of entries, and the longest walk if it depends on that order."""
+    """Removes what may differ: the order of entries, and the longest walk if it depends on that order."""
     result = dict(result)
     for name in ("state.index", "state.sightings.0"):
         if name in result:
@@ -336,17 +336,17 @@ def comparable(result: dict[str, np.ndarray], *, probes: bool) -> dict[str, np.n
 
 
 def is_float(array: np.ndarray) -> bool:
-    """Says whether an array has floats of 32 or 16 bits."""
+    """Returns whether an array has floats of 32 or 16 bits."""
     return array.dtype in (np.float32, kernel_model.F16, kernel_model.BF16)
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """Floats as the words that hold them."""
+    """Returns floats as the words that hold them."""
     return array.view(f"u{array.dtype.itemsize}") if is_float(array) else array
 
 
 def assert_same_bits(got: dict[str, np.ndarray], want: dict[str, np.ndarray], what: str) -> None:
-    """Every array, in type, shape and bits."""
+    """Checks that every array is equal in type, shape and bits."""
     assert got.keys() == want.keys(), what
     for name, array in want.items():
         assert got[name].dtype == array.dtype and got[name].shape == array.shape, f"{what}: {name}"
@@ -356,11 +356,11 @@ def assert_same_bits(got: dict[str, np.ndarray], want: dict[str, np.ndarray], wh
 
 
 def walks(index: np.ndarray, counters: np.ndarray) -> np.ndarray:
-    """How many buckets a walk visits to each entry in use, once it is sure that every walk arrives."""
+    """Returns the number of buckets in the walk to each entry in use, after checking that every walk arrives."""
     num_buckets = len(index)
     lines = index.reshape(num_buckets, 4, 4)
     is_used = ~(lines[:, :, :2] == kernel_model.EMPTY).all(axis=2)
-    # A walk stops at the first empty entry: there is none before a used one of its bucket, nor in a bucket before.
+    # A walk stops at the first empty entry: none precedes a used entry in its bucket or in an earlier bucket.
     assert (is_used[:, :-1] | ~is_used[:, 1:]).all(), "an empty entry before one in use"
     num_full_before = np.zeros(num_buckets, np.int64)
     for _ in range(kernel_model.MAX_PROBES):
@@ -382,11 +382,11 @@ def walks(index: np.ndarray, counters: np.ndarray) -> np.ndarray:
 # Tests
 
 
-CPU_DIMS = (1, 3, 33, 1024)  # on a CPU the columns of a row are one loop, on a GPU they are given to lanes
+CPU_DIMS = (1, 3, 33, 1024)  # on a CPU the columns of a row are one loop, on a GPU they are divided among lanes
 
 
 def contract_cases():
-    """Makes a parameter of each case and back end; dims that only a GPU tells apart are slow on the CPU."""
+    """Makes a parameter of each case and back end; dims that only a GPU distinguishes are slow on the CPU."""
     for name in kernel_scripts.CASES:
         dim = re.search(r"_dims-.*dim_(\d+)", name)
         is_slow = dim is not None and int(dim[1]) not in CPU_DIMS
@@ -407,9 +407,9 @@ def test_contract(name, back_end):
 
 
 def assert_contract(step, got, again, *, has_exact_probes, is_cpu, what):
-    """Every output and the whole state are the model's to the bit, so that CPU and CUDA are the same (law 10).
+    """Checks that every output and the whole state equal the model's bits, so CPU and CUDA are equal (law 10).
 
-    Every walk ends at its entry within the bound; the longest is counted. A second run gives the same bits (law 3).
+    Every walk ends at its entry within the bound; the longest is counted. A second run gives equal bits (law 3).
     """
     want = flat({**step.want, "state": step.state})
     assert_same_bits(*(comparable(result, probes=has_exact_probes) for result in (got, want)), what)
@@ -423,14 +423,14 @@ def assert_contract(step, got, again, *, has_exact_probes, is_cpu, what):
 
 
 def test_every_target_has_cases():
-    """All targets are called, by the small selection already; a new one needs cases."""
+    """All targets are called, even in the small selection; a new target needs cases."""
     assert set(OPS) | JUDGED_ELSEWHERE == {target for target, _ in library.TARGETS}
     called = {step.op for name, build in kernel_scripts.CASES.items() if "small" in name for step in build().steps}
     assert called == set(_BY_NAME)
 
 
 def test_home_bucket():
-    """strategies.home_bucket, by which keys are aimed at one place, is the hash of the index."""
+    """strategies.home_bucket, which aims keys at one place, is the hash of the index."""
     rng = np.random.default_rng(0)
     keys = rng.integers(0, 2**64, 1000, np.uint64)
     tables = rng.integers(0, 2**24, 1000).astype(np.uint32)
@@ -447,7 +447,7 @@ tier_calls = st.lists(st.tuples(some_rows, *[st.booleans()] * 4), min_size=1, ma
 @pytest.mark.parametrize("num_slots", [0, 1, 7, 30])
 @given(calls=tier_calls, seed=st.integers(0, 2**32 - 1))
 def test_brought_rows_are_those_of_a_dict(back_end, num_slots, calls, seed):
-    """Law 11 for any calls: whatever the cache holds, a row's numbers are those that were last given back."""
+    """Whatever the cache holds, a row's numbers are those last given back, for any calls (law 11)."""
     script = cases_tier.TierScript(seed=seed, slabs=(5, 25), dim=3, optimizer=kernel_model.ADAGRAD, num_slots=num_slots)
     script.begin(30)
     columns = script.store.values()
@@ -476,7 +476,7 @@ def test_brought_rows_are_those_of_a_dict(back_end, num_slots, calls, seed):
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_rebuild_under_a_salt_that_aims(back_end):
-    """300 keys have one home under the new salt: 256 are found, the rest counted; a better salt brings them back."""
+    """300 keys have one home under the new salt: 256 are found, the rest counted; a better salt finds all."""
     script = kernel_scripts.Script(slabs=(5, 395), num_buckets=512, salt=1)
     aimed = script.keys_of_homes([9], 300)
     script.store = kernel_model.Store(slabs=(5, 395), num_buckets=512, salt=2)
@@ -498,7 +498,7 @@ def test_rebuild_under_a_salt_that_aims(back_end):
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_rebuild_into_too_few_buckets(back_end):
-    """As many rows as there are entries are found, the others counted; the longest walk is one that found a row."""
+    """As many rows as entries are found, the others are counted; the longest walk belongs to a row that was found."""
     script = kernel_scripts.Script(slabs=(5, 307), num_buckets=64)
     script.fill(np.arange(33))
     script.find(np.arange(33))
@@ -522,7 +522,7 @@ def test_rebuild_into_too_few_buckets(back_end):
     ],
 )
 def test_arrays_that_features_cannot_share(back_end, sizes, message):
-    """Embeddings of a lookup, and gradients of an update: in equal parts for as many features each."""
+    """Embeddings and gradients must come in equal parts, each for the same number of features."""
     script = kernel_scripts.CASES["small_planned_tables-dim_4"]()
     lookup_step, update_step = script.steps
     lookup_step.statics["shapes"] = tuple((size, 4) for size in sizes)
@@ -534,7 +534,7 @@ def test_arrays_that_features_cannot_share(back_end, sizes, message):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# The model against the oracle: two meanings written by two people agree, so neither is judged by itself alone.
+# The model against the oracle: two independently written meanings agree.
 
 COMBINERS = {kernel_model.NONE: None, kernel_model.SUM: "sum", kernel_model.MEAN: "mean", kernel_model.SQRTN: "sqrtn"}
 OPTIMIZERS = {
@@ -545,12 +545,12 @@ OPTIMIZERS = {
 }
 ROW_GRADIENTS = ("sum", "mean", "sqrt")
 MEANT = ("bags_", "batch_few_rows_left", "batch_kinds", "batch_dims-dim_12", "small_batch", "small_update", "table_")
-# The oracle has no index, so it knows no keys that find no entry.
+# The oracle has no index, so it has no keys without an entry.
 NOT_MEANT = ("table_crowded_index", "table_aimed", "table_large", "small_batch_refusing-crowded")
 
 
 def factors_of(batch: kernel_model.Batch) -> tuple[np.ndarray, np.ndarray]:
-    """The oracle's factor of each position, and which bags' divisors are zero: their keys are not used."""
+    """Returns the oracle's factor of each position, and which bags' divisors are zero: their keys are not used."""
     factors, is_used = np.zeros(len(batch.keys)), np.full(len(batch.keys), True)
     for f, feature in enumerate(batch.features):
         weights = np.ones(feature.num_keys) if feature.weights is None else feature.weights.astype(np.float64)
@@ -567,7 +567,7 @@ def factors_of(batch: kernel_model.Batch) -> tuple[np.ndarray, np.ndarray]:
     "name", [n for n in kernel_scripts.CASES if n.startswith(MEANT) and not n.startswith(NOT_MEANT)]
 )
 def test_the_model_agrees_with_the_oracle(name):
-    """Row ids and counts; embeddings and steps within what float32 sums of 1,100 numbers of size one lose."""
+    """Row ids and counts are equal; embeddings and steps within the rounding of float32 sums of 1,100 such terms."""
     script = kernel_scripts.CASES[name]()
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
     judge = store_of(script.store, script.initial) if name.startswith("table_") else None
@@ -590,21 +590,21 @@ def test_the_model_agrees_with_the_oracle(name):
 
 
 def store_of(store: kernel_model.Store, state: dict) -> oracle.StoreOracle:
-    """The oracle of a store in this state; its rows are not looked at."""
+    """Returns the oracle of a store in this state; its rows are not read."""
     tables = {t: oracle.TableOracle(str(t), lambda key: np.zeros(1)) for t in range(store.num_tables)}
     judge = oracle.StoreOracle(1, oracle.Sgd(), 1.0, store.capacity, tables)
     records = np.concatenate(state["records"])
     judge.num_allocated = int(state["counters"][kernel_model.NUM_ALLOCATED])
     for row_id, record in enumerate(records[: judge.num_allocated]):
         key = int(kernel_model.from_words(record[None, :2])[0])
-        assert key != kernel_model.PADDING_KEY  # no script begins with freed rows
+        assert key != kernel_model.PADDING_KEY  # no script starts with freed rows
         tables[int(record[2])].row_ids[key] = row_id
         judge.rows[row_id], judge.states[row_id] = np.zeros(1), []
     return judge
 
 
 def assert_table_agrees(step: kernel_scripts.Step, judge: oracle.StoreOracle, what: str) -> None:
-    """find or find_or_insert, key by key."""
+    """Compares find or find_or_insert, key by key."""
     keys, tables = kernel_model.from_words(step.inputs["keys"]).tolist(), step.inputs["table_ids"].tolist()
     pairs = [(t, key) for t, key in zip(tables, keys, strict=True)]
     is_real = [key != kernel_model.PADDING_KEY and t in judge.tables for t, key in pairs]
@@ -624,7 +624,7 @@ def assert_table_agrees(step: kernel_scripts.Step, judge: oracle.StoreOracle, wh
 
 
 def assert_release_agrees(step: kernel_scripts.Step, judge: oracle.StoreOracle, what: str) -> None:
-    """The keys whose rows are flagged are erased; how many, by table."""
+    """Compares the erased keys, whose rows are flagged, and their number by table."""
     flags = step.inputs["flags"]
     num_erased = [
         judge.erase(t, [key for key, row_id in judge.tables[t].row_ids.items() if flags[row_id]]) for t in judge.tables
@@ -633,7 +633,7 @@ def assert_release_agrees(step: kernel_scripts.Step, judge: oracle.StoreOracle, 
 
 
 def assert_update_agrees(step, store, close):
-    """One update of the model, by the oracle's optimizers."""
+    """Compares one update of the model with the oracle's optimizers."""
     batch, (rows, states) = step.meaning["batch"], step.meaning["before"]
     judge = oracle.StoreOracle(
         store.dim,

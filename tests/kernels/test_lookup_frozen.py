@@ -1,7 +1,7 @@
-"""The frozen lookup's target: several stores in one call, rows of 8 bits too; to the bit what kernel_model.py says.
+"""The frozen lookup's target: several stores in one call, also rows of 8 bits; the exact bits of kernel_model.py.
 
-The judge is the NumPy model of the kernels, which shares no code with them, over rows that are widened here:
-float32(number) * scale. On the CPU and on CUDA.
+The reference is the NumPy model of the kernels, which shares no code with them, over rows that are widened here:
+float32(number) * scale. The tests run on the CPU and on CUDA.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ SEED = np.array([11, 12], np.uint32)
 
 @dataclasses.dataclass
 class Frozen:
-    """A store, and what the model makes of it: its rows widened."""
+    """A store, and the model's view of it with widened rows."""
 
     model: kernel_model.Store
     rows: np.ndarray
@@ -48,7 +48,7 @@ class Frozen:
 
 
 def numbers_of(rng, dtype, shape) -> np.ndarray:
-    """Random numbers of a dtype; of 8 bits all finite codes."""
+    """Returns random numbers of a dtype; for 8 bits all finite codes."""
     if dtype == INT8:
         return rng.integers(-128, 128, shape).astype(np.int8)
     if dtype == FP8:
@@ -58,7 +58,7 @@ def numbers_of(rng, dtype, shape) -> np.ndarray:
 
 
 def frozen_store(rng, dtype, dim, num_tables=2, num_keys=60) -> Frozen:
-    """A store three quarters full, with corner keys; equal keys lie in several tables."""
+    """Returns a store three quarters full, with corner keys; equal keys are in several tables."""
     pool = np.concatenate([kernel_model.as_keys(CORNER_KEYS), rng.integers(0, 2**63, num_keys // 2, np.uint64)])
     keys, tables = np.meshgrid(pool, np.arange(num_tables))
     chosen = rng.permutation(keys.size)[:num_keys]
@@ -82,7 +82,7 @@ def frozen_store(rng, dtype, dim, num_tables=2, num_keys=60) -> Frozen:
 
 
 def some_keys(rng, frozen: Frozen, table: int, num: int) -> np.ndarray:
-    """Keys of one table, of others, of none, and padding; some twice."""
+    """Returns keys of one table, of others, of none, and padding; some repeat."""
     of_table = frozen.keys[frozen.tables == table]
     pools = (of_table if len(of_table) else frozen.keys, frozen.keys, rng.integers(2**62, 2**63, 8, np.uint64))
     pools = (*pools, kernel_model.as_keys([PADDING_KEY]))
@@ -91,12 +91,12 @@ def some_keys(rng, frozen: Frozen, table: int, num: int) -> np.ndarray:
 
 
 def weights_of(rng, num: int) -> np.ndarray:
-    """Some are zero, some negative."""
+    """Returns weights, some zero, some negative."""
     return (rng.integers(-2, 3, num) + rng.standard_normal(num) * rng.integers(0, 2, num)).astype(F32)
 
 
 def all_kinds(rng, frozen: Frozen, num_bags=9) -> kernel_model.Batch:
-    """Single keys, bags of one size and ragged ones, all combiners, weights; tables are read more than once."""
+    """Returns single keys, bags of one size and ragged bags, all combiners, weights; tables are read repeatedly."""
     draw, last = functools.partial(some_keys, rng, frozen), frozen.model.num_tables - 1
     num_ragged = 4 * num_bags
     offsets = np.sort(rng.integers(0, num_ragged + 1, num_bags + 1))
@@ -113,7 +113,7 @@ def all_kinds(rng, frozen: Frozen, num_bags=9) -> kernel_model.Batch:
 
 
 def kinds_of(batch: kernel_model.Batch) -> int:
-    """FeatureKind in ffi/core/layout.h."""
+    """Returns the FeatureKind bits of ffi/core/layout.h."""
     combiners = [f.combiner for f in batch.features]
     return (1 if kernel_model.NONE in combiners else 0) | (2 if any(combiners) else 0)
 
@@ -123,7 +123,7 @@ def words_of(batch: kernel_model.Batch) -> np.ndarray:
 
 
 def operands(frozen: Frozen, batch: kernel_model.Batch, embedding_dtype="float32", words=None) -> FrozenOperands:
-    """What the door takes, as NumPy arrays."""
+    """Returns the door's operands as NumPy arrays."""
     given = batch.operands()
     return FrozenOperands(
         index=frozen.model.index,
@@ -146,7 +146,7 @@ ARRAYS = ("index", "counters", "batch", "rows", "scales")
 
 
 def run(stores: list[FrozenOperands], back_end: str = "cpu"):
-    """Counts, and embeddings by store."""
+    """Returns counts, and embeddings by store."""
     arrays = [{name: getattr(store, name) for name in ARRAYS} for store in stores]
 
     @jax.jit
@@ -158,7 +158,7 @@ def run(stores: list[FrozenOperands], back_end: str = "cpu"):
 
 
 def assert_bits(got: np.ndarray, want: np.ndarray, what: str = "") -> None:
-    """Equal in type, shape and bits."""
+    """Checks that type, shape and bits are equal."""
     assert got.dtype == want.dtype and got.shape == want.shape, what
     word = f"u{want.dtype.itemsize}"
     if not np.array_equal(got.view(word), want.view(word)):
@@ -167,7 +167,7 @@ def assert_bits(got: np.ndarray, want: np.ndarray, what: str = "") -> None:
 
 
 def assert_as_model(given: list[tuple[Frozen, kernel_model.Batch]], counts, embeddings) -> None:
-    """What the model says, store by store."""
+    """Checks that the results equal the model's, store by store."""
     want_counts = []
     for s, ((frozen, batch), got) in enumerate(zip(given, embeddings, strict=True)):
         want, of_store = frozen.model.lookup_find(batch)
@@ -178,12 +178,12 @@ def assert_as_model(given: list[tuple[Frozen, kernel_model.Batch]], counts, embe
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What it computes
+# Results
 
 
 @pytest.fixture(scope="module")
 def mixed() -> list[tuple[Frozen, kernel_model.Batch]]:
-    """Stores of all dtypes, twice each, of even and odd dims."""
+    """Returns stores of all dtypes, twice each, of even and odd dims."""
     rng = np.random.default_rng(1)
     dims = {F32: (16, 7), BF16: (64, 5), F16: (1, 24), INT8: (128, 33), FP8: (20, 9)}
     stores = [frozen_store(rng, dtype, dim, num_tables=3) for dtype in DTYPES for dim in dims[dtype]]
@@ -192,7 +192,7 @@ def mixed() -> list[tuple[Frozen, kernel_model.Batch]]:
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_mixed(mixed, back_end):
-    """Ten stores of five dtypes in one call, with missing keys, padding, weights and all kinds of bags."""
+    """Ten stores of five dtypes in one call give the model's bits, with missing keys, padding, weights and all bags."""
     counts, embeddings = run([operands(*one) for one in mixed], back_end)
     assert_as_model(mixed, counts, embeddings)
     assert (counts[:, [kernel_model.FOUND, kernel_model.MISSING, kernel_model.PADDED]].sum(axis=0) > 0).all()
@@ -200,7 +200,7 @@ def test_mixed(mixed, back_end):
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_fused_is_unfused(mixed, back_end):
-    """One call for all stores, or one for each: the same bits."""
+    """One call for all stores and one per store give the same bits."""
     fused_counts, fused = run([operands(*one) for one in mixed], back_end)
     apart = [run([operands(*one)], back_end) for one in mixed]
     np.testing.assert_array_equal(fused_counts, np.concatenate([counts for counts, _ in apart]))
@@ -214,7 +214,7 @@ def test_fused_is_unfused(mixed, back_end):
     "dtype, embedding_dtype", [(np.dtype(F32), "float32"), (BF16, "float32"), (BF16, "bfloat16"), (F16, "float16")]
 )
 def test_is_find_of_training(dtype, embedding_dtype, back_end):
-    """Law 8: where rows are floats, frozen lookups give the bits of `lookup_find`."""
+    """For rows of floats, frozen lookups give the bits of `lookup_find` (law 8)."""
     rng = np.random.default_rng(2)
     given = []
     for dim in (12, 3):
@@ -251,7 +251,7 @@ ODD_DIMS = (1, 2, 3, 5, 7, 9, 31, 33, 66, 127, 129, 255, 257, 513, 1022, 1023)
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("dims", [EVEN_DIMS, ODD_DIMS], ids=["even", "odd"])
 def test_dims(dims, back_end):
-    """Every shape of lanes, of both dtypes of 8 bits, in one call."""
+    """Every shape of lanes, of both dtypes of 8 bits, works in one call."""
     rng = np.random.default_rng(3)
     stores = [frozen_store(rng, dtype, dim, num_keys=20) for dtype in (INT8, FP8) for dim in dims]
     given = [(store, all_kinds(rng, store, num_bags=4)) for store in stores]
@@ -262,7 +262,7 @@ def test_dims(dims, back_end):
 @pytest.mark.parametrize("dim", [256, 255])
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
 def test_all_codes(dtype, dim, back_end):
-    """All 256 codes, in every place of a load, as single keys and in bags; NaN stays NaN."""
+    """All 256 codes work, in every place of a load, as single keys and in bags; NaN stays NaN."""
     model = kernel_model.Store(slabs=(256,), dim=dim, num_buckets=90, dtype=F32)
     keys = kernel_model.as_keys(range(256))
     model.find_or_insert(keys, np.zeros(256, np.int64), np.ones(256, bool))
@@ -282,7 +282,7 @@ def test_all_codes(dtype, dim, back_end):
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_one_rounding(back_end):
-    """A number times its scale is rounded before a weight multiplies it: never weight times scale first."""
+    """A number times its scale is rounded before a weight multiplies it: weight times scale never comes first."""
     model = kernel_model.Store(slabs=(4,), dim=4, num_buckets=16, dtype=F32)
     keys = kernel_model.as_keys([1])
     model.find_or_insert(keys, np.zeros(1, np.int64), np.ones(1, bool))
@@ -298,7 +298,7 @@ def test_one_rounding(back_end):
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_default_is_not_rounded(back_end):
-    """A missing key reads its table's constant as it is, whatever the rows are."""
+    """A missing key reads its table's constant unchanged, whatever the rows are."""
     rng = np.random.default_rng(4)
     default = F32(0.123456789)
     stores = []
@@ -317,7 +317,7 @@ def test_default_is_not_rounded(back_end):
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_hundred_tables(back_end):
-    """100 tables of one store, a feature each, and a store beside it that nobody asks."""
+    """One store has 100 tables with a feature each, and another store is not read."""
     rng = np.random.default_rng(5)
     store, idle = frozen_store(rng, F32, 16, num_tables=100, num_keys=900), frozen_store(rng, INT8, 8)
     batch = kernel_model.Batch(*(kernel_model.single(some_keys(rng, store, t, 13), t) for t in range(100)))
@@ -330,7 +330,7 @@ def test_hundred_tables(back_end):
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("dtype", [F32, INT8], ids=["float32", "int8"])
 def test_many_tiles(dtype, back_end):
-    """Features of several tiles, and of no whole one."""
+    """Features may have several tiles, or no whole tile."""
     rng = np.random.default_rng(6)
     store = frozen_store(rng, dtype, 8)
     draw = functools.partial(some_keys, rng, store)
@@ -348,7 +348,7 @@ def test_many_tiles(dtype, back_end):
 @pytest.mark.parametrize("has_tiles", [False, True], ids=["no tiles of empty features", "a tile each"])
 @pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
 def test_empty_features(dtype, has_tiles, back_end):
-    """Features without keys, without bags, with empty bags alone; whichever rule the tile starts follow."""
+    """Features may have no keys, no bags, or only empty bags, under both rules of tile starts."""
     rng = np.random.default_rng(7)
     store = frozen_store(rng, dtype, 12)
     draw, none = functools.partial(some_keys, rng, store), np.zeros(0, np.uint64)
@@ -373,7 +373,7 @@ def test_empty_features(dtype, has_tiles, back_end):
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_empty_batch(back_end):
-    """No keys at all."""
+    """A batch may have no keys at all."""
     rng = np.random.default_rng(8)
     store, none = frozen_store(rng, INT8, 4), np.zeros(0, np.uint64)
     for features in (
@@ -392,7 +392,7 @@ def drawn_store(dtype) -> Frozen:
 
 @functools.cache
 def drawn_call(back_end: str):
-    """One compilation for all examples: features, offsets and weights are operands."""
+    """Returns one compilation for all examples: features, offsets and weights are operands."""
     stores = [drawn_store(INT8), drawn_store(FP8)]
 
     @jax.jit
@@ -410,7 +410,7 @@ def drawn_call(back_end: str):
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @hypothesis.given(data=st.data())
 def test_any_batch(back_end, data):
-    """Any keys, offsets, weights, combiners and tables."""
+    """Any keys, offsets, weights, combiners and tables give the model's bits."""
     given, batches = [], []
     for dtype in (INT8, FP8):
         store = drawn_store(dtype)
@@ -439,7 +439,7 @@ def test_any_batch(back_end, data):
 
 
 def test_symbolic_batch():
-    """One exported program serves batches of every size, for both platforms; features are worked out inside."""
+    """One exported program serves batches of every size, on both platforms; it computes the features inside."""
     rng = np.random.default_rng(10)
     stores = [frozen_store(rng, dtype, 8, num_tables=2) for dtype in (BF16, INT8)]
     held = [operands(store, kernel_model.Batch()) for store in stores]
@@ -486,7 +486,7 @@ def test_symbolic_batch():
 
 @pytest.fixture(scope="module")
 def one_store() -> tuple[FrozenOperands, FrozenOperands]:
-    """Float rows, and rows of 8 bits."""
+    """Returns operands with float rows, and with rows of 8 bits."""
     rng = np.random.default_rng(11)
     floats, quantized = (frozen_store(rng, dtype, 4) for dtype in (BF16, INT8))
     batch = kernel_model.Batch(kernel_model.single(some_keys(rng, floats, 0, 5)))
@@ -494,7 +494,7 @@ def one_store() -> tuple[FrozenOperands, FrozenOperands]:
 
 
 def test_scales_go_with_rows(one_store):
-    """Rows of 8 bits need scales, others have none."""
+    """Rows of 8 bits need scales, other rows have none."""
     floats, quantized = one_store
     scales = np.ones(len(floats.rows), F32)
     with pytest.raises(ValueError, match=r"stores\[1\]: scales: got None, wanted float32\[capacity\] for rows of int8"):
@@ -506,7 +506,7 @@ def test_scales_go_with_rows(one_store):
 
 
 def test_embedding_dtypes(one_store):
-    """float32, or that of float rows."""
+    """The embedding dtype is float32, or that of float rows."""
     floats, quantized = one_store
     for store, dtype in ((floats, "float16"), (quantized, "bfloat16"), (quantized, "int8")):
         with pytest.raises(ValueError, match=f"embedding_dtype: got '{dtype}', wanted one of"):
@@ -514,7 +514,7 @@ def test_embedding_dtypes(one_store):
 
 
 def test_rows_of_other_dtypes(one_store):
-    """Numbers that no row is made of."""
+    """Dtypes that rows cannot have are refused."""
     floats, _ = one_store
     rows = floats.rows.astype(np.int32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="rows: wanted float32, bfloat16, float16, int8 or float8_e4"):
@@ -523,7 +523,7 @@ def test_rows_of_other_dtypes(one_store):
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_lines_that_features_contradict(one_store, number):
-    """On the CPU, whose words the host can read, nothing is written beyond an embedding."""
+    """On the CPU, whose words the host can read, no memory beyond an embedding is written."""
     store = one_store[number]
     short = dataclasses.replace(store, embedding_shapes=[(4, 4)])
     with pytest.raises(jax.errors.JaxRuntimeError, match="another number of bags than the embedding has lines"):
@@ -533,13 +533,13 @@ def test_lines_that_features_contradict(one_store, number):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# With rows that quantize.py made
+# Rows from quantize.py
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_lookups_stay_within_the_bound(dtype, back_end):
-    """What is looked up is `dequantized` to the bit, and as near to the row as the oracle's bound says."""
+    """The result equals `dequantized` to the bit, and is as close to the row as the oracle's bound."""
     rng = np.random.default_rng(12)
     store = frozen_store(rng, F32, 24, num_tables=1)
     rows = (rng.standard_normal(store.rows.shape) * np.exp(rng.uniform(-9, 9, (len(store.rows), 1)))).astype(F32)

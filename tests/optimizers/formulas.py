@@ -1,8 +1,8 @@
-"""What each optimizer does to one row, in float64 and plain NumPy. Imports nothing of jaxsok, JAX or Optax.
+"""The effect of each optimizer on one row, in float64 and plain NumPy. Imports nothing of jaxsok, JAX or Optax.
 
 A formula is (initial state of a dim, step); a step is (row, state, gradient, learning rate, t) -> (row, state), with t
-the number of updates of the collection, this one included. Written from the papers, not from the library: FTRL and the
-group lasso keep the sums of their papers, moments are what the papers' recursions say.
+the number of updates of the collection, including this update. Written from the papers, not from the library: FTRL
+and the group lasso keep the sums of their papers, and moments follow the papers' recursions.
 """
 
 import math
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def zeros(*widths):
-    """A state of zeros: "dim" or a number."""
+    """Returns a state of zeros: "dim" or a number."""
     return lambda dim: [np.zeros(dim if width == "dim" else width) for width in widths]
 
 
@@ -128,7 +128,7 @@ def adadelta(rho=0.9, eps=1e-6, weight_decay=0.0):
 
 
 def adagrad_decay(initial=0.1, decay_step=100_000, decay_rate=0.9, weight_decay=0.0):
-    """As the dense one would have done it: one decay after the other, also of those that the row missed."""
+    """Follows the dense optimizer: successive decays, including those that the row missed."""
 
     def step(row, state, gradient, rate, t):
         gradient, total = gradient + weight_decay * row, state[0]
@@ -168,7 +168,7 @@ def lars(weight_decay=0.0, trust=0.001, eps=0.0, momentum=0.9, nesterov=False):
 
 
 def _shrunk(z, quadratic, l1, l21):
-    """The minimum over x of z·x + quadratic/2·x² + l1·|x| + l21·sqrt(dim)·||x||, number by number."""
+    """Returns the minimum over x of z·x + quadratic/2·x² + l1·|x| + l21·sqrt(dim)·||x||, number by number."""
     kept = np.array([math.copysign(max(abs(x) - l1, 0.0), x) for x in z])
     threshold, length = l21 * math.sqrt(len(z)), _length(kept)
     if length <= threshold:
@@ -190,7 +190,7 @@ def ftrl(power=-0.5, initial=0.1, l1=0.0, l2=0.0, l2_shrinkage=0.0, beta=0.0, l2
 
 
 def group_adam(b1=0.9, b2=0.999, eps=1e-8, l1=0.0, l2=0.0, l21=0.0):
-    """Keeps z and the last q, as the paper does; `z + q * row` is what jaxsok keeps in their place."""
+    """Keeps z and the last q, as the paper does; jaxsok stores `z + q * row` instead."""
 
     def step(row, state, gradient, rate, t):
         m, v, m_hat, v_hat = _moments(state, gradient, gradient**2, b1, b2, t)
@@ -202,7 +202,7 @@ def group_adam(b1=0.9, b2=0.999, eps=1e-8, l1=0.0, l2=0.0, l21=0.0):
 
 
 def limited(formula, clip_value=None, clip_row_norm=None, adaptive_clip=None, max_row_norm=None):
-    """A formula within limits; its steps also take the number of uses."""
+    """Returns a formula within limits; its steps also take the number of uses."""
     initial_state, inner = formula
 
     def step(row, state, gradient, rate, t, num_uses):

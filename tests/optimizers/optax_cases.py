@@ -1,6 +1,6 @@
-"""Every transformation that Optax makes, as a user would call it, and what `optim.lift` says of it.
+"""Every transformation of Optax, as a user would call it, and the verdict of `optim.lift`.
 
-`PYTHONPATH=. python tests/optimizers/optax_cases.py` writes the table of docs/optax.md anew.
+`PYTHONPATH=. python tests/optimizers/optax_cases.py` rewrites the table of docs/optax.md.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ def _sgd():
     return optax.sgd(RATE)
 
 
-# How to call what needs more than a learning rate, or what is worth calling twice.
+# Calls of functions that need more than a learning rate, or that are worth calling twice.
 CALLS = {
     "optax.adafactor": {
         "adafactor(lr)": lambda: optax.adafactor(RATE),
@@ -76,7 +76,7 @@ CALLS = {
     "optax.inject_stateful_hyperparams": {},  # the older name of inject_hyperparams, deprecated
     "optax.lookahead": {"lookahead(sgd, 5, 0.5)": lambda: optax.lookahead(_sgd(), 5, 0.5)},
     "optax.masked": {"masked(sgd, True)": lambda: optax.masked(_sgd(), True)},
-    "optax.measure_with_ema": {},  # makes a measure for snapshots, no transformation
+    "optax.measure_with_ema": {},  # makes a measure for snapshots, not a transformation
     "optax.monitor": {"monitor({name: measure})": lambda: optax.monitor({"largest": lambda tree: jnp.max(tree)})},
     "optax.multi_transform": {},  # the older name of partition
     "optax.named_chain": {
@@ -151,12 +151,12 @@ CALLS = {
 
 
 def _seed(function):
-    """The argument was called `seed` before it was `key`."""
+    """Returns the keyword of a random seed: older versions have `seed` in place of `key`."""
     return {"key" if "key" in inspect.signature(function).parameters else "seed": 0}
 
 
 def makers():
-    """Every public function of Optax that makes a transformation, by name: it says so, or CALLS does."""
+    """Returns every public function of Optax that makes a transformation, by name, from its annotation or CALLS."""
     found = {"optax.MultiSteps": optax.MultiSteps}
     for module, prefix in ((optax, "optax."), (optax.contrib, "optax.contrib.")):
         for name in sorted(dir(module)):
@@ -174,7 +174,7 @@ def makers():
 
 @functools.cache
 def cases():
-    """What to call, as {"optax.contrib.": call} and functions that make it; by name of the function in Optax."""
+    """Returns calls, as {"optax.contrib.": call} and functions that make it, by name of the function in Optax."""
     result = {}
     for name, function in makers().items():
         if name in CALLS:
@@ -191,7 +191,7 @@ def cases():
 
 
 def made(make):
-    """A transformation, without what Optax has to say of the way it was called."""
+    """Returns a transformation, without Optax's warnings about the call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return make()
@@ -199,7 +199,7 @@ def made(make):
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What `lift` says of a transformation."""
+    """The verdict of `lift` on a transformation."""
 
     kind: str
     told: str
@@ -208,7 +208,7 @@ class Verdict:
 
 @functools.cache
 def verdict(make):
-    """What `lift` makes of a transformation, or why it refuses."""
+    """Returns the result of `lift` for a transformation, or the reason of its refusal."""
     tx = made(make)
     try:
         return Verdict("exact", _state_of(jaxsok.optim.lift(tx)))
@@ -236,7 +236,7 @@ HEADING = "## Every transformation of Optax"
 
 
 def lines():
-    """The lines of the table: what is called, what lift makes of it, state of a row or why not."""
+    """Returns the rows of the table: the call, the result of lift, and the state of a row or the reason."""
     result = []
     for name, calls in cases().items():
         prefix = name.removeprefix("optax.").rpartition(".")[0]
@@ -248,7 +248,7 @@ def lines():
 
 
 def section():
-    """The last section of the page, made anew."""
+    """Returns the last section of the page, generated."""
     counts = [verdict(make).kind for calls in cases().values() for make in calls.values()]
     told = ", ".join(f"{counts.count(kind)} {kind}" for kind in ("exact", "row-wise variant", "refused"))
     head = (
@@ -260,7 +260,7 @@ def section():
 
 
 def written():
-    """The section as it stands in the page, and with which Optax it was made."""
+    """Returns the present section of the page, and the Optax version that made it."""
     text = PAGE.read_text()
     text = text[text.index(HEADING) :]
     return text, re.search(r"with Optax ([\w.]+),", text)[1]

@@ -1,4 +1,4 @@
-"""`optim.lift`: against dense Optax on the touched rows, against the classifier of the reference, and its refusals."""
+"""`optim.lift` against dense Optax on touched rows and against the reference's classifier, and its refusals."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ NUM_STEPS = 20
 
 
 def standard(function):
-    """Optax mixes int32 counts with floats."""
+    """Allows the standard dtype promotion, since Optax mixes int32 counts with floats."""
 
     @functools.wraps(function)
     def call(*args):
@@ -46,7 +46,7 @@ def standard(function):
 
 @standard
 def dense_step(tx, table, state, gradient, touched):
-    """One step of a dense table; rows that are not touched are put back, with what the state holds for them."""
+    """Makes one step of a dense table; restores rows that are not touched, and their state."""
     updates, after = optax.with_extra_args_support(tx).update(gradient, state, table)
 
     def put_back(new, old):
@@ -59,7 +59,7 @@ def dense_step(tx, table, state, gradient, touched):
 
 
 def batches(num_steps=NUM_STEPS, seed=0, dim=DIM):
-    """Gradients of all rows and which are touched: rows that come late, stay away, come back, are never used."""
+    """Returns gradients of all rows and touched flags: rows that start late, are absent, return, are never used."""
     rng = np.random.default_rng(seed)
     touched = rng.random((num_steps, NUM_KEYS)) < rng.choice([0.2, 0.5, 0.9], NUM_KEYS)
     touched[:, 0], touched[:, 1], touched[:8, 2], touched[3:9, 3] = True, False, False, False
@@ -68,12 +68,12 @@ def batches(num_steps=NUM_STEPS, seed=0, dim=DIM):
 
 
 def initial_table(dim=DIM):
-    """Rows with numbers of both signs."""
+    """Returns rows with numbers of both signs."""
     return np.random.default_rng(7).normal(size=(NUM_KEYS, dim)).astype(np.float32)
 
 
 def dense_run(tx, table, gradients, touched):
-    """All steps of dense Optax: rows after each."""
+    """Makes all steps of dense Optax; returns the rows after each."""
 
     def step(carry, batch):
         carry = dense_step(tx, *carry, *batch)
@@ -84,7 +84,7 @@ def dense_run(tx, table, gradients, touched):
 
 
 def lifted_run(optimizer, table, gradients, touched):
-    """All steps of the lifted optimizer on its rows, those of a step alone: rows after each."""
+    """Makes all steps of the lifted optimizer on only the rows of each step; returns the rows after each."""
     dim = table.shape[1]
 
     def step(carry, batch):
@@ -109,21 +109,21 @@ CASES = {
     for name, calls in optax_cases.cases().items()
     for call, make in calls.items()
 }
-# What is also part of an alias is left to the long run.
+# Transformations that are also part of an alias run only in the long run.
 ALL = [pytest.param(call, marks=[pytest.mark.slow] if ".scale_by_" in call else []) for call in CASES]
 
-# Formulas are the same; XLA may round a product and a sum as one in the one program and not in the other.
+# Formulas are equal; XLA may round a product and a sum once in one program and twice in the other.
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
 
 
 def transformation(call):
-    """The transformation of a case."""
+    """Returns the transformation of a case."""
     return optax_cases.made(CASES[call])
 
 
 @pytest.mark.parametrize("call", ALL)
 def test_rows_alone_are_dense_optax(call):
-    """Law 7, without the kernel: 20 steps with rows that are new, absent, and come back.
+    """Twenty steps with rows that are new, absent, and return agree, without the kernel (law 7).
 
     A row-wise variant is dense Optax on tables of one row each.
     """
@@ -146,9 +146,9 @@ def test_rows_alone_are_dense_optax(call):
     np.testing.assert_allclose(got, want, **TOLERANCE)
 
 
-# Examples judge these otherwise, and are wrong: what they cannot see.
+# Examples give wrong verdicts for these, since they cannot see:
 MISLED = {
-    "optax.MultiSteps(sgd, 2)": "exact",  # only what happens to rows that the last micro-step does not use
+    "optax.MultiSteps(sgd, 2)": "exact",  # only the effect on rows that the last micro-step does not use
     "optax.apply_every(2)": "exact",
     "optax.contrib.sam(sgd, sgd)": "exact",
     "optax.clip_by_global_norm(1e9)": "exact",  # a branch that is not taken
@@ -162,13 +162,13 @@ MISLED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("call", CASES)
 def test_examples_judge_alike(call):
-    """A jaxpr and examples give the same verdict, but for the cases that examples are known to miss."""
+    """A jaxpr and examples give the same verdict, except in the cases that examples are known to miss."""
     assert judged_by_examples(transformation(call)) == MISLED.get(call, optax_cases.verdict(CASES[call]).kind)
 
 
 @pytest.mark.parametrize("call", [call for call in MISLED if "noise" not in call and "sgd" not in call])
 def test_examples_judge_these(call):
-    """A few of them in the short run."""
+    """A few of them run in the short run."""
     judged = judged_by_examples(transformation(call))
     assert judged == MISLED.get(call, optax_cases.verdict(CASES[call]).kind)
     assert call not in MISLED or judged != optax_cases.verdict(CASES[call]).kind
@@ -176,7 +176,7 @@ def test_examples_judge_these(call):
 
 @standard
 def judged_by_examples(tx, num_rows=6, dim=4, num_steps=3):
-    """By numbers: do some rows of a block move as they do alone, and in another order?"""
+    """Judges by numbers: do some rows of a block move as they do alone, and in another order?"""
     tx = optax.with_extra_args_support(tx)
     some = np.array([4, 1])
     rng = np.random.default_rng(0)
@@ -191,7 +191,7 @@ def judged_by_examples(tx, num_rows=6, dim=4, num_steps=3):
         if "neither" in jax.tree.leaves(kinds):
             return "refused"
         axes = jax.tree.map(lambda kind: 0 if kind == "row" else None, kinds)
-        # Traces only if what is one for all rows does not depend on the data of one.
+        # The trace fails if a value shared by all rows depends on the data of one row.
         jax.eval_shape(jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes)), table, small, table)
         block, part = (table, tx.init(table)), (table[some], tx.init(table[some]))
         for _ in range(num_steps):
@@ -209,7 +209,7 @@ def judged_by_examples(tx, num_rows=6, dim=4, num_steps=3):
 
 
 def test_table_of_the_page():
-    """docs/optax.md has a line for everything that Optax makes; with another Optax, for what both have."""
+    """docs/optax.md has a row for everything that Optax makes; for another Optax, for what both have."""
     text, version = optax_cases.written()
     if version == optax.__version__:
         assert text == optax_cases.section(), "run: PYTHONPATH=. python tests/optimizers/optax_cases.py"
@@ -225,7 +225,7 @@ def test_table_of_the_page():
 
 
 def noise_by_place():
-    """Noise of a user's own, which no class of state gives away."""
+    """Returns a user's own noise, which no class of state reveals."""
 
     def update(updates, state, params=None):
         return updates + jax.random.normal(jax.random.key(0), updates.shape), state
@@ -234,12 +234,12 @@ def noise_by_place():
 
 
 def by_count():
-    """A mean over the table, without a sum."""
+    """Returns a mean over the table, without a sum."""
     return optax.stateless(lambda updates, params: updates / updates.shape[0])
 
 
 def over(count):
-    """A mean over the table, without a sum of what depends on a row's data."""
+    """Returns a mean over the table, without a sum of row data."""
     return lambda: optax.stateless(lambda updates, params: updates / count(updates))
 
 
@@ -248,17 +248,17 @@ def ones_along(block):
 
 
 def counted_up(block):
-    """A loop that ends after as many rounds as there are rows."""
+    """Loops for as many rounds as there are rows."""
     return jax.lax.while_loop(lambda i: i < block.shape[0], lambda i: i + 1.0, jnp.float32(0))
 
 
 def summed_up(block):
-    """Ones summed inside a loop."""
+    """Sums ones inside a loop."""
     return jax.lax.while_loop(lambda i: i < 3, lambda i: i + ones_along(block).sum(), jnp.float32(1))
 
 
 def by_initial_count():
-    """State that is one for all rows, and begins as their number."""
+    """Returns state that is shared by all rows, and starts as their number."""
     return optax.GradientTransformation(
         lambda params: jnp.float32(params.shape[0]), lambda updates, state, params=None: (updates / state, state)
     )
@@ -317,7 +317,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_reason(name):
-    """The message names what was found and what to do."""
+    """The message names the cause and the remedy."""
     make, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"(?s)optim.lift: refused: .*{message}"):
         lift(optax_cases.made(make))
@@ -333,7 +333,7 @@ def test_rowwise_lifts_no_more_than_what_couples_rows():
 
 
 def test_arguments():
-    """An argument that is no transformation raises an error that says so."""
+    """An argument that is not a transformation raises a clear error."""
     with pytest.raises(TypeError, match=r"got MultiSteps, wanted .*gradient_transformation\(\)"):
         lift(optax.MultiSteps(optax.sgd(RATE), 2))
     with pytest.raises(TypeError, match="got float"):
@@ -345,7 +345,7 @@ def test_arguments():
 
 
 def test_made_inside_jit():
-    """As other optimizers, it is declared outside."""
+    """It is declared outside, like other optimizers."""
     for make in (optax.sgd, optax.inject_hyperparams(optax.adam), optax.contrib.schedule_free_sgd):
         with pytest.raises(TypeError, match="traced values; an optimizer is declared outside jit"):
             jax.jit(lambda rate, make=make: lift(make(rate)) and rate)(0.1)
@@ -355,12 +355,12 @@ def test_made_inside_jit():
 
 
 def specs(tx, dim=DIM, **options):
-    """(name, dim, initial value) of each row state."""
+    """Returns (name, dim, initial value) of each row state."""
     return [dataclasses.astuple(state) for state in lift(tx, **options).state_specs(dim)]
 
 
 def test_names_and_initial_values():
-    """Names are those of Optax; values what its init gives."""
+    """Names are those of Optax, and values are those of its init."""
     tenth, small = float(np.float32(0.1)), float(np.float32(1e-6))
     assert specs(optax.sgd(RATE)) == []
     assert specs(optax.adagrad(RATE)) == [("sum_of_squares", DIM, tenth)]
@@ -371,14 +371,14 @@ def test_names_and_initial_values():
 
 @pytest.mark.parametrize("dim", [1, 2, 13, 17, 64, 1024])
 def test_dims(dim):
-    """State follows the dim, also where it is as large as a block that lift looked at."""
+    """State follows the dim, also if it is as large as a block that lift analysed."""
     assert specs(optax.adamw(RATE), dim) == [("mu", dim, 0.0), ("nu", dim, 0.0)]
     (count,) = lift(optax.adamw(RATE)).init_globals(dim)
     assert count.dtype == np.int32 and count.shape == ()
 
 
 def norm_by_row():
-    """A user's own: one number for each row, kept as [num_rows] or [num_rows, 1], and a flag."""
+    """Returns a user's transformation: one number per row, kept as [num_rows] or [num_rows, 1], and a flag."""
 
     def init(params):
         return {
@@ -410,7 +410,7 @@ def test_one_number_a_row():
 
 
 def test_bfloat16_state_is_stored_exactly():
-    """mu_dtype=bfloat16: what is kept as float32 are numbers of bfloat16."""
+    """With mu_dtype=bfloat16 the float32 state holds numbers of bfloat16."""
     optimizer = lift(optax.adam(RATE, mu_dtype=jnp.bfloat16))
     _, (mu, nu) = lifted_run(optimizer, initial_table(), *batches())
     assert mu.dtype == nu.dtype == jnp.float32
@@ -419,7 +419,7 @@ def test_bfloat16_state_is_stored_exactly():
 
 
 def test_state_of_large_rows():
-    """State that init gives some rows only is not taken for the state of all rows."""
+    """State that init gives to only some rows is not treated as the state of all rows."""
 
     def init(params):
         return {"large": jnp.where(jnp.abs(params) > 1e6, 1.0, 0.0), "small": params * 0 + 0.5}
@@ -436,7 +436,7 @@ def test_state_of_large_rows():
 
 
 def test_rows_begin_where_they_are_first_stepped():
-    """State that Optax copies from the parameters is that of the row when it steps first, whatever its number."""
+    """State that Optax copies from the parameters is the row at its first step, whatever its number."""
     optimizer = lift(optax.contrib.schedule_free_sgd(RATE))
     hyper, _ = optimizer.advance(optimizer.init_globals(DIM), 0, None, DIM)
     row, gradient = jnp.arange(1.0, DIM + 1), jnp.ones(DIM)
@@ -444,13 +444,13 @@ def test_rows_begin_where_they_are_first_stepped():
     _, (z, started) = optimizer.step_row(inputs)
     np.testing.assert_allclose(z, row - RATE * gradient, rtol=1e-6)
     np.testing.assert_array_equal(started, [1.0])
-    # Once it has started, its own z counts.
+    # After it has started, its own z counts.
     _, (z, _) = optimizer.step_row(inputs._replace(states=(jnp.zeros(DIM), started)))
     np.testing.assert_allclose(z, -RATE * gradient, rtol=1e-6)
 
 
 def test_declarations():
-    """Frozen, hashable; equal if the same object is lifted the same way, so that tables share a store."""
+    """Declarations are frozen and hashable; the same object lifted the same way is equal, so tables share a store."""
     tx = optax.adam(RATE)
     assert lift(tx) == lift(tx) and hash(lift(tx)) == hash(lift(tx))
     assert lift(tx) != lift(optax.adam(RATE)) and lift(tx) != lift(tx, rowwise=True)
@@ -459,7 +459,7 @@ def test_declarations():
 
 
 def test_first_look_inside_jit():
-    """A dim that was not looked at before may come up while tracing."""
+    """A new dim may be analysed while tracing."""
     optimizer = lift(optax.contrib.schedule_free_adamw(RATE))
     names = []
     jax.jit(lambda x: names.extend(s.name for s in optimizer.state_specs(3)) or x)(0)
@@ -467,7 +467,7 @@ def test_first_look_inside_jit():
 
 
 def test_with_x64():
-    """Rows and global state are of 32 bits, whatever the session."""
+    """Rows and global state have 32 bits in every session."""
     with jax.enable_x64(True):
         optimizer = lift(optax.contrib.schedule_free_adamw(optax.linear_schedule(RATE, 0.0, 100)))
         assert {leaf.dtype for leaf in optimizer.init_globals(DIM)} == {np.dtype("float32"), np.dtype("int32")}
@@ -505,7 +505,7 @@ THROUGH = {
 
 
 def step_of(collection, **options):
-    """Jitted: lookup and update with given gradients."""
+    """Returns a jitted lookup and update with given gradients."""
 
     def step(state, features, gradients):
         _, state, plan = collection.lookup(state, features)
@@ -527,7 +527,7 @@ def dense_batches(keys, gradients):
 
 
 def check_against_dense(tx, optimizer, keys, gradients, tolerance):
-    """Runs the steps through a collection and through dense Optax; rows of keys that came are equal, and only they."""
+    """Runs the steps through a collection and dense Optax; checks that only used keys have rows, and equal rows."""
     num_steps, num_uses, dim = gradients.shape
     collection = programs.one_table(dim=dim, optimizer=optimizer)
     state, step = collection.init(seed=0), step_of(collection)
@@ -547,20 +547,20 @@ def check_against_dense(tx, optimizer, keys, gradients, tolerance):
 
 
 def uses(num_steps, num_uses, dim, seed):
-    """Batches with keys that repeat, come late and stay away, and padding; gradients of several sizes."""
+    """Returns batches with keys that repeat, start late and are absent, padding, and gradients of several sizes."""
     rng = np.random.default_rng(seed)
     keys = rng.integers(0, 4 + np.arange(num_steps)[:, None] // 2, (num_steps, num_uses)) % (NUM_KEYS + 1)
     sizes = 10.0 ** rng.uniform(-1, 1, (num_steps, num_uses, 1))
     return keys, (rng.normal(size=(num_steps, num_uses, dim)) * sizes).astype(np.float32)
 
 
-# bfloat16 has 8 bits: XLA may keep more of them between two operations, the kernel rounds each.
+# bfloat16 has 8 bits: XLA may keep more of them between two operations, while the kernel rounds each.
 LOOSE = {"rtol": 1e-2, "atol": 1e-3}
 
 
 @pytest.mark.parametrize("name", THROUGH)
 def test_lifted_is_dense_optax(name):
-    """Law 7: 20 steps with repeated, new and absent keys, through lookup and update."""
+    """Twenty steps with repeated, new and absent keys agree, through lookup and update (law 7)."""
     tx = THROUGH[name]()
     collection, state = check_against_dense(
         tx, lift(tx), *uses(NUM_STEPS, 8, DIM, 1), LOOSE if "bfloat16" in name else TOLERANCE
@@ -572,7 +572,7 @@ def test_lifted_is_dense_optax(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("call", CASES)
 def test_all_of_optax_through_the_kernel(call):
-    """As above, for all that can be lifted."""
+    """The law holds for everything that can be lifted."""
     tx = transformation(call)
     if optax_cases.verdict(CASES[call]).kind != "exact":
         with pytest.raises(ValueError, match="refused"):
@@ -583,7 +583,7 @@ def test_all_of_optax_through_the_kernel(call):
 
 @pytest.mark.parametrize("dim", [3, 33, *map(programs.only_on_gpus, (1, 8, 200))])
 def test_lifted_is_dense_optax_for_dims(dim):
-    """Any dim; sums over columns among them."""
+    """Any dim works, also with sums over columns."""
     tx = optax.chain(optax.centralize(), optax.adamw(RATE))
     check_against_dense(tx, lift(tx), *uses(5, 8, dim, dim), TOLERANCE)
 
@@ -597,7 +597,7 @@ def test_lifted_is_dense_optax_for_dims(dim):
     ],
 )
 def test_rowwise_variant_through_the_kernel(make):
-    """Each row as a table of its own, against dense Optax on that table."""
+    """Each row is a separate table, compared with dense Optax on that table."""
     tx, (keys, gradients) = make(), uses(10, 8, DIM, 2)
     collection = programs.one_table(dim=DIM, optimizer=lift(tx, rowwise=True))
     state, step = collection.init(seed=0), step_of(collection)
@@ -614,7 +614,7 @@ def test_rowwise_variant_through_the_kernel(make):
 
 @functools.cache
 def random_program(name):
-    """One transformation, collection and programs for many examples."""
+    """Returns one transformation, collection and programs for many examples."""
     tx = THROUGH[name]()
     collection = programs.one_table(dim=2, optimizer=lift(tx))
     dense = jax.jit(lambda *args: dense_run(tx, *args), compiler_options=programs.quickly())
@@ -624,7 +624,7 @@ def random_program(name):
 @pytest.mark.parametrize("name", ["adamw", "schedule_free"])
 @given(data=st.data())
 def test_any_history(name, data):
-    """Whatever comes and goes, rows are those of dense Optax with untouched rows put back."""
+    """In any history rows equal those of dense Optax with untouched rows restored."""
     num_steps, num_uses = 6, 4
     _, collection, step, dense = random_program(name)
     key = st.integers(0, NUM_KEYS)
@@ -645,7 +645,7 @@ def test_any_history(name, data):
 
 
 def test_erased_rows_begin_anew():
-    """A key that comes back starts from its row again, not from what the erased one copied."""
+    """A key that returns starts from its own row again, not from the erased row's copy."""
     collection = programs.one_table(dim=DIM, optimizer=lift(optax.contrib.schedule_free_sgd(RATE)))
     state = collection.init(seed=0)
     features = programs.batch(collection, user=np.array([7]))
@@ -658,7 +658,7 @@ def test_erased_rows_begin_anew():
 
 
 def test_learning_rate_of_update():
-    """collection.update(learning_rate=) reaches what was injected, and nothing else."""
+    """collection.update(learning_rate=) reaches the injected hyper-parameter, and nothing else."""
     injected = optax.inject_hyperparams(optax.sgd)(0.5)
     zeros = jaxsok.initializers.zeros()
     collection = programs.one_table(dim=DIM, optimizer=lift(injected), initializer=zeros)
@@ -675,7 +675,7 @@ def test_learning_rate_of_update():
 
 
 def test_lifted_adam_is_the_fused_one():
-    """Two ways to the same rows."""
+    """Both optimizers give equal rows."""
     keys, gradients = uses(10, 8, DIM, 3)
     rows = []
     for optimizer in (jaxsok.optim.adam(RATE), lift(optax.adam(RATE))):
@@ -703,7 +703,7 @@ def test_tables_share_counts_with_their_store():
 
 @pytest.mark.parametrize("num_devices", [2])
 def test_on_a_mesh(num_devices):
-    """Split over shards: the rows of one device."""
+    """Split over shards, the rows are those of one device."""
     keys, gradients = uses(6, 8, DIM, 4)
     table = [jaxsok.TableSpec("user", DIM, lift(optax.contrib.schedule_free_adamw(RATE)), capacity=64)]
     feature = [jaxsok.FeatureSpec("user", "user")]
@@ -734,7 +734,7 @@ for tx, options in (
 
 
 def test_fingerprints():
-    """Another transformation is another form, another rate is not; the form is the same in every run."""
+    """Another transformation changes the form, another rate does not; the form is equal in every run."""
     env, here = {**os.environ, "JAX_PLATFORMS": "cpu"}, io.StringIO()
     done = subprocess.run([sys.executable, "-c", FORMS], env=env, capture_output=True, text=True, check=True)
     with contextlib.redirect_stdout(here):
@@ -750,7 +750,7 @@ def test_fingerprints():
 
 
 def test_global_state_advances_once_a_step():
-    """Counts and schedules go on, rows or no rows."""
+    """Counts and schedules advance with and without rows."""
     optimizer = lift(optax.adam(optax.linear_schedule(1.0, 0.0, 10)))
     state = optimizer.init_globals(DIM)
     for step in range(3):
@@ -762,7 +762,7 @@ def test_global_state_advances_once_a_step():
 
 
 def moved(optimizer, state, learning_rate):
-    """How far a row with gradient 1 goes, and the global state afterwards."""
+    """Returns how far a row with gradient 1 moves, and the global state afterwards."""
     hyper, state = optimizer.advance(state, 0, learning_rate, DIM)
     row = jnp.zeros(DIM)
     inputs = jaxsok.optim.RowInputs(jnp.ones(DIM), row, (), jnp.float32(1), hyper)
@@ -770,7 +770,7 @@ def moved(optimizer, state, learning_rate):
 
 
 def test_learning_rate_goes_to_injected_hyperparameters():
-    """For the step alone; the declared one comes back."""
+    """It applies only to the step; then the declared rate returns."""
     optimizer = lift(optax.chain(optax.clip(2.0), optax.inject_hyperparams(optax.sgd)(0.5)))
     state = optimizer.init_globals(DIM)
     first, state = moved(optimizer, state, None)
@@ -789,7 +789,7 @@ def test_learning_rate_goes_to_injected_hyperparameters():
     ],
 )
 def test_learning_rate_without_a_place_to_go(make):
-    """An error, not a step with another rate; a scheduled one would take no notice."""
+    """It is an error, not a step with another rate; a scheduled rate would ignore it."""
     optimizer = lift(make())
     with pytest.raises(ValueError, match=r"learning_rate: got one.*inject_hyperparams"):
         optimizer.advance(optimizer.init_globals(DIM), 0, 0.1, DIM)
@@ -828,7 +828,7 @@ TOGETHER = {
 
 @pytest.mark.parametrize("name", ALONE)
 def test_rows_alone(name):
-    """A promise that rows keep to themselves, checked by numbers."""
+    """Functions that keep rows separate are recognized, and are row-wise in numbers."""
     function = ALONE[name]
     assert separable.dependences(jax.make_jaxpr(function)(BLOCK), [0], N) == [0]
     changed = TABLE.copy()
@@ -839,13 +839,13 @@ def test_rows_alone(name):
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_rows_together(name):
-    """No promise for what mixes rows, or tells them apart by their place."""
+    """Functions that mix rows, or distinguish them by place, are reported as coupled."""
     (found,) = separable.dependences(jax.make_jaxpr(TOGETHER[name])(BLOCK), [0], N)
     assert isinstance(found, separable.Coupled) and found.reason
 
 
 def test_what_knows_no_row():
-    """Shapes are no data; noise is none either, but is told apart."""
+    """Shapes are no data; noise is no data either, but is distinguished."""
     found = separable.dependences(
         jax.make_jaxpr(
             lambda x: (x.shape[0] * jnp.ones(()), jnp.zeros_like(x), jax.random.uniform(jax.random.key(0), x.shape))

@@ -21,12 +21,12 @@ MAKERS = [make for name in optim.__all__ if inspect.isfunction(make := getattr(o
 
 
 def norm(row):
-    """In float64."""
+    """Returns the norm in float64."""
     return float(np.sqrt(np.sum(np.asarray(row, np.float64) ** 2)))
 
 
 def stepped(optimizer, gradient, row, num_uses=1.0, states=None, step=0):
-    """One step of one row, by `step_row`."""
+    """Makes one step of one row, by `step_row`."""
     hyper = tuple(jnp.asarray(word, jnp.float32) for word in optimizer.hyper(jnp.uint32(step), optimizer.learning_rate))
     gradient, row = jnp.asarray(gradient, jnp.float32), jnp.asarray(row, jnp.float32)
     if states is None:
@@ -35,7 +35,7 @@ def stepped(optimizer, gradient, row, num_uses=1.0, states=None, step=0):
 
 
 def moved(limits, gradient, row=(0.0, 0.0), num_uses=1.0):
-    """By how much gradient descent with rate 1 moves a row."""
+    """Returns by how much gradient descent with rate 1 moves a row."""
     new = stepped(optim.sgd(1.0, limits=limits), gradient, row, num_uses).row
     return (np.asarray(row, np.float32) - np.asarray(new)).tolist()
 
@@ -44,13 +44,13 @@ def moved(limits, gradient, row=(0.0, 0.0), num_uses=1.0):
 
 
 def test_clip_value():
-    """Each number by itself; what lies within is not touched."""
+    """Each number is clipped separately; numbers within the bound do not change."""
     assert moved(optim.Limits(clip_value=1.0), [3.0, -0.25]) == [1.0, -0.25]
     assert moved(optim.Limits(clip_value=1.0), [-3.0, 1.0]) == [-1.0, 1.0]
 
 
 def test_clip_row_norm():
-    """Scaled as a whole; what lies within is not touched."""
+    """The row is scaled as a whole; rows within the bound do not change."""
     np.testing.assert_allclose(moved(optim.Limits(clip_row_norm=1.0), [3.0, -4.0]), [0.6, -0.8], rtol=1e-6)
     assert moved(optim.Limits(clip_row_norm=5.0), [3.0, -4.0]) == [3.0, -4.0]
 
@@ -71,17 +71,17 @@ def test_adaptive_clip():
 
 @pytest.mark.parametrize("size", [1e20, 1e-20])
 def test_adaptive_clip_of_rows_whose_squares_overflow(size):
-    """The bound is a share of the row's norm, not infinity or zero."""
+    """The bound is a fraction of the row's norm, not infinity or zero."""
     limits = optim.Limits(adaptive_clip=optim.AdaptiveClip(ratio=0.5, lower=1e-30))
     row = np.array([3.0, 4.0], np.float32) * np.float32(size)
-    # Gradient descent would lose the step in the row's last bits; a trace shows what the step saw.
+    # Gradient descent would lose the step in the row's last bits; a trace shows the step's input.
     sgd = optim.sgd(1e-3, momentum=0.5, limits=limits)
     trace = stepped(sgd, [60 * size, -80 * size], row, num_uses=2).states[0]
     np.testing.assert_allclose(norm(trace), 5 * size, rtol=1e-5)
 
 
 def test_max_row_norm():
-    """Of the row after the step: also where the step alone would have been short."""
+    """The row after the step is bounded, even if the step alone would have been short."""
     limits = optim.Limits(max_row_norm=1.0)
     for row, gradient in (([0.0, 0.0], [-30.0, -40.0]), ([30.0, 40.0], [0.0, 0.0]), ([0.6, 0.8], [-0.06, -0.08])):
         new = stepped(optim.sgd(1.0, limits=limits), gradient, row).row
@@ -90,7 +90,7 @@ def test_max_row_norm():
 
 
 def test_weight_decay_is_no_part_of_what_is_clipped():
-    """It belongs to the step; the bound on the row comes after it."""
+    """Weight decay belongs to the step; the bound on the row follows it."""
     limits = optim.Limits(clip_value=0.5)
     new = stepped(optim.sgd(0.5, weight_decay=0.5, limits=limits), [100.0, 0.0], [8.0, 4.0]).row
     np.testing.assert_array_equal(new, [8 - 0.5 * (0.5 + 4), 4 - 0.5 * 2])
@@ -103,7 +103,7 @@ NUMBERS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
 
 @given(row=st.lists(NUMBERS, min_size=1, max_size=6), bound=st.floats(2.0**-20, 2.0**20, width=32))
 def test_norms_at_most(row, bound):
-    """Whatever the numbers are, finite or their squares infinite: the bound holds, and the direction stays."""
+    """For all numbers, even if their squares are infinite, the bound holds, and the direction stays."""
     row = np.array(row, np.float32)
     got = np.asarray(with_norm_at_most(jnp.asarray(row), bound))
     length = norm(row)
@@ -124,7 +124,7 @@ def test_nothing_is_divided_by_a_norm_of_zero(limits):
 
 
 def clipped(gradient, row, num_uses):
-    """What `ALL` makes of a gradient, in NumPy."""
+    """Clips a gradient by `ALL`, in NumPy."""
     gradient = np.clip(np.asarray(gradient, np.float64), -0.8, 0.8)
     for bound in (1.0, num_uses * max(0.9 * norm(row), 1e-3)):
         gradient = gradient * min(1.0, bound / norm(gradient))
@@ -133,7 +133,7 @@ def clipped(gradient, row, num_uses):
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_every_optimizer_takes_limits(make):
-    """Three steps: what is clipped first, then stepped without limits, then bounded, is the step within limits."""
+    """Clipping, then a step without limits, then bounding, is the step within limits, in three steps."""
     free, limited = make(0.2), make(0.2, limits=ALL)
     assert limited.limits == ALL and limited.kernel == PROGRAM
     assert free != limited and free.state_specs(DIM) == limited.state_specs(DIM)
@@ -144,7 +144,7 @@ def test_every_optimizer_takes_limits(make):
         got = stepped(limited, gradient, row, num_uses, states, step)
         want = stepped(free, clipped(gradient, row, num_uses), row, num_uses, states, step)
         bounded = np.asarray(want.row, np.float64) * min(1.0, 0.5 / max(norm(want.row), 1e-30))
-        # Some ten roundings in float32 of numbers up to 10.
+        # About ten roundings in float32 of numbers up to 10.
         np.testing.assert_allclose(got.row, bounded, rtol=1e-5, atol=1e-6)
         for one, other in zip(got.states, want.states, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
@@ -155,7 +155,7 @@ def test_every_optimizer_takes_limits(make):
 
 
 def uses_of_three_keys(collection):
-    """The rows after one update: key 1 used once, key 2 twice, key 3 five times, by gradients of 10."""
+    """Returns the rows after one update: key 1 used once, key 2 twice, key 3 five times, by gradients of 10."""
     keys = np.array([1, 2, 2, 3, 3, 3, 3, 3])
     state, stats = programs.learn(collection, collection.init(seed=0), programs.batch(collection, user=keys), 10.0)
     stats.check()
@@ -165,7 +165,7 @@ def uses_of_three_keys(collection):
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("row_gradient", ["sum", "mean"])
 def test_uses_are_counted(row_gradient, num_devices):
-    """CowClip's bound of a row knows of all its uses, on all shards, whatever becomes of its gradients."""
+    """CowClip's bound of a row counts all its uses, on all shards, however gradients are scaled."""
     limits = optim.Limits(adaptive_clip=optim.AdaptiveClip(ratio=1.0, lower=0.5))
     sgd, zeros = optim.sgd(1.0, limits=limits), jaxsok.initializers.zeros()
     table = jaxsok.TableSpec("user", DIM, sgd, initializer=zeros, capacity=64, row_gradient=row_gradient)
@@ -177,7 +177,7 @@ def test_uses_are_counted(row_gradient, num_devices):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rows_of_16_bits_are_bounded_before_rounding(dtype):
-    """By no more than their last bit above."""
+    """Rows exceed the bound by at most their last bit."""
     optimizer = optim.sgd(1.0, limits=optim.Limits(max_row_norm=1.0))
     collection = programs.one_table(dim=DIM, optimizer=optimizer, dtype=dtype, capacity=16)
     features = programs.batch(collection, user=np.array([1]))
@@ -191,21 +191,21 @@ def test_rows_of_16_bits_are_bounded_before_rounding(dtype):
 @pytest.mark.parametrize("name", ["clip_value", "clip_row_norm", "max_row_norm"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), True, "1", np.ones(1)])
 def test_refused_bounds(name, value):
-    """A bound is a positive number."""
+    """A bound must be a positive number."""
     with pytest.raises(ValueError, match=rf"^Limits: {name}: got .*, wanted a positive number\.$"):
         optim.Limits(**{name: value})
 
 
 @pytest.mark.parametrize("kwargs", [{"ratio": 0.0}, {"lower": 0.0}, {"lower": -1.0}, {"ratio": float("nan")}])
 def test_refused_adaptive_clips(kwargs):
-    """With a lower end of zero a row of zeros would stay for ever."""
+    """With a lower end of zero a row of zeros would never move."""
     (name,) = kwargs
     with pytest.raises(ValueError, match=rf"^AdaptiveClip: {name}: got .*, wanted a positive number\.$"):
         optim.AdaptiveClip(**kwargs)
 
 
 def test_refused_kinds():
-    """The message says what to write."""
+    """The message states what to write."""
     with pytest.raises(TypeError, match=r"^Limits: adaptive_clip: got 1\.0, wanted None or optim\.AdaptiveClip"):
         optim.Limits(adaptive_clip=1.0)
     with pytest.raises(TypeError, match=r"^optim\.ftrl: limits: got 1\.0, wanted None or optim\.Limits\(\.\.\.\)"):
@@ -222,7 +222,7 @@ def test_tables_share_a_store_if_their_limits_are_equal():
 
 
 def test_limits_under_jit_and_donation():
-    """A whole step within limits compiles once and runs on its own buffers."""
+    """A whole step within limits compiles once and runs in its own buffers."""
     collection = programs.one_table(dim=DIM, optimizer=optim.adam(0.1, limits=ALL), capacity=16)
     state, features = collection.init(seed=0), programs.batch(collection, user=np.arange(8))
     for _ in range(3):

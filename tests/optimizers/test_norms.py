@@ -33,7 +33,7 @@ HOTNESS = {"user": 1, "friend": 3, "item": 2, "tag": 2}
 
 @functools.cache
 def declared(num_devices=1, send_capacity=None, replicated=False):
-    """Three stores that scale row gradients differently, on one device or over several."""
+    """Declares three stores that scale row gradients differently, on one device or over several."""
     tables = TABLES
     if replicated:
         tables = [jaxsok.TableSpec("user", 4, SGD, capacity=64, placement=jaxsok.REPLICATED), *TABLES[1:]]
@@ -44,17 +44,17 @@ def declared(num_devices=1, send_capacity=None, replicated=False):
 
 @functools.cache
 def jitted(collection, name):
-    """A method of a collection, jitted."""
+    """Returns a jitted method of a collection."""
     return jax.jit(getattr(collection, name), compiler_options=programs.quickly())
 
 
 def random_raw(rng, num_keys=12):
-    """Keys with repeats and padding, in every feature."""
+    """Returns keys with repeats and padding, in every feature."""
     raw = {}
     for feature in FEATURES:
         keys = rng.integers(-1, num_keys, (NUM_SAMPLES, HOTNESS[feature.name]))
         if feature.weighted:
-            # Opposite weights make a mean without a divisor: no use at all.
+            # Opposite weights make a mean without a divisor, which is no use.
             raw[feature.name] = jaxsok.Bags(keys, weights=rng.choice([-1.0, 0.5, 1.0], keys.shape).astype(np.float32))
         else:
             raw[feature.name] = keys[:, 0] if HOTNESS[feature.name] == 1 else keys
@@ -62,7 +62,7 @@ def random_raw(rng, num_keys=12):
 
 
 def random_gradients(rng, raw):
-    """Of the embeddings of a batch."""
+    """Returns gradients of the embeddings of a batch."""
     shapes = {
         "user": (NUM_SAMPLES, 4),
         "friend": (NUM_SAMPLES, 4),
@@ -73,7 +73,7 @@ def random_gradients(rng, raw):
 
 
 def dense_row_gradients(raws, gradients):
-    """By (table, key), what a dense table's gradient would have in that line, scaled as its table says: plain loops."""
+    """Returns a dense table's gradient by (table, key), scaled as the table declares, from plain loops."""
     sums, uses = collections.defaultdict(float), collections.Counter()
     for raw, of_raw in zip(raws, gradients, strict=True):
         for feature in FEATURES:
@@ -82,7 +82,7 @@ def dense_row_gradients(raws, gradients):
             weights = bags.weights if isinstance(bags, jaxsok.Bags) else np.ones(keys.shape)
             keys, weights = keys.reshape(NUM_SAMPLES, -1), weights.reshape(NUM_SAMPLES, -1)
             for i in range(NUM_SAMPLES):
-                # The oracle knows the padding key by its number.
+                # The oracle identifies the padding key by its number.
                 bag, of_bag = [key % 2**64 for key in keys[i].tolist()], weights[i].tolist()
                 if not oracle.has_divisor(bag, of_bag, feature.combiner, feature.weighted):
                     continue
@@ -99,12 +99,12 @@ def dense_row_gradients(raws, gradients):
 
 
 def norm_of(arrays):
-    """The root of the sum of squares."""
+    """Returns the root of the sum of squares."""
     return float(np.sqrt(sum(np.square(np.asarray(array, np.float64)).sum() for array in arrays)))
 
 
 def looked_up(collection, raws):
-    """State and plans after lookups of several batches."""
+    """Returns state and plans after lookups of several batches."""
     state, plans = collection.init(seed=0), []
     for raw in raws:
         _, state, plan = jitted(collection, "lookup")(state, collection.batch(raw).features)
@@ -149,7 +149,7 @@ def test_norm_on_a_mesh_is_that_of_one_device(num_devices, send_capacity, replic
 
 
 def test_norm_inside_shard_map():
-    """Where shards are seen, every one of them gets the norm of all."""
+    """Inside shard_map every shard gets the norm over all shards."""
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     collection, rng = declared(2), np.random.default_rng(6)
@@ -181,7 +181,7 @@ def test_norm_inside_shard_map():
 
 
 def rows_by_key(collection, state):
-    """All rows of all tables."""
+    """Returns all rows of all tables."""
     return {
         (table.name, key): row
         for table in collection.tables
@@ -190,7 +190,7 @@ def rows_by_key(collection, state):
 
 
 def test_clipping_is_that_of_dense_optax():
-    """Tables and dense parameters together: rows move as those of a dense table under Optax's clipping."""
+    """Tables and dense parameters are clipped together: rows move as in a dense table under Optax's clipping."""
     import optax
 
     tables = [jaxsok.TableSpec(name, 3, SGD, capacity=32) for name in ("user", "item")]
@@ -234,14 +234,14 @@ def test_clipping_is_that_of_dense_optax():
 
 
 def one_lookup(keys=(7, 9, 7), **options):
-    """A table of zeros, looked up once."""
+    """Returns collection, state and plan after a lookup in a table of zeros."""
     collection = programs.one_table(initializer=jaxsok.initializers.zeros(), **options)
     _, state, plan = collection.lookup(collection.init(seed=0), programs.batch(collection, user=np.array(keys)))
     return collection, state, plan
 
 
 def test_below_max_norm_nothing_changes():
-    """Not a bit, whatever the dtype."""
+    """Gradients keep all bits, in every dtype."""
     collection, state, plan = one_lookup()
     rng = np.random.default_rng(0)
     gradients = {"user": jnp.asarray(rng.normal(size=(3, 4)), jnp.bfloat16)}
@@ -253,7 +253,7 @@ def test_below_max_norm_nothing_changes():
 
 
 def test_forms_are_kept():
-    """A mapping for one plan, a list for several, any tree of dense gradients, or none."""
+    """The forms are a mapping for one plan, a list for several, any tree of dense gradients, or none."""
     collection, state, plan = one_lookup()
     gradients = {"user": jnp.ones((3, 4))}
     one, dense, norm = collection.clip_by_global_norm(state, plan, gradients, 1.0)
@@ -267,7 +267,7 @@ def test_forms_are_kept():
 
 
 def test_rows_that_the_update_leaves_alone_do_not_count():
-    """What is not finite, what a full table refused: the norm is that of what moves."""
+    """The norm excludes gradients that are not finite and refused keys: it counts the rows that move."""
     collection, state, plan = one_lookup((7, 9, 11, -1), capacity=2, max_capacity=2)
     gradients = np.array([[3.0] * 4, [np.inf] * 4, [1e6] * 4, [1e6] * 4], np.float32)
     after, stats = collection.update(state, plan, {"user": jnp.asarray(gradients)})
@@ -286,7 +286,7 @@ def test_rows_that_the_update_leaves_alone_do_not_count():
 @pytest.mark.parametrize("is_ragged", [False, True])
 @pytest.mark.parametrize("row_gradient", ["sum", "mean"])
 def test_refused_keys_are_part_of_the_hotness(combiner, is_ragged, row_gradient):
-    """Their rows do not move, but the others' gradients are divided by all keys of the bag, padding left out."""
+    """Their rows do not move, but other gradients are divided by all keys of the bag except padding."""
     collection = programs.one_table(
         combiner=combiner,
         capacity=4,
@@ -323,14 +323,14 @@ def test_stale_plans_do_not_count():
     _, state, second = collection.lookup(state, programs.batch(collection, user=np.array([7, 7, 9])))
     both = collection.gradient_norm(state, [first, second], [gradients, gradients])
     np.testing.assert_allclose(both, norm_of([np.full(4, 2.0), np.full(4, 1.0)]), rtol=1e-6)
-    # What does not count does not move: a factor of NaN or 0 would show here.
+    # Excluded rows do not move: a factor of NaN or 0 would show here.
     clipped, _, norm = collection.clip_by_global_norm(state, first, gradients, 1.0)
     assert norm == 0.0
     np.testing.assert_array_equal(clipped["user"], gradients["user"])
 
 
 def test_a_dense_gradient_that_is_not_finite_stops_all():
-    """As Optax: NaN makes all NaN, and then no row moves; it is counted."""
+    """As in Optax, NaN makes all gradients NaN; then no row moves, and they are counted."""
     import optax
 
     collection, state, plan = one_lookup()
@@ -350,7 +350,7 @@ def test_a_dense_gradient_that_is_not_finite_stops_all():
 
 
 def test_samples_that_share_a_bag():
-    """The gradient of a bag is the sum of its samples'."""
+    """The gradient of a bag is the sum of its samples' gradients."""
     collection = programs.one_table(initializer=jaxsok.initializers.zeros())
     bags = jaxsok.Bags(np.array([[7, 9], [9, 11]]), inverse=np.array([0, 1, 1, 0, 1]))
     _, state, plan = collection.lookup(collection.init(seed=0), collection.batch({"user": bags}).features)
@@ -362,7 +362,7 @@ def test_samples_that_share_a_bag():
 
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
 def test_numbers_of_any_size(size):
-    """Squares of these leave float32; their norm does not."""
+    """Their squares are out of range for float32, but their norm is not."""
     collection, state, plan = one_lookup((7, 9))
     gradients = {"user": jnp.asarray(np.array([[3, 0, 0, 0], [0, 0, 4, 0]], np.float32) * np.float32(size))}
     clipped, dense, norm = collection.clip_by_global_norm(
@@ -374,7 +374,7 @@ def test_numbers_of_any_size(size):
 
 
 def test_many_rows_keep_their_precision():
-    """A hundred thousand equal rows: the root of their number."""
+    """The norm of a hundred thousand equal rows is the root of their number."""
     collection, num_keys = programs.one_table(dim=8, capacity=1 << 17), 100_000
     features = programs.batch(collection, user=np.arange(num_keys))
     _, state, plan = jitted(collection, "lookup")(collection.init(seed=0), features)

@@ -1,8 +1,8 @@
 """Every optimizer against its formula (formulas.py, float64) and, where Optax has it, against Optax on touched rows.
 
-One history for all: twenty steps of keys that are new, repeated in a step, absent for a while and back, gradients of
-zero among them, under a learning rate that changes. Judged are `step_row` by itself and the same through a collection:
-one, with a table for each optimizer, so that everything is compiled once.
+All use one history: twenty steps of keys that are new, repeated in a step, absent and back, with some gradients of
+zero, under a changing learning rate. `step_row` is tested alone and through a collection: one collection with a table
+for each optimizer, so that everything is compiled once.
 """
 
 import dataclasses
@@ -23,19 +23,19 @@ from jaxsok import optim
 from jaxsok.optimizers.protocol import PROGRAM, RowInputs
 
 DIM, NUM_KEYS, NUM_STEPS, NUM_USES = 5, 12, 20, 10
-# Twenty steps of some twenty roundings each, of rows and states up to 30, float32 against float64.
+# Twenty steps of about twenty roundings each, of rows and states up to 30, float32 against float64.
 TOLERANCE = {"rtol": 5e-5, "atol": 1e-5}
 
 
 def rate_of(step):
-    """The learning rate: a schedule for JAX, a number for NumPy."""
+    """Returns the learning rate: a schedule for JAX, a number for NumPy."""
     if isinstance(step, jax.Array):
         return jnp.float32(0.05) / (jnp.float32(1) + jnp.float32(0.1) * step.astype(jnp.float32))
     return 0.05 / (1 + 0.1 * step)
 
 
 def decayed(weight_decay, tx):
-    """Optax with coupled weight decay."""
+    """Returns Optax with coupled weight decay."""
     return optax.chain(optax.add_decayed_weights(weight_decay), tx)
 
 
@@ -43,7 +43,7 @@ CLIPPED = {"clip_value": 0.8, "clip_row_norm": 1.0, "adaptive_clip": (0.9, 1e-3)
 
 
 def within(**limits):
-    """Limits in the words of the library."""
+    """Returns limits under the library's names."""
     if "adaptive_clip" in limits:
         limits["adaptive_clip"] = optim.AdaptiveClip(*limits["adaptive_clip"])
     return optim.Limits(**limits)
@@ -51,7 +51,7 @@ def within(**limits):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An optimizer, what its formula is, and Optax's own."""
+    """An optimizer, its formula, and the optimizer of Optax."""
 
     optimizer: optim.Optimizer
     formula: tuple
@@ -121,7 +121,7 @@ CASES = {
         optax.rmsprop(rate_of, 0.8, 1e-3, 0.5, False, True, 0.7, True),
     ),
     "rmsprop_corrected": Case(
-        # Where a row begins, the square of the mean is nearly the mean square: eps keeps the rounding small.
+        # In a row's first steps the square of the mean is nearly the mean square: eps keeps the rounding small.
         optim.rmsprop(rate_of, eps=0.1, centered=True, momentum=0.7, bias_correction=True),
         formulas.rmsprop(eps=0.1, centered=True, momentum=0.7, correct=True),
         optax.rmsprop(rate_of, eps=0.1, centered=True, momentum=0.7, bias_correction=True),
@@ -158,7 +158,7 @@ CASES = {
         formulas.ftrl(-0.4, 0.2, 0.2, 0.3, 0.1, 0.2, 0.5),
     ),
     "group_adam": Case(
-        # 1 - 0.999 has 14 good bits in float32, and `held` is a difference of what is divided by it.
+        # 1 - 0.999 has 14 good bits in float32, and `held` is a difference of values divided by it.
         optim.group_adam(rate_of, b2=0.99, l21=0.8),
         formulas.group_adam(b2=0.99, l21=0.8),
     ),
@@ -182,19 +182,19 @@ CASES = {
 
 @functools.cache
 def history():
-    """The keys of each step, `[steps, uses]`, and for each use a gradient that is the same for all optimizers."""
+    """Returns the keys of each step, `[steps, uses]`, and for each use a gradient that is equal for all optimizers."""
     rng = np.random.default_rng(0)
     keys = rng.integers(0, NUM_KEYS, (NUM_STEPS, NUM_USES))
-    keys[:8][keys[:8] == 7] = 3  # comes late
-    keys[3:15][keys[3:15] == 2] = 4  # stays away, and comes back
+    keys[:8][keys[:8] == 7] = 3  # it starts late
+    keys[3:15][keys[3:15] == 2] = 4  # it is absent, and returns
     keys[0, 0], keys[15, 0], keys[16, 0] = 2, 2, 7
     gradients = rng.normal(size=(NUM_STEPS, NUM_USES, DIM)).astype(np.float32)
-    gradients[keys == 5] = 0  # is used, and learns nothing
+    gradients[keys == 5] = 0  # it is used, with zero gradients
     return keys, gradients
 
 
 def test_the_history_has_what_it_should():
-    """Keys repeated in a step, new ones late, absent ones that come back."""
+    """Keys repeat in a step, new keys start late, and absent keys return."""
     keys, gradients = history()
     used = [{step for step in range(NUM_STEPS) if key in keys[step]} for key in range(NUM_KEYS)]
     assert any(len(set(line)) < NUM_USES for line in keys.tolist())
@@ -203,14 +203,14 @@ def test_the_history_has_what_it_should():
 
 
 def summed(keys, gradients):
-    """The distinct keys of a step, with the sum of their gradients and the number of their uses."""
+    """Returns the distinct keys of a step, with the sum of their gradients and the number of their uses."""
     for key in dict.fromkeys(keys.tolist()):
         uses = gradients[keys == key].astype(np.float64)
         yield key, uses.sum(axis=0), len(uses)
 
 
 def by_formula(name, initial_rows):
-    """(row, state) of each key at the end."""
+    """Returns (row, state) of each key at the end."""
     initial_state, step = CASES[name].formula
     rows = {}
     for t, (keys, gradients) in enumerate(zip(*history(), strict=True)):
@@ -224,7 +224,7 @@ def by_formula(name, initial_rows):
 
 
 def assert_close(got, want):
-    """Rows and all their state."""
+    """Checks rows and all their state."""
     assert got.keys() == want.keys()
     for key, (row, state) in want.items():
         np.testing.assert_allclose(got[key][0], row, err_msg=f"key {key}", **TOLERANCE)
@@ -234,12 +234,12 @@ def assert_close(got, want):
 
 
 def where_used(used, new, old):
-    """The new lines of used rows, the old ones of the others."""
+    """Returns new values for used rows, and old values for the others."""
     return jax.tree.map(lambda a, b: jnp.where(used.reshape((-1,) + (1,) * (a.ndim - 1)), a, b), new, old)
 
 
 def step_rows(optimizer, rows, states, gradients, num_uses, step, learning_rate=None):
-    """One step of all rows, by `step_row` alone."""
+    """Makes one step of all rows, by only `step_row`."""
     rate = learning_rate
     if rate is None:
         rate = (
@@ -254,7 +254,7 @@ def step_rows(optimizer, rows, states, gradients, num_uses, step, learning_rate=
 
 
 def initial_states(optimizer, num_rows, dim=DIM):
-    """The state of new rows."""
+    """Returns the state of new rows."""
     return tuple(jnp.full((num_rows, spec.dim), spec.initial_value) for spec in optimizer.state_specs(dim))
 
 
@@ -265,7 +265,7 @@ def some_rows():
 
 @pytest.mark.parametrize("name", CASES)
 def test_step_row(name):
-    """What a row program is made from is the formula."""
+    """`step_row`, from which a row program is made, agrees with the formula."""
     optimizer = CASES[name].optimizer
     rows, states = jnp.asarray(some_rows()), initial_states(optimizer, NUM_KEYS)
     for step, (keys, gradients) in enumerate(zip(*history(), strict=True)):
@@ -282,7 +282,7 @@ def test_step_row(name):
 
 @functools.cache
 def trained():
-    """The collection of all cases after the history: (collection, initial rows by table, state)."""
+    """Returns the collection of all cases after the history: (collection, initial rows by table, state)."""
     tables = [jaxsok.TableSpec(name, DIM, case.optimizer, capacity=16) for name, case in CASES.items()]
     features = [jaxsok.FeatureSpec(name, table=name, combiner=None) for name in CASES]
     collection = jaxsok.Collection(tables, features)
@@ -300,7 +300,7 @@ def trained():
 
 @pytest.mark.parametrize("name", CASES)
 def test_through_a_collection(name):
-    """Twenty steps of lookup and update: rows and all their state are what the formula says."""
+    """After twenty steps of lookup and update, rows and all their state agree with the formula."""
     collection, initial, state = trained()
     table = collection.export_table(state, name)
     states = [table["state"][spec.name] for spec in CASES[name].optimizer.state_specs(DIM)]
@@ -311,7 +311,7 @@ def test_through_a_collection(name):
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tx is not None])
 def test_dense_optax_on_touched_rows(name):
-    """Optax, each row a parameter of its own; where a row is not used, it and what Optax keeps of it are put back."""
+    """Optax has one parameter per row; if a row is not used, the row and its Optax state are restored."""
     collection, initial, state = trained()
     tx, dense = CASES[name].tx, jnp.asarray(initial[name])
     opt_state = jax.vmap(tx.init)(dense)
@@ -319,7 +319,7 @@ def test_dense_optax_on_touched_rows(name):
     @jax.jit
     def step(dense, opt_state, gradients, used):
         updates, new = jax.vmap(tx.update)(gradients, opt_state, dense)
-        # Counts count updates of the collection; all else belongs to the row.
+        # Counts count updates of the collection; all other state belongs to the row.
         new = jax.tree.map(
             lambda a, b: a if jnp.issubdtype(a.dtype, jnp.integer) else where_used(used, a, b), new, opt_state
         )
@@ -337,7 +337,7 @@ def test_dense_optax_on_touched_rows(name):
 
 
 def test_rows_of_the_group_lasso_are_zero():
-    """Some rows to the bit, and never half of one, so that eviction can see them; others are not."""
+    """Some rows are exactly zero, and never partly, so that eviction can detect them; others are not."""
     collection, _, state = trained()
     for name in ("group_ftrl", "group_adam"):
         rows = programs.rows_of(collection, state, name)
@@ -348,7 +348,7 @@ def test_rows_of_the_group_lasso_are_zero():
 
 
 def test_a_zero_row_returns():
-    """What the group lasso took away is not lost: gradients that go on in one direction bring the row back."""
+    """A row zeroed by the group lasso is not lost: steady gradients in one direction bring it back."""
     for optimizer in (optim.group_ftrl(0.1, l21=3.0), optim.group_adam(0.1, l21=3.0)):
         rows, states = jnp.ones((1, DIM)) * 0.01, initial_states(optimizer, 1)
         alive = []
@@ -360,7 +360,7 @@ def test_a_zero_row_returns():
 
 
 def test_no_group_lasso_is_ftrl_and_adam():
-    """Strengths of zero change nothing: to the bit for FTRL, but for the rounding of another form for Adam."""
+    """Strengths of zero change nothing: to the bit for FTRL, up to the rounding of another form for Adam."""
     collection, initial, state = trained()
     rows, same = programs.rows_of(collection, state, "group_adam_free"), by_formula("adam", initial["group_adam_free"])
     for key, row in rows.items():
@@ -374,7 +374,7 @@ def test_no_group_lasso_is_ftrl_and_adam():
 
 
 def deeprec_ftrl(row, accumulator, linear, gradient, rate, l1, l2, power=-0.5):
-    """DeepRec's FTRL on a row of an EmbeddingVariable: l1 bounds the norm of the row. In NumPy, in float64."""
+    """Computes DeepRec's FTRL on a row of an EmbeddingVariable, in float64 NumPy: l1 bounds the norm of the row."""
     total = accumulator + gradient**2
     linear = linear + gradient - (total**-power - accumulator**-power) / rate * row
     length = np.sqrt((linear**2).sum())
@@ -385,7 +385,7 @@ def deeprec_ftrl(row, accumulator, linear, gradient, rate, l1, l2, power=-0.5):
 
 @pytest.mark.parametrize(("num_uses", "wanted"), [(3, 0.8282884), (2, 0.7927219)])
 def test_ftrl_of_deeprec_is_group_ftrl(num_uses, wanted):
-    """Its own test: rows of three ones, a gradient of 2 for each use, rate 0.1, l1 = 2, l2 = 1e-5."""
+    """DeepRec's own test agrees: rows of three ones, a gradient of 2 for each use, rate 0.1, l1 = 2, l2 = 1e-5."""
     dim, l1, l2 = 3, 2.0, 1e-5
     optimizer = optim.group_ftrl(0.1, l2=l2, l21=l1 / np.sqrt(dim))
     state = np.ones(dim), np.full(dim, 0.1), np.zeros(dim)
@@ -395,7 +395,7 @@ def test_ftrl_of_deeprec_is_group_ftrl(num_uses, wanted):
     np.testing.assert_allclose(step_rows(optimizer, rows, states, sums, jnp.ones(1), 0).row[0], wanted, rtol=1e-6)
     other = optim.ftrl(0.1, l1=l1, l2=l2)
     row = step_rows(other, rows, initial_states(other, 1, dim), sums, jnp.ones(1), 0).row[0]
-    assert abs(float(row[0]) - wanted) > 0.01  # bounds single numbers
+    assert abs(float(row[0]) - wanted) > 0.01  # a bound on single numbers differs
     rng, state = np.random.default_rng(num_uses), (np.array([0.5, -1.0, 2.0]), *state[1:])
     rows = jnp.asarray(state[0][None], jnp.float32)
     for step in range(6):
@@ -407,7 +407,7 @@ def test_ftrl_of_deeprec_is_group_ftrl(num_uses, wanted):
 
 @pytest.mark.parametrize("make", [optim.ftrl, optim.group_ftrl])
 def test_a_new_row_under_ftrl_and_a_gradient_of_zero(make):
-    """It becomes zero, as docs/optimizers.md says; after a step of another gradient it stays."""
+    """The row becomes zero, as docs/optimizers.md states; after a step of another gradient it stays."""
     rows, states = jnp.ones((2, DIM)), initial_states(make(0.1), 2)
     gradients = jnp.stack([jnp.zeros(DIM), jnp.ones(DIM)])
     rows, states = step_rows(make(0.1), rows, states, gradients, jnp.ones(2), 0)
@@ -418,7 +418,7 @@ def test_a_new_row_under_ftrl_and_a_gradient_of_zero(make):
 
 @given(decay_step=st.integers(1, 7), decay_rate=st.floats(0.1, 0.99), uses=st.lists(st.integers(0, 40), max_size=6))
 def test_adagrad_decay_is_exact(decay_step, decay_rate, uses):
-    """A row that missed decays has after its next use what the dense optimizer gives it, step by step."""
+    """After its next use, a row that missed decays equals the dense optimizer's row, step by step."""
     optimizer = optim.adagrad_decay(0.1, 0.2, decay_step, decay_rate)
     row, accumulator = np.zeros(1), np.full(1, 0.2)
     rows, states = jnp.zeros((1, 1)), initial_states(optimizer, 1, 1)
@@ -440,7 +440,7 @@ EDGES = (2**31 - 2, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1)  # of a step: int32 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "decay_step" not in CASES[name].optimizer.__dict__])
 def test_late_steps_are_like_those_of_a_million(name):
-    """Bias corrections have long become 1: what a step makes of rows no longer depends on its number."""
+    """Bias corrections have long become 1, so the effect of a step no longer depends on its number."""
     optimizer = CASES[name].optimizer
     rows, states = jnp.asarray(some_rows()), initial_states(optimizer, NUM_KEYS)
     late = [
@@ -454,7 +454,7 @@ def test_late_steps_are_like_those_of_a_million(name):
 
 @pytest.mark.parametrize("decay_step", [1, 2, 3, 100_000, 2**31 - 1, 2**31, 2**32 - 1])
 def test_decays_are_counted_to_the_last_step(decay_step):
-    """Those due by update step + 1, whose number may be 2**32."""
+    """The count includes decays due by update step + 1, whose number may be 2**32."""
     optimizer = optim.adagrad_decay(0.1, 0.2, decay_step, 0.5)
     for step in (0, decay_step - 2, decay_step - 1, decay_step, *EDGES):
         if 0 <= step < 2**32:
@@ -463,7 +463,7 @@ def test_decays_are_counted_to_the_last_step(decay_step):
 
 
 def test_adagrad_decay_with_another_decay_step():
-    """A state that had more decays than the new declaration knows of neither grows nor stays undecayed."""
+    """A state with more decays than the new declaration implies neither grows nor stays undecayed."""
     optimizer = optim.adagrad_decay(0.1, 0.2, 10, 0.5)
     states = (jnp.full((1, 1), 8.0), jnp.full((1, 1), 100.0))
     (_, (accumulator, num_decays)) = step_rows(optimizer, jnp.zeros((1, 1)), states, jnp.zeros((1, 1)), jnp.ones(1), 14)
@@ -475,7 +475,7 @@ def test_adagrad_decay_with_another_decay_step():
 
 @pytest.mark.parametrize("make", [optim.ftrl, optim.group_ftrl, optim.group_adam])
 def test_a_learning_rate_of_zero_moves_no_row(make):
-    """Schedules that warm up begin with it, and these optimizers divide by it."""
+    """Warm-up schedules start at zero, and these optimizers divide by the rate."""
     optimizer = make(lambda step: 0.0 * step, l1=0.1)
     rows, states = jnp.asarray(some_rows()), initial_states(optimizer, NUM_KEYS)
     new = step_rows(optimizer, rows, states, rows + 1, jnp.ones(NUM_KEYS), 0, learning_rate=0.0)
@@ -487,7 +487,7 @@ def test_a_learning_rate_of_zero_moves_no_row(make):
 
 @pytest.mark.parametrize("name", CASES)
 def test_zero_gradients_give_finite_rows(name):
-    """No norm, root or moment of zero is divided by; without decay, memory or lasso the row stays to the bit."""
+    """A norm, root or moment of zero is never a divisor; without decay, memory or lasso the row stays to the bit."""
     optimizer = CASES[name].optimizer
     zeros = jnp.zeros((NUM_KEYS, DIM))
     for rows in (zeros, jnp.asarray(some_rows())):
@@ -512,7 +512,7 @@ def test_zero_gradients_give_finite_rows(name):
 
 @pytest.mark.parametrize("name", ["lamb", "lamb_other", "lars", "lars_other"])
 def test_rows_of_zeros_can_leave_zero(name):
-    """A norm of zero trusts the step as it is, as in the formula and in Optax."""
+    """With a norm of zero the step is not scaled, as in the formula and in Optax."""
     case = CASES[name]
     row, gradient = np.zeros(DIM), np.arange(DIM) - 1.5
     initial_state, step = case.formula
@@ -527,7 +527,7 @@ def test_rows_of_zeros_can_leave_zero(name):
 
 
 def test_a_deviation_of_nothing_but_rounding():
-    """Centered RMSProp of gradients that never change: the square of the mean can round above the mean square."""
+    """For constant gradients, centered RMSProp's square of the mean can round above the mean square."""
     optimizer = optim.rmsprop(1e-3, decay=0.7, centered=True)
     rows, states, gradients = jnp.zeros((64, DIM)), initial_states(optimizer, 64), some_large_numbers()
     differences = []
@@ -542,7 +542,7 @@ def some_large_numbers():
 
 
 def test_kernels_of_their_own():
-    """The four have them while no option asks for more; all else is a program."""
+    """The four have their own kernels unless an option requires more; all others are programs."""
     own = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
     for name, number in own.items():
         make = getattr(optim, name)

@@ -1,4 +1,4 @@
-"""Optimizers on rows: what holds for all of them, and the four with kernels of their own against the oracle.
+"""Optimizers on rows: common properties, and the four with their own kernels against the oracle.
 
 Every optimizer against its formula is in test_optimizer_formulas.py.
 """
@@ -21,13 +21,13 @@ from jaxsok import specs
 DIM = 5
 RATE = 0.05
 OPTIMIZERS = [jaxsok.optim.sgd, jaxsok.optim.adagrad, jaxsok.optim.rowwise_adagrad, jaxsok.optim.adam]
-# All that a name in jaxsok.optim makes; lifted ones have tests of their own.
+# All names that jaxsok.optim makes; lifted optimizers have separate tests.
 MAKERS = {
     name: make
     for name in jaxsok.optim.__all__
     if inspect.isfunction(make := getattr(jaxsok.optim, name)) and name != "lift"
 }
-# With what else than its learning rate, so that all of its state is there.
+# Arguments besides the learning rate, so that all of its state exists.
 OPTIONS = {
     "sgd": {"momentum": 0.9, "weight_decay": 0.1},
     "rmsprop": {"centered": True, "momentum": 0.9, "initial_scale": 0.5},
@@ -37,7 +37,7 @@ OPTIONS = {
     "group_ftrl": {"l21": 0.01, "initial_accumulator_value": 0.5},
     "group_adam": {"l21": 0.01},
 }
-# Ten steps of some ten roundings each, rows and states of size <= 10 in float32 against float64.
+# Ten steps of about ten roundings each, rows and states of size <= 10 in float32 against float64.
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
 
 FORMULAS = {
@@ -55,7 +55,7 @@ FORMULAS = {
 
 
 def train(collection, num_steps, *, keys=None, seed=0):
-    """Steps with random keys (or always the same) and gradients; yields (keys, gradients) and the last state."""
+    """Makes steps with random keys (or always the same) and gradients; yields (keys, gradients) and the last state."""
     rng, state, history = np.random.default_rng(seed), collection.init(seed=0), []
     for _ in range(num_steps):
         batch_keys = rng.integers(0, 12, 8) if keys is None else np.asarray(keys)
@@ -70,7 +70,7 @@ def train(collection, num_steps, *, keys=None, seed=0):
 @pytest.mark.parametrize("row_gradient", ["sum", "mean"])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_formula(name, row_gradient):
-    """Ten steps, keys that come, stay away and come back: lazy rows, rows and all their state."""
+    """Rows and all their state agree after ten steps of keys that are new, absent and back, with lazy rows."""
     make, model = FORMULAS[name]
     collection = programs.one_table(dim=DIM, optimizer=make(RATE), row_gradient=row_gradient)
     history, state = train(collection, 10)
@@ -95,7 +95,7 @@ def test_formula(name, row_gradient):
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
 def test_dense_optax_on_touched_rows(name):
-    """Where every row is touched in every step, lazy is dense."""
+    """If every row is touched in every step, lazy optimizers are dense."""
     import optax
 
     make, tx = {
@@ -113,12 +113,12 @@ def test_dense_optax_on_touched_rows(name):
             updates, opt_state = tx.update(jnp.asarray(gradients), opt_state, dense)
         dense = optax.apply_updates(dense, updates)
     got = np.stack([programs.rows_of(collection, state)[key] for key in keys.tolist()])
-    # Both are float32: ten steps of some ten roundings of numbers of size <= 1.
+    # Both are float32: ten steps of about ten roundings of numbers of size <= 1.
     np.testing.assert_allclose(got, dense, rtol=1e-5, atol=1e-6)
 
 
 def with_all(rate, **more):
-    """A collection with a table and a feature for each optimizer, both of its name."""
+    """Returns a collection with a table and a feature for each optimizer, both of its name."""
     tables = [
         jaxsok.TableSpec(name, DIM, make(rate, **OPTIONS.get(name, {}), **more), capacity=16)
         for name, make in MAKERS.items()
@@ -127,7 +127,7 @@ def with_all(rate, **more):
 
 
 def learn_all(collection, state, keys, gradient=1.0, learning_rate=None):
-    """One lookup and one update of all tables with the same keys and the same gradient for every embedding."""
+    """Makes one lookup and one update of all tables with equal keys and one gradient for every embedding."""
     features = collection.batch(dict.fromkeys(MAKERS, np.asarray(keys))).features
     return _learn_all(collection)(state, features, jnp.float32(gradient), learning_rate)
 
@@ -144,7 +144,7 @@ def _learn_all(collection):
 
 
 def test_untouched_rows_do_not_move():
-    """Lazy: no decay of moments, no step, no weight decay, whatever happens to others."""
+    """Untouched rows have no decay of moments, no step and no weight decay, whatever happens to others."""
     collection = with_all(RATE)
     state = learn_all(collection, collection.init(seed=0), [1, 2])
     before = {name: programs.exported(collection, state, name) for name in MAKERS}
@@ -155,11 +155,11 @@ def test_untouched_rows_do_not_move():
         np.testing.assert_array_equal(old[1][1], new[1][1], err_msg=name)
         for a, b in zip(old[1][2], new[1][2], strict=True):
             np.testing.assert_array_equal(a, b, err_msg=name)
-        assert np.any(old[2][1] != new[2][1]), name  # a row that was used did move
+        assert np.any(old[2][1] != new[2][1]), name  # a row that was used moves
 
 
 def test_adam_counts_the_steps_of_the_collection():
-    """A row first seen in step 3 is corrected for three steps: its moments began at zero long ago."""
+    """A row first used in step 3 is corrected for three steps: its moments count as zero since the start."""
     collection = programs.one_table(dim=DIM, optimizer=jaxsok.optim.adam(RATE))
     state = collection.init(seed=0)
     for _ in range(2):
@@ -169,11 +169,11 @@ def test_adam_counts_the_steps_of_the_collection():
     want, _ = model.step(initial, model.initial_state(DIM), np.ones(DIM), RATE, 2)
     np.testing.assert_allclose(programs.rows_of(collection, state)[9], want, **TOLERANCE)
     first_step, _ = model.step(initial, model.initial_state(DIM), np.ones(DIM), RATE, 0)
-    assert np.all(np.abs(want - first_step) > 0.01)  # the test can tell the two apart
+    assert np.all(np.abs(want - first_step) > 0.01)  # the test can distinguish them
 
 
 def test_adagrad_with_zero_accumulator_and_zero_gradient_stays():
-    """As in Optax: nothing is divided by zero."""
+    """As in Optax, there is no division by zero."""
     for make in (jaxsok.optim.adagrad, jaxsok.optim.rowwise_adagrad):
         collection = programs.one_table(dim=DIM, optimizer=make(RATE, initial_accumulator_value=0.0, eps=1e-7))
         state, stats = programs.learn(
@@ -188,7 +188,7 @@ def test_adagrad_with_zero_accumulator_and_zero_gradient_stays():
 @pytest.mark.parametrize("kind", ["number", "array", "schedule"])
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_learning_rate_kinds(make, kind):
-    """A number, an array or a constant schedule: the same rows."""
+    """A number, an array and a constant schedule give equal rows."""
     import optax
 
     rate = {"number": RATE, "array": jnp.float32(RATE), "schedule": optax.constant_schedule(RATE)}[kind]
@@ -197,12 +197,12 @@ def test_learning_rate_kinds(make, kind):
         collection = programs.one_table(dim=DIM, optimizer=make(given))
         state, _ = programs.learn(collection, collection.init(seed=0), programs.batch(collection, user=np.array([1])))
         results.append(programs.rows_of(collection, state)[1])
-    # RATE as float32 either way; equal but for one rounding where a schedule is a product.
+    # RATE is float32 in both cases; equal except for one rounding if a schedule is a product.
     np.testing.assert_allclose(results[0], results[1], rtol=1e-6)
 
 
 def test_schedule_is_called_with_the_step():
-    """0 at the first update; traced, so that one program serves all steps; lookups do not count."""
+    """The step is 0 at the first update, and traced, so one program serves all steps; lookups do not count."""
     import optax
 
     schedule = optax.piecewise_constant_schedule(1.0, {1: 0.5, 3: 0.5})
@@ -226,7 +226,7 @@ EDGES = (2**31 - 2, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1)  # of a step: int32 
 
 @pytest.mark.parametrize("step", EDGES)
 def test_a_schedule_that_has_ended_does_not_begin_anew(step):
-    """A finished decay stays at its end, and a rate that goes on falling is that of step 2**31 - 1."""
+    """A finished decay stays at its end, and a rate that keeps falling is that of step 2**31 - 1."""
     import optax
 
     ended = [
@@ -246,7 +246,7 @@ def test_a_schedule_that_has_ended_does_not_begin_anew(step):
 
 @pytest.mark.parametrize("step", EDGES)
 def test_the_step_stays_at_its_end(step):
-    """Updates go on after step 2**32 - 1, at the rate with which the schedule ended."""
+    """Updates continue after step 2**32 - 1, at the rate with which the schedule ended."""
     import optax
 
     optimizer = jaxsok.optim.adam(optax.linear_schedule(1.0, 0.25, 10), eps=0.0)
@@ -257,12 +257,12 @@ def test_the_step_stays_at_its_end(step):
         state, stats = programs.learn(collection, state, features)
     stats.check()
     assert int(state.step) == min(step + 1, 2**32 - 1)
-    # Of Adam's first step of a row, long after the bias corrections have become 1: 0.1 / sqrt(0.001) rates.
+    # Adam's first step of a row, long after the bias corrections have become 1, is 0.1 / sqrt(0.001) rates.
     np.testing.assert_allclose(programs.rows_of(collection, state)[1], -0.25 * 0.1 / np.sqrt(0.001), rtol=1e-5)
 
 
 def test_learning_rate_of_update_wins_over_a_schedule():
-    """What is given to update is used as it is."""
+    """The rate given to update is used unchanged."""
     import optax
 
     collection = programs.one_table(
@@ -276,7 +276,7 @@ def test_learning_rate_of_update_wins_over_a_schedule():
 
 
 def test_learning_rate_of_update_is_that_of_every_optimizer():
-    """Given to update it does what it does when it is declared."""
+    """Given to update, a rate has the effect of a declared rate."""
     states = []
     for declared, given in ((0.25, None), (RATE, 0.25)):
         collection = with_all(declared)
@@ -287,14 +287,14 @@ def test_learning_rate_of_update_is_that_of_every_optimizer():
     for name in MAKERS:
         for key in (1, 2, 3):
             (_, row, row_states), (_, other, other_states) = (state[name][key] for state in states)
-            # XLA works out constants by another program; some roundings of a scalar.
+            # XLA computes constants with another program: a few roundings of a scalar.
             np.testing.assert_allclose(row, other, rtol=1e-5, atol=1e-7, err_msg=name)
             for a, b in zip(row_states, other_states, strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_new_rows_begin_with_initial_state():
-    """By name, one line a row, before any update; state_specs() says so."""
+    """State has the names and initial values of state_specs(), with one row per table row, before any update."""
     collection = with_all(0.1)
     features = collection.batch(dict.fromkeys(MAKERS, np.array([3, 4]))).features
     _, state, _ = jax.jit(collection.lookup)(collection.init(seed=0), features)
@@ -370,7 +370,7 @@ FLAGS = {
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_signatures(name):
-    """Python's messages about arguments name the function that was called, and its signature says what it makes."""
+    """Python's messages about arguments name the called function, and its signature states what it makes."""
     make = MAKERS[name]
     for arguments in ({}, {"learning_rate": RATE, "lr": RATE}):
         with pytest.raises(TypeError, match=rf"^{name}\(\) "):
@@ -380,7 +380,7 @@ def test_signatures(name):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_refused_hyper_parameters(name):
-    """All of them, below, above and at the ends; the message names optimizer, argument, what was got and wanted."""
+    """All are tested below, above and at the ends; the message names optimizer, argument, actual and expected value."""
     make, hyper, flags = MAKERS[name], HYPER[name], FLAGS.get(name, [])
     assert {*hyper, *flags, "learning_rate", "limits"} == set(inspect.signature(make).parameters)
     for argument, (wanted, values) in hyper.items():
@@ -397,7 +397,7 @@ def test_refused_hyper_parameters(name):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_refused_learning_rates(name):
-    """Neither number nor schedule; and at most 0 where it is divided by."""
+    """Rates that are neither numbers nor schedules are refused; so are rates of at most 0 if they are divisors."""
     make = MAKERS[name]
     for value in ("fast", None, float("nan"), float("inf")):
         with pytest.raises(TypeError, match=rf"^optim\.{name}: learning_rate: got {re.escape(repr(value))}, wanted"):
@@ -417,14 +417,14 @@ def test_refused_learning_rates(name):
 
 @pytest.mark.parametrize("name", ["sgd", "rmsprop"])
 def test_nesterov_needs_momentum(name):
-    """Without it there is nothing to look ahead along."""
+    """Nesterov without momentum is refused."""
     with pytest.raises(ValueError, match=rf"^optim\.{name}: nesterov: got True without momentum; give momentum=0\.9"):
         MAKERS[name](0.1, nesterov=True)
 
 
 @pytest.mark.parametrize("dim", [1, 33])
 def test_other_dims(dim):
-    """Sums over the columns, and states of one number beside rows of one: the same step as `step_row` by itself."""
+    """Sums over the columns, and states of one number next to wide states, give the step of `step_row` alone."""
     tables = [
         jaxsok.TableSpec(name, dim, make(RATE, **OPTIONS.get(name, {})), capacity=16) for name, make in MAKERS.items()
     ]
@@ -458,7 +458,7 @@ def test_other_dims(dim):
 
 
 def test_states_fit_other_strengths_but_no_other_state():
-    """The fingerprint of a state tells its form: not rates, strengths and limits."""
+    """The fingerprint of a state has its form, without rates, strengths and limits."""
     optim = jaxsok.optim
 
     def same(one, other):
@@ -475,14 +475,14 @@ def test_states_fit_other_strengths_but_no_other_state():
 
 
 def test_optimizers_are_declarations():
-    """Fields can be read, and replaced."""
+    """Fields can be read and replaced."""
     adam = jaxsok.optim.adam(0.1, b1=0.8)
     assert dataclasses.replace(adam, b1=0.9) == jaxsok.optim.adam(0.1)
     assert adam != jaxsok.optim.adam(0.1)
 
 
 def test_a_hot_row_through_many_steps():
-    """Hundreds of uses in each of fifty steps: no drift from the oracle, nothing explodes."""
+    """Hundreds of uses in each of fifty steps cause no drift from the oracle and no overflow."""
     collection = programs.one_table(dim=DIM, optimizer=jaxsok.optim.rowwise_adagrad(RATE))
     rng, model = np.random.default_rng(0), oracle.RowwiseAdagrad()
     row, row_state = programs.initial_rows("user", DIM, [7])[0].astype(np.float64), model.initial_state(DIM)

@@ -1,4 +1,4 @@
-"""Row programs: what is compiled, what is refused, and that the kernels do what the JAX function says."""
+"""Row programs: what compiles, what is refused, and the kernels' agreement with the JAX function."""
 
 import dataclasses
 import functools
@@ -20,13 +20,13 @@ from jaxsok.optimizers import program
 from jaxsok.optimizers.protocol import PROGRAM, Optimizer, RowInputs, RowOutputs, RowState
 
 DIMS = (1, 2, 3, 7, 8, 12, 16, 33, 64, 100, 128, 200, 256, 513, 1024)
-CPU_DIMS = (1, 3, 33, 1024)  # on a CPU the columns of a row are one loop, on a GPU they are given to lanes
+CPU_DIMS = (1, 3, 33, 1024)  # on a CPU the columns of a row are one loop, on a GPU they are divided among lanes
 only_on_gpus = programs.only_on_gpus
 
 
 @dataclasses.dataclass(frozen=True)
 class Custom(Optimizer):
-    """An optimizer whose step is any function, with two states as wide as a row and one of one number."""
+    """An optimizer whose step is any function, with two row-wide states and one state of one number."""
 
     name: ClassVar[str] = "custom"
     function: Callable[[RowInputs], tuple[Any, ...]] = None
@@ -43,14 +43,14 @@ class Custom(Optimizer):
 
 
 def as_program(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer without its kernel."""
+    """Returns the optimizer without its kernel."""
     cls = type(optimizer)
     other = dataclasses.make_dataclass(cls.__name__, [], bases=(cls,), frozen=True, namespace={"kernel": PROGRAM})
     return other(**{field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer)})
 
 
 def trained(optimizer, dim, batches, dtype="float32", capacity=600, **table):
-    """Trains on batches, (keys, gradients) each, and returns what the table holds; keys [n]."""
+    """Trains on batches, (keys, gradients) each, and returns the content of the table; keys [n]."""
     tables = [jaxsok.TableSpec("t", dim, optimizer, capacity=capacity, dtype=dtype, **table)]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("f", table="t", combiner=None)])
     state = collection.init(0)
@@ -61,7 +61,7 @@ def trained(optimizer, dim, batches, dtype="float32", capacity=600, **table):
 
 
 def random_batches(dim, num_batches=4, size=700, seed=0):
-    """Keys used once, a few times, more than a run, a chunk, eight chunks; gradients of many sizes."""
+    """Returns keys used once, a few times, more than a run, a chunk, eight chunks; gradients of many sizes."""
     rng = np.random.default_rng(seed)
     for _ in range(num_batches):
         keys = np.r_[np.full(300, 3), np.full(40, 5), np.full(12, 8), rng.integers(10, 200, size - 352)]
@@ -99,14 +99,14 @@ def assert_same_bits(one, other):
     ],
 )
 def test_program_equals_kernel(dim, make):
-    """To the bit, but where a sum over the columns has another order of lanes."""
+    """The bits are equal, unless a sum over the columns has another order of lanes."""
     batches = list(random_batches(dim, num_batches=2))
     of_kernel, _ = trained(make(0.1), dim, batches)
     of_program, _ = trained(as_program(make(0.1)), dim, batches)
     (assert_close if make is optim.rowwise_adagrad else assert_same_bits)(of_kernel, of_program)
 
 
-# On a CPU each dtype with each rounding once.
+# On a CPU each dtype runs once with each rounding.
 ROWS_OF_16_BITS = [(3, "nearest", "bfloat16"), (33, "stochastic", "bfloat16"), (33, "nearest", "float16")]
 ROWS_OF_16_BITS += [(3, "stochastic", "float16")]
 
@@ -265,7 +265,7 @@ FUNCTIONS = (
     ids=lambda value: value if isinstance(value, int) else value.__name__,
 )
 def test_kernel_does_what_the_function_says(function, dim):
-    """One step at a time: the function on what the table held before must give what it holds after."""
+    """In each step the function of the table's content before gives its content after."""
     optimizer = Custom(0.1, function=function)
     rng = np.random.default_rng(dim)
     tables = [jaxsok.TableSpec("t", dim, optimizer, capacity=64)]
@@ -275,7 +275,7 @@ def test_kernel_does_what_the_function_says(function, dim):
     gradients = rng.normal(size=(30, dim)).astype(np.float32)
     gradients[:, 0] = np.tile([0.0, -0.0, 1.0, -1.0, 0.5, 1e-30], 5)
     num_uses = np.bincount(keys)
-    # The last use of each key has the gradient, the others zeros.
+    # Only the last use of each key has a nonzero gradient.
     of_use = np.zeros((keys.size, dim), np.float32)
     of_use[np.cumsum(num_uses) - 1] = gradients
     for step in range(2):
@@ -302,7 +302,7 @@ def test_states_may_change_places():
 
 
 def test_learning_rate_and_schedule_are_operands():
-    """Other numbers are no other program: nothing is compiled again."""
+    """Other numbers do not make another program: nothing is compiled again."""
     optimizer = as_program(optim.adam(lambda step: 0.1 / (1 + step)))
     collection = jaxsok.Collection(
         [jaxsok.TableSpec("t", 4, optimizer, capacity=16)], [jaxsok.FeatureSpec("f", table="t", combiner=None)]
@@ -342,7 +342,7 @@ def on_both(run):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("dim", DIMS)
 def test_law_10_cpu_and_cuda_give_the_same_bits(dim, dtype):
-    """Rows with one use and with hundreds; sums over the columns; programs that are kernels of their own too."""
+    """Rows with one use and with hundreds, sums over the columns, and programs that also are kernels agree."""
     import optax
 
     batches = [(keys, gradients / 100) for keys, gradients in random_batches(dim, num_batches=3)]
@@ -373,11 +373,11 @@ def test_law_3_two_runs_give_the_same_bits(dim):
     assert_same_bits(first, second)
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
+# Refusals ------------------------------------------------------------------------------------------------------------
 
 
 def of(function, states="abc"):
-    """A step that changes the row alone."""
+    """Returns a step that changes only the row."""
     return Custom(0.1, function=lambda x: (function(x), *x.states))
 
 
@@ -418,14 +418,14 @@ def test_refusals(function, message):
 
 
 def test_refused_when_the_table_is_declared():
-    """Not in the first update."""
+    """The error does not wait for the first update."""
     with pytest.raises(program.NotARowProgram, match=r"optim\.custom: step_row: got the operation sort"):
         jaxsok.TableSpec("t", 8, of(lambda x: jnp.sort(x.row)))
 
 
 @dataclasses.dataclass(frozen=True)
 class ManyStates(Optimizer):
-    """Gradient descent with so many arrays of state."""
+    """Gradient descent with a given number of state arrays."""
 
     name: ClassVar[str] = "many_states"
     num_states: int = 8
@@ -463,7 +463,7 @@ def test_too_many_registers():
 
 
 def test_what_no_row_has_part_in_is_left_to_xla():
-    """A schedule with a loop in it is one scalar of the program."""
+    """A schedule that contains a loop is one scalar of the program."""
 
     def step(x):
         factor = jax.lax.fori_loop(0, 5, lambda i, f: f * x.hyper[0], 1.0)
@@ -481,7 +481,7 @@ def test_zeros_of_both_signs_are_two_scalars():
 
 
 def test_long_schedules():
-    """A hundred operations before the first scalar, and only what the scalars need."""
+    """A hundred operations may precede the first scalar; only what the scalars need is computed."""
     import optax
 
     schedule = optax.piecewise_constant_schedule(1.0, {10 * i: 0.5 for i in range(1, 100)})
@@ -512,7 +512,7 @@ def test_what_has_no_output_is_not_computed():
 
 
 def test_example_of_the_module():
-    """The compiler makes of the function what the page says."""
+    """The compiler makes the documented program from the function."""
 
     def step(x):
         m = 0.9 * x.states[0] + 0.1 * x.gradient
