@@ -423,7 +423,7 @@ def test_what_has_no_room_changes_nothing(tmp_path, num_devices):
 
 
 def fails_later(monkeypatch, call):
-    """Makes reading files fail after as many reads as a successful restore makes before it removes rows."""
+    """Makes a file's batches fail once more than `call` readers have been opened."""
     batches, calls = files.SavedFile.batches, []
 
     def read(file, *args):

@@ -82,7 +82,7 @@ def test_the_links_of_a_delta_are_found_beside_it(chain):
 
 
 def test_deltas_are_applied_one_by_one(chain):
-    """A serving state takes a delta by the path of its last export or by its number; old plans are stale."""
+    """A serving state takes a delta by the path of the export that it holds or by its number; old plans are stale."""
     paths, exported, held, _ = chain
     other = collection_of(tables_of(capacity=60))
     state = checkpoint.load(paths[0], other)
@@ -568,7 +568,7 @@ def test_a_base_that_was_lost_is_refused(tmp_path, num_devices):
 
 
 def test_a_base_of_another_beginning_is_refused(tmp_path, monkeypatch):
-    """The seed is the same, but another process started over, or rows were restored without the rest of the base."""
+    """The seed is equal, but another process started over, or rows were restored without the optimizer state."""
     collection = two()
     state = train(collection, collection.init(seed=1), 1)
     checkpoint.export_full(tmp_path / "full", collection, state)
@@ -583,7 +583,7 @@ def test_a_base_of_another_beginning_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_state_brought_forward_by_deltas_may_go_on(chain, tmp_path):
-    """The state after the last delta may export the next delta, unless it is on another branch of the chain."""
+    """A state after some deltas may export on each of them, but not on a later delta of the chain."""
     paths, *_ = chain
     collection = collection_of(tables_of(), 4)
     state = checkpoint.apply_delta(paths[1], collection, checkpoint.load(paths[0], collection), after=paths[0])

@@ -131,7 +131,7 @@ def test_a_report_is_what_numpy_says(seed, num_rows, places, most):
 
 
 def test_ages_are_counted_from_the_clock():
-    """Ages count from a file's step, which may lie behind the last use, or from a user's own clock ahead of it."""
+    """Ages count from the given clock, which may lie behind the last use; its default is the last use."""
     records = Records(np.arange(4, dtype=np.uint64), np.ones((4, 1), np.float32), last_step=np.uint32([3, 9, 10, 12]))
     ages = inspection.report([records], clock=11).ages
     assert ages.clock == 11 and filled(ages.bins) == {(0, 1): 1, (1, 2): 1, (2, 4): 1, (8, 16): 1}
@@ -553,7 +553,7 @@ def test_wrong_programs_name_file_and_line(tmp_path, source, message):
 
 
 def test_other_files_declare_nothing(tmp_path):
-    """Missing files, unknown suffixes, binary files and invalid JSON are refused."""
+    """Missing files, unknown suffixes, invalid text and JSON without fields are refused."""
     with pytest.raises(FileNotFoundError, match="no such file"):
         inspection.read_spec(tmp_path / "tables.toml")
     for name, content, message in (

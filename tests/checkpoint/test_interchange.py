@@ -376,7 +376,7 @@ def write_all(path):
 
 @pytest.mark.parametrize("form", ["hps", "sok", "parquet", "arrow", "npz"])
 def test_files_of_another_size_are_refused(tmp_path, form):
-    """Files truncated anywhere, extended or one byte off are refused with file and byte."""
+    """Files with bytes cut off, added or removed anywhere are refused, with the file and the byte."""
     read, paths = write_all(tmp_path)[form]
     wanted = by_key(read())
     for path in paths:
