@@ -631,7 +631,7 @@ ID_PATHS = {
 
 @functools.cache
 def small_tables(send_capacity=None):
-    """Returns a sharded table and one on shard 2 in one store, and a replicated one, all too small for the keys used."""
+    """Returns a sharded table and one on shard 2 in one store, and a replicated one, all too small for the keys."""
     options = {"capacity": 4 * ID_CAPACITY, "max_capacity": 4 * ID_CAPACITY}
     on_a_shard = {"capacity": ID_CAPACITY, "max_capacity": ID_CAPACITY}
     sgd = jaxsok.optim.sgd(1.0)
