@@ -748,7 +748,7 @@ def killed_and_resumed(folder, num_steps, num_more, forms=cases.Life.FORMS):
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
     """Ten steps after the restore have the bits of a run that was not killed, on one device and on a mesh (law 13).
 
-    The third form, one device that is given each batch, is left to the long run, since the mesh is given batches too.
+    The third form, one device that receives each batch, is left to the long run, since the mesh receives batches too.
     """
     killed_and_resumed(tmp_path, 12, 10, ("seen", "mesh"))
 

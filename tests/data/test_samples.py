@@ -362,13 +362,13 @@ def test_nulls(tmp_path, as_file):
 
 
 def test_booleans_are_numbers():
-    """Without nulls they have 8 bits."""
+    """Booleans without nulls are read as 8-bit numbers."""
     column = ArrowSource(pa.table({"clicked": [True, False, True]})).take(slice(0, 3))["clicked"]
     assert column.tolist() == [1, 0, 1] and column.dtype == np.uint8
 
 
 def test_dictionaries_of_numbers_are_numbers(tmp_path):
-    """As Arrow holds columns with few different values."""
+    """Arrow stores columns with few different values as dictionaries."""
     encoded = pa.table({"user": pa.chunked_array([pa.array([7, 9, None, 7]).dictionary_encode()])})
     _write_ipc(tmp_path / "a.arrow", encoded)
     for given in (encoded, tmp_path / "a.arrow"):
@@ -388,7 +388,7 @@ def test_dictionaries_of_numbers_are_numbers(tmp_path):
     ],
 )
 def test_other_columns_are_refused_by_name(tmp_path, column, error, message):
-    """When a block is read; not where the column is not among those that were chosen."""
+    """The error comes when a block is read; a column that was not chosen causes none."""
     table = pa.table({"user": [1, 2], "bad": column})
     pa.parquet.write_table(table, tmp_path / "a.parquet")
     for given in (table, tmp_path / "a.parquet"):
@@ -399,7 +399,7 @@ def test_other_columns_are_refused_by_name(tmp_path, column, error, message):
 
 
 def test_tables_without_rows_have_columns(tmp_path):
-    """No sample, but columns of the right types."""
+    """A table without rows gives no sample, but columns of the right types."""
     pa.parquet.write_table(SCHEMA.empty_table(), tmp_path / "a.parquet")
     with pa.ipc.new_file(tmp_path / "a.arrow", SCHEMA):
         pass
@@ -413,7 +413,7 @@ def test_tables_without_rows_have_columns(tmp_path):
 
 
 def test_files_that_are_not_there(tmp_path):
-    """The path is in the message, also where other files were found."""
+    """The path is in the message, even if other files were found."""
     _ipc(tmp_path / "a.arrow")
     pa.parquet.write_table(_table(), tmp_path / "a.parquet")
     missing = [
@@ -431,7 +431,7 @@ def test_files_that_are_not_there(tmp_path):
 
 
 def test_tables_of_other_libraries():
-    """Whatever has Arrow's C interface: a record batch, a data frame of Polars."""
+    """Any object with Arrow's C interface is read: a record batch, a data frame of Polars."""
     batch = _table().combine_chunks().to_batches()[0]
     assert_reads(ArrowSource(batch), slice(5, 50), PLAIN)
     polars = pytest.importorskip("polars")
@@ -452,7 +452,7 @@ def test_streams_are_refused_by_name(tmp_path):
 
 
 def test_files_with_other_columns_are_refused(tmp_path):
-    """Which would be read as far as they go."""
+    """Their samples could be read only up to the difference."""
     _ipc(tmp_path / "a.arrow")
     _write_ipc(tmp_path / "b.arrow", pa.table({"user": [1], "item": [2]}))
     with pytest.raises(ValueError, match=r"b\.arrow: got columns \['user', 'item'\], wanted \['user', 'price'"):
@@ -463,7 +463,7 @@ def test_files_with_other_columns_are_refused(tmp_path):
 
 
 class CountedSource(BlockSource):
-    """Eight blocks of ten samples; counts what it loads, and fails as often as it is made to."""
+    """Eight blocks of ten samples; counts its loads, and fails on request."""
 
     def __init__(self):
         super().__init__([10] * 8)
@@ -482,7 +482,7 @@ class CountedSource(BlockSource):
 
 
 def test_many_threads_load_a_block_once():
-    """The first one loads it, the others wait for it."""
+    """The first thread loads it; the others wait."""
     source = CountedSource()
     source.go_on.clear()
     places = np.arange(5, 25)
@@ -494,7 +494,7 @@ def test_many_threads_load_a_block_once():
 
 
 def test_a_block_that_failed_is_loaded_again():
-    """Those who waited get the error, the next reader the block."""
+    """Waiting threads get the error; the next reader gets the block."""
     source = CountedSource()
     source.failures = 1
     source.go_on.clear()
@@ -508,7 +508,7 @@ def test_a_block_that_failed_is_loaded_again():
 
 
 def test_blocks_beyond_those_kept_are_dropped():
-    """Four at first, the least recently used goes; `keep` asks for more, and never for fewer."""
+    """Four blocks are kept at first, and the least recently used is dropped; `keep` can only raise the number."""
     source = CountedSource()
     for block in (0, 1, 2, 3, 0, 4, 0, 1):
         source.take(slice(10 * block, 10 * block + 10))
@@ -521,7 +521,7 @@ def test_blocks_beyond_those_kept_are_dropped():
 
 
 def test_a_joined_source_keeps_blocks_in_all_parts():
-    """What Batches asks of a source reaches those that decode."""
+    """A request of Batches reaches the sources that decode."""
     parts = [CountedSource(), CountedSource()]
     joined = JoinedSource(parts)
     joined.keep(8)
@@ -532,7 +532,7 @@ def test_a_joined_source_keeps_blocks_in_all_parts():
 
 @hypothesis.given(blocks=st.lists(st.integers(0, 7), max_size=30), num_kept=st.integers(4, 6))
 def test_kept_blocks_are_the_last_ones_used(blocks, num_kept):
-    """Against a list in the order of use."""
+    """The kept blocks agree with a list in the order of use."""
     source, kept, loads = CountedSource(), [], []
     source.keep(num_kept)
     for block in blocks:

@@ -105,7 +105,7 @@ def living(memory, num_shards=None):
 
 @pytest.mark.filterwarnings("ignore:grow")
 def test_a_long_life_that_ends_without_host_memory(by_doubling, tmp_path):
-    """A cache of a third of the rows takes 240 steps with growth and eviction; four devices then hold all rows saved."""
+    """A cache of a third of the rows takes 240 steps with growth and eviction; four devices then hold its rows."""
     plain, tiered = living(None), living(jaxsok.HostMemory(device_rows=64))
     raws = raw_batches(plain, 240, num_keys=150)
     (want, results), (got, others) = (trained(each, raws) for each in (plain, tiered))

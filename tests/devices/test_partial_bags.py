@@ -364,7 +364,7 @@ def test_a_send_capacity_that_is_too_small(is_find):
     if is_find:
         _, state, _ = programs.lookup(one)(state, whole)
     plan = one.plan(one.batch(raw).features, send_capacity=[capacity])
-    sent = {}  # (shard, owner) -> number of uses sent so far
+    sent = {}  # (shard, owner) -> uses, of which the first are sent
     for owner, uses in enumerate(arrivals(raw)):
         for use in uses:
             sent.setdefault((use[0], owner), []).append(use[1:])

@@ -144,7 +144,7 @@ def test_small_tables_are_replicated_where_that_sends_less():
     tables, features = specs(user=1_000_000, day=7)
     proposal = propose(tables, features, num_shards=4, keys_per_step=1000, finds_per_step=MANY_FINDS)
     assert placements(proposal) == [SHARDED, REPLICATED]
-    assert "takes 76.3 MiB on every device" in proposal.lines[0].reason  # 80 bytes a row exceed every device
+    assert "takes 76.3 MiB on every device" in proposal.lines[0].reason  # 80 bytes for each of 1,000,000 rows
     # Small gradients count too: 2 devices, 16 + 12 bytes against half of 16 + 32 + 12.
     narrow = ExchangeSpec(gradients="float8_e4m3fn")
     assert placements(propose(tables, features, num_shards=2, keys_per_step=1000, exchange=narrow)) == [

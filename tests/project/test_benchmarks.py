@@ -97,7 +97,7 @@ def test_a_quick_run_that_names_nothing_is_small(monkeypatch):
 
 
 def test_times_are_printed_as_they_are_known(capsys):
-    """Times show a range if repetitions differ much, no spread of one time, no rate of 0, and a note with the number."""
+    """Times show a range if repetitions differ much, no spread of a single time, no rate of 0, and a note."""
     steady, single = timing.summary([1.0, 1.1, 1.05], 1), timing.summary([2.0], 1)
     unsteady = timing.summary([1.0, 0.5, 13.4], 1)
     assert (str(steady), steady.spread_text) == ("1.05 ms ±5%", "10%")

@@ -373,7 +373,7 @@ def _start_two(launcher: str, *arguments, program: str = "train_dlrm.py") -> lis
 
 
 LAUNCHERS = ("slurm", "open mpi", "variables")
-# Each launcher needs two processes; JAX is loaded once, and each process starts its back end.
+# Each launcher needs two processes: JAX is loaded once before the fork, and each process starts its back end.
 MEET = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
