@@ -1,6 +1,6 @@
-"""A DLRM trained in TorchRec continues in jaxsok with the same losses and rows. Needs the real packages.
+"""A DLRM trained in TorchRec continues in jaxsok with the same losses and rows.
 
-Skipped where torch, torchrec and fbgemm-gpu-cpu are missing; docs/porting_torchrec.md says how to install them.
+Without torch, torchrec and fbgemm-gpu-cpu the tests are skipped; docs/porting_torchrec.md says how to install them.
 """
 
 import functools

@@ -88,7 +88,7 @@ def _converted(paths, folder):
 
 @pytest.fixture(params=[_as_text, _converted])
 def read(request, tmp_path):
-    """Returns readers of plain text: directly, and after a conversion."""
+    """Returns a reader of plain text: directly, or after a conversion."""
     return lambda paths: request.param(paths, tmp_path)
 
 

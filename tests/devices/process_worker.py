@@ -403,7 +403,7 @@ def refusals(mesh, number, folder):
 def host_memory(mesh, number, num_processes, folder):
     """Divides a host's memory for tables among its processes; returns the errors of all when an allocation fails.
 
-    Then trains; each process compares its rows with those of tables on the device.
+    Afterwards it trains; each process compares its rows with those of tables on the device.
     """
     from unittest import mock
 
