@@ -1,4 +1,4 @@
-"""Checkpoints: what was saved is restored, onto any mesh; what is damaged or does not fit is refused."""
+"""Checkpoints: a saved state is restored onto any mesh; damaged or unfitting files are refused."""
 
 import dataclasses
 import json
@@ -36,14 +36,14 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="eight de
 
 @pytest.fixture(scope="module")
 def eight():
-    """A collection over eight devices, and what a training made of it; not to be donated."""
+    """Returns a collection over eight devices and its trained state, which must not be donated."""
     collection = collection_of(tables_of(), 8)
     return collection, train(collection, collection.init(seed=2**40 + 7), 4)
 
 
 @pytest.fixture(scope="module")
 def saved(eight, tmp_path_factory):
-    """The folder of its tables, saved with a parameter by an asynchronous manager."""
+    """Returns the folder of its tables, saved with a parameter by an asynchronous manager."""
     folder = tmp_path_factory.mktemp("saved")
     with ocp.CheckpointManager(folder) as manager:
         items = ocp.args.Composite(
@@ -55,7 +55,7 @@ def saved(eight, tmp_path_factory):
 
 
 def restore(folder, collection, **options):
-    """Without a manager."""
+    """Restores a folder without a manager."""
     return checkpoint.TablesCheckpointHandler().restore(folder, args=TablesRestore(collection, **options))
 
 
@@ -71,7 +71,7 @@ def save_to(folder, collection, state, **options):
 
 @pytest.mark.parametrize("num_devices", [8, 3, pytest.param(1, marks=pytest.mark.slow), None])
 def test_every_row_counter_and_waiting_key_is_restored(eight, saved, num_devices):
-    """With another capacity: too small for what comes on one device, larger than before on three."""
+    """The other capacity is too small for the rows of one device, and larger than before on three."""
     collection, state = eight
     other = collection_of(tables_of(capacity=300 if num_devices == 3 else 24), num_devices)
     again = restore(saved, other)
@@ -83,7 +83,7 @@ def test_every_row_counter_and_waiting_key_is_restored(eight, saved, num_devices
 
 
 def test_training_goes_on_as_if_nothing_had_been(eight, saved):
-    """New keys, old keys and keys that waited, on a mesh of the same size, to the bit; and new rows by the old seed."""
+    """New, old and waiting keys train to the same bits on a mesh of equal size; new rows come from the old seed."""
     collection, state = eight
     other = collection_of(tables_of(), 8)
     went_on = train(other, restore(saved, other), 2)
@@ -93,7 +93,7 @@ def test_training_goes_on_as_if_nothing_had_been(eight, saved):
 
 
 def test_tables_are_regrouped(eight, saved):
-    """Tables that shared a store are apart, others share one, and placements differ."""
+    """Tables that shared a store are separate, others share a store, and placements differ."""
     collection, state = eight
     tables = [
         jaxsok.TableSpec("user", cases.DIM, cases.ADAM, eviction=policies.LeastRecentlyUsed(), placement=jaxsok.on(1)),
@@ -110,7 +110,7 @@ def test_tables_are_regrouped(eight, saved):
 
 
 def test_through_a_manager_beside_parameters(eight, saved):
-    """Items are restored together, and the state is the one that the handler gives alone."""
+    """Items are restored together, and the tables are those that the handler restores alone."""
     collection, state = eight
     other = collection_of(tables_of(), 2)
     with ocp.CheckpointManager(saved.parents[1]) as manager:
@@ -129,11 +129,11 @@ def test_an_empty_collection(tmp_path):
     assert all(rows == 0 for rows in collection_of(tables_of()).num_rows(again).values())
 
 
-# While training goes on -----------------------------------------------------------------------------------------------
+# While training continues ---------------------------------------------------------------------------------------------
 
 
 def test_what_is_saved_is_the_state_of_the_call(tmp_path):
-    """The state is donated to steps while the files are written; the pause is reported."""
+    """The state is donated to later steps while the files are written; the pause is reported."""
     collection = collection_of(tables_of(), 4)
     state = train(collection, collection.init(seed=1), 2)
     want = content(collection, state)
@@ -152,7 +152,7 @@ def test_what_is_saved_is_the_state_of_the_call(tmp_path):
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_host_memory_is_bounded(eight, tmp_path, compression):
-    """A queue of a few KiB: what does not fit waits until files are written, and nothing is lost."""
+    """With a queue of a few KiB, further pieces wait until files are written, and nothing is lost."""
     collection, state = eight
     report = save_to(tmp_path / "saved", collection, state, host_bytes=24_000, compression=compression)
     assert report.peak_bytes <= 24_000 < report.num_bytes
@@ -161,7 +161,7 @@ def test_host_memory_is_bounded(eight, tmp_path, compression):
 
 
 def test_a_piece_keeps_no_more_memory_than_it_counts():
-    """The last lines of a slab, and the few of a delta: what is cut off is let go."""
+    """The last rows of a slab and the few rows of a delta keep no larger array alive."""
     collection = collection_of([jaxsok.TableSpec("item", 4, optim.sgd(0.1), capacity=64, statistics=True)])
     features = [collection.batch({"item": np.arange(*ends, dtype=np.uint64)}).features for ends in ((0, 35), (35, 38))]
     state = collection.init(seed=0)
@@ -181,7 +181,7 @@ def test_a_piece_keeps_no_more_memory_than_it_counts():
 
 
 def test_the_writer_waits_for_the_folder_and_the_copy_for_the_writer(eight, tmp_path):
-    """The queue's two ends on two threads: with no writer the copy stops at the bound, and goes on with one."""
+    """Without a writer the copy stops at the bound of the queue; with a writer it continues."""
     saving = save.Saving("test", *eight, save.SaveOptions(host_bytes=24_000))
     thread = threading.Thread(target=saving.feed, daemon=True)
     thread.start()
@@ -193,17 +193,17 @@ def test_the_writer_waits_for_the_folder_and_the_copy_for_the_writer(eight, tmp_
 
 
 def test_an_error_of_the_writer_ends_the_save(eight, tmp_path):
-    """A folder that is not there raises an error in the caller, and no thread waits for ever."""
+    """A missing folder raises an error in the caller, and no thread waits forever."""
     saving = save.Saving("test", *eight, save.SaveOptions(host_bytes=24_000))
     with pytest.raises(FileNotFoundError):
         save.save_now(saving, tmp_path / "absent")
 
 
-# What is saved beside rows --------------------------------------------------------------------------------------------
+# What is saved alongside rows -----------------------------------------------------------------------------------------
 
 
 def test_salts_evictions_and_optimizer_state_of_no_row(tmp_path):
-    """Small things follow their table onto another mesh."""
+    """Salts, evictions and scalar optimizer state follow their table onto another mesh."""
     import optax
 
     lifted = optim.lift(optax.scale_by_schedule(lambda count: -0.1 / (1.0 + count)))
@@ -229,7 +229,7 @@ def test_salts_evictions_and_optimizer_state_of_no_row(tmp_path):
 
 
 def test_bloom_filters_stay_where_the_shards_are_the_same(tmp_path, caplog):
-    """Filters are restored to the bit on a mesh of the same size; elsewhere they begin empty, with a warning."""
+    """Filters are restored to the bit on a mesh of the same size; elsewhere they start empty, with a warning."""
     tables = [
         jaxsok.TableSpec("item", 4, optim.sgd(0.1), capacity=64, admission=policies.AdmitByBloom(3, num_keys=500))
     ]
@@ -246,7 +246,7 @@ def test_bloom_filters_stay_where_the_shards_are_the_same(tmp_path, caplog):
 
 
 def test_another_admission(tmp_path, caplog):
-    """Under a lower threshold keys wait for one more sight; what another kind counted is lost, with a warning."""
+    """With a lower threshold, keys wait for one more sight; counts of another kind are lost, with a warning."""
 
     def by(admission):
         return collection_of([jaxsok.TableSpec("item", 2, optim.sgd(0.1), capacity=64, admission=admission)])
@@ -269,7 +269,7 @@ def test_another_admission(tmp_path, caplog):
 
 
 def test_all_files_are_on_the_disk_before_they_get_their_names(tmp_path, monkeypatch):
-    """Rows, Bloom filters, the parts of the manifest and the manifest; then the folder, and the one it is in."""
+    """Rows, Bloom filters, manifest parts and manifest are synced first, then the folder and its parent."""
     real_sync, real_rename, done = os.fsync, os.rename, []
 
     def sync(descriptor):
@@ -299,7 +299,7 @@ def test_all_files_are_on_the_disk_before_they_get_their_names(tmp_path, monkeyp
 
 
 def test_rows_that_are_not_finite_are_reported(tmp_path, caplog):
-    """By table, in the log, in the report and in the manifest; they are saved as they are."""
+    """The log, the report and the manifest count them by table; the rows are saved unchanged."""
     tables = [jaxsok.TableSpec(name, 4, optim.sgd(0.1), capacity=64) for name in ("item", "user")]
     collection = collection_of(tables)
     state = train(collection, collection.init(), 1)
@@ -323,7 +323,7 @@ def test_rows_that_are_not_finite_are_reported(tmp_path, caplog):
 
 
 def test_another_optimizer_is_refused_unless_it_is_meant(eight, saved):
-    """Rows alone, or state of equal names; never by accident."""
+    """Restoring rows alone, or state of equal names, needs an explicit choice."""
     collection, state = eight
     want = content(collection, state)
 
@@ -369,7 +369,7 @@ def test_rows_of_another_dtype_are_converted(eight, saved, caplog):
 
 
 def test_statistics_that_nobody_kept(tmp_path):
-    """Rows without statistics come as if used when they were saved: none of them is the first to leave."""
+    """Rows saved without statistics count as used at the time of saving, so none of them is evicted first."""
     plain = collection_of([jaxsok.TableSpec("item", 4, optim.sgd(0.1), capacity=64)])
     state = train(plain, plain.init(), 3)
     save_to(tmp_path / "saved", plain, state)
@@ -380,7 +380,7 @@ def test_statistics_that_nobody_kept(tmp_path):
 
 
 def test_some_tables_into_a_state_that_there_is(eight, saved):
-    """They take the place of what was there; the others, step and seed stay. Plans from before are stale."""
+    """They replace the rows of their tables; other tables, step and seed stay. Earlier plans are stale."""
     collection, state = eight
     other = collection_of(tables_of(), 3)
     mine = train(other, other.init(seed=1), 2)
@@ -389,7 +389,7 @@ def test_some_tables_into_a_state_that_there_is(eight, saved):
     got, want = content(other, again), content(collection, state)
     for name in ("user", "day"):
         last_steps = want[f"{name}.statistics"][:, 0]
-        last_steps[:] = np.maximum(last_steps, 2)  # they came now
+        last_steps[:] = np.maximum(last_steps, 2)  # as restored rows count as used now
     assert_same(got, want, names=[name for name in want if name.split(".")[0] in ("user", "day")])
     assert_same(got, before, names=[name for name in want if name.split(".")[0] in ("item", "ad")])
     assert int(again.step) == 2 and int(again.seed[0]) == 1
@@ -398,7 +398,7 @@ def test_some_tables_into_a_state_that_there_is(eight, saved):
 
 @pytest.mark.parametrize("num_devices", [None, 2])
 def test_what_has_no_room_changes_nothing(tmp_path, num_devices):
-    """It is refused before rows of the state go; rows that go make room."""
+    """The restore is refused before any row of the state is removed; removed rows make room."""
 
     def of(capacity):
         options = {"capacity": capacity, "max_capacity": capacity}
@@ -423,7 +423,7 @@ def test_what_has_no_room_changes_nothing(tmp_path, num_devices):
 
 
 def fails_later(monkeypatch, call):
-    """Reading files fails, so often they were read before."""
+    """Makes a file's batches fail once more than `call` readers have been opened."""
     batches, calls = files.SavedFile.batches, []
 
     def read(file, *args):
@@ -438,7 +438,7 @@ def fails_later(monkeypatch, call):
 
 @pytest.mark.parametrize(("num_devices", "call"), [(None, 0), (2, 2), (None, 4)])
 def test_what_fails_on_the_way_leaves_a_state(saved, monkeypatch, num_devices, call):
-    """When rows of a given state went already: what there is of it is in the error, and can be restored into."""
+    """If rows of the given state are gone already, the error holds the remaining state, which can be restored into."""
     collection = collection_of(tables_of(capacity=40), num_devices)
     state = train(collection, collection.init(seed=1), 1)
     with monkeypatch.context() as patched:
@@ -448,7 +448,7 @@ def test_what_fails_on_the_way_leaves_a_state(saved, monkeypatch, num_devices, c
     assert "the `state` attribute of this error" in caught.value.__notes__[0]
     state = restore(saved, collection, state=caught.value.state)
     want = content(collection, restore(saved, collection))
-    names = [name for name in want if not name.endswith("statistics")]  # they count as used now
+    names = [name for name in want if not name.endswith("statistics")]  # restored rows count as used now
     assert_same(content(collection, state), want, names=names)
     assert waiting(collection, state, "ad") == waiting(collection, restore(saved, collection), "ad")
 
@@ -512,7 +512,7 @@ def _files(folder):
 
 @pytest.mark.parametrize("place", ["head", "batch", "foot", "cut", "longer", "gone", "swapped", "manifest", "no json"])
 def test_damaged_files_are_refused_and_change_nothing(saved, tmp_path, place):
-    """Naming file and byte; the state that was to take the rows is as it was."""
+    """The error names file and byte; the state to restore into is unchanged."""
     folder = tmp_path / "damaged"
     shutil.copytree(saved, folder)
     entry = _files(folder)[0]
@@ -534,7 +534,7 @@ def test_damaged_files_are_refused_and_change_nothing(saved, tmp_path, place):
     elif place == "gone":
         path.unlink()
     elif place == "swapped":
-        # A file of another table, in its place: of the same size, or not.
+        # A file of another table takes its place; the sizes may be equal.
         data = (
             folder / json.loads((folder / "manifest.json").read_text())["tables"]["item"]["files"][0]["name"]
         ).read_bytes()
@@ -555,7 +555,7 @@ def test_damaged_files_are_refused_and_change_nothing(saved, tmp_path, place):
 
 @pytest.mark.parametrize("place", ["flipped", "gone", "cut"])
 def test_a_damaged_bloom_filter_changes_nothing(tmp_path, place):
-    """It is read last; whether it is whole is known before the rows of a state go."""
+    """A filter is read last, but it is checked before rows of the state are removed."""
     admission = policies.AdmitByBloom(2, num_keys=50)
     collection = collection_of([jaxsok.TableSpec("item", 2, optim.sgd(0.1), capacity=64, admission=admission)])
     state = train(collection, collection.init(seed=3), 2)
@@ -574,7 +574,7 @@ def test_a_damaged_bloom_filter_changes_nothing(tmp_path, place):
 
 
 def test_counts_that_do_not_agree_are_refused(saved, tmp_path):
-    """A manifest with a checksum of its own, and another number of rows than its files."""
+    """A manifest with a valid checksum gives another number of rows than its files."""
     folder = tmp_path / "other"
     shutil.copytree(saved, folder)
     whole = json.loads((folder / "manifest.json").read_text())
@@ -590,7 +590,7 @@ def test_counts_that_do_not_agree_are_refused(saved, tmp_path):
 
 
 def test_rows_of_another_type_are_refused(saved, tmp_path):
-    """A file has right checksums and wrong columns, as if somebody had written it again."""
+    """A file has valid checksums and wrong columns, as if another program had rewritten it."""
     folder = tmp_path / "other"
     shutil.copytree(saved, folder)
     entry = _files(folder)[0]
@@ -607,7 +607,7 @@ def test_rows_of_another_type_are_refused(saved, tmp_path):
 
 
 def test_segments_do_not_depend_on_the_pieces_of_a_writer(tmp_path):
-    """A piece may have the end of the head and the begin of the first batch."""
+    """A piece may hold the end of the head and the beginning of the first batch."""
     content = bytes(range(24))
     with (tmp_path / "file").open("wb") as opened:
         file = files._SegmentedFile(opened, head_size=8)
@@ -633,7 +633,7 @@ def test_a_newer_format_is_refused(saved, tmp_path):
 
 
 def test_the_files_are_read_by_anybody(eight, saved):
-    """By Arrow alone, from the description in docs/checkpoint_format.md."""
+    """Arrow alone reads them, from the description in docs/checkpoint_format.md."""
     collection, state = eight
     want = content(collection, state)
     whole = json.loads((saved / "manifest.json").read_text())
@@ -651,7 +651,7 @@ def test_the_files_are_read_by_anybody(eight, saved):
 
 
 def test_batches_tell_their_partitions(saved):
-    """So that a process reads what it needs: the range of each batch is that of its keys, and most are narrow."""
+    """The range of each batch is that of its keys, and most are narrow, so a process reads only what it needs."""
     whole, widths = json.loads((saved / "manifest.json").read_text()), []
     for name, table in whole["tables"].items():
         for file in table["files"]:
@@ -665,11 +665,11 @@ def test_batches_tell_their_partitions(saved):
     assert np.mean(widths) < 4096 / 4
 
 
-# Death ----------------------------------------------------------------------------------------------------------------
+# Killed processes -----------------------------------------------------------------------------------------------------
 
 
 def killed(folder, times, seed):
-    """Kills a process that saves again and again, so often; after each death what is there is read."""
+    """Kills a process that saves in a loop, `times` times; the files are read after each kill."""
     collection = cases.counting()
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(jaxsok.__file__).parents[1])}
     command = [sys.executable, "-W", "ignore", str(WORKER), "killed", str(folder), str(seed)]
@@ -710,7 +710,7 @@ def test_fifty_deaths(tmp_path):
 
 
 def killed_and_resumed(folder, num_steps, num_more, forms=cases.Life.FORMS):
-    """Kills a process that saves after each step; another process goes on, and both are as one."""
+    """Kills a process that saves after each step; another process continues, and the result equals an unbroken run."""
     for form in forms:
         (folder / form).mkdir()
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(jaxsok.__file__).parents[1])}
@@ -728,7 +728,7 @@ def killed_and_resumed(folder, num_steps, num_more, forms=cases.Life.FORMS):
         growth, counts = whole.collection.growth, []
         while whole.step < last:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore" if whole.step == 0 else "error")  # "seen" knows nothing at first
+                warnings.simplefilter("ignore" if whole.step == 0 else "error")  # "seen" has no statistics at first
                 wanted = whole.advance(saves=False)
             counts.append((growth.num_evictions, growth.num_grown))
             with np.load(folder / form / f"{whole.step}.npz") as got:
@@ -746,9 +746,9 @@ def killed_and_resumed(folder, num_steps, num_more, forms=cases.Life.FORMS):
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
-    """Law 13: ten steps after the restore have the bits of a run that was not killed, on one device and on a mesh.
+    """Ten steps after the restore have the bits of a run that was not killed, on one device and on a mesh (law 13).
 
-    The third form, one device that is given each batch, is left to the long run: the mesh is given batches, too.
+    The third form, one device that receives each batch, is left to the long run, since the mesh receives batches too.
     """
     killed_and_resumed(tmp_path, 12, 10, ("seen", "mesh"))
 
@@ -763,7 +763,7 @@ def test_runs_killed_early_and_late(tmp_path, num_steps):
 
 
 def test_two_processes(tmp_path):
-    """Two processes restore what they saved, and so does a single process on other meshes; exports and deltas alike."""
+    """Two processes restore what they saved, and so does one process on other meshes, also from exports and deltas."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("JAX_")},
         "JAX_PLATFORMS": "cpu",
@@ -788,7 +788,7 @@ def test_two_processes(tmp_path):
     assert codes == [0, 0], [(tmp_path / f"{n}.err").read_text()[-2500:] for n in range(2)]
 
     def union(name):
-        """All that both had; of replicated tables each had all."""
+        """Returns the records of both processes; each has all records of replicated tables."""
         parts = [dict(np.load(tmp_path / f"{name}.{number}.npz")) for number in range(2)]
         whole = {}
         for column in parts[0]:

@@ -1,4 +1,4 @@
-"""Exports: a full one and its deltas are the table as it is, in order and in no other; what is gone is gone."""
+"""Exports: a full export and its deltas, in order and only in order, give the current table without removed rows."""
 
 import base64
 import copy
@@ -36,14 +36,14 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="eight de
 
 
 def two(num_devices=None, **options):
-    """Two tables in a store."""
+    """Returns a collection with two tables in one store."""
     options = {"statistics": True, "capacity": 64, **options}
     return collection_of([jaxsok.TableSpec(name, 2, cases.ADAM, **options) for name in ("user", "item")], num_devices)
 
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory):
-    """A full export and two deltas by four devices, what the state held at each, and the collection."""
+    """Returns a full export and two deltas by four devices, the records of the state at each, and the collection."""
     folder = tmp_path_factory.mktemp("chain")
     collection = collection_of(tables_of(), 4)
     state = train(collection, collection.init(seed=9), 2)
@@ -64,7 +64,7 @@ def chain(tmp_path_factory):
 
 @pytest.mark.parametrize("num_devices", [3, None])
 def test_full_and_deltas_are_the_table(chain, num_devices):
-    """Rows, optimizer state, statistics, keys that wait, and the step; on another mesh and with another capacity."""
+    """Rows, optimizer state, statistics, waiting keys and the step are equal on another mesh, at another capacity."""
     paths, exported, held, state = chain
     other = collection_of(tables_of(capacity=30), num_devices)
     for number in range(3):
@@ -82,7 +82,7 @@ def test_the_links_of_a_delta_are_found_beside_it(chain):
 
 
 def test_deltas_are_applied_one_by_one(chain):
-    """To a state that serves: by the path of what it holds, or by its number; old plans are stale."""
+    """A serving state takes a delta by the path of the export that it holds or by its number; old plans are stale."""
     paths, exported, held, _ = chain
     other = collection_of(tables_of(capacity=60))
     state = checkpoint.load(paths[0], other)
@@ -95,14 +95,14 @@ def test_deltas_are_applied_one_by_one(chain):
 
 
 def test_a_delta_is_small(chain):
-    """What did not change is not in it; what went is there by its key."""
+    """It leaves out unchanged rows and names removed rows by their keys."""
     _, exported, held, _ = chain
     first, was = held[1][0], held[0][0]
     changed = first["user.statistics"][:, 0] >= 2
     assert exported[1].num_rows["user"] == changed.sum() < changed.size
     gone = np.setdiff1d(was["user.keys"], first["user.keys"])
     assert exported[1].num_tombstones["user"] == gone.size > 0
-    # Those of the first delta are not told again.
+    # The second delta does not repeat those of the first.
     known = np.union1d(was["user.keys"], first["user.keys"])
     again = np.setdiff1d(
         np.setdiff1d(known, held[2][0]["user.keys"]), np.setdiff1d(was["user.keys"], first["user.keys"])
@@ -112,7 +112,7 @@ def test_a_delta_is_small(chain):
 
 @pytest.mark.parametrize("num_devices", [None, 2])
 def test_keys_are_searched_for_only_after_rows_went(tmp_path, monkeypatch, num_devices):
-    """A delta costs what changed; after an erase, and after a restore, the keys of the chain are looked for."""
+    """A delta costs what changed; after an erase and after a restore, the keys of the chain are looked up."""
     searched, find_keys = [], chains.find_keys
 
     def find(*arguments):
@@ -136,7 +136,7 @@ def test_keys_are_searched_for_only_after_rows_went(tmp_path, monkeypatch, num_d
         state = train(collection, state, 1)
         delta(number, is_searched=False)
     state, _ = collection.erase(state, "item", content(collection, state)["item.keys"][::2])
-    state = delta(3, is_searched=True)  # as it was restored
+    state = delta(3, is_searched=True)  # the state is a restored state
     state = train(collection, state, 1)
     delta(4, is_searched=True)
     state = train(collection, state, 1)
@@ -169,7 +169,7 @@ def test_a_link_that_is_lost_is_named(chain, tmp_path):
 
 
 def resealed(folder, **values):
-    """Writes other values into a manifest, with a checksum that is right."""
+    """Writes other values into a manifest, with a valid checksum."""
     path = folder / "manifest.json"
     whole = {**json.loads(path.read_text()), **values}
     whole.pop("checksum")
@@ -178,7 +178,7 @@ def resealed(folder, **values):
 
 
 def test_bases_that_lead_in_a_circle_or_elsewhere_are_refused(chain, tmp_path, monkeypatch):
-    """Folders that were renamed, and manifests that somebody wrote."""
+    """Renamed folders and edited manifests are refused."""
     paths, *_ = chain
     collection = collection_of(tables_of(), 2)
     readers = (
@@ -194,14 +194,14 @@ def test_bases_that_lead_in_a_circle_or_elsewhere_are_refused(chain, tmp_path, m
     for path in paths:
         shutil.copytree(path, tmp_path / path.name)
     full, first, second = (tmp_path / path.name for path in paths)
-    # "first" is called "full" now, and its base is "full": itself.
+    # "first" is named "full" now, and so is its base: the folder itself.
     full.rename(tmp_path / "elsewhere")
     first.rename(full)
     refused(full, r'got the delta ".*full", which rests on .* "/.*full", where it was, .*: a folder was renamed')
     assert checkpoint.load([tmp_path / "elsewhere", full, second], collection).step == 5
     full.rename(first)
     (tmp_path / "elsewhere").rename(full)
-    # Two deltas whose bases are each other's; and one whose base is itself.
+    # Two deltas are each other's base; one delta is its own base.
     ours = resealed(second)
     theirs = resealed(first, base=ours, base_path="second")
     refused(second, r'got ".*second", whose bases lead in a circle or through more than 10000 deltas, .* wanted a full')
@@ -214,12 +214,12 @@ def test_bases_that_lead_in_a_circle_or_elsewhere_are_refused(chain, tmp_path, m
         checkpoint.load(paths[2], collection)
 
 
-# Manifests that nobody wrote ------------------------------------------------------------------------------------------
+# Manifests that no export wrote ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A full export and a delta with all that a manifest tells of, and the collection."""
+    """Returns a full export, a delta whose manifest uses every field, and the collection."""
     folder = tmp_path_factory.mktemp("small")
     options = {"statistics": True, "capacity": 64}
     collection = collection_of(
@@ -236,7 +236,7 @@ def small(tmp_path_factory):
 
 
 def walked(folder):
-    """Reads all that a folder of saved tables tells."""
+    """Reads everything that a folder of saved tables describes."""
     source = Source.of("walked", folder)
     names = list(source.manifest["tables"])
     source.verify(names)
@@ -252,7 +252,7 @@ def walked(folder):
 
 
 def places_in(value, path=()):
-    """Where the values of JSON are."""
+    """Yields the paths of all values in JSON."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, one in items:
         yield (*path, name)
@@ -283,13 +283,13 @@ JUNK = [
 
 @st.composite
 def changes(draw):
-    """What is done to a manifest: at some place, a value goes, comes twice, or is another one."""
+    """Draws a change of a manifest: at some path a value is removed, repeated or replaced."""
     kind = draw(st.sampled_from(["gone", "twice", "other", "moved"]))
     return draw(st.integers(0, 10**6)), kind, draw(st.sampled_from(JUNK) | st.integers(-3, 5000))
 
 
 def changed(whole, change):
-    """A manifest with a change."""
+    """Returns a manifest with a change."""
     place, kind, value = change
     whole = copy.deepcopy(whole)
     places = list(places_in(whole))
@@ -307,7 +307,7 @@ def changed(whole, change):
 
 
 def read_or_refused(folder, read):
-    """Whether a folder is read; if not, the error is one that names it, and little memory was taken."""
+    """Returns whether a folder is read; otherwise the error must name it, and reading must take little memory."""
     tracemalloc.start()
     try:
         read()
@@ -322,7 +322,7 @@ def read_or_refused(folder, read):
 
 
 def copied(path):
-    """A copy of a folder whose files are links: only the manifest is another one."""
+    """Copies a folder as links to its files; only the manifest is a separate file."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="changed"))
     for file in path.iterdir():
         if file.name == "manifest.json":
@@ -336,7 +336,7 @@ def copied(path):
 @hypothesis.given(some=st.lists(changes(), min_size=1, max_size=3))
 @hypothesis.settings(max_examples=150)
 def test_manifests_with_other_values_are_read_or_refused(small, kind, some):
-    """With a checksum that is right: whoever wrote it, every error names the file and says what was wanted."""
+    """Although the checksum is valid, every error names the file and the expected value."""
     folder = copied(small[0] / kind)
     try:
         whole = json.loads((folder / "manifest.json").read_text())
@@ -354,7 +354,7 @@ def test_manifests_with_other_values_are_read_or_refused(small, kind, some):
 @hypothesis.given(change=changes())
 @hypothesis.settings(max_examples=1000)
 def test_manifests_with_other_values_are_loaded_or_refused(small, kind, change):
-    """All the way into a state."""
+    """Loading into a state refuses the same manifests."""
     parent, collection = small
     folder = copied(parent / kind)
     try:
@@ -437,7 +437,7 @@ def test_a_damaged_delta_changes_nothing(chain, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["load", "apply_delta"])
 def test_what_fails_in_a_delta_leaves_a_state(chain, monkeypatch, kind):
-    """The rows of the base, and of the delta those that came before the error."""
+    """The state holds the rows of the base and those of the delta that came before the error."""
     paths, _, held, _ = chain
     other = collection_of(tables_of(), 2)
     state = checkpoint.load(paths[0], other) if kind == "apply_delta" else other.init(seed=1)
@@ -458,20 +458,20 @@ def test_what_fails_in_a_delta_leaves_a_state(chain, monkeypatch, kind):
 
 
 def capped(num_devices=None):
-    """A table that is full and evicts."""
+    """Returns a collection whose table is full and evicts."""
     options = {"capacity": 64, "max_capacity": 64, "eviction": policies.LeastRecentlyUsed(), "statistics": True}
     return collection_of([jaxsok.TableSpec("item", 2, cases.ADAM, **options)], num_devices)
 
 
 def seen(collection, state, keys):
-    """A step of some keys, with room made for them."""
+    """Runs a step on some keys, after making room for them."""
     features = collection.batch({"item": np.asarray(keys, np.uint64)}).features
     state = collection.grow(state, features)
     return train_step(collection)(state, features)[0]
 
 
 def test_a_full_table_that_evicts(tmp_path):
-    """What went leaves first: the delta of a table that stays at its cap has room."""
+    """Removed rows leave first, so the delta of a table that stays at its cap has room."""
     collection = capped()
     state = collection.init(seed=0)
     for keys in (np.arange(20), np.arange(20, 40), np.arange(40, 60)):
@@ -503,7 +503,7 @@ def test_a_full_table_that_evicts_on_fewer_devices(tmp_path, caplog):
     assert "max_capacity: got " in caplog.text and "the next call of grow evicts" in caplog.text
     loaded = seen(fewer, loaded, np.arange(200, 208))
     assert 16 <= fewer.num_rows(loaded)["item"] <= 64
-    assert loaded.stores[0].capacity > 64  # of which no more than 64 are used
+    assert loaded.stores[0].capacity > 64  # at most 64 of these rows are used
     for start in range(208, 240, 8):
         loaded = seen(fewer, loaded, np.arange(start, start + 8))
         assert fewer.num_rows(loaded)["item"] <= 64
@@ -512,7 +512,7 @@ def test_a_full_table_that_evicts_on_fewer_devices(tmp_path, caplog):
 
 
 def test_a_delta_on_a_checkpoint(tmp_path):
-    """The tables' folder of an Orbax checkpoint is a full export, too."""
+    """The tables' folder of an Orbax checkpoint is a full export too."""
     collection = two()
     state = train(collection, collection.init(seed=1), 2)
     with ocp.CheckpointManager(tmp_path / "manager") as manager:
@@ -525,7 +525,7 @@ def test_a_delta_on_a_checkpoint(tmp_path):
 
 
 def saved_by(collection, state, path):
-    """A checkpoint, without a manager."""
+    """Saves a checkpoint without a manager."""
     ocp.Checkpointer(checkpoint.TablesCheckpointHandler()).save(path, args=checkpoint.TablesSave(collection, state))
     return path
 
@@ -538,12 +538,12 @@ def restored_from(collection, path, **options):
 # Lineages are kept on the host, by the same code on any mesh.
 @pytest.mark.parametrize("num_devices", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_base_that_was_lost_is_refused(tmp_path, num_devices):
-    """Restored from before an export, and trained past it: that is no base any more; what was restored is one."""
+    """After a restore to an earlier state and more training, a later export is no base; the restored export is."""
     collection = two(num_devices)
     state = train(collection, collection.init(seed=1), 1)
     first = checkpoint.export_full(tmp_path / "first", collection, state)
     saved = saved_by(collection, state, tmp_path / "saved")
-    # At the same step: what was done in between, nothing tells.
+    # The steps are equal, so only the lineage shows what was done in between.
     checkpoint.export_delta(tmp_path / "second", collection, state, first.path)
     state = train(collection, state, 1)
     checkpoint.export_delta(tmp_path / "lost", collection, state, tmp_path / "second")
@@ -556,7 +556,7 @@ def test_a_base_that_was_lost_is_refused(tmp_path, num_devices):
         path = tmp_path / f"good{number}"
         checkpoint.export_delta(path, collection, state, base)
         assert_same(content(collection, checkpoint.load(path, collection)), content(collection, state))
-    # And so it is when that life is lost, too.
+    # The same holds when that lineage is lost too.
     again = saved_by(collection, state, tmp_path / "again")
     other = train(collection, state, 1)
     checkpoint.export_delta(tmp_path / "gone", collection, other, tmp_path / "good1")
@@ -568,11 +568,11 @@ def test_a_base_that_was_lost_is_refused(tmp_path, num_devices):
 
 
 def test_a_base_of_another_beginning_is_refused(tmp_path, monkeypatch):
-    """The same seed, begun anew in another process; or rows restored without what else the base has of them."""
+    """The seed is equal, but another process started over, or rows were restored without the optimizer state."""
     collection = two()
     state = train(collection, collection.init(seed=1), 1)
     checkpoint.export_full(tmp_path / "full", collection, state)
-    monkeypatch.setattr(lives, "IN_THIS_PROCESS", lives.Lives())  # what another process knows
+    monkeypatch.setattr(lives, "IN_THIS_PROCESS", lives.Lives())  # as in another process
     others = [
         train(collection, collection.init(seed=1), 2),
         checkpoint.load(tmp_path / "full", collection, optimizer_state="initial"),
@@ -583,7 +583,7 @@ def test_a_base_of_another_beginning_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_state_brought_forward_by_deltas_may_go_on(chain, tmp_path):
-    """Whoever applied the last one may export the next, but for those that come after another next one."""
+    """A state after some deltas may export on each of them, but not on a later delta of the chain."""
     paths, *_ = chain
     collection = collection_of(tables_of(), 4)
     state = checkpoint.apply_delta(paths[1], collection, checkpoint.load(paths[0], collection), after=paths[0])
@@ -598,7 +598,7 @@ def test_a_state_brought_forward_by_deltas_may_go_on(chain, tmp_path):
 
 
 def test_a_base_that_says_nothing_of_its_lineage_is_taken_with_a_warning(tmp_path, caplog):
-    """Folders that were written before states had one."""
+    """Folders from before lineages existed are accepted with a warning."""
     collection = two()
     state = train(collection, collection.init(seed=1), 1)
     checkpoint.export_full(tmp_path / "full", collection, state)
@@ -613,7 +613,7 @@ def test_a_base_that_says_nothing_of_its_lineage_is_taken_with_a_warning(tmp_pat
 
 
 def test_the_users_clock(tmp_path):
-    """Where lookups are told the time, exports are told it as well; rows of the base's own time are in the delta."""
+    """If lookups take a clock, exports take it as well; rows of the base's own time are in the delta."""
     collection = two()
     lookup = jax.jit(lambda state, features, clock: collection.lookup(state, features, clock=clock)[1])
 
@@ -635,7 +635,7 @@ def test_the_users_clock(tmp_path):
 @pytest.mark.parametrize("clock", [None, 5000])
 @pytest.mark.parametrize("is_delta", [False, True])
 def test_what_is_loaded_into_a_live_state_is_a_change(tmp_path, clock, is_delta):
-    """Old rows that were loaded after a base are in the delta on it, whatever last step they were saved with."""
+    """Old rows that were loaded after a base are in the delta on it, whatever last step was saved with them."""
     collection = two()
     old = train(collection, collection.init(seed=2), 1)
     checkpoint.export_full(tmp_path / "old", collection, old)
@@ -654,7 +654,7 @@ def test_what_is_loaded_into_a_live_state_is_a_change(tmp_path, clock, is_delta)
 
 
 def test_two_clocks_are_refused(tmp_path):
-    """Lookups were told the time, and the export was not: it would be taken for older than its rows."""
+    """Lookups with a clock and an export without are refused, since the export would seem older than its rows."""
     collection = two()
     keys = np.array([1, 2])
     features = collection.batch({"user": keys, "item": keys}).features
@@ -686,7 +686,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("clock", "error"), [(2**32, ValueError), (-1, ValueError), (1.5, TypeError)])
 def test_a_clock_that_is_no_uint32_is_refused(tmp_path, clock, error):
-    """As lookups refuse it: what was written with it could not be read."""
+    """Exports refuse it as lookups do, since files written with it could not be read."""
     collection = two()
     state = collection.init()
     checkpoint.export_full(tmp_path / "full", collection, state, clock=2**32 - 1)
@@ -701,7 +701,7 @@ def test_a_clock_that_is_no_uint32_is_refused(tmp_path, clock, error):
 
 
 def test_an_export_that_ended_early_leaves_nothing_to_read(tmp_path, monkeypatch, caplog):
-    """The folder gets its name at the end; what an earlier one left is in nobody's way."""
+    """The folder gets its name at the end; leftovers of an earlier export do not get in the way."""
     collection = two()
     state = train(collection, collection.init(seed=1), 1)
 
@@ -713,7 +713,7 @@ def test_an_export_that_ended_early_leaves_nothing_to_read(tmp_path, monkeypatch
         with pytest.raises(OSError, match="no space"):
             checkpoint.export_full(tmp_path / "full", collection, state)
     assert not list(tmp_path.iterdir())
-    # A process that was killed cleans nothing up, and nobody can know that it does not write any more.
+    # A killed process cleans nothing up, and no other process can know that it stopped writing.
     half = tmp_path / "full.0badcafe.writing"
     half.mkdir()
     (half / "table_0000.process_00000.arrow").write_bytes(b"half")
@@ -728,7 +728,7 @@ def test_an_export_that_ended_early_leaves_nothing_to_read(tmp_path, monkeypatch
 
 
 def test_what_is_not_published_is_not_read(tmp_path):
-    """A process that died after the last file and before the rename: its folder is whole, and nobody's."""
+    """If a process dies after the last file and before the rename, its complete folder is ignored."""
     collection = two()
     state = train(collection, collection.init(seed=1), 1)
     checkpoint.export_full(tmp_path / "full", collection, state)
@@ -741,7 +741,7 @@ def test_what_is_not_published_is_not_read(tmp_path):
 
 
 def test_some_tables_for_serving(chain):
-    """Rows alone, of some tables, by a collection that does not train."""
+    """A collection that does not train loads rows alone, of some tables."""
     paths, _, held, _ = chain
     table = jaxsok.TableSpec("user", cases.DIM, optim.sgd(0.0))
     other = collection_of([table], 2)
@@ -755,7 +755,7 @@ def test_some_tables_for_serving(chain):
 
 
 class Life(stateful.RuleBasedStateMachine):
-    """Batches, erasing, clearing and exports in any order: whatever was exported last, loaded, is the live table."""
+    """Batches, erasing, clearing and exports in any order; the last export, once loaded, is the live table."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Inspection: reports against NumPy, kinds told by content, declarations from files, pictures, the two commands."""
+"""Inspection: reports against NumPy, file kinds by content, declarations from files, pictures, the two commands."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ SGD = jaxsok.optim.sgd(0.1)
 
 
 def drawn(seed, num_rows, dim=3, dtype=np.float32, most=2**32):
-    """Records of a seed, with zeros and rows that are not finite among them."""
+    """Draws records from a seed, with zeros and non-finite rows among them."""
     draw = np.random.default_rng(seed)
     rows = (draw.normal(size=(num_rows, dim)) * np.exp(3 * draw.normal(size=(num_rows, 1)))).astype(dtype)
     rows[draw.random(num_rows) < 0.1] = 0
@@ -50,13 +50,13 @@ def drawn(seed, num_rows, dim=3, dtype=np.float32, most=2**32):
 
 
 def split(records, places):
-    """The same in several chunks, some of them empty."""
+    """Splits records into several chunks, some of them empty."""
     edges = [0, *sorted(place % (records.num_rows + 1) for place in places), records.num_rows]
     return [records.take(slice(a, b)) for a, b in itertools.pairwise(edges)]
 
 
 def check_norms(found, rows):
-    """Norms in float64, their quantiles as NumPy defines them."""
+    """Compares norms in float64, and their quantiles as NumPy defines them."""
     norms = np.linalg.norm(rows.astype(np.float64), axis=1)
     finite = norms[np.isfinite(norms)]
     assert found.dim == rows.shape[1]
@@ -72,7 +72,7 @@ def check_norms(found, rows):
     above = finite[finite > 0]
     assert sum(one.num for one in found.bins) == above.size and len(found.bins) <= 16
     for low, high, num in found.bins:
-        # A norm on an edge may fall to either side.
+        # A norm on an edge may fall on either side.
         least = ((above >= low * (1 + 1e-9)) & (above < high * (1 - 1e-9))).sum()
         most = ((above >= low * (1 - 1e-9)) & (above < high * (1 + 1e-9))).sum()
         assert least <= num <= most
@@ -80,13 +80,13 @@ def check_norms(found, rows):
 
 
 def octaves(values):
-    """How many are in [0, 1), [1, 2), [2, 4), ..., by bit length."""
+    """Counts the values in [0, 1), [1, 2), [2, 4), ..., by bit length."""
     lengths = [int(value).bit_length() for value in values]
     return {(0, 1) if n == 0 else (2 ** (n - 1), 2**n): lengths.count(n) for n in set(lengths)}
 
 
 def filled(bins):
-    """The bins that have anything."""
+    """Returns the bins that are not empty."""
     return {(one.low, one.high): one.num for one in bins if one.num}
 
 
@@ -97,7 +97,7 @@ def filled(bins):
     st.sampled_from([100, 2**16, 2**20, 2**32]),
 )
 def test_a_report_is_what_numpy_says(seed, num_rows, places, most):
-    """Of any number of rows, in any chunks."""
+    """Reports agree with NumPy for any number of rows, in any chunks."""
     records = drawn(seed, num_rows, most=most)
     found = inspection.report(split(records, places), name="user")
     assert (found.name, found.num_rows, found.dim, found.dtype) == ("user", num_rows, 3, "float32")
@@ -131,7 +131,7 @@ def test_a_report_is_what_numpy_says(seed, num_rows, places, most):
 
 
 def test_ages_are_counted_from_the_clock():
-    """The step of a file, which may lie behind the last use, or ahead of a user's own clock."""
+    """Ages count from the given clock, which may lie behind the last use; its default is the last use."""
     records = Records(np.arange(4, dtype=np.uint64), np.ones((4, 1), np.float32), last_step=np.uint32([3, 9, 10, 12]))
     ages = inspection.report([records], clock=11).ages
     assert ages.clock == 11 and filled(ages.bins) == {(0, 1): 1, (1, 2): 1, (2, 4): 1, (8, 16): 1}
@@ -140,7 +140,7 @@ def test_ages_are_counted_from_the_clock():
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
 def test_rows_of_other_dtypes(dtype):
-    """Norms are taken in float64, where no square of a finite number is lost."""
+    """Norms are taken in float64, where no square of a finite number overflows."""
     records = drawn(5, 300, dim=7, dtype=dtype)
     found = inspection.report([records])
     assert found.dtype == np.dtype(dtype).name
@@ -148,7 +148,7 @@ def test_rows_of_other_dtypes(dtype):
 
 
 def test_very_large_and_very_small_rows_are_finite():
-    """Squares of float32 would be infinite, or zero."""
+    """Their squares in float32 would be infinite or zero."""
     rows = np.float32([[3e38, 3e38], [1e-45, 0], [1e-30, 1e-30]])
     found = inspection.report([Records(np.arange(3, dtype=np.uint64), rows)])
     assert found.norms.num_nonfinite == 0 and found.norms.num_zero == 0
@@ -156,7 +156,7 @@ def test_very_large_and_very_small_rows_are_finite():
 
 
 def test_only_what_every_chunk_has_is_told():
-    """Statistics or state of a part of the rows would be taken for that of all."""
+    """Statistics or state that only some chunks have are left out of the report."""
     whole = drawn(1, 20)
     part = Records(whole.keys, whole.rows, {"m": whole.state["m"]})
     found = inspection.report([whole, part])
@@ -165,14 +165,14 @@ def test_only_what_every_chunk_has_is_told():
 
 
 def test_chunks_of_unlike_tables_are_refused():
-    """Two dims, or two dtypes."""
+    """Chunks with two dims or two dtypes are refused."""
     for other in (drawn(1, 5, dim=4), drawn(1, 5, dtype=np.float16)):
         with pytest.raises(ValueError, match=r'table "user": .* wanted one dim and dtype'):
             inspection.report([drawn(1, 5), other], name="user")
 
 
 def test_nothing_at_all():
-    """No chunk, or no row."""
+    """A report of no chunk or no row is empty."""
     for chunks in ([], [drawn(1, 0)]):
         found = inspection.report(chunks, name="user")
         assert found.num_rows == 0 and "0 rows" in str(found)
@@ -180,7 +180,7 @@ def test_nothing_at_all():
 
 
 def test_chunks_are_let_go():
-    """One pass: no chunk is alive when the next but one is made."""
+    """Inspection takes one pass: no chunk is alive when the next but one is made."""
     seen = []
 
     def chunks():
@@ -194,7 +194,7 @@ def test_chunks_are_let_go():
 
 
 def test_text_and_json_tell_the_same():
-    """What is printed stands in the numbers."""
+    """Every printed number is in the JSON."""
     records = drawn(3, 500, most=1000)
     found = inspection.report([records], name="user")
     text, data = str(found), json.loads(json.dumps(found.to_json(), allow_nan=False))
@@ -209,7 +209,7 @@ def test_text_and_json_tell_the_same():
 
 
 def test_a_table_of_a_collection():
-    """An export of a trained table, as records."""
+    """A trained table is inspected through its records."""
     collection = programs.one_table(optimizer=jaxsok.optim.adagrad(0.1), capacity=64)
     state, _ = programs.learn(collection, collection.init(seed=0), programs.batch(collection, user=np.arange(20)))
     table = collection.export_table(state, "user")
@@ -226,7 +226,7 @@ MAGIC = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
 
 @pytest.mark.parametrize("end", MAGIC)
 def test_reports_are_drawn(tmp_path, end):
-    """Tables with all histograms, with some, and without rows."""
+    """Tables are drawn with all histograms, with some, and without rows."""
     pytest.importorskip("matplotlib")
     bare = Records(np.arange(3, dtype=np.uint64), np.zeros((3, 2), np.float32))
     reports = [inspection.report([records]) for records in (drawn(1, 100), bare, drawn(1, 0))]
@@ -235,7 +235,7 @@ def test_reports_are_drawn(tmp_path, end):
 
 
 def test_pictures_have_what_was_counted(tmp_path, monkeypatch):
-    """The heights of the bars are the numbers of rows, the lengths those of bytes."""
+    """The heights of bars are numbers of rows, the lengths are bytes."""
     figure_of = pytest.importorskip("matplotlib.figure").Figure
     figures = []
     monkeypatch.setattr(figure_of, "savefig", lambda figure, path: figures.append(figure))
@@ -258,7 +258,7 @@ def test_pictures_have_what_was_counted(tmp_path, monkeypatch):
 
 
 def test_pictures_of_caches_have_the_curve(tmp_path, monkeypatch):
-    """Its points, the area below and the declared cache; a panel for each store, also where no key is repeated."""
+    """Each store has a panel with the curve's points, its area and the declared cache, even if no key repeats."""
     figure_of = pytest.importorskip("matplotlib.figure").Figure
     figures = []
     monkeypatch.setattr(figure_of, "savefig", lambda figure, path: figures.append(figure))
@@ -292,11 +292,11 @@ RANGES = {
 
 @pytest.mark.parametrize("name", RANGES)
 def test_ticks_of_a_picture_do_not_overlap(tmp_path, name):
-    """Whatever the range: at least two ticks have a name, and no name lies on another."""
+    """Over any range, at least two ticks have labels, and no label overlaps another."""
     pytest.importorskip("matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    figure = pictures._figure((3 * 3.4, 2.6))  # as of a table with three panels
+    figure = pictures._figure((3 * 3.4, 2.6))  # the size for a table with three panels
     one = counts.Magnitudes()
     one.add(RANGES[name])
     all_axes = figure.subplots(1, 3)
@@ -313,7 +313,7 @@ def test_ticks_of_a_picture_do_not_overlap(tmp_path, name):
 
 
 def test_without_matplotlib_a_picture_is_refused(tmp_path, monkeypatch):
-    """With what to install."""
+    """The error says what to install."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         inspection.draw_reports([inspection.report([drawn(1, 5)])], tmp_path / "a.png")
@@ -323,14 +323,14 @@ def test_without_matplotlib_a_picture_is_refused(tmp_path, monkeypatch):
 
 
 def write_hps(folder, records):
-    """As HugeCTR's parameter server has it."""
+    """Writes records as HugeCTR's parameter server lays them out."""
     folder.mkdir(parents=True)
     records.keys.astype("<u8").tofile(folder / "key")
     records.rows.astype("<f4").tofile(folder / "emb_vector")
 
 
 def write_sok(folder, table, records, name=""):
-    """As SparseOperationKit has it, with names in the headers or without."""
+    """Writes records as SparseOperationKit lays them out, with names in the headers or without."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def put(end, holds, slot, dtype, array):
@@ -347,21 +347,21 @@ def write_sok(folder, table, records, name=""):
 
 
 def plain(num_rows=40, **fields):
-    """Finite records."""
+    """Returns finite records."""
     keys = np.arange(num_rows, dtype=np.uint64) * np.uint64(3) + np.uint64(5)
     rows = np.random.default_rng(0).normal(size=(num_rows, 4)).astype(np.float32)
     return Records(keys, rows, **fields)
 
 
 def kind_of(path):
-    """Which line of the registry a path has; at most one."""
+    """Returns the entry of the registry that matches a path; at most one does."""
     found = [opened.kind for _, open_kind in KINDS if (opened := open_kind(path)) is not None]
     assert len(found) <= 1
     return found[0] if found else None
 
 
 def test_kinds_are_told_by_content(tmp_path):
-    """Whatever the names end with; each is of one kind."""
+    """Each file is of one kind, whatever its suffix."""
     write_hps(tmp_path / "hps", plain())
     write_sok(tmp_path / "sok", "user_0", plain())
     np.savez(tmp_path / "npz", keys=plain().keys)
@@ -386,7 +386,7 @@ def test_kinds_are_told_by_content(tmp_path):
 
 @pytest.mark.parametrize("name", ["nothing", "empty", "text", "folder", "keys alone", "other manifest"])
 def test_what_is_of_no_kind_is_refused(tmp_path, name):
-    """The message says what is there, and all that could be."""
+    """The message says what was found and lists the known kinds."""
     path = tmp_path / name
     if name == "text":
         path.write_text("hello, world")
@@ -465,7 +465,7 @@ exchange = jaxsok.ExchangeSpec(rows="bfloat16")
 
 
 def test_toml_json_and_python_declare_the_same(tmp_path):
-    """Every field comes through; what Python says is the judge."""
+    """Every field is read from TOML and JSON; the Python declaration is the reference."""
     (tmp_path / "tables.toml").write_text(TOML)
     (tmp_path / "tables.json").write_text(json.dumps(tomllib.loads(TOML)))
     (tmp_path / "tables.py").write_text(PYTHON)
@@ -477,7 +477,7 @@ def test_toml_json_and_python_declare_the_same(tmp_path):
 
 
 def test_a_collection_declares_as_well(tmp_path):
-    """With its features, and the devices of its mesh."""
+    """A collection declares its features and the devices of its mesh."""
     source = "import jax, jaxsok, numpy as np\n" + PYTHON.replace("jaxsok.on(1)", "jaxsok.SHARDED").replace(
         "exchange = ", "wire = "
     )
@@ -525,7 +525,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_declarations_name_file_and_field(tmp_path, name):
-    """Whatever is wrong with a TOML file, on the command line too."""
+    """Errors in a TOML file name file and field, on the command line too."""
     text, message = WRONG[name]
     path = tmp_path / "tables.toml"
     path.write_text(text)
@@ -545,7 +545,7 @@ def test_wrong_declarations_name_file_and_field(tmp_path, name):
     ],
 )
 def test_wrong_programs_name_file_and_line(tmp_path, source, message):
-    """Of a Python file."""
+    """Errors in a Python file name the file and its line."""
     path = tmp_path / "tables.py"
     path.write_text(source)
     with pytest.raises(ValueError, match=rf"^estimate: {re.escape(str(path))}.*{message}"):
@@ -553,7 +553,7 @@ def test_wrong_programs_name_file_and_line(tmp_path, source, message):
 
 
 def test_other_files_declare_nothing(tmp_path):
-    """No file, no known ending, no text, no JSON."""
+    """Missing files, unknown suffixes, invalid text and JSON without fields are refused."""
     with pytest.raises(FileNotFoundError, match="no such file"):
         inspection.read_spec(tmp_path / "tables.toml")
     for name, content, message in (
@@ -574,7 +574,7 @@ def test_other_files_declare_nothing(tmp_path):
 
 
 def test_estimate_prints_memory_estimate(tmp_path, capsys):
-    """With every option handed on."""
+    """The command passes on every option."""
     (tmp_path / "tables.toml").write_text(TOML)
     declared = inspection.read_spec(tmp_path / "tables.toml")
     options = ["--num-rows", "30000", "--num-rows", "item=1e6", "--shards", "4", "--num-samples", "64", "--steps", "2"]
@@ -593,7 +593,7 @@ def test_estimate_prints_memory_estimate(tmp_path, capsys):
 
 
 def test_estimate_of_the_file_alone(tmp_path, capsys):
-    """One device, the declared capacities; and a picture."""
+    """The file alone means one device and the declared capacities, and a picture can be drawn."""
     pytest.importorskip("matplotlib")
     (tmp_path / "tables.toml").write_text(TABLE)
     picture = tmp_path / "memory.png"
@@ -604,7 +604,7 @@ def test_estimate_of_the_file_alone(tmp_path, capsys):
 
 
 def test_estimate_of_a_sample(tmp_path, capsys):
-    """Of batches of all devices; what is left at the end is no batch."""
+    """A batch covers all devices; leftover samples at the end are no batch."""
     pytest.importorskip("matplotlib")
     path, log, picture = tmp_path / "tables.toml", tmp_path / "log.npz", tmp_path / "caches.svg"
     path.write_text(TABLE + 'memory = {device_rows = 20}\n[[features]]\nname = "clicked"\ntable = "user"')
@@ -633,7 +633,7 @@ def test_estimate_of_a_sample(tmp_path, capsys):
     ],
 )
 def test_wrong_samples_are_refused(tmp_path, capsys, content, message):
-    """With status 2 and one line."""
+    """The command exits with status 2 and one line."""
     path, log = tmp_path / "tables.toml", tmp_path / "log.npz"
     path.write_text(TABLE + '[[features]]\nname = "clicked"\ntable = "user"')
     if isinstance(content, bytes):
@@ -663,7 +663,7 @@ def test_wrong_samples_are_refused(tmp_path, capsys, content, message):
     ],
 )
 def test_wrong_options_are_refused(tmp_path, capsys, arguments, message):
-    """With status 2 and one line, no traceback."""
+    """The command exits with status 2 and one line, without a traceback."""
     (tmp_path / "tables.toml").write_text(TABLE)
     assert command_line.main(["estimate", str(tmp_path / "tables.toml"), *arguments]) == 2
     out, error = capsys.readouterr()
@@ -671,7 +671,7 @@ def test_wrong_options_are_refused(tmp_path, capsys, arguments, message):
 
 
 def test_numbers_with_units():
-    """Powers of 1000 and of 1024."""
+    """Units are powers of 1000 and of 1024."""
     for text, number in {
         "0": 0,
         "1000": 1000,
@@ -687,20 +687,20 @@ def test_numbers_with_units():
 
 
 def test_unknown_arguments_are_refused(capsys):
-    """By the parser, but for the benchmarks, which have one of their own."""
+    """The parser refuses them, except for the benchmarks, which have a parser of their own."""
     with pytest.raises(SystemExit):
         command_line.main(["estimate", "tables.toml", "--nonsense"])
     assert "--nonsense" in capsys.readouterr().err
 
 
 def test_inspect_of_nothing(tmp_path, capsys):
-    """The message, and status 2."""
+    """The command prints the message and exits with status 2."""
     assert command_line.main(["inspect", str(tmp_path / "gone")]) == 2
     assert "no such file or folder" in capsys.readouterr().err
 
 
 def test_commands_start_outside_the_checkout(tmp_path):
-    """As a process of its own, that looks for no GPU."""
+    """The command runs as a process of its own, which looks for no GPU."""
     (tmp_path / "tables.toml").write_text(TABLE)
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-m", "jaxsok", "estimate", "tables.toml", "--num-rows", "1e6"]

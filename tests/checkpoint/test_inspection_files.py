@@ -1,4 +1,4 @@
-"""Inspection of files and folders, on disk: every kind, written by the library and by hand; and the command."""
+"""Inspection of files and folders on disk: every kind, written by the library and by hand; and the command."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ FREQUENCY = np.arange(40, dtype=np.uint32) ** 2
 
 
 def check(table, *, state=(), has_statistics=False, rows=ROWS, keys=KEYS):
-    """What was found in a file is what is in the arrays."""
+    """Compares the report of a file with the arrays."""
     norms = np.linalg.norm(rows.astype(np.float64), axis=1)
     assert (table.num_rows, table.dim) == rows.shape
     assert (table.min_key, table.max_key) == (int(keys.min()), int(keys.max()))
@@ -35,7 +35,7 @@ def check(table, *, state=(), has_statistics=False, rows=ROWS, keys=KEYS):
 
 
 def put_hps(folder, meta=None):
-    """HugeCTR's parameter server."""
+    """Writes the files of HugeCTR's parameter server."""
     folder.mkdir(parents=True)
     KEYS.astype("<u8").tofile(folder / "key")
     ROWS.astype("<f4").tofile(folder / "emb_vector")
@@ -44,7 +44,7 @@ def put_hps(folder, meta=None):
 
 
 def put_sok(folder, spelled, name="", keys=KEYS, dtype="float32", with_state=True):
-    """SparseOperationKit; its own headers are blank."""
+    """Writes the files of SparseOperationKit, whose own headers are blank."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = ["int32", "int64", "uint32", "uint64", "float16", "float32", "float64"]
 
@@ -61,7 +61,7 @@ def put_sok(folder, spelled, name="", keys=KEYS, dtype="float32", with_state=Tru
 
 
 def put_npz(path):
-    """NumPy."""
+    """Writes a NumPy archive."""
     from jaxsok.interchange import npz
 
     npz.write_npz(path, [Records(KEYS, ROWS, {"m": ROWS}, LAST_STEP, FREQUENCY)])
@@ -79,7 +79,7 @@ def test_hps(tmp_path):
 
 
 def test_folders_of_tables(tmp_path):
-    """Several HPS tables, and files of other kinds, each a table of its name; others are passed over."""
+    """Several HPS tables and files of other kinds are tables named after their files; other files are skipped."""
     put_hps(tmp_path / "user")
     put_hps(tmp_path / "item")
     put_npz(tmp_path / "tag.npz")
@@ -97,7 +97,7 @@ def test_folders_of_tables(tmp_path):
 @pytest.mark.parametrize("key_dtype", ["int32", "int64", "uint32", "uint64"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_sok(tmp_path, key_dtype, dtype):
-    """Blank names and real ones, with state and without, of several tables; the dim follows from the sizes."""
+    """Names may be blank or real, state present or absent, tables several; the dim follows from the sizes."""
     keys = KEYS if key_dtype.endswith("64") else np.arange(40)
     put_sok(tmp_path, "user_0", keys=keys.astype(key_dtype), dtype=dtype)
     put_sok(tmp_path, "item_0", "item:0", keys.astype(key_dtype), dtype, with_state=False)
@@ -111,7 +111,7 @@ def test_sok(tmp_path, key_dtype, dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_sok_with_state_of_one_number_a_row(tmp_path, dtype):
-    """What `write_sok` writes for a row-wise optimizer; what is cut off is still refused."""
+    """`write_sok` writes such files for a row-wise optimizer; truncated files are still refused."""
     from jaxsok.interchange import sok
 
     wide, narrow = np.abs(ROWS), np.arange(len(KEYS), dtype=np.float32)[:, None]
@@ -124,14 +124,14 @@ def test_sok_with_state_of_one_number_a_row(tmp_path, dtype):
     assert table.states["Adam-m"].max == pytest.approx(np.linalg.norm(ROWS, axis=1).max(), rel=1e-3)
     path = tmp_path / "user_0-Adam-m"
     whole, num_numbers = path.read_bytes(), ROWS.size
-    # Half the lines: SOK writes no state of rows that were never trained.
+    # The state has half the rows, since SOK writes no state of rows that were never trained.
     path.write_bytes(whole[: 296 + (len(whole) - 296) // 2])
     with pytest.raises(ValueError, match=f"after {num_numbers // 2 // ROWS.shape[1]} lines of state"):
         inspection.inspect(tmp_path)
 
 
 def test_npz(tmp_path):
-    """All columns."""
+    """All columns are read."""
     put_npz(tmp_path / "user.npz")
     found = inspection.inspect(tmp_path / "user.npz")
     assert found.kind == "npz"
@@ -140,7 +140,7 @@ def test_npz(tmp_path):
 
 @pytest.mark.parametrize("kind", ["Parquet", "Arrow"])
 def test_columns(tmp_path, kind):
-    """All columns, of a file whose name does not tell."""
+    """All columns are read from a file whose suffix says nothing."""
     pytest.importorskip("pyarrow")
     from jaxsok.interchange import columns
 
@@ -152,7 +152,7 @@ def test_columns(tmp_path, kind):
 
 
 def test_damaged_files_are_refused(tmp_path):
-    """The reader's message comes through: file and byte."""
+    """The error has the reader's message, with file and byte."""
     put_hps(tmp_path / "user")
     (tmp_path / "user" / "emb_vector").write_bytes(ROWS.tobytes()[:-1])
     with pytest.raises(ValueError, match=r"emb_vector.*byte"):
@@ -165,7 +165,7 @@ def test_damaged_files_are_refused(tmp_path):
 
 
 def test_the_command(tmp_path, capsys):
-    """Text, numbers and a picture."""
+    """The command gives text, numbers and a picture."""
     pytest.importorskip("matplotlib")
     put_npz(tmp_path / "user.npz")
     put_npz(tmp_path / "item.npz")
@@ -184,7 +184,7 @@ def test_the_command(tmp_path, capsys):
 
 
 def two_tables():
-    """One keeps statistics."""
+    """Returns a collection of two tables; one keeps statistics."""
     adagrad = jaxsok.optim.adagrad(0.1)
     tables = [
         jaxsok.TableSpec("user", 4, adagrad, capacity=64, statistics=True),
@@ -194,7 +194,7 @@ def two_tables():
 
 
 def trained(collection, num_steps=3):
-    """Some steps; row i of the first table is given frequency 2 * i + 1 and last step i."""
+    """Trains some steps and gives row i of the first table frequency 2 * i + 1 and last step i."""
     state = collection.init(seed=0)
     for i in range(num_steps):
         batch = programs.batch(collection, user=np.array([0, 0, i]), item=np.array([100 + i] * 3))
@@ -206,7 +206,7 @@ def trained(collection, num_steps=3):
 
 
 def check_saved(found, collection, state):
-    """Reports of a saved state are those of its tables."""
+    """Compares reports of a saved state with those of its tables."""
     assert found.kind == "jaxsok" and found.facts["step"] == int(state.step) == 3
     assert [table.name for table in found.tables] == ["user", "item"]
     for table in found.tables:
@@ -222,7 +222,7 @@ def check_saved(found, collection, state):
 
 
 def test_an_export(tmp_path):
-    """With the step and the kind of export that it tells."""
+    """The report has the step and the kind of export."""
     pytest.importorskip("pyarrow")
     from jaxsok import checkpoint
 
@@ -235,7 +235,7 @@ def test_an_export(tmp_path):
 
 
 def test_an_orbax_checkpoint(tmp_path):
-    """The root of a manager (its last step), a step, and the tables' own folder."""
+    """A manager's root (its last step), a step, and the tables' own folder are all recognised."""
     ocp = pytest.importorskip("orbax.checkpoint")
     pytest.importorskip("pyarrow")
     from jaxsok import checkpoint
@@ -253,7 +253,7 @@ def test_an_orbax_checkpoint(tmp_path):
 
 
 def test_a_table_without_rows_has_a_form(tmp_path):
-    """Dim, dtype and state come from the manifest; keys that a delta takes away are told."""
+    """Dim, dtype and state come from the manifest; keys that a delta removes are reported."""
     pytest.importorskip("pyarrow")
     from jaxsok import checkpoint
 

@@ -1,6 +1,6 @@
-"""Files of other systems: what is written is read by readers of the tests, and the other way round.
+"""Files of other systems: independent readers read what is written, and independent writers the reverse.
 
-The readers and writers here know the layouts from their descriptions, through struct and NumPy alone.
+The readers and writers in this file follow the descriptions of the layouts, through struct and NumPy alone.
 """
 
 import contextlib
@@ -41,18 +41,18 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 
 def bits(*parts):
-    """Numbers that depend on all of what is given, as bytes of a hash do."""
+    """Returns numbers that depend on all arguments, as the bytes of a hash do."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "little")
 
 
 def numbers(keys, width, what, dtype=np.float32):
-    """A number for each key and column, exact in every dtype: a row that went astray shows."""
+    """Returns a number for each key and column, exact in every dtype, so that a misplaced row shows."""
     line = [[bits(int(key), column, what) % 255 - 127 for column in range(width)] for key in keys]
     return np.array(line, np.float32).reshape(len(keys), width).astype(dtype)
 
 
 def made(keys, dim=3, states=(), dtype=np.float32, statistics=False):
-    """Records of some keys."""
+    """Makes records of some keys."""
     keys = np.array(keys, np.uint64)
     state = {name: numbers(keys, width, name) for name, width in dict(states).items()}
     kept = [np.array([bits(int(key), what) for key in keys], np.uint32) if statistics else None for what in "lf"]
@@ -60,7 +60,7 @@ def made(keys, dim=3, states=(), dtype=np.float32, statistics=False):
 
 
 def split(records, sizes):
-    """Records in chunks; what sizes leave comes last."""
+    """Splits records into chunks of these sizes; the rest is the last chunk."""
     begin = 0
     for size in [*sizes, records.num_rows]:
         yield records.take(slice(begin, begin + size))
@@ -68,7 +68,7 @@ def split(records, sizes):
 
 
 def by_key(chunks):
-    """What records say of each key, as plain Python."""
+    """Returns the values of each key as plain Python."""
     told = {}
     for one in chunks:
         for i, key in enumerate(one.keys.tolist()):
@@ -81,13 +81,13 @@ def by_key(chunks):
 
 @contextlib.contextmanager
 def folder():
-    """A directory for one example of a property test."""
+    """Makes a directory for one example of a property test."""
     with tempfile.TemporaryDirectory() as path:
         yield pathlib.Path(path)
 
 
 def put(path, content):
-    """A file of these bytes."""
+    """Writes a file with these bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return path
@@ -97,7 +97,7 @@ def put(path, content):
 
 
 def hps_bytes(keys, rows):
-    """`key` and `emb_vector`, number by number."""
+    """Returns the files `key` and `emb_vector`, number by number."""
     return (
         b"".join(struct.pack("<q", int(key) - 2**64 if key >= 2**63 else int(key)) for key in keys),
         b"".join(struct.pack("<f", float(number)) for row in rows for number in row),
@@ -105,7 +105,7 @@ def hps_bytes(keys, rows):
 
 
 def sok_bytes(kind, code, array, name=b"", slot=b""):
-    """A file of SOK: 296 bytes of header, then the numbers."""
+    """Returns a file of SOK: 296 bytes of header, then the numbers."""
     head = name.rjust(256) + struct.pack(">I", kind) + slot.rjust(32) + struct.pack(">I", code)
     assert len(head) == 296
     letter = {0: "i", 1: "q", 2: "I", 3: "Q", 4: "e", 5: "f", 6: "d"}[code]
@@ -114,7 +114,7 @@ def sok_bytes(kind, code, array, name=b"", slot=b""):
 
 
 def sok_parsed(path):
-    """Name, kind, slot, dtype code and numbers of such a file."""
+    """Returns name, kind, slot, dtype code and numbers of such a file."""
     data = path.read_bytes()
     kind, code = struct.unpack(">I", data[256:260])[0], struct.unpack(">I", data[292:296])[0]
     dtype = {0: "<i4", 1: "<i8", 2: "<u4", 3: "<u8", 4: "<f2", 5: "<f4", 6: "<f8"}[code]
@@ -128,7 +128,7 @@ STATES = st.sampled_from([{}, {"m": 3}, {"m": 3, "v": 1}])
 
 @st.composite
 def tables(draw, dtypes=(np.float16, BFLOAT16, np.float32, np.float64), least=0):
-    """Records, chunks of them, and how many rows to read at once."""
+    """Draws records, their chunks, and the number of rows to read at once."""
     keys = draw(st.lists(KEYS, unique=True, min_size=least, max_size=12))
     records = made(keys, 3, draw(STATES), draw(st.sampled_from(dtypes)), draw(st.booleans()))
     return records, draw(st.lists(st.integers(0, 5), max_size=4)), draw(st.one_of(st.none(), st.integers(1, 5)))
@@ -144,7 +144,7 @@ FORMATS = {
 @pytest.mark.parametrize("form", FORMATS)
 @hypothesis.given(table=tables())
 def test_what_is_written_is_read(form, table):
-    """Keys, rows, state, statistics and dtypes come back, in their order, in chunks of the size that was asked."""
+    """Keys, rows, state, statistics and dtypes come back in their order, in chunks of the requested size."""
     (records, sizes, at_once), (write, read) = table, FORMATS[form]
     with folder() as path:
         assert write(path / "t", split(records, sizes)) == records.num_rows
@@ -157,7 +157,7 @@ def test_what_is_written_is_read(form, table):
 
 @hypothesis.given(table=tables(least=1), hotness=st.booleans())
 def test_hps_round_trip(table, hotness):
-    """Rows are float32; of statistics the frequency goes along where it is asked."""
+    """Rows are float32; the frequency is the only statistic that can be written."""
     records, sizes, at_once = table
     hotness = hotness and records.frequency is not None
     wanted = made(records.keys, 3)
@@ -175,7 +175,7 @@ def test_hps_round_trip(table, hotness):
 
 @hypothesis.given(table=tables(), key_dtype=st.sampled_from(["int64", "uint64"]), with_state=st.booleans())
 def test_sok_round_trip(table, key_dtype, with_state):
-    """Keys, rows and mapped state come back; bfloat16 has become float32."""
+    """Keys, rows and mapped state come back; bfloat16 becomes float32."""
     records, sizes, at_once = table
     slots = {name: f"Mine-{name}_slot" for name in records.state} if with_state else None
     dtype = np.float32 if records.rows.dtype == BFLOAT16 else records.rows.dtype
@@ -195,7 +195,7 @@ def test_sok_round_trip(table, key_dtype, with_state):
 @pytest.mark.parametrize("name", [b"", b"user/age:0"])
 @pytest.mark.parametrize("code", [0, 1, 2, 3])
 def test_sok_files_of_every_dtype_are_read(tmp_path, name, code):
-    """By an independent writer: blank names and real ones, keys and rows of each dtype, in no order."""
+    """Files of an independent writer have blank or real names, every dtype of keys and rows, and unordered keys."""
     keys = [9, 4, 2**31 - 2, 0] if code in (0, 2) else [9, 2**62, 4, 0]
     for rows_code, dtype in {4: np.float16, 5: np.float32, 6: np.float64}.items():
         wanted = made(keys, 2, {"m": 2, "v": 2}, dtype)
@@ -209,7 +209,7 @@ def test_sok_files_of_every_dtype_are_read(tmp_path, name, code):
 
 
 def test_negative_keys_keep_their_bits(tmp_path):
-    """int32 and int64 are widened by sign, uint32 is not; SOK and HPS agree."""
+    """int32 and int64 are sign-extended, uint32 is not; SOK and HPS agree."""
     for code, key, wanted in ((0, -5, 2**64 - 5), (1, -5, 2**64 - 5), (2, 2**32 - 1, 2**32 - 1)):
         put(tmp_path / "t-key", sok_bytes(0, code, [key]))
         put(tmp_path / "t-weight", sok_bytes(1, 5, [[1.0]]))
@@ -230,7 +230,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_sok_names_of_slots(tmp_path, optimizer):
-    """State goes into the files of TensorFlow's slots; an independent reader finds real names in the headers."""
+    """State is written to the files of TensorFlow's slots; an independent reader finds real names in the headers."""
     slots, records = OPTIMIZERS[optimizer], made([7, 9], 2, {name: 2 for name in OPTIMIZERS[optimizer]})
     states = {state.name for state in getattr(jaxsok.optim, optimizer)(0.1).state_specs(2)}
     assert states == set(slots)
@@ -246,7 +246,7 @@ def test_sok_names_of_slots(tmp_path, optimizer):
 
 
 def test_adamax_under_the_name_of_adam(tmp_path):
-    """As SOK writes it; under both names it is refused."""
+    """SOK writes it under that name; a file under both names is refused."""
     records = made([7, 9], 2, {"m": 2, "u": 2})
     sok.write_sok(tmp_path, "t", records, optimizer={"m": "Adam-m", "u": "Adam-v"})
     assert by_key(sok.read_sok(tmp_path, "t", dim=2, optimizer="adamax")) == by_key([records])
@@ -276,14 +276,14 @@ def test_momentum_of_keras_is_the_trace_times_the_rate(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["<i8", "<u4"])
 def test_sok_v1(tmp_path, dtype):
-    """Two raw files; the width of keys follows from their sizes."""
+    """Its two files are raw; the width of keys follows from their sizes."""
     records = made([7, 9, 4], 2)
     put(tmp_path / "t_keys.file", records.keys.astype(dtype).tobytes())
     put(tmp_path / "t_values.file", hps_bytes([], records.rows)[1])
     assert by_key(sok.read_sok_v1(tmp_path, "t", dim=2, chunk_rows=2)) == by_key([records])
     for name in ("t_keys.file", "t_values.file"):
         whole = (tmp_path / name).read_bytes()
-        # Half the bytes of int64 keys are a whole file of uint32 keys: the format has nothing that tells.
+        # Half the bytes of int64 keys form a complete file of uint32 keys; the format cannot distinguish them.
         half = len(whole) // 2 if name == "t_keys.file" and dtype == "<i8" else -1
         for content in [whole[:length] for length in range(len(whole)) if length != half] + [whole + b"x"]:
             put(tmp_path / name, content)
@@ -293,7 +293,7 @@ def test_sok_v1(tmp_path, dtype):
 
 
 def test_hps_meta(tmp_path):
-    """It is not looked at unless asked; then it must fit."""
+    """It is read only on request; then it must fit."""
     records = made([7, 9], 2)
     for name, content in zip(("key", "emb_vector"), hps_bytes(records.keys, records.rows), strict=True):
         put(tmp_path / name, content)
@@ -312,7 +312,7 @@ def test_hps_meta(tmp_path):
 
 
 def test_files_of_other_tools_are_read(tmp_path):
-    """Parquet and Arrow without our metadata, keys of any integer type; NumPy finds arrays by their names."""
+    """Parquet and Arrow files need no metadata of jaxsok and any integer keys; NumPy arrays are found by name."""
     for kind in (pyarrow.int64(), pyarrow.int32(), pyarrow.uint32(), pyarrow.uint64()):
         table = pyarrow.table(
             {
@@ -331,7 +331,7 @@ def test_files_of_other_tools_are_read(tmp_path):
 
 
 def test_columns_as_others_see_them(tmp_path):
-    """An independent reader: pyarrow's own, and NumPy's."""
+    """The independent readers are pyarrow's own and NumPy's."""
     records = made([2**64 - 2, 9], 2, {"v": 1}, BFLOAT16, statistics=True)
     columns.write_parquet(tmp_path / "t.parquet", records)
     columns.write_arrow(tmp_path / "t.arrow", records)
@@ -376,22 +376,22 @@ def write_all(path):
 
 @pytest.mark.parametrize("form", ["hps", "sok", "parquet", "arrow", "npz"])
 def test_files_of_another_size_are_refused(tmp_path, form):
-    """Every length below the whole one, bytes added at the end, one more or less anywhere; file and byte are named."""
+    """Files with bytes cut off, added or removed anywhere are refused, with the file and the byte."""
     read, paths = write_all(tmp_path)[form]
     wanted = by_key(read())
     for path in paths:
         whole = path.read_bytes()
-        # Every place in small files; in those of libraries, whose size is mostly their own, a part of them.
+        # Small files are cut at every place; files of libraries, mostly metadata, at a sample of places.
         step = 1 if form in ("hps", "sok") else 7
         bad = [whole[:length] for length in range(0, len(whole), step)] + [whole[:-1], whole + b"\0", whole + b"PAR1"]
-        if form != "npz":  # the directory of a zip is not covered by its checksums
+        if form != "npz":  # checksums do not cover the directory of a zip
             bad += [whole[:place] + whole[place + 1 :] for place in range(0, len(whole), 7)]
             bad += [whole[:place] + b"\0" + whole[place:] for place in range(0, len(whole), 7)]
         untouched = 0
         for content in bad:
             put(path, content)
             try:
-                # Parquet has room that holds no data: what checksums cover is as it was, then.
+                # Parquet has unused room; the parts that checksums cover are unchanged then.
                 assert by_key(read()) == wanted and form == "parquet" and abs(len(content) - len(whole)) == 1
                 untouched += 1
             except ValueError as error:
@@ -405,7 +405,7 @@ def test_files_of_another_size_are_refused(tmp_path, form):
 
 
 def pieces_moved(whole, sizes):
-    """A file with some bytes cut out, and with some put in: zeros, or a copy of those before."""
+    """Returns a file with some bytes removed or inserted: zeros, or a copy of the bytes before."""
     for place in range(0, len(whole), 8):
         for size in sizes:
             yield whole[:place] + whole[place + size :]
@@ -415,7 +415,7 @@ def pieces_moved(whole, sizes):
 
 @pytest.mark.parametrize("maker", ["jaxsok", "jaxsok, an empty batch", "pyarrow", "pyarrow, lz4"])
 def test_arrow_files_with_bytes_cut_out_or_put_in_are_refused(tmp_path, maker):
-    """By multiples of 8, which keep what is aligned aligned; a file that is not refused has the same content."""
+    """Multiples of 8 bytes keep the alignment; a file that is not refused has the same content."""
     path = tmp_path / "t.arrow"
     records = made(range(1, 40), 3, {"m": 3})
     if maker.startswith("jaxsok"):
@@ -443,7 +443,7 @@ def test_arrow_files_with_bytes_cut_out_or_put_in_are_refused(tmp_path, maker):
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=60)
 def test_arrow_files_with_other_bytes_are_refused(num_bytes, data):
-    """Bytes anywhere are others: in the footer, in the heads of batches, in columns."""
+    """Changed bytes are found in the footer, in the heads of batches and in columns."""
     with folder() as path:
         columns.write_arrow(path / "t.arrow", split(made([7, 2**40 + 5, 9], 2, {"m": 2}), [2]))
         whole, wanted = (path / "t.arrow").read_bytes(), by_key(columns.read_arrow(path / "t.arrow"))
@@ -457,14 +457,14 @@ def test_arrow_files_with_other_bytes_are_refused(num_bytes, data):
 
 
 def entry_of(array):
-    """An array as `.npy` has it."""
+    """Returns an array as `.npy` stores it."""
     with io.BytesIO() as file:
         np.save(file, array)
         return file.getvalue()
 
 
 def claims(shape, dtype="<f4"):
-    """The head of an array, and nothing behind it."""
+    """Returns the head of an array without its data."""
     text = f"{{'descr': {dtype!r}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text
 
@@ -491,14 +491,14 @@ NPZ = {
 
 @pytest.mark.parametrize("case", NPZ)
 def test_npz_entries_that_cannot_be_are_refused(tmp_path, case):
-    """Duplicates, what is no array, arrays of other types, and sizes that only the head claims."""
+    """Duplicates, invalid arrays, arrays of other types, and sizes that only the head claims are refused."""
     whole = {
         "key.npy": entry_of(np.array([7, 8, 9], np.uint64)),
         "row.npy": entry_of(np.ones((3, 2), np.float32)),
         "row_dtype.npy": entry_of(np.array("float32")),
     }
     with zipfile.ZipFile(tmp_path / "t.npz", "w") as file, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of two entries of one name
+        warnings.simplefilter("ignore")  # two entries have one name
         for one in ["row.npy", "row_dtype.npy", *NPZ[case]]:
             file.writestr(*((one, whole[one]) if isinstance(one, str) else one))
     tracemalloc.start()
@@ -510,7 +510,7 @@ def test_npz_entries_that_cannot_be_are_refused(tmp_path, case):
 
 @pytest.mark.parametrize("form", ["parquet", "npz"])
 def test_bytes_that_were_changed_are_found(tmp_path, form):
-    """By checksums, before the first chunk is given out; what passes holds what was written."""
+    """Checksums find them before the first chunk is yielded; an accepted file holds what was written."""
     read, (path,) = write_all(tmp_path)[form]
     whole, wanted, found = path.read_bytes(), by_key(read()), 0
     places = range(0, len(whole), 2)
@@ -521,21 +521,21 @@ def test_bytes_that_were_changed_are_found(tmp_path, form):
         except ValueError as error:
             assert path.name in str(error)
             found += 1
-    # Times of files in a zip have no checksum, and nothing reads them; nor does the mark before a footer.
+    # The times of files in a zip have no checksum and are never read; the same holds for the mark before a footer.
     assert found > 0.6 * len(places) if form == "npz" else found >= len(places) - 4
 
 
 @pytest.mark.parametrize("end", ["key", "weight", "Adam-m"])
 @hypothesis.given(place=st.integers(0, 295), value=st.integers(0, 255))
 def test_headers_that_were_changed_are_refused(end, place, value):
-    """Any byte of a header: the error names the file and the bytes of the field, or what no longer fits."""
+    """The error names the file and the changed field's bytes, or the value that no longer fits."""
     with folder() as path:
         _, paths = write_all(path)["sok"]
         read = functools.partial(sok.read_sok, path / "sok", "user:0", dim=2, optimizer="adam")
         (changed,) = (one for one in paths if one.name == f"user_0-{end}")
         content = bytearray(changed.read_bytes())
         hypothesis.assume(content[place] != value)
-        # What a reader cannot know: int64 and uint64 are alike, names differ in punctuation, a slot is left blank.
+        # The reader cannot detect int64 for uint64, other punctuation in names, or a blank slot.
         hypothesis.assume(not (place == 295 and end == "key" and value == 3))
         hypothesis.assume(not (place == 254 and chr(value) in string.punctuation))
         hypothesis.assume(not (place == 291 and end == "Adam-m" and value == 32))
@@ -548,12 +548,12 @@ def test_headers_that_were_changed_are_refused(end, place, value):
         if told is not None:
             assert f"{changed}: byte" in str(info.value)
             assert f"bytes {told}:" in str(info.value) or f"byte {place}:" in str(info.value)
-        else:  # a dtype: unknown, or of another kind, or of another width
+        else:  # a dtype that is unknown, of another kind or of another width
             assert f"{changed}: bytes 292 to 295: dtype: got" in str(info.value) or "byte" in str(info.value)
 
 
 def test_messages_of_headers(tmp_path):
-    """In full."""
+    """The messages are compared in full."""
     _, paths = write_all(tmp_path)["sok"]
     read = functools.partial(sok.read_sok, tmp_path / "sok", dim=2)
     key = next(path for path in paths if path.name == "user_0-key")
@@ -593,7 +593,7 @@ def test_state_with_fewer_lines_than_keys(tmp_path):
 
 @pytest.mark.parametrize("keys", [[7, 2**64 - 1, 9], [7, 9, 5, 9]])
 def test_keys_that_cannot_be_are_refused(tmp_path, keys, monkeypatch):
-    """PADDING_KEY, and a key that occurs twice, however far apart and in however many passes; with their byte."""
+    """PADDING_KEY and repeated keys, however far apart and in however many passes, are refused with their byte."""
     rows, place = np.ones((len(keys), 1), np.float32), 1 if len(keys) == 3 else 3
     key, numbers_ = hps_bytes(keys, rows)
     put(tmp_path / "key", key)
@@ -627,7 +627,7 @@ def test_keys_that_cannot_be_are_refused(tmp_path, keys, monkeypatch):
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path):
-    """The chunk is refused, not half read."""
+    """The chunk is refused instead of being half read."""
     hps.write_hps(tmp_path, made(range(4), 2))
     chunks = iter(hps.read_hps(tmp_path, dim=2, chunk_rows=2))
     next(chunks)
@@ -650,7 +650,7 @@ COLUMNS = {
 
 @pytest.mark.parametrize("message", COLUMNS)
 def test_columns_of_another_type_are_refused(tmp_path, message):
-    """Each named."""
+    """The error names each of them."""
     row = pyarrow.array([[1.0, 2.0]], pyarrow.list_(pyarrow.float32(), 2))
     content = {name: row if values is None else values for name, values in COLUMNS[message].items()}
     content["key"] = pyarrow.array(content["key"], pyarrow.float64() if "key" in message else pyarrow.int64())
@@ -682,7 +682,7 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_records_leave_no_file(tmp_path, message):
-    """Whatever the format: nothing is left behind, and what was there stays."""
+    """In every format no new file is left behind, and existing files stay."""
     write_all(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for write in (
@@ -699,7 +699,7 @@ def test_wrong_records_leave_no_file(tmp_path, message):
 
 
 def test_files_that_are_there_are_not_overwritten_unasked(tmp_path):
-    """And with overwrite, nothing of the old export stays that would not fit the new one."""
+    """With overwrite, no file of the old export remains that would not fit the new export."""
     write_all(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     new = made([1, 2, 3], 2)
@@ -722,7 +722,7 @@ def test_files_that_are_there_are_not_overwritten_unasked(tmp_path):
 
 
 def test_only_files_of_the_dump_are_overwritten(tmp_path):
-    """Files whose names begin alike stay; state of any slot, SOK's own or with a header of this table, goes."""
+    """Files with a common prefix stay; state of any slot, SOK's own or with this table's header, is removed."""
     old = made([1, 2], 3, {"m": 3, "x": 3})
     sok.write_sok(tmp_path, "user", old, optimizer={"m": "Adam-m", "x": "Mine-x"})
     (tmp_path / "user-Adam-v").write_bytes(b"torn")
@@ -731,8 +731,8 @@ def test_only_files_of_the_dump_are_overwritten(tmp_path):
         "user-notes.txt": b"mine",
         "user-": b"",
         "user-log-2024": bytes(400).replace(b"\0", b" "),
-        "user-Mine-y": header,  # of another slot
-        "user-other-x": b"guest".rjust(256) + header[256:],  # of another table
+        "user-Mine-y": header,  # another slot
+        "user-other-x": b"guest".rjust(256) + header[256:],  # another table
     }
     for name, content in others.items():
         (tmp_path / name).write_bytes(content)
@@ -743,7 +743,7 @@ def test_only_files_of_the_dump_are_overwritten(tmp_path):
 
 
 def test_what_cannot_be_replaced_is_found_before_anything_goes(tmp_path, monkeypatch):
-    """A folder in a file's place; one that comes while the export is written; and a disk that fails in between."""
+    """A folder in a file's place, one that appears during the export, and a failing disk leave recoverable files."""
     sok.write_sok(tmp_path, "user", made([1, 2], 3))
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     folder = tmp_path / "user-Adam-m"
@@ -778,7 +778,7 @@ def test_what_cannot_be_replaced_is_found_before_anything_goes(tmp_path, monkeyp
 
 
 def test_two_writers_of_one_name_do_not_share_a_file(tmp_path):
-    """The one that ends last wins, whole."""
+    """The writer that ends last replaces the file completely."""
 
     def chunks():
         yield made([1], 2)
@@ -791,7 +791,7 @@ def test_two_writers_of_one_name_do_not_share_a_file(tmp_path):
 
 
 def test_files_that_another_writer_left_meanwhile_go_too(tmp_path):
-    """State that was written while rows alone were: it would not fit them."""
+    """State written during an export of rows alone is removed, since it would not fit them."""
 
     def chunks():
         yield made([1], 2)
@@ -805,7 +805,7 @@ def test_files_that_another_writer_left_meanwhile_go_too(tmp_path):
 
 @pytest.fixture(scope="module")
 def writers(tmp_path_factory):
-    """Two processes that write what they are told, and their folder."""
+    """Returns two processes that write on command, and their folder."""
     root = tmp_path_factory.mktemp("written")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(jaxsok.__file__).parents[1])}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -822,7 +822,7 @@ def writers(tmp_path_factory):
 
 
 def read_back(form, path):
-    """The numbers that a written path has: those of one writer, and nothing else."""
+    """Returns the numbers at a written path, which must all come from one writer."""
     if form == "export":
         source = Source.of("test", path)
         source.verify(["item"])
@@ -855,7 +855,7 @@ def raced(writers, form, rounds, overwrite):
             one.stdin.flush()
         told = [one.stdout.readline() for one in both]
         succeeded = {str(n) for n, one in enumerate(told, 1) if one == "written\n"}
-        # The loser is told; what is there is the winner's alone.
+        # The loser gets an error; only the winner's files are there.
         assert len(succeeded) == 1 or (overwrite and succeeded), told
         assert all(one == "written\n" or (one.startswith("FileExistsError") and str(path) in one) for one in told), told
         found = read_back(form, path)
@@ -869,7 +869,7 @@ FORMS_RACED = ["export", "model", "hps", "sok", "npz", "arrow", "parquet"]
 
 @pytest.mark.parametrize("form", FORMS_RACED)
 def test_of_two_writers_of_one_path_one_succeeds(writers, form):
-    """Two processes at the same time, as a job that was preempted and its successor."""
+    """Two processes write at the same time, like a preempted job and its successor."""
     raced(writers, form, 8, False)
 
 
@@ -905,7 +905,7 @@ def test_an_export_that_stops_halfway_leaves_the_old_one(tmp_path):
 
 
 def test_what_sok_cannot_hold(tmp_path):
-    """Keys, numbers, names and optimizers; each refused with what to do, and no file made."""
+    """Keys, numbers, names and optimizers are refused with the remedy, and no file is made."""
     write = functools.partial(sok.write_sok, tmp_path, "t")
     for records, options, message in (
         (made([2**40]), {"key_dtype": "int32"}, "got 1099511627776, wanted int32; write them as int64"),
@@ -933,7 +933,7 @@ def test_what_sok_cannot_hold(tmp_path):
 
 
 def test_names_that_collide_on_disk(tmp_path):
-    """Two tables whose names differ in punctuation alone; the second is refused, overwrite or not."""
+    """If two table names differ only in punctuation, the second is refused, with overwrite or without."""
     sok.write_sok(tmp_path, "a:b", made([7]))
     for overwrite in (False, True):
         with pytest.raises(FileExistsError, match=r"is of the table 'a:b', wanted 'a_b'"):
@@ -943,7 +943,7 @@ def test_names_that_collide_on_disk(tmp_path):
 
 
 def test_memory_is_bounded_by_chunks(tmp_path):
-    """A table is written from a generator and read in parts; no more than a few chunks are alive at once."""
+    """A table is written from a generator and read in parts; at most a few chunks are alive at once."""
     import tracemalloc
 
     def chunks(num_chunks=64, num_rows=1024):
@@ -967,7 +967,7 @@ def test_memory_is_bounded_by_chunks(tmp_path):
         for one in result:
             assert (one.rows == one.keys[:, None] // np.uint64(1024)).all()
             seen += one.num_rows
-            assert pyarrow.total_allocated_bytes() < 16 * chunk_bytes  # tracemalloc does not see Arrow's
+            assert pyarrow.total_allocated_bytes() < 16 * chunk_bytes  # tracemalloc does not see Arrow's memory
         assert seen == result.num_rows == 64 * 1024
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -978,7 +978,7 @@ def test_memory_is_bounded_by_chunks(tmp_path):
 
 
 def collection_of(num_shards, optimizer=None, dtype="float32", names=("user", "item"), capacity=8):
-    """Tables of one store, on some devices."""
+    """Returns a collection whose tables share a store, on some devices."""
     optimizer = optimizer or jaxsok.optim.adam(0.1)
     specs = [jaxsok.TableSpec(name, 4, optimizer, capacity=capacity, dtype=dtype) for name in names]
     features = [jaxsok.FeatureSpec(name, table=name) for name in names]
@@ -996,7 +996,7 @@ def collection_of(num_shards, optimizer=None, dtype="float32", names=("user", "i
 
 
 def trained(collection):
-    """A state after two steps; tables share keys."""
+    """Returns a state after two steps; tables share keys."""
     state = collection.init(seed=3)
     for keys in ([7, 9, 2**40, 2**64 - 2], [9, 9, 5, 6]):
         batch = collection.batch({name: np.array(keys, np.uint64) for name in ("user", "item")})
@@ -1010,7 +1010,7 @@ def trained(collection):
 
 
 def told(collection, state, table, with_state=True):
-    """What a table holds, by key."""
+    """Returns the content of a table by key."""
     exported = collection.export_table(state, table)
     return {
         int(key): (
@@ -1036,7 +1036,7 @@ MODULES = {
 
 @pytest.mark.parametrize("shards", [(1, 4), (4, 1)])
 def test_tables_through_files(tmp_path, shards):
-    """Saved on some shards, loaded on others, at another capacity, one table into another; the second stays apart."""
+    """Tables saved on some shards load on others, at another capacity, under another name; other tables stay."""
     source, target = collection_of(shards[0]), collection_of(shards[1], names=("item", "user"), capacity=4)
     state = trained(source)
     for module, (save, load, has_state) in MODULES.items():
@@ -1052,7 +1052,7 @@ def test_tables_through_files(tmp_path, shards):
 
 
 def test_rows_of_16_bits_through_files(tmp_path):
-    """What float32 holds of them comes back."""
+    """The values that float32 holds come back exactly."""
     collection = collection_of(1, dtype="bfloat16")
     state = trained(collection)
     for module, (save, load, has_state) in MODULES.items():
@@ -1063,7 +1063,7 @@ def test_rows_of_16_bits_through_files(tmp_path):
 
 
 def test_a_bad_file_changes_no_table(tmp_path):
-    """The first table's files are fine, the second's are not: the state is as it was, and still of use."""
+    """If the first table's files are valid and the second's are not, the state is unchanged and still usable."""
     collection = collection_of(1)
     state = trained(collection)
     for module, (save, load, _) in MODULES.items():
@@ -1078,7 +1078,7 @@ def test_a_bad_file_changes_no_table(tmp_path):
 
 
 def test_rows_alone_and_state_that_does_not_fit(tmp_path):
-    """Loading weights without state, or into a table with another optimizer, is possible and explicit."""
+    """Loading weights without state, or into a table with another optimizer, needs an explicit choice."""
     source, other = collection_of(1), collection_of(1, jaxsok.optim.rowwise_adam(0.1))
     state = trained(source)
     columns.save(source, state, tmp_path)
@@ -1119,7 +1119,7 @@ def test_momentum_through_sok(tmp_path):
 
 
 def test_choices_of_tables_are_checked(tmp_path):
-    """Unknown names, names that collide on disk, tables without rows, files that are there; nothing is written."""
+    """Unknown names, colliding names, tables without rows and existing files are refused before any file is written."""
     collection = collection_of(1, names=("a:b", "a/b"))
     state = collection.init()
     for save, *_ in MODULES.values():
@@ -1133,7 +1133,7 @@ def test_choices_of_tables_are_checked(tmp_path):
         hps.save(collection, state, tmp_path, ["a:b"], defaults=0.0)
     assert not list(tmp_path.iterdir())
     for module, (save, load, _) in MODULES.items():
-        if module != "hps":  # an empty table goes through all other formats
+        if module != "hps":  # all other formats accept an empty table
             save(collection, state, tmp_path / module, {"a:b": "one", "a/b": "two"})
             with pytest.raises(FileExistsError, match="overwrite=True"):
                 save(collection, state, tmp_path / module, {"a:b": "one"})
@@ -1142,7 +1142,7 @@ def test_choices_of_tables_are_checked(tmp_path):
 
 
 def test_a_table_that_cannot_hold_the_file(tmp_path):
-    """It is refused; the state is in the error, with the tables that were entered before."""
+    """The load is refused; the error holds the state with the tables loaded before."""
     source = collection_of(1)
     hps.save(source, trained(source), tmp_path, defaults=0.0)
     specs = [
@@ -1156,7 +1156,7 @@ def test_a_table_that_cannot_hold_the_file(tmp_path):
 
 
 def test_an_interrupt_between_tables_keeps_the_state(tmp_path, monkeypatch):
-    """Ctrl-C once the caller's state was donated to the first table."""
+    """Ctrl-C comes once the caller's state was donated to the first table."""
     collection = collection_of(1)
     hps.save(collection, trained(collection), tmp_path, defaults=0.0)
     enter = collection.import_table
@@ -1173,7 +1173,7 @@ def test_an_interrupt_between_tables_keeps_the_state(tmp_path, monkeypatch):
 
 
 def test_statistics_follow_their_key(tmp_path):
-    """Through the formats that have room for them."""
+    """The formats that have room for statistics keep them with their keys."""
     table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=8, statistics=True)
     collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", table="user")])
     state = collection.init()
@@ -1187,11 +1187,11 @@ def test_statistics_follow_their_key(tmp_path):
         assert {key: one[3:] for key, one in chunks.items()} == {7: (5, 2), 9: (8, 2), 4: (8, 2)}
 
 
-# What HPS answers for keys without a row -----------------------------------------------------------------------------
+# Defaults of HPS for keys without a row ------------------------------------------------------------------------------
 
 
 def test_hps_is_told_what_keys_without_a_row_read(tmp_path):
-    """HPS has one number for a table: a table in which `find` reads anything but zeros needs it said."""
+    """HPS has one number per table, so a table in which `find` reads other values needs it as an argument."""
     collection, state = untrained()
     zeros = ["zeros", "normal_zeros", "constant_zeros", "matrix_zeros", "function_zeros"]
     assert set(hps.save(collection, state, tmp_path / "zeros", zeros)) == set(zeros)

@@ -1,6 +1,6 @@
-"""Checkpoints of TorchRec and dumps of dynamicemb: rows and optimizer state come along, and training goes on as there.
+"""Checkpoints of TorchRec and dumps of dynamicemb: rows and optimizer state are loaded, and training continues.
 
-tests/golden/torchrec holds a table of every sharding type, in which each number says where it belongs. Tests with the
+tests/golden/torchrec holds a table of every sharding type, in which each number encodes its place. Tests with the
 real packages are skipped where torch, torchrec or fbgemm-gpu-cpu are missing.
 """
 
@@ -30,7 +30,7 @@ def collection_of(optimizers, dim=DIM, **options):
 
 
 def read(folder, table, optimizer=None):
-    """Loads one table, and returns it as it is exported."""
+    """Loads a table and returns its export."""
     options = {"with_state": optimizer is not None}
     collection = collection_of({"table": optimizer or optim.sgd(0.1)})
     state = torchrec.load(collection, collection.init(), folder, {"table": table}, **options)
@@ -78,7 +78,7 @@ def test_blocks_of_columns(table):
 
 
 def test_declared_from_the_files(tmp_path, capsys):
-    """The command needs no declarations, and its export goes into a collection with features."""
+    """The command needs no declarations, and its export loads into a collection with features."""
     assert command_line.main(["import", "torchrec", str(GOLDEN), str(tmp_path / "out"), "--step", "7"]) == 0
     assert "grid[4:8]: 5 rows, float32[4], rowwise_adagrad" in capsys.readouterr().out
     tables = [jaxsok.TableSpec("cw", DIM, optim.adagrad(0.5), capacity=8)]
@@ -126,14 +126,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_exact_is_refused(case):
-    """What cannot go on exactly as there is refused by name, before anything changes."""
+    """State that cannot continue exactly is refused by name, before anything changes."""
     table, optimizer, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         read(GOLDEN, table, optimizer)
 
 
 class Fake:
-    """A tensor of a checkpoint, in one chunk."""
+    """A tensor of a checkpoint in one chunk."""
 
     def __init__(self, name, numbers):
         self.op, self.name, self.numbers = "fake", name, np.float32(numbers)
@@ -144,7 +144,7 @@ class Fake:
 
 
 def test_tables_of_one_name(monkeypatch):
-    """Two collections may have tables of one name: the path tells them and their state apart."""
+    """Two collections may have tables of the same name; the path distinguishes them and their state."""
     names = [f"{arch}.embedding_bags.user.weight" for arch in ("left.bags", "right.bags")]
     numbers = {f"model.{name}": NUMBERS + 1000 * i for i, name in enumerate(names)}
     numbers |= {f"opt.state.{name}.user.momentum1": 100 + np.arange(ROWS) + 1000 * i for i, name in enumerate(names)}
@@ -161,7 +161,7 @@ def test_tables_of_one_name(monkeypatch):
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "rowwise_adam"])
 def test_moments(monkeypatch, name):
-    """The fused Adams come with both moments; those of a dense Adam, which moves all rows, are refused."""
+    """The fused Adams keep both moments; those of a dense Adam, which moves all rows, are refused."""
     weight, optimizer = "model.bags.embedding_bags.user.weight", getattr(optim, name)(0.1)
     second = np.arange(ROWS) if name == "rowwise_adam" else NUMBERS + 200
     fused = {"user.momentum1": NUMBERS + 100, "user.exp_avg_sq": second}
@@ -184,14 +184,14 @@ def test_moments(monkeypatch, name):
 
 
 def test_adam_needs_the_step():
-    """The files have no number of updates, by which Adam corrects its bias."""
+    """The files have no number of updates, which Adam needs for its bias correction."""
     collection = collection_of({"rw": optim.adam(0.1)})
     with pytest.raises(ValueError, match='table "rw": step: got None, wanted the number of updates'):
         torchrec.load(collection, collection.init(), GOLDEN)
 
 
 def test_nothing_of_a_pickle_runs(tmp_path):
-    """A pickle that would run a program is refused, and nothing of it is called."""
+    """A pickle that would run a program is refused, and none of its functions is called."""
     shutil.copytree(GOLDEN, tmp_path / "there")
 
     class Hostile:
@@ -205,7 +205,7 @@ def test_nothing_of_a_pickle_runs(tmp_path):
 
 
 def test_damaged_folders(tmp_path):
-    """Truncated and missing files are named when the folder is opened, broken chunks when they are read."""
+    """Truncated and missing files are named when the folder is opened, damaged chunks when they are read."""
     folder = shutil.copytree(GOLDEN, tmp_path / "there")
     chunks = torch_files.read_tensors("read", folder)["model.bags.embedding_bags.tw.weight"].chunks
     _, path, begin, end = chunks[0, 0]
@@ -227,7 +227,7 @@ def test_damaged_folders(tmp_path):
 
 
 def dump(folder, table, keys, rows, state=None, state_file="emb_opt_values"):
-    """Writes two ranks, as dynamicemb names and lays out its files."""
+    """Writes two ranks with the names and layouts of dynamicemb's files."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(2):
         mine = keys % 2 == rank
@@ -251,7 +251,7 @@ def test_dumps_of_dynamicemb(tmp_path, name):
     state = np.repeat(KEYS[:, None] % 97, 4 if name == "rowwise_adagrad" else sum(widths), axis=1) + np.arange(
         4 if name == "rowwise_adagrad" else sum(widths)
     )
-    state_file = "opt_values" if name == "adam" else "emb_opt_values"  # as its first versions wrote, and now
+    state_file = "opt_values" if name == "adam" else "emb_opt_values"  # the first versions' name, and the current name
     dump(tmp_path / "model" / "ebc", "user", KEYS, rows, state if widths else None, state_file)
     collection = collection_of({"user": optimizer}, dim=3)
     state_of = torchrec.load(collection, collection.init(), tmp_path, step=10, chunk_rows=2)
@@ -266,7 +266,7 @@ def test_dumps_of_dynamicemb(tmp_path, name):
 
 
 def test_dumps_that_are_not_whole(tmp_path):
-    """A rank that is missing, a key in two ranks, and files of unlike rows are refused."""
+    """A missing rank, a key in two ranks, and files with different numbers of rows are refused."""
     rows = np.ones((len(KEYS), 3))
     dump(tmp_path, "user", KEYS, rows)
     file = tmp_path / "user_emb_values.rank_1.world_size_2"

@@ -1,6 +1,6 @@
-"""A DLRM that stopped in TorchRec goes on here: the same losses, the same rows. Needs the real packages.
+"""A DLRM trained in TorchRec continues in jaxsok with the same losses and rows.
 
-Skipped where torch, torchrec and fbgemm-gpu-cpu are missing; docs/porting_torchrec.md says how to install them.
+Without torch, torchrec and fbgemm-gpu-cpu the tests are skipped; docs/porting_torchrec.md says how to install them.
 """
 
 import functools
@@ -39,7 +39,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # noq
 from torchrec.optim.optimizers import in_backward_optimizer_filter  # noqa: E402
 
 RATE, DIM, NUM_SAMPLES, NUM_DENSE = 0.05, 8, 64, 4
-TABLES = {  # rows, sharding, optimizer there and here
+TABLES = {  # rows, sharding, optimizers of TorchRec and jaxsok
     "user": (300, row_wise(), there.optim.RowWiseAdagrad, optim.rowwise_adagrad(RATE)),
     "item": (200, column_wise([0, 0]), there.optim.Adagrad, optim.adagrad(RATE, 0.0, 1e-8, eps_in_sqrt=False)),
     "shop": (20, table_wise(0), there.optim.SGD, optim.sgd(RATE)),
@@ -49,7 +49,7 @@ TABLES = {  # rows, sharding, optimizer there and here
 def batch_of(number):
     """Makes a batch: bags of up to three keys, some of them frequent, and labels that depend on all features."""
     rng = np.random.default_rng([7, number])
-    # As many keys in each batch, so that the step is compiled once.
+    # Every batch has the same number of keys, so that the step is compiled once.
     lengths = {name: rng.permutation(np.arange(NUM_SAMPLES) % 4) for name in TABLES}
     values = {name: np.minimum(rng.zipf(1.3, lengths[name].sum()), rows) - 1 for name, (rows, *_) in TABLES.items()}
     dense = rng.normal(size=(NUM_SAMPLES, NUM_DENSE)).astype(np.float32)
@@ -61,7 +61,7 @@ def batch_of(number):
 
 @pytest.fixture(scope="module")
 def process_group(tmp_path_factory):
-    """A job of one process."""
+    """Starts a job of one process."""
     torch.set_num_threads(1)
     store = tmp_path_factory.mktemp("store") / "file"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
@@ -70,7 +70,7 @@ def process_group(tmp_path_factory):
 
 
 def make_there():
-    """Makes the model with its fused optimizers, and a step of both."""
+    """Makes the TorchRec model with its fused optimizers, and a step of both."""
     torch.manual_seed(0)
     configs = [
         there.EmbeddingBagConfig(name=name, embedding_dim=DIM, num_embeddings=rows, feature_names=[name])
@@ -128,7 +128,7 @@ def stack(layers, x, is_last_linear=False):
 
 
 def loss_fn(layers, embeddings, dense, labels):
-    """The loss of TorchRec's DLRM."""
+    """Returns the loss of TorchRec's DLRM."""
     x = stack(layers["dense"], dense)
     rows = jnp.stack([x, *(embeddings[name] for name in TABLES)], axis=1)
     first, second = np.triu_indices(len(TABLES) + 1, 1)
@@ -176,7 +176,7 @@ def make_here(folder):
 
 @pytest.fixture(scope="module")
 def stopped(process_group, tmp_path_factory):
-    """Trains 500 steps there, and saves them."""
+    """Trains 500 steps in TorchRec and saves them."""
     model, optimizer, step = make_there()
     for number in range(500):
         step(batch_of(number))
@@ -186,7 +186,7 @@ def stopped(process_group, tmp_path_factory):
 
 
 def test_training_goes_on(stopped):
-    """The losses of steps 501 to 600 agree within 1e-5, and so do all rows after each step; then a row is changed."""
+    """The losses of steps 501 to 600 agree within 1e-5, and rows after each step as well; a changed row is noticed."""
     folder, model, step_there = stopped
     collection, state, step_here = make_here(folder)
     batches = [batch_of(number) for number in range(500, 600)]
@@ -216,7 +216,7 @@ def test_chunks_are_those_that_torch_reads(stopped):
 
 
 def test_golden_checkpoint_is_made_again(tmp_path):
-    """Four processes write what lies in tests/golden, chunk by chunk."""
+    """Four processes write the files of tests/golden, chunk by chunk."""
     script = pathlib.Path(__file__).parents[1] / "golden" / "make_torchrec.py"
     subprocess.run([sys.executable, "-W", "ignore", str(script), str(tmp_path / "made")], check=True, timeout=300)
     made, kept = (

@@ -1,4 +1,4 @@
-"""Batches: which samples, in which order, on how many processes; and reading goes on where it stopped."""
+"""Batches: their samples, their order and the processes' parts; interrupted reading resumes where it stopped."""
 
 import collections
 import itertools
@@ -15,17 +15,17 @@ from jaxsok.data import ArraySource, Batches, BlockSource, JoinedSource, iterate
 
 
 def of_one(source, batch_size, **options):
-    """Batches of all processes together, as the only process reads them."""
+    """Returns the batches of all processes, as a single process reads them."""
     return Batches(source, batch_size, **{"process_index": 0, "process_count": 1} | options)
 
 
 def numbers(num_samples: int, block_samples: int = 1 << 16) -> ArraySource:
-    """Samples that are their own places."""
+    """Returns samples that hold their own places."""
     return ArraySource({"place": np.arange(num_samples)}, block_samples=block_samples)
 
 
 def places(dataset) -> list[list[int]]:
-    """The samples of each batch."""
+    """Returns the samples of each batch."""
     return [batch["place"].tolist() for batch in dataset]
 
 
@@ -35,14 +35,14 @@ def flat(batches) -> list[int]:
 
 @st.composite
 def cases(draw):
-    """A source, and how it is read: (source, batch_size, options without the process)."""
+    """Draws (source, batch_size, options without the process)."""
     streams = draw(st.sampled_from([1, 2, 3, 4]))
     factor = draw(st.sampled_from([1, 2, 3]))
     batch_size = 12 * factor
     num_samples = draw(st.integers(0, 150)) + 2 * batch_size
     sizes = draw(st.lists(st.integers(0, 60), min_size=1, max_size=5).filter(any))
     parts, first = [], 0
-    while first < num_samples:  # parts of these sizes, round about, each in blocks of its own
+    while first < num_samples:  # parts of about these sizes, each in blocks of its own
         size = min(sizes[len(parts) % len(sizes)], num_samples - first)
         block_samples = draw(st.integers(1, 40))
         parts.append(ArraySource({"place": np.arange(first, first + size)}, block_samples=block_samples))
@@ -61,7 +61,7 @@ def cases(draw):
 
 @hypothesis.given(case=cases(), epoch=st.integers(0, 3))
 def test_an_epoch_has_each_sample_at_most_once(case, epoch):
-    """Whole batches, of samples between start and stop, as many as there is room for."""
+    """Batches are full, come from the samples between start and stop, and are as many as fit."""
     source, batch_size, options = case
     batches = of_one(source, batch_size, **options)
     start, stop, _ = slice(options["start"], options["stop"]).indices(len(source))
@@ -75,7 +75,7 @@ def test_an_epoch_has_each_sample_at_most_once(case, epoch):
 
 @hypothesis.given(case=cases(), count=st.sampled_from([1, 2, 3, 4, 6, 12]), number=st.integers(0, 30))
 def test_parts_of_the_processes_are_the_batch(case, count, number):
-    """One after the other, whatever the number of processes; equal in size."""
+    """The concatenated parts form the batch for any number of processes, and all parts are equal in size."""
     source, batch_size, options = case
     streams = options["num_streams"]
     hypothesis.assume(streams % count == 0 or count % streams == 0)
@@ -91,7 +91,7 @@ def test_parts_of_the_processes_are_the_batch(case, count, number):
     num_samples=st.integers(1, 60), batch_size=st.sampled_from([4, 8, 12]), ends=st.tuples(st.integers(), st.integers())
 )
 def test_without_a_seed_batches_follow_the_source(num_samples, batch_size, ends):
-    """As slices of a list; without the remainder, or with a smaller last batch."""
+    """They equal slices of a list, without the remainder or with a smaller last batch."""
     plain = list(range(num_samples))
     start, stop = ends[0] % num_samples, ends[1] % num_samples + 1
     wanted = [plain[start:stop][i : i + batch_size] for i in range(0, max(0, stop - start), batch_size)]
@@ -108,14 +108,14 @@ def test_without_a_seed_batches_follow_the_source(num_samples, batch_size, ends)
 
 
 def test_streams_are_parts_of_the_source_in_order():
-    """Without a seed: each batch has the next samples of every part."""
+    """Without a seed, each batch has the next samples of every part."""
     batches = of_one(numbers(26), 4, num_streams=2)
     assert places(batches)[:2] == [[0, 1, 13, 14], [2, 3, 15, 16]]
     assert len(batches) == 6
 
 
 def test_the_last_batch_may_be_smaller_and_shuffled():
-    """Each sample once; some processes have none of the last batch."""
+    """Each sample occurs once; some processes have none of the last batch."""
     for source in (numbers(33, 5), Loaded([5] * 6 + [3])):
         parts = [Batches(source, 16, seed=1, num_streams=1, drop_remainder=False, process_index=i, process_count=4)
                  for i in range(4)]  # fmt: skip
@@ -125,7 +125,7 @@ def test_the_last_batch_may_be_smaller_and_shuffled():
 
 
 def test_epochs_and_seeds_differ():
-    """And the same seed gives the same batches, for another object too."""
+    """The same seed gives the same batches, from another object too."""
 
     def read(seed, epoch):
         return places(itertools.islice(of_one(numbers(200, 10), 20, seed=seed).repeat(3), 10 * epoch, 10 * epoch + 10))
@@ -146,13 +146,13 @@ def _blocks_of_first_window(epoch, num_streams):
 
 @pytest.mark.parametrize("num_streams", [1, 4])
 def test_a_window_mixes_its_batches_alone(num_streams):
-    """A batch has samples of many blocks, and never of more than its window holds."""
+    """A batch has samples of many blocks, all of which belong to its window."""
     found = places(of_one(numbers(4000, 10), 40, seed=5, shuffle_batches=5, num_streams=num_streams))
     blocks = [{place // 10 for place in batch} for batch in found]
     windows = [set().union(*blocks[i : i + 5]) for i in range(0, 100, 5)]
-    # 200 samples fill 20 blocks, and may begin and end in the middle of one in each stream.
+    # 200 samples fill 20 blocks, and may start and end in the middle of one in each stream.
     assert all(20 <= len(window) <= 20 + num_streams for window in windows)
-    assert np.mean([len(batch) for batch in blocks]) > 15  # of 20, where 40 of 200 samples are drawn at random: 17.9
+    assert np.mean([len(batch) for batch in blocks]) > 15  # at most 20; a random 40 of 200 samples give 17.9
     together = collections.Counter(flat(windows))
     assert max(together.values()) <= 2, "a block is read in one window, or in two that follow each other"
     order = [min(window) for window in windows]
@@ -172,7 +172,7 @@ def test_shuffling_is_even():
 
 
 def test_a_batch_is_a_function_of_its_number():
-    """In any order, again, from the end; datasets of Grain slice, repeat and transform it."""
+    """Batches may be read in any order, again, or from the end; Grain's datasets slice, repeat and transform them."""
     batches = of_one(numbers(100, 7), 10, seed=3)
     in_order = places(batches[i] for i in range(30))
     for i in (29, 3, 17, 3):
@@ -198,7 +198,7 @@ def test_bags_of_several_streams_are_joined():
 
 
 def test_the_default_is_a_stream_for_each_process(monkeypatch):
-    """With a seed; JAX says which process this is, and of how many."""
+    """The default applies with a seed; JAX gives the number of the process and of processes."""
     monkeypatch.setattr("jax.process_count", lambda: 2)
     monkeypatch.setattr("jax.process_index", lambda: 1)
     assert places(Batches(numbers(8), 4)) == [[2, 3], [6, 7]]
@@ -231,7 +231,7 @@ def test_the_default_is_a_stream_for_each_process(monkeypatch):
     ],
 )
 def test_refusals(options, message):
-    """Before anything is read."""
+    """Wrong options are refused before anything is read."""
     given = {"batch_size": 8, "process_index": 0, "process_count": 1} | options
     with pytest.raises(ValueError, match=f"Batches: .*{message}"):
         Batches(numbers(100), **given)
@@ -241,7 +241,7 @@ def test_refusals(options, message):
 
 
 class Loaded(BlockSource):
-    """Samples that are their own places, in blocks; remembers which blocks were loaded."""
+    """Samples that hold their own places, in blocks; remembers which blocks were loaded."""
 
     def __init__(self, sizes):
         super().__init__(sizes)
@@ -256,7 +256,7 @@ class Loaded(BlockSource):
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("block", [10, 50, 400])
 def test_blocks_are_loaded_once_an_epoch(num_streams, seed, block):
-    """But for blocks that two streams share; few are kept. A thread that lags may find its block dropped."""
+    """Blocks that two streams share load twice; few blocks are kept, and a late thread may find its block dropped."""
     most_kept = max(8, 2 * (200 // block + 1 + 2 * num_streams))
     for num_threads in (0, 3):
         source = Loaded([block] * (4000 // block))
@@ -268,18 +268,18 @@ def test_blocks_are_loaded_once_an_epoch(num_streams, seed, block):
 
 
 def _changed(batch):
-    """Runs in worker processes too."""
+    """Transforms a batch, in worker processes too."""
     return {"place": batch["place"] + 1000}
 
 
 def make(num_samples=100, **options):
-    """Three epochs of ten batches, transformed."""
+    """Returns three epochs of ten batches, transformed."""
     return of_one(numbers(num_samples, 7), num_samples // 10, seed=11, **options).map(_changed).repeat(3)
 
 
 @pytest.mark.parametrize("options", [{"num_threads": 1}, {"num_threads": 5}, {"num_ahead": 1}, {"num_threads": 0}])
 def test_threads_keep_the_order(options):
-    """As read one after the other."""
+    """Threads give the batches in the order of a sequential reader."""
     assert places(iterate(make(), **options)) == places(make()[i] for i in range(30))
 
 
@@ -287,7 +287,7 @@ def test_threads_keep_the_order(options):
     stops=st.lists(st.integers(0, 30), min_size=1, max_size=4), threads=st.lists(st.integers(1, 4), min_size=4)
 )
 def test_a_state_leads_to_the_next_batch(stops, threads):
-    """In an epoch, at its end, at the end of all; with another number of threads; of states as JSON."""
+    """States from within an epoch, from its end and from the last end work, as JSON and with other thread counts."""
     wanted = places(make()[i] for i in range(30))
     state = iterate(make()).get_state()
     reached = 0
@@ -302,7 +302,7 @@ def test_a_state_leads_to_the_next_batch(stops, threads):
 
 
 def test_going_on_with_other_processes():
-    """The streams are those of before: two processes read on where one stopped."""
+    """The streams stay the same, so two processes continue where one stopped."""
     options = {"seed": 2, "num_streams": 4}
     one = iterate(of_one(numbers(200, 9), 8, **options).repeat(2))
     before = places(itertools.islice(one, 30))
@@ -315,7 +315,7 @@ def test_going_on_with_other_processes():
 
 
 def test_an_iterator_can_be_set_back():
-    """The state of the beginning, and of any batch."""
+    """The state of the beginning and that of any batch can be restored."""
     iterator = iterate(make())
     states = [iterator.get_state()]
     found = []
@@ -328,7 +328,7 @@ def test_an_iterator_can_be_set_back():
 
 
 def test_an_error_of_a_source_reaches_the_reader():
-    """It is raised for the batch that has it; what comes before is given."""
+    """The error is raised for the batch that has it; earlier batches are given."""
 
     class Bad(Loaded):
         def load(self, block):
@@ -343,7 +343,7 @@ def test_an_error_of_a_source_reaches_the_reader():
 
 
 def test_worker_processes_give_the_same():
-    """The same batches in the same order; a state leads on, here or elsewhere, in an epoch and at its end."""
+    """Batches and order are the same; states resume with workers or without, within an epoch and at its end."""
     wanted = places(make()[i] for i in range(30))
     iterator = iterate(make(), num_workers=2)
     states, found = [iterator.get_state()], []

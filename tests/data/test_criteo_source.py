@@ -1,4 +1,4 @@
-"""Criteo's logs against plain loops, on genuine rows where they are at hand: text, conversion, binary forms."""
+"""Criteo's logs against plain loops, on genuine rows if available: text, conversion, binary forms."""
 
 import concurrent.futures
 import csv
@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def _sample_path() -> pathlib.Path:
-    """200 genuine rows, as CSV with a header. They are not ours to distribute: found, or the test is skipped."""
+    """Finds 200 genuine rows, as CSV with a header; skips if there are none, since they may not be distributed."""
     candidates = [ROOT.parent / "shared" / "data" / "criteo-sample" / "criteo_sample.csv"]
     if "JAXSOK_CRITEO_SAMPLE" in os.environ:
         candidates.insert(0, pathlib.Path(os.environ["JAXSOK_CRITEO_SAMPLE"]))
@@ -32,7 +32,7 @@ def _sample_path() -> pathlib.Path:
 
 
 def _synthetic_fields(num_rows: int, seed: int = 0) -> list[list[str]]:
-    """Rows of random fields, many of them missing."""
+    """Makes rows of random fields, many of them missing."""
     rng = random.Random(seed)
 
     def integer():
@@ -69,7 +69,7 @@ def _assert_columns(columns, rows: list[list[str]], *, has_label: bool = True, k
 
 
 def _assert_reads(source, rows: list[list[str]], **options) -> None:
-    """All rows at once, some of them, and one."""
+    """Reads all rows at once, some of them, and a single row."""
     assert len(source) == len(rows)
     _assert_columns(source.take(slice(0, len(rows))), rows, **options)
     some = np.arange(0, len(rows), 3)
@@ -88,13 +88,13 @@ def _converted(paths, folder):
 
 @pytest.fixture(params=[_as_text, _converted])
 def read(request, tmp_path):
-    """Reads plain text in both ways: as it is, and converted."""
+    """Returns a reader of plain text: directly, or after a conversion."""
     return lambda paths: request.param(paths, tmp_path)
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of two or three rows, so that a few hundred rows have many boundaries."""
+    """Sets blocks of two or three rows, so that a few hundred rows have many boundaries."""
     monkeypatch.setattr(criteo, "_BLOCK_BYTES", 700)
 
 
@@ -102,7 +102,7 @@ def small_blocks(monkeypatch):
 
 
 def test_genuine_rows_are_read_as_the_csv_module_reads_them(tmp_path, small_blocks, read):
-    """200 rows of Criteo's own."""
+    """Criteo's own 200 rows are read correctly."""
     with open(_sample_path(), newline="") as file:
         header, *rows = csv.reader(file)
     assert tuple(header) == criteo.COLUMN_NAMES
@@ -132,7 +132,7 @@ def test_the_last_row_needs_no_newline(tmp_path, small_blocks, read):
 
 
 def test_capital_digits_are_digits(tmp_path, read):
-    """Of hexadecimal numbers."""
+    """Hexadecimal numbers may have capital digits."""
     rows = _synthetic_fields(20)
     upper = [[*row[:14], *(x.upper() for x in row[14:])] for row in rows]
     (tmp_path / "log").write_bytes(_to_text(upper))
@@ -140,14 +140,14 @@ def test_capital_digits_are_digits(tmp_path, read):
 
 
 def test_carriage_returns_are_no_part_of_a_row(tmp_path, small_blocks, read):
-    """Files that went through Windows."""
+    """Files from Windows have them."""
     rows = _synthetic_fields(20)
     (tmp_path / "log").write_bytes(_to_text(rows).replace(b"\n", b"\r\n"))
     _assert_reads(read(tmp_path / "log"), rows)
 
 
 def test_logs_without_labels_are_recognised(tmp_path, small_blocks, read):
-    """Kaggle's test file: there is no column of labels."""
+    """Kaggle's test file has no column of labels."""
     rows = _synthetic_fields(50)
     (tmp_path / "test.txt").write_bytes(_to_text([row[1:] for row in rows]))
     _assert_reads(read(tmp_path / "test.txt"), rows, has_label=False)
@@ -155,7 +155,7 @@ def test_logs_without_labels_are_recognised(tmp_path, small_blocks, read):
 
 
 def test_several_logs_are_one(tmp_path, small_blocks, read):
-    """In the order given; some may be empty."""
+    """Logs are concatenated in the given order; some may be empty."""
     rows = _synthetic_fields(100)
     (tmp_path / "b").write_bytes(_to_text(rows[:33]))
     (tmp_path / "empty").write_bytes(b"")
@@ -164,7 +164,7 @@ def test_several_logs_are_one(tmp_path, small_blocks, read):
 
 
 def test_batches_of_a_log(tmp_path, small_blocks):
-    """Shuffled by threads: each row once, its columns together; by another process, too."""
+    """Shuffled by threads, each row occurs once with all its columns; another process reads the same."""
     rows = _synthetic_fields(300)
     for row, number in zip(rows, range(300), strict=True):
         row[14] = f"{number:08x}"
@@ -178,7 +178,7 @@ def test_batches_of_a_log(tmp_path, small_blocks):
 
 
 def test_gzip_is_recognised_by_its_first_bytes(tmp_path, small_blocks):
-    """Converted whatever its name; as text it cannot be read from the middle."""
+    """The suffix does not matter for a conversion; as text, gzip cannot be read from the middle."""
     rows = _synthetic_fields(200)
     halves = _to_text(rows[:90]), _to_text(rows[90:])
     (tmp_path / "day_0").write_bytes(gzip.compress(halves[0]) + gzip.compress(halves[1]))  # two members, as pigz writes
@@ -188,7 +188,7 @@ def test_gzip_is_recognised_by_its_first_bytes(tmp_path, small_blocks):
 
 
 def test_a_missing_category_is_the_padding_key():
-    """It contributes zeros."""
+    """The padding key contributes zeros."""
     assert int(criteo.MISSING_KEY) % 2**64 == jaxsok.PADDING_KEY
 
 
@@ -212,7 +212,7 @@ MALFORMED = {
 @pytest.mark.parametrize("bad_row", [1, 2, 77, 100])
 @pytest.mark.parametrize(("change", "message"), MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_row_is_named(tmp_path, small_blocks, change, message, bad_row):
-    """File, row and column; nothing is left of the conversion, and the blocks before can be read."""
+    """The error names file, row and column; the conversion leaves nothing, and the blocks before can be read."""
     rows = _synthetic_fields(100)
     rows[bad_row - 1] = change(rows[bad_row - 1])
     (tmp_path / "log").write_bytes(_to_text(rows))
@@ -236,7 +236,7 @@ def test_a_malformed_row_is_named(tmp_path, small_blocks, change, message, bad_r
 
 
 def test_labels_in_one_file_only_are_an_error(tmp_path):
-    """Named by the file that differs."""
+    """The error names the file that differs."""
     rows = _synthetic_fields(4)
     (tmp_path / "train").write_bytes(_to_text(rows))
     (tmp_path / "test").write_bytes(_to_text([row[1:] for row in rows]))
@@ -248,7 +248,7 @@ def test_labels_in_one_file_only_are_an_error(tmp_path):
 
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path):
-    """And leaves no folder."""
+    """The conversion leaves no folder."""
     for read in (criteo.TextSource, lambda path: criteo.convert(path, tmp_path / "converted"), criteo.binary_source):
         with pytest.raises(FileNotFoundError, match="nowhere"):
             read(tmp_path / "nowhere")
@@ -256,7 +256,7 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path):
 
 
 def test_empty_logs(tmp_path):
-    """No row; no batch can be made of them."""
+    """An empty log has no rows, and no batch can be made of it."""
     (tmp_path / "log").write_bytes(b"")
     source = criteo.TextSource(tmp_path / "log")
     assert len(source) == 0 and source.ends.tolist() == []
@@ -269,7 +269,7 @@ def test_empty_logs(tmp_path):
 
 
 def test_a_truncated_gzip_file_is_an_error(tmp_path, small_blocks):
-    """Named with the last row that was read."""
+    """The error names the file and the last row that was read."""
     text = gzip.compress(_to_text(_synthetic_fields(300)))
     (tmp_path / "log.gz").write_bytes(text[: len(text) // 2])
     with pytest.raises(criteo.LogFormatError, match=r"log\.gz, after row \d+: .*cut off or damaged"):
@@ -278,7 +278,7 @@ def test_a_truncated_gzip_file_is_an_error(tmp_path, small_blocks):
 
 
 def test_a_damaged_gzip_file_is_an_error(tmp_path, small_blocks):
-    """Bytes in the middle are gone."""
+    """Bytes in the middle of the file are missing."""
     text = bytearray(gzip.compress(_to_text(_synthetic_fields(300))))
     text[len(text) // 2 : len(text) // 2 + 64] = bytes(64)
     (tmp_path / "log.gz").write_bytes(text)
@@ -288,7 +288,7 @@ def test_a_damaged_gzip_file_is_an_error(tmp_path, small_blocks):
 
 @pytest.mark.parametrize("max_rows", [0, 1, 16, 17, 100, 1000, None])
 def test_max_rows_ends_the_conversion(tmp_path, small_blocks, max_rows):
-    """Its threads end too."""
+    """The threads of the conversion end too."""
     rows = _synthetic_fields(100)
     (tmp_path / "log").write_bytes(_to_text(rows))
     num_rows = criteo.convert(tmp_path / "log", tmp_path / "out", max_rows=max_rows)
@@ -301,7 +301,7 @@ def test_max_rows_ends_the_conversion(tmp_path, small_blocks, max_rows):
 
 
 def test_wrong_arguments_of_convert_are_refused(tmp_path):
-    """Before a file is opened."""
+    """The arguments are checked before a file is opened."""
     for options in ({"max_rows": -1}, {"num_threads": 0}):
         with pytest.raises(ValueError, match=f"convert: {next(iter(options))}: got"):
             criteo.convert(tmp_path / "log", tmp_path / "out", **options)
@@ -309,7 +309,7 @@ def test_wrong_arguments_of_convert_are_refused(tmp_path):
 
 
 def test_a_conversion_replaces_the_one_before(tmp_path):
-    """Labels of a log that had some do not stay with one that has none."""
+    """If the old log had labels and the new one has none, no labels remain."""
     rows = _synthetic_fields(10)
     (tmp_path / "train").write_bytes(_to_text(rows))
     (tmp_path / "test").write_bytes(_to_text([row[1:] for row in rows[:10]]))
@@ -318,7 +318,7 @@ def test_a_conversion_replaces_the_one_before(tmp_path):
 
 
 def test_a_conversion_that_cannot_finish_leaves_no_day(tmp_path, monkeypatch):
-    """The file that makes a day of the others comes last."""
+    """The file that completes a day is written last."""
     (tmp_path / "log").write_bytes(_to_text(_synthetic_fields(10)))
     replace, left = os.replace, [2]
 
@@ -337,7 +337,7 @@ def test_a_conversion_that_cannot_finish_leaves_no_day(tmp_path, monkeypatch):
 
 
 def test_memory_is_bounded_by_the_blocks_in_flight(tmp_path, monkeypatch):
-    """Not by the log."""
+    """The bound does not depend on the length of the log."""
     monkeypatch.setattr(criteo, "_BLOCK_BYTES", 1 << 18)
     (tmp_path / "log.gz").write_bytes(gzip.compress(_to_text(_synthetic_fields(1000)) * 100, compresslevel=1))
     tracemalloc.start()
@@ -355,7 +355,7 @@ def test_memory_is_bounded_by_the_blocks_in_flight(tmp_path, monkeypatch):
 
 
 def _day(folder, number, num_rows, *, key_dtype=np.int32, has_label=True):
-    """One day as TorchRec writes it; keys that say where they are."""
+    """Writes a day in TorchRec's form, with keys that encode their place."""
     places = 1000 * number + np.arange(num_rows)
     arrays = {
         "dense": np.stack([places + i for i in range(13)], 1).astype(np.float32),
@@ -370,7 +370,7 @@ def _day(folder, number, num_rows, *, key_dtype=np.int32, has_label=True):
 
 @pytest.mark.parametrize("key_dtype", [np.int32, np.int64])
 def test_days_of_arrays(tmp_path, key_dtype):
-    """TorchRec's form: days by number, keys of the type of the files, labels float32."""
+    """TorchRec's form has days by number, keys of the files' dtype, and float32 labels."""
     days = {number: _day(tmp_path, number, 40 + number, key_dtype=key_dtype) for number in (10, 2, 0)}
     source = criteo.binary_source(tmp_path)
     assert len(source) == 40 + 42 + 50
@@ -389,7 +389,7 @@ def test_days_of_arrays(tmp_path, key_dtype):
 
 
 def test_days_of_bags(tmp_path):
-    """MLPerf's form: for each category so many keys a sample."""
+    """MLPerf's form has a fixed number of keys per sample for each category."""
     hotness = [1 + i % 5 for i in range(26)]
     plain = {}
     for number in (0, 1):
@@ -412,7 +412,7 @@ def test_days_of_bags(tmp_path):
 
 
 def test_one_file_of_integers(tmp_path):
-    """Meta's form: 40 numbers of 32 bits a sample, read by several threads."""
+    """Meta's form has 40 numbers of 32 bits per sample; several threads read it."""
     rng = np.random.default_rng(0)
     rows = np.concatenate(
         [rng.integers(0, 2, (50, 1)), rng.integers(-3, 100, (50, 13)), rng.integers(0, 2**31, (50, 26))], 1
@@ -474,7 +474,7 @@ MISSHAPEN = {
 
 @pytest.mark.parametrize(("change", "message"), MISSHAPEN.values(), ids=MISSHAPEN)
 def test_arrays_of_another_shape_are_refused(tmp_path, change, message):
-    """With the file."""
+    """The error names the file."""
     for number in (0, 1):
         _day(tmp_path, number, 5)
     change(tmp_path)
@@ -483,7 +483,7 @@ def test_arrays_of_another_shape_are_refused(tmp_path, change, message):
 
 
 def test_missing_and_cut_off_files(tmp_path):
-    """A day without categories; a file that does not hold whole samples."""
+    """A day without categories, and a file that ends within a sample, are refused."""
     with pytest.raises(FileNotFoundError, match=r"got no \*_dense\.npy there"):
         criteo.binary_source(tmp_path)
     _day(tmp_path, 0, 5)

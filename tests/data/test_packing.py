@@ -1,4 +1,4 @@
-"""Batches that Grain's threads and workers pack are those that the collection packs."""
+"""Packing by Grain's threads and workers gives the batches that the collection packs."""
 
 import jax
 import numpy as np
@@ -61,7 +61,7 @@ def test_batches_are_those_of_the_collection(num_devices, pad_to, is_narrow):
 
 @pytest.mark.parametrize("num_devices", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_workers_pack_for_a_training_that_resumes(num_devices):
-    """Tables after a training fed by two workers, stopped and resumed, are those of a plain one."""
+    """A training fed by two workers, stopped and resumed, gives the tables of an uninterrupted one."""
 
     def train(iterator, state, num_steps):
         pipeline = collection.pipeline(iterator)

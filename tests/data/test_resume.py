@@ -1,4 +1,4 @@
-"""Training that stops at a batch, and goes on with new objects, is training that was not interrupted."""
+"""Training that stops at a batch and resumes with new objects equals uninterrupted training."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ FEATURES = [
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Clicks in row groups that are no multiple of the batch, and a few more of them than fill an epoch's batches."""
+    """Writes clicks in row groups that are no multiple of the batch, and a few more than an epoch's batches take."""
     rng = np.random.default_rng(0)
     num_samples = BATCH_SIZE * NUM_BATCHES + 7
     columns = {
@@ -40,7 +40,7 @@ def path(tmp_path_factory):
 
 
 class Run:
-    """A training loop with everything that it needs."""
+    """A training loop with all its objects."""
 
     def __init__(self, path, num_shards, **options):
         is_one = num_shards is None
@@ -60,7 +60,7 @@ class Run:
         return self.collection.update(state, plan, jax.grad(loss_fn)(embeddings))
 
     def train(self, num_batches=None):
-        """Trains on some batches, or all that are left; returns the pipeline."""
+        """Trains on some batches, or on all that are left; returns the pipeline."""
         pipeline = self.collection.pipeline(self.batches)
         for batch, plan in itertools.islice(pipeline, num_batches):
             self.state = self.collection.grow(self.state, batch)
@@ -70,13 +70,13 @@ class Run:
         return pipeline
 
     def save(self, folder, pipeline):
-        """Saves tables and the place in the data together."""
+        """Saves the tables together with the place in the data."""
         with ocp.CheckpointManager(folder) as manager:
             save = checkpoint.TablesSave(self.collection, self.state)
             manager.save(1, args=ocp.args.Composite(tables=save, data=ocp.args.JsonSave(pipeline.get_state())))
 
     def restore(self, folder):
-        """Takes both."""
+        """Restores the tables and the place in the data."""
         with ocp.CheckpointManager(folder) as manager:
             items = ocp.args.Composite(tables=checkpoint.TablesRestore(self.collection), data=ocp.args.JsonRestore())
             restored = manager.restore(1, args=items)
@@ -84,7 +84,7 @@ class Run:
         self.batches.set_state(restored["data"])
 
     def tables(self):
-        """Keys, rows and optimizer state in the order of the keys."""
+        """Returns keys, rows and optimizer state in the order of the keys."""
         found = {}
         for name in ("user", "tag"):
             table = self.collection.export_table(self.state, name)
@@ -100,7 +100,7 @@ def _assert_same_tables(first, second):
 
 @functools.cache
 def uninterrupted(path, num_shards):
-    """Trains two epochs in one go."""
+    """Trains two epochs without a stop."""
     run = Run(path, num_shards)
     run.train()
     assert len(run.trained) == 2 * NUM_BATCHES
@@ -108,12 +108,12 @@ def uninterrupted(path, num_shards):
     return run
 
 
-# Where a run stops is a matter of the reader, which knows no mesh: on a mesh one place will do.
+# The reader alone decides where a run resumes, and it knows no mesh, so a mesh is tested at a single place.
 @pytest.mark.parametrize(
     ("num_shards", "stop"), [*((None, stop) for stop in (0, 3, NUM_BATCHES, 8, 2 * NUM_BATCHES)), (4, 3)]
 )
 def test_training_goes_on_at_the_next_batch(num_shards, path, tmp_path, stop):
-    """A run stops in an epoch, at its end, and at both ends of all; the pipeline had read further when it stopped."""
+    """A run stops before, within, between and after epochs, while the pipeline has read further."""
     whole = uninterrupted(path, num_shards)
     first = Run(path, num_shards)
     pipeline = first.train(stop)
@@ -130,7 +130,7 @@ def test_training_goes_on_at_the_next_batch(num_shards, path, tmp_path, stop):
 
 @pytest.mark.slow
 def test_training_goes_on_with_worker_processes(path, tmp_path):
-    """Their state is one for each worker."""
+    """The saved state holds a state for each worker."""
     whole = Run(path, None)
     whole.train()
     first = Run(path, None, num_workers=2)
@@ -145,7 +145,7 @@ def test_training_goes_on_with_worker_processes(path, tmp_path):
 
 
 def test_batches_without_a_state():
-    """A list, a generator: there is nothing to save."""
+    """A list or a generator has no state to save."""
     collection = jaxsok.Collection(TABLES[:1], FEATURES[:1])
     for batches in ([{"user": np.arange(4)}] * 3, ({"user": np.arange(4)} for _ in range(3))):
         pipeline = collection.pipeline(batches)
@@ -154,7 +154,7 @@ def test_batches_without_a_state():
 
 
 def test_the_state_belongs_to_the_batch_handed_out():
-    """Also where the batch that follows is bad, and where reading it failed."""
+    """The state is correct even if the next batch is bad or reading it failed."""
 
     class Reader:
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Sources of samples read what plain lists hold: at any place, from any file, by any thread and process."""
+"""Sources of samples read the content of plain lists: at any place, from any file, by any thread and process."""
 
 import concurrent.futures
 import itertools
@@ -23,7 +23,7 @@ PADDING = -1  # PADDING_KEY as int64
 
 
 def _plain_columns() -> dict[str, list]:
-    """Columns as lists: keys, floats, ragged lists with empty ones among them, lists of one size, weights."""
+    """Returns columns as lists: keys, floats, ragged lists with empty ones among them, lists of one size, weights."""
     rng = np.random.default_rng(0)
     tags = [rng.integers(0, 2**40, rng.integers(0, 4)).tolist() for _ in range(NUM_SAMPLES)]
     tags[7:10] = [[], [], []]
@@ -52,7 +52,7 @@ def _table(rows: slice = slice(None)) -> pa.Table:
 
 
 def _arrays(rows: slice = slice(None)) -> dict:
-    """The same columns as arrays and bags."""
+    """Returns the same columns as arrays and bags."""
     plain = {name: column[rows] for name, column in PLAIN.items()}
     lengths = np.array([len(bag) for bag in plain["tags"]])
     flat = {name: list(itertools.chain(*plain[name])) for name in ("tags", "scores")}
@@ -66,7 +66,7 @@ def _arrays(rows: slice = slice(None)) -> dict:
 
 
 def as_lists(column) -> list:
-    """A column that was read, sample by sample."""
+    """Returns a column that was read, sample by sample."""
     if not isinstance(column, jaxsok.Bags):
         return np.asarray(column).tolist()
     offsets = np.asarray(column.offsets).tolist()
@@ -91,7 +91,7 @@ def _mapped(folder: pathlib.Path) -> ArraySource:
 
 
 def _parquet(folder: pathlib.Path) -> str:
-    """Three files, each of several row groups, one without a row."""
+    """Writes three files, each of several row groups, one without a row."""
     folder.mkdir()
     for i, rows in enumerate((slice(0, 25), slice(25, 25), slice(25, 60))):
         pa.parquet.write_table(_table(rows), folder / f"{i}.parquet", row_group_size=8)
@@ -134,7 +134,7 @@ SOURCES = {
 
 @pytest.fixture(scope="module", params=SOURCES)
 def source(request, tmp_path_factory) -> Source:
-    """Each source in turn; the same samples in all."""
+    """Returns each source in turn, all with the same samples."""
     return SOURCES[request.param](tmp_path_factory.mktemp("samples"))
 
 
@@ -146,12 +146,12 @@ def _places():
 
 @hypothesis.given(places=_places())
 def test_any_samples_are_those_of_the_lists(source, places):
-    """Slices and ascending positions, none and all among them."""
+    """Slices and ascending positions, empty and full ones among them, read the samples of the lists."""
     assert_reads(source, places, PLAIN)
 
 
 def test_a_source_is_a_sequence_of_samples(source):
-    """Length, blocks that fill it, and one sample by its place, from the end too; Grain asks for no more."""
+    """Length, blocks and single samples by place, from the end too, are all that Grain needs."""
     assert isinstance(source, Source)
     assert len(source) == NUM_SAMPLES
     assert source.ends[-1] == NUM_SAMPLES and (np.diff(source.ends) >= 0).all()
@@ -164,12 +164,12 @@ def test_a_source_is_a_sequence_of_samples(source):
 
 
 def test_a_pickled_source_reads_the_same(source):
-    """Worker processes get sources by pickle."""
+    """Worker processes receive sources by pickle."""
     assert_reads(pickle.loads(pickle.dumps(source)), np.arange(0, NUM_SAMPLES, 3), PLAIN)
 
 
 def test_dtypes_are_those_of_the_columns(source):
-    """A key stays as wide as it is stored, wherever parts are joined."""
+    """A key keeps its stored width, also after parts are joined."""
     for places in (slice(0, 0), slice(5, 55), np.arange(40)):
         columns = source.take(places)
         assert {name: getattr(column, "keys", column).dtype for name, column in columns.items()} == {
@@ -186,7 +186,7 @@ def _read_all(source: Source) -> list:
 
 
 def test_another_process_reads_the_same(tmp_path):
-    """A process that was started, not forked, as Grain starts its workers."""
+    """The process is spawned, not forked, as Grain starts its workers."""
     made = {
         name: SOURCES[name](_new(tmp_path / name)) for name in ("mapped arrays", "parquet folder", "compressed ipc")
     }
@@ -204,7 +204,7 @@ def _new(folder: pathlib.Path) -> pathlib.Path:
 
 
 def test_weights_stay_with_their_keys():
-    """Bags with weights, and with lists in place of arrays."""
+    """Bags may have weights, and lists may stand for arrays."""
     bags = jaxsok.Bags([7, 9, 8, 7], lengths=[1, 0, 3], weights=[0.5, 1.0, 2.0, 3.0])
     source = JoinedSource([ArraySource({"a": bags}), ArraySource({"a": bags})])
     for places, keys, weights in (
@@ -217,14 +217,14 @@ def test_weights_stay_with_their_keys():
 
 
 def test_bags_may_begin_behind_the_first_key():
-    """Offsets of a part of a larger array."""
+    """The offsets are a part of a larger array."""
     source = ArraySource({"a": jaxsok.Bags(np.arange(10), offsets=np.array([4, 6, 6, 9]))})
     assert as_lists(source.take(slice(0, 3))["a"]) == [[4, 5], [], [6, 7, 8]]
     assert as_lists(source.take(np.array([0, 2]))["a"]) == [[4, 5], [6, 7, 8]]
 
 
 def test_a_slice_is_not_copied():
-    """Keys and rows of a slice are those of the source."""
+    """Keys and rows of a slice share memory with the source."""
     columns = {"user": np.arange(10), "tags": jaxsok.Bags(np.arange(20), lengths=np.full(10, 2))}
     found = ArraySource(columns).take(slice(2, 5))
     assert np.shares_memory(found["user"], columns["user"])
@@ -232,14 +232,14 @@ def test_a_slice_is_not_copied():
 
 
 def test_blocks_of_arrays():
-    """So many samples in each, and the rest in the last one."""
+    """Blocks have a fixed number of samples; the last one has the rest."""
     assert ArraySource({"a": np.arange(10)}, block_samples=4).ends.tolist() == [4, 8, 10]
     assert ArraySource({"a": np.arange(8)}, block_samples=4).ends.tolist() == [4, 8]
     assert ArraySource({"a": np.arange(0)}).ends.tolist() == []
 
 
 def test_mapped_arrays_are_pickled_as_places_in_files(tmp_path):
-    """Not as bytes, which may be more than there is memory; views too, but not what was copied."""
+    """Pickling their bytes could exceed memory; views are places too, and copies are bytes."""
     np.save(tmp_path / "a.npy", np.arange(200_000).reshape(-1, 2))
     whole = np.load(tmp_path / "a.npy", mmap_mode="r")
     source = ArraySource(
@@ -250,7 +250,7 @@ def test_mapped_arrays_are_pickled_as_places_in_files(tmp_path):
         }
     )
     pickled = pickle.dumps(source)
-    assert len(pickled) < 500_000  # the lengths of the bags
+    assert len(pickled) < 500_000  # the lengths of the bags alone
     again = pickle.loads(pickled)
     for name in ("whole", "view"):
         assert isinstance(again.columns[name], np.memmap)
@@ -276,13 +276,13 @@ def test_mapped_arrays_are_pickled_as_places_in_files(tmp_path):
     ],
 )
 def test_columns_that_do_not_fit_are_refused(columns, message):
-    """With the name of the column."""
+    """The error names the column."""
     with pytest.raises(ValueError, match=f"ArraySource: .*{message}"):
         ArraySource(columns)
 
 
 def test_other_refusals():
-    """No block without a sample, no source of no parts, no parts with other columns."""
+    """Blocks without samples, sources without parts, and parts with other columns are refused."""
     with pytest.raises(ValueError, match="ArraySource: block_samples: got 0"):
         ArraySource({"a": np.arange(3)}, block_samples=0)
     with pytest.raises(ValueError, match="JoinedSource: parts: got none"):
@@ -296,13 +296,13 @@ def test_other_refusals():
 
 
 def test_blocks_are_row_groups_and_record_batches(tmp_path):
-    """What a file reads at once; files and groups without rows are none."""
+    """A block is what a file reads at once; files and groups without rows are no blocks."""
     assert ArrowSource(_parquet(tmp_path / "files")).ends.tolist() == [8, 16, 24, 25, 33, 41, 49, 57, 60]
     assert ArrowSource(_ipc(tmp_path / "a.arrow")).ends.tolist() == [9, 18, 27, 36, 45, 54, 60]
 
 
 def test_partitions_are_columns(tmp_path):
-    """Folders named `day=3`."""
+    """The folder `day=3` gives a column `day`."""
     days = pa.array([i // 20 for i in range(NUM_SAMPLES)], pa.int32())
     pa.dataset.write_dataset(
         _table().append_column("day", days),
@@ -317,7 +317,7 @@ def test_partitions_are_columns(tmp_path):
 
 @pytest.mark.parametrize("name", ["table", "parquet folder", "feather", "compressed ipc"])
 def test_columns_are_chosen(tmp_path, name):
-    """Others are not read; a column that is not there is an error before anything is read."""
+    """Other columns are not read; a missing column is an error before anything is read."""
     given = {
         "table": _table,
         "parquet folder": lambda: _parquet(tmp_path / "files"),
@@ -334,7 +334,7 @@ def test_columns_are_chosen(tmp_path, name):
 
 @pytest.mark.parametrize("as_file", [False, True])
 def test_nulls(tmp_path, as_file):
-    """Keys become PADDING_KEY, lists empty ones, lists of one size padding; all as 64 bits where types are narrow."""
+    """Null keys become PADDING_KEY, null lists empty, null lists of one size padding; narrow types become 64 bits."""
     if as_file and int(pa.__version__.split(".")[0]) < 26:
         pytest.skip("pyarrow 25 raises ArrowInvalid where it reads a null list of one size from Parquet")
     columns = {
@@ -362,13 +362,13 @@ def test_nulls(tmp_path, as_file):
 
 
 def test_booleans_are_numbers():
-    """Without nulls they have 8 bits."""
+    """Booleans without nulls are read as 8-bit numbers."""
     column = ArrowSource(pa.table({"clicked": [True, False, True]})).take(slice(0, 3))["clicked"]
     assert column.tolist() == [1, 0, 1] and column.dtype == np.uint8
 
 
 def test_dictionaries_of_numbers_are_numbers(tmp_path):
-    """As Arrow holds columns with few different values."""
+    """Arrow stores columns with few different values as dictionaries."""
     encoded = pa.table({"user": pa.chunked_array([pa.array([7, 9, None, 7]).dictionary_encode()])})
     _write_ipc(tmp_path / "a.arrow", encoded)
     for given in (encoded, tmp_path / "a.arrow"):
@@ -388,7 +388,7 @@ def test_dictionaries_of_numbers_are_numbers(tmp_path):
     ],
 )
 def test_other_columns_are_refused_by_name(tmp_path, column, error, message):
-    """When a block is read; not where the column is not among those that were chosen."""
+    """The error comes when a block is read; a column that was not chosen causes none."""
     table = pa.table({"user": [1, 2], "bad": column})
     pa.parquet.write_table(table, tmp_path / "a.parquet")
     for given in (table, tmp_path / "a.parquet"):
@@ -399,7 +399,7 @@ def test_other_columns_are_refused_by_name(tmp_path, column, error, message):
 
 
 def test_tables_without_rows_have_columns(tmp_path):
-    """No sample, but columns of the right types."""
+    """A table without rows gives no sample, but columns of the right types."""
     pa.parquet.write_table(SCHEMA.empty_table(), tmp_path / "a.parquet")
     with pa.ipc.new_file(tmp_path / "a.arrow", SCHEMA):
         pass
@@ -413,7 +413,7 @@ def test_tables_without_rows_have_columns(tmp_path):
 
 
 def test_files_that_are_not_there(tmp_path):
-    """The path is in the message, also where other files were found."""
+    """The path is in the message, even if other files were found."""
     _ipc(tmp_path / "a.arrow")
     pa.parquet.write_table(_table(), tmp_path / "a.parquet")
     missing = [
@@ -431,7 +431,7 @@ def test_files_that_are_not_there(tmp_path):
 
 
 def test_tables_of_other_libraries():
-    """Whatever has Arrow's C interface: a record batch, a data frame of Polars."""
+    """Any object with Arrow's C interface is read: a record batch, a data frame of Polars."""
     batch = _table().combine_chunks().to_batches()[0]
     assert_reads(ArrowSource(batch), slice(5, 50), PLAIN)
     polars = pytest.importorskip("polars")
@@ -452,7 +452,7 @@ def test_streams_are_refused_by_name(tmp_path):
 
 
 def test_files_with_other_columns_are_refused(tmp_path):
-    """Which would be read as far as they go."""
+    """Their samples could be read only up to the difference."""
     _ipc(tmp_path / "a.arrow")
     _write_ipc(tmp_path / "b.arrow", pa.table({"user": [1], "item": [2]}))
     with pytest.raises(ValueError, match=r"b\.arrow: got columns \['user', 'item'\], wanted \['user', 'price'"):
@@ -463,7 +463,7 @@ def test_files_with_other_columns_are_refused(tmp_path):
 
 
 class CountedSource(BlockSource):
-    """Eight blocks of ten samples; counts what it loads, and fails as often as it is made to."""
+    """Eight blocks of ten samples; counts its loads, and fails on request."""
 
     def __init__(self):
         super().__init__([10] * 8)
@@ -482,7 +482,7 @@ class CountedSource(BlockSource):
 
 
 def test_many_threads_load_a_block_once():
-    """The first one loads it, the others wait for it."""
+    """The first thread loads it; the others wait."""
     source = CountedSource()
     source.go_on.clear()
     places = np.arange(5, 25)
@@ -494,7 +494,7 @@ def test_many_threads_load_a_block_once():
 
 
 def test_a_block_that_failed_is_loaded_again():
-    """Those who waited get the error, the next reader the block."""
+    """Waiting threads get the error; the next reader gets the block."""
     source = CountedSource()
     source.failures = 1
     source.go_on.clear()
@@ -508,7 +508,7 @@ def test_a_block_that_failed_is_loaded_again():
 
 
 def test_blocks_beyond_those_kept_are_dropped():
-    """Four at first, the least recently used goes; `keep` asks for more, and never for fewer."""
+    """Four blocks are kept at first, and the least recently used is dropped; `keep` can only raise the number."""
     source = CountedSource()
     for block in (0, 1, 2, 3, 0, 4, 0, 1):
         source.take(slice(10 * block, 10 * block + 10))
@@ -521,7 +521,7 @@ def test_blocks_beyond_those_kept_are_dropped():
 
 
 def test_a_joined_source_keeps_blocks_in_all_parts():
-    """What Batches asks of a source reaches those that decode."""
+    """A request of Batches reaches the sources that decode."""
     parts = [CountedSource(), CountedSource()]
     joined = JoinedSource(parts)
     joined.keep(8)
@@ -532,7 +532,7 @@ def test_a_joined_source_keeps_blocks_in_all_parts():
 
 @hypothesis.given(blocks=st.lists(st.integers(0, 7), max_size=30), num_kept=st.integers(4, 6))
 def test_kept_blocks_are_the_last_ones_used(blocks, num_kept):
-    """Against a list in the order of use."""
+    """The kept blocks agree with a list in the order of use."""
     source, kept, loads = CountedSource(), [], []
     source.keep(num_kept)
     for block in blocks:

@@ -1,7 +1,7 @@
-"""One of several processes of a training run; test_processes.py starts them: `process_worker.py <jobs> <folder>`.
+"""A worker process of a training run; test_processes.py starts it: `process_worker.py <jobs> <folder>`.
 
 The place of the process among the others comes from the environment: PORT, NUM_PROCESSES, PROCESS_ID and NUM_DEVICES
-(of this process). What it found out goes to `<folder>/<process>.npz`, and an error to its standard error.
+(of this process). Results go to `<folder>/<process>.npz`, errors to standard error.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ WIRES = {
     "float32": jaxsok.ExchangeSpec(),
     "narrow": jaxsok.ExchangeSpec(rows="bfloat16", gradients="float8_e4m3fn"),
 }
-# Room for a first step, but not for all: the first store grows on the way, and each growth compiles the step anew.
+# The capacity suffices for a first step only: the first store grows in training, and each growth recompiles the step.
 TABLES = (
     jaxsok.TableSpec("user", DIM, ADAM, row_gradient="mean", capacity=256),
     jaxsok.TableSpec("item", DIM, ADAM, row_gradient="mean", capacity=96, placement=jaxsok.on(3)),
@@ -43,7 +43,7 @@ FEATURES = (
 
 
 def raw_batch(step, process=0, num_processes=1):
-    """One process's part of the batch of a step: the samples of `process` among all."""
+    """Returns one process's part of a step's batch: the samples of `process` among all."""
     rng = np.random.default_rng(step)
     lengths = rng.integers(0, 4, NUM_SAMPLES)
     keys = rng.integers(0, 60, int(lengths.sum()))
@@ -60,7 +60,7 @@ def raw_batch(step, process=0, num_processes=1):
 
 
 def train_step(collection):
-    """A whole step on a global mean."""
+    """Returns a jitted step on a global mean."""
 
     def loss_of(embeddings, label):
         score = sum(jnp.tanh(embedding).sum(axis=1) for embedding in embeddings.values())
@@ -77,7 +77,7 @@ def train_step(collection):
 
 
 def train(collection, process=0, num_processes=1, *, in_step=lambda step: None, lookahead=0):
-    """Some steps with growth, of the pipeline; state, losses and counts."""
+    """Trains some steps with growth through the pipeline; returns state, losses and counts."""
     state, step, results = collection.init(seed=4), train_step(collection), []
     raws = (raw_batch(number, process, num_processes) for number in range(NUM_STEPS))
     for number, (batch, plan) in enumerate(collection.pipeline(raws, lookahead=lookahead)):
@@ -90,7 +90,7 @@ def train(collection, process=0, num_processes=1, *, in_step=lambda step: None, 
 
 
 def operate(collection):
-    """Imports with growth, assigns, clears and reads: the same calls in all processes; the state, and what was read."""
+    """Imports with growth, assigns, clears and reads, with the same calls in all processes; returns state and reads."""
     state, read = collection.init(seed=6), {}
     rng = np.random.default_rng(8)
     for table in TABLES:
@@ -114,7 +114,7 @@ def operate(collection):
 
 
 def exported(collection, state):
-    """The same as `local_tables`, as the stream of records has it."""
+    """Returns the same as `local_tables`, from the stream of records."""
     columns = {}
     for table in TABLES:
         chunks = list(collection.export_chunks(state, table.name, chunk_rows=100))
@@ -126,7 +126,7 @@ def exported(collection, state):
 
 
 def local_tables(collection, state):
-    """What this process's shards hold: {"<table>.<column>": array}, rows of replicated tables from its first shard."""
+    """Returns this process's records: {"<table>.<column>": array}, replicated tables from its first shard."""
     columns = {}
     for spec, store in zip(collection.stores, state.stores, strict=True):
         names = [one.name for one in spec.state_specs]
@@ -147,18 +147,18 @@ def local_tables(collection, state):
 
 
 def salts_of(state):
-    """The salt words of each store on each shard of this process."""
+    """Returns the salt words of each store on each shard of this process."""
     words = [COUNTERS.index("salt_low"), COUNTERS.index("salt_high")]
     return [[np.asarray(part)[words] for part in parts_of(store.counters)] for store in state.stores]
 
 
 def parts_of(array):
-    """The parts of an array that this process has, shard by shard."""
+    """Returns the parts of an array that this process has, shard by shard."""
     return [part.data for part in sorted(array.addressable_shards, key=lambda part: part.index[0].start or 0)]
 
 
 def main(jobs, folder):
-    """Joins the others, does its part of each job, and says what came of it; of several jobs, in a folder each."""
+    """Joins the other processes, runs each job and writes its results; several jobs get a folder each."""
     number, num_processes = int(os.environ["PROCESS_ID"]), int(os.environ["NUM_PROCESSES"])
     jax.config.update("jax_num_cpu_devices", int(os.environ["NUM_DEVICES"]))
     jax.distributed.initialize(
@@ -174,7 +174,7 @@ def main(jobs, folder):
 
 
 def do_job(job, number, num_processes, folder):
-    """One job; what came of it is left in the folder."""
+    """Runs one job and writes its results to the folder."""
     axis_type = AxisType.Explicit if job in ("operations", "evict") else AxisType.Auto
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(axis_type,))
     if job == "refusals":
@@ -221,7 +221,7 @@ def do_job(job, number, num_processes, folder):
 
 
 def evicting(mesh):
-    """A spread table and a replicated one, full soon, whose least recently used rows leave."""
+    """Returns a sharded and a replicated table that fill up soon and evict their least recently used rows."""
     lru = {"capacity": 96, "max_capacity": 96, "eviction": jaxsok.policies.LeastRecentlyUsed()}
     tables = [
         jaxsok.TableSpec("user", DIM, ADAGRAD, **lru),
@@ -231,7 +231,7 @@ def evicting(mesh):
 
 
 def evicted(collection, process=0, num_processes=1):
-    """Steps that bring new keys into full stores, then an eviction by name; the state, who was handed over."""
+    """Brings new keys into full stores, then evicts by name; returns the state and the evicted records."""
     state, handed = collection.init(seed=0), {"user": [], "ad": []}
 
     def hand_over(name, records):
@@ -249,7 +249,7 @@ def evicted(collection, process=0, num_processes=1):
 
 
 def evicted_by_need(mesh, number, num_processes, folder):
-    """What each process was handed, and what its shards have left."""
+    """Returns the records that each process received, and those that its shards still have."""
     collection = evicting(mesh)
     state, gone, handed = evicted(collection, number, num_processes)
     np.savez(
@@ -272,7 +272,7 @@ def outcome_of(call):
 
 
 def errors_of_one(mesh, number, folder):
-    """Exports, loads and checkpoints that fail in one process: what all of them are told, and in how many seconds."""
+    """Runs exports, loads and checkpoints that fail in one process; returns every process's error and its seconds."""
     import shutil
     from unittest import mock
 
@@ -302,12 +302,12 @@ def errors_of_one(mesh, number, folder):
         return [np.asarray(collection.rows_of(state, one.name, np.arange(40))[0]).tobytes() for one in tables]
 
     def full_disk(name="write_part", process=1):
-        """Fails in one process."""
+        """Raises an error in one process."""
         no_space = OSError(28, "No space left on device")
         return mock.patch.object(manifest, name, side_effect=no_space if number == process else getattr(manifest, name))
 
     def damaged(path):
-        """The path, in process 1 that of a copy with a byte changed in its rows."""
+        """Returns the path; in process 1, that of a copy whose rows have a changed byte."""
         if number == 0:
             return path
         copy = path.with_name(f"{path.name}.damaged")
@@ -365,7 +365,7 @@ def errors_of_one(mesh, number, folder):
     broken = damaged(items)
     handler = checkpoint.TablesCheckpointHandler()
     note("restore", lambda: handler.restore(broken, checkpoint.TablesRestore(collection)))
-    # All of them are still in step.
+    # All processes are still in step.
     again = checkpoint.load(delta, collection)
     found["again"] = [
         str(rows_of(again) == rows_of(state) == rows_of(handler.restore(items, checkpoint.TablesRestore(collection))))
@@ -374,7 +374,7 @@ def errors_of_one(mesh, number, folder):
 
 
 def refusals(mesh, number, folder):
-    """What each process is told of specs that differ, and of ragged keys whose size nobody declared."""
+    """Returns each process's errors about different specs, and about ragged keys without a declared size."""
     tables = {
         "dim": [jaxsok.TableSpec("user", DIM + 4 * number, ADAGRAD, capacity=32)],
         "capacity": [jaxsok.TableSpec("user", DIM, ADAGRAD, capacity=32 << number)],
@@ -402,9 +402,9 @@ def refusals(mesh, number, folder):
 
 
 def host_memory(mesh, number, num_processes, folder):
-    """Tables in host memory that the processes of one host divide; what all are told where one gets none.
+    """Divides a host's memory for tables among its processes; returns the errors of all when an allocation fails.
 
-    Then a training, whose rows each process compares with those of tables on the device.
+    Afterwards it trains; each process compares its rows with those of tables on the device.
     """
     from unittest import mock
 
@@ -413,21 +413,21 @@ def host_memory(mesh, number, num_processes, folder):
     tables = [jaxsok.TableSpec("user", DIM, ADAM, capacity=256, memory=jaxsok.HostMemory(device_rows=8))]
     features = [jaxsok.FeatureSpec("user", "user")]
     collection = jaxsok.Collection(tables, features, mesh=mesh, axis="data")
-    asked = collection.memory_estimate().host_bytes * len(mesh.local_devices)  # by one process
+    asked = collection.memory_estimate().host_bytes * len(mesh.local_devices)  # requested by one process
     found = {"asked": [f"{asked}"]}
 
     def note(name, call):
         found[name] = outcome_of(call)
 
     def left(num_bytes, owner="host"):
-        """What each process reads of its limits; the second one a little less."""
+        """Sets the limits that each process reads; the second process reads a little less."""
         limit = host_limits.HostLimit("MemAvailable", num_bytes - number, owner)
         return mock.patch.object(host_limits, "limits", lambda: [limit])
 
-    grow.free_bytes = lambda: None  # those of a CPU device are the host's too
+    grow.free_bytes = lambda: None  # a CPU device's memory is the host's too
 
     def pinning(process):
-        """Memory that the driver does not pin in one process."""
+        """Simulates memory that the driver does not pin in one process."""
         error = MemoryError("host memory: out of memory")
         made = mock.Mock(side_effect=error) if number == process else placed
         return mock.patch.multiple(host_slabs, _is_pinned=lambda records: True, _pinned=made)

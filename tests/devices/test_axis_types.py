@@ -1,4 +1,4 @@
-"""Auto and Explicit axes: every public operation, and what is refused. The same program gives the same bits on both."""
+"""Auto and Explicit axes: every public operation and refusal. The same program gives the same bits on both."""
 
 import contextlib
 
@@ -20,7 +20,7 @@ LRU = policies.LeastRecentlyUsed()
 
 pytestmark = pytest.mark.usefixtures("quickly")
 
-# Axes of the mesh, and whether it is also the context (`jax.set_mesh`). The collection is split over "data".
+# Axes of the mesh, and whether it is also the context (`jax.set_mesh`). The collection is sharded over "data".
 MESHES = {
     "auto": ({"data": AUTO}, False),
     "explicit": ({"data": EXPLICIT}, False),
@@ -30,7 +30,7 @@ MESHES = {
 
 
 def mesh_of(kind):
-    """Two shards, and what lies beside them."""
+    """Makes a mesh of two shards, and of other axes if the kind has any."""
     types, _ = MESHES[kind]
     if len(jax.devices()) < 2 ** len(types):
         pytest.skip(f"needs {2 ** len(types)} devices")
@@ -40,13 +40,13 @@ def mesh_of(kind):
 
 @contextlib.contextmanager
 def in_context(kind):
-    """The mesh as JAX's context, where it is to be."""
+    """Sets the mesh as JAX's context if the kind asks for it."""
     with jax.set_mesh(mesh_of(kind)) if MESHES[kind][1] else contextlib.nullcontext():
         yield
 
 
 def collection_of(kind):
-    """A store with both filters, that evicts; and a replicated one that grows."""
+    """Returns a store with both filters that evicts, and a replicated store that grows."""
     options = {"capacity": 60, "max_capacity": 60, "eviction": LRU}
     tables = [
         jaxsok.TableSpec("user", DIM, jaxsok.optim.adam(0.1), admission=policies.AdmitByCount(2), **options),
@@ -69,7 +69,7 @@ def collection_of(kind):
 
 
 def raw_batch(step):
-    """Keys of all features, new ones in each step; each stands twice or more, so that it is let in."""
+    """Returns keys of all features, new ones in each step; each occurs twice or more, so that it is admitted."""
     rng = np.random.default_rng(step)
     keys = np.repeat(rng.integers(100 * step, 100 * step + 60, NUM_SAMPLES // 2), 2)
     lengths = rng.integers(0, 4, NUM_SAMPLES)
@@ -81,17 +81,17 @@ def raw_batch(step):
 
 
 def on_host(tree):
-    """Arrays as NumPy."""
+    """Converts arrays to NumPy."""
     return jax.tree.map(np.asarray, tree)
 
 
 def exported(collection, state):
-    """All tables, by key."""
+    """Returns all tables by key."""
     return {table.name: programs.by_key(collection, state, table.name) for table in collection.tables}
 
 
 def trained(kind):
-    """Steps in which stores grow, evict and make room for waiting keys; and all that came out of them."""
+    """Runs steps in which stores grow, evict and make room for waiting keys; returns all results."""
     collection, seen = collection_of(kind), {}
     state = collection.init(seed=3, salt=0)  # runs are compared to the bit
 
@@ -115,9 +115,9 @@ def trained(kind):
 
 
 def test_every_operation_runs_on_explicit_axes(tmp_path, monkeypatch):
-    """With another axis beside, and the mesh as context.
+    """Every operation runs with a further axis in the mesh, and with the mesh as context.
 
-    That the bits are those of Auto axes, tests of single operations tell sooner: checkpoints go between axes of both
+    Other tests compare the bits with those of Auto axes, operation by operation: checkpoints move between axes of both
     types, and trainings, evictions and imports on Explicit axes are compared (test_many_devices.py, test_processes.py).
     """
     seen = walk("explicit beside auto", tmp_path, monkeypatch)
@@ -128,7 +128,7 @@ def test_every_operation_runs_on_explicit_axes(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["explicit beside auto", "explicit", "auto beside explicit"])
 def test_every_operation_gives_the_same_on_all_meshes(kind, tmp_path, monkeypatch, reference):
-    """Auto, Explicit and both side by side; with the mesh as context and without."""
+    """Results agree on Auto, Explicit and mixed axes, with the mesh as context and without."""
     seen = walk(kind, tmp_path, monkeypatch)
     assert seen.keys() == reference.keys()
     for name, want in reference.items():
@@ -139,13 +139,13 @@ def test_every_operation_gives_the_same_on_all_meshes(kind, tmp_path, monkeypatc
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, quickly):
-    """What all meshes have to give."""
+    """Returns the results that every mesh must reproduce."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         return walk("auto", tmp_path_factory.mktemp("auto"), monkeypatch)
 
 
 def walk(kind, folder, monkeypatch):
-    """All public operations, one after the other: {name: result on the host}."""
+    """Runs all public operations in sequence; returns {name: result on the host}."""
     monkeypatch.setattr(store_lib, "MIN_SIGHTINGS", 8)
     with in_context(kind):
         collection, state, seen = trained(kind)
@@ -153,7 +153,7 @@ def walk(kind, folder, monkeypatch):
         batch = collection.batch(raw_batch(8), pad_to=NUM_SAMPLES + 2)
         seen["mask"] = np.asarray(batch.mask)
 
-        # Reading.
+        # Reading
         embeddings, stats = collection.find(state, batch.features)
         seen["find"] = on_host(embeddings), stats.to_dict()
         keys = np.arange(700, 760)
@@ -165,7 +165,7 @@ def walk(kind, folder, monkeypatch):
         seen["chunks"] = [on_host(dict(chunk.state)) for chunk in collection.export_chunks(state, "user", chunk_rows=5)]
         frozen = serving.freeze(collection, state)
 
-        # A plan that travels ahead, and one with a send capacity; outside jit.
+        # A plan made ahead, and a plan with a send capacity, outside jit
         (_, plan), *_ = collection.pipeline([raw_batch(7), raw_batch(8)])
         embeddings, state, plan = collection.lookup(state, plan)
         state, _ = collection.update(state, plan, embeddings)
@@ -175,16 +175,16 @@ def walk(kind, folder, monkeypatch):
         state, stats = collection.update(state, [plan], [embeddings])
         seen["planned"] = on_host(embeddings), stats.to_dict()
 
-        # In and out of pmap's form.
+        # To pmap's form and back
         before = on_host(jax.tree.leaves(state))
         state = collection.unstack(collection.stack(state))
         for a, b in zip(before, jax.tree.leaves(state), strict=True):
             np.testing.assert_array_equal(a, np.asarray(b))
 
-        # Files.
+        # Files
         seen |= saved_and_loaded(collection, state, folder)
 
-        # Rows by key.
+        # Rows by key
         rows = np.linspace(0, 1, 5 * DIM, dtype=np.float32).reshape(5, DIM)
         state, *counts = collection.assign(state, "user", np.arange(5) + 10**6, rows)
         state, num_erased = collection.erase(state, "ad", keys)
@@ -196,12 +196,12 @@ def walk(kind, folder, monkeypatch):
         seen["by key"] = on_host((counts, num_erased, num_cleared)), evicted.to_dict(), others.to_dict()
         seen["by key: tables"] = exported(collection, state)
         seen |= of_layers(collection)
-    # Frozen tables are on one device, as any arrays of JAX that no other mesh may look at.
+    # Frozen tables are ordinary arrays on one device, which programs in the context of another mesh must not read.
     return seen | {"frozen": on_host(serving.lookup(frozen, {"ad": serving.LookupInput("ad", np.arange(140, 180))}))}
 
 
 def saved_and_loaded(collection, state, folder):
-    """Full export, delta, and both of them loaded; onto the same mesh, and into a state that there is."""
+    """Saves a full export and a delta; loads both onto the same mesh and into an existing state."""
     pytest.importorskip("pyarrow")
     from jaxsok import checkpoint
 
@@ -216,7 +216,7 @@ def saved_and_loaded(collection, state, folder):
 
 
 def of_layers(collection):
-    """A step of the NNX and of the Linen layer."""
+    """Runs a step of the NNX layer and of the Linen layer."""
     pytest.importorskip("flax")
     from flax import linen as nn
     from flax import nnx

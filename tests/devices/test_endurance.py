@@ -1,4 +1,4 @@
-"""scripts/endurance.py, small: growth, eviction, checkpoints, kills and resumes; and what it must refuse."""
+"""scripts/endurance.py on a small scale: growth, eviction, checkpoints, kills, resumes and refusals."""
 
 import argparse
 import importlib.util
@@ -25,7 +25,7 @@ _SPEC.loader.exec_module(endurance)
 
 
 def run(*arguments, timeout_s=600):
-    """The script's output; it must end well."""
+    """Runs the script, which must succeed; returns its output."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *SMALL, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -38,14 +38,14 @@ def run(*arguments, timeout_s=600):
 
 
 def raws_of(**options):
-    """The batches of a small run."""
+    """Returns the batches of a small run."""
     return endurance.Raws(
         argparse.Namespace(**{"samples": 8, "window": 50, "new": 3, "steps": 40, "hot": 0.0} | options)
     )
 
 
 def test_a_run_of_200_steps():
-    """It grows, evicts and saves, and says so."""
+    """The run grows, evicts and saves, and reports each."""
     reported = run("--steps", "200", "--every", "50")
     assert reported.rstrip().endswith("endurance: ok")
     values = {line.split(":")[0].strip(): line.split(":", 1)[1] for line in reported.splitlines() if ":" in line}
@@ -55,7 +55,7 @@ def test_a_run_of_200_steps():
 
 @pytest.mark.slow
 def test_the_same_bits_and_a_job_that_resumes():
-    """Twice, with four processes, and after kills: on as many devices to the bit, on two with other roundings."""
+    """A repeated run, four processes and a resumed job give the same bits; two devices agree within rounding."""
     reported = run("--steps", "40", "--every", "8", "--twice", "--kill", "growth", "--capacity", "300")
     assert "twice: the same digest, and with a process for each device" in reported
     assert "killed in growth: all ended after" in reported and "resumed after growth: 2 devices" in reported
@@ -73,7 +73,7 @@ def test_the_same_bits_and_a_job_that_resumes():
     ],
 )
 def test_a_run_that_differs_from_what_the_host_knows_fails(tmp_path, fault, message):
-    """Keys that have no row, and rows that NumPy does not have."""
+    """Keys without a row and rows that differ from NumPy's are reported."""
     options = {"devices": 2, "processes": 1, "process": 0, "folder": str(tmp_path), "kill": None, "hot": 0.0}
     options |= {"samples": 16, "window": 100, "new": 1, "steps": 4, "every": 2, "capacity": 500}
     program = f"""
@@ -95,7 +95,7 @@ endurance.work(argparse.Namespace(**json.loads({json.dumps(json.dumps(options))}
 
 @pytest.mark.parametrize("hot", [0.0, 0.3])
 def test_batches_are_split_over_processes_and_counted(hot):
-    """The parts of two processes are the whole; what was noted is what a set and a loop find."""
+    """The parts of two processes form the whole batch; its counts are those of a set and a loop."""
     raws = raws_of(hot=hot)
     keys, rows = {"user": set(), "page": set()}, np.full((endurance.NUM_COUNTRIES, 4), 0.5)
     for step in range(raws.options.steps):
@@ -123,7 +123,7 @@ def test_batches_are_split_over_processes_and_counted(hot):
 
 
 def test_what_is_compared(capsys):
-    """Another key, another row and another bit are seen."""
+    """Another key, another row and another bit are noticed."""
     names = ("user", "page", "item", "query", "country")
     tables = {name: {"key": np.arange(3, dtype=np.uint64), "row": np.ones((3, 2), np.float32)} for name in names}
     changed = {name: dict(columns) for name, columns in tables.items()}

@@ -1,4 +1,4 @@
-"""The exchange: what travels keeps its worth, goes where it belongs, and is counted where it had no room."""
+"""The exchange: rows keep their values, reach their owners, and are counted if they have no room."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from jaxsok.strategy import Exchanged
 
 NUM_SHARDS, CAPACITY, DIM = 4, 3, 6
 SGD = jaxsok.optim.sgd(1.0)
-# Half a unit in the last place of 24, 8, 11 and 4 bits, relative to the number.
+# Half a unit in the last place of 24, 8, 11 and 4 bits, relative to the number
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3fn": 2.0**-4}
 LEAST_NORMAL = 2.0**-126
 
@@ -31,7 +31,7 @@ LEAST_NORMAL = 2.0**-126
 
 @functools.cache
 def travel(way, dtype, is_replicated=False):
-    """Jitted: rows `[NUM_SHARDS * num_lines, DIM]` of all shards on their way there ("to_owners") or back."""
+    """Returns a jitted function that sends rows `[NUM_SHARDS * num_lines, DIM]` of all shards to owners or back."""
     mesh = programs.mesh(NUM_SHARDS)
     route = exchange.Route(MeshShards(mesh, ("data",)), is_replicated, CAPACITY)
     function = functools.partial(exchange.send_rows, dtype=dtype, send=getattr(route, way))
@@ -39,17 +39,17 @@ def travel(way, dtype, is_replicated=False):
 
 
 def sent(rows, dtype):
-    """What becomes of rows `[n, DIM]` on the wire; n as many as all shards send in a round."""
+    """Returns rows `[n, DIM]` after the wire; n is at most what all shards send in a round."""
     whole = np.zeros((NUM_SHARDS * NUM_SHARDS * CAPACITY, DIM), np.float32)
     whole[: len(rows)] = rows
     arrived = np.asarray(travel("to_owners", dtype)(whole))
-    # A line from shard i to owner j lies at [i, j] before and at [j, i] afterwards.
+    # A row from shard i to owner j is at [i, j] before and at [j, i] afterwards.
     swapped = arrived.reshape(NUM_SHARDS, NUM_SHARDS, CAPACITY, DIM).swapaxes(0, 1)
     return swapped.reshape(-1, DIM)[: len(rows)]
 
 
 def rows_of_all_sizes():
-    """Rows whose largest number is from 2^-110 to 2^126, with columns down to a millionth of it, of both signs."""
+    """Draws rows of both signs whose largest number is from 2^-110 to 2^126, with columns down to a millionth of it."""
     rng = np.random.default_rng(0)
     exponents = np.linspace(-110, 126, NUM_SHARDS * NUM_SHARDS * CAPACITY - 2)
     within = 2.0 ** rng.uniform(-20, 0, (len(exponents), DIM)) * rng.choice([-1, 1], (len(exponents), DIM))
@@ -58,7 +58,7 @@ def rows_of_all_sizes():
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_rounding_of_the_wire(dtype):
-    """An error is at most that of one rounding, relative to the largest number of its row, whatever its size."""
+    """The error is at most one rounding, relative to the largest number of the row, whatever its size."""
     rows = rows_of_all_sizes()
     error = np.abs(sent(rows, dtype).astype(np.float64) - rows)
     assert (error <= ROUNDING[dtype] * np.abs(rows).max(axis=1, keepdims=True)).all()
@@ -66,7 +66,7 @@ def test_rounding_of_the_wire(dtype):
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_numbers_near_the_largest_keep_their_own_rounding(dtype):
-    """Within three octaves of the largest number of the row the error is relative to the number itself."""
+    """Within three octaves of the largest number of its row, a number's error is relative to the number itself."""
     rng = np.random.default_rng(1)
     rows = rng.choice([-1, 1], (40, DIM)) * rng.uniform(0.125, 1.0, (40, DIM)) * 2.0 ** rng.integers(-100, 100, (40, 1))
     rows = rows.astype(np.float32)
@@ -75,21 +75,21 @@ def test_numbers_near_the_largest_keep_their_own_rounding(dtype):
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_powers_of_two_travel_unharmed(dtype):
-    """Scales are powers of two: what needs no mantissa loses nothing, zeros included."""
+    """Scales are powers of two, so numbers without a mantissa lose nothing, zeros included."""
     rows = (2.0 ** np.arange(-60, 60, 3)).astype(np.float32)[:, None] * np.array([1, -1, 0, 0.5, 0.25, 1], np.float32)
     np.testing.assert_array_equal(sent(rows, dtype), rows)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_zeros_stay_zeros(dtype):
-    """A row of zeros has no largest number to scale by."""
+    """A row of zeros has no largest number to scale by, and stays zero."""
     assert (sent(np.zeros((5, DIM), np.float32), dtype) == 0).all()
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_rows_that_are_not_finite_stay_so(dtype, value):
-    """The owner has to see that a gradient was infinite or NaN; rows beside it do not suffer."""
+    """The owner sees that a gradient was infinite or NaN; other rows are unaffected."""
     rows = np.tile(np.array([1, 2, 4, 0.5, 0.25, -1], np.float32), (7, 1))
     rows[3, 2] = value
     arrived = sent(rows, dtype)
@@ -100,7 +100,7 @@ def test_rows_that_are_not_finite_stay_so(dtype, value):
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_tiny_rows(dtype):
-    """Numbers below the least normal one may be flushed to zero, as XLA does elsewhere; never anything worse."""
+    """Numbers below the least normal one may be flushed to zero, as XLA does elsewhere; no error is larger."""
     rows = np.array(
         [[1e-40, 0, -1e-45, 2e-39, 0, 1e-42], [LEAST_NORMAL, -LEAST_NORMAL, 0, 1e-40, 0, 2e-38]], np.float32
     )
@@ -110,7 +110,7 @@ def test_tiny_rows(dtype):
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_huge_rows_stay_finite(dtype):
-    """Scales reach as far as float32 does, but for the last rounding before infinity."""
+    """Scales cover the range of float32, except for the last rounding before infinity."""
     rows = np.array([[3e38, -3e38, 1.0, 0, 1e38, 2e38]], np.float32)
     arrived = sent(rows, dtype).astype(np.float64)
     assert np.isfinite(arrived).all()
@@ -119,7 +119,7 @@ def test_huge_rows_stay_finite(dtype):
 
 @pytest.mark.parametrize("is_replicated", [False, True])
 def test_lines_return_to_where_they_came_from(is_replicated):
-    """The way back undoes the way there; of a replicated store every owner gets everything."""
+    """The way back reverses the way to owners; every owner of a replicated store receives everything."""
     num_sent = CAPACITY if is_replicated else NUM_SHARDS * CAPACITY
     rows = np.arange(NUM_SHARDS * num_sent * DIM, dtype=np.float32).reshape(-1, DIM)
     there = travel("to_owners", "float32", is_replicated)(rows)
@@ -130,7 +130,7 @@ def test_lines_return_to_where_they_came_from(is_replicated):
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_bytes_on_the_wire(dtype):
-    """`wire_bytes` is what the collective is given for a row."""
+    """`wire_bytes` is the number of bytes that the collective sends for a row."""
     rows = jax.ShapeDtypeStruct((NUM_SHARDS * NUM_SHARDS * CAPACITY, DIM), np.float32)
     text = travel("to_owners", dtype).lower(rows).as_text()
     (line,) = [line for line in text.splitlines() if "all_to_all" in line]
@@ -140,9 +140,9 @@ def test_bytes_on_the_wire(dtype):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What a plan asks
+# Requests of a plan
 
-NUM_SAMPLES, MAX_KEYS = 16, 24  # of each shard: 4 samples; 8 positions of "user", 6 of "item"
+NUM_SAMPLES, MAX_KEYS = 16, 24  # per shard: 4 samples; 8 positions of "user", 6 of "item"
 TABLES = [
     jaxsok.TableSpec("user", 4, SGD, capacity=256),
     jaxsok.TableSpec("item", 4, SGD, capacity=256, placement=jaxsok.on(2)),
@@ -153,26 +153,26 @@ FEATURES = [
     jaxsok.FeatureSpec("item", "item", max_keys=MAX_KEYS),
     jaxsok.FeatureSpec("ad", "ad"),
 ]
-# Sufficient for one store and too little for some batches of the other; how many positions a shard has in each.
+# The capacity suffices for one store and not for some batches of the other; next, the positions of a shard in each.
 SEND_CAPACITIES, POSITIONS = (5, 4), (14, 4)
 
 
 @functools.cache
 def collection():
-    """Two stores on four shards: one of a table that is spread and one on shard 2, and a replicated one."""
+    """Returns two stores on four shards: a sharded table and one on shard 2, and a replicated table."""
     return programs.over(NUM_SHARDS, TABLES, FEATURES)
 
 
 @functools.cache
 def planned(one_round):
-    """Jitted plan, with the send capacities or without."""
+    """Returns a jitted plan, with the send capacities or without."""
     sizes = SEND_CAPACITIES if one_round else None
     return jax.jit(lambda features: collection().plan(features, send_capacity=sizes))
 
 
 @st.composite
 def batches(draw):
-    """Raw batches of one shape; every shard has at most its share of ragged keys."""
+    """Draws raw batches of one shape; every shard has at most its share of ragged keys."""
     user = draw(strategies.padded_bags(strategies.CORNER_KEYS, NUM_SAMPLES, 2))
     parts = [draw(strategies.ragged_bags(strategies.CORNER_KEYS, 4, MAX_KEYS // NUM_SHARDS)) for _ in range(NUM_SHARDS)]
     ad = draw(strategies.key_lists(strategies.CORNER_KEYS, NUM_SAMPLES, padding=True))
@@ -184,7 +184,7 @@ def batches(draw):
 
 
 def positions_of(raw, shard, store):
-    """The (table number, table, key) of each position of one shard's part of one store; None for padding."""
+    """Returns the (table number, table, key) of each position of a shard's part of a store; None for padding."""
     first, last = 4 * shard, 4 * shard + 4
     if store == 1:
         found = [(0, "ad", int(key)) for key in raw["ad"][first:last]]
@@ -197,7 +197,7 @@ def positions_of(raw, shard, store):
 
 
 def owner_of(pair):
-    """The owner of a (table number, table, key), said again."""
+    """Returns the owner of a (table number, table, key), derived independently."""
     _, table, key = pair
     return {"user": lambda: int(programs.owner_of([key], "user", NUM_SHARDS)[0]), "item": lambda: 2, "ad": lambda: 0}[
         table
@@ -205,7 +205,7 @@ def owner_of(pair):
 
 
 def by_owner(raw, shard, store, by_hash):
-    """The distinct pairs of one shard, owner by owner, by first occurrence or by hash; and how often each occurs."""
+    """Returns a shard's distinct pairs by owner, in order of first occurrence or of hash, and their numbers of uses."""
     positions = [one for one in positions_of(raw, shard, store) if one is not None]
     distinct = list(dict.fromkeys(positions))
     num_owners = 1 if store == 1 else NUM_SHARDS
@@ -216,19 +216,19 @@ def by_owner(raw, shard, store, by_hash):
 
 
 def words_of(pair, num_uses):
-    """A request's four words."""
+    """Returns the four words of a request."""
     number, _, key = pair
     return [key & 0xFFFFFFFF, key >> 32, number, num_uses]
 
 
 def parts_of(array):
-    """An array, shard by shard."""
+    """Splits an array by shard."""
     return np.split(np.asarray(array), NUM_SHARDS)
 
 
 @given(raw=batches())
 def test_requests(raw):
-    """Each distinct key once, owner by owner, in the order of first occurrence, with its uses; each key knows where."""
+    """Each distinct key is sent once, by owner and first occurrence, with its uses; each position knows its request."""
     asked = planned(False)(collection().batch(raw).features).asked
     for store, one in enumerate(asked):
         one = one.listed
@@ -248,7 +248,7 @@ def test_requests(raw):
 @pytest.mark.parametrize("is_listed", [False, True])
 @given(raw=batches())
 def test_load_slots_and_what_owners_receive(raw, is_listed):
-    """The plan's counts tell whether the capacity was enough; what fits is sent, and comes back on its slot."""
+    """The plan's counts show whether the capacity suffices; requests that fit are sent and return to their slots."""
     asked = planned(not is_listed)(collection().batch(raw).features).asked
     for store, one in enumerate(asked):
         capacity = one.send_capacity
@@ -274,7 +274,7 @@ def test_load_slots_and_what_owners_receive(raw, is_listed):
 
 @functools.cache
 def ordered_by_hash():
-    """Jitted: by store the requests of a shard in the order in which their gradients go to rounds."""
+    """Returns a jitted function: a shard's requests by store, in the order in which rounds take their gradients."""
     one = collection()
 
     def order(features):
@@ -287,7 +287,7 @@ def ordered_by_hash():
 
 @given(raw=batches())
 def test_the_order_of_hashes(raw):
-    """Each distinct key once, owner by owner; requests of an owner rise by the hash that deals gradients to rounds."""
+    """Each distinct key occurs once, by owner; an owner's requests rise by the hash that deals gradients to rounds."""
     for store, arrays in enumerate(ordered_by_hash()(collection().batch(raw).features)):
         for shard, (lines, inverse, starts, hashes) in enumerate(zip(*map(parts_of, arrays), strict=True)):
             segments, uses = by_owner(raw, shard, store, by_hash=True)
@@ -304,7 +304,7 @@ def test_the_order_of_hashes(raw):
 
 
 def test_a_send_capacity_that_is_too_small_is_counted():
-    """Keys that were not sent read their initial rows, learn nothing, and are refused: all of them are counted."""
+    """Keys that were not sent read their initial rows, learn nothing, and are counted as refused."""
     one = programs.over(NUM_SHARDS, TABLES[:1], [jaxsok.FeatureSpec("user", "user", combiner=None)])
     keys = programs.keys_of_owner(1, 32, "user", NUM_SHARDS)
     features = programs.batch(one, user=keys)
@@ -327,7 +327,7 @@ def test_a_send_capacity_that_is_too_small_is_counted():
 @pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
 @pytest.mark.parametrize("placement", [jaxsok.SHARDED, jaxsok.REPLICATED])
 def test_keys_that_were_not_sent_are_part_of_the_hotness(combiner, placement):
-    """The forward divides by all keys of a bag, so its transpose does too (law 4); the norm is that of what moves."""
+    """The forward divides by all keys of a bag, and so does its transpose (law 4); the norm covers sent gradients."""
     table = jaxsok.TableSpec(
         "user", 4, jaxsok.optim.sgd(1.0), capacity=256, initializer=jaxsok.initializers.zeros(), placement=placement
     )
@@ -359,11 +359,11 @@ PLACEMENTS = [jaxsok.SHARDED, jaxsok.REPLICATED, *map(jaxsok.on, range(3))]
     num_keys=st.lists(st.sampled_from([0, 1, 8, 40, 512]), min_size=4, max_size=4),
 )
 def test_default_send_capacity(placement, num_shards, num_keys):
-    """Room for what even keys need, for all that one owner may get from one device, and not much more."""
+    """The default has room for evenly spread keys and for a device's largest load on one owner, and little more."""
     tables = [jaxsok.TableSpec(f"t{i}", 4, SGD, placement=one) for i, one in enumerate(placement)]
     features = [jaxsok.FeatureSpec(f"t{i}", f"t{i}") for i in range(len(tables))]
     sizes = {f"t{i}": num_keys[i] for i in range(len(tables))}
-    # A batch has one number of samples: one batch for each feature.
+    # A batch has one number of samples, so each feature gets its own batch.
     packed = [
         jaxsok.Collection(tables, [feature]).batch({feature.name: np.zeros(sizes[feature.name], np.int64)}).features
         for feature in features
@@ -380,16 +380,16 @@ def test_default_send_capacity(placement, num_shards, num_keys):
         capacity = exchange.default_send_capacity(spec, store)
         pinned = [sum(sizes[table.name] for table in spec.tables if table.placement == jaxsok.on(i)) for i in range(3)]
         spread = sum(sizes[table.name] for table in spec.tables if table.placement.kind != "on")
-        # A replicated store has one destination, which is everybody.
+        # A replicated store has one destination: all shards.
         even = spread if spec.is_replicated else max(pinned) + spread / num_shards
-        most = max(1024, 2 * total / num_shards)  # beyond it a batch goes in rounds
+        most = max(1024, 2 * total / num_shards)  # a larger batch takes several rounds
         assert capacity >= max(min(even, total, most), len(spec.tables))
         assert capacity <= max(16, 1.25 * even + 8)
 
 
 @given(st.lists(st.integers(0, 2**24), min_size=2, max_size=2))
 def test_rounded_capacity(loads):
-    """At least the load, an eighth above it at most (from 128 on), rising, and its own rounding."""
+    """From 128 on it is between the load and an eighth more; it is monotonic and idempotent."""
     low, high = sorted(loads)
     for load in loads:
         capacity = exchange.rounded_capacity(load)
@@ -399,7 +399,7 @@ def test_rounded_capacity(loads):
 
 
 def test_rounded_capacities_are_few():
-    """Eight in an octave: so many programs at most."""
+    """An octave has eight capacities, which bounds the number of programs."""
     for octave in range(7, 13):
         loads = range(2**octave + 1, 2 ** (octave + 1) + 1)
         assert len({exchange.rounded_capacity(load) for load in loads}) == 8
@@ -410,7 +410,7 @@ NUM_LINES = 24
 
 @functools.cache
 def jitted_uses():
-    """`uses_of_rows`, compiled once."""
+    """Returns `uses_of_rows`, compiled once."""
     return jax.jit(exchange.uses_of_rows)
 
 
@@ -419,7 +419,7 @@ def jitted_uses():
     uses=st.lists(st.integers(0, 1000), min_size=NUM_LINES, max_size=NUM_LINES),
 )
 def test_uses_of_rows(rows, uses):
-    """Every line of a row has the uses of all its lines."""
+    """Every request for a row has the uses of all requests for it."""
     got = jitted_uses()(jnp.array(rows, jnp.uint32), jnp.array(uses, jnp.int32))
     rows, uses = np.array(rows), np.array(uses)
     assert got.tolist() == [int(uses[rows == row].sum()) for row in rows]
@@ -430,7 +430,7 @@ def test_uses_of_rows(rows, uses):
 
 
 class TwoLevelRoute(exchange.Route):
-    """Lines travel within hosts first and then between them: two all-to-alls, over an axis of the mesh each."""
+    """A route within hosts first and then between them: two all-to-alls, each over an axis of the mesh."""
 
     def to_owners(self, lines):
         if self.is_replicated:
@@ -446,7 +446,7 @@ class TwoLevelRoute(exchange.Route):
 
 
 class TwoLevels(exchange.Exchange):
-    """An exchange whose lines take two hops."""
+    """An exchange that takes two hops."""
 
     def route(self, spec, send_capacity):
         return TwoLevelRoute(self.shards, spec.is_replicated, send_capacity)
@@ -454,7 +454,7 @@ class TwoLevels(exchange.Exchange):
 
 @pytest.mark.parametrize("is_planned", [False, True])
 def test_an_exchange_in_two_levels_gives_the_same_bits(is_planned):
-    """What an exchange does lies behind `Exchange` and `Route`: another one needs no change of lookup or update."""
+    """Another exchange implements `Exchange` and `Route`; lookup and update do not change."""
     tables = [
         jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.1), capacity=64),
         jaxsok.TableSpec("ad", 4, jaxsok.optim.adam(0.1), capacity=64, placement=jaxsok.REPLICATED),

@@ -1,4 +1,4 @@
-"""Tables in host memory: where they are placed, states that are kept, and a long life that ends without host memory."""
+"""Tables in host memory: placement, states that are kept, and a long life that ends without host memory."""
 
 import jax
 import numpy as np
@@ -13,11 +13,11 @@ from jaxsok.types import TIER_COUNTERS
 ADAM = jaxsok.optim.adam(0.05)
 
 
-# Placed --------------------------------------------------------------------------------------------------------------
+# Placement -----------------------------------------------------------------------------------------------------------
 
 
 def placed(memory, num_shards):
-    """Tables on one device each, and one that is spread; the first two share a store."""
+    """Returns tables on one device each, and a sharded table; the first two share a store."""
     options = {"capacity": 24, "memory": memory}
     tables = [
         jaxsok.TableSpec("user", 4, ADAM, placement=jaxsok.on(num_shards - 1), **options),
@@ -39,7 +39,7 @@ def test_tables_on_one_device_of_several(num_shards, device_rows):
 
 @pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_device_that_is_not_the_first(number):
-    """Without a mesh all of a table, its cache and its host memory lie on the default device, also when it grows."""
+    """Without a mesh, a table, its cache and its host memory are on the default device, also after growth."""
     if len(jax.devices()) <= number:
         pytest.skip(f"needs {number + 1} devices")
     device = jax.devices()[number]
@@ -55,14 +55,14 @@ def test_a_device_that_is_not_the_first(number):
     assert {place for leaf in jax.tree.leaves(got) for place in leaf.devices()} == {device}
 
 
-# Kept ----------------------------------------------------------------------------------------------------------------
+# Kept states ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("num_shards", "device_rows"), [(None, 24), pytest.param(None, 0, marks=pytest.mark.slow), (2, 24)]
 )
 def test_a_state_that_is_not_given_away(num_shards, device_rows):
-    """A step leaves it as it was, to the bit, and the same step gives the same again; each life goes on by itself."""
+    """A step leaves a kept state unchanged, to the bit; repeated, it gives the same, and both states train on alone."""
     collection = collection_of("two", device_rows, num_shards)
     raws = raw_batches(collection, 10)
     state, _ = trained(collection, raws[:6])
@@ -84,7 +84,7 @@ def test_a_state_that_is_not_given_away(num_shards, device_rows):
     after = jax.tree.map(np.array, first)
     keys = np.asarray(raws[6]["user"])
     assert (collection.rows_of(first, "user", keys)[0] != collection.rows_of(state, "user", keys)[0]).any()
-    # The old one goes on, given away from now on, and the new one stays as it is.
+    # The old state continues, donated from now on; the new one does not change.
     trained(collection, raws[7:], state=state)
     programs.assert_same_state(after, first)
 
@@ -93,7 +93,7 @@ def test_a_state_that_is_not_given_away(num_shards, device_rows):
 
 
 def living(memory, num_shards=None):
-    """A table that grows to 192 rows and then loses those that were not used for longest."""
+    """Returns a table that grows to 192 rows and then evicts the least recently used."""
     lru = policies.LeastRecentlyUsed()
     table = jaxsok.TableSpec("user", 4, ADAM, capacity=48, max_capacity=192, eviction=lru, memory=memory)
     features = [
@@ -105,7 +105,7 @@ def living(memory, num_shards=None):
 
 @pytest.mark.filterwarnings("ignore:grow")
 def test_a_long_life_that_ends_without_host_memory(by_doubling, tmp_path):
-    """A cache of a third of the rows, 240 steps with growth and eviction, saved; then four devices have all rows."""
+    """A cache of a third of the rows takes 240 steps with growth and eviction; four devices then hold its rows."""
     plain, tiered = living(None), living(jaxsok.HostMemory(device_rows=64))
     raws = raw_batches(plain, 240, num_keys=150)
     (want, results), (got, others) = (trained(each, raws) for each in (plain, tiered))

@@ -1,4 +1,4 @@
-"""Lookups ahead: the bits of a loop without them, a staleness that is exactly as asked, and states that are drained."""
+"""Lookups ahead: the bits of a loop without them, exactly the requested staleness, and drained states."""
 
 import dataclasses
 import functools
@@ -22,12 +22,12 @@ LRU = policies.LeastRecentlyUsed()
 
 
 def of_key(words, columns):
-    """Makes a row of the low word and the column."""
+    """Computes a row from the low word and the column."""
     return (words[0] % jnp.uint32(7)).astype(jnp.float32) / 8 + columns.astype(jnp.float32)
 
 
 def tables(**options):
-    """Declares two tables whose rows come again in later batches, and a replicated one."""
+    """Declares two tables whose rows recur in later batches, and a replicated one."""
     return [
         jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), capacity=512, **options),
         jaxsok.TableSpec("item", 3, jaxsok.optim.adagrad(0.05), capacity=512, row_gradient="mean"),
@@ -58,13 +58,13 @@ NUM_SHARDS = (None, 1, 4)
 
 @functools.cache
 def collection_of(case, num_shards):
-    """Makes a case's collection over so many shards; None: one device."""
+    """Makes a case's collection over `num_shards` devices; None means one device."""
     specs, features = CASES[case]
     return jaxsok.Collection(specs, features) if num_shards is None else programs.over(num_shards, specs, features)
 
 
 def raw_batches(features, num_steps=NUM_STEPS, num_keys=30):
-    """Makes batches each of which asks for many keys of the batch before."""
+    """Makes batches that repeat many keys of the batch before."""
     rng = np.random.default_rng(7)
     batches = []
     for step in range(num_steps):
@@ -83,7 +83,7 @@ def raw_batches(features, num_steps=NUM_STEPS, num_keys=30):
 
 @functools.cache
 def step_of(collection):
-    """Jits a step whose gradients depend on the embeddings, so that a row read too early shows in all that follows."""
+    """Jits a step whose gradients depend on the embeddings, so that a row read too early changes all later steps."""
 
     def step(state, plan):
         embeddings, state, plan = collection.lookup(state, plan)
@@ -95,7 +95,7 @@ def step_of(collection):
 
 
 def trained(collection, raws, *, grows=True, **options):
-    """Runs a loop; returns its state, and the results of each step."""
+    """Runs a loop; returns its state and the results of each step."""
     state, results = collection.init(seed=3, salt=5), []
     for batch, plan in collection.pipeline(raws, **options):
         state = collection.grow(state, batch) if grows else state
@@ -114,8 +114,8 @@ def assert_same_results(first, second):
                 np.testing.assert_array_equal(stats.count(name), counts.count(name), err_msg=name)
 
 
-# A mesh of one device is alike where the plain case is. On several devices micro-batches below keep statistics, and
-# policies admit and evict; what XLA makes of a key knows no mesh.
+# On a mesh of one device the plain case suffices. On several devices the micro-batches below keep statistics, and
+# policies admit and evict; rows that XLA computes from keys do not depend on the mesh.
 FAST = {*((case, None) for case in CASES), ("plain", 1), *((case, 4) for case in ("plain", "full", "partial bags"))}
 EXACT_CASES = [
     pytest.param(case, num_shards, marks=() if (case, num_shards) in FAST else pytest.mark.slow)
@@ -126,7 +126,7 @@ EXACT_CASES = [
 
 @pytest.mark.parametrize(("case", "num_shards"), EXACT_CASES)
 def test_an_exact_lookup_ahead_changes_no_bit(case, num_shards):
-    """Embeddings and counts of every step, and the whole state at the end."""
+    """Embeddings and counts of every step and the final state have the same bits."""
     collection = collection_of(case, num_shards)
     raws = raw_batches(collection.features)
     want, results = trained(collection, raws, grows=case != "full")
@@ -164,7 +164,7 @@ def test_rows_leave_at_the_step_at_which_they_would_without_lookups_ahead(num_sh
     ],
 )
 def test_policies_see_what_they_would_without_lookups_ahead(num_shards, eviction, admission):
-    """Also where too few rows leave, and keys are refused."""
+    """The bits are the same also if too few rows leave and keys are refused."""
     options = {"capacity": 32, "max_capacity": 48, "eviction": eviction, "admission": admission}
     spec = jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), **options)
     make = jaxsok.Collection if num_shards is None else functools.partial(programs.over, num_shards)
@@ -179,7 +179,7 @@ def test_policies_see_what_they_would_without_lookups_ahead(num_shards, eviction
 
 
 def test_a_loop_that_breaks_off_is_drained_and_saved(tmp_path):
-    """With the batches in flight, from the same pipeline."""
+    """It is drained with the batches in flight, by the same pipeline."""
     collection = collection_of("plain", None)
     handed_out = collection.pipeline(raw_batches(collection.features), staleness=2)
     state = collection.init(seed=3, salt=5)
@@ -196,7 +196,7 @@ def test_a_loop_that_breaks_off_is_drained_and_saved(tmp_path):
 
 @pytest.mark.parametrize(("num_shards", "staleness"), [(None, 1), (None, 4), (4, 2)])
 def test_rows_miss_as_many_updates_as_asked(num_shards, staleness):
-    """Batch k reads what the updates before k - staleness made of its rows: an oracle of a dict and the rule of SGD."""
+    """Batch k reads rows after the update k - staleness; the oracle is a dict with SGD."""
     make = jaxsok.Collection if num_shards is None else functools.partial(programs.over, num_shards)
     collection = make([jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=64)], FEATURES[:1])
     rng = np.random.default_rng(1)
@@ -229,7 +229,7 @@ def test_no_gradient_is_lost_when_rows_leave(staleness):
 
 
 def test_one_and_several_devices_agree_when_stale():
-    """Tables by key, after stale lookups."""
+    """After stale lookups, the tables agree by key."""
     raws = raw_batches(FEATURES)
     reference, collection = collection_of("plain", None), collection_of("plain", 4)
     states = [trained(tables, raws, staleness=2)[0] for tables in (reference, collection)]
@@ -292,7 +292,7 @@ GROWS = {
 }
 
 
-# What `grow` is given and how far lookups are ahead meet once each, and some of them twice.
+# Each form of `grow`'s argument and each distance of lookups ahead occurs at least once.
 @pytest.mark.parametrize(
     ("form", "fetches", "options"),
     [
@@ -304,11 +304,11 @@ GROWS = {
     ],
 )
 def test_growth_makes_room_for_the_batches_ahead(form, fetches, options):
-    """No key of a batch that is looked up ahead is refused, whatever `grow` is given."""
+    """No key of a batch that is looked up ahead is refused, whatever `grow` receives."""
     collection = jaxsok.Collection([jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=16)], FEATURES[:1])
     raws = [{"user": np.arange(NUM_SAMPLES) + NUM_SAMPLES * step} for step in range(6)]
     state, handed_out = collection.init(seed=3), collection.pipeline(raws, **options)
-    # Each batch has its own that follow, also where a caller fetches several beforehand.
+    # Each batch has its own followers, also if a caller fetches several beforehand.
     for number, (batch, plan) in enumerate(list(handed_out) if fetches else handed_out):
         state, _, stats = step_of(collection)(GROWS[form](collection, state, batch, plan, number), plan)
         assert programs.total(stats, "num_refused") == 0
@@ -329,7 +329,7 @@ def test_growth_makes_room_for_the_batch_after_stacked_ones():
 
 
 def test_a_table_that_cannot_grow_says_so_at_its_own_step(monkeypatch):
-    """Without memory for the batch ahead, the step before it is trained, and the state is drained."""
+    """If memory does not suffice for the batch ahead, the step before it is trained, and the state is drained."""
     collection = jaxsok.Collection([jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=16)], FEATURES[:1])
     raws = [{"user": np.arange(NUM_SAMPLES) + NUM_SAMPLES * step} for step in range(3)]
     handed_out = iter(collection.pipeline(raws, lookahead=1))
@@ -343,7 +343,7 @@ def test_a_table_that_cannot_grow_says_so_at_its_own_step(monkeypatch):
 
 
 def test_lookups_in_flight_are_stacked_and_unstacked():
-    """As `jax.pmap` takes them, and back: bit by bit."""
+    """Stacking to `jax.pmap`'s form and back keeps every bit."""
     collection = collection_of("plain", 4)
     _, plan = next(iter(collection.pipeline(raw_batches(collection.features), lookahead=1)))
     state, *_ = step_of(collection)(collection.init(seed=3, salt=5), plan)
@@ -379,7 +379,7 @@ def test_steps_in_a_scan(num_shards):
 
 
 def test_operations_that_need_a_drained_state_say_so(tmp_path):
-    """With a lookup in flight they raise and change nothing; after `drain` and a step they serve."""
+    """With a lookup in flight they raise and change nothing; after `drain` and a step they work."""
     collection = collection_of("statistics", None)
     raws = raw_batches(collection.features)
     handed_out = iter(collection.pipeline(raws, lookahead=1))
@@ -408,7 +408,7 @@ def test_operations_that_need_a_drained_state_say_so(tmp_path):
     assert state.ahead == () and not state.drains
     embeddings, _ = collection.find(state, batch.features)
     assert embeddings["user"].shape == (NUM_SAMPLES, 4)
-    for _, plan in handed_out:  # lookups ahead go on by themselves
+    for _, plan in handed_out:  # lookups ahead continue by themselves
         state, _, stats = step_of(collection)(state, plan)
         stats.check()
     want, _ = trained(collection, raws)
@@ -416,7 +416,7 @@ def test_operations_that_need_a_drained_state_say_so(tmp_path):
 
 
 def test_a_saved_run_goes_on_with_the_same_bits(tmp_path):
-    """Drained, saved, restored and continued: as the run that went on."""
+    """A run that is drained, saved, restored and continued has the bits of an unbroken run."""
     collection = collection_of("admission by count", None)
     raws = raw_batches(collection.features, num_steps=8)
     want, results = trained(collection, raws)
@@ -460,7 +460,7 @@ def test_an_error_of_the_reader_comes_in_its_turn_and_leaves_a_drained_state():
 
 @pytest.mark.parametrize("num_shards", [None, 4])
 def test_the_plan_of_another_batch_changes_no_row(num_shards):
-    """A step that gets another batch than the one in flight is counted, and `check` raises."""
+    """A step with another batch than the one in flight is counted, and `check` raises."""
     collection = collection_of("plain", num_shards)
     raws = raw_batches(collection.features)
     (_, first), (_, second), (_, third), *_ = collection.pipeline(raws, lookahead=1)
@@ -481,7 +481,7 @@ def test_the_plan_of_another_batch_changes_no_row(num_shards):
 
 @pytest.mark.parametrize(("num_shards", "options"), [(None, {"lookahead": 1}), (4, {"staleness": 1})])
 def test_a_batch_of_another_size_than_the_one_in_flight_is_refused(num_shards, options):
-    """As that of another pipeline may be."""
+    """A batch of another pipeline may have such a size."""
     collection = collection_of("full", num_shards)
     sizes = (NUM_SAMPLES, NUM_SAMPLES // 2)
     first, second = ([{"user": np.arange(size) + step} for step in range(2)] for size in sizes)
@@ -494,7 +494,7 @@ def test_a_batch_of_another_size_than_the_one_in_flight_is_refused(num_shards, o
 
 @pytest.mark.parametrize("num_shards", [None, 4])
 def test_an_update_that_is_left_out(num_shards):
-    """By a condition on the device, as where a loss is not finite: the next batch reads rows that were not stepped."""
+    """If a condition on the device skips an update, as for a non-finite loss, the next batch reads the old rows."""
     collection = collection_of("plain", num_shards)
 
     @jax.jit
@@ -534,7 +534,7 @@ def test_requests_that_need_rounds_wait_for_their_turn():
 
 
 def test_arguments_of_the_pipeline_are_checked():
-    """Each message names the argument and what was wanted."""
+    """Each message names the argument and the expected value."""
     collection = collection_of("plain", None)
     for options, message in (
         ({"lookahead": 2}, "pipeline: lookahead: got 2 with staleness 0, wanted at most 1"),
@@ -553,7 +553,7 @@ def test_arguments_of_the_pipeline_are_checked():
 
 @pytest.mark.parametrize(("num_shards", "options"), [(None, {"lookahead": 1}), (4, {"staleness": 2})])
 def test_a_step_with_lookups_in_flight_copies_no_table_and_stays_within_the_estimate(num_shards, options):
-    """All arrays of the stores keep their places (law 9), and XLA needs what `memory_estimate` says."""
+    """All arrays of the stores keep their buffers (law 9), and XLA's memory is within `memory_estimate`."""
     specs = [jaxsok.TableSpec("user", 16, jaxsok.optim.adam(0.05), capacity=1 << 14)]
     features = [jaxsok.FeatureSpec("user", "user")]
     make = jaxsok.Collection if num_shards is None else functools.partial(programs.over, num_shards)

@@ -1,4 +1,4 @@
-"""Many devices: results do not depend on the mesh (law 2), not on the run (law 3), and every key is counted (law 5)."""
+"""Many devices: results depend neither on the mesh (law 2) nor on the run (law 3), and every key is counted (law 5)."""
 
 import functools
 import itertools
@@ -25,7 +25,7 @@ MESHES = (1, 2, 4, 8)
 SEED = 11
 
 # --------------------------------------------------------------------------------------------------------------
-# The cover: every two values of every two of these meet in some case
+# The cover: every pair of values of every two choices occurs in some case
 
 AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)
 WIRES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
@@ -38,7 +38,7 @@ OPTIMIZERS = (
 )
 ROW_GRADIENTS = ("sum", "mean", "sqrt")
 PLACEMENTS = ("sharded", "on", "replicated")
-# name, combiner, weighted, keys a bag in a rectangle (0: ragged)
+# name, combiner, weighted, keys per bag in a rectangle (0: ragged)
 KINDS = (
     ("one", "sum", False, 1),
     ("rows", None, False, 2),
@@ -51,20 +51,20 @@ KINDS = (
     ("sqrtn", "sqrtn", False, 2),
 )
 MAX_HOTNESS = 3
-MAX_KEYS = 8 * 6 * MAX_HOTNESS  # of ragged features: on 8 shards as on 1 there is room for bags of 3
+MAX_KEYS = 8 * 6 * MAX_HOTNESS  # keys of ragged features: bags of 3 fit on 8 shards as on 1
 DIMS = (4, 5, 3)
-REPLICATED_STORE = (0, 1, 1, 2)  # by shape: with it every optimizer and every row_gradient is replicated once
+REPLICATED_STORE = (0, 1, 1, 2)  # by shape, so that every optimizer and every row_gradient is replicated once
 
 
 def orthogonal(mesh, shape):
-    """Wire dtypes, path and type of axis by the orthogonal array of 16 runs over the field of four elements."""
+    """Returns wire dtypes, path and axis type by the orthogonal array of 16 runs over the field of four elements."""
     times_two = (0, 2, 3, 1)
     rows, gradients, path = mesh ^ shape, mesh ^ times_two[shape], mesh ^ times_two[times_two[shape]]
     return WIRES[rows], WIRES[gradients], AXIS_TYPES[path % 2], PATHS[path // 2]
 
 
 CASES = [(num_shards, shape, *orthogonal(m, shape)) for m, num_shards in enumerate(MESHES) for shape in range(4)]
-# The whole array takes minutes: every day as many cases as show each mesh, optimizer, placement and path once. Explicit
+# The whole array takes minutes, so the daily cases show each mesh, optimizer, placement and path once. Explicit
 # axes have tests of their own (test_axis_types.py), and so have narrow wires (test_exchange.py, test_rows16.py).
 QUICK_CASES = {(1, 0), (2, 1), (4, 3), (8, 1)}
 CASE_PARAMS = [
@@ -78,7 +78,7 @@ CASE_PARAMS = [
 
 
 def declared_tables(shape, num_shards):
-    """Tables of three stores of different dims; those of one are replicated, the others sharded or on one shard."""
+    """Returns tables of three stores of different dims; one store is replicated, the others sharded or on one shard."""
     tables = []
     for j, dim in enumerate(DIMS):
         optimizer = OPTIMIZERS[(shape + j) % 4]
@@ -97,7 +97,7 @@ def declared_tables(shape, num_shards):
 
 
 def declared_features(shape):
-    """Every kind of feature over every store: [(store, placement, spec, hotness)]."""
+    """Returns every kind of feature over every store: [(store, placement, spec, hotness)]."""
     features = []
     for j in range(len(DIMS)):
         for i, (kind, combiner, weighted, hotness) in enumerate(KINDS):
@@ -138,7 +138,7 @@ def test_the_cover_is_pairwise():
 
 
 def raw_batches(shape, num_steps=3):
-    """The same batches for all meshes: keys of all kinds, some in every batch, empty bags, padding in rectangles."""
+    """Makes the same batches for all meshes: recurring and new keys, empty bags, padding in rectangles."""
     rng = np.random.default_rng(shape)
     pool = programs.as_array([*strategies.CORNER_KEYS, *rng.integers(0, 2**63, 24).tolist()])
     batches = []
@@ -160,7 +160,7 @@ def raw_batches(shape, num_steps=3):
 
 
 def given_gradients(shape, num_steps=3):
-    """Gradients of one sign: neither sums nor moments cancel, so that relative errors stay relative."""
+    """Makes gradients of one sign: neither sums nor moments cancel, so relative errors stay relative."""
     rng = np.random.default_rng(100 + shape)
     batches = []
     for _ in range(num_steps):
@@ -175,7 +175,7 @@ def given_gradients(shape, num_steps=3):
 
 @functools.cache
 def collection_of(num_shards, shape, rows, gradients, axis_type):
-    """The collection of a case; None: one device and no mesh."""
+    """Returns the collection of a case; with None, on one device without a mesh."""
     features = [spec for _, _, spec, _ in declared_features(shape)]
     if num_shards is None:
         return jaxsok.Collection(declared_tables(shape, 8), features)
@@ -184,7 +184,7 @@ def collection_of(num_shards, shape, rows, gradients, axis_type):
 
 
 def train(collection, shape, path):
-    """Three steps; the state, and what came out of each, on the host."""
+    """Trains three steps; returns the state and each step's results on the host."""
     state, results = collection.init(seed=SEED), []
     if path == "pipeline":
         inputs = ((batch.features, plan) for batch, plan in collection.pipeline(raw_batches(shape)))
@@ -198,32 +198,32 @@ def train(collection, shape, path):
 
 @functools.cache
 def trained(num_shards, shape, rows="float32", gradients="float32", axis_type=AxisType.Auto, path="rounds"):
-    """`train`, once for each case."""
+    """Runs `train` once for each case."""
     collection = collection_of(num_shards, shape, rows, gradients, axis_type)
     return collection, *train(collection, shape, path)
 
 
 # One rounding to the wire's dtype, relative to the number: half a unit of the last place of 8, 11 and 4 bits.
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3fn": 2.0**-4}
-# Sums of at most 70 positive float32 numbers in another order, and what the optimizer computes from them.
+# Sums of at most 70 positive float32 numbers in another order, and the optimizer's arithmetic on them
 SUM_ROUNDING = 70 * 2.0**-24
 
 
 @pytest.mark.parametrize("case", CASE_PARAMS)
 def test_law_2_tables_do_not_depend_on_the_mesh(case):
-    """By key, rows and optimizer state after three steps are those of one device, within the rounding of the wire."""
+    """After three steps, rows and optimizer state by key equal one device's, within the rounding of the wire."""
     num_shards, shape, _, gradients, *_ = case
     collection, state, _ = trained(*case)
     reference, wanted_state, _ = trained(None, shape)
-    # A shard's partial sum is rounded once; optimizers divide two numbers that each bear that error once. On one
-    # shard nothing travels.
+    # A shard's partial sum is rounded once; an optimizer divides two numbers with that error each. On one
+    # shard nothing is sent.
     error = SUM_ROUNDING + (ROUNDING[gradients] if num_shards > 1 else 0.0)
     for spec in collection.tables:
         got = programs.by_key(collection, state, spec.name)
         want = programs.by_key(reference, wanted_state, spec.name)
         np.testing.assert_array_equal(got.pop("keys"), want.pop("keys"), err_msg=spec.name)
         assert got.keys() == want.keys()
-        moved = 1 - want["rows"]  # rows begin below 1, and all gradients push them down
+        moved = 1 - want["rows"]  # rows start below 1, and all gradients push them down
         error_of_rows = np.abs(got.pop("rows") - want.pop("rows"))
         assert (error_of_rows <= 2.1 * error * moved + 4 * 2.0**-24).all(), (spec.name, error_of_rows.max())
         for column in want:
@@ -232,7 +232,7 @@ def test_law_2_tables_do_not_depend_on_the_mesh(case):
 
 @pytest.mark.parametrize("case", CASE_PARAMS)
 def test_law_2_embeddings_do_not_depend_on_the_mesh(case):
-    """Those of every step; before the first update only the wire of the rows can be seen, afterwards both."""
+    """Before the first update, embeddings show only the wire's rounding of rows; afterwards that of gradients too."""
     num_shards, shape, rows, gradients, *_ = case
     collection, _, results = trained(*case)
     reference, wanted_state, wanted = trained(None, shape)
@@ -243,7 +243,7 @@ def test_law_2_embeddings_do_not_depend_on_the_mesh(case):
         for _, placement, spec, _ in declared_features(shape):
             is_local = num_shards == 1 or placement == "replicated"
             of_rows = SUM_ROUNDING + (0.0 if is_local else ROUNDING[rows])
-            # Bags add at most 3 rows of weight at most 2, each off by what the updates before have left.
+            # Bags add at most 3 rows of weight at most 2, each with the error of the earlier updates.
             of_table = 6 * 2.1 * of_gradients * (1 - lowest) if step else 0.0
             np.testing.assert_allclose(
                 got[spec.name], want[spec.name], rtol=of_rows, atol=of_table, err_msg=f"step {step}: {spec.name}"
@@ -252,7 +252,7 @@ def test_law_2_embeddings_do_not_depend_on_the_mesh(case):
 
 @pytest.mark.parametrize("case", CASE_PARAMS)
 def test_law_5_counts_do_not_depend_on_the_mesh(case):
-    """Found, inserted, padding and rows of every step; the rounds are said."""
+    """Found, inserted, padding and rows of every step agree; the number of rounds is as expected."""
     num_shards, shape, *_, path = case
     collection, _, results = trained(*case)
     _, _, wanted = trained(None, shape)
@@ -270,7 +270,7 @@ def test_law_5_counts_do_not_depend_on_the_mesh(case):
 
 @pytest.mark.parametrize("case", CASE_PARAMS)
 def test_law_3_two_runs_on_a_mesh_give_the_same_bits(case):
-    """Embeddings of every step and all of the state; what depends on the salts that init draws is left out."""
+    """Embeddings of every step and the whole state agree, except for values that depend on the salts drawn by init."""
     collection, state, results = trained(*case)
     again, other = train(collection, case[1], case[-1])
     programs.assert_same_state(state, again, index=False)
@@ -284,7 +284,7 @@ def test_law_3_two_runs_on_a_mesh_give_the_same_bits(case):
 
 @pytest.mark.parametrize("case", [case for case in CASE_PARAMS if case.values[0][0] > 1])
 def test_replicas_stay_equal(case):
-    """Every shard of a replicated store holds the same bits, rows and records and counters."""
+    """Every shard of a replicated store holds the same bits in rows, records and counters."""
     collection, state, _ = trained(*case)
     (number,) = [s for s, store in enumerate(collection.stores) if store.is_replicated]
     for path, parts in programs.replicas(collection, state, number):
@@ -312,19 +312,19 @@ SKEW_FEATURES = [
 
 @functools.cache
 def skew_collection(num_shards):
-    """Two tables of one store over shards that send three keys a round; None: one device."""
+    """Returns two tables of one store whose shards send three keys a round; with None, on one device."""
     if num_shards is None:
         return jaxsok.Collection(SKEW_TABLES, SKEW_FEATURES)
     return programs.over(num_shards, SKEW_TABLES, SKEW_FEATURES, send_capacity=SEND_CAPACITY)
 
 
 def of_lengths(keys, lengths):
-    """Bags of these lengths of the keys, one after the other, again from the beginning where they end."""
+    """Makes bags of these lengths from the keys in order, starting over at their end."""
     return jaxsok.Bags(np.resize(programs.as_array(keys), int(np.sum(lengths))), lengths=np.asarray(lengths))
 
 
 def one_owner(owner, step):
-    """Every key of both tables belongs to one shard."""
+    """Makes a batch in which every key of both tables belongs to one shard."""
     user = programs.keys_of_owner(owner, 16, "user", NUM_SHARDS, start=step)
     return {
         "user": user,
@@ -333,26 +333,26 @@ def one_owner(owner, step):
 
 
 def one_slice(step, start=(5 << 60) + (1 << 33)):
-    """Round hashes that follow one another: only their lowest bits tell the rounds apart, and owners vary little."""
+    """Makes consecutive round hashes: only their lowest bits separate the rounds, and owners vary little."""
     hashes = [start + 7 * step + i for i in range(48)]
     user, item = (programs.keys_of_round_hashes(hashes, table) for table in ("user", "item"))
     return {"user": user[:16], "history": of_lengths(item, [3] * 16)}
 
 
 def same_high_word(step):
-    """All keys of one owner and of one high word of the round hash, in both tables."""
+    """Makes keys with one owner and one high word of the round hash, in both tables."""
     hashes = [(9 << 40) + ((step + i) << 12) + 0x801 for i in range(48)]
     user, item = (programs.keys_of_round_hashes(hashes, table) for table in ("user", "item"))
     return {"user": user[:16], "history": of_lengths(item, [3] * 16)}
 
 
 def one_key(step):
-    """One key, everywhere, in both tables."""
+    """Makes a batch with a single key in all bags of both tables."""
     return {"user": np.full(16, 77), "history": of_lengths([77], [3] * 16)}
 
 
 def empty_on_some(step):
-    """Devices 0, 3 and 7 have no key at all."""
+    """Makes a batch in which devices 0, 3 and 7 have no key."""
     user = np.arange(16) % 5 + step
     lengths = np.full(16, 3)
     for device in (0, 3, 7):
@@ -362,25 +362,25 @@ def empty_on_some(step):
 
 
 def empty(step):
-    """Nobody has a key."""
+    """Makes a batch without keys."""
     return {"user": np.full(16, -1), "history": of_lengths([0], [0] * 16)}
 
 
 def unlike_hotness(step):
-    """Bags of device i have i keys; those of device 7 are all new."""
+    """Makes bags of i keys on device i; those of device 7 are all new."""
     lengths = np.repeat(np.arange(8), 2)
     return {"user": np.arange(16) + 8 * step, "history": of_lengths(np.arange(40, 500, 3) + step, lengths)}
 
 
 def all_on_one_device(step):
-    """One device asks for everything."""
+    """Makes a batch whose keys are all on one device."""
     user, lengths = np.full(16, -1), np.zeros(16, int)
     user[10:12], lengths[10:12] = (3, 4), (9, 7)
     return {"user": user, "history": of_lengths(np.arange(16) * 5 + step, lengths)}
 
 
 def first_and_last_hashes(step):
-    """The ends of the range of hashes, where a bound could wrap around; the very last one is below."""
+    """Makes keys at both ends of the range of hashes, where a bound could wrap around, except the very last hash."""
     hashes = [0, 1, 2, 3, 4, 5, 6, 7, *(2**64 - 2 - i for i in range(8))]
     user, item = (programs.keys_of_round_hashes(hashes, table) for table in ("user", "item"))
     return {"user": user, "history": of_lengths(item, [3] * 16)}
@@ -402,14 +402,14 @@ SKEWS = {
 
 
 def mean_loss(embeddings, label):
-    """A global mean over samples; not linear."""
+    """Returns a global mean over samples that is not linear."""
     score = sum(jnp.tanh(embedding * 20.0).sum(axis=1) for embedding in embeddings.values())
     return jnp.mean((score - label) ** 2)
 
 
 @functools.cache
 def skew_step(collection):
-    """Jitted, donated: a whole step on the mean loss."""
+    """Returns a jitted, donating step on the mean loss."""
 
     def step(state, features, label):
         embeddings, state, plan = collection.lookup(state, features)
@@ -424,7 +424,7 @@ LABEL = np.linspace(-1.0, 1.0, 16).astype(np.float32)
 
 
 def skewed(collection, make, *, is_pipelined=False):
-    """Three steps of a skewed log."""
+    """Trains three steps on a skewed log."""
     raws = [{**make(step), "label": LABEL} for step in range(3)]
     state, results = collection.init(seed=SEED), []
     if is_pipelined:
@@ -438,11 +438,11 @@ def skewed(collection, make, *, is_pipelined=False):
 
 
 def assert_like_one_device(collection, state, results, make):
-    """Tables, embeddings, losses and counts of a skewed log are those of one device."""
+    """Compares tables, embeddings, losses and counts of a skewed log with those of one device."""
     reference = skew_collection(None)
     wanted_state, wanted = skewed(reference, make)
-    # Adam divides the first moment by the root of the second: what a sum's rounding (48 terms, 3e-6) does to a
-    # gradient that nearly cancels, it passes on; a thousandth of a step (0.05) bounds that.
+    # Adam divides the first moment by the root of the second, so it passes on a sum's rounding (48 terms, 3e-6) to a
+    # gradient that nearly cancels; a thousandth of a step (0.05) bounds that.
     programs.assert_close_tables((reference, collection), (wanted_state, state), rtol=1e-4, atol=5e-5)
     for (loss, embeddings, stats), (want_loss, want_embeddings, want_stats) in zip(results, wanted, strict=True):
         np.testing.assert_allclose(loss, want_loss, rtol=1e-4)
@@ -452,7 +452,7 @@ def assert_like_one_device(collection, state, results, make):
 
 
 def requests_by_shard(raw, num_shards):
-    """By (shard, owner), the round hashes of what it asks for, ascending: said again from the definition."""
+    """Returns the ascending round hashes of requests by (shard, owner), derived independently."""
     keys, lengths = np.asarray(raw["history"].keys), np.asarray(raw["history"].lengths)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     bounds = np.arange(num_shards + 1) * (16 // num_shards)
@@ -472,7 +472,7 @@ def requests_by_shard(raw, num_shards):
 
 
 def rounds_of(requests, send_capacity):
-    """Rounds until all is sent, if a round ends at the least hash that would be one too many for anybody."""
+    """Counts rounds until all is sent, if a round ends at the least hash that exceeds a capacity anywhere."""
     waiting, num_rounds = list(requests.values()), 0
     while True:
         num_rounds += 1
@@ -484,7 +484,7 @@ def rounds_of(requests, send_capacity):
 
 @pytest.mark.parametrize("name", SKEWS)
 def test_skew_in_rounds(name):
-    """However keys fall to owners, devices and hashes, Adam on 8 devices is Adam on one; rounds are counted."""
+    """However keys spread over owners, devices and hashes, Adam on 8 devices is Adam on one; rounds are counted."""
     collection = skew_collection(NUM_SHARDS)
     state, results = skewed(collection, SKEWS[name])
     assert_like_one_device(collection, state, results, SKEWS[name])
@@ -500,7 +500,7 @@ def test_skew_in_rounds(name):
 
 @functools.cache
 def rounds_by_hash(collection):
-    """Jitted: the rounds in which gradients go to owners where one has no room for them, counted by every shard."""
+    """Returns a jitted count, by shard, of the rounds for gradients whose owners lack room."""
     (spec,), shards = collection.stores, collection.shards
 
     def count(features):
@@ -512,14 +512,14 @@ def rounds_by_hash(collection):
 
 
 def test_skew_forces_rounds():
-    """The logs above are not harmless: keys of one owner need several rounds of three keys."""
+    """The logs above need rounds: keys of one owner take several rounds of three keys."""
     for name in ("one owner: the first", "one slice", "same high word", "all on one device", "first and last hashes"):
         assert rounds_of(requests_by_shard(SKEWS[name](0), NUM_SHARDS), SEND_CAPACITY) > 1, name
 
 
 @pytest.mark.parametrize("name", ["one owner: another each step", "one key", "empty on some", "unlike hotness"])
 def test_skew_in_a_pipeline(name):
-    """The capacity follows the plan's counts: one round, and the same tables."""
+    """The capacity follows the plan's counts: one round gives the same tables."""
     collection = skew_collection(NUM_SHARDS)
     state, results = skewed(collection, SKEWS[name], is_pipelined=True)
     assert_like_one_device(collection, state, results, SKEWS[name])
@@ -527,7 +527,7 @@ def test_skew_in_a_pipeline(name):
 
 
 def test_skew_of_the_default_capacity():
-    """Nobody set a capacity: all keys to one owner take more rounds, and nothing is lost."""
+    """With the default capacity, keys that all have one owner take more rounds, and nothing is lost."""
     tables, features = [SKEW_TABLES[0]], [jaxsok.FeatureSpec("user", "user", combiner=None)]
     collections = jaxsok.Collection(tables, features), programs.over(2, tables, features)
     keys = programs.keys_of_owner(1, 2 * 64, "user", 2).reshape(2, 64)
@@ -538,13 +538,13 @@ def test_skew_of_the_default_capacity():
         )
         assert programs.counts(stats) == {**dict.fromkeys(oracle.COUNTS, 0), "num_inserted": 128}
         states.append(state)
-    # 64 keys a shard, of which the first round sends a quarter more than half.
+    # A shard has 64 keys, of which the first round sends a quarter more than half.
     assert int(stats.num_rounds[0]) == 2
     programs.assert_close_tables(collections, states, rtol=1e-6, atol=1e-7)
 
 
 def test_the_very_last_hash():
-    """Two keys of the greatest hashes and a capacity of one: the loop ends (it cannot wait for a greater bound)."""
+    """With two keys of the greatest hash and a capacity of one, the loop ends although no greater bound exists."""
     keys = programs.keys_of_round_hashes([2**64 - 2, 2**64 - 1], "user")
     code = f"""
 import jax
@@ -572,7 +572,7 @@ print(int(stats.num_rounds[0]), collection.num_rows(state)["user"])
 
 
 def full_tables(num_shards):
-    """Stores that fill up: one spread over all shards, one on a shard, one replicated."""
+    """Returns stores that fill up: one sharded, one on a shard, one replicated."""
     options = {"capacity": 8, "max_capacity": 8}
     tables = [
         jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(1.0), **options),
@@ -584,7 +584,7 @@ def full_tables(num_shards):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_law_5_refused_keys_are_counted_not_lost(path):
-    """Full stores: asked = found + inserted + refused + padding; refused keys read initial rows and learn nothing."""
+    """In full stores, asked = found + inserted + refused + padding; refused keys read initial rows and never learn."""
     collection = full_tables(4)
     rng, state = np.random.default_rng(5), collection.init(seed=0)
     names = [table.name for table in collection.tables]
@@ -605,7 +605,7 @@ def test_law_5_refused_keys_are_counted_not_lost(path):
             assert counts["num_refused"] == is_refused.sum()
             initial = programs.initial_rows(table.name, table.dim, keys[is_refused])
             np.testing.assert_array_equal(np.asarray(embeddings[table.name])[is_refused], initial)
-    assert num_inserted["item"] == num_inserted["ad"] == 8  # exactly what was declared; shares of "user" round up
+    assert num_inserted["item"] == num_inserted["ad"] == 8  # exactly the declared capacity; shares of "user" round up
     assert counts["num_refused"] > 0 and num_inserted["user"] >= 8
     features = programs.batch(collection, **raws[-1])
     _, stats = programs.find(collection)(state, features)
@@ -631,7 +631,7 @@ ID_PATHS = {
 
 @functools.cache
 def small_tables(send_capacity=None):
-    """Two tables of one store, spread and on shard 2, and a replicated one; too small for the keys below."""
+    """Returns a sharded table and one on shard 2 in one store, and a replicated one, all too small for the keys."""
     options = {"capacity": 4 * ID_CAPACITY, "max_capacity": 4 * ID_CAPACITY}
     on_a_shard = {"capacity": ID_CAPACITY, "max_capacity": ID_CAPACITY}
     sgd = jaxsok.optim.sgd(1.0)
@@ -649,7 +649,7 @@ def small_tables(send_capacity=None):
 
 
 def crowd(seed):
-    """Keys of which there are too many for the rows; padding between them."""
+    """Makes more keys than rows, with padding between them."""
     rng = np.random.default_rng(seed)
     raw = {
         "user": rng.integers(0, 400, (NUM_ID_SAMPLES, 2)),
@@ -660,7 +660,7 @@ def crowd(seed):
 
 
 def arrivals_of(raw, store):
-    """By owner the distinct (table, key), by source shard and first occurrence in its part; features follow each other.
+    """Returns an owner's distinct (table, key) by source shard and first occurrence in its part, feature after feature.
 
     An owner of a replicated store is any of its shards.
     """
@@ -675,13 +675,13 @@ def arrivals_of(raw, store):
 
 
 class Ids:
-    """The row ids of one store: by owner what has a row, and which ids are free again."""
+    """The row ids of one store: by owner, the keys with rows and the free ids."""
 
     def __init__(self, capacity):
         self.capacity, self.rows, self.num_used, self.free = capacity, [{} for _ in range(4)], [0] * 4, [[]] * 4
 
     def insert(self, by_owner):
-        """New pairs take ids that are free again, the least first, and then fresh ones, as long as there are some."""
+        """Gives new pairs free ids, the least first, then fresh ids while there are any."""
         for owner, pairs in enumerate(by_owner):
             for pair in pairs:
                 if pair in self.rows[owner]:
@@ -693,18 +693,18 @@ class Ids:
                     self.num_used[owner] += 1
 
     def erase(self, pairs):
-        """Rows leave, and their ids are free."""
+        """Removes rows and frees their ids."""
         for owner, rows in enumerate(self.rows):
             self.free[owner] = sorted([*self.free[owner], *(rows.pop(pair) for pair in pairs if pair in rows)])
 
     def of(self, table):
-        """Key to row id in its shard."""
+        """Returns the row id of each key in its shard."""
         return {key: row_id for rows in self.rows for (name, key), row_id in rows.items() if name == table}
 
 
 @pytest.mark.parametrize("path", ID_PATHS)
 def test_row_ids_follow_source_shard_and_first_occurrence(path):
-    """Whichever way keys go to their owners: which keys are refused where a table is full, and which ids rows get."""
+    """Refused keys and row ids do not depend on the path by which keys reach their owners."""
     options = ID_PATHS[path]
     one = small_tables(options.get("send_capacity"))
     state, most_rounds = one.init(seed=0), 0
@@ -744,7 +744,7 @@ def test_row_ids_follow_source_shard_and_first_occurrence(path):
 
 
 def test_growth_on_a_mesh_refuses_nothing():
-    """Small tables, every batch full of new keys: what 8 devices hold is what one holds."""
+    """With small tables and batches full of new keys, 8 devices hold the same rows as one."""
     tables = [jaxsok.TableSpec("user", 4, ADAM, capacity=16), jaxsok.TableSpec("item", 4, ADAM, capacity=16)]
     features = [jaxsok.FeatureSpec("user", "user"), jaxsok.FeatureSpec("item", "item")]
     collections = jaxsok.Collection(tables, features), programs.over(8, tables, features)
@@ -772,7 +772,7 @@ def test_growth_on_a_mesh_refuses_nothing():
 
 @functools.cache
 def two_stores(num_shards):
-    """A sharded and a replicated store; None: one device."""
+    """Returns a sharded and a replicated store; with None, on one device."""
     tables = [
         jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.5), capacity=128),
         jaxsok.TableSpec("ad", 3, jaxsok.optim.sgd(0.5), capacity=128, placement=jaxsok.REPLICATED),
@@ -785,14 +785,14 @@ TWO_STORES_GRADIENTS = {"user": np.ones((16, 4), np.float32), "ad": np.ones((16,
 
 
 def two_stores_raw(step=0):
-    """One batch for `two_stores`."""
+    """Returns a batch for `two_stores`."""
     rng = np.random.default_rng(step)
     return {"user": rng.integers(0, 40, 16), "ad": rng.integers(-1, 20, (16, 2))}
 
 
 @pytest.mark.parametrize("table", ["user", "ad"])
 def test_erase_makes_a_plan_stale_on_all_shards(table):
-    """One erased row, which one shard owns: nothing of the plan moves a row anywhere; all its uses are counted."""
+    """After the erase of one row on one shard, the plan moves no row anywhere, and all its uses are counted."""
     counted = []
     for collection in (two_stores(None), two_stores(NUM_SHARDS)):
         raw = two_stores_raw()
@@ -814,7 +814,7 @@ def test_erase_makes_a_plan_stale_on_all_shards(table):
 
 
 def test_erase_of_nothing_leaves_plans_alone():
-    """Keys that nobody has: the plan still works."""
+    """After the erase of absent keys the plan still works."""
     collection = two_stores(NUM_SHARDS)
     _, state, plan = programs.lookup(collection)(
         collection.init(seed=0), programs.batch(collection, **two_stores_raw())
@@ -829,7 +829,7 @@ def test_erase_of_nothing_leaves_plans_alone():
 
 
 def test_erased_keys_come_back_as_new():
-    """Rows that went are gone on every shard, come back as initial rows, and are counted where they lie."""
+    """Erased rows are gone on every shard, return as initial rows, and are counted on their shards."""
     for collection in (two_stores(None), two_stores(NUM_SHARDS)):
         features = programs.batch(collection, user=np.arange(16), ad=np.arange(32).reshape(16, 2))
         state, _, _ = programs.fed_step(collection)(collection.init(seed=0), features, TWO_STORES_GRADIENTS)
@@ -845,7 +845,7 @@ def test_erased_keys_come_back_as_new():
 
 @pytest.mark.parametrize("path", ["lookups", "planned", "one in rounds"])
 def test_several_plans_in_one_update(path):
-    """Two micro-batches, one step: rows that both used step once, as on one device, though one may need more rounds."""
+    """One step of two micro-batches moves shared rows once, as on one device, though one plan may need more rounds."""
     tables = [
         jaxsok.TableSpec("user", 4, ADAM, capacity=128, row_gradient="mean"),
         jaxsok.TableSpec("ad", 3, ADAM, capacity=128, placement=jaxsok.REPLICATED),
@@ -855,7 +855,7 @@ def test_several_plans_in_one_update(path):
     collections = jaxsok.Collection(tables, features), programs.over(4, tables, features, **exchange_of)
     raws = [two_stores_raw(0), two_stores_raw(1)]
     if path == "one in rounds":
-        raws[1]["user"][np.arange(16) % 4 != 0] = -1  # one key a shard
+        raws[1]["user"][np.arange(16) % 4 != 0] = -1  # one key per shard
         raws[1]["ad"][np.arange(32).reshape(16, 2) % 8 != 0] = -1
     states, counts = [], []
     for collection in collections:

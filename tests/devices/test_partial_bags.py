@@ -1,4 +1,4 @@
-"""Partial bags: features whose bags are summed by the owners of the rows give what one device gives, on every path."""
+"""Partial bags: if owners of rows sum the bags of a feature, every path gives the results of one device."""
 
 import dataclasses
 import functools
@@ -22,17 +22,17 @@ from jaxsok.checkpoint import TablesRestore, TablesSave
 from jaxsok.plan import Uses
 
 SEED = 5
-NUM_SAMPLES = 12  # divisible by every mesh that is used
+NUM_SAMPLES = 12  # divisible by every mesh in use
 MESHES = (pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow))  # below: four shards
 MAX_KEYS = 48
-SMALL = 3  # a send capacity that makes many rounds
+SMALL = 3  # a send capacity that takes many rounds
 
 # --------------------------------------------------------------------------------------------------------------
-# As one device
+# Agreement with one device
 
 
 def of_word(words, columns):
-    """Rows that XLA computes: by the low word of the key."""
+    """Computes rows in XLA from the low word of the key."""
     return (words[0] % jnp.uint32(7)).astype(jnp.float32) * 0.25 + columns.astype(jnp.float32)
 
 
@@ -57,7 +57,7 @@ TABLES = (
         "lifted", 3, LIFTED, capacity=128, row_gradient="sqrt", admission=policies.AdmitByCount(2, unadmitted=0.25)
     ),
 )
-# Feature -> table, combiner, positions of a bag in a rectangle (0: ragged), weights to draw from.
+# Feature -> table, combiner, positions of a bag in a rectangle (0: ragged), weights to draw from
 POSITIVE, SIGNED = (0.0, 0.25, 1.0, 2.0), (-1.0, 0.0, 0.5, 1.0)
 FEATURES = {
     "one": ("one", "sum", 0, SIGNED),
@@ -70,12 +70,12 @@ FEATURES = {
     "lifted_one": ("lifted", "sum", 1, None),
 }
 OF_FEATURE = {name: next(t for t in TABLES if t.name == table) for name, (table, *_) in FEATURES.items()}
-# Samples of "user_sum" share bags, those of one shard whatever the mesh; shards add other numbers of empty ones.
+# Samples of "user_sum" share bags of one shard, whatever the mesh; shards have different numbers of empty bags.
 NUM_SHARED, INVERSE = 8, np.array([0, 0, 1, 2, 3, 3, 4, 4, 5, 6, 7, 6])
 
 
 def features_of(exchange):
-    """The features of FEATURES, with one form."""
+    """Returns the features of FEATURES with one form of exchange."""
     return [
         jaxsok.FeatureSpec(
             name,
@@ -91,7 +91,7 @@ def features_of(exchange):
 
 @functools.cache
 def collection(num_shards, exchange="bags", **options):
-    """Over so many devices; None: one device, no mesh."""
+    """Returns the collection over `num_shards` devices; with None, on one device without a mesh."""
     if num_shards is None:
         return jaxsok.Collection(TABLES, features_of(exchange))
     return programs.over(num_shards, TABLES, features_of(exchange), **options)
@@ -99,7 +99,7 @@ def collection(num_shards, exchange="bags", **options):
 
 @functools.cache
 def step_of(one):
-    """Jitted: lookup, norm and update by given gradients; gives state, embeddings, norm and statistics."""
+    """Returns a jitted lookup, norm and update by given gradients; it gives state, embeddings, norm and statistics."""
 
     def step(state, asked, gradients):
         embeddings, state, plan = one.lookup(state, asked)
@@ -112,7 +112,7 @@ def step_of(one):
 
 @st.composite
 def raw_batches(draw):
-    """A raw batch, whose every part fits any mesh: bags of any length that fit a twelfth of the keys each."""
+    """Draws a raw batch that fits any mesh: ragged bags that each fit a twelfth of the keys."""
     raw = {}
     for name, (_, _, hotness, values) in FEATURES.items():
         num_bags = NUM_SHARED if name == "user_sum" else NUM_SAMPLES
@@ -128,7 +128,7 @@ def raw_batches(draw):
 
 
 def as_bags(bags, hotness, weighted):
-    """The oracle's bags as `jaxsok.Bags`: a rectangle, or ragged (hotness 0)."""
+    """Returns the oracle's bags as `jaxsok.Bags`: a rectangle, or ragged (hotness 0)."""
     pairs = [oracle.keys_and_weights(bag) for bag in bags]
     shape = (-1, hotness) if hotness else (-1,)
     keys = programs.as_array([key for of_bag, _ in pairs for key in of_bag]).reshape(shape)
@@ -137,13 +137,13 @@ def as_bags(bags, hotness, weighted):
 
 
 def with_inverse(raw):
-    """Gives the first bag of "user_sum", which the samples share."""
+    """Adds an inverse so that the samples share the bags of "user_sum"."""
     return {**raw, "user_sum": jaxsok.Bags(raw["user_sum"].keys[:NUM_SHARED], inverse=INVERSE)}
 
 
 @st.composite
 def trainings(draw, num_steps=2):
-    """Batches, and gradients of one sign."""
+    """Draws batches, and gradients of one sign."""
     steps = []
     for _ in range(num_steps):
         raw = draw(raw_batches())
@@ -153,7 +153,7 @@ def trainings(draw, num_steps=2):
 
 
 def fixed_training(num_steps=3, seed=0):
-    """The same without Hypothesis."""
+    """Makes batches and gradients without Hypothesis."""
     rng = np.random.default_rng(seed)
     pool = programs.as_array([*strategies.CORNER_KEYS, *rng.integers(0, 2**63, 30).tolist()])
     steps = []
@@ -175,7 +175,7 @@ def fixed_training(num_steps=3, seed=0):
 
 
 def train(one, training, path="lookup", state=None):
-    """The state, and what came out of each step; path: "lookup", "plan" with enough capacity, or "pipeline"."""
+    """Trains on a path: "lookup", "plan" with enough capacity, or "pipeline"; returns the state and all results."""
     state = one.init(seed=SEED, salt=3) if state is None else state
     if path == "pipeline":
         asked = [plan for _, plan in one.pipeline([raw for raw, _ in training])]
@@ -192,16 +192,16 @@ def train(one, training, path="lookup", state=None):
 
 @functools.cache
 def programs_plan(one):
-    """Jitted `plan` with as much send capacity as a shard has keys."""
+    """Returns a jitted `plan` whose send capacity is the number of keys of a shard."""
     return jax.jit(lambda features: one.plan(features, send_capacity=[96] * len(one.stores)))
 
 
-# Sums of at most 100 numbers of size 2 in another order; bfloat16: a number may fall to the other side of a rounding.
+# Sums of at most 100 numbers of size 2 in another order; with bfloat16, a number may round the other way.
 TOLERANCE = {"float32": {"rtol": 1e-5, "atol": 2e-5}, "bfloat16": {"rtol": 2.0**-6, "atol": 2.0**-6}}
 
 
 def assert_trained_alike(one, got, other, want):
-    """Embeddings, norms and statistics of each step, and what is stored by key."""
+    """Compares embeddings, norms and statistics of each step, and the stored records by key."""
     for (embeddings, norm, stats), (wanted, wanted_norm, wanted_stats) in zip(got[1], want[1], strict=True):
         counts, wanted_counts = stats.to_dict(), wanted_stats.to_dict()
         assert counts["user"].pop("num_padding") >= wanted_counts["user"].pop("num_padding")
@@ -216,14 +216,14 @@ def assert_trained_alike(one, got, other, want):
         np.testing.assert_array_equal(a["keys"], b["keys"])
         for column, values in b.items():
             found, wanted = a[column].astype(np.float64), values.astype(np.float64)
-            if spec.name == "one":  # one feature, no divisor: the gradients are summed in the order of the batch
+            if spec.name == "one":  # without sharing or divisors, gradients are summed in batch order
                 np.testing.assert_array_equal(found, wanted, err_msg=column)
             else:
                 np.testing.assert_allclose(found, wanted, **TOLERANCE[spec.dtype], err_msg=f"{spec.name}: {column}")
 
 
 def assert_same_bits(got, want):
-    """States but for the places in the index, embeddings and counts; norms add as many squares as there is room."""
+    """Compares embeddings, counts and states without index positions; norms sum different numbers of squares."""
     programs.assert_same_state(got[0], want[0], index=False)
     for (embeddings, norm, stats), (wanted, wanted_norm, wanted_stats) in zip(got[1], want[1], strict=True):
         assert stats.to_dict() == wanted_stats.to_dict()
@@ -236,13 +236,13 @@ def assert_same_bits(got, want):
 @hypothesis.settings(max_examples=max(4, hypothesis.settings.default.max_examples // 6))
 @given(training=trainings())
 def test_as_one_device(num_shards, training):
-    """Embeddings, norms, statistics and tables by key, whatever the batch."""
+    """Embeddings, norms, statistics and tables by key agree for any batch."""
     one, other = collection(num_shards), collection(None)
     assert_trained_alike(one, train(one, training), other, train(other, training))
 
 
 def test_all_paths_give_the_same_bits():
-    """Rounds of any capacity, plans made ahead, the pipeline, and a second run, whose norms are the same as well."""
+    """Rounds of any capacity, plans made ahead, the pipeline and a second run, which repeats the norms too, agree."""
     one, training = collection(4), fixed_training()
     first = train(one, training)
     assert_trained_alike(one, first, collection(None), train(collection(None), training))
@@ -257,9 +257,9 @@ def test_all_paths_give_the_same_bits():
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What does not fit
+# Full tables and capacities
 
-NUM_SHARDS, POSITIONS = 4, 12  # of each shard: 3 bags, of up to 4 keys
+NUM_SHARDS, POSITIONS = 4, 12  # per shard: 3 bags of up to 4 keys
 FULL_TABLES = [
     jaxsok.TableSpec("user", 4, SGD, capacity=16, unknown="zeros"),
     jaxsok.TableSpec("item", 4, SGD, capacity=8, placement=jaxsok.on(2)),
@@ -268,18 +268,18 @@ FULL_TABLES = [
 
 @functools.cache
 def full(**exchange):
-    """Two tables of one store with room for six keys a shard."""
+    """Returns two tables of one store with room for six keys per shard."""
     features = [jaxsok.FeatureSpec(name, name, combiner="mean", exchange="bags") for name in ("user", "item")]
     return programs.over(NUM_SHARDS, FULL_TABLES, features, **exchange)
 
 
 def owner_of(table, key):
-    """The owner of a key, said again."""
+    """Returns the owner of a key, derived independently."""
     return 2 if table == "item" else int(programs.owner_of([key], table, NUM_SHARDS)[0])
 
 
 def arrivals(raw):
-    """By owner the uses (shard, table, key), in the order of shards and, within one, of features and positions."""
+    """Returns the uses (shard, table, key) by owner, in the order of shards, features and positions."""
     uses = [
         (shard, table, int(key))
         for shard, lines in enumerate(np.split(np.arange(NUM_SAMPLES), NUM_SHARDS))
@@ -291,7 +291,7 @@ def arrivals(raw):
 
 
 def crowded(seed, num_keys=60):
-    """Bags of four keys with padding between, too many for the tables."""
+    """Makes bags of four keys with padding in between, too many for the tables."""
     rng = np.random.default_rng(seed)
     keys = [rng.integers(0, num_keys, (NUM_SAMPLES, 4)).astype(np.uint64) for _ in FULL_TABLES]
     return {
@@ -301,7 +301,7 @@ def crowded(seed, num_keys=60):
 
 
 def means_of(raw, row_of):
-    """Embeddings from a function of (table, key), which gives a row, or None for a use that never arrived."""
+    """Computes embeddings from a function of (table, key) that returns a row, or None for a use that never arrived."""
     wanted = {}
     for table, keys in raw.items():
         wanted[table] = np.zeros((len(keys), 4))
@@ -313,7 +313,7 @@ def means_of(raw, row_of):
 
 
 def initial_of(raw):
-    """(table, key) -> initial row."""
+    """Returns a map from (table, key) to the initial row."""
     keys = {table: sorted({int(key) for key in bags.reshape(-1)}) for table, bags in raw.items()}
     return {
         (table, key): row
@@ -324,7 +324,7 @@ def initial_of(raw):
 
 @pytest.mark.parametrize("path", ["rounds", "few rounds", "plan"])
 def test_a_full_table_refuses_by_shard_and_first_occurrence(path):
-    """The same keys get the same rows over any exchange; a refused key reads its initial row, and counts in its bag."""
+    """The same keys get rows over any exchange; a refused key reads its initial row and counts in its bag."""
     one = full(send_capacity=SMALL) if path == "rounds" else full()
     raw = crowded(0)
     asked = one.batch(raw).features
@@ -358,13 +358,13 @@ def test_a_full_table_refuses_by_shard_and_first_occurrence(path):
 
 @pytest.mark.parametrize("is_find", [False, True])
 def test_a_send_capacity_that_is_too_small(is_find):
-    """Uses beyond it add nothing to their bags, which are divided by all of them; counted; the plan says the load."""
+    """Uses beyond it add nothing to their bags but count in the divisor and in Stats; the plan reports the load."""
     one, raw, capacity, state = full(), crowded(1, num_keys=9), 4, full().init(seed=0)
     whole = one.plan(one.batch(raw).features)
     if is_find:
         _, state, _ = programs.lookup(one)(state, whole)
     plan = one.plan(one.batch(raw).features, send_capacity=[capacity])
-    sent = {}  # (shard, owner) -> uses; the first ones are sent
+    sent = {}  # (shard, owner) -> uses, of which the first are sent
     for owner, uses in enumerate(arrivals(raw)):
         for use in uses:
             sent.setdefault((use[0], owner), []).append(use[1:])
@@ -382,7 +382,7 @@ def test_a_send_capacity_that_is_too_small(is_find):
             return initial[arrived.pop(0)]
         return np.zeros(4)
 
-    # Uses leave in the order of the features, and so are they added here: bag after bag, position after position.
+    # Uses are sent, and added here, in the order of features, bags and positions.
     wanted = {}
     for table in raw:
         wanted |= means_of({table: raw[table]}, row_of)
@@ -409,7 +409,7 @@ LIGHT_TABLES = [
 
 @functools.cache
 def light(num_shards, forms=("bags", "bags"), tables=tuple(LIGHT_TABLES), **exchange):
-    """A table of ragged means and one of sums of pairs, with these forms; None: one device."""
+    """Returns a table of ragged means and a table of sums of pairs, in these forms; with None, on one device."""
     features = [
         jaxsok.FeatureSpec("user", "user", combiner="mean", weighted=True, max_keys=MAX_KEYS, exchange=forms[0]),
         jaxsok.FeatureSpec("item", "item", exchange=forms[1]),
@@ -420,7 +420,7 @@ def light(num_shards, forms=("bags", "bags"), tables=tuple(LIGHT_TABLES), **exch
 
 
 def light_batch(seed, num_keys=20):
-    """Some bags are empty, some divisors zero."""
+    """Makes a batch with some empty bags and some divisors of zero."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, 5, NUM_SAMPLES)
     weights = rng.choice([0.0, 0.5, 1.0, 2.0], lengths.sum()).astype(np.float32)
@@ -431,17 +431,17 @@ def light_batch(seed, num_keys=20):
 
 
 def ones(one, factor=1.0):
-    """Gradients of all features."""
+    """Returns equal gradients for all features."""
     return {spec.name: np.full((NUM_SAMPLES, 4), factor, np.float32) for spec in one.features}
 
 
 def assert_alike(collections, states, rtol=1e-5):
-    """By key, rows and optimizer state."""
+    """Compares rows and optimizer state by key."""
     programs.assert_close_tables(collections, states, rtol=rtol, atol=rtol)
 
 
 def test_several_plans_in_one_update():
-    """Lookups one after the other, rounds and a plan made ahead, then one step of both; a third plan is stale."""
+    """One step takes consecutive lookups, in rounds and with a plan made ahead; a third plan is stale."""
     outcomes = []
     for one in (light(2), light(None)):
         batches = [one.batch(light_batch(seed)).features for seed in range(3)]
@@ -451,7 +451,7 @@ def test_several_plans_in_one_update():
         ahead = one.plan(batches[1]) if one.shards.num_shards == 1 else one.plan(batches[1], send_capacity=[48])
         _, state, second = programs.lookup(one)(state, ahead)
         plans, gradients = [first, stale, second], [ones(one), ones(one, 5.0), ones(one, 2.0)]
-        gradients[0]["item"][3] = np.inf  # its rows are left alone, and counted
+        gradients[0]["item"][3] = np.inf  # its rows are skipped and counted
         norm = one.gradient_norm(state, plans, gradients)
         state, stats = one.update(state, plans, gradients)
         again, misused = one.update(state, first, ones(one))
@@ -466,7 +466,7 @@ def test_several_plans_in_one_update():
 
 
 def test_a_scan_of_steps():
-    """The same bits as the steps one by one, with the rounds inside the loop."""
+    """A scan gives the bits of single steps, with the rounds inside the loop."""
     one = light(2, send_capacity=SMALL)
     batches = [one.batch(light_batch(seed)).features for seed in range(3)]
     gradients = ones(one)
@@ -487,7 +487,7 @@ def test_a_scan_of_steps():
 
 
 def test_find_changes_nothing():
-    """It reads what was learned, and of absent keys the initial row or zeros; with a plan and without."""
+    """`find` reads trained rows, and the initial row or zeros for absent keys, with a plan and without."""
     raw, unseen = light_batch(0), light_batch(1, num_keys=60)
     results = []
     for one in (light(2), light(None)):
@@ -509,14 +509,14 @@ def test_find_changes_nothing():
 
 
 # --------------------------------------------------------------------------------------------------------------
-# The wire, other forms beside it, growth, checkpoints
+# The wire, mixed forms, growth, checkpoints
 
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3fn": 2.0**-4}
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_dtypes_of_the_wire(dtype):
-    """One rounding of each partial sum, and of each gradient: relative to the largest number of the line."""
+    """Each partial sum and each gradient is rounded once, relative to the largest number of its row."""
     one, other = light(2, rows=dtype, gradients=dtype), light(None)
     raw = light_batch(0)
     rng = np.random.default_rng(0)
@@ -532,13 +532,13 @@ def test_dtypes_of_the_wire(dtype):
         a, b = programs.by_key(one, state, name), programs.by_key(other, wanted, name)
         (squares,) = set(a) - {"keys", "rows"}
         np.testing.assert_allclose(a[squares], b[squares], rtol=2.1 * ROUNDING[dtype] * 2)
-        # The first step is at most the rate, 0.1, and a gradient at least half of the largest one of its line.
+        # The first step is at most the rate, 0.1, and a gradient at least half of the largest one of its row.
         np.testing.assert_allclose(a["rows"], b["rows"], rtol=0, atol=0.1 * 2 * ROUNDING[dtype] + 1e-6)
 
 
 @pytest.mark.parametrize("forms", [("bags", "rows"), ("rows", "bags")])
 def test_forms_side_by_side(forms):
-    """Tables of different forms do not share a store; both give what one device gives."""
+    """Tables of different forms do not share a store; both give the results of one device."""
     one, other = light(2, forms), light(None)
     assert [store.sends_bags for store in one.stores] == [form == "bags" for form in forms]
     states = [one.init(seed=1), other.init(seed=1)]
@@ -550,7 +550,7 @@ def test_forms_side_by_side(forms):
 
 @pytest.mark.parametrize("embedding_dtype", ["float16", "float32"])
 def test_float16_rows_that_xla_computes(embedding_dtype):
-    """Rows are read as float32, for sums that travel so; keys without a row read their own initial row, or zeros."""
+    """Rows are read as float32 for sums sent in that dtype; absent keys read their own initial row, or zeros."""
     initializer = jaxsok.initializers.function(of_word, "of_word")
     options = {"dtype": "float16", "embedding_dtype": embedding_dtype, "initializer": initializer}
     tables = tuple(dataclasses.replace(table, optimizer=SGD, **options) for table in LIGHT_TABLES)
@@ -567,14 +567,14 @@ def test_float16_rows_that_xla_computes(embedding_dtype):
 
 
 def living(exchange, num_shards=2):
-    """Tables that grow, evict and keep statistics."""
+    """Returns tables that grow, evict and keep statistics."""
     options = {"capacity": 8, "max_capacity": 24, "eviction": policies.LeastRecentlyUsed(), "statistics": True}
     tables = tuple(dataclasses.replace(table, **options) for table in LIGHT_TABLES)
     return light(num_shards, (exchange, exchange), tables)
 
 
 def train_living(one, num_steps=3):
-    """New keys in every step; grown, and evicted, between them."""
+    """Trains on new keys in every step, with growth and eviction between steps."""
     state = one.init(seed=1)
     for step in range(num_steps):
         raw = light_batch(step, num_keys=15)
@@ -598,7 +598,7 @@ def test_growth_and_eviction():
 
 
 def test_a_checkpoint_knows_no_form(tmp_path):
-    """Saved with bags on four shards; loaded with rows on two, and on one device, where training goes on alike."""
+    """A state saved with bags on four shards loads with rows on two and on one device, and trains alike."""
     one = light(4)
     state, _, _ = programs.fed_step(one)(one.init(seed=1), one.batch(light_batch(0)).features, ones(one))
     ocp.Checkpointer(checkpoint.TablesCheckpointHandler()).save(tmp_path / "saved", args=TablesSave(one, state))
@@ -610,11 +610,11 @@ def test_a_checkpoint_knows_no_form(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Numbers at their limits
+# Numerical limits
 
 
 def one_bag(form, num_shards, value, weights=None, combiner="sum", hotness=2, **options):
-    """The embedding of a bag whose rows have this value, on shards or one device."""
+    """Returns the embedding of a bag whose rows have this value, on shards or on one device."""
     table = jaxsok.TableSpec("item", 1, SGD, capacity=16, initializer=jaxsok.initializers.constant(value))
     feature = jaxsok.FeatureSpec("item", "item", combiner=combiner, weighted=weights is not None, exchange=form)
     if num_shards is None:
@@ -628,20 +628,20 @@ def one_bag(form, num_shards, value, weights=None, combiner="sum", hotness=2, **
 
 
 def test_finite_sums_stay_finite_on_a_narrow_wire():
-    """float32's largest numbers round to bfloat16's infinity; they become its largest number, as rows do."""
+    """float32's largest numbers would round to bfloat16's infinity; they become its largest number, as rows do."""
     got = one_bag("bags", 2, 3.4e38, hotness=1, rows="bfloat16")
     assert np.isfinite(got) and got == pytest.approx(3.4e38, rel=2**-7)
 
 
 @pytest.mark.parametrize(("weights", "want"), [((1.0, -1.0), 0.0), ((3e38, 3e38), np.nan)])
 def test_divisors_of_zero_and_infinity(weights, want):
-    """Zeros where the divisor is zero; a sum of weights that overflows is not taken for one."""
+    """A divisor of zero gives zeros; an overflowing sum of weights gives NaN instead."""
     for form, num_shards in (("rows", None), ("bags", 2)):
         np.testing.assert_equal(one_bag(form, num_shards, 2.0, weights, "mean"), np.float32(want))
 
 
 def test_with_x64_on():
-    """Planned or not, in several rounds: the same numbers, and nothing of 64 bits."""
+    """Planned or not, in several rounds, the numbers are the same, and no array has 64 bits."""
     for planned in (False, True):
         results = []
         for is_on in (False, True):
@@ -661,7 +661,7 @@ def test_with_x64_on():
 
 
 def test_a_plan_of_the_other_form():
-    """The collection that looks up must have made it."""
+    """A plan must come from the collection that looks up."""
     for forms in (("bags", "bags"), ("rows", "rows")):
         one, other = light(2, forms), light(2, ("rows" if forms[0] == "bags" else "bags",) * 2)
         plan = other.plan(other.batch(light_batch(0)).features)
@@ -670,7 +670,7 @@ def test_a_plan_of_the_other_form():
 
 
 def test_more_plans_than_kernels_take():
-    """Each brings a feature for each shard."""
+    """Each plan adds a feature for each shard."""
     one = light(2)
     state, features = one.init(seed=1), one.batch(light_batch(0)).features
     embeddings, state, plan = jax.eval_shape(one.lookup, state, features)
@@ -680,7 +680,7 @@ def test_more_plans_than_kernels_take():
 
 @pytest.mark.parametrize("num_shards", [None, 1, 2])
 def test_without_effect_where_no_rows_travel(num_shards):
-    """One device, a mesh of one, and replicated tables: the same bits, and the same stores."""
+    """One device, a mesh of one and replicated tables have the same bits and the same stores."""
     tables = tuple(dataclasses.replace(table, placement=jaxsok.REPLICATED) for table in LIGHT_TABLES)
     tables = tables if num_shards == 2 else tuple(LIGHT_TABLES)
     results = []
@@ -694,7 +694,7 @@ def test_without_effect_where_no_rows_travel(num_shards):
 
 
 def test_declarations_that_are_refused():
-    """No combiner; two forms of one table; any other word."""
+    """A missing combiner, two forms of one table, and unknown words are refused."""
     with pytest.raises(ValueError, match=r'FeatureSpec.*"user".*exchange: got "bags" with combiner None'):
         jaxsok.FeatureSpec("user", "user", combiner=None, exchange="bags")
     with pytest.raises(ValueError, match=r'exchange: got .partial., wanted "rows" or "bags"'):

@@ -1,4 +1,4 @@
-"""The pipeline: the same results as without it, capacities that suffice, plans some batches ahead."""
+"""The pipeline: the same results as without it, sufficient capacities, plans some batches ahead."""
 
 import functools
 import itertools
@@ -29,12 +29,12 @@ GRADIENTS = {"user": np.ones((NUM_SAMPLES, 4), np.float32), "ad": np.ones((NUM_S
 
 @functools.cache
 def collection(num_shards=NUM_SHARDS):
-    """A sharded store, a replicated one, and one that no feature reads; None: one device."""
+    """Returns a sharded store, a replicated one, and one that no feature reads; with None, on one device."""
     return jaxsok.Collection(TABLES, FEATURES) if num_shards is None else programs.over(num_shards, TABLES, FEATURES)
 
 
 def even(step):
-    """Keys that spread."""
+    """Makes evenly spread keys."""
     rng = np.random.default_rng(step)
     lengths = rng.integers(0, 4, NUM_SAMPLES)
     return {
@@ -44,18 +44,18 @@ def even(step):
 
 
 def skewed(step):
-    """The same, but all keys of the sharded table belong to one shard."""
+    """Makes the same batch, but all keys of the sharded table belong to one shard."""
     return {**even(step), "user": programs.keys_of_owner(2, NUM_SAMPLES, "user", NUM_SHARDS, start=1000 * step)}
 
 
 def single_step(one, state, asked):
-    """One step; fed from outside."""
+    """Runs one step on features from outside."""
     return programs.fed_step(one)(state, asked, GRADIENTS)
 
 
 @pytest.mark.parametrize("num_shards", [None, 1, NUM_SHARDS])
 def test_results_are_those_of_lookups_without_plans(num_shards):
-    """Embeddings, statistics and tables, with skew and without; only the rounds may differ."""
+    """Embeddings, statistics and tables agree, with skew and without; only the rounds may differ."""
     one = collection(num_shards)
     raws = [even(0), skewed(1), even(2), even(0)]
     states = [one.init(seed=3), one.init(seed=3)]
@@ -71,7 +71,7 @@ def test_results_are_those_of_lookups_without_plans(num_shards):
 
 @pytest.mark.parametrize("num_shards", [None, 1])
 def test_on_one_shard_plans_are_left_to_the_lookup(num_shards):
-    """The fused lookup is faster than a plan made apart."""
+    """The fused lookup is faster there than a separate plan."""
     pipeline = collection(num_shards).pipeline([even(0), even(1)])
     plans = [plan for _, plan in pipeline]
     assert len(plans) == 2
@@ -80,7 +80,7 @@ def test_on_one_shard_plans_are_left_to_the_lookup(num_shards):
 
 
 def loads_of(plan):
-    """Most requests from one shard to one owner, of each store that is read."""
+    """Returns, for each store that is read, the most requests from one shard to one owner."""
     return [int(np.asarray(asked.load)[0, 0]) for asked in plan.asked if asked is not None]
 
 
@@ -93,12 +93,12 @@ def test_capacities_suffice_and_are_few():
         assert all(size in in_use for size, in_use in zip(sizes, pipeline.send_capacities, strict=False))
     assert all(len(sizes) <= 2 for sizes in pipeline.send_capacities[:2])
     assert pipeline.send_capacities[2] == []
-    # A shard has 32 keys, an owner's even share is 8 of them: nothing near all of them is sent to each.
+    # A shard has 32 keys and an owner's even share is 8, so no owner receives nearly all of them.
     assert max(pipeline.send_capacities[0]) <= 24
 
 
 def test_a_batch_more_skewed_than_the_one_before_is_planned_again():
-    """Counted, and its plan has room; going back to even batches needs no new plan."""
+    """The new plan is counted and has room; a return to even batches needs no new plan."""
     raws = [even(0), skewed(1), even(2), even(3), even(4)]
     pipeline = collection().pipeline(raws)
     seen = []
@@ -113,7 +113,7 @@ def test_a_batch_more_skewed_than_the_one_before_is_planned_again():
     ("num_shards", "num_ahead"), [(NUM_SHARDS, PLANS_AHEAD + PACKED_AHEAD), (1, PACKED_AHEAD), (None, PACKED_AHEAD)]
 )
 def test_the_next_batches_are_under_way_before_the_step(num_shards, num_ahead):
-    """When batch k is handed out, those that follow have been drawn and packed; a thread reads the last of them."""
+    """When batch k is handed out, its followers have been drawn and packed; a thread reads the last of them."""
     drawn = []
 
     def raws():
@@ -130,7 +130,7 @@ def test_the_next_batches_are_under_way_before_the_step(num_shards, num_ahead):
 
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
 def test_a_reader_may_use_its_arrays_again(num_shards):
-    """A raw batch has been read when the next one is asked for; packing goes on in another thread."""
+    """A raw batch is fully read before the next one is requested, although another thread packs."""
     keys, label = np.empty(40_000, np.int64), np.empty(40_000, np.float32)
 
     def raws():
@@ -149,7 +149,7 @@ def test_a_reader_may_use_its_arrays_again(num_shards):
 
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
 def test_nothing_reads_the_iterator_after_a_break(num_shards):
-    """The reader is the caller's again, and goes on where the pipeline stopped reading."""
+    """The caller has the reader back, which continues where the pipeline stopped reading."""
     running, steps = [], iter(range(100))
 
     def raws():
@@ -183,7 +183,7 @@ def test_an_error_of_the_reader_comes_in_its_turn():
 
 
 def test_the_settings_of_the_caller_hold_where_batches_are_packed():
-    """Another thread packs, as the caller would: labels are of 64 bits where x64 is on."""
+    """The packing thread has the caller's settings: labels have 64 bits if x64 is on."""
     raws = [{**even(step), "label": np.full(NUM_SAMPLES, step, np.float64)} for step in range(3)]
     with jax.enable_x64(True):
         dtypes = [batch["label"].dtype for batch, _ in collection(1).pipeline(raws)]
@@ -214,12 +214,12 @@ def test_a_second_loop_goes_on_where_the_first_broke_off(num_shards):
 
 
 def test_an_empty_log():
-    """No batch, no plan, no error."""
+    """An empty log gives no batch, no plan and no error."""
     assert list(collection().pipeline([])) == list(collection(None).pipeline([])) == []
 
 
 def test_a_short_last_batch_is_padded():
-    """`pad_to` reaches every batch, and each mask says what is real."""
+    """`pad_to` reaches every batch, and each mask marks the real samples."""
     short = {"user": np.arange(5), "ad": jaxsok.Bags(np.arange(3), lengths=np.array([0, 1, 0, 2, 0]))}
     for one in (collection(), collection(None)):
         batches = list(one.pipeline([even(0), short], pad_to=NUM_SAMPLES))
@@ -229,17 +229,17 @@ def test_a_short_last_batch_is_padded():
 
 
 def test_the_labels_come_with_their_batch():
-    """Whatever else is in a raw batch is in the batch that it became."""
+    """All other entries of a raw batch are in its packed batch."""
     raws = [{**even(step), "label": np.full(NUM_SAMPLES, step, np.float32)} for step in range(3)]
     assert [float(batch["label"][0]) for batch, _ in collection().pipeline(raws)] == [0.0, 1.0, 2.0]
 
 
 def test_growth_reserves_what_a_plan_has_counted():
-    """Skewed keys fill one shard: growth learns from the plan how many, and nothing is refused."""
+    """If skewed keys fill one shard, growth learns their number from the plan, and nothing is refused."""
     table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)
     one = programs.over(NUM_SHARDS, [table], [jaxsok.FeatureSpec("user", "user")])
     keys = programs.keys_of_owner(3, 2 * NUM_SAMPLES, "user", NUM_SHARDS)
-    # Every shard asks the same owner for other keys: far more than an even share of the batch.
+    # Every shard asks the same owner for different keys, far more than an even share of the batch.
     raws = [{"user": part} for part in np.split(keys, 2)]
     state = one.init(seed=0)
     for _, plan in one.pipeline(raws):
@@ -253,7 +253,7 @@ def test_growth_reserves_what_a_plan_has_counted():
 
 
 def test_capacities_in_use_are_kept_by_several_pipelines_apart():
-    """Each pipeline chooses anew: an epoch of another kind is not bound by the last one."""
+    """Each pipeline chooses its own capacities, so an epoch of another kind does not inherit the last one's."""
     first, second = collection().pipeline([skewed(0)]), collection().pipeline([even(0)])
     for pipeline in (first, second):
         assert len(list(pipeline)) == 1
@@ -261,7 +261,7 @@ def test_capacities_in_use_are_kept_by_several_pipelines_apart():
 
 
 def test_a_step_compiles_once_for_each_combination_of_capacities():
-    """The host chooses; within one choice contents compile nothing."""
+    """The host chooses the capacities; for one choice, new contents compile nothing."""
     one = collection()
     step = jax.jit(one.lookup, donate_argnums=0, compiler_options=programs.quickly())
     state, combinations = one.init(seed=0), set()
@@ -272,7 +272,7 @@ def test_a_step_compiles_once_for_each_combination_of_capacities():
 
 
 def test_batches_before_a_bad_one_are_handed_out():
-    """The pipeline reads ahead; what it reads badly is told in its turn."""
+    """The pipeline reads ahead, but raises an error only at the batch that has it."""
     table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)
     collection = programs.over(4, [table], [jaxsok.FeatureSpec("user", "user")])
     raws = [{"user": np.arange(8)}] * 3 + [{"user": np.arange(7)}]
@@ -284,7 +284,7 @@ def test_batches_before_a_bad_one_are_handed_out():
 
 
 def test_one_owner_of_everything_goes_in_rounds():
-    """One round would take the memory of all batches: the plan goes in rounds of as many lines as two of them."""
+    """A single round would take the memory of all batches, so the plan takes rounds as large as two batches."""
     num_shards, num_keys = 8, 4096
     table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64, placement=jaxsok.on(0))
     collection = programs.over(num_shards, [table], [jaxsok.FeatureSpec("user", "user")])

@@ -1,4 +1,4 @@
-"""The planner: its counts against NumPy and against the exchange, its choices, what it refuses and what it prints."""
+"""The planner: its counts against NumPy and against the exchange, its choices, refusals and printed tables."""
 
 import dataclasses
 import itertools
@@ -14,11 +14,11 @@ from jaxsok import REPLICATED, SHARDED, Bags, ExchangeSpec, FeatureSpec, TableSp
 from jaxsok.printed import in_units
 
 SGD = jaxsok.optim.sgd(0.1)
-MANY_FINDS = 100.0  # evaluations a step: rows travel much more often than gradients, so replicas pay
+MANY_FINDS = 100.0  # evaluations per step: rows are sent much more often than gradients, so replication pays
 
 
 def specs(**rows):
-    """Tables of dim 8 with so many rows, each with a feature of its name."""
+    """Returns tables of dim 8 with these numbers of rows, each with a feature of its name."""
     tables = [TableSpec(name, 8, SGD, capacity=capacity) for name, capacity in rows.items()]
     return tables, [FeatureSpec(name, table=name) for name in rows]
 
@@ -35,7 +35,7 @@ def test_distinct_keys_of_uniform_draws(num_rows, num_keys):
     proposal = propose(*specs(item=num_rows), num_shards=4, keys_per_step=num_keys)
     rng = np.random.default_rng(0)
     drawn = [np.unique(rng.integers(0, num_rows, num_keys)).size for _ in range(400)]
-    # The exponential stands for (1 - 1/R)^K: a key too few of ten, at most; the mean of the draws varies by less.
+    # The exponential approximates (1 - 1/R)^K: at most one key of ten too few; the mean of the draws varies by less.
     assert proposal.lines[0].distinct_keys == pytest.approx(np.mean(drawn), abs=0.02 * min(num_rows, num_keys) + 0.3)
 
 
@@ -99,7 +99,7 @@ def test_bytes_by_hand():
 
 
 def test_bytes_are_those_of_the_arrays_that_travel():
-    # All keys distinct and every capacity full: lines to other devices, as the plan lays them out.
+    # All keys are distinct and every capacity is full; count the rows sent to other devices, as the plan lays them out.
     tables, features = specs(item=1_000_000)
     sample = {"item": np.arange(8 * 512)}
     proposal = propose(tables, features, num_shards=8, sample=sample)
@@ -108,7 +108,7 @@ def test_bytes_are_those_of_the_arrays_that_travel():
     (counts,) = (np.asarray(asked.listed.starts).reshape(8, 9) for asked in plan.asked)
     to_others = np.diff(counts, axis=1) * (1 - np.eye(8, dtype=np.int64))
     request_bytes = plan.asked[0].received.dtype.itemsize * plan.asked[0].received.shape[1]
-    # Hashing shares keys out unevenly: of 3584 that should leave a device's part, give or take a root or two.
+    # Hashing shares keys out unevenly: 3584 keys leave their devices on average, give or take a square root of it.
     assert to_others.sum() / 8 * (request_bytes + 32 + 32) == pytest.approx(proposal.wire_bytes, rel=0.03)
 
 
@@ -144,8 +144,8 @@ def test_small_tables_are_replicated_where_that_sends_less():
     tables, features = specs(user=1_000_000, day=7)
     proposal = propose(tables, features, num_shards=4, keys_per_step=1000, finds_per_step=MANY_FINDS)
     assert placements(proposal) == [SHARDED, REPLICATED]
-    assert "takes 76.3 MiB on every device" in proposal.lines[0].reason  # 80 bytes a row: too many for each device
-    # By small gradients too: 2 devices, 16 + 12 bytes against half of 16 + 32 + 12.
+    assert "takes 76.3 MiB on every device" in proposal.lines[0].reason  # 80 bytes for each of 1,000,000 rows
+    # Small gradients count too: 2 devices, 16 + 12 bytes against half of 16 + 32 + 12.
     narrow = ExchangeSpec(gradients="float8_e4m3fn")
     assert placements(propose(tables, features, num_shards=2, keys_per_step=1000, exchange=narrow)) == [
         SHARDED,
@@ -179,7 +179,7 @@ def test_on_is_balanced_by_keys():
     keys = {"a": 600, "b": 300, "c": 300, "d": 100, "e": 500}
     overrides = {**dict.fromkeys("abcd", "on"), "e": on(1)}
     proposal = propose(tables, features, num_shards=3, keys_per_step=keys, overrides=overrides)
-    # e is there before: a goes to device 0, b to 2, c to 2 as well, then d to 1, which has 500.
+    # e is placed already: a goes to device 0, b and c to 2, then d to 1, which has 500.
     assert placements(proposal) == [on(0), on(2), on(2), on(1), on(1)]
 
 
@@ -199,13 +199,13 @@ def mixed(num_shards=4):
 
 def test_bytes_per_device_by_hand():
     proposal, _ = mixed()
-    # SGD of dim 8: 32 + 16 of record + 32 of index; Adam of dim 16: 64 + 128 + 48.
+    # SGD of dim 8: 32 bytes + 16 of record + 32 of index; Adam of dim 16: 64 + 128 + 48
     everywhere = 4000 // 4 * 80 + 70 * 80 + 400 // 4 * 240
     assert proposal.bytes_per_device == (everywhere, everywhere + 1000 * 80, everywhere, everywhere)
 
 
 def test_rows_in_host_memory_are_counted_apart():
-    """Rows of 8 float32 are records of 32 bytes there; the device has places, records, index and the cache."""
+    """Host rows of 8 float32 are records of 32 bytes; the device has places, records, index and the cache."""
     tables, features = specs(item=1000)
     tables = [dataclasses.replace(tables[0], memory=jaxsok.HostMemory(device_rows=100))]
     proposal = propose(tables, features, num_shards=2, keys_per_step=10)
@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_sharded_or_refused():
         propose(tables, features, memory_bytes=600_000, overrides={"item": REPLICATED}, **options)
 
 
-# What it refuses -----------------------------------------------------------------------------------------------------
+# Refusals ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_unknown_tables_are_refused():
 
 
 def of_bags(num_shards=4, hotness=20, **options):
-    """A table whose keys never repeat, in bags of one size, 8 on each device."""
+    """Returns a table whose keys never repeat, in bags of one size, 8 on each device."""
     rng = np.random.default_rng(3)
     sample = {"item": rng.permutation(8 * num_shards * hotness).reshape(-1, hotness)}
     tables, features = specs(item=10_000)
@@ -280,7 +280,7 @@ def of_bags(num_shards=4, hotness=20, **options):
 
 
 def test_bags_are_proposed_where_they_send_less():
-    """20 keys a bag, no key twice, on 4 devices: a device receives 3/4 of 160 rows, or 3 sums for each of 8 bags."""
+    """With 20 distinct keys a bag on 4 devices, a device receives 3/4 of 160 rows, or 3 sums for each of 8 bags."""
     proposal = of_bags()
     (line,) = proposal.lines
     assert line.wire_bytes["sharded"] == 3 / 4 * 160 * (16 + 2 * 4 * 8)
@@ -311,7 +311,7 @@ def test_declared_bags_stand():
     assert proposal.features == tuple(features) and proposal.lines[0].exchange == "bags"
     assert proposal.wire_bytes == propose(tables, specs(item=1)[1], num_shards=4, keys_per_step=10).wire_bytes
     replicated = propose(tables, features, num_shards=4, keys_per_step=10, overrides={"item": REPLICATED})
-    assert replicated.lines[0].exchange == "bags"  # it has no effect there
+    assert replicated.lines[0].exchange == "bags"  # the form has no effect there
     assert replicated.wire_bytes == replicated.lines[0].wire_bytes["replicated"]
 
 
@@ -332,7 +332,7 @@ def test_tables_that_do_not_fit_as_replicas_may_send_bags():
     assert (fitted.table.placement, fitted.exchange) == (SHARDED, "bags")
 
 
-# What it prints, and what is made of it ------------------------------------------------------------------------------
+# Printed and applied proposals ---------------------------------------------------------------------------------------
 
 
 def test_it_prints_what_it_chose_and_why():
@@ -367,5 +367,5 @@ def test_what_is_proposed_trains_as_one_device_does():
         return state
 
     one, many = jaxsok.Collection(tables, features), programs.over(8, proposal.tables, features)
-    # Gradients are small integers: their sums are exact in any order.
+    # Gradients are small integers, so their sums are exact in any order.
     programs.assert_close_tables((one, many), (train(one), train(many)), rtol=1e-6, atol=1e-6)

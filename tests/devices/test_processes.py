@@ -1,4 +1,4 @@
-"""Several processes: the same tables as in one, refusals in all of them, and an end when one of them dies."""
+"""Several processes: the tables of a single process, refusals in all of them, and an end when a process dies."""
 
 import functools
 import os
@@ -20,13 +20,13 @@ import jaxsok
 from jaxsok import processes as processes_lib
 
 WORKER = pathlib.Path(__file__).with_name("process_worker.py")
-END_S = 60  # within which a process has to end after another has died
+END_S = 60  # the limit for a process to end after another has died
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="processes share CPUs, not a GPU")
 
 
 def start(job, folder, num_processes, num_devices):
-    """Processes with so many devices each."""
+    """Starts processes with `num_devices` devices each."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("JAX_")},
         "JAX_PLATFORMS": "cpu",
@@ -51,7 +51,7 @@ def start(job, folder, num_processes, num_devices):
 
 
 def results_of(job, folder, num_processes, num_devices, timeout_s=180):
-    """What each process wrote."""
+    """Returns the results that each process wrote."""
     codes = ended(start(job, folder, num_processes, num_devices), folder, timeout_s=timeout_s)
     assert codes == [0] * num_processes, [(folder / f"{n}.err").read_text()[-1500:] for n in range(num_processes)]
     return [dict(np.load(folder / f"{number}.npz")) for number in range(num_processes)]
@@ -59,7 +59,7 @@ def results_of(job, folder, num_processes, num_devices, timeout_s=180):
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """Job by job, what two processes with two devices each wrote: they start once."""
+    """Returns each job's results from two processes with two devices each, which start only once."""
     jobs, folder = ("train", "operations", "evict"), tmp_path_factory.mktemp("together")
     for job in jobs:
         (folder / job).mkdir()
@@ -70,7 +70,7 @@ def together(tmp_path_factory):
 
 @functools.cache
 def one_process(num_shards, wire="float32"):
-    """The same training in this process, over four devices; None: on one device without a mesh."""
+    """Runs the same training in this process over four devices; with None, on one device without a mesh."""
     mesh = None if num_shards is None else programs.mesh(num_shards)
     axis = None if num_shards is None else "data"
     exchange = process_worker.WIRES[wire]
@@ -89,7 +89,7 @@ def one_process(num_shards, wire="float32"):
     ],
 )
 def trained(request, tmp_path_factory):
-    """The wire, and a training with growth over four devices in several processes."""
+    """Returns the wire, and a training with growth over four devices in several processes."""
     if request.param is None:
         return "float32", request.getfixturevalue("together")["train"]
     job, *sizes = request.param
@@ -97,7 +97,7 @@ def trained(request, tmp_path_factory):
 
 
 def union(results, table, columns):
-    """A table as all processes together have it, by key."""
+    """Returns a table over all processes by key."""
     parts = {column: [result[f"{table.name}.{column}"] for result in results] for column in columns}
     if table.placement == jaxsok.REPLICATED:
         for column in columns:
@@ -112,7 +112,7 @@ def union(results, table, columns):
 
 
 def test_the_least_number_of_all_processes(monkeypatch):
-    """Numbers above 2**31 travel as two words."""
+    """Numbers above 2**31 are sent as two words."""
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     others = np.array([[7, 1], [2, 5]], np.int32)
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda words: np.stack([words, *others]))
@@ -122,7 +122,7 @@ def test_the_least_number_of_all_processes(monkeypatch):
 
 @pytest.mark.parametrize("num_shards", [process_worker.NUM_SHARDS, None], ids=["one process", "one device"])
 def test_tables_of_processes_are_those_of(num_shards, trained):
-    """Rows and optimizer state by key: those of four devices of one process to the bit, of one device by rounding."""
+    """Rows and optimizer state by key equal those of one process: four devices to the bit, one within rounding."""
     wire, processes = trained
     collection, state, _ = one_process(num_shards, wire if num_shards else "float32")
     for table in process_worker.TABLES:
@@ -130,21 +130,21 @@ def test_tables_of_processes_are_those_of(num_shards, trained):
         got = union(processes, table, tuple(want))
         np.testing.assert_array_equal(got.pop("keys"), want.pop("keys"), err_msg=table.name)
         if num_shards is None and wire == "narrow":
-            continue  # the meshes of one process tell what a narrow wire does (test_many_devices.py)
+            continue  # single-process meshes test the rounding of a narrow wire (test_many_devices.py)
         tolerance = {"rtol": 0, "atol": 0} if num_shards else {"rtol": 1e-4, "atol": 1e-5}
         for column, values in want.items():
             np.testing.assert_allclose(got[column], values, err_msg=f"{table.name}: {column}", **tolerance)
 
 
 def test_results_are_the_same_in_all_processes(trained):
-    """Losses, counts, rows and growth: no process is told anything else; and they are those of one device."""
+    """Losses, counts, rows and growth agree in all processes, and with one device."""
     wire, processes = trained
     collection, state, results = one_process(None)
     first = processes[0]
     for result in processes:
         for name in ("losses", "inserted", "capacities", "num_grown", "num_rows"):
             np.testing.assert_array_equal(result[name], first[name], err_msg=name)
-    # A mean over 32 samples of what bfloat16 rows with 8 bits give.
+    # The mean is over 32 samples of embeddings from bfloat16 rows with 8 bits.
     rtol = 1e-5 if wire == "float32" else 0.02
     np.testing.assert_allclose(first["losses"], [loss for loss, _ in results], rtol=rtol)
     np.testing.assert_array_equal(first["inserted"], [inserted for _, inserted in results])
@@ -154,7 +154,7 @@ def test_results_are_the_same_in_all_processes(trained):
 
 
 def test_all_processes_have_the_salts_that_the_first_drew(trained):
-    """As the states begin, and when an index is made anew."""
+    """The salts agree in the initial states and after an index is rebuilt."""
     _, processes = trained
     for name in ("salts", "salts_after_rebuild"):
         everywhere = np.concatenate([result[name] for result in processes], axis=1)  # [store, shard, word]
@@ -164,7 +164,7 @@ def test_all_processes_have_the_salts_that_the_first_drew(trained):
 
 
 def test_operations_of_processes_are_those_of_one(together):
-    """Records enter the shards that own them, whoever has those; what is read is the same everywhere."""
+    """Records enter the shards that own them, whichever process has the records; reads agree everywhere."""
     results = together["operations"]
     tables, features = process_worker.TABLES, process_worker.FEATURES
     one = jaxsok.Collection(tables, features, mesh=programs.mesh(process_worker.NUM_SHARDS), axis="data")
@@ -190,7 +190,7 @@ def test_operations_of_processes_are_those_of_one(together):
 
 
 def test_eviction_in_several_processes(together):
-    """Rows leave as in one process; each process is handed those of its own shards, and replicated ones come once."""
+    """Rows leave as in one process; each process receives those of its own shards, and replicated ones come once."""
     processes = together["evict"]
     collection = process_worker.evicting(programs.mesh(4))
     state, gone, handed = process_worker.evicted(collection)
@@ -207,7 +207,7 @@ def test_eviction_in_several_processes(together):
 
 
 def test_refusals_in_all_processes(tmp_path):
-    """Specs that differ are named in every process at the start; then all of them go on with specs that do not."""
+    """Different specs are named in every process at the start; then all processes continue with equal specs."""
     results = results_of("refusals", tmp_path, 2, 1)
     for result in results:
         messages = {name: str(message) for name, message in result.items()}
@@ -226,7 +226,7 @@ def test_refusals_in_all_processes(tmp_path):
         assert not messages
 
 
-# Case by case: which process fails, and what of its error all of them are told.
+# Case by case: the process that fails, and the error text that all processes receive
 ERRORS = {
     "export: write_part": (1, "OSError: [Errno 28] No space left"),
     "export: join_parts": (0, "OSError: [Errno 28] No space left"),
@@ -250,7 +250,7 @@ ERRORS = {
 
 
 def test_an_error_of_one_process_ends_a_call_in_all(tmp_path):
-    """Disks that are full, files that are damaged or not there: all raise within seconds, and go on in step."""
+    """After full disks, damaged files or missing files, all processes raise within seconds and continue in step."""
     pytest.importorskip("orbax.checkpoint")
     results = results_of("errors", tmp_path, 2, 1, timeout_s=400)
     for name, (process, message) in ERRORS.items():
@@ -265,7 +265,7 @@ def test_an_error_of_one_process_ends_a_call_in_all(tmp_path):
 
 
 def test_host_memory_of_processes_on_one_host(tmp_path):
-    """What all of them ask is compared with what there is; a failure of one is told to all, and nothing has changed."""
+    """The sum of all requests is compared with the memory; a failure in one process reaches all and changes nothing."""
     results = results_of("host memory", tmp_path, 2, 2)
     asked = int(results[0]["asked"][0])
     short = f"MemoryError: {{}}: capacity: got {asked // 2} bytes of host memory for a device "
@@ -286,7 +286,7 @@ def test_host_memory_of_processes_on_one_host(tmp_path):
 
 
 def test_a_process_that_dies_ends_the_others(tmp_path):
-    """Killed in the middle of a training: the others end with an error, and not much later than their heartbeat."""
+    """If a process is killed during training, the others end with an error soon after their heartbeat."""
     processes = start("killed", tmp_path, 2, 2)
     try:
         assert processes[1].wait(timeout=120) == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Axes of a mesh as shards: one or several, Auto and Explicit, inside shard_map and pmap, beside dense layers."""
+"""Axes of a mesh as shards: one or several, Auto and Explicit, in shard_map and pmap, with dense layers."""
 
 import functools
 
@@ -30,7 +30,7 @@ TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 @functools.cache
 def mesh_of(kind="auto"):
-    """A mesh of two axes, on which a collection is split over one or both."""
+    """Returns a mesh of two axes; a collection is sharded over one or both."""
     if len(jax.devices()) < 4:
         pytest.skip("needs 4 devices")
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(TYPES[kind],) * 2, devices=jax.devices()[:4])
@@ -38,14 +38,14 @@ def mesh_of(kind="auto"):
 
 @functools.cache
 def collection_on(axis, kind="auto"):
-    """The same tables, over these axes; None: one device."""
+    """Returns the same tables over these axes; with None, on one device."""
     if axis is None:
         return jaxsok.Collection(TABLES, FEATURES)
     return jaxsok.Collection(TABLES, FEATURES, mesh=mesh_of(kind), axis=axis)
 
 
 def raw_batches():
-    """Batches with a target."""
+    """Returns batches with a target."""
     rng = np.random.default_rng(0)
     for _ in range(NUM_STEPS):
         lengths = rng.integers(0, 4, NUM_SAMPLES)
@@ -58,20 +58,20 @@ def raw_batches():
 
 
 def first_params():
-    """A dense layer."""
+    """Returns the parameters of a dense layer."""
     rng = np.random.default_rng(1)
     return {"w": rng.normal(size=(DIM, HIDDEN)).astype(np.float32), "v": rng.normal(size=HIDDEN).astype(np.float32)}
 
 
 def loss_of(params, embeddings, target):
-    """A model on top of the embeddings; the mean over all samples that it is given."""
-    with jax.default_matmul_precision("highest"):  # a GPU's TF32 keeps 10 bits, and chooses kernels by shape
+    """Computes a model on top of the embeddings; returns the mean loss over the given samples."""
+    with jax.default_matmul_precision("highest"):  # TF32 on a GPU keeps 10 bits and chooses kernels by shape
         hidden = jnp.tanh(sum(embeddings.values()) @ params["w"])
         return jnp.mean((hidden @ params["v"] - target) ** 2)
 
 
 def dense_step(collection, gather):
-    """A whole step, dense layer included; `gather` is what the user has to say to JAX about the dense layer."""
+    """Returns a whole step, dense layer included; `gather` tells JAX how to gather the parameters."""
 
     def step(state, params, features, target):
         embeddings, state, plan = collection.lookup(state, features)
@@ -85,7 +85,7 @@ def dense_step(collection, gather):
 
 
 def train(collection, placed=None, gather=lambda params: params):
-    """Three steps; state, parameters, losses, counts."""
+    """Trains three steps; returns state, parameters, losses and counts."""
     state, params = collection.init(seed=2), jax.tree.map(jnp.asarray, first_params())
     if placed is not None:
         places = {name: NamedSharding(collection.shards.mesh, spec) for name, spec in placed.items()}
@@ -95,18 +95,18 @@ def train(collection, placed=None, gather=lambda params: params):
         batch = collection.batch(raw)
         state, params, loss, stats = step(collection.grow(state), params, batch.features, batch["target"])
         results.append((float(loss), stats.to_dict()))
-    assert step._cache_size() == 1  # what comes out of a step lies as what went in
+    assert step._cache_size() == 1  # outputs of a step have the shardings of its inputs
     return state, params, results
 
 
 @functools.cache
 def on_one_device():
-    """What all meshes have to agree with."""
+    """Returns the results that all meshes must reproduce."""
     return train(collection_on(None))
 
 
 def assert_like_one_device(collection, state, params=None, results=None):
-    """Tables, and if given the dense layer, losses and counts, within the rounding of sums."""
+    """Compares tables and, if given, the dense layer, losses and counts, within the rounding of sums."""
     want_state, want_params, want_results = on_one_device()
     programs.assert_close_tables((collection, collection_on(None)), (state, want_state), rtol=1e-4, atol=1e-5)
     for name in params or ():
@@ -119,7 +119,7 @@ def assert_like_one_device(collection, state, params=None, results=None):
 # --------------------------------------------------------------------------------------------------------------
 # Axes
 
-# Two forms of the same, in which JAX itself gives what is not split: another form compiles the step anew.
+# Two forms of one sharding: JAX itself returns the second for unsharded arrays, and another form recompiles the step.
 REPLICATED = {"auto": {"w": P(), "v": P()}, "explicit": {"w": P(None, None), "v": P(None)}}
 AXES = {"data": ("data",), "model": ("model",), "both": ("data", "model"), "swapped": ("model", "data")}
 
@@ -129,7 +129,7 @@ AXES = {"data": ("data",), "model": ("model",), "both": ("data", "model"), "swap
     [("model", "auto"), ("both", "auto"), ("data", "explicit"), ("swapped", "explicit")],
 )
 def test_one_of_two_axes_or_both(name, kind):
-    """Along other axes everything is repeated; several axes are seen as one, in the order in which they are named."""
+    """Data is repeated along other axes; several axes act as one, in the order in which they are named."""
     collection = collection_on(AXES[name], kind)
     assert collection.shards.num_shards == (4 if len(AXES[name]) == 2 else 2)
     state, params, results = train(collection, REPLICATED[kind])
@@ -140,7 +140,7 @@ def test_one_of_two_axes_or_both(name, kind):
 
 
 def test_a_step_by_itself_on_a_mesh():
-    """Outside jit, and without a dense layer: the same methods."""
+    """The same methods work outside jit and without a dense layer."""
     collection = collection_on(("data",), "explicit")
     batch = collection.batch(next(raw_batches()))
     embeddings, state, plan = collection.lookup(collection.init(seed=2), batch.features)
@@ -152,7 +152,7 @@ def test_a_step_by_itself_on_a_mesh():
 
 
 def test_gradients_that_are_not_split():
-    """A gradient that is the same everywhere is split before it travels: an explicit mesh does not do so by itself."""
+    """A gradient that is equal everywhere is sharded before the exchange; an explicit mesh does not do so by itself."""
     collections, states = (collection_on(None), collection_on(("data",), "explicit")), []
     for collection in collections:
 
@@ -173,11 +173,11 @@ def test_gradients_that_are_not_split():
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_fsdp_style_dense_parameters(kind):
-    """Parameters split over the axis of the samples: gathered where they are used, their gradients split again."""
+    """Parameters sharded over the samples' axis are gathered for use, and their gradients are sharded again."""
     collection = collection_on(("data",), kind)
     placed = {"w": P(None, "data"), "v": P("data")}
 
-    def gather(params):  # on an explicit mesh the user says so; elsewhere XLA finds out
+    def gather(params):  # an explicit mesh needs this call; elsewhere XLA infers it
         whole = NamedSharding(collection.shards.mesh, P())
         return jax.tree.map(lambda p: jax.sharding.reshard(p, whole), params) if kind == "explicit" else params
 
@@ -187,18 +187,18 @@ def test_fsdp_style_dense_parameters(kind):
 
 
 def test_tensor_parallel_dense_parameters():
-    """Tables over one axis, the layer over the other."""
+    """Tables are sharded over one axis, the layer over the other."""
     collection = collection_on(("data",))
     state, params, results = train(collection, {"w": P(None, "model"), "v": P("model")})
     assert_like_one_device(collection, state, params, results)
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Inside shard_map and pmap
+# In shard_map and pmap
 
 
 def part_step(collection):
-    """A step on one shard's part: the loss is this shard's share of the global mean."""
+    """Returns a step on one shard's part; the loss is this shard's share of the global mean."""
     num_shards = collection.shards.num_shards
 
     def step(state, features, target):
@@ -214,7 +214,7 @@ def part_step(collection):
 
 @functools.cache
 def fixed_layer():
-    """Three steps on one device with a dense layer that does not move."""
+    """Runs three steps on one device with a dense layer that does not move."""
     collection = collection_on(None)
     state, counts = collection.init(seed=2), []
 
@@ -232,7 +232,7 @@ def fixed_layer():
 
 
 def test_inside_shard_map():
-    """Where the caller sees parts, methods take parts; axes that are not named are left to themselves."""
+    """Methods take parts where the caller sees parts; axes that are not named are unaffected."""
     collection = collection_on(("data",))
     state, counts = collection.init(seed=2), []
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
@@ -249,7 +249,7 @@ def test_inside_shard_map():
 
 
 def test_inside_pmap():
-    """With a leading axis of devices, given by `stack` and taken away by `unstack`."""
+    """`stack` adds a leading axis of devices, and `unstack` removes it."""
     collection = programs.over(4, TABLES, FEATURES)
     state, counts = collection.stack(collection.init(seed=2)), []
     assert {leaf.shape[0] for leaf in jax.tree.leaves(state)} == {4}
@@ -258,7 +258,7 @@ def test_inside_pmap():
         batch = collection.batch(raw)
         state, stats = step(state, collection.stack(batch.features), collection.stack(batch["target"]))
         counts.append(jax.tree.map(lambda leaf: leaf[0], stats).to_dict())
-        assert stats.to_dict() == counts[-1]  # every device has the counts of all: they are not added
+        assert stats.to_dict() == counts[-1]  # every device has the global counts, so they are not added
     state = collection.unstack(state)
     want_state, want_counts = fixed_layer()
     assert counts == want_counts
@@ -268,13 +268,13 @@ def test_inside_pmap():
 
 @functools.cache
 def one_table(kind="auto"):
-    """The sharded table alone, over four shards."""
+    """Returns the sharded table alone, over four shards."""
     return programs.over(4, TABLES[:1], FEATURES[:1], axis_type=TYPES[kind])
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_unstack_undoes_stack(kind):
-    """To the bit, and with the shardings that a step wants."""
+    """The result has the same bits, and the shardings that a step expects."""
     collection = one_table(kind)
     _, state, _ = programs.lookup(collection)(collection.init(seed=2), programs.batch(collection, user=np.arange(48)))
     before = jax.device_get(state)
@@ -286,11 +286,11 @@ def test_unstack_undoes_stack(kind):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Placements, and what is refused
+# Placements and refusals
 
 
 def test_a_table_on_one_shard_lies_there():
-    """on(d): rows on shard d alone; a state made there is not one of another placement."""
+    """Rows of on(d) are on shard d alone; a state of one placement does not fit another."""
     for shard in (0, 3):  # the first and the last
         table = jaxsok.TableSpec("user", DIM, ADAGRAD, capacity=64, placement=jaxsok.on(shard))
         collection = programs.over(4, [table], [jaxsok.FeatureSpec("user", "user")])
@@ -302,7 +302,7 @@ def test_a_table_on_one_shard_lies_there():
 
 
 def test_rows_lie_where_their_hash_says():
-    """Each shard has the keys of its partitions, and no other."""
+    """Each shard has the keys of its partitions, and no others."""
     collection, keys = one_table(), np.arange(48)
     _, state, _ = programs.lookup(collection)(collection.init(seed=0), programs.batch(collection, user=keys))
     wanted = np.bincount(programs.owner_of(keys, "user", 4), minlength=4)
@@ -314,7 +314,7 @@ def test_rows_lie_where_their_hash_says():
 
 
 def test_shards_of_a_mesh_are_numbered_along_the_axes():
-    """(data, model) and (model, data) are two orders; the message names axes with their sizes."""
+    """(data, model) and (model, data) are two orders; the message names the axes with their sizes."""
     for axis in (("data", "model"), ("model", "data")):
         shards = Shards.of(mesh_of(), axis)
         assert (shards.num_shards, shards.local(), shards.num_processes) == (4, [0, 1, 2, 3], 1)
@@ -325,7 +325,7 @@ def test_shards_of_a_mesh_are_numbered_along_the_axes():
 
 
 def test_axes_of_several_types_are_refused():
-    """Nobody could say of what type an array is that is split over both."""
+    """An array sharded over both would have no single type."""
     types = (AxisType.Auto, AxisType.Explicit)
     mesh = jax.sharding.Mesh(mesh_of().devices, ("data", "model"), axis_types=types)
     with pytest.raises(ValueError, match=r"Collection: axis: got axes of several types, .* wanted one type"):
@@ -334,7 +334,7 @@ def test_axes_of_several_types_are_refused():
 
 
 def test_a_shard_map_over_a_part_of_the_axes_is_refused():
-    """Half inside is neither."""
+    """A shard_map over some of the collection's axes is refused."""
     collection = collection_on(("data", "model"))
     state = collection.init(seed=0)
     features = programs.batch(collection, **next(raw_batches()))

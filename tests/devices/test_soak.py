@@ -1,6 +1,6 @@
-"""A long run on eight devices, with everything that changes between steps, against the dict oracle.
+"""A long run on eight devices, with every change between steps, against the dict oracle.
 
-JAXSOK_SLOW=1 lets it run, JAXSOK_SOAK_S says for how many seconds (60; a release: 1800), JAXSOK_SOAK_SEED how it goes.
+JAXSOK_SLOW=1 enables it, JAXSOK_SOAK_S sets its seconds (60; a release: 1800), JAXSOK_SOAK_SEED its random seed.
 """
 
 import dataclasses
@@ -18,17 +18,17 @@ import jaxsok
 NUM_SHARDS = 8
 SECONDS = float(os.environ.get("JAXSOK_SOAK_S", "60"))
 SEED = int(os.environ.get("JAXSOK_SOAK_SEED", "0"))
-EPISODE_S = 240  # then other placements begin anew; most of the first minute compiles
-SIZES = (16, 64)  # samples of a batch: each a program
+EPISODE_S = 240  # then other placements start; most of the first minute compiles
+SIZES = (16, 64)  # samples of a batch: each size is a program
 MAX_HOTNESS, NUM_ERASED, SEGMENT_STEPS = 3, 6, 16
-NUM_KEYS = 1200  # of each table, at most
-# Thousands of float32 steps against float64 ones: each rounds a row by 2^-24 of what it holds.
+NUM_KEYS = 1200  # per table, at most
+# Thousands of float32 steps against float64 ones: each rounds a row to a relative 2^-24.
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table with its feature, which has the same name."""
+    """A table and its feature, which has the same name."""
 
     name: str
     dim: int
@@ -49,7 +49,7 @@ TABLES = (
 
 
 class Episode:
-    """A collection with placements of its own, its state, the oracle's, and what still has to be compared."""
+    """A collection with placements of its own, its state, its oracle, and the results still to be compared."""
 
     def __init__(self, rng):
         self.rng = rng
@@ -82,7 +82,7 @@ class Episode:
         self.step = self.collection.ahead(step) if rng.random() < 0.3 else step
         self.seed = int(rng.integers(0, 3))
         self.state = self.collection.init(seed=self.seed)
-        # Of each table some keys from anywhere, and some that one shard owns.
+        # Each table has some keys of any owner, and some of one shard.
         self.keys = {}
         for table in TABLES:
             aimed = programs.keys_of_owner(int(rng.integers(NUM_SHARDS)), NUM_KEYS // 4, table.name, NUM_SHARDS)
@@ -93,12 +93,12 @@ class Episode:
         self.num_steps = self.num_rounds = self.num_erased = 0
 
     def some_placement(self):
-        """One of ten."""
+        """Draws one of ten placements."""
         kind = self.rng.integers(3)
         return (jaxsok.SHARDED, jaxsok.REPLICATED, jaxsok.on(int(self.rng.integers(NUM_SHARDS))))[kind]
 
     def made_oracle(self):
-        """A store for each table: what a store pools cannot be seen as long as nothing is refused."""
+        """Returns an oracle with a store for each table: pooling is invisible as long as nothing is refused."""
         stores, features = [], []
         for table in TABLES:
             keys, _ = self.keys[table.name]
@@ -112,9 +112,9 @@ class Episode:
         return oracle.CollectionOracle(stores, features)
 
     def some_keys(self, table, num_keys, kind):
-        """Keys of one table: spread, few of them, one of them, or all of one owner."""
+        """Draws keys of one table: spread, few, a single one, or all of one owner."""
         keys, num_aimed = self.keys[table]
-        reach = min(len(keys), 50 + 8 * self.num_steps)  # the longer it runs, the more keys it meets
+        reach = min(len(keys), 50 + 8 * self.num_steps)  # the longer it runs, the more keys occur
         if kind == "one key":
             return np.full(num_keys, keys[self.rng.integers(len(keys))])
         if kind == "one owner":
@@ -124,9 +124,9 @@ class Episode:
         return self.rng.choice(self.rng.permutation(keys)[:reach], num_keys)
 
     def some_batch(self, is_pipelined):
-        """A raw batch, and the same for the oracle."""
+        """Returns a raw batch, and the oracle's form of it."""
         size = int(self.rng.choice(SIZES))
-        # Without a plan growth cannot know of keys that somebody aims at one shard, and may refuse some.
+        # Without a plan, growth cannot foresee keys that all belong to one shard, and may refuse some.
         kinds = ["spread", "few", "one key", "empty devices", *(["one owner"] if is_pipelined else [])]
         raw, plain = {}, {}
         for table in TABLES:
@@ -150,7 +150,7 @@ class Episode:
         return raw, plain, gradients
 
     def run_segment(self):
-        """Some steps of one path, then a comparison of everything."""
+        """Runs some steps of one path, then compares everything."""
         is_pipelined = bool(self.rng.random() < 0.5)
         batches = [self.some_batch(is_pipelined) for _ in range(SEGMENT_STEPS)]
         if is_pipelined:
@@ -169,7 +169,7 @@ class Episode:
         self.compare()
 
     def erase(self):
-        """Takes rows away, perhaps some that are not there."""
+        """Erases rows, perhaps some that are absent."""
         table = str(self.rng.choice([table.name for table in TABLES]))
         victims = self.rng.choice(self.keys[table][0], NUM_ERASED, replace=False)
         self.state, num_erased = self.collection.erase(self.state, table, victims)
@@ -178,11 +178,11 @@ class Episode:
         self.num_erased += wanted
 
     def told(self, what):
-        """What a failure has to say to be run again."""
+        """Returns the message that makes a failure reproducible."""
         return f"{what}: seed {SEED}, step {self.num_steps}, placements {self.placements}, {self.collection.exchange}"
 
     def compare(self):
-        """Embeddings and counts of every step since the last time, and all tables."""
+        """Compares embeddings and counts of every step since the last comparison, and all tables."""
         for embeddings, stats, want, counts in jax.device_get(self.waiting):
             stats.check()
             self.num_rounds = max(self.num_rounds, int(stats.num_rounds.max()))
@@ -207,11 +207,11 @@ class Episode:
 
 @pytest.mark.slow
 def test_soak():
-    """For as long as it was told, and never a number that the dict does not have."""
+    """For the given time, every number agrees with the dict oracle."""
     rng, end = np.random.default_rng(SEED), time.monotonic() + SECONDS
     totals = dict.fromkeys(("steps", "grown", "erased", "rounds"), 0)
     while time.monotonic() < end:
-        jax.clear_caches()  # programs of earlier episodes hold memory maps, of which Linux gives 65,530
+        jax.clear_caches()  # programs of earlier episodes hold memory maps, and Linux allows 65,530
         episode, end_of_episode = Episode(rng), min(end, time.monotonic() + EPISODE_S)
         while time.monotonic() < end_of_episode:
             episode.run_segment()

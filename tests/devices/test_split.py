@@ -1,4 +1,4 @@
-"""A batch for a mesh: samples go to shards in order, what is missing is padded and masked, arrays stay in place."""
+"""A batch on a mesh: samples go to shards in order, missing ones are padded and masked, arrays stay in place."""
 
 import functools
 
@@ -23,14 +23,14 @@ FEATURES = [
 
 @functools.cache
 def collection(num_shards=NUM_SHARDS, features=tuple(FEATURES)):
-    """One table, by default read by a column, a weighted rectangle and weighted ragged bags; None: one device."""
+    """Returns one table, read as a column, a weighted rectangle and weighted ragged bags; with None, on one device."""
     if num_shards is None:
         return jaxsok.Collection(TABLES, features)
     return programs.over(num_shards, TABLES, features)
 
 
 def raw_batch(num_samples, seed=0):
-    """Samples with empty bags and padding among them."""
+    """Makes samples with empty bags and padding among them."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, 4, num_samples)
     return {
@@ -47,13 +47,13 @@ def raw_batch(num_samples, seed=0):
 
 
 def embeddings_of(one, features):
-    """What `find` reads of a fresh state: a function of the keys alone."""
+    """Returns the embeddings that `find` reads from a fresh state: a function of the keys alone."""
     embeddings, stats = programs.find(one)(one.init(seed=5), features)
     return jax.device_get(embeddings), stats.to_dict()
 
 
 def assert_same_embeddings(got, want):
-    """Equality within the rounding of a sum of three."""
+    """Asserts equality within the rounding of a sum of three."""
     assert got.keys() == want.keys()
     for name in want:
         np.testing.assert_allclose(got[name], want[name], rtol=1e-6, atol=1e-7, err_msg=name)
@@ -64,7 +64,7 @@ def assert_same_embeddings(got, want):
 
 
 def test_samples_go_to_shards_in_order():
-    """Every kind of feature reads, sample by sample, what one device reads, whatever the shard."""
+    """Every kind of feature reads the embeddings of one device, sample by sample, on any shard."""
     raw = raw_batch(NUM_SAMPLES)
     got, _ = embeddings_of(collection(), programs.batch(collection(), **raw))
     want, _ = embeddings_of(collection(None), programs.batch(collection(None), **raw))
@@ -72,7 +72,7 @@ def test_samples_go_to_shards_in_order():
 
 
 def test_every_array_is_split_evenly():
-    """Each device has its own part of the batch, all of one size, and nothing more."""
+    """Each device holds its own part of the batch, and all parts have one size."""
     batch = collection().batch({**raw_batch(NUM_SAMPLES), "label": np.arange(NUM_SAMPLES, dtype=np.float32)})
     for leaf in [*jax.tree.leaves(batch.features), batch["label"]]:
         assert not leaf.sharding.is_fully_replicated
@@ -80,7 +80,7 @@ def test_every_array_is_split_evenly():
 
 
 def test_entries_with_a_line_for_each_sample_are_split():
-    """Labels go where their samples go; whatever else is in the batch is as it came."""
+    """Labels go to the shards of their samples; other entries of the batch are unchanged."""
     label, dense, names = np.arange(NUM_SAMPLES), np.ones((NUM_SAMPLES, 3), np.float16), ["a"] * NUM_SAMPLES
     text, table = np.array(names), np.ones((5, 2))
     raw = {**raw_batch(NUM_SAMPLES), "label": label, "dense": dense, "names": names, "text": text, "table": table}
@@ -93,7 +93,7 @@ def test_entries_with_a_line_for_each_sample_are_split():
 
 
 def test_one_program_serves_all_lengths():
-    """Static sizes: batches that differ in their lengths alone have the same shapes."""
+    """Batches that differ only in their lengths have the same static shapes."""
     shapes = {
         tuple(leaf.shape for leaf in jax.tree.leaves(programs.batch(collection(), **raw_batch(NUM_SAMPLES, seed))))
         for seed in range(4)
@@ -102,7 +102,7 @@ def test_one_program_serves_all_lengths():
 
 
 def test_a_ragged_batch_without_declared_size_takes_the_next_power_of_two():
-    """The longest part decides for all."""
+    """The longest part sets the size for all."""
     one = collection(features=(jaxsok.FeatureSpec("history", "user"),))
     lengths = np.array([0, 1, 2, 3, 0, 0, 1, 0])
     features = programs.batch(one, history=jaxsok.Bags(np.arange(7), lengths=lengths))
@@ -115,7 +115,7 @@ def test_a_ragged_batch_without_declared_size_takes_the_next_power_of_two():
 
 @pytest.mark.parametrize("num_shards", [None, 1, NUM_SHARDS])
 def test_padded_samples_are_masked_and_read_zeros(num_shards):
-    """Real samples as without padding; the others are zeros, are no keys, and the mask is false there."""
+    """Real samples read the same as without padding; padded samples read zeros, have no keys, and are masked."""
     one, raw = collection(num_shards), raw_batch(5)
     batch = one.batch({**raw, "label": np.arange(1, 6, dtype=np.float32)}, pad_to=NUM_SAMPLES)
     assert np.asarray(batch.mask).tolist() == [True] * 5 + [False] * 3
@@ -131,7 +131,7 @@ def test_padded_samples_are_masked_and_read_zeros(num_shards):
 
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
 def test_any_number_of_samples_is_padded_to_the_shards(num_shards):
-    """`pad_to="auto"`: the same batch as with the next multiple, from `batch` and the pipeline."""
+    """With `pad_to="auto"`, `batch` and the pipeline pad to the next multiple."""
     one, shards = collection(num_shards), num_shards or 1
     for num_samples in (0, 1, NUM_SHARDS, NUM_SHARDS + 1, 2 * NUM_SHARDS):
         raw, pad_to = raw_batch(num_samples), max(shards, -(-num_samples // shards) * shards)
@@ -145,7 +145,7 @@ def test_any_number_of_samples_is_padded_to_the_shards(num_shards):
 
 
 def test_a_full_batch_needs_no_padding():
-    """The mask says so; the shapes are those of every other batch, whatever is missing."""
+    """The mask is all true; the shapes are those of every padded batch."""
     full, short, empty = (collection().batch(raw_batch(n), pad_to=NUM_SAMPLES) for n in (NUM_SAMPLES, 5, 0))
     assert [int(batch.mask.sum()) for batch in (full, short, empty)] == [NUM_SAMPLES, 5, 0]
     for batch in (short, empty):
@@ -154,7 +154,7 @@ def test_a_full_batch_needs_no_padding():
 
 
 def test_padded_samples_teach_nothing():
-    """A loss that is a mean over real samples moves the tables as the real samples alone do."""
+    """A mean loss over real samples moves the tables as the real samples alone do."""
     raw, states = raw_batch(5), []
     for one, pad_to in ((collection(), NUM_SAMPLES), (collection(None), None)):
         features = one.batch(raw, pad_to=pad_to).features
@@ -167,7 +167,7 @@ def test_padded_samples_teach_nothing():
 
 
 def test_offsets_are_padded_as_lengths_are():
-    """Both ways to say a bag."""
+    """Bags by offsets are padded like bags by lengths."""
     features = (jaxsok.FeatureSpec("history", "user", max_keys=32),)
     keys, lengths = np.arange(4), np.array([1, 0, 3])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -187,7 +187,7 @@ RECTANGLES = tuple(FEATURES[:2])
 
 
 def on_device(sharding=None):
-    """A batch of rectangles as device arrays, and the same in NumPy."""
+    """Returns a batch of rectangles as device arrays, and the same in NumPy."""
     raw = raw_batch(NUM_SAMPLES)
     del raw["history"]
     put = functools.partial(jax.device_put, device=sharding)
@@ -197,7 +197,7 @@ def on_device(sharding=None):
 
 @pytest.mark.parametrize("kind", ["split", "one device", "repeated", "mixed"])
 def test_device_arrays_are_packed_where_they_are(kind):
-    """Arrays on the collection's axis, on one device, on all of them, or beside NumPy: the samples are the same."""
+    """Arrays on the collection's axis, on one device, on all of them, or mixed with NumPy give the same samples."""
     one = collection(features=RECTANGLES)
     shardings = {"split": one.shards.split, "one device": None, "repeated": one.shards.same, "mixed": one.shards.split}
     raw, plain = on_device(shardings[kind])
@@ -213,7 +213,7 @@ def test_device_arrays_are_packed_where_they_are(kind):
 
 
 def test_device_arrays_under_jit():
-    """Packing in the step: keys never see the host."""
+    """Packing runs in the step, so keys never reach the host."""
     one = collection(features=RECTANGLES)
     raw, plain = on_device(one.shards.split)
     state = one.init(seed=5)
@@ -228,7 +228,7 @@ def test_device_arrays_under_jit():
 
 
 def test_device_arrays_on_another_axis_are_refused():
-    """Moving them would be a collective that nobody asked for."""
+    """Moving them would be a hidden collective."""
     programs.mesh(4)  # skips where there are fewer devices
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     one = jaxsok.Collection(TABLES, FEATURES[:1], mesh=mesh, axis="data")
@@ -239,7 +239,7 @@ def test_device_arrays_on_another_axis_are_refused():
 
 
 def test_no_samples_are_refused():
-    """A mesh has nothing to share out then."""
+    """Without samples, a mesh has nothing to share out."""
     table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)
     collection = programs.over(2, [table], [jaxsok.FeatureSpec("user", "user")])
     with pytest.raises(ValueError, match=r'"user": keys: got no samples, wanted at least one .* pad_to=2'):

@@ -1,4 +1,4 @@
-"""Law 11: tables in host memory have the bits of tables on the device, whatever their cache holds."""
+"""Tables in host memory have the bits of tables on the device, whatever their cache holds (law 11)."""
 
 import dataclasses
 import functools
@@ -19,17 +19,17 @@ from jaxsok.types import TIER_COUNTERS
 
 NUM_SAMPLES = 16
 NUM_STEPS = 20
-CACHES = (0, 1, 24, 1 << 16)  # rows: none, one of a shard, some of what a step uses, all
+CACHES = (0, 1, 24, 1 << 16)  # rows: none, one of a shard, some of a step's rows, all
 LRU = policies.LeastRecentlyUsed()
 
 
 def of_key(words, columns):
-    """Makes a row of the low word and the column, in XLA."""
+    """Computes a row in XLA from the low word and the column."""
     return (words[0] % jnp.uint32(7)).astype(jnp.float32) / 8 + columns.astype(jnp.float32)
 
 
 def norm_of(facts):
-    """Scores a row by its norm, as a user's score that reads rows."""
+    """Scores a row by its norm, like a user's score that reads rows."""
     return (jnp.abs(facts.rows.astype(jnp.float32)).sum(axis=1) * 1000).astype(jnp.uint32)
 
 
@@ -85,7 +85,7 @@ def features_of(specs, exchange):
 
 @functools.cache
 def collection_of(name, device_rows=None, num_shards=None, exchange="rows", **options):
-    """Makes a collection of tables in host memory with a cache of so many rows; None: on the device."""
+    """Makes a collection of tables in host memory whose cache has `device_rows` rows; with None, on the device."""
     memory = None if device_rows is None else jaxsok.HostMemory(device_rows=device_rows)
     specs = [dataclasses.replace(spec, memory=memory) for spec in SPECS[name]]
     features = features_of(specs, exchange)
@@ -95,7 +95,7 @@ def collection_of(name, device_rows=None, num_shards=None, exchange="rows", **op
 
 
 def raw_batches(collection, num_steps=NUM_STEPS, num_keys=30):
-    """Makes batches each of which asks for keys of the batches before, and for new keys."""
+    """Makes batches that repeat keys of the batches before and add new ones."""
     rng, batches = np.random.default_rng(7), []
     for step in range(num_steps):
         pool, raw = np.arange(num_keys, dtype=np.int64) + 6 * step, {}
@@ -112,7 +112,7 @@ def raw_batches(collection, num_steps=NUM_STEPS, num_keys=30):
 
 @functools.cache
 def step_of(collection):
-    """Jits a step whose gradients depend on the embeddings, so that a wrong row shows in all that follows."""
+    """Jits a step whose gradients depend on the embeddings, so that a wrong row changes all later steps."""
 
     def step(state, plan):
         embeddings, state, plan = collection.lookup(state, plan)
@@ -125,9 +125,9 @@ def step_of(collection):
 
 
 def trained(collection, raws, between=lambda number, state: state, state=None, **options):
-    """Runs a loop, from the beginning if no state is given; returns its state, and the results of each step."""
+    """Runs a loop from the given state or from the beginning; returns its state and the results of each step."""
     if state is None:
-        # What it learned from batches of other tests must not decide when it grows.
+        # Counts learned from batches of other tests must not decide when it grows.
         collection.growth = grow.GrowthTracker.of(collection.stores, collection.tables, collection.shards)
         state = collection.init(seed=3, salt=5)
     results = []
@@ -153,7 +153,7 @@ def assert_same_bits(a, b, message=""):
 
 
 def assert_law(plain, state, tiered, other):
-    """Compares a state on the device with another in host memory: tables, and all arrays that do not lie in a tier."""
+    """Compares a state on the device with a state in host memory: tables, and all arrays outside the tier."""
     for spec in plain.tables:
         columns, others = plain.export_table(state, spec.name), tiered.export_table(other, spec.name)
         assert columns.keys() == others.keys()
@@ -184,7 +184,7 @@ ALL_CACHES = [("one table", device_rows) for device_rows in CACHES]
 
 @functools.cache
 def on_device(name, num_shards=None, exchange="rows", num_steps=NUM_STEPS):
-    """Runs what the others are compared with."""
+    """Runs the training on the device that the others are compared with."""
     plain = collection_of(name, None, num_shards, exchange)
     return plain, *trained(plain, raw_batches(plain, num_steps))
 
@@ -193,7 +193,7 @@ def on_device(name, num_shards=None, exchange="rows", num_steps=NUM_STEPS):
     ("name", "device_rows"), some_fast([*ALL_CACHES, *((name, 24) for name in TRAINED)], TRAINED, CACHES)
 )
 def test_a_tiered_table_is_the_same_table(name, device_rows):
-    """New keys, growth, several tables, optimizers and dtypes, single keys and weighted bags."""
+    """The bits agree with new keys, growth, several tables, optimizers and dtypes, single keys and weighted bags."""
     (plain, want, results), tiered = on_device(name), collection_of(name, device_rows)
     got, others = trained(tiered, raw_batches(tiered))
     assert_same_results(results, others)
@@ -203,7 +203,7 @@ def test_a_tiered_table_is_the_same_table(name, device_rows):
 
 @functools.cache
 def bringing(collection):
-    """Jitted: brings rows of every store, by row id, and changes none."""
+    """Returns a jitted function that brings rows of every store into the cache by row id and changes none."""
 
     def bring(state, row_ids):
         stores = []
@@ -216,14 +216,14 @@ def bringing(collection):
 
 
 def used_rows(store):
-    """The row ids of a store's rows."""
+    """Returns the row ids of a store's rows."""
     records = np.concatenate([np.asarray(slab) for slab in store.records])
     return np.flatnonzero((records[:, :2] != 2**32 - 1).any(axis=1)).astype(np.uint32)
 
 
 @pytest.mark.parametrize("device_rows", [24, pytest.param(1, marks=pytest.mark.slow)])
 def test_another_cache_at_each_step(device_rows):
-    """Between the steps any rows are brought, and at times all of the cache is written to host memory."""
+    """Between steps, any rows are brought, and at times the whole cache is written to host memory."""
     (plain, want, results), tiered = on_device("stores"), collection_of("stores", device_rows)
     rng = np.random.default_rng(11)
 
@@ -242,7 +242,7 @@ def test_another_cache_at_each_step(device_rows):
 
 
 def test_the_cache_is_used():
-    """With room for all rows nothing crosses the link after a row was first brought."""
+    """With room for all rows, a row crosses the link only once."""
     tiered = collection_of("one table", 1 << 16)
     state, _ = trained(tiered, raw_batches(tiered))
     counters = dict(zip(TIER_COUNTERS, np.asarray(state.stores[0].tier[0].counters), strict=True))
@@ -255,11 +255,11 @@ def test_the_cache_is_used():
 @pytest.mark.filterwarnings("ignore:grow")
 @pytest.mark.parametrize(
     ("name", "device_rows"),
-    # A score of statistics reads nothing that lies in a tier: one of them, and those that read rows.
+    # A score of statistics reads nothing in a tier, so one such case suffices; the others read rows.
     some_fast([(name, 24) for name in FAST_EVICTIONS], EVICTIONS, CACHES),
 )
 def test_rows_leave_by_policy(name, device_rows):
-    """In `grow` and when asked for; those that leave are handed over with their numbers, and row ids come again."""
+    """Rows leave in `grow` and on request; evicted rows are handed over with their values, and row ids are reused."""
 
     def run(collection):
         handed = []
@@ -284,7 +284,7 @@ def test_rows_leave_by_policy(name, device_rows):
 
 @pytest.mark.parametrize("device_rows", [24, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (0, 1, 1 << 16))])
 def test_other_operations(device_rows):
-    """Find, erase, assign, clear and import between steps; the same row ids are given out again."""
+    """Find, erase, assign, clear and import run between steps; freed row ids are used again."""
 
     def run(collection):
         raws = raw_batches(collection, num_steps=8)
@@ -308,7 +308,7 @@ def test_other_operations(device_rows):
 
 @pytest.mark.parametrize("device_rows", [24, 1 << 16])
 def test_a_stale_plan_brings_nothing(device_rows):
-    """A plan whose rows have left: their ids are of other keys later, which get rows of their own."""
+    """The rows of the plan have left; later their ids belong to other keys, which get rows of their own."""
 
     def run(collection):
         raws = raw_batches(collection, num_steps=3)
@@ -326,7 +326,7 @@ def test_a_stale_plan_brings_nothing(device_rows):
     assert_law(plain, want, tiered, got)
 
 
-# ------------------------------------------------------------------------------------------------------ ways of running
+# ------------------------------------------------------------------------------------------------------ execution modes
 
 
 @pytest.mark.parametrize(("device_rows", "kind"), some_fast([(24, "staleness")], CACHES, ("lookahead", "staleness")))
@@ -340,7 +340,7 @@ def test_lookups_ahead(device_rows, kind):
 
 @pytest.mark.parametrize(("num_shards", "device_rows"), some_fast([(None, 90), (2, 90)], (None, 2, 4), (84, 90, 120)))
 def test_rows_brought_ahead(num_shards, device_rows):
-    """The cache has room for a batch: rows of the next one are read, and others written, while a step runs."""
+    """With a cache of one batch, rows of the next batch are read, and others written, while a step runs."""
     plain, tiered = (collection_of("two that need not grow", rows, num_shards) for rows in (None, device_rows))
     (want, results), (got, others) = (trained(each, 2 * raw_batches(each), lookahead=1) for each in (plain, tiered))
     assert_same_results(results, others)
@@ -390,7 +390,7 @@ def test_micro_batches(device_rows):
     some_fast([(2, 24, "bags")], (1, 2, 4), (0, 4, 24, 1 << 16), ("rows", "bags")),
 )
 def test_shards(num_shards, device_rows, exchange):
-    """Each with a cache of its own; rows or partial bags on the wire."""
+    """Each shard has a cache of its own; rows or partial bags are sent."""
     plain, want, results = on_device("two", num_shards, exchange, 8)
     tiered = collection_of("two", device_rows, num_shards, exchange)
     got, others = trained(tiered, raw_batches(tiered, 8))
@@ -400,7 +400,7 @@ def test_shards(num_shards, device_rows, exchange):
 
 @pytest.mark.parametrize("num_shards", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_rounds_and_evictions_on_shards(num_shards):
-    """Requests that need several rounds, each of which brings its rows; then rows that leave by what they hold."""
+    """Requests in several rounds bring their rows in each round; then rows leave by a score of their values."""
     plain = collection_of("small norm", None, num_shards, send_capacity=2)
     tiered = collection_of("small norm", 24, num_shards, send_capacity=2)
     (want, results), (got, others) = (trained(each, raw_batches(each, 8, num_keys=16)) for each in (plain, tiered))
@@ -417,7 +417,7 @@ def test_rounds_and_evictions_on_shards(num_shards):
     ("saved_rows", "restored_rows"), [(24, None), (None, 24), pytest.param(24, 0, marks=pytest.mark.slow)]
 )
 def test_a_checkpoint_does_not_depend_on_memory(tmp_path, saved_rows, restored_rows):
-    """A tiered table is saved and restored as a plain one, and back; the run goes on with the same bits."""
+    """A tiered table is saved and restored like a plain one, and the reverse; the run continues with the same bits."""
     saved, restored = collection_of("stores", saved_rows), collection_of("stores", restored_rows)
     raws = raw_batches(saved)
     state, _ = trained(saved, raws[:6])
@@ -432,7 +432,7 @@ def test_a_checkpoint_does_not_depend_on_memory(tmp_path, saved_rows, restored_r
 
 @pytest.mark.parametrize("num_shards", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_files_of_tiered_tables_are_those_of_plain_ones(tmp_path, num_shards):
-    """To the byte, whatever the cache."""
+    """The files are equal to the byte, for any cache."""
     folders = []
     for device_rows in (None, 24):
         collection = collection_of("stores", device_rows, num_shards)
@@ -446,7 +446,7 @@ def test_files_of_tiered_tables_are_those_of_plain_ones(tmp_path, num_shards):
 
 
 def test_deltas(tmp_path):
-    """One of few rows, which are picked, and one of most of them: from a tiered table into a plain one, and back."""
+    """A delta of few rows, which are picked, and one of most rows go from a tiered table to a plain one, and back."""
     tiered, plain = collection_of("statistics", 24), collection_of("statistics")
     raws = raw_batches(tiered, 6)
     few = {"user": np.arange(NUM_SAMPLES) % 3, "user_bag": raws[0]["user_bag"]}
@@ -464,7 +464,7 @@ def test_deltas(tmp_path):
 
 @pytest.mark.parametrize("device_rows", [pytest.param(0, marks=pytest.mark.slow), 24])
 def test_chunks(device_rows):
-    """Chunks have any size, have optimizer state or not, and may hold only rows that were used since a step."""
+    """Chunks have any size, with optimizer state or without, and may hold only rows used since a step."""
     (plain, want, _), tiered = on_device("statistics"), collection_of("statistics", device_rows)
     got, _ = trained(tiered, raw_batches(tiered))
     before = jax.tree.map(np.asarray, got)
@@ -479,7 +479,7 @@ def test_chunks(device_rows):
 
 
 def test_flax_layers():
-    """A layer of a model trains tables in host memory as it trains those on a device."""
+    """A model's layer trains tables in host memory like tables on a device."""
     nnx = pytest.importorskip("flax.nnx")
     from jaxsok.layers import nnx as layers
 

@@ -1,6 +1,6 @@
-"""The window wire: its calls do what an all-to-all between other calls does; whole steps have the dense wire's bits.
+"""The window wire: its calls equal an all-to-all between other calls; whole steps have the dense wire's bits.
 
-Collections use windows on GPUs alone. On the CPU the same handlers block a thread of XLA's, so a test runs programs of
+Collections use windows on GPUs alone. On the CPU the same handlers block a thread of XLA, so a test runs programs of
 one window call for each device, one after the other; there `on_any_platform` lets collections have windows.
 """
 
@@ -26,8 +26,8 @@ from jaxsok.kernels import window as doors
 from jaxsok.shards import MeshShards, OneDevice
 
 NUM_SHARDS = 4
-NUM_SAMPLES = 64  # of each shard
-CAPACITY = 200  # to send to each shard: more keys than a batch has
+NUM_SAMPLES = 64  # per shard
+CAPACITY = 200  # to send to each shard: more than the keys of a batch
 WIRES = (
     {},
     {"rows": "float32", "gradients": "float32"},
@@ -38,12 +38,12 @@ ADAM = jaxsok.optim.adam(0.1)
 
 
 def on_any_platform():
-    """Lets collections have windows on the CPU too, inside of the context."""
+    """Lets collections have windows on the CPU too, within the context."""
     return unittest.mock.patch.object(windows, "_why_not", lambda shards: None)
 
 
 def mesh_of_gpus():
-    """A mesh of all GPUs, at most four; skips where there are fewer than two."""
+    """Returns a mesh of all GPUs, at most four; skips if there are fewer than two."""
     num_gpus = len(jax.devices()) if jax.default_backend() == "gpu" else 0
     if num_gpus < 2:
         pytest.skip(f"needs 2 GPUs; there are {num_gpus}")
@@ -51,19 +51,19 @@ def mesh_of_gpus():
 
 
 def mesh_of_any():
-    """A mesh of GPUs; where the CPU is the default backend, of CPU devices."""
+    """Returns a mesh of GPUs or, if the CPU is the default backend, of CPU devices."""
     return programs.mesh(NUM_SHARDS) if jax.default_backend() == "cpu" else mesh_of_gpus()
 
 
 def collection_of(mesh, wire, tables, features, **exchange):
-    """A collection over the mesh's axis "data"."""
+    """Returns a collection over the mesh's axis "data"."""
     spec = jaxsok.ExchangeSpec(wire=wire, **exchange)
     with on_any_platform():
         return jaxsok.Collection(tables, features, mesh=mesh, axis="data", exchange=spec)
 
 
 def assert_same_bits(got, want):
-    """Every leaf but the index and sightings, where the place of an entry is not promised."""
+    """Compares every leaf except the index and sightings, where the place of an entry is not promised."""
     is_compared = []
 
     def compare(path, got, want):
@@ -91,7 +91,7 @@ def assert_same_on_both_wires(run, *arguments):
 
 
 def test_the_cpu_has_no_windows():
-    """The CPU has none by default, and refuses them where they are asked for."""
+    """The CPU has none by default, and refuses an explicit request."""
     shards = MeshShards(programs.mesh(2), ("data",))
     if jax.default_backend() == "gpu":
         pytest.skip("the default backend has windows")
@@ -103,20 +103,20 @@ def test_the_cpu_has_no_windows():
 
 
 def test_one_shard_needs_no_windows():
-    """Nothing is exchanged, whatever is asked for."""
+    """On one shard nothing is exchanged, whatever the declaration requests."""
     with on_any_platform(), unittest.mock.patch.object(doors, "open_windows", side_effect=AssertionError):
         assert windows.windows_of(OneDevice(), "window") is None
         assert windows.windows_of(MeshShards(programs.mesh(1), ("data",)), "window") is None
 
 
 def test_the_dense_wire_opens_none():
-    """The dense wire opens no windows, also where there could be some."""
+    """The dense wire opens no windows even if they are available."""
     with on_any_platform(), unittest.mock.patch.object(doors, "open_windows", side_effect=AssertionError):
         assert windows.windows_of(MeshShards(programs.mesh(2), ("data",)), "dense") is None
 
 
 def test_windows_that_cannot_be_opened():
-    """The back end's reason is in the error; "auto" does without."""
+    """The error has the back end's reason; "auto" falls back to the dense wire."""
     shards = MeshShards(programs.mesh(2), ("data",))
     failing = unittest.mock.patch.object(doors, "open_windows", side_effect=RuntimeError("no NVLink"))
     with on_any_platform(), failing, unittest.mock.patch.object(windows, "_numbers", {}):
@@ -126,7 +126,7 @@ def test_windows_that_cannot_be_opened():
 
 
 def test_an_unknown_wire_is_refused():
-    """By the declaration."""
+    """The declaration refuses it."""
     with pytest.raises(ValueError, match='ExchangeSpec: wire: got \'x\', wanted "auto", "dense" or "window"'):
         jaxsok.ExchangeSpec(wire="x")
 
@@ -147,7 +147,7 @@ def test_windows_of_the_same_devices_are_shared():
 
 
 def test_more_bytes_than_a_device_has():
-    """The windows stay as they were."""
+    """After the failed request the windows are unchanged."""
     if jax.default_backend() == "cpu":
         pytest.skip("the CPU gives memory that is not there")
     shards = MeshShards(mesh_of_gpus(), ("data",))
@@ -161,7 +161,7 @@ def test_more_bytes_than_a_device_has():
 
 
 def test_a_number_that_is_not_open():
-    """As in a program that another process has traced."""
+    """A program traced in another process may have such a number."""
     platform = jax.default_backend()
     assert doors.window_bytes(platform, 12345) == 0
     with pytest.raises(RuntimeError, match="unknown window"):
@@ -174,7 +174,7 @@ def test_a_number_that_is_not_open():
 
 
 def both_ways(mesh, lines, num_times):
-    """Lines after as many exchanges, through windows and by XLA; each changes them."""
+    """Returns rows after `num_times` exchanges, through windows and by XLA; each exchange changes them."""
     with on_any_platform():
         of_mesh = windows.windows_of(MeshShards(mesh, ("data",)), "window")
 
@@ -207,7 +207,7 @@ def both_ways(mesh, lines, num_times):
     ],
 )
 def test_an_exchange_is_an_all_to_all(shape, dtype):
-    """Lines have any dtype and number of bytes; seven exchanges in a row, since windows are used in halves."""
+    """Rows have any dtype and number of bytes; seven exchanges in sequence use both halves of the windows."""
     mesh = mesh_of_any()
     rng = np.random.default_rng(0)
     if mesh.size != NUM_SHARDS:
@@ -218,7 +218,7 @@ def test_an_exchange_is_an_all_to_all(shape, dtype):
 
 
 def test_groups_along_another_axis():
-    """Shards exchange with those of their own place on the other axis, whichever comes first."""
+    """Shards exchange with those at their own place on the other axis, whichever axis comes first."""
     num_devices = len(jax.devices())
     if jax.default_backend() == "gpu" and num_devices < 4:
         pytest.skip("needs 4 GPUs")
@@ -233,7 +233,7 @@ def test_groups_along_another_axis():
 
 
 def one_feature(dtype, dim, combiner, *, hotness=3, form="rows", **table):
-    """A table with one feature, and a batch of it by number."""
+    """Returns a table with one feature, and a function that makes its batches by number."""
     tables = [jaxsok.TableSpec("item", dim, ADAM, capacity=2048, dtype=dtype, **table)]
     features = [jaxsok.FeatureSpec("item", "item", combiner=combiner, weighted=combiner == "sum", exchange=form)]
 
@@ -251,7 +251,7 @@ def one_feature(dtype, dim, combiner, *, hotness=3, form="rows", **table):
 
 
 def steps_of_one_feature(wire, mesh, world, exchange, send_capacity=CAPACITY):
-    """Everything that comes out of some planned steps, each of whose programs has one window call."""
+    """Returns all results of some planned steps, each of whose programs has one window call."""
     tables, features, raw = world
     collection = collection_of(mesh, wire, tables, features, **exchange)
     plan = jax.jit(functools.partial(collection.plan, send_capacity=send_capacity and [send_capacity]))
@@ -284,7 +284,7 @@ def steps_of_one_feature(wire, mesh, world, exchange, send_capacity=CAPACITY):
     ],
 )
 def test_steps_of_one_feature(dtype, dim, combiner, wire):
-    """Plan, find, lookup, gradient_norm and update, each a program: the bits of the dense wire."""
+    """Plan, find, lookup, gradient_norm and update, each a program, have the bits of the dense wire."""
     world = one_feature(dtype, dim, combiner, unknown="initial" if dim == 16 else "zeros")
     assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, WIRES[wire])
 
@@ -300,19 +300,19 @@ def test_steps_of_one_feature(dtype, dim, combiner, wire):
     ],
 )
 def test_steps_of_partial_bags(dtype, dim, combiner, wire):
-    """The same where owners sum the rows of bags."""
+    """The bits agree if owners sum the rows of bags."""
     world = one_feature(dtype, dim, combiner, form="bags", unknown="initial" if dim == 16 else "zeros")
     assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, WIRES[wire])
 
 
 def test_partial_bags_with_too_little_room():
-    """Uses that are not sent, keys that are not admitted, and a table on one shard."""
+    """Unsent uses, keys without admission, and a table on one shard have the bits of the dense wire."""
     options = {"form": "bags", "placement": jaxsok.on(1), "admission": policies.AdmitByCount(2)}
     world = one_feature("float32", 8, "mean", **options)
     assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {}, 30)
 
 
-# Each wire and each form once; that every form goes over every wire is above.
+# Each wire and each form occurs once here; the tests above combine every form with every wire.
 @pytest.mark.parametrize(("wire", "form"), [(0, "rows"), (2, "rows"), (3, "bags")])
 def test_plans_that_go_in_rounds(wire, form):
     """Without a send capacity the first requests go through windows, further ones over the dense wire."""
@@ -322,14 +322,14 @@ def test_plans_that_go_in_rounds(wire, form):
 
 
 def targets(function, *arguments):
-    """The targets of a program that exchange through windows."""
+    """Returns a program's targets that exchange through windows."""
     return re.findall(r"jaxsok_(\w*window\w*)", jax.jit(function).lower(*arguments).as_text())
 
 
 @pytest.mark.parametrize("form", ["rows", "bags"])
 @pytest.mark.parametrize("wire", range(len(WIRES)))
 def test_the_calls_of_a_step(wire, form):
-    """One call looks up and one updates; numbers with a scale are converted by XLA."""
+    """One call looks up and one updates; XLA converts numbers with a scale."""
     tables, features, raw = one_feature("float32", 8, "mean", form=form)
     mesh = mesh_of_any()
     collection = collection_of(mesh, "window", tables, features, **WIRES[wire])
@@ -349,19 +349,19 @@ def test_the_calls_of_a_step(wire, form):
 
 
 def test_steps_of_keys_that_are_not_admitted():
-    """Owners tell the update who has a row."""
+    """The owners' answers let the update know which keys have rows."""
     world = one_feature("float32", 8, "mean", unknown="initial", admission=policies.AdmitByCount(2))
     assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {})
 
 
 def test_plans_with_too_little_room():
-    """Keys that are not sent are part of the hotness of their bags."""
+    """Unsent keys are part of the hotness of their bags."""
     world = one_feature("float32", 8, "mean")
     assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {}, 30)
 
 
 def test_a_table_on_one_shard():
-    """All lines go to one owner."""
+    """All rows go to one owner."""
     world = one_feature("float32", 8, "sqrtn", hotness=2, placement=jaxsok.on(1))
     assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {})
 
@@ -391,13 +391,13 @@ FEATURES = [
 
 @functools.cache
 def collection_of_all_kinds(mesh, wire, exchange):
-    """Shared by tests, whose programs it has once."""
+    """Returns a collection that tests share, so that its programs compile once."""
     return collection_of(mesh, wire, TABLES, FEATURES, **dict(exchange))
 
 
 @functools.cache
 def trained(collection):
-    """A step without a model, jitted, and as a function."""
+    """Returns a step without a model, jitted, and as a function."""
 
     def step(state, features):
         embeddings, state, plan = collection.lookup(state, features)
@@ -411,12 +411,12 @@ def trained(collection):
 
 @functools.cache
 def norm(collection):
-    """Jitted `collection.gradient_norm`."""
+    """Returns a jitted `collection.gradient_norm`."""
     return jax.jit(collection.gradient_norm)
 
 
 class World:
-    """A collection of all kinds of tables and its state."""
+    """A collection of all kinds of tables, and its state."""
 
     def __init__(self, mesh, wire, *, num_samples=NUM_SAMPLES, **exchange):
         self.mesh, self.num_samples = mesh, num_samples
@@ -428,7 +428,7 @@ class World:
         self.jitted_step, self.step = trained(collection)
 
     def batch(self, number):
-        """Features of a batch: keys repeat, some are padding."""
+        """Returns features of a batch: keys repeat, some are padding."""
         rng, num = np.random.default_rng(number), self.num_samples * self.mesh.size
         lengths = rng.integers(0, 4, num).astype(np.int32)
         total = int(lengths.sum())
@@ -445,13 +445,13 @@ class World:
         return self.collection.batch(raw).features
 
     def train(self, features):
-        """One step in one program."""
+        """Runs a step in one program."""
         self.state, results = self.jitted_step(self.state, features)
         return results
 
 
 def planned_steps(wire, mesh, exchange, is_planned):
-    """Steps in one program each; find between."""
+    """Runs steps in one program each, with find in between."""
     world, results = World(mesh, wire, **exchange), []
     for number in range(5):
         features = world.batch(number)
@@ -462,18 +462,18 @@ def planned_steps(wire, mesh, exchange, is_planned):
 
 @pytest.mark.parametrize("wire", range(len(WIRES)))
 def test_several_stores(wire):
-    """All placements, combiners, dtypes of rows; admission."""
+    """All placements, combiners and row dtypes agree, with admission."""
     assert_same_on_both_wires(planned_steps, mesh_of_gpus(), WIRES[wire], True)
 
 
 @pytest.mark.parametrize("wire", [0, 3])
 def test_several_stores_in_rounds(wire):
-    """The same without a plan: a loop on the devices, whose end all shards know."""
+    """Without a plan, a loop on the devices ends at the same round on all shards."""
     assert_same_on_both_wires(planned_steps, mesh_of_gpus(), WIRES[wire], False)
 
 
 def random_calls(wire, mesh, seed):
-    """Calls of a random order: programs of their own, which the devices overlap as far as they can."""
+    """Makes calls in random order: separate programs, which the devices overlap as far as they can."""
     world, results, rng = World(mesh, wire), [], np.random.default_rng(seed)
     for number in range(12):
         features = world.batch(number)
@@ -502,12 +502,12 @@ def random_calls(wire, mesh, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_calls_in_any_order(seed):
-    """lookup, find, gradient_norm and update, planned or not."""
+    """lookup, find, gradient_norm and update agree, planned or not."""
     assert_same_on_both_wires(random_calls, mesh_of_gpus(), seed)
 
 
 def micro_batches(wire, mesh):
-    """Two lookups, then one update of both, in one program."""
+    """Runs two lookups, then one update of both, in one program."""
     world, results = World(mesh, wire), []
 
     @jax.jit
@@ -532,7 +532,7 @@ def test_several_lookups_before_one_update():
 
 
 def scanned(wire, mesh, is_planned):
-    """Steps in a loop on the devices."""
+    """Runs steps in a loop on the devices."""
     world = World(mesh, wire)
     batches = [world.plan(batch) if is_planned else batch for batch in map(world.batch, range(5))]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
@@ -541,13 +541,13 @@ def scanned(wire, mesh, is_planned):
 
 @pytest.mark.parametrize("is_planned", [True, False], ids=["planned", "rounds"])
 def test_inside_scan(is_planned):
-    """A call that runs many times in one program."""
+    """A call that runs many times in one program has the same bits."""
     assert_same_on_both_wires(scanned, mesh_of_gpus(), is_planned)
 
 
 @pytest.mark.parametrize("names", [("data", "model"), ("model", "data")])
 def test_a_second_axis_of_one(names):
-    """A mesh with an axis along which nothing is exchanged."""
+    """Nothing is exchanged along the second axis of the mesh."""
     mesh = mesh_of_gpus()
     shape = tuple(mesh.size if name == "data" else 1 for name in names)
     mesh = jax.make_mesh(shape, names, axis_types=(programs.AXIS_TYPE,) * 2, devices=list(mesh.devices.flat))
@@ -555,7 +555,7 @@ def test_a_second_axis_of_one(names):
 
 
 def interrupted(wire, mesh):
-    """Steps between which the host fails: after a dispatch, and while a program is traced."""
+    """Runs steps between which the host fails: after a dispatch, and while a program is traced."""
     world, results = World(mesh, wire), []
 
     def fails(state, features):
@@ -572,12 +572,12 @@ def interrupted(wire, mesh):
 
 
 def test_an_exception_between_two_dispatches():
-    """It leaves no exchange half done."""
+    """The exception leaves no exchange half done."""
     assert_same_on_both_wires(interrupted, mesh_of_gpus())
 
 
 def growing(wire, mesh):
-    """Batches that become larger and then small again, whose first programs know only the small windows."""
+    """Runs batches that grow and then shrink; their first programs know only the small windows."""
     results, worlds = [], [World(mesh, wire, num_samples=num_samples) for num_samples in (8, 64, 512)]
     for number, k in enumerate((0, 1, 0, 2, 1, 0, 2)):
         results.append(worlds[k].train(worlds[k].plan(worlds[k].batch(number))))
@@ -585,7 +585,7 @@ def growing(wire, mesh):
 
 
 def test_windows_grow():
-    """While earlier programs are in use, and their work may still run."""
+    """Windows grow while earlier programs are in use, and their work may still run."""
     assert_same_on_both_wires(growing, mesh_of_gpus())
     of_mesh = windows.windows_of(MeshShards(mesh_of_gpus(), ("data",)), "auto")
     before = of_mesh.num_bytes

@@ -1,4 +1,4 @@
-"""What the tests of the Flax layers share: collections, raw batches, and the model in NumPy alone."""
+"""Shared parts of the Flax layers' tests: collections, raw batches, and the model in NumPy alone."""
 
 import contextlib
 import functools
@@ -11,11 +11,11 @@ import programs
 import jaxsok
 
 RATE, ROW_RATE, START = 0.05, 0.2, 0.25
-WIDTH = 4 + 4 + 2 * 3  # of the model's input: user, mean of history, two ads
+WIDTH = 4 + 4 + 2 * 3  # columns of the model's input: user, mean of history, two ads
 
 
 def collection_of(num_devices=1, *, optimizer=None, capacity=64, axis_type=None, **options):
-    """Two stores; a table that two features read; a ragged bag, single keys, rows without a combiner."""
+    """Returns two stores; a table that two features read; a ragged bag, single keys, rows without a combiner."""
     optimizer = jaxsok.optim.sgd(ROW_RATE) if optimizer is None else optimizer
     options = {"initializer": jaxsok.initializers.constant(START), "capacity": capacity, **options}
     tables = [
@@ -36,12 +36,12 @@ def collection_of(num_devices=1, *, optimizer=None, capacity=64, axis_type=None,
 
 @functools.cache
 def one_device():
-    """The collection of most tests: programs are compiled once for it."""
+    """Returns the collection of most tests, so that programs are compiled once for it."""
     return collection_of()
 
 
 def raw_batch(rng, num_samples=8, num_keys=12):
-    """Keys of a small pool, so that rows are used again; the same numbers in different tables."""
+    """Makes keys of a small pool, so that rows recur; different tables share numbers."""
     lengths = rng.integers(0, 3, num_samples)
     return {
         "user": rng.integers(0, num_keys, num_samples),
@@ -52,31 +52,31 @@ def raw_batch(rng, num_samples=8, num_keys=12):
 
 
 def raw_batches(num_steps, seed=0, **options):
-    """So many of them."""
+    """Makes `num_steps` raw batches."""
     rng = np.random.default_rng(seed)
     return [raw_batch(rng, **options) for _ in range(num_steps)]
 
 
 def joined(embeddings):
-    """The input of the dense part: [num_samples, WIDTH]."""
+    """Returns the input of the dense part: [num_samples, WIDTH]."""
     ads = embeddings["ads"]
     return jax.numpy.concatenate([embeddings["user"], embeddings["history"], ads.reshape(ads.shape[0], -1)], axis=-1)
 
 
 def loss_of(scores, label):
-    """Mean squared error."""
+    """Returns the mean squared error."""
     return ((scores - label) ** 2).mean()
 
 
 class Oracle:
-    """The same model in float64: a dict of rows, gradients by formula, plain SGD for rows and for the dense part."""
+    """The model in float64: a dict of rows, gradients by formula, plain SGD for rows and for the dense part."""
 
     def __init__(self, kernel, bias):
         self.kernel, self.bias = np.array(kernel, np.float64).reshape(-1), float(np.ravel(bias)[0])
         self.rows = {}
 
     def keys_of(self, raw):
-        """By sample: the (table, key, share, first column) of each use."""
+        """Yields, for each sample, the (table, key, share, first column) of its uses."""
         ends = np.cumsum(raw["history"].lengths)
         for i, user in enumerate(raw["user"]):
             uses = [("user", int(user), 1.0, 0)]
@@ -86,12 +86,12 @@ class Oracle:
             yield uses
 
     def row(self, table, key, *, insert):
-        """A row; a new one is made, and kept if asked."""
+        """Returns a row; a new row is made, and kept on request."""
         new = np.full(3 if table == "ad" else 4, START)
         return self.rows.setdefault((table, key), new) if insert else self.rows.get((table, key), new)
 
     def forward(self, raw, *, insert):
-        """Inputs and scores."""
+        """Returns inputs and scores."""
         x = np.zeros((len(raw["user"]), WIDTH))
         for line, uses in zip(x, self.keys_of(raw), strict=True):
             for table, key, share, first in uses:
@@ -100,11 +100,11 @@ class Oracle:
         return x, x @ self.kernel + self.bias
 
     def loss(self, raw, *, insert=False):
-        """Mean squared error."""
+        """Returns the mean squared error."""
         return np.mean((self.forward(raw, insert=insert)[1] - raw["label"]) ** 2)
 
     def step(self, *raws):
-        """One update from the summed gradients of several batches; the loss of each."""
+        """Runs one update from the summed gradients of several batches; returns the loss of each."""
         losses, g_kernel, g_bias, g_rows = [], np.zeros(WIDTH), 0.0, {}
         for raw in raws:
             x, scores = self.forward(raw, insert=True)
@@ -122,7 +122,7 @@ class Oracle:
         return losses
 
     def assert_tables(self, collection, state):
-        """The tables have these keys and, within the rounding of float32 sums, these rows."""
+        """Asserts that the tables have these keys and, within the rounding of float32 sums, these rows."""
         for spec in collection.tables:
             table = programs.by_key(collection, state, spec.name)
             mine = {key: row for (name, key), row in self.rows.items() if name == spec.name}
@@ -132,7 +132,7 @@ class Oracle:
 
 
 def dense_gradients(kernel, bias, raws, num_keys=12):
-    """Of the same model over whole tables of fresh rows, summed over batches: what Optax would be given."""
+    """Returns the gradients for Optax: of the model over whole tables of fresh rows, summed over batches."""
     params = {name: jax.numpy.full((num_keys, dim), START) for name, dim in (("user", 4), ("item", 4), ("ad", 3))}
     params |= {"kernel": jax.numpy.reshape(kernel, -1), "bias": jax.numpy.reshape(bias, ())}
 
@@ -151,7 +151,7 @@ def dense_gradients(kernel, bias, raws, num_keys=12):
 
 
 def assert_stepped(collection, state, gradients):
-    """The rows in use are those that fresh ones become by plain SGD on dense gradients."""
+    """Asserts that the rows in use are fresh rows after plain SGD on dense gradients."""
     for spec in collection.tables:
         table = programs.by_key(collection, state, spec.name)
         wanted = START - ROW_RATE * np.asarray(gradients[spec.name])[table["keys"].astype(np.int64)]
@@ -159,22 +159,22 @@ def assert_stepped(collection, state, gradients):
 
 
 def everywhere(collection, tree):
-    """A pytree's arrays on all devices of the collection's mesh, if it has one."""
+    """Puts a pytree's arrays on all devices of the collection's mesh, if it has a mesh."""
     return collection.shards.replicate(tree)
 
 
 def addresses(tree):
-    """Of every buffer of a pytree, on every device."""
+    """Returns the addresses of a pytree's buffers on every device."""
     return [shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
 
 
 def snapshot(tree):
-    """A pytree's arrays, on the host."""
+    """Copies a pytree's arrays to the host."""
     return jax.tree.map(lambda leaf: np.array(leaf), tree)
 
 
 def assert_equal(first, second):
-    """Two pytrees, to the bit."""
+    """Asserts that two pytrees are equal to the bit."""
     assert jax.tree.structure(first) == jax.tree.structure(second)
     for (path, one), two in zip(jax.tree.leaves_with_path(first), jax.tree.leaves(second), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(two), err_msg=jax.tree_util.keystr(path))
@@ -182,7 +182,7 @@ def assert_equal(first, second):
 
 @contextlib.contextmanager
 def compiled_on_the_spot(name):
-    """Lists the threads that wait for XLA to compile the jitted function `name`; the compiling one does not log."""
+    """Lists the threads that wait for XLA to compile the jitted function `name`; background threads do not log."""
     threads = []
 
     class Handler(logging.Handler):
@@ -193,13 +193,13 @@ def compiled_on_the_spot(name):
     logger, handler = logging.getLogger("jax._src.dispatch"), Handler()
     logger.addHandler(handler)
     try:
-        with jax.log_compiles():  # of this thread
+        with jax.log_compiles():  # logs of this thread alone
             yield threads
     finally:
         logger.removeHandler(handler)
 
 
 def new_users(collection, number):
-    """A batch of eight users that no other batch has."""
+    """Returns a batch of eight users that occur in no other batch."""
     raw = raw_batch(np.random.default_rng(number), num_keys=4)
     return collection.batch({**raw, "user": np.arange(8) + 8 * number})

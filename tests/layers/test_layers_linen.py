@@ -1,4 +1,4 @@
-"""The Linen layer: like the core to the bit, like a NumPy model, and in collections of its own beside "params"."""
+"""The Linen layer: equal to the core to the bit, to a NumPy model within rounding; tables are apart from "params"."""
 
 import functools
 import re
@@ -21,19 +21,19 @@ from jaxsok.layers import linen as layers
 
 TRAINING = ["tables", "plans"]
 
-# A layer makes its state itself, and is compared with core's, index and all.
+# A layer makes its state itself; index and all are compared with the core's.
 pytestmark = pytest.mark.usefixtures("one_salt", "quickly")
 
 
 @pytest.fixture(autouse=True)
 def world_of_users():
-    """Flax and Optax promote dtypes and ranks."""
+    """Allows promotion of dtypes and ranks, which Flax and Optax use."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 class Model(nn.Module):
-    """Embeddings, and one linear layer."""
+    """A model of embeddings and one linear layer."""
 
     collection: jaxsok.Collection
 
@@ -47,12 +47,12 @@ class Model(nn.Module):
 
 @functools.cache
 def variables_of(model):
-    """As `init` makes them."""
+    """Returns variables as `init` makes them."""
     return model.init(jax.random.key(0), model.collection.batch(cases.raw_batches(1)[0]).features)
 
 
 def declared(collection, tx=None):
-    """A model, its train state and its tables."""
+    """Returns a model, its train state and its tables."""
     model = Model(collection)
     variables = jax.tree.map(jnp.copy, variables_of(model))
     tx = optax.sgd(cases.RATE) if tx is None else tx
@@ -63,7 +63,7 @@ def declared(collection, tx=None):
 
 
 def gradients_of(model, params, tables, batch):
-    """(loss, updates), (g_params, g_taps)."""
+    """Returns (loss, updates), (g_params, g_taps)."""
 
     def loss_fn(params, taps):
         variables = {"params": params, "sparse_taps": taps, "tables": tables}
@@ -76,7 +76,7 @@ def gradients_of(model, params, tables, batch):
 
 @functools.cache
 def train(model, donate=True):
-    """One step as a Linen user writes it."""
+    """Returns a step as a Linen user writes it."""
 
     def step(state, tables, batch):
         (loss, updates), (g_params, g_taps) = gradients_of(model, state.params, tables, batch)
@@ -88,7 +88,7 @@ def train(model, donate=True):
 
 @functools.cache
 def train_twice(model):
-    """One step of two micro-batches."""
+    """Returns a step of two micro-batches."""
 
     def step(state, tables, first, second):
         (loss, updates), (g_params, g_taps) = gradients_of(model, state.params, tables, first)
@@ -102,7 +102,7 @@ def train_twice(model):
 
 @functools.cache
 def evaluate(model):
-    """The loss in evaluation."""
+    """Returns the loss in evaluation."""
     return jax.jit(
         lambda params, tables, batch: cases.loss_of(
             model.apply({"params": params, "tables": tables}, batch.features), batch["label"]
@@ -110,17 +110,17 @@ def evaluate(model):
     )
 
 
-# Like the oracle, like the core -----------------------------------------------------------------------------------
+# Agreement with the oracle and the core ---------------------------------------------------------------------------
 
 
-@settings(max_examples=6)  # each makes programs of its own
+@settings(max_examples=6)  # each example compiles programs of its own
 @given(
     ops=st.lists(
         st.tuples(st.sampled_from(["train", "train twice", "evaluate", "grow"]), st.integers(0, 10**6)), max_size=6
     )
 )
 def test_any_run_is_that_of_the_oracle(ops):
-    """Steps, micro-batches, evaluations and growth in any order (law 1)."""
+    """Steps, micro-batches, evaluations and growth run in any order (law 1)."""
     collection = cases.one_device()
     model, state, tables = declared(collection)
     oracle = cases.Oracle(state.params["out"]["kernel"], state.params["out"]["bias"])
@@ -145,7 +145,7 @@ def test_any_run_is_that_of_the_oracle(ops):
 
 @pytest.mark.parametrize("num_devices", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_like_the_core_to_the_bit(num_devices):
-    """Losses, tables, counts and parameters; the same functions run, so the same bits come out."""
+    """Losses, tables, counts and parameters have the same bits, since the same functions run."""
     collection = cases.collection_of(num_devices, optimizer=jaxsok.optim.adam(0.1))
     tx = optax.adam(1e-2)
     model, dense, tables = declared(collection, tx=tx)
@@ -178,7 +178,7 @@ def test_like_the_core_to_the_bit(num_devices):
 
 
 def test_gradient_of_taps_is_that_of_the_embeddings():
-    """By formula: of sum(c * e ** 2) it is 2 c e."""
+    """The gradient of sum(c * e ** 2) is 2 c e."""
     collection = cases.one_device()
     layer = layers.Embeddings(collection)
     features = collection.batch(cases.raw_batches(1)[0]).features
@@ -200,7 +200,7 @@ def test_gradient_of_taps_is_that_of_the_embeddings():
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clipped_as_the_core_clips(max_norm):
-    """To the bit; the gradients keep their form."""
+    """The clipped gradients have the core's bits and keep their form."""
     collection = cases.one_device()
     batch = collection.batch(cases.raw_batches(1)[0])
     model, dense, tables = declared(collection)
@@ -215,7 +215,7 @@ def test_clipped_as_the_core_clips(max_norm):
 
 @pytest.mark.parametrize("num_batches", [1, 2])
 def test_clipped_as_dense_optax_clips(num_batches):
-    """Keys repeat within and between micro-batches: the norm is that of whole tables, not that of their uses."""
+    """Keys repeat within and between micro-batches, and the norm is that of whole tables, not that of single uses."""
     collection = cases.one_device()
     raws = cases.raw_batches(num_batches, num_keys=3)
     model, state, tables = declared(collection)
@@ -238,13 +238,13 @@ def test_clipped_as_dense_optax_clips(num_batches):
 
     tables, of_params, norm, unclipped = step(state.params, tables, [collection.batch(raw) for raw in raws])
     np.testing.assert_allclose(norm, optax.tree.norm(dense), rtol=1e-5)
-    assert norm > 0.5 and abs(norm - unclipped) > 0.01 * norm  # Optax's norm of the layer's gradients is another
+    assert norm > 0.5 and abs(norm - unclipped) > 0.01 * norm  # Optax's norm of the layer's gradients differs
     np.testing.assert_allclose(of_params["out"]["kernel"][:, 0], wanted["kernel"], rtol=1e-4, atol=1e-7)
     cases.assert_stepped(collection, tables["embed"]["state"], wanted)
 
 
 def test_clipping_refuses_what_does_not_fit():
-    """And names itself."""
+    """The error names the function."""
     collection = cases.one_device()
     model, state, tables = declared(collection)
     batch = collection.batch(cases.raw_batches(1)[0])
@@ -262,7 +262,7 @@ def test_clipping_refuses_what_does_not_fit():
 
 
 def test_init_gives_empty_tables_beside_params():
-    """As Collection.init makes them, under jit or not; dense tools see "params" alone."""
+    """They equal those of Collection.init, under jit or not; dense tools see "params" alone."""
     collection = cases.one_device()
     model, state, tables = declared(collection, tx=optax.adam(1e-2))
     num_dense = cases.WIDTH + 1
@@ -277,7 +277,7 @@ def test_init_gives_empty_tables_beside_params():
 
 
 def test_checkpoints(tmp_path):
-    """A train state without tables; the tables' state by itself; both back, and training goes on alike."""
+    """A train state without tables and the tables' state are restored separately, and training continues alike."""
     orbax = pytest.importorskip("orbax.checkpoint")
     collection = cases.collection_of(optimizer=jaxsok.optim.adam(0.1))
     model, state, tables = declared(collection)
@@ -303,13 +303,13 @@ def test_checkpoints(tmp_path):
 
 
 def test_donated_tables_stay_where_they_are():
-    """Law 9; and one program serves all batches of a size."""
+    """Donated tables keep their buffers (law 9), and one program serves all batches of a size."""
     collection = cases.collection_of()
     model, state, tables = declared(collection)
     step = train(model)
     batches = [collection.batch(raw) for raw in cases.raw_batches(3)]
     small = [collection.batch(raw) for raw in cases.raw_batches(2, num_samples=4)]
-    # Two steps: the step number of a new TrainState is a Python integer, and later an array.
+    # In a new TrainState the step number is a Python integer, and later an array, so two steps are taken.
     for batch in batches[:2]:
         state, tables, _, _ = step(state, tables, batch)
     before, num_programs = cases.addresses(tables), step._cache_size()
@@ -322,7 +322,7 @@ def test_donated_tables_stay_where_they_are():
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_no_table_sized_copy(num_devices):
-    """What XLA made of a step holds none."""
+    """The program that XLA makes of a step holds no copy of a table."""
     capacity = 1 << 12
     collection = cases.collection_of(num_devices, capacity=capacity)
     model, state, tables = declared(collection)
@@ -332,7 +332,7 @@ def test_no_table_sized_copy(num_devices):
 
 
 def test_growth_between_steps():
-    """A table that starts with 4 rows and gets many; nothing is refused, all learn."""
+    """A table grows from 4 rows to many; nothing is refused, and all rows learn."""
     collection = cases.collection_of(capacity=4)
     raws = cases.raw_batches(3, num_keys=200)
     model, state, tables = declared(collection)
@@ -349,7 +349,7 @@ def test_growth_between_steps():
 
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_growth_finds_its_program(num_devices, by_doubling):
-    """The state lies in a train state: still no growth makes a call wait for a compilation."""
+    """With the state in a train state, no growth makes a call wait for a compilation."""
     collection = cases.collection_of(num_devices, capacity=32)
     model, state, tables = declared(collection)
     step = collection.ahead(train(model))
@@ -363,13 +363,13 @@ def test_growth_finds_its_program(num_devices, by_doubling):
         waits.append(len(threads))
         capacities.add(tables["embed"]["state"].stores[0].capacity)
         step.wait()
-    # On a mesh the second step has Flax's count of steps as an array there, no longer as a number.
+    # On a mesh, the second step has Flax's count of steps as an array there, no longer as a number.
     assert waits == [1, num_devices - 1] + [0] * (len(waits) - 2)
     assert len(capacities) == 3 and step.num_hits_ahead == 2 and max(step.stalls_s[num_devices:]) < 1
 
 
 def test_scan_over_steps():
-    """lax.scan with train state and tables as carry: a loop of steps, in place."""
+    """lax.scan with train state and tables as carry is a loop of steps in place."""
     collection = cases.one_device()
     batches = [collection.batch(raw) for raw in cases.raw_batches(3)]
     model, state, tables = declared(collection)
@@ -399,7 +399,7 @@ def test_scan_over_steps():
 
 
 class Twins(nn.Module):
-    """One layer that is called twice."""
+    """A layer that is called twice."""
 
     collection: jaxsok.Collection
 
@@ -410,7 +410,7 @@ class Twins(nn.Module):
 
 
 class Pair(nn.Module):
-    """Two layers, over two collections."""
+    """Two layers over two collections."""
 
     collections: tuple
 
@@ -425,7 +425,7 @@ class Pair(nn.Module):
 
 
 def step_of_sum(model, tables, *args):
-    """One step of a model whose output is its loss; without a dense part."""
+    """Runs one step, without a dense part, of a model whose output is its loss."""
 
     def loss(taps):
         return model.apply({"tables": tables, "sparse_taps": taps}, *args, mutable=TRAINING)
@@ -435,7 +435,7 @@ def step_of_sum(model, tables, *args):
 
 
 def test_two_lookups_in_one_step():
-    """Rows that both calls used step once, with the sum of both gradients: as core's update with two plans."""
+    """Rows that both calls use step once with the sum of both gradients, like core's update with two plans."""
     collection = cases.collection_of(optimizer=jaxsok.optim.adam(0.1))
     model = Twins(collection)
     first, second = (collection.batch(raw).features for raw in cases.raw_batches(2))
@@ -450,7 +450,7 @@ def test_two_lookups_in_one_step():
 
 
 def test_two_layers():
-    """Each has its state; update and grow go through all that looked something up."""
+    """Each layer has its state; update and grow cover all layers that looked something up."""
     collections = cases.collection_of(), cases.collection_of()
     raw = {"user": np.arange(3), "history": np.arange(3), "ads": np.zeros((3, 2), np.int64)}
     model = Pair(collections)
@@ -473,7 +473,7 @@ def test_two_layers():
 
 
 def test_growth_that_fails_in_the_second_layer(monkeypatch):
-    """The first one has grown, and its old tables are gone: the error has the new ones."""
+    """The first layer has grown, and its old tables are gone, so the error has the new ones."""
     collections = cases.collection_of(capacity=4), cases.collection_of(capacity=4)
     raw = {"user": np.arange(3), "history": np.arange(3), "ads": np.zeros((3, 2), np.int64)}
     tables = Pair(collections).init(jax.random.key(0), raw)["tables"]
@@ -491,7 +491,7 @@ def test_growth_that_fails_in_the_second_layer(monkeypatch):
 
 
 def test_micro_batches_are_chained():
-    """Applied to the same tables, or given in another order, they are refused: their row ids are not of one state."""
+    """Micro-batches on the same tables or in another order are refused: their row ids belong to different states."""
     collection = cases.one_device()
     model, state, tables = declared(collection)
     first, second = (collection.batch(raw) for raw in cases.raw_batches(2))
@@ -508,7 +508,7 @@ def test_micro_batches_are_chained():
 
 
 def test_a_step_that_is_passed_over():
-    """Its rows stay as they were made, and the next step is the same program as ever."""
+    """The rows of a discarded step stay as they were made, and the next step runs the same program."""
     collection = cases.one_device()
     model, state, tables = declared(collection)
     raw = cases.raw_batches(1)[0]
@@ -522,7 +522,7 @@ def test_a_step_that_is_passed_over():
 
 
 def test_micro_batches_of_different_layers_are_chained():
-    """The tables of the last one must know the rows of the first, also of a layer that it did not call."""
+    """The last tables must know the rows of the first micro-batch, also of a layer that the last one did not call."""
     collections = cases.collection_of(), cases.collection_of()
     raw = {"user": np.arange(3), "history": np.arange(3), "ads": np.zeros((3, 2), np.int64)}
     model = Pair(collections)
@@ -545,7 +545,7 @@ def test_micro_batches_of_different_layers_are_chained():
 
 
 def test_evaluation_changes_nothing():
-    """Where "tables" is not mutable, and where it is but evaluation is asked for."""
+    """Evaluation changes nothing, whether "tables" is not mutable or evaluation is requested."""
     collection = cases.one_device()
     model, state, tables = declared(collection)
     state, tables, _, _ = train(model)(state, tables, collection.batch(cases.raw_batches(1)[0]))
@@ -568,7 +568,7 @@ def test_evaluation_changes_nothing():
 
 
 def test_remat_around_a_lookup_looks_up_twice():
-    """The same numbers, as docs/flax.md says, but a second lookup in the program."""
+    """The numbers are the same, as docs/flax.md says, but the program has a second lookup."""
     collection = cases.one_device()
     batch = collection.batch(cases.raw_batches(1)[0])
 
@@ -594,14 +594,14 @@ def test_remat_around_a_lookup_looks_up_twice():
 
 
 def message(error, call):
-    """What a call refuses with, on one line."""
+    """Returns the message of a refusal on one line."""
     with pytest.raises(error) as info:
         call()
     return re.sub(r"\s+", " ", str(info.value))
 
 
 def test_errors():
-    """Each says what to do; nothing has changed."""
+    """Each error says what to do, and nothing has changed."""
     collection = cases.one_device()
     model, state, tables = declared(collection)
     batch, small = (collection.batch(cases.raw_batches(1, num_samples=size)[0]) for size in (8, 4))
@@ -616,7 +616,7 @@ def test_errors():
 
     assert "got a lookup in training with taps for 0" in message(ValueError, apply)
     assert 'got no "plans"' in message(ValueError, lambda: apply(mutable=["tables"]))
-    # With taps a step is meant: a frozen lookup would give them no gradient, and say nothing.
+    # With taps a training step is intended; a frozen lookup would silently give them no gradient.
     for mutable in (False, ["batch_stats"], ["plans"]):
         assert 'got no "tables"' in message(
             ValueError, lambda mutable=mutable: apply({**variables, "sparse_taps": taps}, mutable=mutable)
@@ -666,7 +666,7 @@ def test_errors():
 
 
 def test_vmap_over_a_lookup_is_refused():
-    """A table has one state: there is no lookup by lines of a batch."""
+    """A table has one state, so no lookup per element of a batch exists."""
     collection = cases.one_device()
     model, state, tables = declared(collection)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[collection.batch(r) for r in cases.raw_batches(2)])
@@ -676,7 +676,7 @@ def test_vmap_over_a_lookup_is_refused():
 
 
 def test_lookups_ahead_need_no_other_step():
-    """The loop of a model is that without lookups ahead, and so are its losses; `drain` ends them."""
+    """A model's loop is the same as without lookups ahead, with the same losses; `drain` ends the lookups."""
     raws = [{"clicked": np.random.default_rng(step).integers(0, 30, 8)} for step in range(6)]
 
     def train(**options):

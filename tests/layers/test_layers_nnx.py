@@ -1,4 +1,4 @@
-"""The NNX layer: like the core to the bit, like a NumPy model, and unseen by whatever looks at `nnx.Param`."""
+"""The NNX layer: equal to the core to the bit, to a NumPy model within rounding; filters on `nnx.Param` skip tables."""
 
 import functools
 import re
@@ -22,13 +22,13 @@ from jaxsok.layers import nnx as layers
 
 MODES = ("graph", "tree")
 
-# A layer makes its state itself, and is compared with core's, index and all.
+# A layer makes its state itself; index and all are compared with the core's.
 pytestmark = pytest.mark.usefixtures("one_salt", "quickly")
 
 
 @pytest.fixture(autouse=True)
 def world_of_users():
-    """Flax and Optax promote dtypes and ranks."""
+    """Allows promotion of dtypes and ranks, which Flax and Optax use."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -44,12 +44,12 @@ def mode(request):
 
 
 def in_mode(name):
-    """A mode of Flax, for a while; "no updates": graph mode that carries no new Variables out."""
+    """Sets a mode of Flax temporarily; "no updates" is graph mode that carries no new Variables out."""
     return nnx.set_graph_updates(False) if name == "no updates" else nnx.set_graph_mode(name == "graph")
 
 
 class Model(nnx.Module):
-    """Embeddings, and one linear layer."""
+    """A model of embeddings and one linear layer."""
 
     def __init__(self, collection, rngs):
         self.embed = layers.Embeddings(collection)
@@ -64,20 +64,20 @@ def loss_fn(model, batch):
 
 
 def declared(collection, tx=None):
-    """A model and its optimizer."""
+    """Returns a model and its optimizer."""
     model = Model(collection, nnx.Rngs(0))
     return model, nnx.Optimizer(model, optax.sgd(cases.RATE) if tx is None else tx, wrt=nnx.Param)
 
 
 def train(model, optimizer, batch):
-    """One step as a Flax user writes it."""
+    """Runs a step as a Flax user writes it."""
     loss, grads = layers.value_and_grad(loss_fn)(model, batch)
     optimizer.update(model, grads)
     return loss, model.embed.update(grads)
 
 
 def train_twice(model, optimizer, first, second):
-    """One step of two micro-batches."""
+    """Runs a step of two micro-batches."""
     loss, grads = layers.value_and_grad(loss_fn)(model, first)
     more, others = layers.value_and_grad(loss_fn, accumulate=True)(model, second)
     of_params = jax.tree.map(jnp.add, nnx.state(grads, nnx.Param), nnx.state(others, nnx.Param))
@@ -87,21 +87,21 @@ def train_twice(model, optimizer, first, second):
 
 @functools.cache
 def jitted(function, mode, donate=True):
-    """Compiled once for all tests of a mode."""
+    """Jits a function once for all tests of a mode."""
     return nnx.jit(function, donate_argnums=(0, 1) if donate else ())
 
 
 def state_of(model):
-    """The jaxsok state of a model."""
+    """Returns the jaxsok state of a model."""
     return model.embed.tables.get_value()
 
 
 def oracle_of(model):
-    """The same model in NumPy."""
+    """Returns the same model in NumPy."""
     return cases.Oracle(model.out.kernel[...], model.out.bias[...])
 
 
-# Like the oracle, like the core -----------------------------------------------------------------------------------
+# Agreement with the oracle and the core ---------------------------------------------------------------------------
 
 OPS = st.lists(
     st.tuples(st.sampled_from(["train", "train twice", "evaluate", "discard", "grow"]), st.integers(0, 10**6)),
@@ -111,7 +111,7 @@ OPS = st.lists(
 
 
 def lookup_alone(model, batch):
-    """A step that is skipped."""
+    """Runs a step that is skipped."""
     layers.value_and_grad(loss_fn)(model, batch)
     model.embed.discard()
 
@@ -119,19 +119,19 @@ def lookup_alone(model, batch):
 @hypothesis.settings(max_examples=10)
 @given(ops=OPS)
 def test_any_run_is_that_of_the_oracle(ops):
-    """See `any_run`; graph mode."""
+    """Any run in graph mode agrees with the oracle; see `any_run`."""
     any_run("graph", ops)
 
 
 @hypothesis.settings(max_examples=5)
 @given(ops=OPS)
 def test_any_run_in_tree_mode(ops):
-    """The same; the layer itself does not ask for the mode, so a few will do."""
+    """Any run in tree mode agrees too; a few runs suffice, since the layer itself does not ask for the mode."""
     any_run("tree", ops)
 
 
 def any_run(name, ops):
-    """Steps, micro-batches, evaluations, skipped steps and growth, in any order (law 1)."""
+    """Runs steps, micro-batches, evaluations, skipped steps and growth in any order (law 1)."""
     with in_mode(name):
         collection = cases.one_device()
         model, optimizer = declared(collection)
@@ -162,7 +162,7 @@ def any_run(name, ops):
 
 
 def core_step(graphdef, collection, tx):
-    """The core's two calls, with the same dense part."""
+    """Returns a step by the core's two calls, with the same dense part."""
 
     def step(state, params, opt_state, batch):
         embeddings, state, plan = collection.lookup(state, batch.features)
@@ -180,12 +180,12 @@ def core_step(graphdef, collection, tx):
 
 
 def assert_like_core(collection, num_steps=4):
-    """Losses, tables, counts and dense parameters of both, to the bit."""
+    """Compares losses, tables, counts and dense parameters of both, to the bit."""
     tx = optax.adam(1e-2)
     model, optimizer = declared(collection, tx)
     graphdef, params = nnx.split(jax.tree.map(jnp.copy, model.out))
     state, opt_state = collection.init(seed=0), tx.init(params)
-    # As a step gives them back: else the second step is another program.
+    # The variables have the form that a step returns; otherwise the second step is another program.
     params, opt_state = cases.everywhere(collection, (params, opt_state))
     for dense in (model.out, optimizer):
         nnx.update(dense, cases.everywhere(collection, nnx.state(dense)))
@@ -202,14 +202,14 @@ def assert_like_core(collection, num_steps=4):
 
 @pytest.mark.parametrize("name", [*MODES, "no updates"])
 def test_like_the_core_to_the_bit(name):
-    """The same functions run, so the same bits come out."""
+    """The same functions run, so the bits are the same."""
     with in_mode(name):
         assert_like_core(cases.collection_of(optimizer=jaxsok.optim.adam(0.1)))
 
 
 @pytest.mark.parametrize("num_devices, name", [(2, "tree"), (4, "graph")])
 def test_like_the_core_on_a_mesh(num_devices, name):
-    """Tables split over devices; so are the taps."""
+    """Tables and taps are sharded over devices."""
     collection = cases.collection_of(num_devices, optimizer=jaxsok.optim.rowwise_adagrad(0.1))
     with in_mode(name):
         assert_like_core(collection, num_steps=2)
@@ -219,7 +219,7 @@ def test_like_the_core_on_a_mesh(num_devices, name):
 
 
 def test_on_an_explicit_mesh():
-    """The gradient of a tap has the sharding of the embedding, where shardings are part of types."""
+    """If shardings are part of types, the gradient of a tap has the sharding of the embedding."""
     collection = cases.collection_of(2, axis_type=AxisType.Explicit)
     layer = layers.Embeddings(collection)
     batch = collection.batch(cases.raw_batches(1)[0])
@@ -249,7 +249,7 @@ def test_on_an_explicit_mesh():
 
 
 def test_gradient_of_taps_is_that_of_the_embeddings(mode):
-    """By formula: of sum(c * e ** 2) it is 2 c e."""
+    """The gradient of sum(c * e ** 2) is 2 c e."""
     collection = cases.one_device()
     layer = layers.Embeddings(collection)
     features = collection.batch(cases.raw_batches(1)[0]).features
@@ -268,7 +268,7 @@ def test_gradient_of_taps_is_that_of_the_embeddings(mode):
 
 
 def test_flax_s_own_transformation():
-    """set_taps and nnx.value_and_grad with DiffState do what value_and_grad does."""
+    """set_taps and nnx.value_and_grad with DiffState do the same as value_and_grad."""
     collection = cases.one_device()
     batch = collection.batch(cases.raw_batches(1)[0])
     (own, optimizer), (other, its_optimizer) = declared(collection), declared(collection)
@@ -288,7 +288,7 @@ def test_flax_s_own_transformation():
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clipped_as_the_core_clips(mode, max_norm):
-    """To the bit; the gradients keep their form."""
+    """The clipped gradients have the core's bits and keep their form."""
     collection = cases.one_device()
     batch = collection.batch(cases.raw_batches(1)[0])
     model, _ = declared(collection)
@@ -305,7 +305,7 @@ def test_clipped_as_the_core_clips(mode, max_norm):
 
 @pytest.mark.parametrize("num_batches", [1, 2])
 def test_clipped_as_dense_optax_clips(mode, num_batches):
-    """Keys repeat within and between micro-batches: the norm is that of whole tables, not that of their uses."""
+    """Keys repeat within and between micro-batches, and the norm is that of whole tables, not that of single uses."""
     collection = cases.one_device()
     raws = cases.raw_batches(num_batches, num_keys=3)
     model, optimizer = declared(collection)
@@ -328,13 +328,13 @@ def test_clipped_as_dense_optax_clips(mode, num_batches):
 
     norm, unclipped = step(model, optimizer, [collection.batch(raw) for raw in raws])
     np.testing.assert_allclose(norm, optax.tree.norm(dense), rtol=1e-5)
-    assert norm > 0.5 and abs(norm - unclipped) > 0.01 * norm  # Optax's norm of the layer's gradients is another
+    assert norm > 0.5 and abs(norm - unclipped) > 0.01 * norm  # Optax's norm of the layer's gradients differs
     np.testing.assert_allclose(model.out.kernel[...][:, 0], kernel - cases.RATE * wanted["kernel"], rtol=1e-5)
     cases.assert_stepped(collection, state_of(model), wanted)
 
 
 def test_two_layers_are_clipped_together(mode):
-    """One norm over the tables of both."""
+    """One norm covers the tables of both layers."""
     model = nnx.Dict(one=layers.Embeddings(cases.collection_of()), two=layers.Embeddings(cases.collection_of()))
     features = model["one"].collection.batch(cases.raw_batches(1)[0]).features
 
@@ -357,7 +357,7 @@ def test_two_layers_are_clipped_together(mode):
 
 
 def test_clipping_refuses_what_does_not_fit(mode):
-    """And changes nothing."""
+    """A refusal changes nothing."""
     collection = cases.one_device()
     model, _ = declared(collection)
     batch = collection.batch(cases.raw_batches(1)[0])
@@ -390,7 +390,7 @@ def _is_tap(node):
 
 
 def test_a_negative_zero_stays_one():
-    """The tap gives what the lookup gave, to the bit; x + 0 would not."""
+    """The tap returns the looked-up embedding to the bit; x + 0 would lose the sign of a zero."""
     tables = [jaxsok.TableSpec("item", 2, jaxsok.optim.sgd(1.0), initializer=jaxsok.initializers.constant(-0.0))]
     layer = layers.Embeddings(jaxsok.Collection(tables, [jaxsok.FeatureSpec("item", "item")]))
     features = layer.collection.batch({"item": np.array([7])}).features
@@ -401,7 +401,7 @@ def test_a_negative_zero_stays_one():
 
 
 def test_a_loss_is_traced_for_its_lookups_without_a_trace_left(mode):
-    """Random numbers and metrics of the step are drawn and counted once."""
+    """The extra trace leaves random numbers and metrics of the step drawn and counted once."""
 
     class Noisy(Model):
         def __init__(self, collection, rngs):
@@ -413,7 +413,7 @@ def test_a_loss_is_traced_for_its_lookups_without_a_trace_left(mode):
 
     def loss(model, seen, batch, is_seen, name):
         value = loss_fn(model, batch)
-        if is_seen and name == "loss":  # flags are none of a trace's business
+        if is_seen and name == "loss":  # flags are not traced
             seen.update(loss=value)
         return value
 
@@ -426,7 +426,7 @@ def test_a_loss_is_traced_for_its_lookups_without_a_trace_left(mode):
     assert int(seen.count[...]) == 1 and seen.compute() == value
 
 
-# Unseen by what looks at nnx.Param --------------------------------------------------------------------------------
+# Filters on nnx.Param skip tables ---------------------------------------------------------------------------------
 
 
 def test_dense_tools_do_not_see_tables(mode):
@@ -454,7 +454,7 @@ def test_dense_tools_do_not_see_tables(mode):
 
 
 def test_checkpoints(mode, tmp_path):
-    """Parameters without tables; the tables' state by itself; both back into a new model, which trains on alike."""
+    """Parameters and the tables' state are restored separately into a new model, which continues training alike."""
     orbax = pytest.importorskip("orbax.checkpoint")
     collection = cases.collection_of(optimizer=jaxsok.optim.adam(0.1))
     model, optimizer = declared(collection)
@@ -487,7 +487,7 @@ def test_checkpoints(mode, tmp_path):
 
 
 def test_donated_tables_stay_where_they_are(mode):
-    """Law 9; and one program serves all batches of a size, another those of another size."""
+    """Donated tables keep their buffers (law 9), and each size of batches has one program."""
     collection = cases.collection_of()
     model, optimizer = declared(collection)
     traced = []
@@ -520,7 +520,7 @@ def test_no_table_sized_copy(num_devices):
 
 
 def test_growth_between_steps(mode):
-    """A table that starts with 4 rows and gets many; nothing is refused, all learn."""
+    """A table grows from 4 rows to many; nothing is refused, and all rows learn."""
     collection = cases.collection_of(capacity=4)
     model, optimizer = declared(collection)
     oracle = oracle_of(model)
@@ -566,7 +566,7 @@ def test_growth_finds_its_program(name, num_devices, by_doubling):
 
 
 def test_two_layers_and_a_shared_part_find_their_program(by_doubling):
-    """Collections that grow apart, in a model whose modules share a module."""
+    """Collections grow separately in a model whose modules share a module."""
     collections = cases.collection_of(capacity=32), cases.collection_of(capacity=64)
 
     class Pair(nnx.Module):
@@ -596,7 +596,7 @@ def test_two_layers_and_a_shared_part_find_their_program(by_doubling):
 
 
 def test_scans_over_steps(mode):
-    """nnx.scan with the model as carry, and lax.scan over its split state: a loop of steps, in place."""
+    """nnx.scan with the model as carry and lax.scan over its split state are loops of steps in place."""
     collection = cases.one_device()
     batches = [collection.batch(raw) for raw in cases.raw_batches(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
@@ -638,7 +638,7 @@ def test_scans_over_steps(mode):
 
 
 class Twins(nnx.Module):
-    """One layer that is called twice."""
+    """A layer that is called twice."""
 
     def __init__(self, collection, rngs):
         self.embed = layers.Embeddings(collection)
@@ -650,7 +650,7 @@ class Twins(nnx.Module):
 
 
 def test_two_lookups_in_one_step(mode):
-    """Rows that both calls used step once, with the sum of both gradients: as core's update with two plans."""
+    """Rows that both calls use step once with the sum of both gradients, like core's update with two plans."""
     collection = cases.collection_of(optimizer=jaxsok.optim.adam(0.1))
     model = Twins(collection, nnx.Rngs(0))
     first, second = (collection.batch(raw) for raw in cases.raw_batches(2))
@@ -677,7 +677,7 @@ def test_two_lookups_in_one_step(mode):
 
 
 def test_two_layers(mode):
-    """Two collections in one model: update and grow go through all layers, and name them by path."""
+    """In a model with two collections, update and grow cover all layers and name them by path."""
 
     class Pair(nnx.Module):
         def __init__(self):
@@ -708,7 +708,7 @@ def test_two_layers(mode):
 
 
 def test_two_layers_step_together_or_not_at_all(mode):
-    """Outside jit too: a layer without gradients leaves the others as they were, with their lookups."""
+    """Outside jit too, a layer without gradients leaves the others unchanged, with their lookups."""
     model = nnx.Dict(one=layers.Embeddings(cases.collection_of()), two=layers.Embeddings(cases.collection_of()))
     features = model["one"].collection.batch(cases.raw_batches(1)[0]).features
 
@@ -732,7 +732,7 @@ def test_two_layers_step_together_or_not_at_all(mode):
 
 
 def test_evaluation_changes_nothing(mode):
-    """Each way to say it: eval(), nnx.view, the argument; keys without a row are missing, and get none."""
+    """eval(), nnx.view and the argument are equal; keys without a row count as missing and get none."""
     collection = cases.one_device()
     model, optimizer = declared(collection)
     known, new = cases.raw_batches(1)[0], cases.raw_batches(1, seed=1, num_keys=10**6)[0]
@@ -760,7 +760,7 @@ def test_evaluation_changes_nothing(mode):
 
 
 def test_evaluation_in_a_gradient(mode):
-    """A frozen layer beside dense parameters that learn: no lookup waits, so there is none to update."""
+    """With a frozen layer and trained dense parameters, no lookup waits, so there is none to update."""
     collection = cases.one_device()
     model, optimizer = declared(collection)
     model.eval()
@@ -778,24 +778,24 @@ def test_evaluation_in_a_gradient(mode):
 
 
 def remat_of_all(model, batch):
-    """The lookup is inside what is computed again."""
+    """Recomputes the lookup too."""
     scores = nnx.remat(lambda model, features: model(features) ** 2)(model, batch.features)
     return cases.loss_of(scores, batch["label"])
 
 
 def remat_of_dense(model, batch):
-    """The lookup is outside."""
+    """Recomputes the dense part alone."""
     scores = nnx.remat(lambda out, x: out(x)[:, 0] ** 2)(model.out, cases.joined(model.embed(batch.features)))
     return cases.loss_of(scores, batch["label"])
 
 
 def no_remat(model, batch):
-    """Nothing is computed again."""
+    """Recomputes nothing."""
     return cases.loss_of(model(batch.features) ** 2, batch["label"])
 
 
 def test_remat_around_a_lookup_looks_up_twice():
-    """The same numbers, as docs/flax.md says, but a second lookup; around the dense part alone there is none."""
+    """The numbers are the same, as docs/flax.md says; remat around a lookup adds a second one, elsewhere none."""
     collection = cases.collection_of(capacity=1 << 12)
     batch = collection.batch(cases.raw_batches(1)[0])
     seen = {}
@@ -819,7 +819,7 @@ def test_remat_around_a_lookup_looks_up_twice():
 
 
 def test_vmap_over_a_lookup_is_refused():
-    """A table has one state: there is no lookup by lines of a batch."""
+    """A table has one state, so no lookup per element of a batch exists."""
     collection = cases.one_device()
     model, _ = declared(collection)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[collection.batch(r) for r in cases.raw_batches(2)])
@@ -844,7 +844,7 @@ def test_made_inside_jit_and_in_the_abstract():
 
 
 def test_a_layer_shared_by_two_modules():
-    """Graph mode: it is one layer, found once, and its lookups are one update."""
+    """In graph mode it is one layer, found once, and its lookups are one update."""
     collection = cases.one_device()
     embed = layers.Embeddings(collection)
     model = nnx.Dict(one=nnx.Dict(embed=embed), two=nnx.Dict(embed=embed))
@@ -863,14 +863,14 @@ def test_a_layer_shared_by_two_modules():
 
 
 def message(error, call):
-    """Returns the message with which a call refuses, on one line."""
+    """Returns the message of a refusal on one line."""
     with pytest.raises(error) as info:
         call()
     return re.sub(r"\s+", " ", str(info.value))
 
 
 def test_errors_of_a_step_change_nothing(mode):
-    """Each says what to do; the model is as it was."""
+    """Each error says what to do, and the model is unchanged."""
     collection = cases.one_device()
     model, optimizer = declared(collection)
     batch, other = (collection.batch(raw) for raw in cases.raw_batches(2))
@@ -925,7 +925,7 @@ def test_errors_of_a_step_change_nothing(mode):
 
 
 def test_gradients_of_other_taps_are_refused(mode):
-    """More taps than lookups: they were made for another step."""
+    """More taps than lookups mean that the taps belong to another step."""
     collection = cases.one_device()
     model, _ = declared(collection)
     batch = collection.batch(cases.raw_batches(1)[0])
@@ -937,7 +937,7 @@ def test_gradients_of_other_taps_are_refused(mode):
 
 
 def test_one_collection_grows_with_one_state():
-    """Two layers over it would be confused about the rows in use."""
+    """Two layers over one collection would disagree about the rows in use."""
     collection = cases.one_device()
     model = nnx.Dict(one=layers.Embeddings(collection), two=layers.Embeddings(collection))
     assert "got one collection for the layers ['one', 'two']" in message(ValueError, lambda: layers.grow(model))
@@ -945,7 +945,7 @@ def test_one_collection_grows_with_one_state():
 
 @pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 2}], ids=["exact", "stale"])
 def test_lookups_ahead_need_no_other_step(options):
-    """The loop of a model is that without lookups ahead; exact ones give its bits, and `drain` ends them."""
+    """A model's loop is the same as without lookups ahead; exact lookups give its bits, and `drain` ends them."""
     raws = [{"clicked": np.random.default_rng(step).integers(0, 30, 8)} for step in range(6)]
 
     def train(**options):
@@ -976,7 +976,7 @@ def test_lookups_ahead_need_no_other_step(options):
             loss, stats = step(model, optimizer, plan)
             stats.check()
             losses.append(float(loss))
-            if number == 3:  # drained
+            if number == 3:  # the lookup is drained
                 model.embed.find(batch.features)
         return losses, programs.by_key(collection, model.embed.tables.get_value(), "item")["rows"]
 

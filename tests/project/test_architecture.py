@@ -1,6 +1,6 @@
-"""The form of the project: who may import whom, one noun in all its files, what may stand where in ffi/.
+"""The structure of the project: the direction of imports, one noun in all its files, the contents of ffi/.
 
-Reads sources alone: no module of jaxsok is imported here, except by the test that asks what an import brings along.
+Reads sources only: no module of jaxsok is imported here, except by the test of what an import loads.
 """
 
 import ast
@@ -33,20 +33,20 @@ FILES_OF_A_NOUN = (
 
 
 def sources(*patterns):
-    """The files of the patterns, by path from the root; never none, so that no test passes for want of files."""
+    """Returns the files of the patterns by path from the root; no match is an error, so no test passes vacuously."""
     found = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
     assert found, f"no file matches {patterns}"
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in found}
 
 
 def code(text):
-    """C++ without its comments and string literals."""
+    """Returns C++ without its comments and string literals."""
     pattern = r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\""
     return re.sub(pattern, lambda found: "\n" * found[0].count("\n"), text, flags=re.DOTALL)
 
 
 def occurrences(files, pattern):
-    """Each "file:line: text" where the pattern stands in code."""
+    """Returns each "file:line: text" whose code matches the pattern."""
     return [
         f"{name}:{number}: {line.strip()}"
         for name, text in files.items()
@@ -56,7 +56,7 @@ def occurrences(files, pattern):
 
 
 def includes(files):
-    """Each (file, what it includes)."""
+    """Returns each (file, included file)."""
     pattern = r"^\s*#\s*include\s*[<\"]([^>\"]+)[>\"]"
     return [(name, found) for name, text in files.items() for found in re.findall(pattern, text, flags=re.MULTILINE)]
 
@@ -65,7 +65,7 @@ def includes(files):
 
 
 def layers():
-    """The layer of each module, by its place in the import contract, 0 at the bottom."""
+    """Returns the layer of each module by its place in the import contract, 0 at the bottom."""
     contract = PYPROJECT["tool"]["importlinter"]["contracts"][0]
     assert contract["type"] == "layers" and contract["exhaustive"]
     levels = [level.replace("|", " ").split() for level in reversed(contract["layers"])]
@@ -73,7 +73,7 @@ def layers():
 
 
 def imported_modules(name, text):
-    """The modules of jaxsok, each without its parents, that a source file imports; anywhere, also inside functions."""
+    """Returns the modules of jaxsok, each without its parents, that a source file imports, also inside functions."""
     package = name.removesuffix(".py").split("/")[:-1]
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -88,7 +88,7 @@ def imported_modules(name, text):
 
 
 def test_every_module_has_a_layer():
-    """A new module gets a line in the import contract."""
+    """A new module needs an entry in the import contract."""
     modules = {path.stem for path in ROOT.glob("jaxsok/*.py")} | {
         path.parent.name for path in ROOT.glob("jaxsok/*/__init__.py")
     }
@@ -96,7 +96,7 @@ def test_every_module_has_a_layer():
 
 
 def test_imports_run_downwards():
-    """A module imports only from layers below its own (import-linter asks the same in `make lint`)."""
+    """A module imports only from layers below its own (import-linter checks the same in `make lint`)."""
     layer = layers()
     wrong = []
     for name, text in sources("jaxsok/**/*.py").items():
@@ -110,7 +110,7 @@ def test_imports_run_downwards():
 
 
 def test_import_brings_only_jax_numpy_and_jaxtyping(tmp_path):
-    """Optional parts are imported where they are needed, and the library is loaded by the first call."""
+    """Optional parts are imported on first use, and the first call loads the library."""
     script = (
         "import sys, jax, numpy, jaxtyping; before = set(sys.modules); import jaxsok; "
         "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
@@ -125,13 +125,13 @@ def test_import_brings_only_jax_numpy_and_jaxtyping(tmp_path):
 
 @pytest.mark.parametrize("noun", NOUNS)
 def test_every_noun_has_all_its_files(noun):
-    """One grep for a noun follows the op through the system."""
+    """Every file of an op carries its noun, so a single grep follows it."""
     missing = [name for name in (form.format(noun) for form in FILES_OF_A_NOUN) if not (ROOT / name).exists()]
     assert not missing
 
 
 def test_no_kernel_or_handler_without_a_noun():
-    """A second name for an op, or a file that no noun owns; a long file is split by verb: table_grow_cuda.cu."""
+    """Second names for an op and files without a noun are refused; long files split by verb: table_grow_cuda.cu."""
     names = [
         pathlib.Path(name) for name in sources("ffi/kernels/*_cpu.cc", "ffi/kernels/*_cuda.cu", "ffi/handlers/*.cc")
     ]
@@ -140,7 +140,7 @@ def test_no_kernel_or_handler_without_a_noun():
 
 
 def test_cmake_lists_the_sources():
-    """Sources are listed, never globbed; none is forgotten."""
+    """Sources are listed, never globbed, and the list is complete."""
     cmake = (ROOT / "ffi/CMakeLists.txt").read_text()
     assert "GLOB" not in re.sub(r"#.*", "", cmake)
     listed = set(re.findall(r"^\s+((?:kernels|handlers|c_interface|tests)/\S+)$", cmake, flags=re.MULTILINE))
@@ -148,7 +148,7 @@ def test_cmake_lists_the_sources():
 
 
 def test_targets_in_cpp_are_targets_in_python():
-    """Each handler is registered, each registered target has a handler, and target and symbol are one name."""
+    """Each handler is registered, each registered target has a handler, and target and symbol have the same name."""
     handlers = re.findall(
         r"\b(?:JAXSOK_DEFINE(?:_EAGER)?_HANDLER|XLA_FFI_DEFINE_HANDLER_SYMBOL)\(\s*(\w+)",
         code("".join(sources("ffi/handlers/*.cc").values())),
@@ -165,7 +165,7 @@ def test_targets_in_cpp_are_targets_in_python():
     assert sorted(symbols) == sorted(handlers)
 
 
-# What may stand where in ffi/ --------------------------------------------------------------------------------------
+# The contents of ffi/ ----------------------------------------------------------------------------------------------
 
 
 def test_core_knows_neither_xla_nor_the_cuda_runtime():
@@ -180,21 +180,21 @@ def test_core_knows_neither_xla_nor_the_cuda_runtime():
 
 
 def test_kernels_know_no_xla_type():
-    """kernels/ take raw pointers and sizes, and so the C interface over them works without XLA."""
+    """kernels/ take raw pointers and sizes, so that the C interface over them works without XLA."""
     files = sources("ffi/kernels/*", "ffi/c_interface/*", "jaxsok/include/*.h")
     assert not [pair for pair in includes(files) if re.search(r"xla/|handlers/", pair[1])]
     assert not occurrences(files, r"\bxla::|\bffi::|\bXLA_FFI\w*")
 
 
 def test_handlers_see_xla_and_launchers_only():
-    """handlers/ are glue: no CUDA header, no fact of core/ but through the contracts in kernels/*.h."""
+    """handlers/ are glue: they include no CUDA header, and facts of core/ only through the contracts in kernels/*.h."""
     allowed = r"xla/ffi/api/\w+\.h|(\.\./)?kernels/[a-z]+\.h|(handlers/)?(bind|buffers|call)\.h|[a-z_]+"
     wrong = [pair for pair in includes(sources("ffi/handlers/*")) if not re.fullmatch(allowed, pair[1])]
     assert not wrong
 
 
 def test_handlers_neither_allocate_device_memory_nor_wait_for_the_device():
-    """What a handler launches can be captured in a CUDA graph, and cannot stop NCCL."""
+    """A handler's launches can be captured in a CUDA graph, and cannot stop NCCL."""
     files = sources("ffi/handlers/*")
     allocates = r"cuda(Malloc|Free|HostAlloc|HostRegister)|cu(Mem|da)\w*Alloc|ScratchAllocator|\bnew\b|\bmalloc\b"
     waits = r"Synchronize|StreamQuery|EventQuery"
@@ -202,9 +202,9 @@ def test_handlers_neither_allocate_device_memory_nor_wait_for_the_device():
 
 
 def test_launches_neither_allocate_device_memory_nor_wait():
-    """The same for what a handler calls; workspaces are results of a known size.
+    """Functions that a handler calls neither allocate nor wait; workspaces are results of a known size.
 
-    Windows are opened and grow while a program is traced, in functions that no handler calls; and host slabs are made
+    Windows are opened and grow while a program is traced, in functions that no handler calls; host slabs are made
     between programs, with their areas. Room for rows that are moved ahead is made by the first call that needs it
     (decision 0024).
     """
@@ -226,7 +226,7 @@ def test_launches_neither_allocate_device_memory_nor_wait():
 
 
 def test_no_float_atomics_in_kernels():
-    """Two runs, the same bits: floats are added in a fixed order."""
+    """Floats are added in a fixed order, so that two runs give the same bits."""
     assert not occurrences(sources("ffi/kernels/*.cu*"), r"atomicAdd\(\s*\(?\s*(reinterpret_cast<)?float")
 
 
@@ -234,7 +234,7 @@ def test_no_float_atomics_in_kernels():
 
 
 def test_oracle_imports_nothing_of_jaxsok():
-    """The judge shares no code with the judged."""
+    """The oracle shares no code with the library that it checks."""
     tree = ast.parse((ROOT / "tests/oracle.py").read_text())
     modules = {
         alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
@@ -244,7 +244,7 @@ def test_oracle_imports_nothing_of_jaxsok():
 
 
 def test_the_oldest_jaxlib_is_one_number():
-    """The headers of the build are those of the oldest supported JAX."""
+    """The build uses the headers of the oldest supported JAX."""
     (jax,) = [text for text in PYPROJECT["project"]["dependencies"] if re.match(r"jax\b", text)]
     oldest = re.search(r">=([0-9.]+)", jax)[1]
     assert f"jaxlib=={oldest}" in PYPROJECT["build-system"]["requires"]
@@ -253,13 +253,13 @@ def test_the_oldest_jaxlib_is_one_number():
 
 
 def test_warnings_are_errors():
-    """In tests; pyproject.toml does not say so, because then a plugin's warning would end the run: see conftest.py."""
+    """Tests set this in conftest.py, not in pyproject.toml, where a plugin's warning would end the run."""
     with pytest.raises(UserWarning, match="as a test"):
         warnings.warn("as a test", stacklevel=1)
 
 
 def test_a_plugin_that_warns_does_not_end_the_run(tmp_path):
-    """A plugin that warns while it is configured, as pytest-benchmark does where there are several workers."""
+    """A plugin may warn while it is configured, as pytest-benchmark does with several workers."""
     (tmp_path / "warning_plugin.py").write_text(
         "import warnings\ndef pytest_configure(config):\n    warnings.warn('benchmarks are disabled')\n"
     )

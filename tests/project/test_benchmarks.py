@@ -1,4 +1,4 @@
-"""The benchmarks: right keys, right bytes, right peers, and a run small enough for a CPU that measures everything."""
+"""The benchmarks: correct keys, bytes and peers, and a full run small enough for a CPU."""
 
 import dataclasses
 import doctest
@@ -46,7 +46,7 @@ from benchmarks import (  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def without_collections(monkeypatch):
-    """Benchmarks free memory between measurements; these are small, and each collection visits the suite's objects."""
+    """Skips garbage collection between measurements: these are small, and a collection visits the suite's objects."""
     monkeypatch.setattr(gc, "collect", lambda generation=2: 0)
 
 
@@ -86,7 +86,7 @@ def test_unknown_names_are_refused_before_anything_runs():
 
 
 def test_a_quick_run_that_names_nothing_is_small(monkeypatch):
-    """Parts that are named run all the same."""
+    """Named parts run in full."""
     monkeypatch.setattr(run, "has_gpu", lambda: False)
     options = run.parse(["--quick"])
     assert (options.workloads, options.parts) == (("W1", "W5"), ("lookup", "update", "xla"))
@@ -97,7 +97,7 @@ def test_a_quick_run_that_names_nothing_is_small(monkeypatch):
 
 
 def test_times_are_printed_as_they_are_known(capsys):
-    """A range where repetitions differ much, no spread of a single time, no rate of 0, and a note that counts them."""
+    """Times show a range if repetitions differ much, no spread of a single time, no rate of 0, and a note."""
     steady, single = timing.summary([1.0, 1.1, 1.05], 1), timing.summary([2.0], 1)
     unsteady = timing.summary([1.0, 0.5, 13.4], 1)
     assert (str(steady), steady.spread_text) == ("1.05 ms ±5%", "10%")
@@ -158,7 +158,7 @@ def test_a_step_is_timed_once_a_dispatch_and_threads_its_carry():
     step = timing.Step(lambda carry, x: (carry + x, carry), donates=True)
     found, carry = step.measure(jnp.zeros(()), [jnp.float32(1.0), jnp.float32(1.0)], protocol)
     look = float(carry) - 2 * 2 - 2 - found.repetitions * found.dispatches
-    assert 1 <= look <= 20  # the two warm-ups and the two estimates take the rest
+    assert 1 <= look <= 20  # two warm-ups and two estimates take the rest
     assert found.low_ms <= found.ms <= found.high_ms
     assert found.repetitions == 6
 
@@ -170,7 +170,7 @@ def test_where_the_host_is_slow_steps_in_a_row_are_timed_too(monkeypatch, donate
     calls = []
 
     def function(carry, x):
-        calls.append(x.shape)  # when traced
+        calls.append(x.shape)  # runs when traced
         return (carry + x.sum(), x * carry) if donates else x * carry
 
     step = timing.Step(function, donates)
@@ -229,7 +229,7 @@ def test_a_table_of_meshes_compares_whole_steps_alone():
     rows = [dict(zip(tables.EXCHANGE_COLUMNS, row, strict=True)) for row in tables.exchange_rows(found, True)]
     _, planned, pipelined, two, _ = rows
     row_wise, table_wise = tables.EXCHANGE_COLUMNS[-2:]
-    assert (planned["XLA ÷"], planned[row_wise]) == (tables.NOTHING, tables.NOTHING)  # its plan is not in it
+    assert (planned["XLA ÷"], planned[row_wise]) == (tables.NOTHING, tables.NOTHING)  # the time excludes its plan
     assert (pipelined["XLA ÷"], pipelined["of the wire"], pipelined["efficiency"]) == ("15.00", "0.25", "0.75")
     assert (pipelined["k samples/s"], pipelined["GB/s sent"]) == ("3.277e+04", "50")
     assert (pipelined[row_wise], pipelined[table_wise]) == ("8.23 ms, 4.12", "4.9 ms, 2.45")
@@ -242,7 +242,7 @@ def test_a_table_of_meshes_compares_whole_steps_alone():
 
 @pytest.fixture
 def small_m1(monkeypatch):
-    """M1 with few tables: a program has an operand for each of them, and compiling is what takes the time."""
+    """Reduces M1 to few tables: a program has an operand for each table, and compilation dominates the time."""
     small = dataclasses.replace(workloads.MESH_WORKLOADS["M1"], num_tables=2)
     monkeypatch.setitem(workloads.MESH_WORKLOADS, "M1", small)
     return small.scaled(0.0005)
@@ -306,7 +306,7 @@ def test_what_fails_while_a_table_grows_leaves_what_was_reached(monkeypatch):
 
 
 def test_kernels_are_counted_for_their_floor(monkeypatch):
-    """Stands in for a GPU with CuPy: the profiler's kernels, and the time of as many without work."""
+    """Simulates a GPU with CuPy: the profiler's kernels, and the time of as many empty kernels."""
     asked = []
     plain = types.SimpleNamespace(nothing=lambda count, protocol: asked.append(count) or timing.summary([0.5], 1))
     monkeypatch.setattr(bench_small.cuda_kernels, "loaded", lambda dim: plain)
@@ -342,7 +342,7 @@ def test_what_fbgemm_wrote_becomes_records(monkeypatch):
 
 
 def test_what_dynamicemb_wrote_becomes_records(monkeypatch, tmp_path):
-    """Of a child that runs; its folders come first, and its table tells it from jaxsok."""
+    """The child process finds its folders first, and its table separates its records from jaxsok's."""
     timed = [(None, "", [2.0, 1.0, 3.0]), (0.5, "prefetch", [8.0])]
     entries = [
         {"what": "DLRM step", "by": by, "share": share, "samples_ms": ms, "dispatches": 5, "moved": {"num_hits": 7}}
@@ -373,7 +373,7 @@ def test_what_dynamicemb_wrote_becomes_records(monkeypatch, tmp_path):
 
 
 def test_benchmarks_need_no_library_of_readers():
-    """Where `jaxsok[data]` is not installed, all that reads no files can be measured."""
+    """Without `jaxsok[data]`, all benchmarks that read no files run."""
     program = """
 import sys
 sys.modules |= dict.fromkeys(("grain", "pyarrow"))  # an import of them fails
@@ -410,7 +410,7 @@ def test_targets_are_read_from_the_right_records():
     old = [record("W1", records.EVALUATION, "jaxsok", 9.0), record("W1", records.FORWARD, "fbgemm_unchecked", 3.3)]
     new = [
         record("W1", records.EVALUATION, "jaxsok", 3.0),
-        # Not the one that is compared: small batches have a table of their own.
+        # This record is not the compared one: small batches have a table of their own.
         record("W1", records.EVALUATION, "jaxsok", 0.1, notes={"part": "small"}),
         record("W1", records.STEP, "jaxsok", 1.0, optimizer="rowwise_adagrad", notes={"part": "skew"}),
     ]
@@ -440,10 +440,10 @@ def test_plots_are_drawn_of_what_there_is(tmp_path):
     first = (tmp_path / "scale.svg").read_bytes()
     assert b"rows in the table" in first
     plots.draw(sizes, tmp_path)
-    assert (tmp_path / "scale.svg").read_bytes() == first  # the same bytes from the same records
+    assert (tmp_path / "scale.svg").read_bytes() == first  # the same records give the same bytes
     dims = [record(1.0, "dims", dim=dim, dtype="float32") for dim in (8, 33, 64)]
     assert [name for name, _ in plots.draw(dims, tmp_path)] == ["dims.svg"]
-    assert not (tmp_path / "scale.svg").exists()  # a plot without records does not stay behind
+    assert not (tmp_path / "scale.svg").exists()  # a plot without records is removed
 
 
 @pytest.mark.parametrize("name", ["bench_dims", "bench_serving", "limits", "one_table", "timing", "workloads"])
@@ -490,7 +490,7 @@ def test_a_way_of_serving_that_reads_other_rows_is_not_timed(monkeypatch):
 
 
 def test_a_quick_run_of_one_workload_is_reported(tmp_path, monkeypatch):
-    """The parts of `--quick`, from the command line to the page; a run of all parts takes 15 times as long."""
+    """`--quick` runs its parts from the command line to the page; a run of all parts takes 15 times as long."""
     monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")
     path, page = tmp_path / "results.json", tmp_path / "performance.md"
     arguments = ["--quick", "--scale", "0.0003", "--workloads", "W5", "--repetitions", "2", "--batch-ms", "1"]
@@ -511,7 +511,7 @@ def test_a_quick_run_of_one_workload_is_reported(tmp_path, monkeypatch):
 def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")
     path = tmp_path / "results.json"
-    parts = ",".join(part for part in run.PARTS if part != "fbgemm")  # not while this process holds the memory
+    parts = ",".join(part for part in run.PARTS if part != "fbgemm")  # this process holds the memory
     monkeypatch.setitem(workloads.WORKLOADS, "W1", dataclasses.replace(workloads.WORKLOADS["W1"], num_tables=2))
     arguments = ["--quick", "--scale", "0.0003", "--workloads", "W1,W5,H1", "--repetitions", "2", "--batch-ms", "1"]
     recorder = run.main([*arguments, "--only", parts, "--out", str(path), "--commit", "abc"])
@@ -565,7 +565,7 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
         f"bags of {hotness}" for hotness in bench_skew.HOTNESS
     }
     assert all(record.notes["rows_stay"] for record in found if record.what == records.GROW)
-    # Readings find what this run measured; of the others full-size results tell.
+    # The page reads this run's measurements, and takes the others from full-size results.
     reached = [target.name for target in targets.TARGETS if target.reading(targets.Found(found)) is not None]
     for wanted in (
         "W1's shape, one key a table",
@@ -639,7 +639,7 @@ def test_a_quick_run_on_a_mesh_measures_everything(tmp_path, monkeypatch, small_
         | {(records.STEP, "planned", "float32", "pmap")}
     )
     assert all(one.timing.ms > 0 for one in found)
-    # A whole step asks for keys and sends rows twice; bfloat16 halves the rows.
+    # A whole step sends requests, and rows twice; bfloat16 halves the rows.
     sent = {(one.notes["program"], one.notes["wire"]): one.moved_bytes for one in found if one.what == records.STEP}
     assert sent["pipelined", "float32"] - sent["pipelined", "bfloat16"] == sent["planned", "bfloat16"] > 0
     assert len(tables.exchange_rows(found, False)) == len(found)

@@ -1,4 +1,4 @@
-"""The lines of docs/coming_from.md compute what TensorFlow's lookups do, by their definitions in NumPy."""
+"""The code of docs/coming_from.md computes the same as TensorFlow's lookups, by their definitions in NumPy."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ import jaxsok
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DIM = 4
-# As DeepRec's documentation of its asynchronous lookup lists them.
+# The order is that in DeepRec's documentation of its asynchronous lookup.
 TEN = [
     "tf.contrib.feature_column.sequence_input_layer",
     "tf.contrib.layers.safe_embedding_lookup_sparse",
@@ -33,14 +33,14 @@ TEN = [
 
 
 def combined(rows, weights, combiner):
-    """The definition in `tf.nn.embedding_lookup_sparse`, for one sample."""
+    """Combines one sample by the definition in `tf.nn.embedding_lookup_sparse`."""
     weights = np.asarray(weights, np.float64)
     total = sum(weight * row for weight, row in zip(weights, rows, strict=True))
     return total / {"sum": 1.0, "mean": weights.sum(), "sqrtn": np.sqrt((weights**2).sum())}[combiner]
 
 
 def looked_up(rows, indices, ids, num_samples, weights=None, combiner="mean", default_id=None, *, prunes=True):
-    """`tf.nn.safe_embedding_lookup_sparse`; without pruning the plain one, with zeros for samples that have no id."""
+    """Computes `tf.nn.safe_embedding_lookup_sparse`; without pruning the plain lookup, with zeros for empty samples."""
     weights = np.ones(len(ids)) if weights is None else weights
     result = np.zeros((num_samples, DIM))
     for sample in range(num_samples):
@@ -55,7 +55,7 @@ def looked_up(rows, indices, ids, num_samples, weights=None, combiner="mean", de
 
 
 def sequences(rows, ragged):
-    """What a sequence column gives: the row of each id at its place, zeros at negative ids and behind the last one."""
+    """Returns a sequence column: the row of each id at its place, zeros at negative ids and after the last id."""
     result, begin = np.zeros((len(ragged.lengths), ragged.lengths.max(), DIM)), 0
     for sample, length in enumerate(ragged.lengths):
         for place, key in enumerate(ragged.keys[begin : begin + length].tolist()):
@@ -66,7 +66,7 @@ def sequences(rows, ragged):
 
 @functools.cache
 def page():
-    """The names that the section's code makes, and its text."""
+    """Returns the names that the section's code defines, and its text."""
     text = (ROOT / "docs/coming_from.md").read_text()
     section = text[text.index("## DeepRec") : text.index("## HugeCTR")]
     (code,) = re.findall(r"^```python\n(.*?)^```$", section, flags=re.DOTALL | re.MULTILINE)
@@ -84,7 +84,7 @@ def page():
 
 
 def rows_by_key(collection, state, keys):
-    """The rows of these keys, as float64."""
+    """Returns the rows of these keys as float64."""
     keys = np.unique(keys)
     rows, _ = collection.rows_of(state, "item", keys)
     return dict(zip(keys.tolist(), np.asarray(rows, np.float64), strict=True))
@@ -92,7 +92,7 @@ def rows_by_key(collection, state, keys):
 
 @pytest.fixture(scope="module")
 def found():
-    """What the page's lines give for its batch, and the rows that it was given."""
+    """Returns the results of the page's code for its batch, and the rows that it used."""
     names, *_ = page()
     collection, raw = names["lookups"], names["raw"]
     embeddings, state, _ = collection.lookup(collection.init(seed=0), collection.batch(raw).features)
@@ -101,7 +101,7 @@ def found():
 
 
 def test_every_one_of_the_ten_is_in_the_table_and_has_a_line():
-    """By its whole name in the table; the code may leave out the modules of a second one."""
+    """The table has each function's full name; the code may leave out the modules of a second one."""
     _, section, code = page()
     for name in TEN:
         assert f"`{name}`" in section, name
@@ -110,7 +110,7 @@ def test_every_one_of_the_ten_is_in_the_table_and_has_a_line():
 
 @pytest.mark.parametrize("name", TEN)
 def test_a_line_gives_what_the_function_does(found, name):
-    """For the page's batch: negative ids, weights that are not positive, samples that are empty before and after."""
+    """The page's batch has negative ids, non-positive weights, and samples that are empty before or after pruning."""
     embeddings, rows = found
     names, *_ = page()
     indices, ids, weights, raw = (names[one] for one in ("indices", "ids", "weights", "raw"))
@@ -151,7 +151,7 @@ def test_a_line_gives_what_the_function_does(found, name):
 
 
 def test_sequence_lengths():
-    """The last column of each sample and one more, as TensorFlow takes them from the indices."""
+    """TensorFlow derives a length from the indices: the last column of each sample plus one."""
     names, *_ = page()
     assert names["batch"]["length"].tolist() == [1, 0, 3, 0]
 
@@ -160,7 +160,7 @@ def test_sequence_lengths():
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_safe_on_random_bags(combiner, weighted, default_id):
-    """`safe_bags`: batches of which a third of the ids and of the weights are pruned."""
+    """`safe_bags` prunes a third of the ids and of the weights."""
     table = jaxsok.TableSpec("item", DIM, jaxsok.optim.sgd(0.1), capacity=64)
     feature = jaxsok.FeatureSpec("bag", "item", combiner=combiner, weighted=weighted, max_keys=64)
     collection = jaxsok.Collection([table], [feature])
@@ -184,7 +184,7 @@ def test_safe_on_random_bags(combiner, weighted, default_id):
 
 
 def test_safe_bags_of_other_forms_and_what_it_refuses():
-    """Rectangles, offsets with padding behind the last bag, any 64-bit default; not weights of another shape."""
+    """Rectangles, padding after the last bag and any 64-bit default are accepted; weights of another shape are not."""
     square = jaxsok.safe_bags(np.array([[7, -1], [-5, -5]]), default_key=2**63 + 1)
     assert (square.keys.tolist(), square.lengths.tolist()) == ([7, 2**63 + 1], [1, 1])
     padded = jaxsok.safe_bags(jaxsok.Bags(np.array([3, -2, 4, -1]), offsets=np.array([0, 1, 3])))
@@ -201,7 +201,7 @@ def test_safe_bags_of_other_forms_and_what_it_refuses():
 
 
 def clipped_step(rows, bags, combiner, max_norm, rate):
-    """One step of SGD under loss sum(embedding * (1, 2, 3, 4)), by the derivative of r -> m r / |r| in NumPy."""
+    """Runs one step of SGD under loss sum(embedding * (1, 2, 3, 4)), by the derivative of r -> m r / |r| in NumPy."""
     direction = np.arange(1.0, DIM + 1)
     embeddings, gradients = np.zeros((len(bags), DIM)), {key: np.zeros(DIM) for key in rows}
     for number, entries in enumerate(bags):
@@ -221,7 +221,7 @@ def clipped_step(rows, bags, combiner, max_norm, rate):
 @pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_max_norm_and_default_id_in_training(combiner, num_devices):
-    """`safe_bags` and `combine_clipped`: embeddings and rows after a step, some of them longer than `max_norm`."""
+    """`safe_bags` and `combine_clipped` give the embeddings and rows after a step; some rows exceed `max_norm`."""
     rng, keys = np.random.default_rng(1), np.arange(8)
     table = jaxsok.TableSpec("item", DIM, jaxsok.optim.sgd(0.5), capacity=64)
     feature = jaxsok.FeatureSpec("bag", "item", combiner=None, max_hotness=3)
@@ -249,7 +249,7 @@ def test_max_norm_and_default_id_in_training(combiner, num_devices):
 
 
 def test_max_norm_and_default_id_of_tensorflow():
-    """TensorFlow's own function and its gradient; the rows move as `clipped_step` says."""
+    """TensorFlow's own function and its gradient move the rows as `clipped_step` does."""
     tf = pytest.importorskip("tensorflow", reason="needs TensorFlow")
     rows = tf.Variable(np.random.default_rng(1).normal(size=(8, DIM)).astype(np.float32))
     indices = [[0, 0], [0, 1], [0, 2], [1, 0], [2, 0], [2, 1], [3, 0]]

@@ -1,4 +1,4 @@
-"""The command line: what is handed on, what is refused, and that it starts from anywhere."""
+"""The command line: arguments passed on, refusals, and its start from any folder."""
 
 import pathlib
 import subprocess

@@ -46,7 +46,7 @@ CONFIG = train_dcnv2.Config(
 
 @pytest.fixture(scope="module", autouse=True)
 def promotion_of_users():
-    """Optax raises a Python float to an int32: it does not run under the strict promotion of these tests."""
+    """Allows dtype promotion: Optax raises a Python float to an int32, which these tests otherwise forbid."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -79,7 +79,7 @@ def test_the_tables_are_those_of_the_benchmark():
 
 
 def _bag(key: int, category: int, rows: int, size: int) -> list[int]:
-    """The bag of a key, in Python's integers: Murmur3's finalizer of category, key and place, scaled to the rows."""
+    """Returns a key's bag in Python's integers: Murmur3's finalizer of category, key and place, scaled to the rows."""
     bag = [key]
     for place in range(1, size):
         x = (key * size + place) % 2**32 ^ (0x9E3779B9 * (category + 1)) % 2**32
@@ -118,7 +118,7 @@ def test_files_have_bags_that_come_back(config, source):
 
 
 def test_first_keys_follow_the_power_law(tmp_path):
-    """The most frequent keys of a large table, compared with the law's own shares."""
+    """The most frequent keys of a large table have the shares that the law predicts."""
     rows = [100_000] * 26
     synthetic_log.write_bags(tmp_path / "bags", 200_000, seed=3, table_rows=rows, bag_sizes=[1] * 26)
     keys = criteo.binary_source(tmp_path / "bags").take(slice(0, 200_000))["C5"]
@@ -164,7 +164,7 @@ def test_files_that_fail_leave_nothing(tmp_path, monkeypatch):
 
 
 def _arrays(model: train_dcnv2.DCNv2) -> dict[str, list[tuple[np.ndarray, np.ndarray | None]]]:
-    """Weights [in, out] and biases of each layer, float64."""
+    """Returns weights [in, out] and biases of each layer in float64."""
 
     def arrays(layers):
         return [
@@ -182,9 +182,9 @@ def _inputs(num_samples: int, dim: int) -> tuple[np.ndarray, dict[str, np.ndarra
 
 
 def test_the_model_is_that_of_the_reference():
-    """x' = x0 * (W V x + b) + x, between two MLPs; in NumPy with float64."""
+    """NumPy in float64 computes x' = x0 * (W V x + b) + x between two MLPs."""
     model = train_dcnv2.make_model(CONFIG)
-    for layer in model.up:  # zero at first, so that a forgotten bias would not be seen
+    for layer in model.up:  # biases start at zero, which would hide a forgotten one
         layer.bias[...] = jax.random.normal(jax.random.key(1), layer.bias.shape)
     layers, (integers, embeddings) = _arrays(model), _inputs(5, CONFIG.dim)
     x = np.float64(integers)
@@ -213,7 +213,7 @@ def test_bfloat16_is_near():
     logits = model(*_inputs(64, CONFIG.dim))
     exact = train_dcnv2.make_model(CONFIG)(*_inputs(64, CONFIG.dim))
     assert logits.dtype == jnp.float32
-    # A unit of the last of eight bits in each of some twenty products and sums.
+    # The bound is a unit of the last of eight bits in each of some twenty products and sums.
     assert 0 < np.abs(logits - exact).max() < 0.1 * np.abs(exact).max()
 
 
@@ -221,7 +221,7 @@ def test_bfloat16_is_near():
 
 
 def _initial_rows(config: train_dcnv2.Config, source) -> dict[str, np.ndarray]:
-    """Asks what the dynamic tables give each key before they have rows."""
+    """Returns the rows that the dynamic tables read for each key before they have rows."""
     collection = train_dcnv2.make_collection(config, source)
     longest = max(config.table_rows.values())
     keys = {name: np.arange(longest, dtype=np.int32) % rows for name, rows in config.table_rows.items()}
@@ -230,13 +230,13 @@ def _initial_rows(config: train_dcnv2.Config, source) -> dict[str, np.ndarray]:
 
 
 def _batches(config: train_dcnv2.Config, source):
-    """The batches that are trained on."""
+    """Returns the batches of the training."""
     for stop in range(config.batch_size, len(source) - config.held_out_rows + 1, config.batch_size):
         yield source.take(slice(stop - config.batch_size, stop))
 
 
 def _dense_training(config: train_dcnv2.Config, source) -> tuple[np.ndarray, float]:
-    """Trains the same model on an `nnx.Embed` a category with Optax's Adagrad; gives the losses and the AUC."""
+    """Trains the same model on an `nnx.Embed` per category with Optax's Adagrad; returns the losses and the AUC."""
     initial = _initial_rows(config, source)
     tables = nnx.Dict({name: nnx.Embed(*rows.shape, rngs=nnx.Rngs(0)) for name, rows in initial.items()})
     for name, rows in initial.items():
@@ -274,7 +274,7 @@ def _dense_training(config: train_dcnv2.Config, source) -> tuple[np.ndarray, flo
 def test_dynamic_tables_train_as_dense_ones_step_by_step(config, source, result):
     losses, auc = _dense_training(config, source)
     assert len(losses) == len(result.losses) == 2100 // 128
-    # The same rows, model and optimizer: sums of another order, carried through sixteen steps.
+    # Rows, model and optimizer are the same; sums in another order accumulate over sixteen steps.
     np.testing.assert_allclose(result.losses[0], losses[0], rtol=1e-6)
     np.testing.assert_allclose(result.losses, losses, rtol=1e-4)
     assert result.auc == pytest.approx(auc, abs=1e-3)
@@ -316,7 +316,7 @@ def test_all_rows_are_resident_before_the_first_step(config, result, number):
     filled = train_dcnv2.train(dataclasses.replace(config, fill=True, num_devices=number))
     assert filled.num_rows == config.table_rows
     np.testing.assert_array_equal(filled.growth, [list(config.table_rows.values())] * len(result.losses))
-    # A row holds the same numbers whenever its key comes.
+    # A row has the same initial numbers whenever its key comes.
     np.testing.assert_allclose(filled.losses, result.losses, rtol=1e-4)
 
 
@@ -333,7 +333,7 @@ def test_tables_grow_from_a_small_capacity(config, result, by_doubling):
     np.testing.assert_allclose(grown.losses, result.losses, rtol=1e-4)
 
 
-@pytest.mark.slow  # DLRM's run, by the same loop, is interrupted twice in test_examples.py
+@pytest.mark.slow  # DLRM's run by the same loop is interrupted twice in test_examples.py
 def test_an_interrupted_run_goes_on_at_the_next_batch(config, result, tmp_path, monkeypatch):
     config = dataclasses.replace(config, checkpoint_dir=tmp_path / "run")
     press_ctrl_c_after(monkeypatch, training.CtrlC, 5)
@@ -345,7 +345,7 @@ def test_an_interrupted_run_goes_on_at_the_next_batch(config, result, tmp_path, 
 
 
 def _torch_training(config: train_dcnv2.Config, source, eps: tuple[float, float]) -> tuple[np.ndarray, float]:
-    """Trains in torch from equal rows and parameters; `eps` of tables and dense part, added to the root."""
+    """Trains in torch from equal rows and parameters; `eps` of tables and dense part is added to the root."""
     torch = pytest.importorskip("torch")
     model = _arrays(train_dcnv2.make_model(config))
     tables = {name: torch.tensor(rows, requires_grad=True) for name, rows in _initial_rows(config, source).items()}
@@ -392,7 +392,7 @@ def _torch_training(config: train_dcnv2.Config, source, eps: tuple[float, float]
 
 
 def test_torch_learns_the_same(config, source, monkeypatch):
-    """Where eps is too small to matter: torch adds it to the root, Optax and jaxsok under it."""
+    """The eps is too small to matter: torch adds it to the root, Optax and jaxsok under it."""
     pytest.importorskip("torch")
     adagrad = functools.partial(jaxsok.optim.adagrad, initial_accumulator_value=0.0, eps=1e-24)
     monkeypatch.setitem(train_dcnv2.OPTIMIZERS, "adagrad", adagrad)
@@ -405,7 +405,7 @@ def test_torch_learns_the_same(config, source, monkeypatch):
 
 @pytest.mark.slow
 def test_three_seeds_reach_the_auc_of_dense_tables_and_of_torch(tmp_path):
-    """With the reference's eps in each of them, on 60,000 samples."""
+    """Each implementation uses the reference's eps, on 60,000 samples."""
     differences = []
     for seed in range(3):
         config = dataclasses.replace(CONFIG, num_rows=60_000, held_out_rows=20_000, seed=seed, cache_dir=tmp_path)
@@ -432,7 +432,7 @@ def test_every_option_is_a_field():
 
 
 def test_the_memory_of_the_whole_model_is_counted_without_devices(capsys):
-    """Rows and accumulators by hand: 128 floats, twice, for each row; one accumulator with rowwise Adagrad."""
+    """By hand, a row has 128 floats and as many accumulators, or one accumulator with rowwise Adagrad."""
     assert train_dcnv2.main(["--estimate", "--num-devices", "4"]) == 0
     assert "on each of 4 devices" in capsys.readouterr().out
     whole = train_dcnv2.estimate(train_dcnv2.Config())

@@ -1,4 +1,4 @@
-"""The documentation is true: examples of docstrings, code of pages and its output, messages, names, numbers, links."""
+"""The documentation is correct: docstring examples, code of pages and its output, messages, names, numbers, links."""
 
 import ast
 import contextlib
@@ -32,14 +32,14 @@ ALL_MARKDOWN = sorted({*PAGES, "CHANGELOG.md", *(path.relative_to(ROOT).as_posix
 
 @pytest.fixture(autouse=True)
 def world_of_users(monkeypatch):
-    """Pages are run as users run them: without the strict promotion and the type checks (if any) of other tests."""
+    """Runs pages as users do: without the strict promotion and the type checks (if any) of other tests."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), np.printoptions():
         yield
 
 
 def fenced(text):
-    """Each fenced block of a page: its language, how many lines precede it, its text, the text since the last block."""
+    """Yields each fenced block of a page: language, number of lines before it, text, and text since the last block."""
     blocks, end = [], 0
     for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
         blocks.append((found[1], text[: found.start(2)].count("\n"), found[2], text[end : found.start()]))
@@ -49,7 +49,7 @@ def fenced(text):
 
 
 def sections(text):
-    """The text below each heading of a page, by heading; deeper headings end a section as well."""
+    """Returns the text below each heading of a page; deeper headings end a section as well."""
     parts = re.split(
         r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), flags=re.MULTILINE
     )
@@ -57,7 +57,7 @@ def sections(text):
 
 
 def table_of(text):
-    """The lines of the one Markdown table of a section, as lists of cells; without its head."""
+    """Returns the rows of the only Markdown table of a section as lists of cells, without its head."""
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", text, re.MULTILINE)
     ]
@@ -69,14 +69,14 @@ def table_of(text):
 
 
 def docstrings(name):
-    """Each docstring of a source file, by line; read from the source, so that no decorator or hook can hide one."""
+    """Returns each docstring of a source file by line; parsing the source prevents decorators from hiding any."""
     for node in ast.walk(ast.parse((ROOT / name).read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             yield node.body[0].lineno, ast.get_docstring(node)
 
 
 def classes(name):
-    """For the line of each method's docstring, the docstring of its class."""
+    """Returns, for the line of each method's docstring, the docstring of its class."""
     for node in ast.walk(ast.parse((ROOT / name).read_text())):
         for method in node.body if isinstance(node, ast.ClassDef) else ():
             if isinstance(method, ast.FunctionDef) and ast.get_docstring(method) is not None:
@@ -85,7 +85,7 @@ def classes(name):
 
 @pytest.mark.parametrize("name", [name for name in MODULES if any(">>> " in text for _, text in docstrings(name))])
 def test_examples_of_docstrings(name):
-    """What stands behind >>> runs, and gives what is written below it; a method continues the example of its class."""
+    """Code after >>> runs and gives the output below it; a method continues the example of its class."""
     module = importlib.import_module(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     runner, report, of_class = doctest.DocTestRunner(verbose=False), io.StringIO(), dict(classes(name))
     for line, text in docstrings(name):
@@ -106,7 +106,7 @@ def test_examples_were_found():
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in (ROOT / page).read_text()])
 def test_code_of_pages(page):
-    """The Python of a page runs, block after block; a block of text right behind one is what it prints."""
+    """The Python of a page runs block after block; a block of text directly after one is its output."""
     blocks, names = fenced((ROOT / page).read_text()), {"__name__": "__main__"}
     for i, (language, line, code, _) in enumerate(blocks):
         if language != "python":
@@ -124,10 +124,10 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks(path, monkeypatch):
-    """The cells of a notebook run one after the other; they check their results by assertions."""
+    """The cells of a notebook run in order and check their results by assertions."""
     cells = re.split(r"^# %%", path.read_text(), flags=re.MULTILINE)
     assert cells[1].startswith(" [markdown]\n# # ") and sum("assert " in cell for cell in cells) > 0
-    monkeypatch.chdir(path.parent)  # as a kernel does
+    monkeypatch.chdir(path.parent)  # the working directory of a kernel
     monkeypatch.setattr(sys, "path", list(sys.path))
     exec(compile(path.read_text(), str(path), "exec"), {"__name__": "__main__"})
 
@@ -138,7 +138,7 @@ SGD = jaxsok.optim.sgd(0.1)
 
 
 def item(**options):
-    """A collection of a table and a feature, both called "item"."""
+    """Returns a collection of a table and a feature, both called "item"."""
     spec = {name: options.pop(name) for name in ("capacity", "max_capacity") if name in options}
     table = jaxsok.TableSpec("item", 4, SGD, **{"capacity": 8, **spec})
     return jaxsok.Collection([table], [jaxsok.FeatureSpec("item", table="item", **options)])
@@ -150,14 +150,14 @@ def pack(value, **options):
 
 
 def step(collection, keys=(7, 8, 9), gradient=1.0, between=lambda state: state):
-    """One whole step; the gradient is the same everywhere."""
+    """Runs a whole step; the gradient is the same everywhere."""
     batch = collection.batch({"item": np.array(keys)})
     embeddings, state, plan = collection.lookup(collection.init(seed=0), batch.features)
     return collection.update(between(state), plan, {"item": jnp.full(embeddings["item"].shape, gradient)})
 
 
 def update_with(gradients=None, plan=None, **options):
-    """An update with something wrong about it."""
+    """Runs an update with a wrong argument."""
     collection = item()
     batch = collection.batch({"item": np.array([7, 8])})
     _, state, own = collection.lookup(collection.init(seed=0), batch.features)
@@ -166,12 +166,12 @@ def update_with(gradients=None, plan=None, **options):
 
 
 def other_collection():
-    """A collection whose states and features do not fit that of `item`."""
+    """Returns a collection whose states and features do not fit that of `item`."""
     return jaxsok.Collection([jaxsok.TableSpec("user", 4, SGD, capacity=8)], [jaxsok.FeatureSpec("item", table="user")])
 
 
 def grow_beyond_all_limits(monkeypatch):
-    """As if memory had no end: there are no more rows than row ids."""
+    """Grows until the row ids run out, with unlimited memory."""
     monkeypatch.setattr(grow, "free_bytes", lambda: None)
     collection = item()
     collection.batch({"item": np.arange(8)})
@@ -180,7 +180,7 @@ def grow_beyond_all_limits(monkeypatch):
 
 
 def grow_without_memory(monkeypatch):
-    """A megabyte is left."""
+    """Grows with a megabyte of free memory."""
     collection = item()
     collection.batch({"item": np.arange(8)})
     state = collection.init()
@@ -189,7 +189,7 @@ def grow_without_memory(monkeypatch):
 
 
 def init_without_host_memory(monkeypatch):
-    """A table in host memory, on one of four devices that share a megabyte."""
+    """Declares a table in host memory, on one of four devices that share a megabyte."""
     limit = host_limits.HostLimit("/sys/fs/cgroup/job/memory.max", 2**20, "job")
     monkeypatch.setattr(grow, "share_of_device", lambda shards: host_limits.least_share([(1, [limit]), (3, [limit])]))
     monkeypatch.setattr(grow, "free_bytes", lambda: None)
@@ -198,14 +198,14 @@ def init_without_host_memory(monkeypatch):
 
 
 def init_without_memory(monkeypatch):
-    """Two stores that do not fit together."""
+    """Declares two stores that do not fit together."""
     monkeypatch.setattr(grow, "free_bytes", lambda: 2**20)
     tables = [jaxsok.TableSpec("user", 4, SGD, capacity=10_000), jaxsok.TableSpec("item", 8, SGD, capacity=10_000)]
     jaxsok.Collection(tables, []).init()
 
 
 def load(back_end, exists, monkeypatch):
-    """A library that was not built, or that is none."""
+    """Loads a library that was not built, or an invalid one."""
 
     class Path(pathlib.PurePosixPath):
         def exists(self):
@@ -221,7 +221,7 @@ def erase_all(collection):
 
 
 def update_twice():
-    """One plan in two updates."""
+    """Uses one plan in two updates."""
     collection = item()
     embeddings, state, plan = collection.lookup(collection.init(), pack(np.arange(2)).features)
     state, _ = collection.update(state, plan, embeddings)
@@ -229,27 +229,27 @@ def update_twice():
 
 
 def stale_step():
-    """A row is erased between lookup and update."""
+    """Erases a row between lookup and update."""
     collection = item()
     return step(collection, between=erase_all(collection))
 
 
 def clip(max_norm):
-    """Clipping with something wrong about it."""
+    """Clips with a wrong argument."""
     collection = item()
     embeddings, state, plan = collection.lookup(collection.init(), collection.batch({"item": np.array([7])}).features)
     collection.clip_by_global_norm(state, plan, embeddings, max_norm)
 
 
 def derivative_of_lookup():
-    """The loss by the rows, through a lookup."""
+    """Differentiates the loss by the rows, through a lookup."""
     collection = item()
     features = collection.batch({"item": np.array([7])}).features
     jax.vjp(lambda state: collection.lookup(state, features)[0]["item"], collection.init())[1](jnp.ones((1, 4)))
 
 
 def find_over_batches():
-    """A map over two batches."""
+    """Maps `find` over two batches."""
     collection = item()
     features = collection.batch({"item": np.array([7])}).features
     two = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), features)
@@ -257,12 +257,12 @@ def find_over_batches():
 
 
 def traced_rate():
-    """An optimizer made inside a jitted function."""
+    """Makes an optimizer inside a jitted function."""
     jax.jit(lambda rate: jaxsok.optim.sgd(rate) and rate)(0.1)
 
 
 def mesh_of(num_devices=2, axes=("data",)):
-    """A mesh as long as its first axis; the test is skipped where there are fewer devices."""
+    """Returns a mesh as long as its first axis; the test is skipped if there are fewer devices."""
     if len(jax.devices()) < num_devices:
         pytest.skip(f"needs {num_devices} devices")
     shape = (num_devices, *[1] * (len(axes) - 1))
@@ -271,19 +271,19 @@ def mesh_of(num_devices=2, axes=("data",)):
 
 
 def mesh_of_cpus():
-    """Two CPU devices, wherever there are GPUs."""
+    """Returns two CPU devices, even if there are GPUs."""
     return jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
 
 
 def over(mesh=None, axis="data", exchange=None, tables=None, **options):
-    """The collection of `item` over two devices."""
+    """Returns the collection of `item` over two devices."""
     one = item(**options)
     mesh = mesh_of() if mesh is None else mesh
     return jaxsok.Collection(tables or one.tables, one.features, mesh=mesh, axis=axis, exchange=exchange)
 
 
 def tables_of(placement, names=("item",)):
-    """Tables that live somewhere."""
+    """Returns tables with a placement."""
     return [jaxsok.TableSpec(name, 4, SGD, capacity=8, placement=placement) for name in names]
 
 
@@ -293,13 +293,13 @@ def pack_over(value, pad_to=None, **options):
 
 
 def put(keys, mesh, axis):
-    """Keys on a mesh, their samples split over one axis."""
+    """Puts keys on a mesh, their samples split over one axis."""
     words = np.stack([keys, np.zeros_like(keys)], -1).astype(np.uint32)
     return jax.device_put(words, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis)))
 
 
 def half_inside():
-    """A collection over two axes, called where one of them is manual."""
+    """Calls a collection over two axes inside a shard_map over one of them."""
     axes = ("data", "model")
     collection = over(mesh_of(2, axes), axes)
     state, features = collection.init(), collection.batch({"item": np.arange(2)}).features
@@ -316,7 +316,7 @@ def half_inside():
 
 
 def inside_pmap():
-    """A collection over the axis "data", called where no axis has that name."""
+    """Calls a collection over the axis "data" in a pmap with another axis name."""
     collection = over()
     state, features = collection.init(), collection.batch({"item": np.arange(2)}).features
     find = lambda state, features: collection.find(state, features)[0]  # noqa: E731
@@ -325,25 +325,25 @@ def inside_pmap():
 
 
 def deleted_state():
-    """A state that was given away."""
+    """Uses a state that was donated."""
     state = item().init()
     jax.tree.map(lambda leaf: leaf.delete(), state)
     item().lookup(state, pack(np.array([7])).features)
 
 
 def two_features():
-    """A collection of two features of one table."""
+    """Returns a collection of two features of one table."""
     return jaxsok.Collection(item().tables, [jaxsok.FeatureSpec(name, "item") for name in ("item", "user")])
 
 
 class DataFrame:
-    """As of Pandas or Polars."""
+    """A stand-in for the frames of Pandas and Polars."""
 
     columns = ("item",)
 
 
 def unlike_plans():
-    """A plan of a pipeline and one of a lookup, in one update."""
+    """Gives one update a plan of a pipeline and a plan of a lookup."""
     collection = over()
     features = collection.batch({"item": np.arange(2)}).features
     _, state, first = collection.lookup(collection.init(), features)
@@ -352,7 +352,7 @@ def unlike_plans():
 
 
 def unlike_processes(monkeypatch):
-    """As if another process had said something else."""
+    """Simulates another process that declares something else."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     other = np.frombuffer(b"seed: 0", np.uint8)
     monkeypatch.setattr(
@@ -362,7 +362,7 @@ def unlike_processes(monkeypatch):
 
 
 def ragged_in_processes(monkeypatch):
-    """As if the mesh had devices of two processes."""
+    """Simulates a mesh with devices of two processes."""
     monkeypatch.setattr(shards.MeshShards, "num_processes", 2)
     pack_over(RAGGED)
 
@@ -525,7 +525,7 @@ PROVOKED = {
 
 
 def message_of(provoke, monkeypatch):
-    """The last line of the traceback, as Python writes it."""
+    """Returns the last line of the traceback, as Python writes it."""
     with pytest.raises(Exception) as info:
         provoke(monkeypatch) if inspect.signature(provoke).parameters else provoke()
     kind = type(info.value)
@@ -534,37 +534,37 @@ def message_of(provoke, monkeypatch):
 
 
 def quoted_messages():
-    """Each line of text in docs/errors.md."""
+    """Returns each line of text in docs/errors.md."""
     blocks = fenced((ROOT / "docs/errors.md").read_text())
     return [line for language, _, text, _ in blocks if language == "text" for line in text.splitlines()]
 
 
 @pytest.mark.parametrize("name", PROVOKED)
 def test_messages_are_quoted_as_they_are(name, monkeypatch):
-    """docs/errors.md quotes what the code says."""
+    """docs/errors.md quotes the messages of the code."""
     assert message_of(PROVOKED[name], monkeypatch) in quoted_messages()
 
 
 def test_every_quoted_message_is_provoked():
-    """No message in docs/errors.md outlives its error: each is provoked once."""
+    """Each message in docs/errors.md is provoked once, so none outlives its error."""
     assert len(quoted_messages()) == len(set(quoted_messages())) == len(PROVOKED)
 
 
 def test_every_class_of_errors_is_told():
-    """What the sources raise has a line in the table of docs/errors.md."""
+    """Each raised class has a row in the table of docs/errors.md."""
     raised = set()
     for name in MODULES:
         for node in ast.walk(ast.parse((ROOT / name).read_text())):
             if isinstance(node, ast.Raise) and node.exc is not None:
                 name = ast.unparse(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)
-                # What is raised again, or made by a function, has another name here.
+                # Reraised errors, and errors made by a function, have other names here.
                 raised |= {part for part in name.split(".") if part[0].isupper()}
     told = [re.findall(r"`(?:jaxsok\.)?(\w+)`", cells[0]) for cells in table_of(sections(errors_page())["Errors"])]
     assert {name for names in told for name in names} == raised
 
 
 def errors_page():
-    """docs/errors.md."""
+    """Returns the text of docs/errors.md."""
     return (ROOT / "docs/errors.md").read_text()
 
 
@@ -572,7 +572,7 @@ def errors_page():
 
 
 def call_of(name, function):
-    """A function as the pages write it: without self and annotations."""
+    """Returns a function as the pages write it: without self and annotations."""
     signature = inspect.signature(function)
     parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values() if p.name != "self"]
     text = f"{name}{signature.replace(parameters=parameters, return_annotation=signature.empty)}"
@@ -580,14 +580,14 @@ def call_of(name, function):
 
 
 def members_of(kind):
-    """Public fields, properties and methods of a class."""
+    """Returns the public fields, properties and methods of a class."""
     fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     own = {name for name, value in vars(kind).items() if isinstance(value, property) or inspect.isroutine(value)}
     return {name for name in fields | own if not name.startswith("_")}
 
 
 def public_names(module):
-    """What a module offers: its __all__, or what it defines without an underscore."""
+    """Returns a module's public names: its __all__, or its definitions without an underscore."""
     if hasattr(module, "__all__"):
         return module.__all__
     return [
@@ -598,7 +598,7 @@ def public_names(module):
 
 
 def calls_of(module):
-    """The public functions of a module with their arguments, and its classes by name."""
+    """Returns the public functions of a module with their arguments, and its classes by name."""
     values = {name: getattr(module, name) for name in public_names(module)}
     return [call_of(name, value) if inspect.isfunction(value) else name for name, value in values.items()]
 
@@ -615,13 +615,13 @@ API_MODULES = (
 
 
 def listed_names():
-    """The public names in docs/api.md, by section."""
+    """Returns the public names in docs/api.md by section."""
     text = (ROOT / "docs/api.md").read_text()
     return {name.strip("`"): re.findall(r"^- `(.*)`$", part, re.MULTILINE) for name, part in sections(text).items()}
 
 
 def value_of(name):
-    """What a public name stands for; the test is skipped where its module needs what is not installed."""
+    """Returns the object of a public name; the test is skipped if its module needs a missing package."""
     module, _, attribute = name.rpartition(".")
     module = pytest.importorskip(module.replace("jaxsok.optim", "jaxsok.optimizers"), exc_type=ImportError)
     return getattr(module, attribute)
@@ -629,7 +629,7 @@ def value_of(name):
 
 @pytest.mark.parametrize("section", API_MODULES)
 def test_api_page_lists_every_public_name(section):
-    """Every public name of a module stands in docs/api.md, and nothing else; all but constants have a docstring."""
+    """Exactly the public names of a module are in docs/api.md; all except constants have a docstring."""
     module = pytest.importorskip(section.replace("jaxsok.optim", "jaxsok.optimizers"), exc_type=ImportError)
     listed = listed_names()[section]
     assert sorted(listed) == sorted(f"{section}.{name}" for name in public_names(module))
@@ -646,7 +646,7 @@ def test_api_page_has_every_module():
 
 @pytest.mark.slow
 def test_site_shows_every_public_name(tmp_path):
-    """The site is built without a warning, and has an entry for each public name and each member of a class."""
+    """The site builds without a warning, and has an entry for each public name and each member of a class."""
     for package in ("sphinx", "myst_nb", "furo"):
         pytest.importorskip(package, reason=f"needs {package}, which `make docs` installs")
     arguments = ["-D", "nb_execution_mode=off"]  # test_notebooks runs them
@@ -675,7 +675,7 @@ def test_site_shows_every_public_name(tmp_path):
 
 
 def test_bytes_of_a_row():
-    """The table of docs/memory_layout.md is what row_bytes and memory_estimate say."""
+    """The table of docs/memory_layout.md agrees with row_bytes and memory_estimate."""
     rows = table_of(sections((ROOT / "docs/memory_layout.md").read_text())["Bytes of a row"])
     assert len(rows) == 20
     capacity = 1 << 20
@@ -689,7 +689,7 @@ def test_bytes_of_a_row():
 
 
 def test_bytes_of_workspaces():
-    """What docs/memory_layout.md says of them, bytes a key and once."""
+    """docs/memory_layout.md has the bytes of workspaces: per key, and the fixed part."""
     rows = table_of(sections((ROOT / "docs/memory_layout.md").read_text())["What a step needs besides"])
     sizes = {
         "lookup": library.load_cpu().JaxsokInsertWorkspaceBytes,
@@ -717,7 +717,7 @@ def test_arrays_of_a_store():
 
 
 def test_state_of_optimizers():
-    """The state in the table of docs/optimizers.md is what the optimizers declare, their arguments as well."""
+    """The table of docs/optimizers.md has the state and arguments that the optimizers declare."""
     rows = table_of(sections((ROOT / "docs/optimizers.md").read_text())["Optimizers"])
     told = {call.strip("`"): state for call, _, state, _ in rows}
     dim = 64
@@ -725,19 +725,19 @@ def test_state_of_optimizers():
         make = getattr(jaxsok.optim, call.split("(")[0])
         assert call == call_of(make.__name__, make)
         assert state == (state_of(make(0.1), dim) or "none")
-    # Lifted optimizers have the state of what they were made from.
+    # Lifted optimizers have the state of the transformation that they lift.
     calls = {call for call in calls_of(jaxsok.optim) if "(" in call and not call.startswith("lift(")}
     assert set(told) == calls
 
 
 def state_of(optimizer, dim):
-    """An optimizer's state as docs/optimizers.md writes it."""
+    """Returns an optimizer's state as docs/optimizers.md writes it."""
     specs = optimizer.state_specs(dim)
     return "; ".join(f"`{spec.name}`: {'dim' if spec.dim == dim else spec.dim}, {spec.initial_value}" for spec in specs)
 
 
 def test_state_of_options():
-    """An option of docs/optimizers.md adds the state that stands beside it."""
+    """Each option in docs/optimizers.md adds the state in its row."""
     rows = table_of(sections((ROOT / "docs/optimizers.md").read_text())["Momentum and weight decay"])
     values = {"momentum=": 0.9, "eps_in_sqrt=True": True, "eps_in_sqrt=False": False}
     values |= {"centered=True": True, "bias_correction=True": True}
@@ -751,7 +751,7 @@ def test_state_of_options():
 
 
 def test_exact_optimizers():
-    """A gradient of zero leaves row and state of those that docs/optimizers.md calls exact, and of no others."""
+    """A gradient of zero changes nothing for exactly the optimizers that docs/optimizers.md calls exact."""
     for call, _, _, unused in table_of(sections((ROOT / "docs/optimizers.md").read_text())["Optimizers"]):
         name = call.strip("`").split("(")[0]
         optimizer = getattr(jaxsok.optim, name)(0.1)
@@ -768,7 +768,7 @@ def test_exact_optimizers():
 
 
 def test_limits():
-    """Numbers that docs/growth.md and docs/concepts.md repeat."""
+    """docs/growth.md and docs/concepts.md repeat the limits of the code."""
     assert types.MAX_SLABS == 24 and types.MAX_CAPACITY == 2**31 - 1
     assert constants((ROOT / "ffi/core/layout.h").read_text())["kMaxProbes"] == 64
     assert grow.GROWTH_FACTOR == 2.0 and grow.GENTLE_FACTOR == 1.25 and grow.LOOK_EVERY == 64
@@ -777,7 +777,7 @@ def test_limits():
 
 
 def constants(text):
-    """The integers that a C++ header names, constants and words of enums, by name."""
+    """Returns the integers that a C++ header names, constants and enumerators, by name."""
     text = re.sub(r"//[^\n]*", "", text)
     found = re.findall(r"\b(k\w+) = (~?)(?:uint\d+_t)?\{?(\d+)\}?(?: << (\d+))?[,;]", text)
     return {
@@ -816,7 +816,7 @@ def test_words_of_python_and_cpp():
 
 @pytest.mark.parametrize("page", [page for page in ALL_MARKDOWN if "decisions/" not in page and page != "CHANGELOG.md"])
 def test_pages_use_plain_words(page):
-    """Words that need a second reading are not in the text of pages; records are not edited."""
+    """The text of pages avoids words that need a second reading; records are not edited."""
     text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
     assert not re.findall(r"\b(?:beside|nobody|whoever|anew|(?:is|are|was|were) told)\b", text, re.IGNORECASE)
 
@@ -825,19 +825,19 @@ def test_pages_use_plain_words(page):
 
 
 def anchor_of(heading):
-    """The anchor that GitHub gives a heading."""
+    """Returns the anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-")
 
 
 def links_of(page):
-    """The targets of the links of a page that lead to files of the project."""
+    """Returns the targets of a page's links that lead to files of the project."""
     text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"https?:|mailto:", link)]
 
 
 @pytest.mark.parametrize("page", ALL_MARKDOWN)
 def test_links_exist(page):
-    """Files, folders and headings that a page points to are there."""
+    """The files, folders and headings that a page links to exist."""
     for link in links_of(page):
         path, _, anchor = link.partition("#")
         target = (ROOT / page).parent / path if path else ROOT / page
@@ -848,7 +848,7 @@ def test_links_exist(page):
 
 
 def test_files_that_pages_name_exist():
-    """A path of the project in a page's code font is that of a file, unless it has a placeholder."""
+    """A path of the project in a page's code font exists, unless it has a placeholder."""
     named = {
         (page, path)
         for page in PAGES
@@ -861,7 +861,7 @@ def test_files_that_pages_name_exist():
 
 
 def test_every_page_is_found_from_the_index():
-    """docs/index.md leads to all pages and notebooks, so the site's navigation does; docs/performance.md to results."""
+    """docs/index.md and the site's navigation lead to all pages and notebooks; docs/performance.md leads to results."""
     linked = {
         (ROOT / "docs" / link).resolve() for page in ("index", "performance") for link in links_of(f"docs/{page}.md")
     }

@@ -1,4 +1,4 @@
-"""The examples run, small; the DLRM on dynamic tables learns as the same model on dense tables does."""
+"""The examples run on a small scale; the DLRM learns on dynamic tables as on dense ones."""
 
 import dataclasses
 import gzip
@@ -36,7 +36,7 @@ import training  # noqa: E402
 
 @pytest.fixture(scope="module", autouse=True)
 def promotion_of_users():
-    """Optax's Adam raises a Python float to an int32: it does not run under the strict promotion of these tests."""
+    """Allows dtype promotion: Optax's Adam raises a Python float to an int32, which these tests otherwise forbid."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -46,7 +46,7 @@ NUMBERED = sorted(path.name for path in EXAMPLES.glob("[0-9]*.py"))
 
 @pytest.mark.parametrize("name", NUMBERED)
 def test_numbered_examples_run(name, capsys):
-    """They end without an error, and show something."""
+    """They end without an error and print something."""
     spec = importlib.util.spec_from_file_location(f"example_{name[:2]}", EXAMPLES / name)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -107,26 +107,26 @@ ROOMY = dataclasses.replace(SMALL, capacity=1024)
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
-    """A synthetic log of 12,000 rows with few enough keys that 12,000 rows teach something."""
+    """Makes a synthetic log of 12,000 rows with few enough keys that 12,000 rows train them."""
     path = tmp_path_factory.mktemp("log") / "log.tsv"
     synthetic_log.write_log(path, 12_000, seed=1, max_cardinality=500)
     return path
 
 
 def columns_of(log):
-    """All rows of a log."""
+    """Returns all rows of a log."""
     source = criteo.TextSource(log)
     return source.take(slice(0, len(source)))
 
 
 def categories_of(columns):
-    """int64 `[num_rows, 26]`."""
+    """Returns int64 `[num_rows, 26]`."""
     return np.stack([columns[name] for name in criteo.CATEGORY_NAMES], axis=1)
 
 
 @pytest.fixture(scope="module")
 def result(log):
-    """One small training run."""
+    """Runs a small training."""
     return train_dlrm.train(dataclasses.replace(SMALL, data=(log,), held_out_rows=2000))
 
 
@@ -180,9 +180,9 @@ def test_ctrl_c_gives_what_was_done(log, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("lookahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_interrupted_run_goes_on_at_the_next_batch(log, tmp_path, monkeypatch, lookahead):
-    """Losses, keys and AUC of a run with two interruptions, and other devices in between, are those of a run without.
+    """Losses, keys and AUC of a run with two interruptions and changing devices are those of an uninterrupted run.
 
-    With a lookup ahead a run stops a step later, when the state is drained; the whole run has none.
+    With a lookup ahead, a run stops a step later, when the state is drained; the uninterrupted run has none.
     """
     config = dataclasses.replace(ROOMY, data=(log,), max_rows=2000, held_out_rows=400, shuffle=True, epochs=2)
     whole = train_dlrm.train(config)
@@ -211,7 +211,7 @@ def test_an_interrupted_run_does_not_go_on_with_other_settings(log, tmp_path, mo
 
 
 def test_shuffled_batches_belong_to_a_number_of_streams(log, tmp_path, monkeypatch):
-    """Else a run that goes on with other processes would take other batches, and some samples twice."""
+    """Otherwise a run that resumes with other processes would take other batches, and some samples twice."""
     config = dataclasses.replace(ROOMY, data=(log,), max_rows=2000, held_out_rows=400, checkpoint_dir=tmp_path / "run")
     config = dataclasses.replace(config, shuffle=True)
     press_ctrl_c_after(monkeypatch, training.CtrlC, 1)
@@ -223,7 +223,7 @@ def test_shuffled_batches_belong_to_a_number_of_streams(log, tmp_path, monkeypat
 
 def test_a_run_to_its_end_leaves_what_it_did_not_write(log, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "3.orbax-checkpoint-tmp-1").mkdir()  # of a process that ended while it was written
+    (tmp_path / "3.orbax-checkpoint-tmp-1").mkdir()  # left by a process that ended while writing
     config = dataclasses.replace(ROOMY, data=(log,), max_rows=1024, held_out_rows=0, checkpoint_dir=tmp_path)
     result = train_dlrm.train(dataclasses.replace(config, checkpoint_every=2))
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
@@ -232,7 +232,7 @@ def test_a_run_to_its_end_leaves_what_it_did_not_write(log, tmp_path):
 
 
 def test_the_checkpoint_stays_until_the_report(log, tmp_path, monkeypatch):
-    """A run whose evaluation fails goes on after its last checkpoint, at the end of the data."""
+    """A run whose evaluation fails resumes from its last checkpoint, at the end of the data."""
     config = dataclasses.replace(ROOMY, data=(log,), max_rows=1024, held_out_rows=256, checkpoint_dir=tmp_path / "run")
     config = dataclasses.replace(config, checkpoint_every=3)
 
@@ -248,7 +248,7 @@ def test_the_checkpoint_stays_until_the_report(log, tmp_path, monkeypatch):
 
 
 def test_ctrl_c_that_stopped_nothing_is_no_interruption(monkeypatch):
-    """Processes ask each other every 20 steps; what comes after the last question stops none of them."""
+    """Processes ask each other every 20 steps, so a signal after the last question stops none of them."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(training.multihost_utils, "process_allgather", lambda array: np.array([array, False]))
     with training.CtrlC() as ctrl_c:
@@ -260,7 +260,7 @@ def test_ctrl_c_that_stopped_nothing_is_no_interruption(monkeypatch):
 
 
 def test_the_error_of_a_step_is_raised_as_it_is():
-    """Also where steps before it, recorded at the same time, were good."""
+    """The error is raised even if steps before it, recorded at the same time, were good."""
 
     class Stats:
         stores, capacities, num_rows = (0,), (8,), np.array([1])
@@ -320,7 +320,7 @@ def one_device(log):
 
 
 def _assert_same_training(many: click_training.Result, one: click_training.Result) -> None:
-    # The same sums in another order, in all layers and over eight steps: some units of the last of seven digits.
+    # Sums in another order, in all layers and over eight steps, change some units of the last of seven digits.
     np.testing.assert_allclose(many.losses, one.losses, rtol=2e-5)
     np.testing.assert_array_equal(many.growth, one.growth)
     assert many.num_rows == one.num_rows
@@ -345,7 +345,7 @@ def test_batches_that_cannot_be_shared_are_refused(log):
 
 
 def _variables_of(launcher: str, process: int, port: int) -> dict[str, str]:
-    """Makes the variables that a launcher sets for the first or the second of two processes."""
+    """Returns the variables that a launcher sets for the first or the second of two processes."""
     if launcher == "slurm":
         names = {"JOB_ID": port, "STEP_NODELIST": "localhost", "NTASKS": 2, "PROCID": process, "LOCALID": process}
         return {f"SLURM_{name}": str(value) for name, value in names.items()}
@@ -358,7 +358,7 @@ def _variables_of(launcher: str, process: int, port: int) -> dict[str, str]:
 
 def _start_two(launcher: str, *arguments, program: str = "train_dlrm.py") -> list[subprocess.Popen]:
     port = free_port()
-    # One CPU device each; several threads would fight over the cores of a small machine.
+    # One CPU device each; more threads would compete for the cores of a small machine.
     plain = _environment() | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     return [
         subprocess.Popen(
@@ -373,7 +373,7 @@ def _start_two(launcher: str, *arguments, program: str = "train_dlrm.py") -> lis
 
 
 LAUNCHERS = ("slurm", "open mpi", "variables")
-# Two processes for each launcher: JAX is loaded once, and starts its back end in each of them.
+# Each launcher needs two processes: JAX is loaded once before the fork, and each process starts its back end.
 MEET = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
@@ -391,7 +391,7 @@ sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 
 
 def test_processes_find_each_other():
-    """The variables of SLURM and Open MPI are enough; without them, three variables."""
+    """The variables of SLURM or Open MPI suffice; without them, three variables are needed."""
     ports = {launcher: free_port() for launcher in LAUNCHERS}
     variables = [(name, _variables_of(name, process, ports[name])) for name in LAUNCHERS for process in range(2)]
     done = subprocess.run(
@@ -421,7 +421,7 @@ def test_two_processes_train_as_one_device(log, one_device, tmp_path):
     assert (first.returncode, second.returncode) == (0, 0), (errors, more_errors)
     assert "Device: 2 x cpu" in output and "in 2 processes" in output
     report = click_training.format_result(one_device).splitlines()
-    # The rows trained on and held out, and every key: as one device has them. Times differ, AUC in the last digit.
+    # Trained rows, held-out rows and keys equal those of one device. Times differ, and AUC in the last digit.
     for line in (report[1], *report[4:]):
         assert line in output
     auc = float(output.split("held-out AUC")[1].split()[0])
@@ -482,7 +482,7 @@ def _command(*arguments, program: str = "train_dlrm.py") -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    # From the sources, wherever the tests were started.
+    # The sources are used, wherever the tests were started.
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
@@ -501,7 +501,7 @@ def test_demo_writes_a_log_a_report_and_a_plot(tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_command_cleanly(tmp_path):
-    """As `test_ctrl_c_gives_what_was_done`, with a signal from another process."""
+    """A signal from another process acts as in `test_ctrl_c_gives_what_was_done`."""
     synthetic_log.write_log(tmp_path / "log.tsv", 200_000, max_cardinality=500)
     arguments = ["--data", tmp_path / "log.tsv", "--plot", tmp_path / "plot.png", "--held-out-rows", 1000]
     arguments += ["--checkpoint-dir", tmp_path / "run"]
@@ -550,13 +550,13 @@ def test_every_option_is_a_field():
 
 
 def _vocabularies(path: pathlib.Path) -> list[np.ndarray]:
-    """All keys of each category in a log, sorted: what dense tables must know beforehand."""
+    """Returns all keys of each category in a log, sorted, which dense tables need beforehand."""
     columns = columns_of(path)
     return [np.setdiff1d(columns[name], [criteo.MISSING_KEY]) for name in criteo.CATEGORY_NAMES]
 
 
 def _initial_rows(config: train_dlrm.Config, vocabularies: list[np.ndarray]) -> list[np.ndarray]:
-    """Asks what the dynamic tables would give these keys: `find` on tables that have no rows yet."""
+    """Returns the rows that `find` reads for these keys from dynamic tables without rows."""
     longest = max(map(len, vocabularies))
     collection = train_dlrm.make_collection(config)
     raw = {
@@ -572,7 +572,7 @@ def _initial_rows(config: train_dlrm.Config, vocabularies: list[np.ndarray]) -> 
 
 
 def _make_dense_step(config: train_dlrm.Config, graphdef, tables_graphdef):
-    """The same model on an `nnx.Embed` a category; a missing category contributes zeros."""
+    """Returns the same model on an `nnx.Embed` per category; a missing category contributes zeros."""
 
     def embed(tables, places):
         embeds = nnx.merge(tables_graphdef, tables)
@@ -606,7 +606,7 @@ def _make_dense_step(config: train_dlrm.Config, graphdef, tables_graphdef):
 
 
 def _train_dense(config: train_dlrm.Config, vocabularies: list[np.ndarray]) -> tuple[np.ndarray, float]:
-    """Trains on the batches of `train_dlrm.train`; gives the losses and the AUC on its held-out rows."""
+    """Trains on the batches of `train_dlrm.train`; returns the losses and the AUC on its held-out rows."""
     graphdef, params = nnx.split(train_dlrm.make_model(config))
     initial_rows = _initial_rows(config, vocabularies)
     embeds = nnx.List([nnx.Embed(*rows.shape, rngs=nnx.Rngs(0)) for rows in initial_rows])
@@ -642,7 +642,7 @@ def _assert_parity(config: train_dlrm.Config, num_seeds: int) -> None:
         config = dataclasses.replace(config, seed=seed)
         dynamic = train_dlrm.train(config)
         dense_losses, dense_auc = _train_dense(config, vocabularies)
-        # The first step has the same rows and the same model: sums of another order are all that may differ.
+        # Rows and model are equal in the first step, so only the order of sums may differ.
         np.testing.assert_allclose(dynamic.losses[0], dense_losses[0], rtol=1e-6)
         print(f"seed {seed}: AUC {dynamic.auc:.5f} dynamic, {dense_auc:.5f} dense")
         differences.append(dynamic.auc - dense_auc)

@@ -29,6 +29,6 @@ def test_a_fault_fits_the_sources(fault):
 
 
 def test_every_law_and_every_handler_has_a_fault():
-    """A new target, too, needs a fault that its tests catch."""
+    """A new target also needs a fault that its tests catch."""
     assert len({fault["name"] for fault in FAULTS}) == len(FAULTS) >= 60
     assert {name for fault in FAULTS for name in fault["violates"]} == LAWS | HANDLERS

@@ -1,6 +1,6 @@
-"""MovieLens: the reader against plain loops; both models learn on dynamic tables as they do on dense ones.
+"""MovieLens: the reader against plain loops; both models learn on dynamic tables as on dense ones.
 
-The log is synthetic. A real copy, which may not be handed on, is used where JAXSOK_ML100K names its folder.
+The log is synthetic. JAXSOK_ML100K may name the folder of a real copy, which may not be redistributed.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ import training  # noqa: E402
 
 @pytest.fixture(scope="module", autouse=True)
 def promotion_of_users():
-    """Optax's Adam raises a Python float to an int32: it does not run under the strict promotion of these tests."""
+    """Allows dtype promotion: Optax's Adam raises a Python float to an int32, which these tests otherwise forbid."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A synthetic log: 90 users, 120 items, 6,000 ratings."""
+    """Makes a synthetic log: 90 users, 120 items, 6,000 ratings."""
     folder = tmp_path_factory.mktemp("movielens")
     movielens.write_log(folder, 6000, num_users=90, num_items=120, seed=3)
     return folder
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def small(folder):
-    """Without growth: one step to compile."""
+    """Returns a configuration without growth, so that a single step compiles."""
     return train_movielens.Config(
         data=folder / "u.data", batch_size=256, capacity=512, epochs=3, num_devices=1, show_progress=False,
         checkpoint_dir=None,
@@ -132,13 +132,13 @@ def test_tables_grow_to_the_keys_that_were_trained_on(small):
 
 
 def embeddings_of(samples):
-    """Random rows for both models."""
+    """Makes random rows for both models."""
     rng = np.random.default_rng(0)
     return {name: rng.normal(size=(samples, 6)).astype(np.float32) for name in train_movielens.FEATURE_NAMES}
 
 
 def test_factorization_is_that_of_all_pairs():
-    """The formula with the square of the sum, against a loop over pairs."""
+    """The formula with the square of the sum agrees with a loop over pairs."""
     config = train_movielens.Config(dim=6)
     graphdef, params = train_movielens.make_model(config)
     params["bias"][...] = jnp.float32(0.25)
@@ -179,27 +179,27 @@ def test_padding_of_the_last_batch_counts_nothing():
 
 
 def assert_parity(config, num_seeds):
-    """Dynamic and dense tables give the same losses at first, and the same AUC in the mean; returns both AUCs."""
+    """Asserts equal first losses and equal mean AUC of dynamic and dense tables; returns both AUCs."""
     aucs = []
     for seed in range(num_seeds):
         config = dataclasses.replace(config, seed=seed)
         dynamic = trained(config)
         dense = train_movielens.train(dataclasses.replace(config, dense=True))
-        # The first step has the same rows and the same model: sums of another order are all that may differ.
+        # Rows and model are equal in the first step, so only the order of sums may differ.
         np.testing.assert_allclose(dynamic.losses[0], dense.losses[0], rtol=1e-6)
-        # A GPU multiplies matrices with fewer bits, and the two programs not alike.
+        # A GPU multiplies matrices with fewer bits, and differently in the two programs.
         tolerance = 1e-4 if jax.default_backend() == "cpu" else 1e-2
         np.testing.assert_allclose(dynamic.losses[:20], dense.losses[:20], rtol=tolerance)
         print(f"seed {seed}: AUC {dynamic.auc:.5f} dynamic, {dense.auc:.5f} dense")
         aucs.append((dynamic.auc, dense.auc))
     dynamic, dense = np.mean(aucs, axis=0)
-    # There, too, the sums of the dense model differ from run to run, and its AUC by 0.002.
+    # On a GPU the sums of the dense model also differ from run to run, and its AUC by 0.002.
     assert abs(dynamic - dense) < (0.003 if jax.default_backend() == "cpu" else 0.01), aucs
     return dynamic, dense
 
 
 def test_an_interrupted_run_goes_on_at_the_next_batch(small, tmp_path, monkeypatch):
-    """It stops at the last batch of an epoch, which is a short one, and in the middle of the next."""
+    """It stops at the last batch of an epoch, which is smaller, and in the middle of the next epoch."""
     whole = trained(small)
     press_ctrl_c_after(monkeypatch, training.CtrlC, 22, 30)
     config = dataclasses.replace(small, checkpoint_dir=tmp_path / "run")
@@ -231,7 +231,7 @@ def test_two_devices_learn_as_one(small):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", sorted(train_movielens.MODELS))
 def test_parity_on_the_real_log(model):
-    """The numbers of docs/training.md: the mean AUC of five seeds, and the same on dense tables."""
+    """The mean AUC of five seeds is that of docs/training.md, and equals that of dense tables."""
     if "JAXSOK_ML100K" not in os.environ:
         pytest.skip("set JAXSOK_ML100K to the folder of MovieLens 100K (its licence forbids handing it on)")
     data = pathlib.Path(os.environ["JAXSOK_ML100K"]) / "u.data"
@@ -247,7 +247,7 @@ def test_parity_on_the_real_log(model):
 
 
 def test_command_line(folder, tmp_path, monkeypatch, capsys):
-    """It runs as a program, and says what is wrong with a log in one line."""
+    """It runs as a program, and reports an invalid log in one line."""
     program, options = ROOT / "examples/train_movielens.py", ["--epochs", 1, "--num-devices", 1]
     small = ["--model", "two_tower", "--hidden", 8, "--batch-size", 512]
     monkeypatch.chdir(tmp_path)

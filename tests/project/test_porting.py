@@ -1,4 +1,4 @@
-"""The programs of docs/porting_sok_hps.md in several processes, on other devices, and on rows that tell keys apart."""
+"""The programs of docs/porting_sok_hps.md in several processes, on other devices, and with distinct rows."""
 
 import functools
 import json
@@ -21,11 +21,11 @@ from jaxsok import serving
 from jaxsok.serving import artifact, errors, hps, nnx
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-LOSSES = [30.0, 27.0258, 24.9137]  # that SOK prints
+LOSSES = [30.0, 27.0258, 24.9137]  # printed by SOK
 
 
 def test_sok_in_two_processes_with_their_own_rows(tmp_path):
-    """The page's function, unchanged: each process has one of the two samples and two of the four devices."""
+    """The page's function is unchanged; each process has one of the two samples and two of the four devices."""
     page = (ROOT / "docs/porting_sok_hps.md").read_text()
     program = next(
         code for code in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.M) if "def train" in code
@@ -56,13 +56,13 @@ NUM_TABLES, NUM_ROWS, DIM, NUM_KEYS, BATCH_SIZE, NUM_ITERS = 8, 300, 16, 3, 32, 
 
 
 def rows_of(table, keys):
-    """The row of each key, in the same places."""
+    """Returns the row of each key, in the same places."""
     return np.sin(np.asarray(keys)[..., None] * 0.7 + np.arange(DIM) + table).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The demo's files of 8 tables with keys of their own, written by `struct.pack`, and its JSON."""
+    """Writes the demo's files of 8 tables with keys of their own by `struct.pack`, and its JSON."""
     folder = tmp_path_factory.mktemp("hps")
     model = {
         "model": "8_table",
@@ -95,7 +95,7 @@ def demo(tmp_path_factory):
 
 
 class Model(flax.nnx.Module):
-    """The demo's model; the dense layer has weights that tell columns apart."""
+    """The demo's model, with weights in the dense layer that make columns distinct."""
 
     def __init__(self, file):
         self.lookups = hps.LookupLayers("8_table", file)
@@ -108,7 +108,7 @@ class Model(flax.nnx.Module):
 
 @pytest.mark.parametrize("back_end", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_the_json_alone_switches_fusion(demo, tmp_path, back_end):
-    """100 batches of int32 keys, fused and unfused: the layers, the saved model and a session, against NumPy."""
+    """100 batches of int32 keys agree with NumPy, fused and unfused, in layers, saved model and session."""
     folder, config = demo
     device = jax.local_devices(backend=back_end)[0]
     rng, file = np.random.default_rng(0), tmp_path / "8_table.json"
@@ -138,7 +138,7 @@ def test_the_json_alone_switches_fusion(demo, tmp_path, back_end):
             nnx.set_tables(model, tables)
             of_model = model(**inputs_seq[0])
         np.testing.assert_allclose(of_model, predictions[is_fused][0], rtol=1e-5, atol=1e-5)
-        # Which of the two runs is seen from its calls: one for all tables, or one for each.
+        # The calls show whether tables are fused: one for all tables, or one for each.
         assert tables.is_fused == is_fused and tables.stores[0].rows.devices() == {device}
         lowered = saved._program_for(tables).lower(*saved._bind(tables), saved.read(inputs_seq[0])[0]).as_text()
         assert lowered.count("stablehlo.custom_call @jaxsok_lookup_frozen") == (1 if is_fused else NUM_TABLES)
@@ -153,14 +153,14 @@ def test_the_json_alone_switches_fusion(demo, tmp_path, back_end):
             keys = inputs[f"table{i}"]
             is_there = (keys >= i * NUM_ROWS) & (keys < (i + 1) * NUM_ROWS)
             rows.append(np.where(is_there[..., None], rows_of(i, keys), 0.0).reshape(BATCH_SIZE, -1))
-        # Sums of 384 products in float32.
+        # The outputs are sums of 384 products in float32.
         np.testing.assert_allclose(fused, np.concatenate(rows, axis=1) @ kernel, rtol=1e-4, atol=1e-4)
     keys = inputs_seq[0]["table3"]
     np.testing.assert_array_equal(found[keys >= 3 * NUM_ROWS], rows_of(3, keys[keys >= 3 * NUM_ROWS]))
 
 
 def test_layers_with_the_arguments_of_hps(demo):
-    """Rows and bags of one table, with weights of their own, by NumPy."""
+    """NumPy computes the same from rows and bags of one table, with weights of their own."""
     folder, _ = demo
     make = functools.partial(hps.LookupLayer, ps_config_file=folder / "8_table.json")
     keys = np.array([[600, 601, 7]])  # 7 is a key of another table
@@ -194,7 +194,7 @@ def test_arguments_that_do_not_fit_the_configuration_are_refused(demo):
 
 
 def test_tensors_of_tensorflow_in_the_sparse_layer(demo):
-    """SparseTensor ids and weights, as HPS's own layer takes them."""
+    """The layer takes SparseTensor ids and weights, as HPS's own layer does."""
     tf = pytest.importorskip("tensorflow", reason="needs TensorFlow")
     folder, _ = demo
     sparse = hps.SparseLookupLayer("8_table", 2, DIM, tf.float32, folder / "8_table.json")

@@ -17,7 +17,7 @@ import synthetic_log  # noqa: E402
 
 @pytest.fixture(scope="module")
 def synthetic(tmp_path_factory):
-    """A synthetic log of 60,000 rows, its path and its content."""
+    """Returns a synthetic log of 60,000 rows, its path and its content."""
     path = tmp_path_factory.mktemp("log") / "log.tsv"
     synthetic_log.write_log(path, 60_000, seed=3)
     return path, criteo.TextSource(path).take(slice(0, 60_000))
@@ -44,7 +44,7 @@ def test_synthetic_keys_follow_a_power_law(synthetic):
         assert len(unique) <= synthetic_log.CARDINALITIES[column]
         if synthetic_log.CARDINALITIES[column] > 1000:
             counts = np.sort(counts)[::-1]
-            # Rank r is drawn r + 1 times less often: rank 0 in 10 times as often as rank 9, within its noise.
+            # Rank r is drawn r + 1 times less often, so rank 0 is 10 times as frequent as rank 9, within its noise.
             assert 6 < counts[0] / counts[9] < 16
             assert counts[100:].sum() > 0.2 * counts.sum(), "a long tail"
 
@@ -62,7 +62,7 @@ def test_synthetic_labels_follow_the_planted_signal(synthetic):
     assert columns["label"].mean() == pytest.approx(0.25, abs=0.02)
     for low, high in itertools.pairwise(np.quantile(probability, [0, 0.2, 0.4, 0.6, 0.8, 1])):
         rows = (probability >= low) & (probability <= high)
-        # Five standard deviations of a mean of 12,000 draws.
+        # The bound is five standard deviations of a mean of 12,000 draws.
         assert columns["label"][rows].mean() == pytest.approx(probability[rows].mean(), abs=5 * 0.5 / 12_000**0.5)
 
 
