@@ -1,4 +1,4 @@
-"""Rows at hand into embeddings, and embeddings' gradients back to rows.
+"""Combining rows into embeddings, and turning gradients of embeddings into gradients of rows.
 
 Question: what does combining cost by itself, and what its transpose, which has to group the uses of a row?
 Workload: W5 (bags of 20), rows of the distinct keys given.

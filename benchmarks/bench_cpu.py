@@ -1,4 +1,4 @@
-"""Compares the step of a dynamic table with that of a static one on a CPU.
+"""The step of a dynamic table against that of a static table on a CPU.
 
 Question: what does a table without a size to choose cost, where XLA's static one has `jnp.take` and `.at[].add`?
 Workload: W1's shape scaled down (a 32nd, or as `--scale` says if that is more), SGD; uniform and Zipf 1.05.

@@ -62,7 +62,7 @@ def measure(
 
 
 def rows_of(dim: int) -> int:
-    """Rows of the table: those of the next multiple of 4, so that both are found in the same index.
+    """Returns the number of rows: that of the next multiple of 4, so that both dims have the same index.
 
     Example:
       >>> rows_of(63) == rows_of(64) == 16 << 20

@@ -46,7 +46,7 @@ HAND_OVER_ROWS = 2_000_000
 
 
 def select_bytes(num_rows: int) -> int:
-    """What finding who goes must move: who owns a row, when it was used, and a flag, of every row.
+    """Returns the bytes that selecting rows must move: each row's owner, last step, and a flag.
 
     Example:
       >>> select_bytes(num_rows=2)
@@ -56,7 +56,7 @@ def select_bytes(num_rows: int) -> int:
 
 
 def release_bytes(num_rows: int, num_gone: int, state_floats: int) -> int:
-    """What leaving must move: flags, records and index of every row; record, statistics and state of who goes.
+    """Returns the bytes that a release must move: flags, records and index; record, statistics and state of freed rows.
 
     Example:
       >>> release_bytes(num_rows=10, num_gone=1, state_floats=1)  # 10 * 49 + 28
@@ -68,7 +68,7 @@ def release_bytes(num_rows: int, num_gone: int, state_floats: int) -> int:
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
 def _with_last_steps(statistics: tuple[jax.Array, ...], most: int, salt: jax.Array) -> tuple[jax.Array, ...]:
-    """Every row was used at some step below `most`, by chance."""
+    """Gives every row a random last step below `most`."""
 
     def spread(slab: jax.Array) -> jax.Array:
         words = (jax.lax.iota(jnp.uint32, slab.shape[0]) + salt) * jnp.uint32(0x9E3779B1)
@@ -94,7 +94,7 @@ def _timed(run) -> tuple[float, object]:
 
 
 def _require_the_oldest(statistics, flags: jax.Array, records_: tuple, num_gone: int) -> None:
-    """Raises unless so many rows are flagged, and none of them was used after one that stays."""
+    """Raises unless the given number of rows is flagged, and no flagged row was used after a row that stays."""
     last = jnp.concatenate([slab[:, 0] for slab in statistics])
     keys = jnp.concatenate([slab[:, :2] for slab in records_])
     is_used = (keys != jnp.uint32(0xFFFFFFFF)).any(axis=1)
@@ -109,7 +109,7 @@ def measure(recorder: Recorder, copy_gb_s: float, scale: float, is_quick: bool =
     """Measures both widths."""
     for dim, rows in SHAPES:
         spec = OneTable(16, dim, "rowwise_adagrad", eviction=LeastRecentlyUsed()).store_spec
-        # A flag and a score by row come along, and what is refilled.
+        # A flag and a score for each row are extra, as are the refilled rows.
         affordable = bench_scale.share_of_memory() // (row_bytes(spec) + 9)
         num_rows = min(rows or 4 * NUM_ROWS, affordable)
         num_rows = max(1000, round(num_rows * scale))
@@ -128,7 +128,7 @@ def _measure(recorder: Recorder, copy_gb_s: float, dim: int, num_rows: int, repe
     begin, clock = num_rows, jnp.uint32(MAX_STEPS)
     _renew(one, begin, 0, 0)
     samples: dict[str, list[float]] = {what: [] for what in (records.SELECT, records.RELEASE, records.EVICT)}
-    for number in range(repetitions + 1):  # the first compiles
+    for number in range(repetitions + 1):  # The first call compiles.
         ms, (flags, _) = _timed(lambda: evict._select(leaving, one.store, one.state.seed, clock, kept, None))
         samples[records.SELECT].append(ms)
         if number == 0:
@@ -187,7 +187,7 @@ def _hand_over(one: OneTable, leaving: evict.Leaving, clock: jax.Array, num_rows
     num_gone = max(1, min(num_rows // SHARE, HAND_OVER_ROWS))
     flags, _ = evict._select(leaving, one.store, one.state.seed, clock, jnp.uint32(num_rows - num_gone), None)
     times, num_bytes, seen = [], 0, 0
-    for _ in range(2):  # the first compiles
+    for _ in range(2):  # The first call compiles.
         begin, num_bytes, seen = time.perf_counter(), 0, 0
         for _, part in evict.selected_records(one.store_spec, one.store, one.state.seed, flags):
             seen += part.num_rows

@@ -1,4 +1,4 @@
-"""Keys that are all new: how fast they get rows, with the bytes of the rows and without.
+"""The insertion of new keys: its speed, with the bytes of the rows and without.
 
 Question: what does inserting itself cost, when rows of one float leave next to nothing else to write?
 Workload: H1's rows and keys a call, rows of 1 and of 64 floats, SGD; from an empty table to load 0.5.

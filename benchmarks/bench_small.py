@@ -1,4 +1,4 @@
-"""Small batches: what a lookup and a step cost when there is little to do.
+"""Small batches: the fixed cost of a lookup and of a step.
 
 Question: how near does a small batch come to the floor, and is it the host or the device that sets the pace?
 Workload: W1's tables (26 x 64 floats, rowwise Adagrad) with 256 to 4,096 samples; uniform keys, all present.
@@ -91,10 +91,10 @@ def _measure(small, what, batches, length, recorder, protocol, copy_gb_s) -> Non
 
 
 def floors(recorder: Recorder, protocol: Protocol, seed: int) -> None:
-    """Times as many kernels as each program launches, without work.
+    """Times as many kernels without work as each program launches.
 
-    JAX's profiler counts them, on tables of a thousandth of the rows: they do not depend on them.
-    Profiler and CUDA graphs are left to the end of a run, so that nothing else is lost if they cannot be had.
+    JAX's profiler counts them on tables of a thousandth of the rows, since their number does not depend on the rows.
+    Profiler and CUDA graphs come last in a run, so that nothing else is lost if they fail.
     """
     if not recorder.has_time("small, kernels without work"):
         return
@@ -107,7 +107,7 @@ def floors(recorder: Recorder, protocol: Protocol, seed: int) -> None:
     key_sets = workloads.key_sets(workload, "uniform", protocol.num_key_sets, seed)
     for what in WHATS:
         sets = filled.inputs(what, [key_set.ids for key_set in key_sets])
-        filled.measure(what, sets, protocol)  # compiled before it is profiled
+        filled.measure(what, sets, protocol)  # Compile before profiling.
         kernels, filled.state = filled.programs[what].kernels(filled.state, sets)
         num_kernels = sum(launches for launches, _ in kernels.values())
         if not num_kernels:

@@ -22,7 +22,7 @@ DRIFT_STEPS, DRIFT_ROWS = 60, NUM_ROWS // 50
 
 
 class Draws:
-    """Distinct rows of steps."""
+    """A source of each step's distinct rows."""
 
     def __init__(self, seed: int, drifts: bool):
         weights = np.arange(1, NUM_ROWS + 1) ** -EXPONENT

@@ -1,4 +1,4 @@
-"""Runs the benchmarks: jaxsok, its limits and its peers, in one run on one device; `python -m jaxsok bench` is this.
+"""The benchmarks of jaxsok, its limits and its peers in one run on one device: the program of `python -m jaxsok bench`.
 
     python -m jaxsok bench
     python -m jaxsok bench --workloads W1,W5 --keys uniform --out results.json
@@ -73,7 +73,7 @@ MEMORY_FRACTION = "0.92"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; bad names are refused before anything runs."""
+    """Parses the command line; refuses bad names before anything runs."""
     parser = argparse.ArgumentParser(prog="python -m jaxsok bench", description=__doc__.split(":")[0] + ".")
     parser.add_argument("--workloads", help=f"comma-separated, of {', '.join(workloads.NAMES)}; default: all")
     parser.add_argument("--keys", help="comma-separated: uniform, zipf1.05, …; default: those of each workload")
@@ -145,7 +145,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _listed(option: str, text: str | None, usual: Sequence[str], more: Sequence[str] = ()) -> tuple[str, ...]:
-    """The parts that a comma-separated list names, all of the usual ones for None; refuses those it does not know."""
+    """Returns the parts that a comma-separated list names, the default parts for None; refuses unknown names."""
     if text is None:
         return tuple(usual)
     parts = tuple(part.strip() for part in text.split(","))
@@ -157,7 +157,7 @@ def _listed(option: str, text: str | None, usual: Sequence[str], more: Sequence[
 
 
 def has_gpu() -> bool:
-    """Whether JAX will find a GPU, said without asking JAX: it would take the memory that FBGEMM needs first."""
+    """Returns whether JAX will find a GPU, without JAX, which would take the memory that FBGEMM needs first."""
     if os.environ.get("JAX_PLATFORMS", "").lower().startswith("cpu"):
         return False
     try:
@@ -168,7 +168,7 @@ def has_gpu() -> bool:
 
 
 def protocol_of(options: argparse.Namespace) -> Protocol:
-    """The protocol that a command line asks for."""
+    """Returns the protocol that a command line asks for."""
     changes = {"profile": options.profile}
     if options.repetitions is not None:
         changes["repetitions"] = options.repetitions
@@ -178,7 +178,7 @@ def protocol_of(options: argparse.Namespace) -> Protocol:
 
 
 def main(arguments: Sequence[str] | None = None) -> Recorder:
-    """Runs what the command line asks for, prints the table, writes the file."""
+    """Runs the parts that the command line names, prints the table, writes the file."""
     options = parse(arguments)
     protocol = protocol_of(options)
     begin = time.perf_counter()
@@ -251,7 +251,7 @@ def measure_dcnv2(options: argparse.Namespace, protocol: Protocol, recorder: Rec
 
 
 def finish(recorder: Recorder) -> None:
-    """Prints the tables, what was skipped and what failed, writes the file and, next to it, the plots."""
+    """Prints the tables, the skipped and failed measurements, and writes the file and its plots."""
     about = recorder.about
     is_full_size = about["platform"] == "gpu" and about["options"]["scale"] == 1.0
     for title, columns, table in tables.all_of(recorder.records, is_full_size):

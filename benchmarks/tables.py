@@ -1,4 +1,4 @@
-"""Records as tables: what is compared with what, for the terminal and for the documentation alike.
+"""Tables of records, with the comparisons that the terminal and the documentation show.
 
 Fed by `records.py`; feeds `run.py` and `report.py`. The table of all workloads is `rows`; each part with something else
 to say has a function of its own in `PARTS`.
@@ -108,7 +108,7 @@ def rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def key_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """What the batches looked like: workload and distribution, keys, unique keys, rows of the store, load."""
+    """Describes the batches: workload and distribution, keys, unique keys, rows of the store, load."""
     table = {}
     for record in _of_workloads(records):
         if record.subject == "jaxsok" and record.load is not None:
@@ -119,7 +119,7 @@ def key_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def _of_workloads(records: Iterable[Record]) -> list[Record]:
-    """The records of one device that have no table of their own."""
+    """Returns the records of one device that no other table shows."""
     return [record for record in records if not record.num_devices and not record.part]
 
 
@@ -128,12 +128,12 @@ def _place(record: Record) -> tuple[str, ...]:
 
 
 def limit_of(record: Record, found: dict[tuple[str, ...], Record]) -> float | None:
-    """The sum of the limits of a record's work; None if one of them was not measured."""
+    """Returns the sum of the limits of a record's work; None if one of them was not measured."""
     if record.limit_ms is not None:
         return record.limit_ms
     parts = []
     for what in LIMIT_WHAT.get(record.what, ()):
-        # A gather has no optimizer; a read-modify-write has: its state is part of what moves.
+        # A gather has no optimizer; a read-modify-write has, since its state is part of what moves.
         optimizer = record.optimizer if what == READ_MODIFY_WRITE else ""
         part = found.get(("limit", record.workload, record.distribution, optimizer, record.variant, what))
         if part is None:
@@ -143,7 +143,7 @@ def limit_of(record: Record, found: dict[tuple[str, ...], Record]) -> float | No
 
 
 def peer_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """The peers and the limits by themselves: workload, what, subject, ms, spread, GB/s."""
+    """Lists the peers and the limits: workload, what, subject, ms, spread, GB/s."""
     return [
         (
             " ".join(part for part in (record.workload, record.variant, record.distribution) if part),
@@ -236,7 +236,7 @@ def _mesh_place(record: Record) -> tuple[str, str, str, int]:
 
 
 def _torchrec_cells(record: Record, is_comparable: bool) -> tuple[str, str]:
-    """TorchRec's time for the same work; the ratio too, where the number of devices is the same."""
+    """Returns TorchRec's time for the same work, and the ratio if the number of devices is the same."""
     times = TORCHREC.get((record.workload, record.what))
     if times is None or not is_comparable or record.notes["scaling"] != "weak" or record.num_devices < 2:
         return NOTHING, NOTHING
@@ -260,7 +260,7 @@ SMALL_COLUMNS = (
 
 
 def small_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Small batches of W1, by size; an empty program first."""
+    """Lists small batches of W1 by size, after an empty program."""
     table = []
     floors = {record.variant: record for record in records if record.what == names.NO_WORK}
     for record in sorted(records, key=lambda record: record.notes.get("num_samples", 0)):
@@ -291,7 +291,7 @@ SKEW_COLUMNS = ("workload", "keys", "what", "ms", "spread", "ns a key", "GB/s", 
 
 
 def skew_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """One key repeated, and bags of three lengths."""
+    """Lists one key repeated, and bags of three lengths."""
     table = []
     for record in records:
         is_base = record.distribution == "uniform" and record.variant in ("", "bags of 1")
@@ -321,7 +321,7 @@ DIM_COLUMNS = ("dim", "rows", "what", "ms", "spread", "M keys/s", "GB/s", "of a 
 
 
 def dim_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Every width and dtype of rows, by width."""
+    """Lists every dim and dtype of rows, by dim."""
     found = {(record.notes["dim"], record.notes["dtype"], _what(record)): record for record in records}
     table = []
     for (dim, dtype, what), record in sorted(found.items()):
@@ -347,7 +347,7 @@ SCALE_COLUMNS = ("what", "", "ms", "spread", "M keys/s", "of limit", "more")
 
 
 def scale_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Lookups by the size of the table, growing, building, churn."""
+    """Lists lookups by the size of the table, growing, building, churn."""
     return [
         (
             record.what,
@@ -387,7 +387,7 @@ INSERT_COLUMNS = ("keys", "ms", "spread", "M keys/s", "M keys/s without the rows
 
 
 def insert_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """All-new keys, by the width of the rows."""
+    """Lists insertions of new keys, by the dim of the rows."""
     return [
         (
             record.variant,
@@ -407,7 +407,7 @@ EVICT_COLUMNS = ("table", "what", "ms", "spread", "M rows/s", "GB/s", "of a copy
 
 
 def evict_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Who goes, their leaving, both, and what of it is the index."""
+    """Lists selecting rows, releasing them, both together, and the index's share."""
     return [
         (
             record.variant,
@@ -437,7 +437,7 @@ LIFE_COLUMNS = (
 
 
 def life_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Forwards and steps with both, over the same without; an export compared with the link."""
+    """Lists forwards and steps with statistics and admission over those without; compares an export with the link."""
     plain = {(one.what, one.distribution): one.timing.ms for one in records if one.variant == "without"}
     return [
         (
@@ -461,7 +461,7 @@ CPU_COLUMNS = ("keys", "who", "ms", "spread", "M keys/s", "jaxsok's time ÷ this
 
 
 def cpu_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """jaxsok, a static table in XLA, torch: lookup and update with SGD."""
+    """Lists lookup and update with SGD: jaxsok, a static table in XLA, torch."""
     ours = {record.distribution: record.timing.ms for record in records if record.subject == "jaxsok"}
     return [
         (
@@ -495,7 +495,7 @@ INPUT_COLUMNS = (
 
 
 def input_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Packing, copies on the host and to the device, and steps, by workload."""
+    """Lists packing, copies on the host and to the device, and steps, by workload."""
     return [
         (
             record.workload,
@@ -536,7 +536,7 @@ SERVING_COLUMNS = (
 
 
 def serving_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """S1 and the DLRM shape by samples and dtype of rows, each way of looking up."""
+    """Lists S1, and the DLRM shape by samples and dtype of rows, in each execution mode."""
     on_device = {(record.workload, record.variant): record for record in records if record.what == names.SERVED_KERNELS}
     floors = {record.workload: record.timing.ms for record in records if record.what == names.SERVED_FLOOR}
     served = [record for record in records if record.what == names.SERVED]
@@ -574,7 +574,7 @@ FRESH_COLUMNS = ("what", "of", "ms", "spread", "99th percentile", "most", "chang
 
 
 def fresh_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Delays, then lookups."""
+    """Lists delays, then lookups."""
     return [
         (
             record.what,
@@ -609,7 +609,7 @@ DCNV2_COLUMNS = (
 
 
 def dcnv2_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Training from files, and its parts."""
+    """Lists training from files, and its parts."""
     return [
         (
             record.distribution,
@@ -646,7 +646,7 @@ TIER_COLUMNS = (
 
 
 def tier_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Steps with caches of several sizes."""
+    """Lists steps with caches of several sizes."""
     return [
         (
             record.workload,
@@ -672,7 +672,7 @@ HOST_ROWS_COLUMNS = ("rows", "what", "ms", "spread", "limit ms", "of limit", "no
 
 
 def host_rows_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """The import, and the steps."""
+    """Lists the import, and the steps."""
     return [
         (
             record.variant,
@@ -707,7 +707,7 @@ PARTS: dict[str, tuple[str, Sequence[str], Callable[[Sequence[Record]], list[tup
 
 
 def all_of(records: Sequence[Record], is_full_size: bool) -> list[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
-    """Every table that the records fill: title, columns, rows.
+    """Returns every table that the records fill: title, columns, rows.
 
     Args:
       records: of one run.
@@ -741,7 +741,7 @@ def host_bound_note(records: Sequence[Record]) -> str:
 
 
 def unsteady_note(records: Sequence[Record]) -> str:
-    """Says how many times are not worth quoting, if there are any."""
+    """Says how many times are unsteady; empty if none are."""
     num_unsteady = sum(record.timing.is_unsteady for record in records)
     if not num_unsteady:
         return ""
@@ -752,7 +752,7 @@ def unsteady_note(records: Sequence[Record]) -> str:
 
 
 def format_table(columns: Sequence[str], table: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, its columns aligned so that a terminal shows it too."""
+    """Formats a table in Markdown, with columns aligned for a terminal."""
     widths = [max(len(row[i]) for row in (columns, *table)) for i in range(len(columns))]
 
     def line(cells):

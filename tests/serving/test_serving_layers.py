@@ -1,4 +1,4 @@
-"""Frozen lookup layers of NNX and Linen: they agree with HPS's layers, by NumPy, and have the bits of training layers."""
+"""Frozen lookup layers of NNX and Linen agree with HPS's layers, by NumPy, and have the bits of training layers."""
 
 import dataclasses
 import functools
