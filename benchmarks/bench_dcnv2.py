@@ -76,13 +76,13 @@ class Options:
     optimizers: Sequence[str] = OPTIMIZERS[:1]
     seconds: float = SECONDS
     folder: pathlib.Path | None = None
-    """Where the files are kept; None: in a temporary folder."""
+    """The folder of the files; None: a temporary folder."""
     train: Sequence[str] = ()
     """More options of the example's command line, which take precedence over `scale` and `is_quick`."""
     scale: float = 1.0
     """Share of the tables' rows, of the batch and of the files."""
     is_quick: bool = False
-    """Whether files and dense part are small: it shows that all of it runs."""
+    """Whether files and dense part are small, for a run that only shows that everything works."""
 
 
 def measure(recorder: Recorder, protocol: Protocol, seed: int, options: Options) -> None:

@@ -1,12 +1,11 @@
-"""Eviction: what does it cost to take the tenth of the rows that was used longest ago, and who takes the time?
+"""Eviction: the cost of removing the tenth of the rows that was used longest ago, by part.
 
-Question: how near to the memory's bandwidth is an exact eviction over all rows of a table: finding who goes (select),
-          their leaving (release, which sweeps the index), both in one program; and the hand-over to the host? Beside
-          it the rebuild of an index as large, which sweeping spares.
-Workload: one table under rowwise Adagrad, least recently used, last steps spread over 2**20, 10% of the rows in use go;
-          100 M rows of 8 floats, and of 64 floats as many as fit. Between two evictions as many new keys come.
-Limit:    bytes of `select_bytes` and `release_bytes` at the bandwidth of a copy: each array that has to be looked at
-          once.
+Question: how near to the memory's bandwidth is an exact eviction over all rows of a table: selecting rows, releasing
+          them (which sweeps the index), both in one program; and the hand-over to the host? For comparison: the
+          rebuild of an index of the same size, which a sweep avoids.
+Workload: one table under rowwise Adagrad, least recently used, last steps spread over 2**20; 10% of the used rows
+          leave; 100 M rows of 8 floats, and as many as fit of 64 floats. Between evictions as many new keys come.
+Limit:    bytes of `select_bytes` and `release_bytes` at the bandwidth of a copy: each array that must be read, once.
 Command:  `python -m jaxsok bench --only evict`
 Last result: docs/performance.md (H200, commit 7db9096).
 """
@@ -32,14 +31,14 @@ SHAPES = ((8, NUM_ROWS), (64, None))
 """Floats of a row, and rows; None: as many as fit, at most four times as many."""
 
 SHARE = 10
-"""One in so many rows goes."""
+"""One row in this many leaves."""
 
 REPETITIONS = 5
 KEYS_PER_CALL = 4 << 20
 MAX_STEPS = 1 << 20
 
 RECORD_BYTES, STATISTICS_BYTES, INDEX_BYTES, FLAG_BYTES = 16, 8, 32, 1
-"""Of a row of capacity."""
+"""Bytes per row of capacity."""
 
 HAND_OVER_ROWS = 2_000_000
 """Rows that are handed over at most: the link is the same for more."""

@@ -1,4 +1,4 @@
-"""Freshness: how long does a changed row take from training to an answer, and what do updates cost lookups?
+"""Freshness: the time of a changed row from training to an answer, and the cost of updates for lookups.
 
 Question: delay from the change of rows in training to the first answer that has them, while training changes 1,000,000
           rows/s; and the 99th percentile of lookups with updates over that without.
@@ -9,8 +9,8 @@ Limit:    none; the targets are 5 s, and 1.1 times the 99th percentile.
 Command:  `python -m jaxsok bench --only serving`
 Last result: docs/freshness.md (2 cores of a CPU, scales 0.01 and 0.1).
 
-Delays are by one clock: from before the rows are assigned until a lookup, whose keys include one that every version
-changes, has returned. Lookups without updates are timed before and after those with, and taken together.
+Delays are measured by one clock: from before the rows are assigned until the return of a lookup that includes the key
+that every version changes. Lookups without updates are timed before and after those with updates, and pooled.
 """
 
 import argparse

@@ -45,9 +45,9 @@ NUM_STEPS, QUICK_STEPS = 2000, 120
 NEW_SHARE = 1.4
 """New keys of all steps, as a share of the rows that there may be."""
 NEW_PART = 4
-"""One key of so many is new."""
+"""One key in this many is new."""
 NUM_COMPARED = 20
-"""Batches whose embeddings are compared in the end."""
+"""Batches whose embeddings are compared at the end."""
 
 
 def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False) -> None:

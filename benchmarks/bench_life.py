@@ -2,7 +2,7 @@
 
 Question: training forward and step of W1 with frequency, last step and exact-count admission on, over the same without;
           an export of 10 GB, compared with the bandwidth of the link to the host.
-Workload: W1, all keys present, and besides with 1% of the keys unseen, which wait and never come in; one table of 128
+Workload: W1, all keys present, and again with 1% of unseen keys, which wait and never enter; one table of 128
           floats under rowwise Adagrad, 10 GB of rows and state.
 Limit:    the same step without; for the export a plain copy of 1 GB to the host, the best of three.
 Command:  `python -m jaxsok bench --only life`

@@ -31,16 +31,16 @@ from .timing import Protocol, summary
 
 DIM = 64
 NUM_KEYS = 1 << 20
-"""Of one lookup."""
+"""Keys of one lookup."""
 
 SIZES = (1_000_000, 4_000_000, 16_000_000, 64_000_000, 256_000_000, 400_000_000)
 """Rows in use; all are multiples of the first."""
 
 MEMORY_SHARE = 0.8
-"""Of the device's memory that a store may fill."""
+"""The share of the device's memory that a store may fill."""
 
 GROWN_BYTES = 10_000_000_000
-"""Of a store before it grows: rows, records and index."""
+"""Bytes of a store before it grows: rows, records and index."""
 
 BUILT_KEYS = 100_000_000
 BUILD_KEYS_PER_CALL = 4 << 20
@@ -48,7 +48,7 @@ BUILD_KEYS_PER_CALL = 4 << 20
 CHURN_ROWS = 4 << 20
 CHURN_ROUNDS = 1000
 CHURN_SHARE = 10
-"""One in so many keys leaves in a round."""
+"""One key in this many leaves in a round."""
 
 CPU_CHURN_ROUNDS, QUICK_CHURN_ROUNDS = 100, 10
 

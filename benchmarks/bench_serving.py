@@ -10,8 +10,8 @@ Last result: docs/performance.md (H200, commit 7db9096).
 
 "Latency" is one call, from its dispatch to its result, waited for: what a caller sees; median and 99th percentile.
 "Back to back" is a call among many, where the host runs ahead; "in a row" one of several in one program. "Kernels" is
-the sum of what JAX's profiler saw on the device. Each way is one jitted program: "fused" has one lookup for all tables,
-"unfused" one for each, "take" one `jnp.take(table, row_numbers, axis=0, mode="clip")` for each, on arrays of their own.
+the sum of what JAX's profiler saw on the device. Each mode is one jitted program: "fused" has one lookup for all
+tables, "unfused" one per table, "take" one `jnp.take(table, row_numbers, axis=0, mode="clip")` per table, on an array.
 """
 
 import dataclasses
@@ -61,9 +61,9 @@ class Filled:
 
     tables: FrozenTables
     num_rows: int
-    """Of each table."""
+    """Rows of each table."""
     static: list[jax.Array] | None
-    """Of `jnp.take`; None where it is not measured."""
+    """The arrays for `jnp.take`; None if it is not measured."""
 
     @property
     def names(self) -> list[str]:
@@ -193,7 +193,7 @@ class _Run:
     copy_gb_s: float
     is_quick: bool
     later: list[Callable[[], None]]
-    """What is left to the end."""
+    """Measurements that run at the end."""
 
     def all_ways(self, workload: str, filled: Filled, shape: tuple[int, ...], seed: int) -> None:
         """Measures the three execution modes over the same keys; raises if their results differ."""

@@ -1,6 +1,6 @@
 """Small batches: the fixed cost of a lookup and of a step.
 
-Question: how near does a small batch come to the floor, and is it the host or the device that sets the pace?
+Question: how near does a small batch come to the floor, and does the host or the device set the pace?
 Workload: W1's tables (26 x 64 floats, rowwise Adagrad) with 256 to 4,096 samples; uniform keys, all present.
 Limit:    the later of two: the bytes at the bandwidth of a copy, and as many kernels without work as the program
           launches (a CUDA graph of them, by CuPy). Compared with the dispatch of an empty jitted program.
@@ -27,10 +27,10 @@ SIZES = (256, 1024, 4096, 512, 2048)
 """Samples, in the order in which they are measured."""
 
 STEPS, QUICK_STEPS = 8, 2
-"""Of the program that runs several; each with keys of its own."""
+"""Steps of the unrolled program; each has keys of its own."""
 
 COLD_BYTES = 128 << 20
-"""Index lines and rows of all batches in rotation: more than a cache holds, or a batch would meet its own last run."""
+"""Index lines and rows of all batches in rotation: more than a cache holds, so that no batch finds its rows cached."""
 
 WHATS = (records.EVALUATION, records.TRAINING, records.STEP)
 

@@ -1,8 +1,8 @@
 """Plain CUDA kernels, run by CuPy if it is installed: the limits without the cost of a framework.
 
-Each does one thing and nothing else: gather rows, read-modify-write rows, read one line a key, a line and then the
-row that it names, and nothing at all.
-Fed by `limits.py` and `bench_small.py`. Not here: which of several ways is the limit.
+Each kernel does one thing: gather rows, read-modify-write rows, read one line a key, read a line and then the row that
+it names, or nothing.
+Fed by `limits.py` and `bench_small.py`. Not here: the choice of the limit among several methods.
 """
 
 import itertools

@@ -76,10 +76,10 @@ METRIC_STEPS = 8
 """Steps whose hits are counted, after the others: counting waits for the device."""
 
 NUM_DENSE, BOTTOM, TOP = 13, (512, 256), (1024, 1024, 512, 256)
-"""As in `dlrm.py`."""
+"""The sizes of `dlrm.py`."""
 
 DLRM, STEP = "DLRM step", "forward + update"
-"""As in `records.py`."""
+"""The names of `records.py`."""
 
 
 def parts_of(num_batches: int) -> list[tuple[str, bool, int]]:

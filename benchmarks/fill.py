@@ -1,8 +1,8 @@
 """A workload as a jaxsok collection, on one device or a mesh, its tables filled with all their rows.
 
 Fed by `workloads.py`; feeds all benchmarks of W1 to W6. Filling looks keys up, as training does: there is no other way
-in that would be measured honestly. Keys are mixed on the devices, and one program does all of it, so that the host
-sends nothing. `Filled` also has the three programs that everything here is about, and threads its state through them.
+in that would be measured honestly. Keys are mixed on the devices in the same program, so that the host sends nothing.
+`Filled` also has the three measured programs, and threads its state through them.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from .timing import Protocol, Step, Timing
 from .workloads import LIFTED_ADAM, Workload, mix
 
 _FILL_BYTES = 2 << 30
-"""Of embeddings that one filling step makes on a device, at most."""
+"""Bytes of embeddings that one filling step makes on a device, at most."""
 
 _FILL_KEYS = 16 << 20
 """Keys of one filling step on a device, at most."""
 
 AXIS = "data"
-"""Of the mesh."""
+"""The axis of the mesh."""
 
 
 @dataclasses.dataclass
@@ -44,7 +44,7 @@ class Filled:
     state: jaxsok.State
     """Replaced by whatever donates it."""
     programs: dict[str, Step] = dataclasses.field(init=False)
-    """By what is measured; one for all batches, whatever their distribution."""
+    """Programs by the measured part; each serves all batches, whatever their distribution."""
 
     def __post_init__(self) -> None:
         """Declares the programs; none is compiled before it is run."""

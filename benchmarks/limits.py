@@ -1,16 +1,16 @@
 """The lower bounds: what the work must move, and how fast this device moves it, measured in the same run.
 
-The *bytes* of a step over the bandwidth of a large device copy: no version can be faster, and none comes
-near it where rows are short, since memory is not read in pieces of any size. The *bare gather* of the same rows (no
-keys, no index: row ids given) is the limit of a forward. *Read-modify-write* of the same unique rows with a streamed
-gradient, after a bare gather, is the limit of a step.
+The *bytes* of a step over the bandwidth of a large device copy: no version can be faster, and none comes near it if
+rows are short, since memory is read in sectors. The *bare gather* of the same rows (no keys, no index: row ids given)
+is the limit of a forward. *Read-modify-write* of the same unique rows with a streamed gradient, after a bare gather,
+is the limit of a step.
 
-A *line, then the row* is no lower bound, but a plain kernel to compare with: what a table costs that reads one line of
-an index for each key and then the row, by the simplest code that does.
+A *line, then the row* is no lower bound, but a plain kernel to compare with: the cost of a table that reads one line
+of an index for each key and then the row, in the simplest code.
 
-A limit is only as good as the code that measures it. XLA's gather is one way; on a GPU where CuPy is installed a plain
-CUDA kernel (`cuda_kernels.py`) is another. The faster one is the limit and the record says
-which it was; where CuPy is missing, the run says that its limits are XLA's.
+A limit is only as good as the code that measures it. XLA's gather is one method; on a GPU with CuPy, a plain CUDA
+kernel (`cuda_kernels.py`) is another. The faster method is the limit, and the record names it; without CuPy, the run
+reports that its limits are XLA's.
 
 Fed by the rows of the workload; feeds `records.py`. Not here: peers, which do more than a limit does.
 """
@@ -28,7 +28,7 @@ from .timing import Protocol, Step, Timing
 KEY_BYTES = 8
 ROW_ID_BYTES = 4
 INDEX_LINE_BYTES = 64
-"""One bucket: at load 0.5 a probe run is about one line long."""
+"""Bytes of one bucket: at load 0.5 a probe run is about one line long."""
 FLOAT_BYTES = 4
 SECTOR_BYTES = 32
 """The least that a GPU moves: a 4-byte accumulator costs the sector that it lies in."""
@@ -68,8 +68,8 @@ def gather_bytes(num_keys: int, num_unique: int, num_bags: int, dim: int) -> int
 def insert_bytes(num_keys: int, dim: int) -> int:
     """Returns the bytes that inserting new keys must move.
 
-    In: the key and its table's number (12 B), the index line (64 B). Out: the line, the record that says who owns the
-    row (16 B), the row id (4 B), and the row.
+    In: the key and its table's number (12 B), the index line (64 B). Out: the line, the record of the row's key (16 B),
+    the row id (4 B), and the row.
 
     Example:
       >>> insert_bytes(num_keys=1, dim=8)  # 12 + 128 + 16 + 4 + 32

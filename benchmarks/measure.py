@@ -1,7 +1,7 @@
 """The parts of a run on one device: filled tables, static tables, limits, then benchmarks with tables of their own.
 
-Fed by `run.py`; feeds a Recorder. Not here: what is measured (`bench_*.py`), what it is compared with (`peers.py`,
-`limits.py`), meshes (`bench_exchange.py`).
+Fed by `run.py`; feeds a Recorder. Not here: the measured programs (`bench_*.py`), peers (`peers.py`), limits
+(`limits.py`), meshes (`bench_exchange.py`).
 """
 
 import argparse

@@ -30,7 +30,7 @@ from .timing import Protocol, Step, Timing
 from .workloads import KeySet, Workload, state_dims
 
 LEARNING_RATE = 0.01
-"""Of every optimizer of every peer and of jaxsok; small, so that thousands of steps with one gradient stay finite."""
+"""The learning rate of all systems and optimizers; small, so that thousands of steps with one gradient stay finite."""
 
 ADAGRAD = {"initial_accumulator_value": 0.1, "eps": 1e-7}
 ROWWISE_ADAGRAD = {"initial_accumulator_value": 0.0, "eps": 1e-8}

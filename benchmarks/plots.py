@@ -221,4 +221,4 @@ PLOTS = {
     "scale.svg": (_by_size, "Milliseconds of a lookup of 1 Mi keys, by the rows in the table."),
     "small.svg": (_by_batch, "Milliseconds of small batches, by their samples: dispatched one by one, and in a row."),
 }
-"""By file: what draws it, and what it shows."""
+"""The drawing function and the alternative text of each file."""

@@ -96,20 +96,20 @@ class Record:
     optimizer: str = ""
     """Empty where no optimizer takes part."""
     variant: str = ""
-    """What else distinguishes records of one workload: the dim and the keys per call of H1, the samples of a batch."""
+    """Fields that distinguish records of one workload: the dim and keys per call of H1, the samples of a batch."""
     num_keys: int = 0
     num_unique: int = 0
     moved_bytes: int = 0
-    """What the work must move, each unique row and index line once (`limits.py`); on a mesh what a device sends to the
-    others, padding included."""
+    """Bytes that the work must move, each unique row and index line once (`limits.py`); on a mesh those that a device
+    sends, padding included."""
     limit_ms: float | None = None
     """A limit that belongs to this record alone."""
     by: str = ""
-    """Which way of doing it this is, where several were tried: the fastest one."""
+    """The fastest method, if several were tried."""
     load: float | None = None
-    """Of the index, where there is one."""
+    """The load of the index, if there is one."""
     num_devices: int = 0
-    """Of the mesh; 0 where there is none."""
+    """Devices of the mesh; 0 without a mesh."""
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     """On a mesh: scaling, program ("single", "planned", "pipelined", "plan", "apart", …), wire, front_end. "part": the
     part that a record belongs to, where that has a table of its own; with what the part reports apart from the time."""

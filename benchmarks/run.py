@@ -36,7 +36,7 @@ OF_WORKLOADS = ("lookup", "update", "plan", "tickets", "combine", "table", "limi
 """The parts that are measured on workloads."""
 
 PARTS = (*OF_WORKLOADS, *measure.OWN_TABLES)
-"""Of a run that names none: what one device can do. One that names workloads gets the parts of workloads."""
+"""The default parts, which one device can measure. If workloads are named, the default is the parts of workloads."""
 
 EXCHANGE = "exchange"
 """The part that is about meshes; a run measures it alone."""
@@ -47,7 +47,7 @@ DCNV2 = "dcnv2"
 ALONE = (EXCHANGE, DCNV2)
 
 EXCHANGE_PARTS = ("single", "planned", "bfloat16", "split", "bags", "dlrm", "pmap", "xla")
-"""What `bench_exchange.py` has a measurement for; all of them by default."""
+"""The parts that `bench_exchange.py` can measure; the default is all of them."""
 
 EXCHANGE_WORKLOADS = ("M1", "W1", "W5")
 
@@ -55,13 +55,13 @@ QUICK_SCALE = 0.002
 
 QUICK_PARTS = ("lookup", "update", "xla")
 QUICK_WORKLOADS = ("W1", "W5")
-"""Of a quick run that names none: single keys and bags, compared with XLA. Others are run by their names."""
+"""The defaults of a quick run: single keys and bags, compared with XLA. Other workloads can be named."""
 
 QUICK_SECONDS = 0.2
 """Seconds of each timed run of training, with --quick."""
 
 CPU_SCALE = 0.01
-"""Of a run on a CPU that names none: full size takes tens of gigabytes."""
+"""The default scale of a run on a CPU: full size takes tens of gigabytes."""
 
 BUDGET_S = 500.0
 """After so many seconds a run begins nothing more, so that it ends within nine minutes."""
@@ -69,7 +69,7 @@ BUDGET_S = 500.0
 OUT = pathlib.Path("jaxsok-bench.json")
 
 MEMORY_FRACTION = "0.92"
-"""Of the device's memory for JAX: W1 under Adam takes 80 GB of tables; CuPy's context needs a little more."""
+"""The share of the device's memory for JAX: W1 under Adam takes 80 GB of tables; CuPy's context needs a little more."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

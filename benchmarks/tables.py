@@ -47,7 +47,7 @@ LIMIT_WHAT = {
 
 
 NOTHING = "-"
-"""In a table: not measured, or it has no meaning."""
+"""The cell of a number that was not measured or has no meaning."""
 
 COLUMNS = (
     "workload",
@@ -63,11 +63,10 @@ COLUMNS = (
     "FBGEMM unchecked ÷",
     "FBGEMM default ÷",
 )
-"""Of the table: `host ms` is an empty step; the last three are the peer's time over jaxsok's, so above 1 jaxsok is the
-faster."""
+"""Columns: `host ms` is an empty step; the last three are the peer's time over jaxsok's: above 1 jaxsok is faster."""
 
 KEY_COLUMNS = ("workload", "keys", "unique", "rows", "load")
-"""Of the table of keys: of one batch; the load is that of the index."""
+"""Columns of the table of keys, for one batch; the load is that of the index."""
 
 
 PEER_COLUMNS = ("workload", "what", "who", "ms", "spread", "GB/s")
@@ -175,9 +174,9 @@ EXCHANGE_COLUMNS = (
     "TorchRec row-wise, published, 8 GPUs",
     "TorchRec table-wise, published, 8 GPUs",
 )
-"""Of the table of meshes: the time until the call of a step returns; what one device sends to the others; `of the
-wire`, that rate over the one of the bare all-to-all; efficiency against two devices; TorchRec's times, with their ratio
-where there are as many devices."""
+"""Columns of the table of meshes: the time until the call of a step returns; the bytes that one device sends; `of the
+wire`, their rate over that of the bare all-to-all; efficiency against two devices; TorchRec's times, with their ratio
+if the number of devices is the same."""
 
 
 def exchange_rows(records: Sequence[Record], is_full_size: bool) -> list[tuple[str, ...]]:
@@ -256,7 +255,7 @@ SMALL_COLUMNS = (
     "bytes ms",
     "of limit",
 )
-"""Of small batches: one program a step; several steps in one program; the floors; the larger floor over the faster."""
+"""Columns for small batches: one program a step; several steps in one; floors; the larger floor over the faster."""
 
 
 def small_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -287,7 +286,7 @@ def small_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 SKEW_COLUMNS = ("workload", "keys", "what", "ms", "spread", "ns a key", "GB/s", "of limit", "time ÷ uniform")
-"""Of skew: the last column is the time over that of uniform keys in the same shape, or of bags of one key."""
+"""Columns for skew: the last is the time over that of uniform keys in the same shape, or of bags of one key."""
 
 
 def skew_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -317,7 +316,7 @@ def skew_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 DIM_COLUMNS = ("dim", "rows", "what", "ms", "spread", "M keys/s", "GB/s", "of a copy", "÷ next multiple of 4")
-"""Of dims: the last column is the rate in GB/s over that of the next multiple of 4."""
+"""Columns for dims: the last is the rate in GB/s over that of the next multiple of 4."""
 
 
 def dim_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -343,7 +342,7 @@ def dim_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 SCALE_COLUMNS = ("what", "", "ms", "spread", "M keys/s", "of limit", "more")
-"""Of size, growth and churn."""
+"""Columns for size, growth and churn."""
 
 
 def scale_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -383,7 +382,7 @@ def _scale_notes(record: Record) -> str:
 
 
 INSERT_COLUMNS = ("keys", "ms", "spread", "M keys/s", "M keys/s without the rows' bytes", "GB/s", "of limit")
-"""Of inserting: without the time in which a copy moves the rows."""
+"""Columns for inserting: without the time in which a copy moves the rows."""
 
 
 def insert_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -403,7 +402,7 @@ def insert_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 EVICT_COLUMNS = ("table", "what", "ms", "spread", "M rows/s", "GB/s", "of a copy's bandwidth", "more")
-"""Of eviction: rows are those of the table; of the hand-over, those that leave."""
+"""Columns for eviction: rows are those of the table, or those that leave in the hand-over."""
 
 
 def evict_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -433,7 +432,7 @@ LIFE_COLUMNS = (
     "GB/s",
     "of the link",
 )
-"""Of statistics, admission and exports."""
+"""Columns for statistics, admission and exports."""
 
 
 def life_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -457,7 +456,7 @@ def life_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 CPU_COLUMNS = ("keys", "who", "ms", "spread", "M keys/s", "jaxsok's time ÷ this")
-"""Of the comparison on a CPU."""
+"""Columns for the comparison on a CPU."""
 
 
 def cpu_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -491,7 +490,7 @@ INPUT_COLUMNS = (
     "GB/s",
     "of limit",
 )
-"""Of `input`: packing has a copy of as many bytes by as many threads as its limit, a fed step one packed before."""
+"""Columns for `input`: packing's limit is a copy of as many bytes by as many threads; a fed step's, a packed step."""
 
 
 def input_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -532,7 +531,7 @@ SERVING_COLUMNS = (
     "floor ms",
     "ms ÷ fused",
 )
-"""Of serving: what a caller waits for; a call among many; one of several in a program; the device alone; the floor."""
+"""Columns for serving: a caller's wait; a call among many; one of several in a program; the device alone; the floor."""
 
 
 def serving_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:

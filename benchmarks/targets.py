@@ -60,14 +60,14 @@ class Target:
     wanted: float
     reading: Reading
     is_least: bool = True
-    """Whether more is better: `wanted` is the least; else it is the most."""
+    """True if more is better, and `wanted` is the least; otherwise it is the most."""
     unit: str = ""
     platform: str = "gpu"
     instead: Reading | None = None
-    """What else was measured, where this was not; reported, never judged."""
+    """Another measured number to report where this one is missing; it is never judged."""
     of_instead: str = ""
     remark: Callable[["Found"], str] = lambda found: ""
-    """What to report in addition to what was reached."""
+    """A text to report in addition to the reached number."""
     tested_by: str = ""
     """The tests that show it, where it is no number of a run; `wanted` is none of it then."""
 
@@ -436,4 +436,4 @@ TARGETS: tuple[Target, ...] = (
         for one in DISTRIBUTIONS
     ),
 )
-"""Of the project, on one H200 if nothing else is said; ratios against a peer are its time over jaxsok's."""
+"""The project's targets, on one H200 unless stated otherwise; ratios against a peer are its time over jaxsok's."""

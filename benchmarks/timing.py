@@ -24,18 +24,18 @@ from typing import Any
 import jax
 
 HOST_SHARE = 0.5
-"""From this share of a step's time on, the host may be what is measured: the unrolled program is measured as well."""
+"""Above this share of a step's time the host may set the time, so the unrolled program is measured as well."""
 
 HOST_MS_AT_MOST = 1.0
 """No dispatch of one program took a host longer, by far (0.2 ms): for longer steps the host is not measured."""
 
 HOST_BOUND = 0.8
-"""From this share on, a time that stands is marked as the host's."""
+"""Above this share, a published time is marked as the host's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """How often a step is repeated."""
+    """The number and length of repetitions."""
 
     repetitions: int = 10
     """Batches; the median is taken over them."""
@@ -48,7 +48,7 @@ class Protocol:
     max_s: float = 20.0
     """A step so slow that its repetitions would take longer gets fewer, never under five; the record says how many."""
     profile: bool = False
-    """Whether the kernels of a step are listed as well, with JAX's profiler, after it was timed."""
+    """True to list a step's kernels by JAX's profiler after the step was timed."""
 
     def brief(self) -> "Protocol":
         """Returns the protocol with fewer and shorter repetitions, for sweeps over many shapes."""
@@ -74,7 +74,7 @@ QUICK = Protocol(repetitions=7, warmups=1, batch_s=0.01, max_s=2.0)
 """Enough to see that everything runs; no number of it is worth quoting."""
 
 UNSTEADY = 1.0
-"""From this spread on the median says little: times are printed as a range."""
+"""Above this spread the median says little: times are printed as a range."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Timing:
     dispatches: int
     """Dispatches of each repetition."""
     host_ms: float | None = None
-    """The same program with one bag a feature: what a dispatch costs when there is nothing to do. None on a CPU."""
+    """The time of the same program with one bag a feature: the cost of a dispatch with no work. None on a CPU."""
     dispatch_ms: float | None = None
     """Median with one step a program, where `ms` is that of the unrolled program; else None."""
     kernels: dict[str, float] | None = None

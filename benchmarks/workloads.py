@@ -183,7 +183,7 @@ MESH_WORKLOADS: dict[str, Workload] = _named(
 """Measured on meshes alone, by `bench_exchange.py`, which also takes those above."""
 
 NAMES = ("W1", "W2", "W5", "W6", "W3", "W4", H1.name)
-"""What a run measures that names none, in this order: what a run without time left leaves out comes last."""
+"""The default workloads in their order: those that a run without time leaves out come last."""
 
 SCALINGS = ("weak", "strong")
 

@@ -44,7 +44,7 @@ STEP = ("batch", "plan", "embeddings", "gradients", "exchange", "staged", "works
 
 @dataclasses.dataclass(frozen=True)
 class StoreMemory:
-    """One store on one device."""
+    """The bytes of one store on one device."""
 
     tables: tuple[str, ...]
     dim: int

@@ -38,13 +38,13 @@ class Slab(NamedTuple):
     """The arrays that a slab adds to a store."""
 
     rows: tuple[Array, ...]
-    """One array; none before the host slab is there."""
+    """The device's array; none before the host slab exists."""
     records: Array
     states: tuple[Array, ...]
     statistics: tuple[Array, ...]
     """None or one."""
     places: tuple[Array, ...]
-    """One where rows lie in host memory."""
+    """One array if rows lie in host memory."""
 
 
 @jax.tree_util.register_dataclass

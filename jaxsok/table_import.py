@@ -183,7 +183,7 @@ class RecordWriter:
 
 
 def padded(array: np.ndarray, lines: np.ndarray, size: int) -> np.ndarray:
-    """Returns some lines of an array, and zeros up to `size` of them; keys become words, and are padded as such."""
+    """Returns some rows of an array, and zeros up to `size` rows; keys become words, and are padded as such."""
     block = np.empty((size, *array.shape[1:]), array.dtype)
     # With this mode NumPy writes into `out` without a copy first.
     np.take(array, lines, axis=0, out=block[: len(lines)], mode="clip")

@@ -101,7 +101,7 @@ def gone_keys(op: str, collection: Collection, state: State, chain: Sequence[Sou
 
 
 def _keeps_all(collection: Collection, state: State, base: Source, table: str) -> bool:
-    """Whether no row of a table's store went since an export: its generation is the same, and so is the state's life.
+    """Returns whether no row of a table's store left since an export: its generation and the state's life are the same.
 
     Processes with a state each would disagree, and wait for each other; they search.
     """

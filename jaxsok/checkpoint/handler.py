@@ -171,4 +171,4 @@ class TablesRestore(ocp.args.CheckpointArgs):
     """"require": as it was saved, refused if the optimizer is of another form; "matching": what has equal name and dim,
     the rest initial; "initial": none of it."""
     clock: int | None = None
-    """Now, for a given state whose lookups have a clock; None: its step. Rows that enter it count as used now."""
+    """The current clock of a given state whose lookups have one; None: its step. Entering rows count as used then."""

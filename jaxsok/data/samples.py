@@ -1,7 +1,7 @@
 """Sources of samples that can be read at any place: arrays, and data in blocks (Arrow, Parquet, text).
 
-A source has a fixed number of samples in a fixed order. What it reads are columns: NumPy arrays with a line for each
-sample, and `Bags` with offsets. `batches.py` decides which samples make a batch.
+A source has a fixed number of samples in a fixed order. It reads columns: NumPy arrays with an entry for each sample,
+and `Bags` with offsets. `batches.py` decides which samples make a batch.
 """
 
 import abc
@@ -32,7 +32,7 @@ BLOCK_SAMPLES = 1 << 16  # of a source without blocks of its own: so many neighb
 class Source(Protocol):
     """Samples that `Batches` reads. Any thread may read; a source that worker processes read can be pickled.
 
-    It is a random-access data source for Grain, too: `source[i]` is one sample, of one line.
+    It is a random-access data source for Grain, too: `source[i]` is one sample, whose columns have one entry.
     """
 
     @property

@@ -124,7 +124,7 @@ def read_sok(
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: names, types or sizes that do not fit; fewer lines of state than keys; PADDING_KEY, or a key that
+      ValueError: names, types or sizes that do not fit; fewer rows of state than keys; PADDING_KEY, or a key that
         occurs twice. Names file and byte.
 
     Example:

@@ -1,4 +1,4 @@
-"""Doors of the window noun: lines to other shards through memory that their peers write.
+"""Doors of the window noun: exchanges with other shards through memory that their peers write.
 
 Windows are memory of the library, reached by a number. `open_windows` and `reserve` act on the devices at once, while a
 program is traced; the rest are calls of a program, on every shard.

@@ -111,8 +111,8 @@ class Ready(Generic[Program]):
     def __init__(self, compile: Callable[[Any, Program], None]) -> None:
         self._compile = compile
         self._lock = threading.Lock()
-        # All below is read and changed under `_lock`, which is free while a program is compiled. Who compiles a program
-        # holds its lock in `_compiling` until the program is in `_made`, or could not be compiled.
+        # All below is read and changed under `_lock`, which is free while a program is compiled. A thread that compiles
+        # a program holds its lock in `_compiling` until the program is in `_made`, or could not be compiled.
         self._made: dict[Any, collections.OrderedDict[Program, None]] = {}
         self._places: Collection[Any] | None = None  # remembered places; None: all
         self._used: collections.OrderedDict[Program, None] = collections.OrderedDict()

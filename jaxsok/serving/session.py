@@ -172,9 +172,9 @@ class Session:
             not there stay. None: only the dense model changes.
           model: its name; None, if there is one.
           dense_file: an artifact that replaces the dense model in the same instant; None: it stays.
-          in_place: False: the new version is made beside the old one, in new arrays for what changes. True: rows are
-            changed where they lie; lookups wait meanwhile, and new keys take spare rows. "auto": in place where two
-            copies do not fit.
+          in_place: False: the new version is a copy, in new arrays for the stores that change. True: rows are changed
+            where they lie; lookups wait meanwhile, and new keys take spare rows. "auto": in place where two copies do
+            not fit.
 
         Raises:
           ServingError: it does not fit what is served, or there is no room; the message has the bytes or the rows.
@@ -182,8 +182,8 @@ class Session:
           FileNotFoundError, CorruptFileError, ValueError: of files, as `folders.open_table`.
 
         Cost:
-          Beside: a copy of the rows of each store that changes. In place: the changed rows, old and new, on the
-          host. Both: a copy of the store's map of rows on the host (45 bytes a row), and a new index on the device (25
+          A copy: the rows of each store that changes. In place: the changed rows, old and new, on the host.
+          Both: a copy of the store's map of rows on the host (45 bytes a row), and a new index on the device (25
           bytes a row). Where sizes or the dense model change, the last programs of requests are compiled before the
           version is served.
         """

@@ -1,7 +1,7 @@
 """The server under load: a process of its own, 64 connections, and tables that change while they are read.
 
-Each update writes its number into the first column of every row of all tables: a response in which two numbers meet is
-of two versions. The other columns are a function of the key alone.
+Each update writes its number into the first column of every row of all tables: a response with two numbers mixes two
+versions. The other columns are a function of the key alone.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Tables for serving from HPS directories, exports, chains and checkpoints: the rows that were written, or a refusal.
 
-Files of HPS are written here byte by byte; what a chain should give is kept in a dict beside the collection.
+Files of HPS are written here byte by byte; a dict holds the rows that a chain should give.
 """
 
 import dataclasses

@@ -30,7 +30,7 @@ class ServedModel:
     tables: dict[str, FrozenTable]
     """The tables that `call` wants. Keys without a row read what the tables of the call say, not what these say."""
     lookups: dict[str, tuple[str, ...] | None]
-    """By table the inputs whose keys it is looked up by; None: the model computes keys, or it is not known."""
+    """The inputs whose keys each table is looked up by; None: the model computes keys, or they are not known."""
     platforms: tuple[str, ...]  # with a program in the file
     path: str  # where it was read from
     _stores: tuple[tuple[FrozenTable, ...], ...] = dataclasses.field(repr=False)

@@ -51,14 +51,14 @@ class CachedTables:
 
 
 class DeviceCache:
-    """Some rows on the device over a source of all; looked up by many threads. Close it.
+    """A cache of some rows on the device over a source of all; looked up by many threads. Close it.
 
     Tables of one dim and dtype share a store and its budget: the sum of their shares, each of which is `fraction` of
     the rows of the table, and at least `min_rows`. The least recently used row of a store leaves, whatever its table,
     as in HPS where tables are fused. Rows are cached in the bits of their table's dtype.
 
     Args:
-      source: belongs to the caller, who closes it.
+      source: belongs to the caller, which closes it.
       fraction: HPS's `gpucacheper`.
       hit_rate_threshold: from this hit rate of a table on, its misses are fetched in the background. 0: always;
         above 1: never, so that answers are exact.

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class QueueFullError(Exception):
-    """As many requests wait as may wait."""
+    """The error of a request that finds a full queue."""
 
 
 class ClosedError(Exception):

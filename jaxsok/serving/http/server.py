@@ -332,7 +332,7 @@ class App:
         self._batchers[labels] = Batcher(
             run,
             limits_of(model),
-            # One for each, so that a slow model delays no other.
+            # One for each model, so that a slow model delays no other.
             executor=self._pool(self.options.num_workers, "jaxsok-call"),
             max_delay_s=self.options.max_delay_ms / 1000,
             max_waiting=self.options.max_requests,

@@ -55,7 +55,7 @@ def brief(value: Any) -> str:
 
 
 def read_json(body: bytes, what: str, field: str) -> dict[str, Any]:
-    """Reads a body, an object whose only field is an object with at least one name; gives the inner one."""
+    """Reads a body, an object whose only field is an object with at least one name; returns the inner object."""
     found = _parse_object(body, what, "the body", f"an object with {_list([field])}")
     _check_fields(found, [field], f"{what}: got the fields")
     value = found[field]

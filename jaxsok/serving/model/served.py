@@ -1,4 +1,4 @@
-"""One model of a session, wherever its rows are read."""
+"""A model of a session, wherever its rows are read."""
 
 import collections
 import dataclasses
@@ -56,7 +56,7 @@ class Model:
 
 
 class Served:
-    """One model of a session: checks and counts requests, answers each from one version, and makes the next one.
+    """A model of a session: checks and counts requests, answers each from one version, and makes the next version.
 
     Many threads call it. It starts and owns `reader`, which reads the rows that lie, or are cached, on `devices`.
     """

@@ -1,9 +1,9 @@
-"""Tables that change while they are served: versions, side by side or in place.
+"""Tables that change while they are served: versions, copied or in place.
 
-A version is a value. An update makes the next one *beside* it, which copies the arrays of the stores that change and
-swaps one reference. Where two copies do not fit, it works *in place*: it scatters changed rows into donated arrays
-while readers wait. Either way it checks everything first, a reader sees all tables of one version, and after a
-failure the old version is served.
+A version is a value. An update makes the next version as a *copy* of the arrays of the stores that change, and swaps
+one reference. Where two copies do not fit, it works *in place*: it scatters changed rows into donated arrays while
+readers wait. Either way it checks everything first, a reader sees all tables of one version, and after a failure the
+old version is served.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """One version of the tables and the dense model."""
+    """A version of the tables and the dense model."""
 
     number: int  # 1 at first; each update adds one
     parts: tuple[Part, ...]  # by device
@@ -97,7 +97,7 @@ class Version:
 
 
 class Gate:
-    """Admits many readers, or one writer, who comes before later readers."""
+    """Admits many readers, or one writer, which comes before later readers."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -375,7 +375,7 @@ class Versions:
 
 @dataclasses.dataclass(frozen=True)
 class _Write:
-    """One piece of an update in place, made ready on the host before readers are stopped."""
+    """A piece of an update in place, made ready on the host before readers are stopped."""
 
     part: int
     store: int
