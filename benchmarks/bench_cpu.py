@@ -71,7 +71,7 @@ def _add(batches: Batches, subject: str, timing: Timing, recorder: Recorder) -> 
 
 
 def _torch_step(batches: Batches, protocol: Protocol) -> Timing:
-    """Torch's step, timed on the host: it returns when it is done."""
+    """Times torch's step on the host: the step returns when it is done."""
     import torch
 
     workload = batches.workload

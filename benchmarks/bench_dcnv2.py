@@ -200,7 +200,7 @@ class _Bench:
     # ---------------------------------------------------------------------------------------------------------- input
 
     def _measure_input(self) -> None:
-        """The pipeline without steps: files from the disk, from the page cache, and as Parquet."""
+        """Measures the pipeline without steps: files from the disk, from the page cache, and as Parquet."""
         from jaxsok.data import ArrowSource
 
         num_batches = len(self._source) // self._config.batch_size

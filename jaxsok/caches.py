@@ -152,7 +152,7 @@ class CacheEstimate:
         return self.num_hits / max(1, self.num_repeated + self.num_keys)
 
     def hit_rate(self, device_rows: int) -> float:
-        """Returns the hit rate of lookups with a cache of so many rows on all devices together."""
+        """Returns the hit rate of lookups with a cache of `device_rows` rows, on all devices together."""
         return float(self.hit_rates[min(device_rows, self.num_keys)])
 
     def rows_read(self, device_rows: int) -> float:

@@ -190,7 +190,7 @@ def cache_bytes(spec: StoreSpec) -> int:
 
 
 def staged_bytes(spec: StoreSpec, num_keys: int) -> int:
-    """Returns the bytes that a call with so many keys stages in addition to the cache, and those of its slots."""
+    """Returns the bytes that a call with `num_keys` keys stages beyond the cache, and those of its slots."""
     return num_staged(num_keys, spec.num_slots, keeps=True) * _staged_line(spec) + 4 * num_keys
 
 

@@ -29,7 +29,7 @@ from jaxsok.table_export import default_chunk_rows
 from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, PADDING_KEY, Clock, TableFullError
 
 LEAST_ROWS = 256  # per call: fewer are padded to it, more by an eighth at most, so that programs are few
-SALTS = 3  # under so many a chunk is tried, if keys find no entry in the index
+SALTS = 3  # tried for a chunk, at most, if keys find no entry in the index
 
 _WORD = {name: i for i, name in enumerate(COUNTERS)}
 _REFUSED = COUNTS.index("num_refused")

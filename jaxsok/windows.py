@@ -45,7 +45,7 @@ class Windows:
     """True if there are several processes."""
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes room for an exchange in which a shard receives so many bytes; called while a program is traced."""
+        """Makes room for an exchange in which a shard receives `num_bytes` bytes; called while a program is traced."""
         if not self.is_shared:
             kernels.reserve(self.platform, self.number, num_bytes)
             return

@@ -22,7 +22,7 @@ from jaxsok.store import State
 from jaxsok.types import COUNTERS, PADDING_KEY
 
 KEYS_AT_A_TIME = 1 << 18  # 2 MiB of keys: enough for a device to be busy, few enough for a host
-LEAST_KEYS = 1 << 10  # a search for so many takes less than the start of a program
+LEAST_KEYS = 1 << 10  # a search for this many takes less than the start of a program
 MOST_LINKS = 10_000  # a week of deltas, one a minute
 Path = str | os.PathLike[str]
 

@@ -80,7 +80,7 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
             _join(directory)
 
     def finalize(self, directory: Any) -> None:
-        """Does nothing: the parts of the manifest are joined where all processes hear if that fails."""
+        """Does nothing: the manifest's parts are joined in a call whose failure all processes get."""
 
     def restore(self, directory: Any, args: "TablesRestore | None" = None) -> State:
         """Restores a state of the arguments' collection."""

@@ -70,7 +70,7 @@ def host_bytes(row_bytes: int, state_widths: Sequence[int]) -> int:
 
 
 def num_staged(num_keys: int, num_slots: int, *, keeps: bool) -> int:
-    """Returns the slots beyond the cache that a call with so many rows may need."""
+    """Returns the slots beyond the cache that a call with `num_keys` rows may need."""
     return max(0, num_keys - num_slots) if keeps else num_keys
 
 

@@ -226,7 +226,7 @@ def clip_by_global_norm(
     max_norm: Any,
     dense: Any = None,
 ) -> tuple[Any, Any, Float32[Array, ""]]:
-    """`Collection.clip_by_global_norm` for a model: rows of all its tables and dense parameters, scaled together.
+    """Does `Collection.clip_by_global_norm` for a model: scales rows of all tables and dense parameters together.
 
     The norm is that of dense tables: each row counts once, with the sum over its uses. Optax's norm of the gradients of
     taps counts each use by itself.

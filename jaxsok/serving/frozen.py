@@ -333,7 +333,7 @@ def write_lines(store: FrozenStore, row_ids: np.ndarray, lines: Sequence[np.ndar
 
 
 def ready_to_write(store: FrozenStore, num_rows: int) -> None:
-    """Compiles `write_lines` for so many rows, where they lie (JAX keeps the programs)."""
+    """Compiles `write_lines` for this many rows on their device (JAX keeps the programs)."""
     size, arrays = padded_size(num_rows, _LEAST_ROWS), (store.rows, *store.scales)
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=store.rows.sharding)
     lines = tuple(shape((size, *array.shape[1:]), array.dtype) for array in arrays)
@@ -349,7 +349,7 @@ def check_records(op: str, table: FrozenTable, records: Records) -> None:
 
 
 def frozen_bytes(table: FrozenTable, num_rows: int) -> dict[str, int]:
-    """Bytes of device memory of `num_rows` rows of a table, spare ones included, by array.
+    """Counts the bytes of device memory of `num_rows` rows of a table, spare ones included, by array.
 
     Example:
       >>> frozen_bytes(FrozenTable("user", dim=128, dtype="int8"), 1_000_000)

@@ -132,7 +132,7 @@ class Session:
 
         Raises:
           UnknownModelError, UnknownTableError: there is none.
-          RequestError: keys of the wrong type, or that do not fit 32 bits where keys have so many.
+          RequestError: keys of the wrong type, or keys above 32 bits if the model's keys have 32 bits.
           RequestTooLargeError: more keys of a table than `Model.max_keys`.
         """
         return self._find("lookup", model).lookup(keys)

@@ -32,7 +32,7 @@ class _Job(Generic[Payload]):
 
 
 class Batcher(Generic[Payload, Result]):
-    """Runs payloads together, in the order in which they came, on one event loop but for `run`.
+    """Runs payloads together, in the order in which they came, on one event loop except for `run`.
 
     A call begins when a worker is free, and the waiting payloads fill it or the first has waited `max_delay_s`. All
     payloads of a call see one version of the tables.

@@ -98,7 +98,7 @@ def _check_fields(value: Mapping[str, Any], wanted: Sequence[str], got: str) -> 
 
 
 def body_bytes(given: str, num_values: int, names: Sequence[str]) -> int:
-    """Bounds the bytes that a body of so many numbers, in arrays of these names, can need."""
+    """Bounds the bytes that a body of `num_values` numbers, in arrays of these names, can need."""
     return REST_BYTES + VALUE_BYTES[given] * num_values + sum(256 + 12 * len(name) for name in names)
 
 

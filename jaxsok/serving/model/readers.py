@@ -180,7 +180,7 @@ class DeviceRows(_Programs):
         return version.number, finish
 
     def _programs(self, place: Any, num_keys: Mapping[str, int]) -> list[Lookup]:
-        """Finds compiled programs for so many keys of some tables: one, or one for each table if they are not fused.
+        """Finds compiled programs for these numbers of keys: one program, or one for each table if they are not fused.
 
         If only the program for all tables is compiled, it answers, and that for these tables is compiled in a thread.
         `MOST_SETS` sets of tables get one. No program makes `MOST_EXTRA_BYTES` of rows beyond the request's.

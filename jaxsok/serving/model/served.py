@@ -219,7 +219,7 @@ class Served:
 
 
 def check_bits(what: str, keys: np.ndarray, key_bits: int) -> None:
-    """Refuses keys above 32 bits, other than PADDING_KEY, where keys have so many."""
+    """Refuses keys above 32 bits, other than PADDING_KEY, if the model's keys have 32 bits."""
     if key_bits == 64:
         return
     wrong = (keys >> np.uint64(32) != 0) & (keys != np.uint64(PADDING_KEY))

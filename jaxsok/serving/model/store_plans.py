@@ -48,7 +48,7 @@ class Change:
         return self.gone is not None and not len(self.keys) and not len(self.gone)
 
     def owned_by(self, number: int, num_parts: int) -> "Change":
-        """The change of the keys that one of some parts owns."""
+        """Returns the change of the keys that one of several parts owns."""
         if num_parts == 1:
             return self
         gone = None if self.gone is None else self.gone[owners_of(self.gone, num_parts) == number]
@@ -75,7 +75,7 @@ class Change:
 
 
 def owners_of(keys: np.ndarray, num_parts: int) -> np.ndarray:
-    """The part that owns each key, of tables that are split over devices."""
+    """Returns the part that owns each key of tables that are split over devices."""
     return (partitions_of(keys, np.uint64(0)) % np.uint64(num_parts)).astype(np.int64)
 
 
