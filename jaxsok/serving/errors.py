@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 
 class ServingError(ValueError):
-    """Anything that serving refuses."""
+    """The error of everything that serving refuses."""
 
 
 class ConfigError(ServingError):

@@ -51,7 +51,7 @@ class FrozenTable:
 
     name: str
     dim: int  # numbers in a row: 1 to 1024
-    default: float = 0.0  # what a key that is not there reads, in every column
+    default: float = 0.0  # the number that a missing key reads, in every column
     dtype: FrozenDtype = "float32"  # as rows are stored; embeddings are float32
     initial: initializers.InitialRows | None = None
     """The row of such a key in training, read in place of `default`. Rounded to rows of 16 bits, not of 8."""
@@ -252,7 +252,7 @@ def freeze(
 
 
 def table_that_reads(name: str, dim: int, dtype: Any, absent: float | initializers.InitialRows) -> FrozenTable:
-    """Makes a table from what a key reads that is not there."""
+    """Makes a table from the row that missing keys read."""
     if isinstance(absent, initializers.InitialRows):
         return FrozenTable(name, dim, dtype=dtype, initial=absent)
     return FrozenTable(name, dim, absent, dtype)

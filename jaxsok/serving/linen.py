@@ -112,7 +112,7 @@ def set_tables(variables: Mapping[str, Any], tables: FrozenTables) -> dict[str, 
 def as_function(
     model: nn.Module, variables: Mapping[str, Any], method: Any = None
 ) -> Callable[[FrozenTables, Mapping[str, Any]], Any]:
-    """Returns the model as the function of tables and inputs by name that `export_model` takes, with its parameters.
+    """Returns the model with its parameters as a function of tables and inputs by name, as `export_model` takes it.
 
     `variables` come from `init`, with "params" as trained; ValueError: without the collection "tables". `method` of the
     model is called in place of `__call__`, with `**inputs`.

@@ -73,7 +73,7 @@ class Beside:
         self.forget()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Stops, waits at most so long for what runs, and returns whether it has ended."""
+        """Stops, waits at most `timeout_s` for running work, and returns whether it has ended."""
         self.stop()
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, timeout_s)
@@ -106,7 +106,7 @@ def _close_all() -> None:
 
 
 class Ready(Generic[Program]):
-    """Knows which programs are compiled where, and which were called last."""
+    """A record of which programs are compiled where, and which were called last."""
 
     def __init__(self, compile: Callable[[Any, Program], None]) -> None:
         self._compile = compile

@@ -1,4 +1,4 @@
-"""A session: the models of a configuration, opened, looked up in from many threads, and updated while they are.
+"""A session: the models of a configuration, opened, looked up in by many threads, and updated meanwhile.
 
 Tables come from folders (folders.py), lie on a device or the host (frozen.py), are read by programs of few sizes
 (fused.py), and change in versions (versions.py). Each answer is of one version, whole.
@@ -84,7 +84,7 @@ def open(
 
 
 class Session:
-    """Models that are served. Made by `open`; all methods may be called from many threads at the same time."""
+    """The served models. Made by `open`; all methods may be called from many threads at the same time."""
 
     def __init__(self, config: Config, device: Any = None, *, warm_up: bool = True, memory_limit: int | None = None):
         self.config = config

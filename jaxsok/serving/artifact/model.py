@@ -23,7 +23,7 @@ from jaxsok.serving.padding import padded_size
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServedModel:
-    """An exported model: what it wants, and its call. Made by `load_model`; equal to itself alone."""
+    """An exported model: its tables, its inputs, and its call. Made by `load_model`; equal to itself alone."""
 
     inputs: dict[str, InputSpec]  # by name, in the order of the export
     outputs: dict[str, OutputSpec]  # by name
@@ -46,7 +46,7 @@ class ServedModel:
         """Runs the model; gives arrays by name. Its lookups are fused if `tables.is_fused`.
 
         Args:
-          tables: with those that it wants among them, of any number of rows; on one device, where it runs.
+          tables: include those that it needs, of any number of rows; on one device, where it runs.
           inputs: all of them, of one batch size. Keys are NumPy integers or `uint32[..., 2]` words, bags are
             `jaxsok.Bags`, the others NumPy or JAX arrays.
           pad: whether the batch, and the keys of bags, are filled up to a power of two, and results cut to the batch,

@@ -25,7 +25,7 @@ _PROGRAMS = dict(vars(programs))
 
 
 class CompiledPrograms:
-    """Knows the compiled programs of a cache, by a function of programs.py and the sizes that `_operands` takes."""
+    """The compiled programs of a cache, by a function of programs.py and the sizes that `_operands` takes."""
 
     def __init__(self, spec: FrozenSpec, layout: programs.Layout, stores: Sequence[programs.CacheStore]) -> None:
         self._spec, self._layout = spec, layout

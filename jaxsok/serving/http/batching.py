@@ -20,7 +20,7 @@ class QueueFullError(Exception):
 
 
 class ClosedError(Exception):
-    """The server stops, and takes no more requests."""
+    """The error of a request to a server that stops."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -106,7 +106,7 @@ class Batcher(Generic[Payload, Result]):
                 await self._answer(jobs)
 
     async def _gather(self, loop: asyncio.AbstractEventLoop) -> list[_Job[Payload]]:
-        """Gives the next payloads, once they are enough or have waited enough; none if all have gone meanwhile."""
+        """Returns the next payloads, once they are enough or have waited enough; none if all were cancelled."""
         while not self._waiting and not self._closed:
             self._arrived.clear()
             await self._arrived.wait()

@@ -31,7 +31,7 @@ VALUE_BYTES = {"json": 64, "tensors": 8}
 """Bytes of a body for each number: JSON has up to 20 digits in quotes, with brackets, spaces and line ends."""
 REST_BYTES = 1 << 16  # of a body without its numbers and names
 MAX_NDIM = 8
-PIECE_VALUES = 1 << 14  # numbers of a JSON response that are written in one go: some 10 ms
+PIECE_VALUES = 1 << 14  # numbers of a JSON response that are written at a time: some 10 ms
 _MAX_AXIS = 2**31 - 1
 _DTYPES = {
     f"{kind.upper()}{8 * size}": np.dtype(f"<{kind}{size}")
@@ -49,7 +49,7 @@ def extent(shape: Iterable[int]) -> int:
 
 
 def brief(value: Any) -> str:
-    """Shortens what a client sent for a message."""
+    """Shortens a client's value for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 

@@ -234,7 +234,7 @@ _KINDS: tuple[str, ...] = ("keys", "hits", "missing", "padding")
 
 
 class _Counts:
-    """Sums of what a model did."""
+    """The sums of a model's counts."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._lock = threading.Lock()

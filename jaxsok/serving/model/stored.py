@@ -44,7 +44,7 @@ class StoredVersion(Version):
 
 
 class StoredVersions:
-    """The versions of one model's tables in databases, as `versions.Versions` of those in memory. Fills them first."""
+    """The versions of one model's tables in databases, as `versions.Versions` for those in memory. Fills them first."""
 
     host_bytes = held_bytes = 0
 
