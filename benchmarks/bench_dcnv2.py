@@ -6,7 +6,7 @@ Workload: 26 tables of 128 floats, 204,184,588 rows in all, 214 keys a sample, b
 Limit:    none; the parts are compared with the whole.
 Command:  `python -m jaxsok bench --only dcnv2 [--devices 4] [--optimizers adagrad] [--seconds 120]`
 Last result: 2026-11-23, H200, 16 cores (docs/performance.md), three runs of 12 s, rowwise Adagrad: 3.06 M samples/s,
-          21.4 ms a batch, of which the dense part takes 16.0 by itself and the tables 5.0.
+          21.4 ms a batch, of which the dense part takes 16.0 alone and the tables 5.0.
 
 "train" is the whole: files, packing, copy, plan, step, for `--seconds` three times; the median counts. The parts:
 

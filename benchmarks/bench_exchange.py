@@ -110,7 +110,7 @@ def measure(
     Args:
       workload: of one device, or of all together, as `scaling` says.
       run: the optimizer, and the key distributions.
-      num_devices: the first so many.
+      num_devices: how many of the first devices to use.
       scaling: "weak" or "strong".
       parts: of METHODS, and "xla".
       recorder: takes the records; each part that fails is recorded as failed, and ends nothing else.

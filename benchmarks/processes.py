@@ -4,7 +4,7 @@ Question: what does a step cost when no host feeds several GPUs?
 Workload: M1 (26 tables of 2,000,000 rows, 128 floats, 8,192 samples a device, uniform keys), rowwise Adagrad; all keys
           present; gradients are the embeddings.
 Limit:    the wire, in `bench_exchange.py`.
-Command:  one process a GPU, started together, the same but for their number:
+Command:  one process a GPU, started together, each with its own number:
           `python -m benchmarks.processes --num-processes 4 --process-id 0 --coordinator localhost:23454` and so on
 Last result: docs/performance.md, "Many GPUs".
 
