@@ -1,7 +1,7 @@
-"""Rows at hand into embeddings, and embeddings' gradients back to rows.
+"""Combining rows into embeddings, and turning gradients of embeddings into gradients of rows.
 
-Question: what does combining cost by itself, and what its transpose, which has to group the uses of a row?
-Workload: W5 (bags of 20), rows of the distinct keys given.
+Question: what do combining and its transpose, which has to group the uses of a row, cost alone?
+Workload: W5 (bags of 20), with given rows of the distinct keys.
 Limit:    combine: the bare gather with the bags added up. Transpose: its bytes over the bandwidth of a copy (gradients
           of the bags in, once, and of the rows out); grouping is not counted.
 Command:  `python -m jaxsok bench --only combine --workloads W5`

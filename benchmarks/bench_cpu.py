@@ -1,14 +1,14 @@
-"""Compares the step of a dynamic table with that of a static one on a CPU.
+"""The step of a dynamic table against that of a static table on a CPU.
 
-Question: what does a table without a size to choose cost, where XLA's static one has `jnp.take` and `.at[].add`?
+Question: what does a table without a chosen size cost, compared with `jnp.take` and `.at[].add` on a static array?
 Workload: W1's shape scaled down (a 32nd, or as `--scale` says if that is more), SGD; uniform and Zipf 1.05.
-Limit:    none: the static table is the measure. The target: at most 1.5 times its time.
+Limit:    none; the target is at most 1.5 times the time of the static table.
 Command:  `JAX_PLATFORMS=cpu python -m jaxsok bench --only cpu`
 Last result: docs/performance.md (2 CPU cores, commit c9d821d).
 
-Three in one process, on the same ids, with all cores: jaxsok's lookup and update; one stacked array, `jnp.take` and
-`.at[].add`, donated (`peers.py`); and torch's `EmbeddingBag` with sparse gradients and `torch.optim.SGD` on one
-stacked table, where torch can be imported.
+Three systems run in one process, on the same ids, with all cores: jaxsok's lookup and update; one stacked array with
+`jnp.take` and `.at[].add`, donated (`peers.py`); and, if torch can be imported, its `EmbeddingBag` with sparse
+gradients and `torch.optim.SGD` on one stacked table.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def _add(batches: Batches, subject: str, timing: Timing, recorder: Recorder) -> 
 
 
 def _torch_step(batches: Batches, protocol: Protocol) -> Timing:
-    """Torch's step, timed on the host: it returns when it is done."""
+    """Times torch's step on the host: the step returns when it is done."""
     import torch
 
     workload = batches.workload

@@ -1,4 +1,4 @@
-"""MLPerf's DLRM-DCNv2 from files to updated rows, as `examples/train_dcnv2.py` trains it, and each part by itself.
+"""MLPerf's DLRM-DCNv2 from files to updated rows, as `examples/train_dcnv2.py` trains it, and each part alone.
 
 Question: how many samples a second does training take, what limits it, and how many host threads does the input need?
 Workload: 26 tables of 128 floats, 204,184,588 rows in all, 214 keys a sample, batches of 65,536; bags that come back
@@ -6,7 +6,7 @@ Workload: 26 tables of 128 floats, 204,184,588 rows in all, 214 keys a sample, b
 Limit:    none; the parts are compared with the whole.
 Command:  `python -m jaxsok bench --only dcnv2 [--devices 4] [--optimizers adagrad] [--seconds 120]`
 Last result: 2026-11-23, H200, 16 cores (docs/performance.md), three runs of 12 s, rowwise Adagrad: 3.06 M samples/s,
-          21.4 ms a batch, of which the dense part takes 16.0 by itself and the tables 5.0.
+          21.4 ms a batch, of which the dense part takes 16.0 alone and the tables 5.0.
 
 "train" is the whole: files, packing, copy, plan, step, for `--seconds` three times; the median counts. The parts:
 
@@ -46,7 +46,7 @@ from . import records
 from .records import Record, Recorder
 from .timing import Protocol, Step, Timing, summary
 
-if TYPE_CHECKING:  # other benchmarks run where the libraries of `jaxsok[data]` are not installed
+if TYPE_CHECKING:  # Other benchmarks run without the libraries of `jaxsok[data]`.
     from jaxsok import data
 
 WORKLOAD = "DLRM-DCNv2"
@@ -61,8 +61,8 @@ SECONDS = 120.0
 
 NUM_RUNS = 3
 
-_NUM_AHEAD = 8  # steps that may be dispatched and not done
-_PARQUET_BATCHES = 24  # more than the source keeps decoded, so that each pass decodes all of them
+_NUM_AHEAD = 8  # steps in flight at most
+_PARQUET_BATCHES = 24  # More than the source keeps decoded, so each pass decodes all of them.
 _NUM_PACKED = 2  # batches in rotation where no input takes part
 
 
@@ -76,13 +76,13 @@ class Options:
     optimizers: Sequence[str] = OPTIMIZERS[:1]
     seconds: float = SECONDS
     folder: pathlib.Path | None = None
-    """Where the files are kept; None: in a temporary folder."""
+    """The folder of the files; None: a temporary folder."""
     train: Sequence[str] = ()
     """More options of the example's command line, which take precedence over `scale` and `is_quick`."""
     scale: float = 1.0
     """Share of the tables' rows, of the batch and of the files."""
     is_quick: bool = False
-    """Whether files and dense part are small: it shows that all of it runs."""
+    """Whether files and dense part are small, for a run that only shows that everything works."""
 
 
 def measure(recorder: Recorder, protocol: Protocol, seed: int, options: Options) -> None:
@@ -112,7 +112,7 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, options: Options)
 
 
 class _Bench:
-    """One configuration: its files, its tables with all rows, and what is measured on them."""
+    """One configuration: its files, its tables with all rows, and the measurements on them."""
 
     def __init__(self, config: Any, recorder: Recorder, protocol: Protocol, seconds: float):
         import train_dcnv2
@@ -128,11 +128,11 @@ class _Bench:
         self._num_unique = train_dcnv2.distinct_keys(train_dcnv2.first_batch(self._source, config.batch_size))
         exchange = self._collection.exchange
         self._wire = f"{exchange.rows or config.row_dtype}, {exchange.gradients or 'float32'}" if mesh else "-"
-        self._losses: collections.deque[jax.Array] = collections.deque()  # of steps under way
+        self._losses: collections.deque[jax.Array] = collections.deque()  # of steps in flight
         self._num_keys = config.batch_size * sum(train_dcnv2.BAG_SIZES.values())
 
     def measure(self) -> None:
-        """Input, the whole, and the parts."""
+        """Measures input, the whole, and the parts."""
         recorder, collection, config = self._recorder, self._collection, self._config
         recorder.say(f"rows {config.row_dtype}, on the wire {self._wire}, {self._num_unique:,} distinct keys of "
                      f"{self._num_keys:,} in the first batch; {config.num_threads} threads read, "
@@ -162,7 +162,7 @@ class _Bench:
 
     @contextlib.contextmanager
     def _pipeline(self, source: "data.Source | None" = None) -> Iterator[Any]:
-        """The pipeline over the files, again and again."""
+        """Yields from the pipeline over the files, which repeats them."""
         from jaxsok import data
 
         batches = data.Batches(source or self._source, self._config.batch_size)
@@ -200,12 +200,12 @@ class _Bench:
     # ---------------------------------------------------------------------------------------------------------- input
 
     def _measure_input(self) -> None:
-        """The pipeline without steps: files from the disk, from the page cache, and as Parquet."""
+        """Measures the pipeline without steps: files from the disk, from the page cache, and as Parquet."""
         from jaxsok.data import ArrowSource
 
         num_batches = len(self._source) // self._config.batch_size
         _forget_pages(self._example.log_folder(self._config))
-        # A first pass reads the disk, where the files are not mapped in memory by another process.
+        # A first pass reads the disk, unless another process maps the files in memory.
         for variant, source, num_passes in (
             ("disk", self._source, 1),
             ("page cache", self._source, max(2, min(3, self._protocol.repetitions))),
@@ -220,7 +220,7 @@ class _Bench:
     def _measure_source(self, variant: str, source: "data.Source", num_batches: int, num_passes: int) -> None:
         times, cores = [], []
         with self._pipeline(source) as pipeline:
-            jax.block_until_ready([next(pipeline), next(pipeline)])  # starts the threads, and compiles plans
+            jax.block_until_ready([next(pipeline), next(pipeline)])  # Starts the threads, and compiles plans.
             for _ in range(num_passes):
                 begin, used = time.perf_counter(), time.process_time()
                 last = collections.deque(itertools.islice(pipeline, num_batches), maxlen=1)
@@ -234,10 +234,10 @@ class _Bench:
     # ---------------------------------------------------------------------------------------------------------- whole
 
     def _train(self, step: Any, carry: tuple) -> tuple:
-        """Trains from files for so many seconds, several times."""
+        """Trains from files for the given number of seconds, several times."""
         times, cores, num_steps = [], [], 0
         with self._pipeline() as pipeline:
-            carry, _ = self._steps(step, carry, pipeline, 2 * _NUM_AHEAD)  # compiles, and fills what is read ahead
+            carry, _ = self._steps(step, carry, pipeline, 2 * _NUM_AHEAD)  # Compiles, and fills the read-ahead.
             jax.block_until_ready(carry)
             for _ in range(NUM_RUNS):
                 begin, used, num_steps = time.perf_counter(), time.process_time(), 0
@@ -254,7 +254,7 @@ class _Bench:
         return carry
 
     def _steps(self, step: Any, carry: tuple, pipeline: Iterator[Any], count: int) -> tuple[tuple, jaxsok.Stats]:
-        """Dispatches steps, a few ahead of the devices; returns the counts of the last one too."""
+        """Dispatches steps, a few ahead of the devices; also returns the counts of the last step."""
         for batch, plan in itertools.islice(pipeline, count):
             state, params, opt_state, loss, stats = step(*carry, batch, plan)
             carry = (state, params, opt_state)
@@ -266,7 +266,7 @@ class _Bench:
     # ---------------------------------------------------------------------------------------------------------- parts
 
     def _measure_step(self, step: Any, carry: tuple, batches: list) -> tuple:
-        """The step without input, and the plans."""
+        """Measures the step without input, and the plans."""
 
         def stepped(carry, inputs):
             state, params, opt_state, loss, _ = step(*carry, *inputs)
@@ -286,7 +286,7 @@ class _Bench:
         return carry
 
     def _measure_tables(self, carry: tuple, batches: list) -> tuple:
-        """Lookups alone, and with updates."""
+        """Measures lookups alone, and with updates."""
         collection, plans = self._collection, [plan for _, plan in batches]
 
         def forward(state, plan):
@@ -304,7 +304,7 @@ class _Bench:
         return (state, *dense)
 
     def _measure_dense(self, loss: Any, tx: optax.GradientTransformation, carry: tuple, batches: list) -> None:
-        """The model with given embeddings: forward, backward, its optimizer."""
+        """Measures the model with given embeddings: forward, backward, its optimizer."""
         state, *dense = carry
         inputs = [(jax.jit(self._collection.find)(state, batch.features)[0], batch) for batch, _ in batches[:1]]
 
@@ -319,7 +319,7 @@ class _Bench:
 
 
 def _forget_pages(folder: pathlib.Path) -> None:
-    """Writes out what the files have in memory and drops it, so that the next pass reads the disk."""
+    """Writes the files' cached pages to disk and drops them, so that the next pass reads the disk."""
     os.sync()
     for path in folder.iterdir():
         with open(path, "rb") as file:

@@ -22,7 +22,7 @@ from .timing import Protocol
 from .workloads import state_dims
 
 DIMS = (64, 63, 65, 68, 33, 36, 128, 127, 126, 512, 1024, 256, 100, 32, 16, 8)
-"""In the order in which they are measured: those that targets name come first."""
+"""The order of measurement: dims that targets name come first."""
 
 NARROW = (("bfloat16", 128), ("bfloat16", 64), ("float16", 128), ("float16", 64))
 """Dtypes and dims of rows of 16 bits."""
@@ -62,7 +62,7 @@ def measure(
 
 
 def rows_of(dim: int) -> int:
-    """Rows of the table: those of the next multiple of 4, so that both are found in the same index.
+    """Returns the number of rows: that of the next multiple of 4, so that both dims have the same index.
 
     Example:
       >>> rows_of(63) == rows_of(64) == 16 << 20

@@ -1,12 +1,11 @@
-"""Eviction: what does it cost to take the tenth of the rows that was used longest ago, and who takes the time?
+"""Eviction: the cost of removing the tenth of the rows that was used longest ago, by part.
 
-Question: how near to the memory's bandwidth is an exact eviction over all rows of a table: finding who goes (select),
-          their leaving (release, which sweeps the index), both in one program; and the hand-over to the host? Beside
-          it the rebuild of an index as large, which sweeping spares.
-Workload: one table under rowwise Adagrad, least recently used, last steps spread over 2**20, 10% of the rows in use go;
-          100 M rows of 8 floats, and of 64 floats as many as fit. Between two evictions as many new keys come.
-Limit:    bytes of `select_bytes` and `release_bytes` at the bandwidth of a copy: each array that has to be looked at
-          once.
+Question: how near to the memory's bandwidth is an exact eviction over all rows of a table: selecting rows, releasing
+          them (which sweeps the index), both in one program; and the hand-over to the host? For comparison: the
+          rebuild of an index of the same size, which a sweep avoids.
+Workload: one table under rowwise Adagrad, least recently used, last steps spread over 2**20; 10% of the used rows
+          leave; 100 M rows of 8 floats, and as many as fit of 64 floats. Between evictions as many new keys come.
+Limit:    bytes of `select_bytes` and `release_bytes` at the bandwidth of a copy: each array that must be read, once.
 Command:  `python -m jaxsok bench --only evict`
 Last result: docs/performance.md (H200, commit 7db9096).
 """
@@ -32,21 +31,21 @@ SHAPES = ((8, NUM_ROWS), (64, None))
 """Floats of a row, and rows; None: as many as fit, at most four times as many."""
 
 SHARE = 10
-"""One in so many rows goes."""
+"""One row in this many leaves."""
 
 REPETITIONS = 5
 KEYS_PER_CALL = 4 << 20
 MAX_STEPS = 1 << 20
 
 RECORD_BYTES, STATISTICS_BYTES, INDEX_BYTES, FLAG_BYTES = 16, 8, 32, 1
-"""Of a row of capacity."""
+"""Bytes per row of capacity."""
 
 HAND_OVER_ROWS = 2_000_000
 """Rows that are handed over at most: the link is the same for more."""
 
 
 def select_bytes(num_rows: int) -> int:
-    """What finding who goes must move: who owns a row, when it was used, and a flag, of every row.
+    """Returns the bytes that selecting rows must move: each row's owner, last step, and a flag.
 
     Example:
       >>> select_bytes(num_rows=2)
@@ -56,7 +55,7 @@ def select_bytes(num_rows: int) -> int:
 
 
 def release_bytes(num_rows: int, num_gone: int, state_floats: int) -> int:
-    """What leaving must move: flags, records and index of every row; record, statistics and state of who goes.
+    """Returns the bytes that a release must move: flags, records and index; record, statistics and state of freed rows.
 
     Example:
       >>> release_bytes(num_rows=10, num_gone=1, state_floats=1)  # 10 * 49 + 28
@@ -68,7 +67,7 @@ def release_bytes(num_rows: int, num_gone: int, state_floats: int) -> int:
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
 def _with_last_steps(statistics: tuple[jax.Array, ...], most: int, salt: jax.Array) -> tuple[jax.Array, ...]:
-    """Every row was used at some step below `most`, by chance."""
+    """Gives every row a random last step below `most`."""
 
     def spread(slab: jax.Array) -> jax.Array:
         words = (jax.lax.iota(jnp.uint32, slab.shape[0]) + salt) * jnp.uint32(0x9E3779B1)
@@ -94,7 +93,7 @@ def _timed(run) -> tuple[float, object]:
 
 
 def _require_the_oldest(statistics, flags: jax.Array, records_: tuple, num_gone: int) -> None:
-    """Raises unless so many rows are flagged, and none of them was used after one that stays."""
+    """Raises unless the given number of rows is flagged, and no flagged row was used after a row that stays."""
     last = jnp.concatenate([slab[:, 0] for slab in statistics])
     keys = jnp.concatenate([slab[:, :2] for slab in records_])
     is_used = (keys != jnp.uint32(0xFFFFFFFF)).any(axis=1)
@@ -109,7 +108,7 @@ def measure(recorder: Recorder, copy_gb_s: float, scale: float, is_quick: bool =
     """Measures both widths."""
     for dim, rows in SHAPES:
         spec = OneTable(16, dim, "rowwise_adagrad", eviction=LeastRecentlyUsed()).store_spec
-        # A flag and a score by row come along, and what is refilled.
+        # A flag and a score for each row are extra, as are the refilled rows.
         affordable = bench_scale.share_of_memory() // (row_bytes(spec) + 9)
         num_rows = min(rows or 4 * NUM_ROWS, affordable)
         num_rows = max(1000, round(num_rows * scale))
@@ -128,7 +127,7 @@ def _measure(recorder: Recorder, copy_gb_s: float, dim: int, num_rows: int, repe
     begin, clock = num_rows, jnp.uint32(MAX_STEPS)
     _renew(one, begin, 0, 0)
     samples: dict[str, list[float]] = {what: [] for what in (records.SELECT, records.RELEASE, records.EVICT)}
-    for number in range(repetitions + 1):  # the first compiles
+    for number in range(repetitions + 1):  # The first call compiles.
         ms, (flags, _) = _timed(lambda: evict._select(leaving, one.store, one.state.seed, clock, kept, None))
         samples[records.SELECT].append(ms)
         if number == 0:
@@ -187,7 +186,7 @@ def _hand_over(one: OneTable, leaving: evict.Leaving, clock: jax.Array, num_rows
     num_gone = max(1, min(num_rows // SHARE, HAND_OVER_ROWS))
     flags, _ = evict._select(leaving, one.store, one.state.seed, clock, jnp.uint32(num_rows - num_gone), None)
     times, num_bytes, seen = [], 0, 0
-    for _ in range(2):  # the first compiles
+    for _ in range(2):  # The first call compiles.
         begin, num_bytes, seen = time.perf_counter(), 0, 0
         for _, part in evict.selected_records(one.store_spec, one.store, one.state.seed, flags):
             seen += part.num_rows

@@ -74,12 +74,12 @@ KEY_BYTES_SENT = 4 * REQUEST_WORDS
 
 
 def mesh_of(num_devices: int) -> Mesh:
-    """The first devices as one axis."""
+    """Returns the first devices as a mesh of one axis."""
     return jax.make_mesh((num_devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices])
 
 
 def devices_at_hand(asked: Sequence[int] | None) -> tuple[int, ...]:
-    """The numbers of devices to measure; those asked for, of which there must be enough.
+    """Returns the numbers of devices to measure; there must be as many devices as were asked for.
 
     Raises:
       ValueError: more devices were asked for than there are.
@@ -91,7 +91,7 @@ def devices_at_hand(asked: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def default_scaling(name: str) -> str:
-    """The bags of M1 are those of a device; the others' are those of the batch."""
+    """Returns "weak" for M1, whose bags are those of a device, and "strong" for the others."""
     return "weak" if name in workloads.MESH_WORKLOADS else "strong"
 
 
@@ -110,7 +110,7 @@ def measure(
     Args:
       workload: of one device, or of all together, as `scaling` says.
       run: the optimizer, and the key distributions.
-      num_devices: the first so many.
+      num_devices: how many of the first devices to use.
       scaling: "weak" or "strong".
       parts: of METHODS, and "xla".
       recorder: takes the records; each part that fails is recorded as failed, and ends nothing else.
@@ -122,7 +122,7 @@ def measure(
         parts = [part for part in parts if part not in ("bfloat16", "dlrm", "pmap")]
     if workload.hotness == 1:
         parts = [part for part in parts if part != "bags"]
-    if num_devices == 1:  # nothing is exchanged: one device's step is the base of the scaling
+    if num_devices == 1:  # Nothing is exchanged: one device's step is the base of the scaling.
         parts = [part for part in parts if part in ("single", "dlrm", "xla")]
     mesh = mesh_of(num_devices)
     for distribution in run.distributions:
@@ -144,7 +144,7 @@ def measure(
 
 
 def _common(workload, distribution, scaling, num_devices, key_sets) -> dict[str, Any]:
-    """What all records of one workload on one mesh share."""
+    """Returns the fields that all records of one workload on one mesh share."""
     return {
         "workload": workload.name,
         "distribution": distribution,
@@ -160,25 +160,25 @@ def _common(workload, distribution, scaling, num_devices, key_sets) -> dict[str,
 
 
 class Packed:
-    """A collection whose batches are packed already: what a `Pipeline` asks of one."""
+    """A collection whose batches are packed already, with the interface that a `Pipeline` needs."""
 
     def __init__(self, collection: jaxsok.Collection):
-        """Shares everything with the collection."""
+        """Shares all attributes of the collection."""
         self.stores, self.shards, self.growth = collection.stores, collection.shards, collection.growth
         self.plan = collection.plan
         self.packer = self
 
     def begin(self, raw: Batch, pad_to: int | None) -> Packing:
-        """The batch itself."""
+        """Returns the batch itself."""
         return Packing(raw, ())
 
     def finish(self, packing: Packing) -> Batch:
-        """The batch itself."""
+        """Returns the batch itself."""
         return packing.batch
 
 
 class Sharded:
-    """One workload on one mesh: its tables filled, its batches packed; a method for each part of the benchmark."""
+    """One workload on one mesh, with filled tables and packed batches; each part of the benchmark has a method."""
 
     def __init__(
         self,
@@ -222,12 +222,12 @@ class Sharded:
         pipeline = Pipeline(Packed(self.collection), self.batches)
         for _ in pipeline:
             pass
-        # The largest that it chose: one program serves all sets.
+        # The largest chosen capacity: one program serves all sets.
         self.send_capacity = pipeline.send_capacities[0][-1]
         self.plans = [jax.block_until_ready(self._plan(None, features)) for features in self.features]
 
     def single(self) -> None:
-        """Features in, one program: plan, exchange in rounds, and on one device none of both."""
+        """Measures one program from features: plan, exchange in rounds, and on one device neither of them."""
         for what, step in self.steps.items():
             num_rounds = self._checked(what, step, self.features)
             timing = self._timed(step, self.features)
@@ -235,13 +235,13 @@ class Sharded:
             if self.num_devices > 1:
                 store_features = self._features_of_a_shard()
                 capacity = exchange_lib.default_send_capacity(self.spec, store_features)
-                # The update asks its owners again: rows of an earlier round are not kept.
+                # The update asks the owners again: rows of an earlier round are not kept.
                 keys, rows = (2, 2) if what == records.STEP else (1, 1)
                 sent = num_rounds * self._sent_bytes(capacity, "float32", keys=keys, rows=rows)
             self._add(what, timing, program="single", sent_bytes=sent, num_rounds=num_rounds)
 
     def planned(self, wire: str = "float32") -> None:
-        """The plan alone, each step without its plan, and each as the pipeline dispatches it; then the wire's limit."""
+        """Measures the plan alone, steps without their plans, and pipelined steps; then the wire's limit."""
         if wire in ("float32", BAGS + "float32"):
             plan = Step(self._plan, donates=False, is_compiled=True)
             timing, _ = plan.measure((), self.features, self.protocol)
@@ -261,7 +261,7 @@ class Sharded:
             self._add(what, timing, program="pipelined", wire=wire, sent_bytes=sent, num_rounds=num_rounds, **chosen)
 
     def bfloat16(self) -> None:
-        """Planned, with rows and gradients as bfloat16 on the wire; the tables and plans are the same."""
+        """Measures planned steps with rows and gradients as bfloat16 on the wire; tables and plans stay the same."""
         exchange = jaxsok.ExchangeSpec(rows="bfloat16", gradients="bfloat16")
         steps = self.steps
         self.steps = _steps_of(fill.collection_of(self.workload, self.optimizer, self.mesh, exchange))
@@ -271,7 +271,7 @@ class Sharded:
             self.steps = steps
 
     def bags(self) -> None:
-        """Planned, with partial bags in place of rows, as float32 and as bfloat16; the tables are the same."""
+        """Measures planned steps with partial bags instead of rows, in float32 and bfloat16, on the same tables."""
         before = self.collection, self.steps, self.send_capacity, self.plans
         try:
             for dtype in ("float32", "bfloat16"):
@@ -284,7 +284,7 @@ class Sharded:
             self.collection, self.steps, self.send_capacity, self.plans = before
 
     def split(self) -> None:
-        """The parts of a planned step as programs of their own, on the same sizes."""
+        """Measures the parts of a planned step as programs of their own, of the same sizes."""
         collection, spec, shards, capacity = self.collection, self.spec, self.collection.shards, self.send_capacity
         route = Route(shards, False, capacity)
         owners = jnp.asarray(collection.partition_owners)
@@ -294,7 +294,7 @@ class Sharded:
             return lambda *args: shards.run(body, args, in_specs, out_specs)
 
         def timed(what: str, body: Callable, sets: Sequence[tuple], sent_bytes: int = 0, state: Any = None) -> None:
-            """Of `body(*parts)`, or of `body(state, *parts)`, which gives the state and is donated it."""
+            """Times `body(*parts)`, or `body(state, *parts)`, which returns the state and whose state is donated."""
             if state is None:
                 run = jax.jit(on_shards(body, (one,) * len(sets[0])))
 
@@ -318,7 +318,7 @@ class Sharded:
         def combine(part, slots, answers):
             of_key = jnp.where(slots >= 0, slots.astype(jnp.uint32), jnp.uint32(NO_ROW))
             shapes = [(*layout.embedding_shape, spec.dim) for layout in part.layouts]
-            counters = jnp.zeros(len(COUNTERS), jnp.uint32)  # they pass through
+            counters = jnp.zeros(len(COUNTERS), jnp.uint32)  # They pass through.
             reading = lookup_kernels.Reading(spec.table_words(), self._seed, part.operands(), part.num_tiles, shapes)
             return lookup_kernels.lookup_planned(counters, reading, of_key, (answers,))[2]
 
@@ -382,7 +382,7 @@ class Sharded:
         timed(records.OWNER_UPDATE, update, sets, state=state)
 
     def dlrm(self) -> None:
-        """A whole step of MLPerf's DLRM on these tables, pipelined: dense parameters repeated, Adagrad, global mean.
+        """Measures a whole pipelined step of MLPerf's DLRM: replicated dense parameters, Adagrad, global mean.
 
         Then the same with lookups ahead, exact and one update stale.
         """
@@ -417,7 +417,7 @@ class Sharded:
         for program, ahead in ((whole, LookAhead()), ("exact ahead", LookAhead(1)), ("stale ahead", LookAhead(1, 1))):
             pipeline = Pipeline(Packed(collection), itertools.cycle(self.batches), ahead=ahead)
             batches = iter(pipeline)
-            for _ in range(2):  # the first step is a program of its own
+            for _ in range(2):  # The first step is a program of its own.
                 carry, (loss, stats) = pipelined(batches, carry)
             stats.check()
             if not np.isfinite(float(loss)):
@@ -432,7 +432,7 @@ class Sharded:
         self.filled.state = carry[0]
 
     def pmap(self) -> None:
-        """The planned step under `pmap`; takes the state for good, so it comes last.
+        """Measures the planned step under `pmap`; it keeps the state, so it comes last.
 
         `pmap` gives each device its part with an axis of one in front. Where XLA takes that axis away by copying, all
         rows are copied in each step (as it does on CPUs with JAX 0.10): what is measured is that too.
@@ -470,20 +470,20 @@ class Sharded:
 
     @property
     def _seed(self) -> jax.Array:
-        return jnp.zeros(2, jnp.uint32)  # of new rows, of which there are none
+        return jnp.zeros(2, jnp.uint32)  # There are no new rows.
 
     def _plan(self, _, features):
         return self.collection.plan(features, send_capacity=(self.send_capacity,))
 
     def _features_of_a_shard(self):
-        """What one shard has of a batch, as the collection sees it inside: its arrays' shapes, no arrays."""
+        """Returns one shard's part of a batch, as the collection sees it inside `shard_map`: shapes, no arrays."""
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((x.shape[0] // self.num_devices, *x.shape[1:]), x.dtype),
             self.features[0].stores[0],
         )
 
     def _checked(self, what: str, step: Step, inputs: Sequence[Any]) -> int:
-        """Runs one step and looks whether it did its work; its number of rounds."""
+        """Runs one step and checks its counts; returns its number of rounds."""
         self.filled.state, outputs = step.run(self.filled.state, inputs[0])
         if what == records.TRAINING:
             return 1 if self.num_devices > 1 else 0
@@ -517,9 +517,9 @@ class Sharded:
         return self._with_calls(pipelined, timing, inputs), _choices(pipeline)
 
     def _sent_bytes(self, send_capacity: int, wire: str, *, keys: int = 0, rows: int = 0) -> int:
-        """Bytes that a device sends to the others: so many times its keys, so many times a row for each, padded.
+        """Returns the bytes that a device sends to the others: its keys, and for each key its rows, with padding.
 
-        With partial bags it sends a line for each bag in place of rows.
+        With partial bags it sends a row for each bag instead.
         """
         if wire.startswith(BAGS):
             num_bags = self.workload.num_tables * self.workload.num_bags // self.num_devices
@@ -545,7 +545,7 @@ class Sharded:
 
 
 def _choices(pipeline: Pipeline) -> dict[str, Any]:
-    """What a pipeline chose while it was timed, warm-ups included.
+    """Returns the capacities that a pipeline chose while it was timed, warm-ups included.
 
     More than one capacity, or batches planned again and again, are part of its time.
     """
@@ -553,7 +553,7 @@ def _choices(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def _steps_of(collection: jaxsok.Collection) -> dict[str, Step]:
-    """The three things that are timed; each is a program for features, and another for plans."""
+    """Returns the three programs that are timed, each for features and for plans."""
     return {
         records.EVALUATION: Step(collection.find, donates=False),
         records.TRAINING: Step(functools.partial(_train, collection), donates=True),
@@ -568,8 +568,8 @@ def _train(collection, state, features):
 
 def _step(collection, state, features):
     embeddings, state, plan = collection.lookup(state, features)
-    # The gradient of half their squares: as in a model, it is there only after the lookup. With a given gradient
-    # nothing orders the gather of a planned step before its update, and XLA copies all rows to be safe.
+    # The gradient of half the sum of squares: as in a model, it exists only after the lookup. With a given gradient
+    # nothing orders the gather of a planned step before its update, so XLA copies all rows to be safe.
     state, stats = collection.update(state, plan, embeddings)
     return state, (embeddings, stats)
 
@@ -583,7 +583,7 @@ def _waited_on_cpu(arrays: Any) -> Any:
 
 
 def wire_limit(mesh: Mesh, sent_bytes: int, protocol: Protocol) -> Timing:
-    """The time of one all-to-all in float32 in which each device sends so many bytes to the others."""
+    """Returns the time of one float32 all-to-all in which each device sends this many bytes to the others."""
     num = mesh.size
     floats = -(-sent_bytes // (limits.FLOAT_BYTES * (num - 1)))
     make = jax.jit(lambda: limits.varied_floats((num * num, floats)), out_shardings=NamedSharding(mesh, P(AXIS)))

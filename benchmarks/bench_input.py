@@ -1,4 +1,4 @@
-"""From a reader's arrays to the device: packing by threads, the copies, and a step that is fed.
+"""From a reader's arrays to the device: packing by threads, the copies, and steps fed from raw batches.
 
 Question: how many keys a second does the host pack, how near is that to a plain copy, and does it hide behind a step?
 Workload: W1 (a column of int64 keys a feature, and the same as int32) and W5 (ragged, with lengths); uniform keys.
@@ -57,21 +57,21 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_
         gc.collect()
         recorder.write()
     with recorder.attempt("paths from files"):
-        from . import bench_paths  # which needs `jaxsok[data]`
+        from . import bench_paths  # It needs `jaxsok[data]`.
 
         bench_paths.measure(recorder, protocol, scale, is_quick)
 
 
 @dataclasses.dataclass
 class _Input:
-    """A workload's raw batches, and where its records go."""
+    """A workload's raw batches, and the recorder of its measurements."""
 
     workload: Workload
     recorder: Recorder
     protocol: Protocol
 
     def collection(self, tables: Sequence[jaxsok.TableSpec] | None = None) -> jaxsok.Collection:
-        """The workload's features, of a declared size, over its tables or over small ones."""
+        """Returns a collection of the workload's features, of a declared size, over its tables or over small ones."""
         plain = fill.collection_of(dataclasses.replace(self.workload, num_rows=64), "sgd")
         most = self.workload.num_bags * self.workload.hotness
         return jaxsok.Collection(
@@ -80,7 +80,7 @@ class _Input:
         )
 
     def raw(self, collection: jaxsok.Collection, ids: np.ndarray, dtype: str = "int64") -> dict[str, Any]:
-        """A reader's batch: a column, or keys with lengths, for each feature."""
+        """Returns a reader's batch: a column, or keys with lengths, for each feature."""
         raw = fill.raw_of(collection, self.workload, ids)
         if self.workload.hotness == 1:
             return {name: keys.astype(dtype) for name, keys in raw.items()}
@@ -88,7 +88,7 @@ class _Input:
         return {name: jaxsok.Bags(keys.reshape(-1).astype(dtype), lengths=lengths) for name, keys in raw.items()}
 
     def samples(self, function: Callable[[], Any]) -> Timing:
-        """Times calls, each from an idle device, without the wait for what they began."""
+        """Times calls, each from an idle device, without waiting for the work that they began."""
         times = []
         for _ in range(max(5, 2 * self.protocol.repetitions)):
             begin = time.perf_counter()
@@ -116,7 +116,7 @@ class _Input:
 
 
 def _measure_host(given: _Input, id_sets: Sequence[np.ndarray], threads: Sequence[int]) -> None:
-    """Packing by threads and by NumPy, copies of as many bytes, and the way to the device."""
+    """Measures packing by threads and by NumPy, copies of as many bytes, and the transfer to the device."""
     collection = given.collection()
     packer = collection.packer
     for dtype in ("int64", "int32") if given.workload.hotness == 1 else ("int64",):
@@ -136,7 +136,7 @@ def _measure_host(given: _Input, id_sets: Sequence[np.ndarray], threads: Sequenc
 
 
 def _copies(num_bytes: int, num_threads: int) -> Callable[[], None]:
-    """A copy from array to array by threads, each of its own part."""
+    """Copies from array to array by threads, each its own part."""
     source, target = np.arange(num_bytes // 8), np.zeros(num_bytes // 8, np.int64)
     pairs = list(zip(np.array_split(target, num_threads), np.array_split(source, num_threads), strict=True))
     if num_threads == 1:
@@ -146,7 +146,7 @@ def _copies(num_bytes: int, num_threads: int) -> Callable[[], None]:
 
 
 def _measure_link(given: _Input, num_bytes: int, packer: Any, dtype: str) -> None:
-    """The copy to the device, waited for: from memory that batches are packed into, and from any other."""
+    """Measures the copy to the device with its wait: from the memory of packed batches, and from other memory."""
     pinned = np.frombuffer(packer.host_buffers().take(num_bytes), np.int32)
     for kind, source in (("pinned", pinned), ("pageable", np.zeros(num_bytes // 4, np.int32))):
         timing = given.samples(lambda source=source: jax.block_until_ready(jax.device_put(source)))
@@ -154,7 +154,7 @@ def _measure_link(given: _Input, num_bytes: int, packer: Any, dtype: str) -> Non
 
 
 def _measure_steps(given: _Input, id_sets: Sequence[np.ndarray]) -> None:
-    """A step on batches packed before, and one fed from raw batches."""
+    """Measures a step on batches that were packed before, and a step fed from raw batches."""
     filled = fill.filled(given.workload, given.workload.runs[0].optimizer)
     collection = given.collection(filled.collection.tables)
     num_bytes = 8 * given.workload.num_keys
@@ -165,7 +165,7 @@ def _measure_steps(given: _Input, id_sets: Sequence[np.ndarray]) -> None:
         packed = seen.measure(records.STEP, sets, given.protocol)
         given.add(records.STEP, "jaxsok", packed, "packed before", 0, optimizer=seen.optimizer)
 
-        pipeline = iter(collection.pipeline(itertools.cycle(raws)))  # one for all: what is ahead is packed once
+        pipeline = iter(collection.pipeline(itertools.cycle(raws)))  # one for all, so batches ahead are packed once
 
         def steps(count: int) -> float:
             outputs = None

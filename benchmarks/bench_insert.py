@@ -1,12 +1,12 @@
-"""Keys that are all new: how fast they get rows, with the bytes of the rows and without.
+"""The insertion of new keys: its speed, with the bytes of the rows and without.
 
-Question: what does inserting itself cost, when rows of one float leave next to nothing else to write?
-Workload: H1's rows and keys a call, rows of 1 and of 64 floats, SGD; from an empty table to load 0.5.
+Question: what does inserting cost alone, with rows of one float?
+Workload: H1's rows and keys a call, rows of 1 and of 64 floats, SGD; an empty table is filled to load 0.5.
 Limit:    the bytes that must move (`limits.insert_bytes`) at the bandwidth of a copy.
 Command:  `python -m jaxsok bench --only insert`
 Last result: docs/performance.md (H200, commit 7db9096).
 
-"Without the rows' bytes" takes off the time in which a copy would move them: what rows of another width would leave.
+"Without the rows' bytes" subtracts the time in which a copy would move them, so that dims can be compared.
 """
 
 from .bench_table import HashTable

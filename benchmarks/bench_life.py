@@ -1,8 +1,8 @@
-"""The life of a table: what do statistics and admission add to a lookup, and how fast does a table leave the device?
+"""The life of a table: the cost of statistics and admission in a lookup, and the speed of an export.
 
 Question: training forward and step of W1 with frequency, last step and exact-count admission on, over the same without;
           an export of 10 GB, compared with the bandwidth of the link to the host.
-Workload: W1, all keys present, and besides with 1% of the keys unseen, which wait and never come in; one table of 128
+Workload: W1, all keys present, and again with 1% of unseen keys, which wait and never enter; one table of 128
           floats under rowwise Adagrad, 10 GB of rows and state.
 Limit:    the same step without; for the export a plain copy of 1 GB to the host, the best of three.
 Command:  `python -m jaxsok bench --only life`
@@ -26,15 +26,15 @@ from .timing import Protocol, summary
 
 WORKLOAD = "W1"
 WITHOUT, WITH, WAITING = "without", "with", "with, 1% waiting"
-NEVER = 1 << 30  # sightings that no key reaches here
+NEVER = 1 << 30  # No key here is seen this often.
 EXPORT_BYTES = 10 << 30
 EXPORT_DIM = 128
 LINK_BYTES = 1 << 30
-UNSEEN = 100  # of so many keys one
+UNSEEN = 100  # One key in this many is unseen.
 
 
 def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_quick: bool = False) -> None:
-    """Measures both."""
+    """Measures steps and the export."""
     workload = workloads.WORKLOADS[WORKLOAD].scaled(scale)
     run = workload.runs[0]
     distributions = run.distributions[:1] if is_quick else run.distributions[:2]
@@ -64,7 +64,7 @@ def _lookups(recorder: Recorder, protocol: Protocol, optimizer: str, batches: Se
         for name, ids in of_variant.items():
             for what in (records.TRAINING, records.STEP):
                 inputs = filled.inputs(what, ids)
-                filled.state = filled.collection.grow(filled.state)  # room for those that wait
+                filled.state = filled.collection.grow(filled.state)  # Room for keys that wait.
                 timing = filled.measure(what, inputs, protocol)
                 notes = {"part": "life"}
                 recorder.add(
@@ -84,7 +84,7 @@ def _lookups(recorder: Recorder, protocol: Protocol, optimizer: str, batches: Se
 
 
 def _with_unseen(ids: np.ndarray, num_rows: int) -> np.ndarray:
-    """Ids [num_tables, num_bags, hotness] of which every hundredth has no row."""
+    """Returns ids [num_tables, num_bags, hotness], of which one in a hundred has no row."""
     changed = ids.copy()
     changed[:, ::UNSEEN] = ids[:, ::UNSEEN] % 1000 + num_rows
     return changed
@@ -103,7 +103,7 @@ def _export(recorder: Recorder, scale: float) -> None:
         link_ms.append((time.perf_counter() - begin) * 1e3)
     del link
     times, num_bytes = [], 0
-    for _ in range(3):  # the first compiles
+    for _ in range(3):  # The first call compiles.
         begin, num_bytes, seen = time.perf_counter(), 0, 0
         for part in one.collection.export_chunks(one.state, "items"):
             seen += part.num_rows

@@ -1,4 +1,4 @@
-"""The way down: keys to embeddings.
+"""The forward path: keys to embeddings.
 
 Question: how near does a dynamic table come to a bare gather of the same rows, and to static tables?
 Workload: W1 to W6; evaluation (`Collection.find`) and training (`Collection.lookup`), all keys present.

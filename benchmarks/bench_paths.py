@@ -50,7 +50,7 @@ def measure(recorder: Recorder, protocol: Protocol, scale: float, is_quick: bool
     workers = [number for number in WORKERS if number <= num_cores and not is_quick]
     with tempfile.TemporaryDirectory() as folder:
         for name, source in _sources(pathlib.Path(folder), batch_size, 2 if is_quick else NUM_BATCHES):
-            decodes = isinstance(source, data.BlockSource)  # else there is nothing that workers could do
+            decodes = isinstance(source, data.BlockSource)  # Otherwise workers have nothing to do.
             ways = [(number, 0) for number in threads] + [(1, number) for number in workers if decodes]
             for num_threads, num_workers in ways:
                 if not recorder.has_time(f"reading of {name}"):
@@ -94,7 +94,7 @@ def _measure_source(
     tables = [jaxsok.TableSpec(key, 16, jaxsok.optim.sgd(0.1), capacity=64) for key in criteo.CATEGORY_NAMES]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(key, table=key) for key in criteo.CATEGORY_NAMES])
     batches = data.Batches(source, batch_size)
-    # Workers take long to start, and each would keep its few batches decoded: they read one epoch, once.
+    # Workers start slowly, and each would keep its few batches decoded: they read one epoch once.
     dataset = batches.map(data.PackBatch(collection)) if num_workers else batches.repeat()
     num_ahead = 1 if num_workers else 4
     iterator: Any = data.iterate(dataset, num_threads=num_threads, num_workers=num_workers, num_ahead=num_ahead)
@@ -102,7 +102,7 @@ def _measure_source(
     num_timed = len(batches) - 1 if num_workers else len(batches)
     num_times = 1 if num_workers else max(2, min(3, protocol.repetitions))
     times, cores = [], []
-    for _ in itertools.islice(pipeline, len(batches) - num_timed or num_timed):  # fills what is read ahead
+    for _ in itertools.islice(pipeline, len(batches) - num_timed or num_timed):  # Fills the read-ahead.
         pass
     for _ in range(num_times):
         begin, used = time.perf_counter(), _processor_s()

@@ -1,4 +1,4 @@
-"""Size: does a lookup stay as fast as the table grows to the memory's end, what does growing cost, what does churn do?
+"""Size: lookups as the table grows to the memory's end, the cost of growing, inserting, and the effect of churn.
 
 Question: four of them. (1) The time of find + gather of 1 Mi keys in a table of 1 M rows, which grows by
           `Collection.grow` to 400 M, or to 80% of the device's memory. (2) Time and memory of growing a full store of
@@ -31,16 +31,16 @@ from .timing import Protocol, summary
 
 DIM = 64
 NUM_KEYS = 1 << 20
-"""Of one lookup."""
+"""Keys of one lookup."""
 
 SIZES = (1_000_000, 4_000_000, 16_000_000, 64_000_000, 256_000_000, 400_000_000)
 """Rows in use; all are multiples of the first."""
 
 MEMORY_SHARE = 0.8
-"""Of the device's memory that a store may fill."""
+"""The share of the device's memory that a store may fill."""
 
 GROWN_BYTES = 10_000_000_000
-"""Of a store before it grows: rows, records and index."""
+"""Bytes of a store before it grows: rows, records and index."""
 
 BUILT_KEYS = 100_000_000
 BUILD_KEYS_PER_CALL = 4 << 20
@@ -48,15 +48,15 @@ BUILD_KEYS_PER_CALL = 4 << 20
 CHURN_ROWS = 4 << 20
 CHURN_ROUNDS = 1000
 CHURN_SHARE = 10
-"""One in so many keys leaves in a round."""
+"""One key in this many leaves in a round."""
 
 CPU_CHURN_ROUNDS, QUICK_CHURN_ROUNDS = 100, 10
 
 
 def growth(recorder: Recorder, scale: float) -> None:
-    """Grows a full store of 10 GB, twice: the second time nothing is compiled.
+    """Grows a full store of 10 GB twice; the second time nothing is compiled.
 
-    Measured before anything else: the peak that a device reports is the one since the process began.
+    This is measured first, because a device reports the peak since the process began.
     """
     spec = OneTable(16, DIM).store_spec
     num_rows = max(1024, round(GROWN_BYTES * scale) // row_bytes(spec))
@@ -97,7 +97,7 @@ def _grow_once(num_rows: int, attempt: str, recorder: Recorder) -> None:
 
 
 def sizes(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, scale: float, is_quick: bool) -> None:
-    """Times find + gather as one table grows, by `Collection.grow`, and says how large it got."""
+    """Times find + gather as `Collection.grow` enlarges one table, and records the largest size."""
     base = max(1024, round(SIZES[0] * scale))
     wanted = [base * (size // SIZES[0]) for size in (SIZES[:3] if is_quick else SIZES)]
     spec = OneTable(16, DIM).store_spec
@@ -106,11 +106,11 @@ def sizes(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, s
     last = min(wanted[-1], affordable)
     is_limited = last < wanted[-1]
     wanted = [size for size in wanted if size < last] + [last]
-    # Lookups go through a collection of their own: what it sees is no batch for which `grow` would keep a reserve.
+    # Lookups have a collection of their own, so `grow` sees no batch for which it would keep a reserve.
     reader = OneTable(base, DIM)
     one = OneTable(base, DIM, max_capacity=last)
     one.state = one.collection.init(seed=0)
-    one.collection.batch({"item": keys_of(jnp.zeros(base, jnp.uint32))})  # what one call may insert
+    one.collection.batch({"item": keys_of(jnp.zeros(base, jnp.uint32))})  # Declares how many keys one call may insert.
     num_keys = max(16, round(NUM_KEYS * scale))
     num_rows, seconds, begin = 0, 0.0, time.perf_counter()
     for size in wanted:
@@ -121,9 +121,9 @@ def sizes(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, s
                 one.state = one.collection.grow(one.state, base)
                 one.insert_ids(num_rows, base)
                 num_rows += base
-                # A counter that is there spares `grow` its worst case: a capacity more than is wanted.
+                # With a counter, `grow` does not assume the worst case: a capacity more than wanted.
                 jax.block_until_ready(one.store.counters)
-        except (MemoryError, jax.errors.JaxRuntimeError) as error:  # report what was reached before
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:  # Report the sizes reached before.
             recorder.fail(f"scale: {count(size)} rows", f"{type(error).__name__}: {error}")
             break
         one.require_rows(size)
@@ -169,12 +169,12 @@ def sizes(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, s
 
 
 def build(recorder: Recorder, scale: float, copy_gb_s: float) -> None:
-    """Times inserting all keys into an empty store of the size that they need."""
+    """Times the insertion of all keys into an empty store of the size that they need."""
     num_keys = max(1024, round(BUILD_KEYS_PER_CALL * scale))
     calls = max(2, -(-round(BUILT_KEYS * scale) // num_keys))
     one = OneTable(calls * num_keys, DIM)
     samples = []
-    for _ in range(3):  # the first compiles
+    for _ in range(3):  # The first call compiles.
         one.state = None
         one.state = one.collection.init(seed=0)
         jax.block_until_ready(one.state)
@@ -202,14 +202,14 @@ def build(recorder: Recorder, scale: float, copy_gb_s: float) -> None:
 
 
 def churn(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, num_rows: int, rounds: int) -> None:
-    """Erases and inserts a tenth of the keys, round by round, then compares with a store that never lost a key."""
+    """Erases and inserts a tenth of the keys, round by round, then compares with a fresh store of the same keys."""
     one = OneTable(num_rows, DIM)
     one.fill(min(num_rows, BUILD_KEYS_PER_CALL))
     num_changed = max(1, num_rows // CHURN_SHARE)
     live = jnp.arange(num_rows, dtype=jnp.uint32)
     change = jax.jit(functools.partial(_change, one.store_spec, num_changed), donate_argnums=(0, 1))
     for number in range(rounds):
-        if number == 1:  # the first compiles
+        if number == 1:  # The first call compiles.
             jax.block_until_ready((one.store, live))
             begin = time.perf_counter()
         one.store, live = change(one.store, live, one.state.seed, jnp.uint32(number))
@@ -224,7 +224,7 @@ def churn(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, n
     id_sets = [live[pick] for pick in picks]
     moved = limits.forward_bytes(picks[0].size, picks[0].size, picks[0].size, DIM, training=False)
     for name, store in (("fresh", fresh), ("churned", one)):
-        # The same program on both; compiled once.
+        # Both run the same program, compiled once.
         store.programs = one.programs
         sets = one.inputs(records.FIND_AND_GATHER, id_sets)
         _, (_, stats) = one.programs[records.FIND_AND_GATHER].run(store.state, sets[0])
@@ -259,7 +259,7 @@ def churn(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, n
 def measure(
     recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, scale: float, is_quick: bool = False
 ) -> None:
-    """Measures all but growth, each by itself."""
+    """Measures everything except growth, each part alone."""
     is_cpu = jax.default_backend() == "cpu"
     rounds = QUICK_CHURN_ROUNDS if is_quick else CPU_CHURN_ROUNDS if is_cpu else CHURN_ROUNDS
     num_rows = 1 << max(10, (round(CHURN_ROWS * scale)).bit_length() - 1)  # a power of two, see _change
@@ -275,7 +275,7 @@ def measure(
 
 
 def _change(spec: Any, num_changed: int, store: Any, live: jax.Array, seed: jax.Array, number: jax.Array):
-    """One round: some live ids leave, as many new ones come and take their places in `live`."""
+    """Runs one round: some live ids leave, and as many new ids take their places in `live`."""
     num_rows = live.size
     # Distinct places without a sort: an odd step through a power of two.
     step = (number * jnp.uint32(0x9E3779B1)) | jnp.uint32(1)
@@ -294,13 +294,13 @@ def _memory() -> dict[str, int]:
 
 
 def _total_memory() -> int | None:
-    """Bytes of the device's memory: what JAX may take, over the share that it was given."""
+    """Returns the bytes of the device's memory: what JAX may take, divided by the share that it was given."""
     limit = _memory().get("bytes_limit")
     return round(limit / float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))) if limit else None
 
 
 def share_of_memory() -> int:
-    """Bytes that a store may fill: a share of the memory, and no more than is free, two lookups left out."""
+    """Returns the bytes that a store may fill: a share of the memory, at most what is free without two lookups."""
     total, stats = _total_memory(), _memory()
     if total is None:
         return 1 << 62

@@ -1,4 +1,4 @@
-"""Serving: what a caller waits for a lookup of frozen tables, fused and unfused, and for `jnp.take` on static arrays.
+"""Serving: a caller's wait for a lookup of frozen tables, fused and unfused, and for `jnp.take` on static arrays.
 
 Question: what does fusing the tables of a model gain, and how near does the fused lookup come to its floor?
 Workload: S1, the demonstration of HPS's table fusion: 8 tables x 10,000 rows x 128 floats, 256 x 26 keys of each.
@@ -10,8 +10,8 @@ Last result: docs/performance.md (H200, commit 7db9096).
 
 "Latency" is one call, from its dispatch to its result, waited for: what a caller sees; median and 99th percentile.
 "Back to back" is a call among many, where the host runs ahead; "in a row" one of several in one program. "Kernels" is
-the sum of what JAX's profiler saw on the device. Each way is one jitted program: "fused" has one lookup for all tables,
-"unfused" one for each, "take" one `jnp.take(table, row_numbers, axis=0, mode="clip")` for each, on arrays of their own.
+the sum of what JAX's profiler saw on the device. Each mode is one jitted program: "fused" has one lookup for all
+tables, "unfused" one per table, "take" one `jnp.take(table, row_numbers, axis=0, mode="clip")` per table, on an array.
 """
 
 import dataclasses
@@ -57,17 +57,17 @@ IN_A_ROW, QUICK_IN_A_ROW = 8, 2
 
 @dataclasses.dataclass
 class Filled:
-    """Frozen tables of one dim and dtype, all rows in use, and the same rows as arrays of their own."""
+    """Frozen tables of one dim and dtype, all rows in use, and the same rows as separate arrays."""
 
     tables: FrozenTables
     num_rows: int
-    """Of each table."""
+    """Rows of each table."""
     static: list[jax.Array] | None
-    """Of `jnp.take`; None where it is not measured."""
+    """The arrays for `jnp.take`; None if it is not measured."""
 
     @property
     def names(self) -> list[str]:
-        """Of the tables."""
+        """The names of the tables."""
         return list(self.tables.tables)
 
 
@@ -108,7 +108,7 @@ def _measure_dlrm(run: "_Run", seed: int, scale: float, is_quick: bool) -> None:
 
 
 def fill(num_tables: int, num_rows: int) -> Filled:
-    """Tables of 128 floats whose rows are made on the device; key `mix(table, i)` has row i of its table."""
+    """Returns tables of 128 floats, whose rows are made on the device; key `mix(table, i)` has row i of its table."""
     row_map = RowMap(num_tables, num_tables * num_rows)
     for number in range(num_tables):
         row_ids = row_map.place(number, keys_of(number, np.arange(num_rows)).view(np.uint64)[:, 0])
@@ -122,7 +122,7 @@ def fill(num_tables: int, num_rows: int) -> Filled:
 
 
 def of_dtype(filled: Filled, dtype: str) -> Filled:
-    """The same keys over rows of another dtype; of 8 bits with a scale each."""
+    """Returns the same keys over rows of another dtype; rows of 8 bits have a scale each."""
     (store,), (old,) = filled.tables.stores, filled.tables.spec.stores
     spec = FrozenSpec.of([dataclasses.replace(table, dtype=dtype) for table in old])
     is_quantized = old[0].is_quantized or spec.stores[0][0].is_quantized
@@ -133,7 +133,7 @@ def of_dtype(filled: Filled, dtype: str) -> Filled:
 
 
 def keys_of(table: int, ids: np.ndarray) -> np.ndarray:
-    """The keys of rows as words: uint32[..., 2]."""
+    """Returns the keys of rows as words: uint32[..., 2]."""
     return workloads.mix(table, ids.reshape(-1)).reshape(*ids.shape, 2)
 
 
@@ -141,17 +141,17 @@ def keys_of(table: int, ids: np.ndarray) -> np.ndarray:
 
 
 def fused(tables: FrozenTables, keys: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """One lookup for all."""
+    """Looks up all tables in one call."""
     return lookup(tables, {name: LookupInput(name, one) for name, one in keys.items()})
 
 
 def unfused(tables: FrozenTables, keys: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """A lookup for each table."""
+    """Looks up each table in its own call."""
     return {name: lookup(tables, {name: LookupInput(name, one)})[name] for name, one in keys.items()}
 
 
 def take(tables: list[jax.Array], ids: list[jax.Array]) -> list[jax.Array]:
-    """A gather for each table, of row numbers that somebody else found."""
+    """Gathers from each table, by row numbers that are given."""
     return [jnp.take(table, one, axis=0, mode="clip") for table, one in zip(tables, ids, strict=True)]
 
 
@@ -159,7 +159,7 @@ _FUNCTIONS = {"fused": fused, "unfused": unfused, "take": take}
 
 
 def lookup_bytes(num_keys: int, num_unique: int, dim: int, row_bytes: int) -> int:
-    """What a frozen lookup must move: keys in, unique index lines and rows in, float32 embeddings out.
+    """Returns the bytes of a frozen lookup: keys in, unique index lines and rows in, float32 embeddings out.
 
     Example:
       >>> lookup_bytes(3, 2, dim=128, row_bytes=132)  # 24 + 2 * 196 + 1536
@@ -170,7 +170,7 @@ def lookup_bytes(num_keys: int, num_unique: int, dim: int, row_bytes: int) -> in
 
 
 def latencies(call: Callable[[Any], Any], sets: Sequence[Any], num_calls: int) -> list[float]:
-    """Milliseconds of each of some calls, each waited for before the next."""
+    """Returns the milliseconds of several calls, each waited for before the next."""
     for one in sets:
         jax.block_until_ready(call(one))
     found, begin = [], time.perf_counter()
@@ -186,17 +186,17 @@ def latencies(call: Callable[[Any], Any], sets: Sequence[Any], num_calls: int) -
 
 @dataclasses.dataclass
 class _Run:
-    """What all measurements of a run share."""
+    """The objects that all measurements of a run share."""
 
     recorder: Recorder
     protocol: Protocol
     copy_gb_s: float
     is_quick: bool
     later: list[Callable[[], None]]
-    """What is left to the end."""
+    """Measurements that run at the end."""
 
     def all_ways(self, workload: str, filled: Filled, shape: tuple[int, ...], seed: int) -> None:
-        """Measures the three ways over the same keys; refuses to, where they do not agree."""
+        """Measures the three execution modes over the same keys; raises if their results differ."""
         ids = draw(filled, shape, 1, seed)
         results = [
             jax.tree.leaves(jax.jit(_FUNCTIONS[way], donate_argnums=())(*_arguments(way, filled, ids[0])))
@@ -215,7 +215,7 @@ class _Run:
             self.later.append(lambda: self._floor(filled, shape, seed))
 
     def one(self, workload: str, way: str, filled: Filled, shape: tuple[int, ...], seed: int, dtype: str) -> None:
-        """Measures one way: latency, back to back; its kernels at the end."""
+        """Measures one mode: latency, back to back; its kernels at the end."""
         ids = draw(filled, shape, self.protocol.num_key_sets, seed)
         carry = filled.static if way == "take" else filled.tables
         sets = [_arguments(way, filled, one)[1] for one in ids]
@@ -256,7 +256,7 @@ class _Run:
             self.later.append(lambda: self._kernels(record, step, carry, sets))
 
     def _kernels(self, record: Record, step: Step, carry: Any, sets: Sequence[Any]) -> None:
-        """What the profiler sees of a program that was measured."""
+        """Returns the profiler's kernels of a program that was measured."""
         label = f"serving {record.workload} {record.variant}, kernels"
         if not self.recorder.has_time(label):
             return
@@ -274,7 +274,7 @@ class _Run:
             self.recorder.add(dataclasses.replace(record, what=records.SERVED_KERNELS, timing=total, notes=notes))
 
     def _floor(self, filled: Filled, shape: tuple[int, ...], seed: int) -> None:
-        """S1's floor: its bytes at the bandwidth of a copy, and one launch."""
+        """Measures S1's floor: its bytes at the bandwidth of a copy, and one launch."""
         with self.recorder.attempt("serving S1, floor"):
             self._add_floor(filled, shape, seed)
 
@@ -305,19 +305,19 @@ class _Run:
 
 
 def draw(filled: Filled, shape: tuple[int, ...], num_sets: int, seed: int) -> list[list[np.ndarray]]:
-    """Row numbers by set and table, int32."""
+    """Returns row numbers by set and table, int32."""
     rng = np.random.default_rng(seed)
     return [[rng.integers(0, filled.num_rows, shape, dtype=np.int32) for _ in filled.names] for _ in range(num_sets)]
 
 
 def empty_program(protocol: Protocol) -> Timing:
-    """The dispatch of a program that adds one to a number: a launch, where nothing nearer to the device is at hand."""
+    """Measures the dispatch of a program that adds one to a number, as a launch where CUDA graphs are missing."""
     step = Step(lambda carry, one: (carry + one, ()), donates=True)
     return step.measure(jnp.zeros(()), [jnp.float32(1.0)], protocol)[0]
 
 
 def _arguments(way: str, filled: Filled, ids: Sequence[np.ndarray]) -> tuple[Any, Any]:
-    """What a way is called with, on the device."""
+    """Returns a mode's arguments, on the device."""
     if way == "take":
         return filled.static, [jnp.asarray(one) for one in ids]
     keys = [jnp.asarray(keys_of(number, one)) for number, one in enumerate(ids)]

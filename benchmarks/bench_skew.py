@@ -86,7 +86,7 @@ def _measure(filled, batches, recorder, protocol, copy_gb_s, variant="") -> None
 
 
 def _same_ids(workload: Workload, number: int) -> KeySet:
-    """One id in all places of each table; another one in each set."""
+    """Returns one id in all places of each table, a different id in each set."""
     row = (1 + number) * workload.num_rows // 7
     ids = np.full((workload.num_tables, workload.num_bags, workload.hotness), row, np.int32)
     unique = np.arange(workload.num_tables, dtype=np.int32) * workload.num_rows + row
@@ -94,14 +94,14 @@ def _same_ids(workload: Workload, number: int) -> KeySet:
 
 
 def _on_one_table(collection: jaxsok.Collection) -> jaxsok.Collection:
-    """The same tables, so that a state serves both, with all features on the first."""
+    """Returns the same tables, so that a state serves both, with all features on the first."""
     first = collection.tables[0].name
     features = [dataclasses.replace(feature, table=first) for feature in collection.features]
     return jaxsok.Collection(collection.tables, features)
 
 
 def _cut(key_set: KeySet, num_bags: int, hotness: int) -> KeySet:
-    """The same keys in bags of another length, as many as fit; fewer keys than one bag has are repeated."""
+    """Cuts the same keys into as many bags of another length as fit; fewer keys than one bag has are repeated."""
     num_tables = key_set.ids.shape[0]
     ids = np.stack([np.resize(of_table, (num_bags, hotness)) for of_table in key_set.ids])
     if ids.size == key_set.ids.size:

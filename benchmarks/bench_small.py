@@ -1,6 +1,6 @@
-"""Small batches: what a lookup and a step cost when there is little to do.
+"""Small batches: the fixed cost of a lookup and of a step.
 
-Question: how near does a small batch come to the floor, and is it the host or the device that sets the pace?
+Question: how near does a small batch come to the floor, and does the host or the device set the pace?
 Workload: W1's tables (26 x 64 floats, rowwise Adagrad) with 256 to 4,096 samples; uniform keys, all present.
 Limit:    the later of two: the bytes at the bandwidth of a copy, and as many kernels without work as the program
           launches (a CUDA graph of them, by CuPy). Compared with the dispatch of an empty jitted program.
@@ -27,10 +27,10 @@ SIZES = (256, 1024, 4096, 512, 2048)
 """Samples, in the order in which they are measured."""
 
 STEPS, QUICK_STEPS = 8, 2
-"""Of the program that runs several; each with keys of its own."""
+"""Steps of the unrolled program; each has keys of its own."""
 
 COLD_BYTES = 128 << 20
-"""Index lines and rows of all batches in rotation: more than a cache holds, or a batch would meet its own last run."""
+"""Index lines and rows of all batches in rotation: more than a cache holds, so that no batch finds its rows cached."""
 
 WHATS = (records.EVALUATION, records.TRAINING, records.STEP)
 
@@ -91,10 +91,10 @@ def _measure(small, what, batches, length, recorder, protocol, copy_gb_s) -> Non
 
 
 def floors(recorder: Recorder, protocol: Protocol, seed: int) -> None:
-    """Times as many kernels as each program launches, without work.
+    """Times as many kernels without work as each program launches.
 
-    JAX's profiler counts them, on tables of a thousandth of the rows: they do not depend on them.
-    Profiler and CUDA graphs are left to the end of a run, so that nothing else is lost if they cannot be had.
+    JAX's profiler counts them on tables of a thousandth of the rows, since their number does not depend on the rows.
+    Profiler and CUDA graphs come last in a run, so that nothing else is lost if they fail.
     """
     if not recorder.has_time("small, kernels without work"):
         return
@@ -107,7 +107,7 @@ def floors(recorder: Recorder, protocol: Protocol, seed: int) -> None:
     key_sets = workloads.key_sets(workload, "uniform", protocol.num_key_sets, seed)
     for what in WHATS:
         sets = filled.inputs(what, [key_set.ids for key_set in key_sets])
-        filled.measure(what, sets, protocol)  # compiled before it is profiled
+        filled.measure(what, sets, protocol)  # Compile before profiling.
         kernels, filled.state = filled.programs[what].kernels(filled.state, sets)
         num_kernels = sum(launches for launches, _ in kernels.values())
         if not num_kernels:

@@ -49,7 +49,7 @@ class HashTable(OneTable):
     """The table of H1 at one dim."""
 
     def __init__(self, workload: HashWorkload, dim: int):
-        """Declares."""
+        """Declares the table."""
         super().__init__(workload.num_rows, dim)
         self.workload = workload
 
@@ -67,7 +67,7 @@ class HashTable(OneTable):
         key_sets = [keys_from(i * num_keys, num_keys) for i in range(calls)]
         samples = []
         rounds = min(_INSERT_ROUNDS, protocol.repetitions)
-        for _ in range(1 + rounds):  # the first compiles
+        for _ in range(1 + rounds):  # The first call compiles.
             state = self.collection.init(seed=0)
             store, seed = state.stores[0], state.seed
             jax.block_until_ready((store, key_sets))
@@ -114,7 +114,7 @@ class HashTable(OneTable):
     def find_and_gather(self, num_keys: int, id_sets: list[jax.Array], recorder: Recorder, protocol: Protocol) -> None:
         """Times `Collection.find` and the bare gather of the same rows, from the same buffer."""
         row_sets = [table.find(self.store, keys_of(ids), table_ids(ids)) for ids in id_sets]
-        # Row ids of distinct keys differ, so these are the distinct keys too.
+        # Row ids of distinct keys differ, so this also counts the distinct keys.
         num_unique = round(sum(np.unique(row_ids).size for row_ids in row_sets) / len(row_sets))
         sets = self.inputs(records.FIND_AND_GATHER, id_sets)
         timing = self.measure(records.FIND_AND_GATHER, sets, protocol, self.features(id_sets[0][:1]))

@@ -1,4 +1,4 @@
-"""A training step with tickets and without: what a step pays for the check that its plan belongs to its state.
+"""A training step with and without tickets: the cost of the check that a plan belongs to its state.
 
 Question: is a plan that acts once, on the right state, worth its time?
 Workload: the tables and keys of W1 and W6, all keys present; steps with and without, in turn.
@@ -45,7 +45,7 @@ def measure(filled: Filled, batches: Batches, recorder: Recorder, protocol: Prot
 
 @contextlib.contextmanager
 def _without_tickets() -> Iterator[None]:
-    """Programs that are traced inside have no calls for tickets: every plan acts."""
+    """Removes the calls for tickets from programs that are traced inside, so every plan acts."""
 
     def issue(tickets, lineage, counters, digests, *, layout):
         return tickets, jnp.zeros((1, kernels.NUM_TICKET_WORDS + len(counters)), jnp.uint32)

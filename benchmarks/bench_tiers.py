@@ -67,13 +67,13 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_
 
 
 def _looked_up_ahead(plans: list[Plan]) -> list[Plan]:
-    """Gives each plan the next one, as `Collection.pipeline(lookahead=1)` does."""
+    """Gives each plan the next plan, as `Collection.pipeline(lookahead=1)` does."""
     pairs = itertools.pairwise(plans)
     return [*(dataclasses.replace(plan, following=(following,)) for plan, following in pairs), plans[-1]]
 
 
 class _Bench:
-    """One table group, filled, and the model."""
+    """One filled table group, and the model."""
 
     def __init__(self, workload: Workload, optimizer: str, share: float | None, recorder: Recorder):
         self._workload, self._optimizer, self._share, self._recorder = workload, optimizer, share, recorder
@@ -100,7 +100,7 @@ class _Bench:
         return self._collection.update(state, plan, jax.tree.map(jnp.zeros_like, embeddings))[0]
 
     def measure(self, ids: list[np.ndarray], on_device: Timing | None) -> Timing | None:
-        """Times the step; returns the time with all rows on the device, by which the others are judged."""
+        """Times the step; returns the time with all rows on the device, to which the others are compared."""
         workload, collection = self._workload, self._collection
         tx = optax.adagrad(0.01)
         params = dlrm.init(jax.random.key(0), len(collection.features), workload.dim)
@@ -141,7 +141,7 @@ class _Bench:
         return on_device
 
     def _time(self, step: Any, carry: Any, plans: list[Plan]) -> tuple[Any, Timing, dict[str, float]]:
-        """Times steps with keys of their own; also returns what moved in each. The first of two groups compiles."""
+        """Times steps with keys of their own; also returns each step's moved rows. The first of two groups compiles."""
         size = max(1, len(plans) // 8)
         for plan in plans[: 2 * size]:
             carry, out = step(carry, plan)
@@ -154,7 +154,7 @@ class _Bench:
             times.append((time.perf_counter() - start) * 1e3 / size)
         num_steps = len(times) * size
         moved = {name: (count - before[name]) / num_steps for name, count in self._counters(carry[0]).items()}
-        for plan in plans[2 * size + num_steps :]:  # the last leaves nothing in flight
+        for plan in plans[2 * size + num_steps :]:  # The last step leaves nothing in flight.
             carry, _ = step(carry, plan)
         return jax.block_until_ready(carry), summary(times, size), moved
 
@@ -167,7 +167,7 @@ class _Bench:
         }
 
     def _measure_bring(self, state: jaxsok.State) -> tuple[Timing, dict[str, float]]:
-        """Brings random rows by themselves, as many as a batch has keys."""
+        """Times bringing random rows alone, as many as a batch has keys."""
         (spec,), (store,) = self._collection.stores, state.stores
         num_keys, num_rows = self._workload.num_keys, self._workload.num_rows * self._workload.num_tables
         rng = np.random.default_rng(1)

@@ -38,6 +38,6 @@ def measure(filled: Filled, batches: Batches, recorder: Recorder, protocol: Prot
 
 
 def step_bytes(batches: Batches, optimizer: str) -> int:
-    """What a step must move: a training forward and an update."""
+    """Returns the bytes that a step must move: a training forward and an update."""
     states = state_dims(optimizer, batches.workload.dim)
     return forward_bytes(*batches.shape, training=True) + update_bytes(*batches.shape, states)

@@ -1,13 +1,13 @@
 """Simulates which rows a cache of rows in host memory should keep; no device and no jaxsok is needed.
 
-Question: how many rows would cross the link if a row that comes counted as older than it is, until it is used again?
+Question: how many rows would cross the link if a new row counted as older than it is, until its next use?
 Workload: one of the 26 tables of `bench_tiers.py`: 1,000,000 rows, 8,192 draws a step from Zipf 1.05; the cache begins
           with its most frequent rows. With drift, the ranks move by 2% of the rows every 60 steps.
 Limit:    a cache that always holds the most frequent rows ("best"): it knows the distribution.
 Command:  `python -m benchmarks.cache_policies`, about two minutes on one core.
 Last result: docs/decisions/0029-placing-in-one-kernel.md.
 
-The real cache tells ages up to 1,023 calls apart, three calls a step with lookups ahead; so does the simulation.
+The real cache distinguishes ages up to 1,023 calls, three calls a step with lookups ahead; so does the simulation.
 """
 
 import argparse
@@ -22,7 +22,7 @@ DRIFT_STEPS, DRIFT_ROWS = 60, NUM_ROWS // 50
 
 
 class Draws:
-    """Distinct rows of steps."""
+    """A source of each step's distinct rows."""
 
     def __init__(self, seed: int, drifts: bool):
         weights = np.arange(1, NUM_ROWS + 1) ** -EXPONENT
@@ -40,8 +40,8 @@ class Draws:
 def simulate(share: float, penalty: int | None, num_steps: int, drifts: bool = False) -> float:
     """Returns the rows that a step brings, of all tables, on average over the last third of the steps.
 
-    `penalty`: calls by which a row that came is older than it is, until it is used again; 0: the least recently used
-    row leaves; None: nothing ever leaves.
+    `penalty`: calls by which a new row counts as older than it is, until its next use; 0: the least recently used row
+    leaves; None: no row ever leaves.
     """
     num_slots, draws = round(NUM_ROWS * share), Draws(0, drifts)
     is_cached, is_young = np.zeros(NUM_ROWS, bool), np.zeros(NUM_ROWS, bool)

@@ -1,8 +1,8 @@
-"""Plain CUDA kernels, run by CuPy where it is installed: the limits as no framework slows them down.
+"""Plain CUDA kernels, run by CuPy if it is installed: the limits without the cost of a framework.
 
-Each does one thing and nothing else: gather rows, read-modify-write rows, read one line a key, a line and then the
-row that it names, and nothing at all.
-Fed by `limits.py` and `bench_small.py`. Not here: which of several ways is the limit.
+Each kernel does one thing: gather rows, read-modify-write rows, read one line a key, read a line and then the row that
+it names, or nothing.
+Fed by `limits.py` and `bench_small.py`. Not here: the choice of the limit among several methods.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from .timing import Protocol, Timing, summary
 
 
 def loaded(dim: int) -> "CudaKernels | None":
-    """The kernels, or None on a CPU, without CuPy, or for rows that are not whole 16-byte pieces."""
+    """Returns the kernels, or None on a CPU, without CuPy, or for rows that are not whole 16-byte pieces."""
     if jax.default_backend() == "cpu" or dim % 4:
         return None
     try:
@@ -104,10 +104,10 @@ _BLOCK = 256
 
 
 class CudaKernels:
-    """Launches the kernels on the buffers of JAX arrays. They are scratch: nothing else reads them during the call."""
+    """A launcher of the kernels on the buffers of JAX arrays, which nothing else may read during the call."""
 
     def __init__(self, cupy: Any):
-        """Names the kernels; each is compiled when it is first launched."""
+        """Names the kernels; each is compiled at its first launch."""
         self._cupy = cupy
         self._gather = cupy.RawKernel(_CUDA_SOURCE, "Gather")
         self._read_modify_write = cupy.RawKernel(_CUDA_SOURCE, "ReadModifyWrite")
@@ -116,7 +116,7 @@ class CudaKernels:
         self._nothing = cupy.RawKernel(_CUDA_SOURCE, "Nothing")
 
     def gather(self, table: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol) -> Timing:
-        """Rows [num_bags, hotness] of a table, a bag's rows added up; checked against XLA's."""
+        """Gathers rows [num_bags, hotness] of a table and adds up each bag; checks the result against XLA's."""
         num_bags, hotness = row_sets[0].shape
         pieces = table.shape[1] // 4
         out = jnp.full((num_bags, table.shape[1]), jnp.nan, jnp.float32)
@@ -157,7 +157,7 @@ class CudaKernels:
     def line_and_gather(
         self, lines: jax.Array, table: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol
     ) -> Timing:
-        """Rows [num_keys] of a table, each read after a line of 64 bytes; checked against the table."""
+        """Reads a line of 64 bytes, then a row, for each of [num_keys]; checks the rows against the table."""
         num_keys = row_sets[0].shape[0]
         pieces = table.shape[1] // 4
         out = jnp.full((num_keys, table.shape[1]), jnp.nan, jnp.float32)
@@ -174,10 +174,10 @@ class CudaKernels:
         return timing
 
     def nothing(self, num_kernels: int, protocol: Protocol) -> Timing:
-        """So many kernels that do nothing, one after the other, replayed as a CUDA graph: the floor of a program."""
+        """Launches this many kernels that do nothing, in sequence, replayed as a CUDA graph: the floor of a program."""
         stream = self._cupy.cuda.Stream(non_blocking=True)
         with stream:
-            self._nothing((1,), (32,), ())  # loaded before it is captured
+            self._nothing((1,), (32,), ())  # A capture needs a loaded kernel.
             stream.synchronize()
             stream.begin_capture()
             for _ in range(num_kernels):
@@ -186,7 +186,7 @@ class CudaKernels:
             return self._batches(lambda: graph.launch(stream), 1, protocol)
 
     def _time(self, kernel, num_threads, table, row_sets, other, arguments, protocol) -> Timing:
-        """Device events around batches of launches, in the same protocol as everything else."""
+        """Times batches of launches by device events, in the protocol of `timing.py`."""
         jax.block_until_ready((table, list(row_sets), other))
         prepared = [arguments(rows) for rows in row_sets]
         grid = (self._blocks(num_threads),)

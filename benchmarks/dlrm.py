@@ -24,7 +24,7 @@ Layers = list[tuple[jax.Array, jax.Array]]
 
 
 def init(rng: jax.Array, num_features: int, dim: int) -> dict[str, Layers]:
-    """Parameters for embeddings of `num_features` features: Glorot weights, biases of zero."""
+    """Returns parameters for embeddings of `num_features` features: Glorot weights, biases of zero."""
     num_pairs = (num_features + 1) * num_features // 2
     widths = {"bottom": (NUM_DENSE, *BOTTOM, dim), "top": (num_pairs + dim, *TOP, 1)}
     glorot = jax.nn.initializers.glorot_normal()
@@ -37,7 +37,7 @@ def init(rng: jax.Array, num_features: int, dim: int) -> dict[str, Layers]:
 
 
 def loss(params: dict[str, Layers], embeddings: Mapping[str, jax.Array], dense: jax.Array, labels: jax.Array):
-    """The mean over all samples of the cross entropy of a click.
+    """Returns the mean cross entropy of a click over all samples.
 
     Args:
       params: of `init`.
@@ -51,8 +51,8 @@ def loss(params: dict[str, Layers], embeddings: Mapping[str, jax.Array], dense: 
     (weights, biases), *top = params["top"]
     dim, num_vectors = bottom.shape[1], vectors.shape[1]
     rows, columns = np.tril_indices(num_vectors, -1)
-    # The pairs below the diagonal are chosen in the weights, which are small: choosing them in the products would make
-    # the way back a scatter of all samples.
+    # The pairs below the diagonal are chosen in the weights, which are small: choosing them in the products would turn
+    # the backward pass into a scatter of all samples.
     of_pairs = jnp.zeros((num_vectors * num_vectors, weights.shape[1]), weights.dtype)
     of_pairs = of_pairs.at[rows * num_vectors + columns].set(weights[dim:], unique_indices=True)
     inputs = jnp.concatenate([bottom, products.reshape(-1, num_vectors * num_vectors)], axis=1)

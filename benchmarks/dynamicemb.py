@@ -76,16 +76,16 @@ METRIC_STEPS = 8
 """Steps whose hits are counted, after the others: counting waits for the device."""
 
 NUM_DENSE, BOTTOM, TOP = 13, (512, 256), (1024, 1024, 512, 256)
-"""As in `dlrm.py`."""
+"""The sizes of `dlrm.py`."""
 
 DLRM, STEP = "DLRM step", "forward + update"
-"""As in `records.py`."""
+"""The names of `records.py`."""
 
 
 def parts_of(num_batches: int) -> list[tuple[str, bool, int]]:
-    """One measurement: the part that is timed, whether with prefetch, and on how many batches.
+    """Returns the measurements: each a part to time, whether with prefetch, and the number of batches.
 
-    Every step has batches of its own, since a cache knows those that it has seen; the first part has jaxsok's.
+    Every step has batches of its own, since a cache keeps the keys it has seen; the first part has jaxsok's.
     """
     half = num_batches // 2
     return [(DLRM, False, num_batches), (DLRM, True, half), (STEP, False, half), (STEP, True, half)]
@@ -103,7 +103,7 @@ class Dense(torch.nn.Module):
         self.top = _layers((pairs.shape[1] + dim, *TOP, 1))
 
     def forward(self, embeddings: torch.Tensor, dense: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The loss; embeddings are [num_samples, num_features, dim]."""
+        """Returns the loss; embeddings are [num_samples, num_features, dim]."""
         with torch.autocast(dense.device.type, torch.bfloat16):
             bottom = _run(self.bottom, dense).relu()
             vectors = torch.cat([bottom[:, None], embeddings.to(bottom.dtype)], dim=1)
@@ -153,7 +153,7 @@ class Bench:
             )
             for _ in range(workload.num_tables)
         ]
-        with contextlib.redirect_stdout(io.StringIO()):  # It prints a table of its memory.
+        with contextlib.redirect_stdout(io.StringIO()):  # The constructor prints a table of its memory.
             self.module = BatchedDynamicEmbeddingTablesV2(
                 table_options=options,
                 table_names=[f"t{number}" for number in range(workload.num_tables)],
@@ -182,11 +182,11 @@ class Bench:
         self.loss = self._gradient.new_zeros(())
 
     def cache_rows(self, share: float) -> int:
-        """Rows of the cache of each table, before the library rounds them up to buckets."""
+        """Returns the cached rows of each table, before the library rounds them up to buckets."""
         return max(1, int(share * self.workload.num_rows))
 
     def _fill(self) -> None:
-        """Inserts all rows; the first float of a row says which it is."""
+        """Inserts all rows; the first float of a row states its id."""
         workload, storage = self.workload, self.module.tables
         width, count = storage.value_dim(0), max(1, INSERTED_ROWS // workload.num_tables)
         table_ids = torch.arange(workload.num_tables, device=DEVICE)
@@ -202,7 +202,7 @@ class Bench:
             raise RuntimeError(f"dynamicemb: {held:,} of {wanted:,} rows are in its tables.")
 
     def set_cache(self, share: float) -> None:
-        """Puts an empty cache with this share of the rows in place of the last, and all rows as they were inserted."""
+        """Replaces the cache by an empty one with this share of the rows, and resets all rows to inserted values."""
         module = self.module
         torch.cuda.synchronize()
         module._prefetch_states.clear()
@@ -217,10 +217,10 @@ class Bench:
         self._fill()
 
     def warm(self, share: float | None) -> None:
-        """Looks up as many of the most frequent rows as the cache has, the rarest first, without changing them."""
+        """Looks up the most frequent rows that fill the cache, the rarest first, without changing them."""
         num_rows, num_tables = self.workload.num_rows, self.workload.num_tables
         end = num_rows if share is None else self.cache_rows(share)
-        count = max(1, min(WARM_IDS, end // 2))  # The rows of a step must find room at once.
+        count = max(1, min(WARM_IDS, end // 2))  # The rows of a step must fit at once.
         offsets = torch.arange(num_tables * count + 1, device=DEVICE)
         for begin in reversed(range(0, end, count)):
             ranks = np.arange(begin, begin + count, dtype=np.int64) % num_rows
@@ -230,7 +230,7 @@ class Bench:
         torch.cuda.synchronize()
 
     def check(self, ids: torch.Tensor) -> None:
-        """Compares what a lookup gives with what was inserted; no row has changed yet."""
+        """Compares the rows of a lookup with the inserted rows; no row has changed yet."""
         workload = self.workload
         embeddings = self.module(ids, self._offsets)
         embeddings.backward(torch.zeros_like(embeddings))
@@ -269,18 +269,18 @@ class Bench:
         return self._dense(embeddings, self._inputs, self._labels)
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Brings in the rows of a batch, on the stream of its own."""
+        """Brings in the rows of a batch, on a separate stream."""
         main = torch.cuda.current_stream()
         with torch.cuda.stream(self._side):
             self.module.prefetch(ids, self._offsets, main)
         for array in vars(self.module._prefetch_states[-1]).values():
             if isinstance(array, torch.Tensor) and array.is_cuda:
-                array.record_stream(main)  # Made on one stream, used and let go on the other.
+                array.record_stream(main)  # Allocated on one stream, used and freed on the other.
 
     def measure(
         self, what: str, with_prefetch: bool, batches: Sequence[torch.Tensor], following: torch.Tensor
     ) -> tuple[list[float], int]:
-        """Milliseconds of a step, one number for each eighth of the batches, and how many steps that is."""
+        """Returns the milliseconds of a step for each eighth of the batches, and the number of these steps."""
         size, samples = max(1, len(batches) // 8), []
         if with_prefetch:
             self._side.wait_stream(torch.cuda.current_stream())
@@ -293,12 +293,12 @@ class Bench:
             torch.cuda.synchronize()
             samples.append((time.perf_counter() - start) * 1e3 / size)
         if with_prefetch:
-            self.run(what, [following])  # It was brought in and must be used.
+            self.run(what, [following])  # A prefetched batch must be used.
             torch.cuda.synchronize()
         return samples, size
 
     def count(self, batches: Sequence[torch.Tensor]) -> dict[str, int]:
-        """Distinct rows of a step that were in the cache, that were read from host memory, and written to it."""
+        """Counts a step's distinct rows: those in the cache, those read from host memory, and those written to it."""
         cache = self.module.cache
         if cache is None:
             return {}
@@ -316,7 +316,7 @@ class Bench:
 def measure_share(
     bench: Bench, share: float | None, num_batches: int, batches: Sequence[torch.Tensor], say: Callable[[str], None]
 ) -> list[dict]:
-    """Warms the cache, then times everything; returns the records."""
+    """Warms the cache, then times all parts; returns the records."""
     begin, position = time.perf_counter(), num_batches
     bench.warm(share)
     bench.check(batches[0])
@@ -328,7 +328,7 @@ def measure_share(
     found = []
     for what, with_prefetch, count in parts_of(num_batches):
         if with_prefetch and bench.module.cache is None:
-            continue  # Nothing to bring in.
+            continue  # There is nothing to bring in.
         end = position + count
         samples, size = bench.measure(what, with_prefetch, batches[position:end], batches[end])
         position, by = end + 1, "prefetch" if with_prefetch else ""
@@ -340,7 +340,7 @@ def measure_share(
 
 
 def main() -> None:
-    """Measures what the command line asks for and writes it after every share."""
+    """Measures the parts that the command line names, and writes the results after every share."""
     parser = argparse.ArgumentParser(description="dynamicemb with tables in host memory.")
     parser.add_argument("--workload", default="M1")
     parser.add_argument("--num-rows", type=int, default=1_000_000)

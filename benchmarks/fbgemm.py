@@ -45,7 +45,7 @@ BOUNDS_CHECKS = {"fbgemm_unchecked": BoundsCheckMode.NONE, "fbgemm_default": Bou
 
 @dataclasses.dataclass
 class Options:
-    """What the parent process asks for; the fields of `timing.Protocol` by their names."""
+    """The options that the parent process passes; the fields of `timing.Protocol` have their names."""
 
     repetitions: int
     warmups: int
@@ -55,7 +55,7 @@ class Options:
 
 
 def tables(workload: Workload, optimizer: str, bounds_check: BoundsCheckMode) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """The tables of a workload on the device, in float32 as everything else here."""
+    """Returns the tables of a workload on the device, in float32."""
     module = SplitTableBatchedEmbeddingBagsCodegen(
         [(workload.num_rows, workload.dim, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)] * workload.num_tables,
         weights_precision=SparseType.FP32,
@@ -72,7 +72,7 @@ def tables(workload: Workload, optimizer: str, bounds_check: BoundsCheckMode) ->
 
 
 def batch_milliseconds(step, sets, options: Options) -> tuple[list[float], int]:
-    """Milliseconds of a step, one number a batch of steps, and how many steps a batch has."""
+    """Returns the milliseconds of a step for each batch of steps, and the number of steps in a batch."""
     position = 0
 
     def batch(count):
@@ -119,7 +119,7 @@ def measure(workload: Workload, optimizer: str, distributions, with_forward, sub
 
 
 def main() -> None:
-    """Measures what the command line asks for and writes it after every workload."""
+    """Measures the workloads that the command line names, and writes the results after every workload."""
     parser = argparse.ArgumentParser(description="FBGEMM's table-batched embeddings on the workloads of jaxsok.")
     parser.add_argument("--workloads", help="comma-separated names; default: all")
     parser.add_argument("--keys", help="comma-separated distributions; default: those of each workload")

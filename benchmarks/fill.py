@@ -1,8 +1,8 @@
 """A workload as a jaxsok collection, on one device or a mesh, its tables filled with all their rows.
 
 Fed by `workloads.py`; feeds all benchmarks of W1 to W6. Filling looks keys up, as training does: there is no other way
-in that would be measured honestly. Keys are mixed on the devices, and one program does all of it, so that the host
-sends nothing. `Filled` also has the three programs that everything here is about, and threads its state through them.
+in that would be measured honestly. Keys are mixed on the devices in the same program, so that the host sends nothing.
+`Filled` also has the three measured programs, and threads its state through them.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from .timing import Protocol, Step, Timing
 from .workloads import LIFTED_ADAM, Workload, mix
 
 _FILL_BYTES = 2 << 30
-"""Of embeddings that one filling step makes on a device, at most."""
+"""Bytes of embeddings that one filling step makes on a device, at most."""
 
 _FILL_KEYS = 16 << 20
 """Keys of one filling step on a device, at most."""
 
 AXIS = "data"
-"""Of the mesh."""
+"""The axis of the mesh."""
 
 
 @dataclasses.dataclass
@@ -44,7 +44,7 @@ class Filled:
     state: jaxsok.State
     """Replaced by whatever donates it."""
     programs: dict[str, Step] = dataclasses.field(init=False)
-    """By what is measured; one for all batches, whatever their distribution."""
+    """Programs by the measured part; each serves all batches, whatever their distribution."""
 
     def __post_init__(self) -> None:
         """Declares the programs; none is compiled before it is run."""
@@ -52,12 +52,12 @@ class Filled:
 
     @property
     def load(self) -> float:
-        """Entries in use over entries of the index."""
+        """The load: used entries ÷ entries of the index."""
         return load_of(self.collection, self.state)
 
     @contextlib.contextmanager
     def seen_as(self, workload: Workload, collection: jaxsok.Collection | None = None) -> Iterator["Filled"]:
-        """The same state for batches of another shape, or under other features on the same tables."""
+        """Yields the same state for batches of another shape, or under other features on the same tables."""
         other = Filled(workload, self.optimizer, collection or self.collection, self.state)
         if collection is None:
             other.programs = self.programs
@@ -71,7 +71,7 @@ class Filled:
         return pack(self.collection, self.workload, ids)
 
     def inputs(self, what: str, id_sets: Sequence[np.ndarray]) -> list[Any]:
-        """Batches of ids as the program of `what` takes them; all of one shape, so that one gradient serves them."""
+        """Returns batches of ids as the program of `what` takes them; all have one shape and share one gradient."""
         sets = [self.features(ids) for ids in id_sets]
         if what != STEP:
             return sets
@@ -92,12 +92,12 @@ class Filled:
         return timing
 
     def measure_in_a_row(self, what: str, sets: Sequence[Any], protocol: Protocol, length: int | None = None) -> Timing:
-        """Times one step of a program that runs so many batches (all for None), unrolled."""
+        """Times one step of a program that runs `length` batches (all for None), unrolled."""
         timing, self.state = self.programs[what].measure_in_a_row(self.state, sets, protocol, length)
         return timing
 
     def gradients(self, num_bags: int) -> dict[str, jax.Array]:
-        """A fixed gradient for the embeddings of `num_bags` bags a feature; on a mesh split as the embeddings are."""
+        """Returns a fixed gradient for the embeddings of `num_bags` bags a feature, sharded as they are."""
 
         def make():
             return {
@@ -109,7 +109,7 @@ class Filled:
 
 
 def programs_of(collection: jaxsok.Collection) -> dict[str, Step]:
-    """Evaluation forward, training forward, and a step with a gradient that is given."""
+    """Returns the programs: evaluation forward, training forward, and a step with a given gradient."""
 
     def train(state, features):
         embeddings, state, _ = collection.lookup(state, features)
@@ -129,7 +129,7 @@ def programs_of(collection: jaxsok.Collection) -> dict[str, Step]:
 
 
 def optimizer_of(name: str) -> jaxsok.optim.Optimizer:
-    """The optimizer by its name, with the constants that the peers use."""
+    """Returns the optimizer of this name, with the constants that the peers use."""
     if name == LIFTED_ADAM:
         return jaxsok.optim.lift(optax.adam(peers.LEARNING_RATE, **peers.ADAM))
     constants = {"adagrad": peers.ADAGRAD, "rowwise_adagrad": peers.ROWWISE_ADAGRAD, "adam": peers.ADAM}.get(name, {})
@@ -144,7 +144,7 @@ def collection_of(
     form: Literal["rows", "bags"] = "rows",
     **options: Any,
 ) -> jaxsok.Collection:
-    """One table and one feature for each table of the workload; all of them share one store, sharded on a mesh.
+    """Returns a collection with a table and a feature for each table of the workload, in one store, sharded on a mesh.
 
     Args:
       workload: whose shape.
@@ -172,7 +172,7 @@ def pack(collection: jaxsok.Collection, workload: Workload, ids: np.ndarray) -> 
 
 
 def raw_of(collection: jaxsok.Collection, workload: Workload, ids: np.ndarray) -> dict[str, Any]:
-    """The raw batch of ids [num_tables, num_bags, hotness], a line for each feature."""
+    """Returns the raw batch of ids [num_tables, num_bags, hotness], one feature for each table."""
     raw = {}
     numbers = {table.name: number for number, table in enumerate(collection.tables)}
     for spec, of_feature in zip(collection.features, ids, strict=True):
@@ -194,7 +194,7 @@ def filled(workload: Workload, optimizer: str, mesh: Mesh | None = None, **optio
       RuntimeError: the tables do not hold what was inserted.
     """
     collection = collection_of(workload, optimizer, mesh, **options)
-    # Tables without admission have the same state but for those who wait.
+    # Tables without admission have the same state, except for the keys that wait.
     plain = collection_of(workload, optimizer, mesh, **{**options, "admission": None})
     state = collection.init(seed=0)
     waiting, fingerprint = [(one.sightings, one.bloom) for one in state.stores], state.fingerprint
@@ -210,7 +210,7 @@ def filled(workload: Workload, optimizer: str, mesh: Mesh | None = None, **optio
 
     insert = jax.jit(insert, donate_argnums=0)
     for begin in range(0, workload.num_rows, num_ids):
-        # The last step begins early enough to be as long as the others; keys met again insert nothing.
+        # The last step begins early enough to have full length; keys that come again insert nothing.
         state = insert(state, jnp.uint32(min(begin, max(0, workload.num_rows - num_ids))))
     stores = tuple(
         dataclasses.replace(one, sightings=sightings, bloom=bloom)
@@ -224,14 +224,14 @@ def filled(workload: Workload, optimizer: str, mesh: Mesh | None = None, **optio
 
 
 def _keys(shape, num_rows, table, begin):
-    """Keys of the ids from `begin` on; past the last id they begin again at the first, so that all of them are ids."""
+    """Returns keys of the ids from `begin` on; after the last id they continue with the first."""
     count = int(np.prod(shape))
     ids = (begin + jnp.arange(count, dtype=jnp.uint32)) % jnp.uint32(num_rows)
     return mix(table, ids, jnp).reshape(*shape, 2)
 
 
 def _fill_bags(workload: Workload, num_devices: int) -> int:
-    """Bags of each feature in a filling step, over all devices."""
+    """Returns the bags of each feature in a filling step, over all devices."""
     rows_per_bag = workload.hotness
     by_bytes = _FILL_BYTES // (workload.num_tables * workload.dim * 4)
     by_keys = _FILL_KEYS // (workload.num_tables * rows_per_bag)
@@ -240,7 +240,7 @@ def _fill_bags(workload: Workload, num_devices: int) -> int:
 
 
 def load_of(collection: jaxsok.Collection, state: jaxsok.State) -> float:
-    """Entries in use over entries of the (first and only) store's index."""
+    """Returns the load of the (first and only) store: used entries ÷ entries of the index."""
     (store,) = state.stores
     entries = store.index.shape[0] * 4
     return sum(collection.num_rows(state).values()) / entries

@@ -1,16 +1,16 @@
 """The lower bounds: what the work must move, and how fast this device moves it, measured in the same run.
 
-The *bytes* of a step over the bandwidth of a large device copy: no version can be faster, and none comes
-near it where rows are short, since memory is not read in pieces of any size. The *bare gather* of the same rows (no
-keys, no index: row ids given) is the limit of a forward. *Read-modify-write* of the same unique rows with a streamed
-gradient, after a bare gather, is the limit of a step.
+The *bytes* of a step over the bandwidth of a large device copy: no version can be faster, and none comes near it if
+rows are short, since memory is read in sectors. The *bare gather* of the same rows (no keys, no index: row ids given)
+is the limit of a forward. *Read-modify-write* of the same unique rows with a streamed gradient, after a bare gather,
+is the limit of a step.
 
-A *line, then the row* is no lower bound, but a plain kernel to compare with: what a table costs that reads one line of
-an index for each key and then the row, by the simplest code that does.
+A *line, then the row* is no lower bound, but a plain kernel to compare with: the cost of a table that reads one line
+of an index for each key and then the row, in the simplest code.
 
-A limit is only as good as the code that measures it. XLA's gather is one way; on a GPU where CuPy is installed a plain
-CUDA kernel (`cuda_kernels.py`) is another. The faster one is the limit and the record says
-which it was; where CuPy is missing, the run says that its limits are XLA's.
+A limit is only as good as the code that measures it. XLA's gather is one method; on a GPU with CuPy, a plain CUDA
+kernel (`cuda_kernels.py`) is another. The faster method is the limit, and the record names it; without CuPy, the run
+reports that its limits are XLA's.
 
 Fed by the rows of the workload; feeds `records.py`. Not here: peers, which do more than a limit does.
 """
@@ -28,7 +28,7 @@ from .timing import Protocol, Step, Timing
 KEY_BYTES = 8
 ROW_ID_BYTES = 4
 INDEX_LINE_BYTES = 64
-"""One bucket: at load 0.5 a probe run is about one line long."""
+"""Bytes of one bucket: at load 0.5 a probe run is about one line long."""
 FLOAT_BYTES = 4
 SECTOR_BYTES = 32
 """The least that a GPU moves: a 4-byte accumulator costs the sector that it lies in."""
@@ -40,7 +40,7 @@ _NUM_COPIED_BYTES = {"cpu": 128 << 20, "gpu": 4 << 30}
 def forward_bytes(
     num_keys: int, num_unique: int, num_bags: int, dim: int, *, training: bool, itemsize: int = FLOAT_BYTES
 ) -> int:
-    """What a forward must move.
+    """Returns the bytes that a forward must move.
 
     Every key is read once (8 B), every unique key's index line (64 B) and row (`itemsize` B a column) once, every
     embedding is written once. A training forward also writes the row id of every key (4 B) for the update.
@@ -55,7 +55,7 @@ def forward_bytes(
 
 
 def gather_bytes(num_keys: int, num_unique: int, num_bags: int, dim: int) -> int:
-    """What a bare gather must move: row ids and unique rows in, embeddings out.
+    """Returns the bytes that a bare gather must move: row ids and unique rows in, embeddings out.
 
     Example:
       >>> gather_bytes(num_keys=3, num_unique=2, num_bags=3, dim=64)  # 12 + 512 + 768
@@ -66,10 +66,10 @@ def gather_bytes(num_keys: int, num_unique: int, num_bags: int, dim: int) -> int
 
 
 def insert_bytes(num_keys: int, dim: int) -> int:
-    """What inserting keys that are all new must move.
+    """Returns the bytes that inserting new keys must move.
 
-    In: the key and its table's number (12 B), the index line (64 B). Out: the line, the record that says who owns the
-    row (16 B), the row id (4 B), and the row.
+    In: the key and its table's number (12 B), the index line (64 B). Out: the line, the record of the row's key (16 B),
+    the row id (4 B), and the row.
 
     Example:
       >>> insert_bytes(num_keys=1, dim=8)  # 12 + 128 + 16 + 4 + 32
@@ -79,7 +79,7 @@ def insert_bytes(num_keys: int, dim: int) -> int:
 
 
 def plan_bytes(num_keys: int) -> int:
-    """What making keys distinct must move: keys in (8 B); unique, their tables, inverse, multiplicity out (20 B).
+    """Returns the bytes that a plan must move: keys in (8 B); unique, their tables, inverse, multiplicity out (20 B).
 
     Example:
       >>> plan_bytes(num_keys=2)
@@ -96,7 +96,7 @@ def update_bytes(
     state_dims: Sequence[int],
     itemsize: int = FLOAT_BYTES,
 ) -> int:
-    """What an update must move: row ids and gradients in, every unique row and its optimizer state in and out.
+    """Returns the bytes of an update: row ids and gradients in, each unique row and its optimizer state in and out.
 
     Grouping the uses of a row (a sort, say) is not counted: a better way may need less of it. A state narrower than a
     sector counts as one.
@@ -111,7 +111,7 @@ def update_bytes(
 
 
 def copy_gigabytes_per_s(protocol: Protocol) -> tuple[float, Timing]:
-    """Bandwidth of a large copy on the device, bytes read plus bytes written."""
+    """Returns the bandwidth of a large copy on the device: bytes read plus bytes written."""
     num_bytes = _NUM_COPIED_BYTES["cpu" if jax.default_backend() == "cpu" else "gpu"]
     # Not zeros: a memory system may treat them better than data.
     source = jnp.arange(num_bytes // FLOAT_BYTES, dtype=jnp.float32)
@@ -123,7 +123,7 @@ def copy_gigabytes_per_s(protocol: Protocol) -> tuple[float, Timing]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def varied_floats(shape: tuple[int, int]) -> jax.Array:
-    """Floats in [-0.05, 0.05) that look like data and cost nothing to make: a function of row and column."""
+    """Returns floats in [-0.05, 0.05) that look like data and are cheap to make: a function of row and column."""
     row = jax.lax.broadcasted_iota(jnp.uint32, shape, 0)
     column = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
     words = (row * jnp.uint32(0x9E3779B1)) ^ (column * jnp.uint32(0x85EBCA77))
@@ -132,7 +132,7 @@ def varied_floats(shape: tuple[int, int]) -> jax.Array:
 
 
 def gather(table: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol) -> tuple[Timing, str]:
-    """The bare gather: rows [num_bags, hotness] of a table into fresh [num_bags, dim], a bag's rows added up.
+    """Measures the bare gather: rows [num_bags, hotness] of a table into [num_bags, dim], each bag added up.
 
     Args:
       table: float32 [num_rows, dim].
@@ -153,7 +153,7 @@ def gather(table: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol) 
 
 
 def line_and_gather(table: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol) -> tuple[Timing, str]:
-    """The bare gather of single keys, each row read after one line of an index: half as many lines as rows.
+    """Measures a bare gather of single keys, each row read after one index line; there are half as many lines as rows.
 
     Args:
       table: float32 [num_rows, dim].
@@ -184,7 +184,7 @@ def line_and_gather(table: jax.Array, row_sets: Sequence[jax.Array], protocol: P
 def read_modify_write(
     table: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol
 ) -> tuple[Timing, str, jax.Array]:
-    """Adds a streamed gradient to rows that occur once each.
+    """Measures adding a streamed gradient to rows that occur once each.
 
     Args:
       table: float32 [num_rows, dim]. Donated: the result has its buffer.
@@ -218,7 +218,7 @@ def read_modify_write(
 
 
 def probe(lines: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol) -> tuple[Timing, str]:
-    """Reads one whole 64-byte line a key and writes 4 bytes: the limit of finding row ids.
+    """Measures reading one whole 64-byte line and writing 4 bytes for each key: the limit of finding row ids.
 
     Args:
       lines: float32 [num_lines, 16], as many as the index has buckets.
@@ -241,7 +241,7 @@ def probe(lines: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol) -
 def _faster(
     by_xla: Callable[[Protocol], Timing], by_cuda: Callable[[Protocol], Timing] | None, protocol: Protocol
 ) -> tuple[Timing, str]:
-    """The faster of two ways and its name; the slower one gets no more than a short look."""
+    """Returns the faster time and its name; the slower one gets only a short measurement."""
     if by_cuda is None:
         return by_xla(protocol), "xla"
     cuda = by_cuda(protocol)
@@ -253,5 +253,5 @@ def _faster(
 
 
 def has_cuda_kernels() -> bool:
-    """Whether the limits of this run are tried with CUDA kernels as well."""
+    """Returns whether the limits of this run are tried with CUDA kernels as well."""
     return cuda_kernels.loaded(4) is not None

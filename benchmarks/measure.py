@@ -1,7 +1,7 @@
-"""One device, workload by workload: the filled tables, the static tables, the limits, then what has tables of its own.
+"""The parts of a run on one device: filled tables, static tables, limits, then benchmarks with tables of their own.
 
-Fed by `run.py`; feeds a Recorder. Not here: what is measured (`bench_*.py`), what it is compared with (`peers.py`,
-`limits.py`), meshes (`bench_exchange.py`).
+Fed by `run.py`; feeds a Recorder. Not here: the measured programs (`bench_*.py`), peers (`peers.py`), limits
+(`limits.py`), meshes (`bench_exchange.py`).
 """
 
 import argparse
@@ -110,7 +110,7 @@ def one_device(options: argparse.Namespace, protocol: Protocol, recorder: Record
 
 
 def serving(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, scale: float, is_quick: bool) -> None:
-    """Measures frozen tables, then how fresh those of a session are."""
+    """Measures frozen tables, then the freshness of a session's tables."""
     bench_serving.measure(recorder, protocol, seed, copy_gb_s, scale, is_quick)
     collect()
     if recorder.has_time("serving freshness", needs_s=5 * bench_fresh.SECONDS):
@@ -126,7 +126,7 @@ def measure_workload(
     recorder: Recorder,
     copy_gb_s: float,
 ) -> None:
-    """Measures one of W1 to W6: for each optimizer the dynamic tables, then the static ones and the limits."""
+    """Measures one of W1 to W6: for each optimizer the dynamic tables, then static tables and limits."""
     on_filled = {part for part, names in ON_FILLED.items() if names is None or workload.name in names}
     on_filled &= set(options.parts)
     on_static = {"limits", "xla"} & set(options.parts)
@@ -147,7 +147,7 @@ def measure_workload(
         label = f"{workload.name} {run.optimizer}"
         if not recorder.has_time(label):
             continue
-        # The sweeps take the tables of the first optimizer.
+        # Sweeps use the tables of the first optimizer.
         parts = on_filled if number == 0 else on_filled & {"lookup", "update"}
         if parts:
             with recorder.attempt(f"{label} jaxsok"):
@@ -169,7 +169,7 @@ def measure_workload(
 
 
 def measure_jaxsok(workload, run, first_time, batches, parts, options, protocol, recorder, copy_gb_s) -> None:
-    """Fills the tables of a workload, then measures lookups (where they were not measured yet), updates, the rest."""
+    """Fills the tables of a workload, then measures lookups (unless measured already), updates, and the rest."""
     begin = time.perf_counter()
     filled = fill.filled(workload, run.optimizer)
     rows = workload.num_tables * workload.num_rows
@@ -207,7 +207,7 @@ def measure_static(workload, run, first_time, batches, parts, protocol, recorder
                     found, by = limits.line_and_gather(static.table, [rows[:, 0] for rows in row_sets], protocol)
                     with_lines = moved + one.num_unique * limits.INDEX_LINE_BYTES
                     recorder.add(one.record(records.LINE_AND_GATHER, "plain", found, moved_bytes=with_lines, by=by))
-            # All sets cut to the shortest, so that one program serves them; they differ by a fraction of a per cent.
+            # All sets are cut to the shortest, so that one program serves them; the cut is a fraction of a per cent.
             least = min(key_set.num_unique for key_set in one.key_sets)
             unique = [jnp.asarray(key_set.shuffled_unique_rows()[:least]) for key_set in one.key_sets]
             found, by, static.table = limits.read_modify_write(static.table, unique, protocol)
@@ -236,7 +236,7 @@ def measure_static(workload, run, first_time, batches, parts, protocol, recorder
 
 
 def measure_fbgemm(options: argparse.Namespace, protocol: Protocol) -> dict:
-    """Runs FBGEMM's process where it can run; its records, its failures, or why there are none."""
+    """Runs FBGEMM's process if it can run; adds its records and failures, or the reason for their absence."""
     found = {"records": [], "failures": [], "why": None}
     chosen = [name for name in options.workloads if name in workloads.WORKLOADS]
     if "fbgemm" not in options.parts or not chosen:
@@ -261,7 +261,7 @@ def measure_fbgemm(options: argparse.Namespace, protocol: Protocol) -> dict:
 
 
 def measure_dynamicemb(options: argparse.Namespace) -> dict:
-    """Runs dynamicemb's process for the part "tiers", where it can run; as `measure_fbgemm`."""
+    """Runs dynamicemb's process for the part "tiers" if it can run; see `measure_fbgemm`."""
     found = {"records": [], "failures": [], "why": "not asked for"}
     if "tiers" not in options.parts:
         return found
@@ -299,5 +299,5 @@ def measure_dynamicemb(options: argparse.Namespace) -> dict:
 
 
 def collect() -> None:
-    """Lets go of device memory: tables of one workload must be gone before those of the next are made."""
+    """Frees device memory: a workload's tables must be freed before the next tables are made."""
     gc.collect()

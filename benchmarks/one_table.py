@@ -1,4 +1,4 @@
-"""One table without bags, filled with ids from 0 on: what H1 and the sweeps over dims and sizes have in common.
+"""One table without bags, filled with ids from 0 on, which H1 and the sweeps over dims and sizes share.
 
 Fed by `workloads.py` (the keys); feeds `bench_table.py`, `bench_insert.py`, `bench_dims.py`, `bench_scale.py`. Keys are
 made on the device. Filling takes the door `jaxsok.table.find_or_insert`, so that no embeddings are made.
@@ -27,7 +27,7 @@ class OneTable:
     """A collection of one table and one feature without a combiner, and its state."""
 
     def __init__(self, num_rows: int, dim: int, optimizer: str = "sgd", dtype: str = "float32", **options: Any):
-        """Declares; allocates nothing.
+        """Declares the table; allocates nothing.
 
         Args:
           num_rows: capacity at first.
@@ -44,7 +44,7 @@ class OneTable:
         self.collection = jaxsok.Collection([spec], [feature])
         (self.store_spec,) = self.collection.stores
         self.state: Any = None
-        # Of the spec alone: were it bound to this object, the arrays would live until the garbage collector comes.
+        # It binds the spec alone: bound to this object, the arrays would live until the garbage collector runs.
         self.find_or_insert = functools.partial(_find_or_insert, self.store_spec)
         self.insert = jax.jit(self.find_or_insert, donate_argnums=0)
         """(store, seed, keys) -> store, row ids."""
@@ -54,7 +54,7 @@ class OneTable:
 
     @property
     def store(self) -> jaxsok.StoreState:
-        """Of the state; assigning replaces it."""
+        """The state's store; assigning replaces it."""
         return self.state.stores[0]
 
     @store.setter
@@ -63,11 +63,11 @@ class OneTable:
 
     @property
     def load(self) -> float:
-        """Entries in use over entries of the index."""
+        """The load: used entries ÷ entries of the index."""
         return int(self.store.num_rows()) / (self.store.index.shape[0] * 4)
 
     def insert_ids(self, begin: int, num_keys: int) -> None:
-        """Gives the ids from `begin` on their rows; those that have one keep it."""
+        """Gives the ids from `begin` on their rows; ids that have a row keep it."""
         self.store, _ = self.insert(self.store, self.state.seed, keys_from(begin, num_keys))
 
     def fill(self, keys_per_call: int) -> None:
@@ -83,13 +83,13 @@ class OneTable:
         self.require_rows(self.num_rows)
 
     def require_rows(self, num_rows: int) -> None:
-        """Raises if other than so many rows are in use."""
+        """Raises unless exactly this number of rows is in use."""
         found = int(self.store.num_rows())
         if found != num_rows:
             raise RuntimeError(f"one table of {self.dim} columns: {found} rows in use, wanted {num_rows}.")
 
     def inputs(self, what: str, id_sets: Sequence[jax.Array]) -> list[Any]:
-        """Batches of ids as the program of `what` takes them; gradients have the dtype of the embeddings."""
+        """Returns batches of ids as the program of `what` takes them; gradients have the dtype of the embeddings."""
         sets = [self.features(ids) for ids in id_sets]
         if what != STEP:
             return sets
@@ -118,7 +118,7 @@ def _find_or_insert(spec, store, seed, keys):
 
 
 def draw(num_rows: int, num_keys: int, num_sets: int, seed: int) -> list[jax.Array]:
-    """Sets of ids uint32 [num_keys] below `num_rows`, uniform, on the device; the same for the same seed."""
+    """Draws sets of uniform ids uint32 [num_keys] below `num_rows` on the device; a seed fixes the sets."""
     return [
         jax.device_put(np.random.default_rng((seed, number, num_keys)).integers(0, num_rows, num_keys, dtype=np.uint32))
         for number in range(num_sets)
@@ -127,12 +127,12 @@ def draw(num_rows: int, num_keys: int, num_sets: int, seed: int) -> list[jax.Arr
 
 @jax.jit
 def keys_of(ids: jax.Array) -> jax.Array:
-    """The keys of ids."""
+    """Returns the keys of ids."""
     return mix(0, ids, jnp)
 
 
 def keys_from(begin: int, num_keys: int) -> jax.Array:
-    """The keys of the ids from `begin` on."""
+    """Returns the keys of the ids from `begin` on."""
     return _keys_from(jnp.uint32(begin), num_keys)
 
 
@@ -144,7 +144,7 @@ _keys_from = jax.jit(_iota, static_argnums=1)
 
 
 def table_ids(keys: jax.Array) -> jax.Array:
-    """All keys are of the one table."""
+    """Returns the table number of each key: that of the one table."""
     return jnp.zeros(keys.shape[0], jnp.uint32)
 
 
@@ -153,7 +153,7 @@ def _gradients(shape, dtype) -> jax.Array:
 
 
 def count(number: int) -> str:
-    """A number of keys or rows, short.
+    """Formats a number of keys or rows.
 
     Example:
       >>> count(4 << 20), count(16_000_000), count(250)

@@ -30,7 +30,7 @@ from .timing import Protocol, Step, Timing
 from .workloads import KeySet, Workload, state_dims
 
 LEARNING_RATE = 0.01
-"""Of every optimizer of every peer and of jaxsok; small, so that thousands of steps with one gradient stay finite."""
+"""The learning rate of all systems and optimizers; small, so that thousands of steps with one gradient stay finite."""
 
 ADAGRAD = {"initial_accumulator_value": 0.1, "eps": 1e-7}
 ROWWISE_ADAGRAD = {"initial_accumulator_value": 0.0, "eps": 1e-8}
@@ -53,7 +53,7 @@ class StaticTables:
             jnp.full((num_rows, width), 0.1, jnp.float32) for width in state_dims(optimizer, workload.dim)
         )
         self._forward = Step(forward, donates=False)
-        # Two programs: in one, XLA may copy the whole table, not seeing that all of it is read before it is written.
+        # In one program XLA may copy the whole table, since it does not see that all reads precede the writes.
         read = jax.jit(forward)
         write = jax.jit(functools.partial(update, optimizer), donate_argnums=0)
 
@@ -64,7 +64,7 @@ class StaticTables:
         self._step = Step(step, donates=True, is_compiled=True)
 
     def rows(self, key_set: KeySet) -> jax.Array:
-        """The rows that a key set asks for: int32 [num_bags over all tables, hotness]."""
+        """Returns the rows of a key set: int32 [num_bags over all tables, hotness]."""
         return jnp.asarray(key_set.stacked_rows.reshape(-1, self.workload.hotness))
 
     def measure_forward(self, key_sets: Sequence[KeySet], protocol: Protocol) -> Timing:
@@ -74,7 +74,7 @@ class StaticTables:
         return timing
 
     def measure_step(self, key_sets: Sequence[KeySet], protocol: Protocol) -> Timing:
-        """Times forward and update together; the gradient of the embeddings is given."""
+        """Times forward and update together, with a given gradient of the embeddings."""
         sets = [self.rows(key_set) for key_set in key_sets]
         gradients = varied_floats((sets[0].shape[0], self.workload.dim))
         carry = (self.table, self.states, jnp.zeros((), jnp.int32))
@@ -86,13 +86,13 @@ class StaticTables:
 
 
 def forward(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """The embeddings [num_bags, dim] of rows [num_bags, hotness]; a bag's rows are added up."""
+    """Returns the embeddings [num_bags, dim] of rows [num_bags, hotness]; each bag's rows are added up."""
     taken = jnp.take(table, rows, axis=0)
     return taken.sum(axis=1)
 
 
 def update(optimizer: str, carry, inputs):
-    """One optimizer step of the touched rows."""
+    """Applies one optimizer step to the touched rows."""
     table, states, count = carry
     rows, gradients = inputs
     if optimizer == "sgd":
@@ -126,7 +126,7 @@ def update(optimizer: str, carry, inputs):
 
 
 def sum_of_equal_rows(rows: jax.Array, gradients: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """The distinct rows of a batch and the sum of the gradients of each.
+    """Returns the distinct rows of a batch and the sum of the gradients of each.
 
     Args:
       rows: int32 [num_bags, hotness].
@@ -156,7 +156,7 @@ def _set(array: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def why_no_fbgemm() -> str | None:
-    """Why FBGEMM cannot be measured here; None if it can."""
+    """Returns why FBGEMM cannot be measured here, or None if it can."""
     missing = [name for name in ("torch", "fbgemm_gpu") if importlib.util.find_spec(name) is None]
     return f"not importable here: {', '.join(missing)}" if missing else None
 
@@ -167,7 +167,7 @@ def run_fbgemm(arguments: Sequence[str], timeout_s: float) -> dict:
 
 
 def why_no_dynamicemb() -> str | None:
-    """Why dynamicemb cannot be measured here; None if it may be."""
+    """Returns why dynamicemb cannot be measured here, or None if it can."""
     wanted = ("torch",) if os.environ.get(DYNAMICEMB) else ("torch", "dynamicemb")
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     return f"not importable here: {', '.join(missing)}" if missing else None

@@ -19,8 +19,8 @@ BLUE, ORANGE, GREEN, RED, BLACK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#
 PEERS = ("fbgemm_unchecked", "fbgemm_default")
 
 STYLE = {
-    "svg.fonttype": "none",  # text stays text: small files, and the reader's font
-    "svg.hashsalt": "jaxsok",  # the same bytes from the same records
+    "svg.fonttype": "none",  # Text stays text: small files, and the reader's font.
+    "svg.hashsalt": "jaxsok",  # The same records give the same bytes.
     "font.size": 10,
     "font.family": "sans-serif",
     "axes.spines.top": False,
@@ -39,7 +39,7 @@ STYLE = {
 
 
 def why_none() -> str | None:
-    """Why nothing can be drawn here; None if it can."""
+    """Returns why nothing can be drawn here, or None if plots can be drawn."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -48,7 +48,7 @@ def why_none() -> str | None:
 
 
 def draw(records: Sequence[Record], folder: pathlib.Path) -> list[tuple[str, str]]:
-    """Draws what the records allow, and takes away the plots that they do not.
+    """Draws the plots that the records allow, and deletes the other plots.
 
     Args:
       records: of one run or several; where two have measured the same, the later one counts.
@@ -182,7 +182,7 @@ def _curves(
     base: int,
     apart: Callable[[float], bool] = lambda x: False,
 ) -> Any:
-    """Curves over a logarithmic axis, or None if none of them has two points.
+    """Draws curves over a logarithmic axis; returns None if no curve has two points.
 
     Points that stand `apart` are hollow and belong to no curve: widths that are no multiple of 4.
     """
@@ -221,4 +221,4 @@ PLOTS = {
     "scale.svg": (_by_size, "Milliseconds of a lookup of 1 Mi keys, by the rows in the table."),
     "small.svg": (_by_batch, "Milliseconds of small batches, by their samples: dispatched one by one, and in a row."),
 }
-"""By file: what draws it, and what it shows."""
+"""The drawing function and the alternative text of each file."""

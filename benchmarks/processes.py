@@ -4,7 +4,7 @@ Question: what does a step cost when no host feeds several GPUs?
 Workload: M1 (26 tables of 2,000,000 rows, 128 floats, 8,192 samples a device, uniform keys), rowwise Adagrad; all keys
           present; gradients are the embeddings.
 Limit:    the wire, in `bench_exchange.py`.
-Command:  one process a GPU, started together, the same but for their number:
+Command:  one process a GPU, started together, each with its own number:
           `python -m benchmarks.processes --num-processes 4 --process-id 0 --coordinator localhost:23454` and so on
 Last result: docs/performance.md, "Many GPUs".
 
@@ -33,7 +33,7 @@ from .workloads import MESH_WORKLOADS
 NUM_KEY_SETS = 4
 STEPS = 50
 BATCHES = 5
-FILL_SAMPLES = 65_536  # of each feature and device in a step that fills the tables
+FILL_SAMPLES = 65_536  # keys per feature and device in a step that fills the tables
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -105,7 +105,7 @@ def measure(options: argparse.Namespace) -> None:
         rows = sum(collection.num_rows(state).values())
         print(f"{options.num_processes} processes, {jax.device_count()} devices, {rows} rows, {jax.devices()[0]}")
     else:
-        collection.num_rows(state)  # a collective: every process asks
+        collection.num_rows(state)  # It is a collective, so every process calls it.
     timed("pipelined", lambda state, i: step(state, next(pairs)[1]))
     sizes = tuple(max(sizes) for sizes in pipeline.send_capacities)
     plans = [collection.plan(batch.features, send_capacity=sizes) for batch in batches]

@@ -1,4 +1,4 @@
-"""What a run found: one record per measured thing, the failures, and the device that it ran on.
+"""The results of a run: one record per measurement, the failures, and the device.
 
 Fed by `bench_*.py`, `limits.py`, `peers.py`, `fbgemm.py` and `dynamicemb.py`; feeds `report.py` through a JSON file. A
 record names no other record: what is compared with what (a time, its limit, its peers) is decided in `tables.py`, once,
@@ -26,7 +26,7 @@ SCHEMA = 1
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "cupy-cuda13x", "torch", "fbgemm-gpu")
 
-# What is measured ("what"), by whom ("subject"). The subject of a limit is "limit".
+# The measured part ("what") and the measured system ("subject"). The subject of a limit is "limit".
 EVALUATION = "evaluation forward"
 TRAINING = "training forward"
 STEP = "forward + update"
@@ -66,7 +66,7 @@ LINK = "copy to the device"
 READ = "read, pack and copy"
 BRING = "bring random rows"
 
-# The parts of a step on a mesh, and what is measured around it.
+# The parts of a step on a mesh, and the measurements around it.
 DISTINCT = "distinct keys"
 KEY_EXCHANGE = "key exchange"
 OWNER_LOOKUP = "find + gather at the owner"
@@ -84,7 +84,7 @@ DENSE = "dense part"
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One measured thing."""
+    """One measurement."""
 
     workload: str
     what: str
@@ -96,37 +96,37 @@ class Record:
     optimizer: str = ""
     """Empty where no optimizer takes part."""
     variant: str = ""
-    """What else distinguishes records of one workload: the dim and the keys per call of H1, the samples of a batch."""
+    """Fields that distinguish records of one workload: the dim and keys per call of H1, the samples of a batch."""
     num_keys: int = 0
     num_unique: int = 0
     moved_bytes: int = 0
-    """What the work must move, each unique row and index line once (`limits.py`); on a mesh what a device sends to the
-    others, padding included."""
+    """Bytes that the work must move, each unique row and index line once (`limits.py`); on a mesh those that a device
+    sends, padding included."""
     limit_ms: float | None = None
     """A limit that belongs to this record alone."""
     by: str = ""
-    """Which way of doing it this is, where several were tried: the fastest one."""
+    """The fastest method, if several were tried."""
     load: float | None = None
-    """Of the index, where there is one."""
+    """The load of the index, if there is one."""
     num_devices: int = 0
-    """Of the mesh; 0 where there is none."""
+    """Devices of the mesh; 0 without a mesh."""
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     """On a mesh: scaling, program ("single", "planned", "pipelined", "plan", "apart", …), wire, front_end. "part": the
     part that a record belongs to, where that has a table of its own; with what the part reports apart from the time."""
 
     @property
     def part(self) -> str:
-        """The part whose table it stands in; empty for the table of all workloads."""
+        """The part whose table holds the record; empty for the table of all workloads."""
         return self.notes.get("part", "")
 
     @property
     def gigabytes_per_s(self) -> float:
-        """Bytes that had to be moved over the time that it took."""
+        """Bytes that had to move over the measured time, in GB/s."""
         return self.moved_bytes / self.timing.ms * 1e-6 if self.timing.ms else 0.0
 
     @property
     def rate_text(self) -> str:
-        """GB/s as they are printed: below 10 with two digits."""
+        """GB/s in printed form: below 10 with two digits."""
         if not self.moved_bytes:
             return "-"
         return f"{self.gigabytes_per_s:.0f}" if self.gigabytes_per_s >= 10 else f"{self.gigabytes_per_s:.2g}"
@@ -134,7 +134,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """The batches of one workload under one key distribution, and what all records of them share."""
+    """The batches of one workload under one key distribution, with the fields that their records share."""
 
     workload: Workload
     distribution: str
@@ -142,16 +142,16 @@ class Batches:
 
     @property
     def num_unique(self) -> int:
-        """Distinct (table, id) pairs of a batch, on average."""
+        """The average number of distinct (table, id) pairs of a batch."""
         return round(sum(key_set.num_unique for key_set in self.key_sets) / len(self.key_sets))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Keys, unique keys, bags and dim: what the formulas of `limits.py` take first."""
+        """Keys, unique keys, bags and dim: the first arguments of the formulas of `limits.py`."""
         return self.workload.num_keys, self.num_unique, self.workload.num_embeddings, self.workload.dim
 
     def record(self, what: str, subject: str, timing: Timing, **more: Any) -> Record:
-        """A record of these batches."""
+        """Makes a record of these batches."""
         return Record(
             self.workload.name,
             what,
@@ -165,7 +165,7 @@ class Batches:
 
 
 class Recorder:
-    """Collects the records and failures of a run and writes them; a failure ends nothing but its own measurement."""
+    """A collector of a run's records and failures; a failure ends only its own measurement."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class Recorder:
         self._begin = time.perf_counter() if begin is None else begin
 
     def add(self, record: Record) -> Record:
-        """Adds a record and says so."""
+        """Adds a record and prints it."""
         self.records.append(record)
         who = f"{record.subject}{f' ({record.by})' if record.by else ''}"
         rate = f", {record.rate_text} GB/s" if record.moved_bytes else ""
@@ -196,14 +196,14 @@ class Recorder:
         return record
 
     def has_time(self, what: str, needs_s: float = 0.0) -> bool:
-        """Whether there is time left to begin `what`, which takes so many seconds; if not, records it as skipped."""
+        """Returns whether `needs_s` seconds are left for `what`; if not, records it as skipped."""
         if self.budget_s is None or time.perf_counter() - self._begin + needs_s < self.budget_s:
             return True
         self.skip(what, "out of time (--time)")
         return False
 
     def skip(self, what: str, why: str) -> None:
-        """Records that something was left out, which is no failure."""
+        """Records that a measurement was left out, which is no failure."""
         self.about.setdefault("skipped", []).append({"what": what, "why": why})
         self.say(f"skipped {what}: {why}")
 
@@ -221,13 +221,13 @@ class Recorder:
             traceback.print_exc()
 
     def fail(self, what: str, why: str) -> None:
-        """Records that something could not be measured."""
-        why = why.replace(str(pathlib.Path(__file__).resolve().parent.parent), ".")[:2000]  # results name no machine
+        """Records that a measurement failed."""
+        why = why.replace(str(pathlib.Path(__file__).resolve().parent.parent), ".")[:2000]  # Results name no machine.
         self.failures.append({"what": what, "why": why})
         self.say(f"FAILED {what}: {why}")
 
     def write(self) -> None:
-        """Writes the file, if there is one to write."""
+        """Writes the file, if the run has one."""
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -240,7 +240,7 @@ class Recorder:
 
 
 def load(path: pathlib.Path) -> tuple[dict[str, Any], list[Record], list[dict[str, str]]]:
-    """Reads a results file: what it is about, its records, its failures."""
+    """Reads a results file: its description, records and failures."""
     document = json.loads(path.read_text())
     if document.get("schema") != SCHEMA:
         raise ValueError(f"{path}: schema {document.get('schema')!r}, wanted {SCHEMA}; measure again.")
@@ -249,7 +249,7 @@ def load(path: pathlib.Path) -> tuple[dict[str, Any], list[Record], list[dict[st
 
 
 def describe(options: dict[str, Any], commit: str | None) -> dict[str, Any]:
-    """What must be known about a run to believe its numbers: device, versions, commit, options."""
+    """Describes a run: device, versions, commit, options."""
     import jax
 
     device = jax.devices()[0]
@@ -267,7 +267,7 @@ def describe(options: dict[str, Any], commit: str | None) -> dict[str, Any]:
 
 
 def commit_of(folder: pathlib.Path) -> str:
-    """The git commit of a folder, with "+" if tracked files differ from it; "unknown" outside a repository."""
+    """Returns the git commit of a folder, with "+" if tracked files differ from it; "unknown" outside a repository."""
     try:
         commit = _output("git", "-C", str(folder), "rev-parse", "--short=12", "HEAD")
         changed = _output("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no")

@@ -88,7 +88,7 @@ def floor_rows(gigabytes_per_s: float) -> list[tuple[str, ...]]:
         num_bags = workload.num_tables * workload.num_bags
         shape = (workload.num_keys, round(unique), num_bags, workload.dim)
         for run in workload.runs:
-            if run.optimizer == workloads.LIFTED_ADAM:  # moves what the fused one moves
+            if run.optimizer == workloads.LIFTED_ADAM:  # moves the same bytes as the fused one
                 continue
             evaluation = limits.forward_bytes(*shape, training=False)
             step = limits.forward_bytes(*shape, training=True)

@@ -1,4 +1,4 @@
-"""Runs the benchmarks: jaxsok, its limits and its peers, in one run on one device; `python -m jaxsok bench` is this.
+"""The benchmarks of jaxsok, its limits and its peers in one run on one device: the program of `python -m jaxsok bench`.
 
     python -m jaxsok bench
     python -m jaxsok bench --workloads W1,W5 --keys uniform --out results.json
@@ -36,7 +36,7 @@ OF_WORKLOADS = ("lookup", "update", "plan", "tickets", "combine", "table", "limi
 """The parts that are measured on workloads."""
 
 PARTS = (*OF_WORKLOADS, *measure.OWN_TABLES)
-"""Of a run that names none: what one device can do. One that names workloads gets the parts of workloads."""
+"""The default parts, which one device can measure. If workloads are named, the default is the parts of workloads."""
 
 EXCHANGE = "exchange"
 """The part that is about meshes; a run measures it alone."""
@@ -47,7 +47,7 @@ DCNV2 = "dcnv2"
 ALONE = (EXCHANGE, DCNV2)
 
 EXCHANGE_PARTS = ("single", "planned", "bfloat16", "split", "bags", "dlrm", "pmap", "xla")
-"""What `bench_exchange.py` has a measurement for; all of them by default."""
+"""The parts that `bench_exchange.py` can measure; the default is all of them."""
 
 EXCHANGE_WORKLOADS = ("M1", "W1", "W5")
 
@@ -55,13 +55,13 @@ QUICK_SCALE = 0.002
 
 QUICK_PARTS = ("lookup", "update", "xla")
 QUICK_WORKLOADS = ("W1", "W5")
-"""Of a quick run that names none: single keys and bags, compared with XLA. Others are run by their names."""
+"""The defaults of a quick run: single keys and bags, compared with XLA. Other workloads can be named."""
 
 QUICK_SECONDS = 0.2
 """Seconds of each timed run of training, with --quick."""
 
 CPU_SCALE = 0.01
-"""Of a run on a CPU that names none: full size takes tens of gigabytes."""
+"""The default scale of a run on a CPU: full size takes tens of gigabytes."""
 
 BUDGET_S = 500.0
 """After so many seconds a run begins nothing more, so that it ends within nine minutes."""
@@ -69,11 +69,11 @@ BUDGET_S = 500.0
 OUT = pathlib.Path("jaxsok-bench.json")
 
 MEMORY_FRACTION = "0.92"
-"""Of the device's memory for JAX: W1 under Adam takes 80 GB of tables; CuPy's context needs a little more."""
+"""The share of the device's memory for JAX: W1 under Adam takes 80 GB of tables; CuPy's context needs a little more."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; bad names are refused before anything runs."""
+    """Parses the command line; refuses bad names before anything runs."""
     parser = argparse.ArgumentParser(prog="python -m jaxsok bench", description=__doc__.split(":")[0] + ".")
     parser.add_argument("--workloads", help=f"comma-separated, of {', '.join(workloads.NAMES)}; default: all")
     parser.add_argument("--keys", help="comma-separated: uniform, zipf1.05, …; default: those of each workload")
@@ -145,7 +145,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _listed(option: str, text: str | None, usual: Sequence[str], more: Sequence[str] = ()) -> tuple[str, ...]:
-    """The parts that a comma-separated list names, all of the usual ones for None; refuses those it does not know."""
+    """Returns the parts that a comma-separated list names, the default parts for None; refuses unknown names."""
     if text is None:
         return tuple(usual)
     parts = tuple(part.strip() for part in text.split(","))
@@ -157,7 +157,7 @@ def _listed(option: str, text: str | None, usual: Sequence[str], more: Sequence[
 
 
 def has_gpu() -> bool:
-    """Whether JAX will find a GPU, said without asking JAX: it would take the memory that FBGEMM needs first."""
+    """Returns whether JAX will find a GPU, without JAX, which would take the memory that FBGEMM needs first."""
     if os.environ.get("JAX_PLATFORMS", "").lower().startswith("cpu"):
         return False
     try:
@@ -168,7 +168,7 @@ def has_gpu() -> bool:
 
 
 def protocol_of(options: argparse.Namespace) -> Protocol:
-    """The protocol that a command line asks for."""
+    """Returns the protocol that a command line asks for."""
     changes = {"profile": options.profile}
     if options.repetitions is not None:
         changes["repetitions"] = options.repetitions
@@ -178,7 +178,7 @@ def protocol_of(options: argparse.Namespace) -> Protocol:
 
 
 def main(arguments: Sequence[str] | None = None) -> Recorder:
-    """Runs what the command line asks for, prints the table, writes the file."""
+    """Runs the parts that the command line names, prints the table, writes the file."""
     options = parse(arguments)
     protocol = protocol_of(options)
     begin = time.perf_counter()
@@ -251,7 +251,7 @@ def measure_dcnv2(options: argparse.Namespace, protocol: Protocol, recorder: Rec
 
 
 def finish(recorder: Recorder) -> None:
-    """Prints the tables, what was skipped and what failed, writes the file and, next to it, the plots."""
+    """Prints the tables, the skipped and failed measurements, and writes the file and its plots."""
     about = recorder.about
     is_full_size = about["platform"] == "gpu" and about["options"]["scale"] == 1.0
     for title, columns, table in tables.all_of(recorder.records, is_full_size):

@@ -1,4 +1,4 @@
-"""Records as tables: what is compared with what, for the terminal and for the documentation alike.
+"""Tables of records, with the comparisons that the terminal and the documentation show.
 
 Fed by `records.py`; feeds `run.py` and `report.py`. The table of all workloads is `rows`; each part with something else
 to say has a function of its own in `PARTS`.
@@ -47,7 +47,7 @@ LIMIT_WHAT = {
 
 
 NOTHING = "-"
-"""In a table: not measured, or it has no meaning."""
+"""The cell of a number that was not measured or has no meaning."""
 
 COLUMNS = (
     "workload",
@@ -63,11 +63,10 @@ COLUMNS = (
     "FBGEMM unchecked ÷",
     "FBGEMM default ÷",
 )
-"""Of the table: `host ms` is an empty step; the last three are the peer's time over jaxsok's, so above 1 jaxsok is the
-faster."""
+"""Columns: `host ms` is an empty step; the last three are the peer's time over jaxsok's: above 1 jaxsok is faster."""
 
 KEY_COLUMNS = ("workload", "keys", "unique", "rows", "load")
-"""Of the table of keys: of one batch; the load is that of the index."""
+"""Columns of the table of keys, for one batch; the load is that of the index."""
 
 
 PEER_COLUMNS = ("workload", "what", "who", "ms", "spread", "GB/s")
@@ -108,7 +107,7 @@ def rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def key_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """What the batches looked like: workload and distribution, keys, unique keys, rows of the store, load."""
+    """Describes the batches: workload and distribution, keys, unique keys, rows of the store, load."""
     table = {}
     for record in _of_workloads(records):
         if record.subject == "jaxsok" and record.load is not None:
@@ -119,7 +118,7 @@ def key_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def _of_workloads(records: Iterable[Record]) -> list[Record]:
-    """The records of one device that have no table of their own."""
+    """Returns the records of one device that no other table shows."""
     return [record for record in records if not record.num_devices and not record.part]
 
 
@@ -128,12 +127,12 @@ def _place(record: Record) -> tuple[str, ...]:
 
 
 def limit_of(record: Record, found: dict[tuple[str, ...], Record]) -> float | None:
-    """The sum of the limits of a record's work; None if one of them was not measured."""
+    """Returns the sum of the limits of a record's work; None if one of them was not measured."""
     if record.limit_ms is not None:
         return record.limit_ms
     parts = []
     for what in LIMIT_WHAT.get(record.what, ()):
-        # A gather has no optimizer; a read-modify-write has: its state is part of what moves.
+        # A gather has no optimizer; a read-modify-write has, since its state is part of what moves.
         optimizer = record.optimizer if what == READ_MODIFY_WRITE else ""
         part = found.get(("limit", record.workload, record.distribution, optimizer, record.variant, what))
         if part is None:
@@ -143,7 +142,7 @@ def limit_of(record: Record, found: dict[tuple[str, ...], Record]) -> float | No
 
 
 def peer_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """The peers and the limits by themselves: workload, what, subject, ms, spread, GB/s."""
+    """Lists the peers and the limits: workload, what, subject, ms, spread, GB/s."""
     return [
         (
             " ".join(part for part in (record.workload, record.variant, record.distribution) if part),
@@ -175,9 +174,9 @@ EXCHANGE_COLUMNS = (
     "TorchRec row-wise, published, 8 GPUs",
     "TorchRec table-wise, published, 8 GPUs",
 )
-"""Of the table of meshes: the time until the call of a step returns; what one device sends to the others; `of the
-wire`, that rate over the one of the bare all-to-all; efficiency against two devices; TorchRec's times, with their ratio
-where there are as many devices."""
+"""Columns of the table of meshes: the time until the call of a step returns; the bytes that one device sends; `of the
+wire`, their rate over that of the bare all-to-all; efficiency against two devices; TorchRec's times, with their ratio
+if the number of devices is the same."""
 
 
 def exchange_rows(records: Sequence[Record], is_full_size: bool) -> list[tuple[str, ...]]:
@@ -236,7 +235,7 @@ def _mesh_place(record: Record) -> tuple[str, str, str, int]:
 
 
 def _torchrec_cells(record: Record, is_comparable: bool) -> tuple[str, str]:
-    """TorchRec's time for the same work; the ratio too, where the number of devices is the same."""
+    """Returns TorchRec's time for the same work, and the ratio if the number of devices is the same."""
     times = TORCHREC.get((record.workload, record.what))
     if times is None or not is_comparable or record.notes["scaling"] != "weak" or record.num_devices < 2:
         return NOTHING, NOTHING
@@ -256,11 +255,11 @@ SMALL_COLUMNS = (
     "bytes ms",
     "of limit",
 )
-"""Of small batches: one program a step; several steps in one program; the floors; the larger floor over the faster."""
+"""Columns for small batches: one program a step; several steps in one; floors; the larger floor over the faster."""
 
 
 def small_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Small batches of W1, by size; an empty program first."""
+    """Lists small batches of W1 by size, after an empty program."""
     table = []
     floors = {record.variant: record for record in records if record.what == names.NO_WORK}
     for record in sorted(records, key=lambda record: record.notes.get("num_samples", 0)):
@@ -287,11 +286,11 @@ def small_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 SKEW_COLUMNS = ("workload", "keys", "what", "ms", "spread", "ns a key", "GB/s", "of limit", "time ÷ uniform")
-"""Of skew: the last column is the time over that of uniform keys in the same shape, or of bags of one key."""
+"""Columns for skew: the last is the time over that of uniform keys in the same shape, or of bags of one key."""
 
 
 def skew_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """One key repeated, and bags of three lengths."""
+    """Lists one key repeated, and bags of three lengths."""
     table = []
     for record in records:
         is_base = record.distribution == "uniform" and record.variant in ("", "bags of 1")
@@ -317,11 +316,11 @@ def skew_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 DIM_COLUMNS = ("dim", "rows", "what", "ms", "spread", "M keys/s", "GB/s", "of a copy", "÷ next multiple of 4")
-"""Of dims: the last column is the rate in GB/s over that of the next multiple of 4."""
+"""Columns for dims: the last is the rate in GB/s over that of the next multiple of 4."""
 
 
 def dim_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Every width and dtype of rows, by width."""
+    """Lists every dim and dtype of rows, by dim."""
     found = {(record.notes["dim"], record.notes["dtype"], _what(record)): record for record in records}
     table = []
     for (dim, dtype, what), record in sorted(found.items()):
@@ -343,11 +342,11 @@ def dim_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 SCALE_COLUMNS = ("what", "", "ms", "spread", "M keys/s", "of limit", "more")
-"""Of size, growth and churn."""
+"""Columns for size, growth and churn."""
 
 
 def scale_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Lookups by the size of the table, growing, building, churn."""
+    """Lists lookups by the size of the table, growing, building, churn."""
     return [
         (
             record.what,
@@ -383,11 +382,11 @@ def _scale_notes(record: Record) -> str:
 
 
 INSERT_COLUMNS = ("keys", "ms", "spread", "M keys/s", "M keys/s without the rows' bytes", "GB/s", "of limit")
-"""Of inserting: without the time in which a copy moves the rows."""
+"""Columns for inserting: without the time in which a copy moves the rows."""
 
 
 def insert_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """All-new keys, by the width of the rows."""
+    """Lists insertions of new keys, by the dim of the rows."""
     return [
         (
             record.variant,
@@ -403,11 +402,11 @@ def insert_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 EVICT_COLUMNS = ("table", "what", "ms", "spread", "M rows/s", "GB/s", "of a copy's bandwidth", "more")
-"""Of eviction: rows are those of the table; of the hand-over, those that leave."""
+"""Columns for eviction: rows are those of the table, or those that leave in the hand-over."""
 
 
 def evict_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Who goes, their leaving, both, and what of it is the index."""
+    """Lists selecting rows, releasing them, both together, and the index's share."""
     return [
         (
             record.variant,
@@ -433,11 +432,11 @@ LIFE_COLUMNS = (
     "GB/s",
     "of the link",
 )
-"""Of statistics, admission and exports."""
+"""Columns for statistics, admission and exports."""
 
 
 def life_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Forwards and steps with both, over the same without; an export compared with the link."""
+    """Lists forwards and steps with statistics and admission over those without; compares an export with the link."""
     plain = {(one.what, one.distribution): one.timing.ms for one in records if one.variant == "without"}
     return [
         (
@@ -457,11 +456,11 @@ def life_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 CPU_COLUMNS = ("keys", "who", "ms", "spread", "M keys/s", "jaxsok's time ÷ this")
-"""Of the comparison on a CPU."""
+"""Columns for the comparison on a CPU."""
 
 
 def cpu_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """jaxsok, a static table in XLA, torch: lookup and update with SGD."""
+    """Lists lookup and update with SGD: jaxsok, a static table in XLA, torch."""
     ours = {record.distribution: record.timing.ms for record in records if record.subject == "jaxsok"}
     return [
         (
@@ -491,11 +490,11 @@ INPUT_COLUMNS = (
     "GB/s",
     "of limit",
 )
-"""Of `input`: packing has a copy of as many bytes by as many threads as its limit, a fed step one packed before."""
+"""Columns for `input`: packing's limit is a copy of as many bytes by as many threads; a fed step's, a packed step."""
 
 
 def input_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Packing, copies on the host and to the device, and steps, by workload."""
+    """Lists packing, copies on the host and to the device, and steps, by workload."""
     return [
         (
             record.workload,
@@ -532,11 +531,11 @@ SERVING_COLUMNS = (
     "floor ms",
     "ms ÷ fused",
 )
-"""Of serving: what a caller waits for; a call among many; one of several in a program; the device alone; the floor."""
+"""Columns for serving: a caller's wait; a call among many; one of several in a program; the device alone; the floor."""
 
 
 def serving_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """S1 and the DLRM shape by samples and dtype of rows, each way of looking up."""
+    """Lists S1, and the DLRM shape by samples and dtype of rows, in each execution mode."""
     on_device = {(record.workload, record.variant): record for record in records if record.what == names.SERVED_KERNELS}
     floors = {record.workload: record.timing.ms for record in records if record.what == names.SERVED_FLOOR}
     served = [record for record in records if record.what == names.SERVED]
@@ -574,7 +573,7 @@ FRESH_COLUMNS = ("what", "of", "ms", "spread", "99th percentile", "most", "chang
 
 
 def fresh_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Delays, then lookups."""
+    """Lists delays, then lookups."""
     return [
         (
             record.what,
@@ -609,7 +608,7 @@ DCNV2_COLUMNS = (
 
 
 def dcnv2_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Training from files, and its parts."""
+    """Lists training from files, and its parts."""
     return [
         (
             record.distribution,
@@ -646,7 +645,7 @@ TIER_COLUMNS = (
 
 
 def tier_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Steps with caches of several sizes."""
+    """Lists steps with caches of several sizes."""
     return [
         (
             record.workload,
@@ -672,7 +671,7 @@ HOST_ROWS_COLUMNS = ("rows", "what", "ms", "spread", "limit ms", "of limit", "no
 
 
 def host_rows_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """The import, and the steps."""
+    """Lists the import, and the steps."""
     return [
         (
             record.variant,
@@ -707,7 +706,7 @@ PARTS: dict[str, tuple[str, Sequence[str], Callable[[Sequence[Record]], list[tup
 
 
 def all_of(records: Sequence[Record], is_full_size: bool) -> list[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
-    """Every table that the records fill: title, columns, rows.
+    """Returns every table that the records fill: title, columns, rows.
 
     Args:
       records: of one run.
@@ -741,7 +740,7 @@ def host_bound_note(records: Sequence[Record]) -> str:
 
 
 def unsteady_note(records: Sequence[Record]) -> str:
-    """Says how many times are not worth quoting, if there are any."""
+    """Says how many times are unsteady; empty if none are."""
     num_unsteady = sum(record.timing.is_unsteady for record in records)
     if not num_unsteady:
         return ""
@@ -752,7 +751,7 @@ def unsteady_note(records: Sequence[Record]) -> str:
 
 
 def format_table(columns: Sequence[str], table: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, its columns aligned so that a terminal shows it too."""
+    """Formats a table in Markdown, with columns aligned for a terminal."""
     widths = [max(len(row[i]) for row in (columns, *table)) for i in range(len(columns))]
 
     def line(cells):

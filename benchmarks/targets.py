@@ -1,4 +1,4 @@
-"""What is to be reached, as data: each target, what is wanted, and how it is read from the records of a run.
+"""The targets as data: each with its wanted value and the function that reads it from the records of a run.
 
 Fed by `records.py`; feeds `report.py`. Targets of a GPU are read from full-size runs on a GPU, those of a CPU from runs
 on a CPU; a target whose records are missing is reported as not measured. The printed numbers are compared: two digits
@@ -21,7 +21,7 @@ NOT_MEASURED = "not measured"
 
 
 class Found:
-    """The records of several runs; where two runs measured the same, the later one counts."""
+    """The records of several runs; where two runs measured the same, the later record counts."""
 
     def __init__(self, found: Iterable[Record]):
         """Takes the records, oldest run first."""
@@ -30,7 +30,7 @@ class Found:
     def all(
         self, what: str, subject: str = "jaxsok", notes: dict[str, Any] | None = None, **fields: Any
     ) -> list[Record]:
-        """The records with these fields and notes, newest first; without a part named, of no part's own table."""
+        """Returns the records with these fields and notes, newest first; without a part, those of no part's table."""
         notes = {"part": ""} | (notes or {})
         return [
             record
@@ -44,7 +44,7 @@ class Found:
     def ms(
         self, what: str, subject: str = "jaxsok", notes: dict[str, Any] | None = None, **fields: Any
     ) -> float | None:
-        """The time of the newest such record; None without one."""
+        """Returns the time of the newest such record, or None."""
         found = self.all(what, subject, notes, **fields)
         return found[0].timing.ms if found else None
 
@@ -54,32 +54,32 @@ Reading = Callable[[Found], float | None]
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One number to reach."""
+    """A number to reach."""
 
     name: str
     wanted: float
     reading: Reading
     is_least: bool = True
-    """Whether more is better: `wanted` is the least; else it is the most."""
+    """True if more is better, and `wanted` is the least; otherwise it is the most."""
     unit: str = ""
     platform: str = "gpu"
     instead: Reading | None = None
-    """What else was measured, where this was not; reported, never judged."""
+    """Another measured number to report where this one is missing; it is never judged."""
     of_instead: str = ""
     remark: Callable[["Found"], str] = lambda found: ""
-    """What to report in addition to what was reached."""
+    """A text to report in addition to the reached number."""
     tested_by: str = ""
     """The tests that show it, where it is no number of a run; `wanted` is none of it then."""
 
     @property
     def wanted_text(self) -> str:
-        """The number as the table shows it."""
+        """The wanted number as the table shows it."""
         if self.tested_by:
             return "none"
         return f"{'≥' if self.is_least else '≤'} {self.wanted:g}{self.unit}"
 
     def row(self, found: Found) -> tuple[str, str, str, str]:
-        """Its line of the table: target, wanted, reached, and "pass", "**miss**", "not measured" or "tested"."""
+        """Returns its row of the table: target, wanted, reached, and "pass", "**miss**", "not measured" or "tested"."""
         if self.tested_by:
             return self.name, self.wanted_text, self.tested_by, "tested"
         reached = self.reading(found)
@@ -111,7 +111,7 @@ def rows(results: Sequence[tuple[dict[str, Any], Sequence[Record]]]) -> list[tup
 
 
 def _over(first: float | None, second: float | None) -> float | None:
-    """One time over another; None if one of them was not measured."""
+    """Returns the ratio of two times; None if one of them was not measured."""
     return first / second if first is not None and second is not None else None
 
 
@@ -142,7 +142,7 @@ def _lifted(distribution: str) -> Reading:
 
 
 def _inserted(found: Found) -> float | None:
-    """G keys/s of rows of one float, the time of a copy of their bytes taken off."""
+    """Returns the G keys/s of inserting rows of one float, without the time of a copy of their bytes."""
     for record in found.all(names.INSERT_NEW, notes={"part": "insert", "dim": 1}):
         return record.num_keys / (record.timing.ms - record.notes["row_bytes_ms"]) * 1e-6
     return None
@@ -180,7 +180,7 @@ def _skew(what: str, distribution: str) -> Reading:
 
 
 def _rate(found: Found, dim: int, what: str, optimizer: str, dtype: str = "float32") -> float | None:
-    """GB/s of one width."""
+    """Returns the GB/s of one dim."""
     notes = {"part": "dims", "dim": dim, "dtype": dtype}
     measured = found.all(what, notes=notes, optimizer=optimizer)
     return measured[0].gigabytes_per_s if measured else None
@@ -190,7 +190,7 @@ _DIM_WORK = ((FIND_AND_GATHER, ""), (STEP, "rowwise_adagrad"), (STEP, "sgd"))
 
 
 def _trained(name: str, wanted: float, num_devices: int, optimizer: str) -> Target:
-    """M samples/s from files, with bags that come back and nothing rounded on the wire; short runs are marked."""
+    """Returns M samples/s from files, with repeated bags and a float32 exchange; short runs are marked."""
     notes = {"part": "dcnv2", "num_devices": num_devices, "wire": "-" if num_devices == 1 else "float32, float32"}
 
     def newest(found: Found) -> list[Record]:
@@ -203,7 +203,7 @@ def _trained(name: str, wanted: float, num_devices: int, optimizer: str) -> Targ
 
     def remark(found: Found) -> str:
         (timing,) = (record.timing for record in newest(found))
-        seconds = timing.ms * timing.dispatches * 1e-3  # roughly: a median, and the steps of the last run
+        seconds = timing.ms * timing.dispatches * 1e-3  # Roughly: a median, and the steps of the last run.
         return f" (short: {timing.repetitions} runs of {seconds:.0f} s)" if seconds < 0.9 * SECONDS else ""
 
     return Target(name, wanted, reading, remark=remark)
@@ -215,7 +215,7 @@ def _least(ratios: Iterable[float | None]) -> float | None:
 
 
 def _odd_dims(found: Found) -> float | None:
-    """The least share that a width keeps of the next multiple of 4, in GB/s."""
+    """Returns the smallest ratio of a dim's GB/s to those of the next multiple of 4."""
     return _least(
         _over(_rate(found, dim, *work), _rate(found, -(-dim // 4) * 4, *work))
         for dim in (33, 63, 65, 126, 127)
@@ -238,7 +238,7 @@ def _narrow(what: str, optimizer: str) -> Reading:
 
 
 def _by_size(found: Found) -> float | None:
-    """The slowest lookup from 16 M rows on over the fastest."""
+    """Returns the slowest lookup from 16 M rows on over the fastest."""
     times = {}
     for record in found.all(FIND_AND_GATHER, notes={"part": "scale"}):
         if record.notes["num_rows"] >= 16_000_000:
@@ -247,7 +247,7 @@ def _by_size(found: Found) -> float | None:
 
 
 def _peak_of_growth(found: Found) -> float | None:
-    """The peak of the first growth over what is in use after it; None where an earlier peak hides it."""
+    """Returns the peak of the first growth over the bytes in use after it; None where an earlier peak hides it."""
     for record in found.all(names.GROW, notes={"part": "scale"}, variant="first"):
         notes = record.notes
         if notes["peak_after"] and notes["peak_after"] > notes["peak_before"]:
@@ -267,7 +267,7 @@ def _after_churn(found: Found) -> float | None:
 
 
 def _served_device_ms(found: Found) -> float | None:
-    """What the device needs for the fused lookup of S1: in a row with others, or its kernels and as many launches.
+    """Returns the device's time for the fused lookup of S1: in a row with others, or its kernels and as many launches.
 
     Both are above it: the first where the host is slow to hand out results, the second since kernels without work are
     work too. The smaller one counts.
@@ -286,7 +286,7 @@ def _served_over_floor(found: Found) -> float | None:
 
 
 def _delay_s(found: Found) -> float | None:
-    """The longest delay of a version; None where training did not change a million rows a second."""
+    """Returns the longest delay of a version; None where training did not change a million rows a second."""
     delays = found.all(names.FRESH, notes={"part": "fresh"})[:1]
     return next((one.notes["max_ms"] / 1e3 for one in delays if one.notes["rows_per_s"] >= 1e6), None)
 
@@ -436,4 +436,4 @@ TARGETS: tuple[Target, ...] = (
         for one in DISTRIBUTIONS
     ),
 )
-"""Of the project, on one H200 if nothing else is said; ratios against a peer are its time over jaxsok's."""
+"""The project's targets, on one H200 unless stated otherwise; ratios against a peer are its time over jaxsok's."""

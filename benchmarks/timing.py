@@ -1,4 +1,4 @@
-"""How a time is taken: dispatches back to back, batch after batch, and the median over the batches.
+"""The measurement of times: dispatches back to back, in batches, and the median over the batches.
 
 Fed by the benchmarks; feeds `records.py`. JAX has no device events in Python, so the host measures the wall time of a
 batch of asynchronous dispatches, from an idle device to an idle device. The batch is long (`Protocol.batch_s`) against
@@ -24,18 +24,18 @@ from typing import Any
 import jax
 
 HOST_SHARE = 0.5
-"""From this share of a step's time on, the host may be what is measured: the unrolled program is measured as well."""
+"""Above this share of a step's time the host may set the time, so the unrolled program is measured as well."""
 
 HOST_MS_AT_MOST = 1.0
 """No dispatch of one program took a host longer, by far (0.2 ms): for longer steps the host is not measured."""
 
 HOST_BOUND = 0.8
-"""From this share on, a time that stands is marked as the host's."""
+"""Above this share, a published time is marked as the host's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """How often a step is repeated."""
+    """The number and length of repetitions."""
 
     repetitions: int = 10
     """Batches; the median is taken over them."""
@@ -48,10 +48,10 @@ class Protocol:
     max_s: float = 20.0
     """A step so slow that its repetitions would take longer gets fewer, never under five; the record says how many."""
     profile: bool = False
-    """Whether the kernels of a step are listed as well, with JAX's profiler, after it was timed."""
+    """True to list a step's kernels by JAX's profiler after the step was timed."""
 
     def brief(self) -> "Protocol":
-        """The same with fewer and shorter repetitions, for sweeps over many shapes; their spread is reported too."""
+        """Returns the protocol with fewer and shorter repetitions, for sweeps over many shapes."""
         return dataclasses.replace(
             self,
             repetitions=min(self.repetitions, 7),
@@ -61,11 +61,11 @@ class Protocol:
         )
 
     def dispatches(self, step_s: float) -> int:
-        """Dispatches of one batch for a step of this length."""
+        """Returns the number of dispatches in one batch, for a step of this length."""
         return max(1, math.ceil(self.batch_s / max(step_s, 1e-7)))
 
     def affordable(self, step_s: float) -> int:
-        """Repetitions within `max_s`."""
+        """Returns the number of repetitions within `max_s`."""
         batch_s = step_s * self.dispatches(step_s)
         return min(self.repetitions, max(5, int(self.max_s / max(batch_s, 1e-9))))
 
@@ -74,7 +74,7 @@ QUICK = Protocol(repetitions=7, warmups=1, batch_s=0.01, max_s=2.0)
 """Enough to see that everything runs; no number of it is worth quoting."""
 
 UNSTEADY = 1.0
-"""From this spread on the median says little: times are printed as a range."""
+"""Above this spread the median says little: times are printed as a range."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Timing:
     dispatches: int
     """Dispatches of each repetition."""
     host_ms: float | None = None
-    """The same program with one bag a feature: what a dispatch costs when there is nothing to do. None on a CPU."""
+    """The time of the same program with one bag a feature: the cost of a dispatch with no work. None on a CPU."""
     dispatch_ms: float | None = None
     """Median with one step a program, where `ms` is that of the unrolled program; else None."""
     kernels: dict[str, float] | None = None
@@ -102,12 +102,12 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Width of the middle 80% of the repetitions, as a share of the median."""
+        """The width of the middle 80% of the repetitions, as a share of the median."""
         return (self.high_ms - self.low_ms) / self.ms if self.ms else 0.0
 
     @property
     def is_unsteady(self) -> bool:
-        """Whether the repetitions differ by more than their median."""
+        """Returns whether the repetitions differ by more than their median."""
         return self.spread > UNSTEADY
 
     @property
@@ -118,19 +118,19 @@ class Timing:
         return f"over {UNSTEADY:.0%}" if self.is_unsteady else f"{self.spread:.0%}"
 
     def __str__(self) -> str:
-        """The median and how far the repetitions are from it, or, where they are far, between what they are."""
+        """Returns the median and the spread, or the range of the repetitions if they differ much."""
         if self.is_unsteady:
             return f"{self.ms:.4g} ms ({self.low_ms:.3g} to {self.high_ms:.3g})"
         return f"{self.ms:.4g} ms" + (f" ±{self.spread / 2:.0%}" if self.repetitions > 1 else "")
 
     @property
     def is_host_bound(self) -> bool:
-        """Whether the host, not the device, may have set the time."""
+        """Returns whether the host, not the device, may have set the time."""
         return self.host_ms is not None and self.dispatch_ms is None and self.host_ms >= HOST_BOUND * self.ms
 
 
 def summary(samples_ms: Sequence[float], dispatches: int) -> Timing:
-    """The median and the middle 80% of repeated measurements.
+    """Summarizes repeated measurements by the median and the middle 80%.
 
     Example:
       >>> summary([3.0, 1.0, 2.0], dispatches=1).ms
@@ -148,7 +148,7 @@ def summary(samples_ms: Sequence[float], dispatches: int) -> Timing:
 
 
 def scaled(timing: Timing, factor: float) -> Timing:
-    """A time derived from a measured one: all of it times a factor.
+    """Returns a time derived from a measured time, multiplied by a factor.
 
     Example:
       >>> scaled(summary([1.0, 2.0, 3.0], dispatches=1), 2.0).ms
@@ -243,7 +243,7 @@ class Step:
         return scaled(timing, 1.0 / length), carry
 
     def kernels(self, carry: Any, sets: Sequence[Any]) -> tuple[dict[str, tuple[float, float]], Any]:
-        """What one step launches on the device: by kernel how often, and for how many milliseconds (`launched`)."""
+        """Returns a step's kernels on the device: for each, its launches and milliseconds (`launched`)."""
 
         def steps():
             nonlocal carry
@@ -277,7 +277,7 @@ class Step:
             outputs = None
             begin = time.perf_counter()
             for _ in range(count):
-                outputs = None  # its buffers are free for the next step: two outputs of a large batch may not fit
+                outputs = None  # Its buffers are free for the next step: two outputs of a large batch may not fit.
                 carry, outputs = self._call(program, carry, sets[position % len(sets)])
                 position += 1
             jax.block_until_ready((carry, outputs) if self.donates else outputs)
@@ -286,7 +286,7 @@ class Step:
         for _ in range(protocol.warmups):
             batch(len(sets))
         step_s = batch(len(sets)) / len(sets)
-        # The one wait weighs on the estimate of a short step; a second, longer look corrects it.
+        # The wait weighs on the estimate of a short step; a second, longer measurement corrects it.
         look = min(20, protocol.dispatches(step_s))
         step_s = batch(look) / look
         count = protocol.dispatches(step_s)
@@ -295,7 +295,7 @@ class Step:
 
 
 def time_once(function: Callable[[], Any], repetitions: int) -> Timing:
-    """The wall time of a host function that waits for its own result, one call a repetition."""
+    """Measures the wall time of a host function that waits for its own result, one call a repetition."""
     samples = []
     for _ in range(repetitions):
         begin = time.perf_counter()
@@ -305,7 +305,7 @@ def time_once(function: Callable[[], Any], repetitions: int) -> Timing:
 
 
 def launched(function: Callable[[], Any], num_steps: int) -> dict[str, tuple[float, float]]:
-    """The kernels that ran on the device, by JAX's profiler; the longest first.
+    """Returns the kernels that ran on the device, by JAX's profiler, the longest first.
 
     Args:
       function: dispatches `num_steps` steps and waits for them.

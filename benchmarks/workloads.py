@@ -1,4 +1,4 @@
-"""The workloads by name (W1 to W6, H1; M1 on meshes), and the keys that they ask for.
+"""The workloads by name (W1 to W6, H1; M1 on meshes), and their keys.
 
 Fed by nothing; feeds every benchmark and every peer, so that all of them see the same ids. NumPy alone: the process
 that measures FBGEMM imports this without JAX, and the ids of a run are a function of its seed.
@@ -55,12 +55,12 @@ class Workload:
 
     @property
     def num_keys(self) -> int:
-        """Keys of one batch, over all features."""
+        """The keys of one batch, over all features."""
         return self.num_tables * self.num_bags * self.hotness
 
     @property
     def num_embeddings(self) -> int:
-        """Bags of one batch, over all features."""
+        """The bags of one batch, over all features."""
         return self.num_tables * self.num_bags
 
     @property
@@ -69,13 +69,13 @@ class Workload:
         return tuple(dict.fromkeys(name for run in self.runs for name in run.distributions))
 
     def scaled(self, scale: float) -> "Workload":
-        """The same shape with fewer rows and bags; tables, dim and hotness stay."""
+        """Returns the workload with fewer rows and bags; tables, dim and hotness stay."""
         if scale == 1.0:
             return self
         return dataclasses.replace(self, num_rows=_scaled(self.num_rows, scale), num_bags=_scaled(self.num_bags, scale))
 
     def on_devices(self, num_devices: int, scaling: str) -> "Workload":
-        """The same on so many devices: under "weak" scaling each has `num_bags`, under "strong" all together have.
+        """Returns the workload on several devices: `num_bags` is per device under "weak" scaling, else in total.
 
         Example:
           >>> m1 = MESH_WORKLOADS["M1"]
@@ -89,7 +89,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class HashWorkload:
-    """H1: one table without an optimizer that matters; keys in, row ids or rows out."""
+    """The workload H1: one table, whose optimizer does not matter; keys in, row ids or rows out."""
 
     name: str
     title: str
@@ -100,11 +100,11 @@ class HashWorkload:
     """HierarchicalKV's own protocol asks 1 Mi keys a call, the cleaner one 4 Mi."""
 
     def with_dims(self, dims: tuple[int, ...]) -> "HashWorkload":
-        """The same at other dims."""
+        """Returns the workload at other dims."""
         return dataclasses.replace(self, dims=dims)
 
     def scaled(self, scale: float) -> "HashWorkload":
-        """The same with fewer rows and keys; powers of two stay powers of two under scales that are."""
+        """Returns the workload with fewer rows and keys; a scale that is a power of two keeps powers of two."""
         if scale == 1.0:
             return self
         return dataclasses.replace(
@@ -122,7 +122,7 @@ def _named(*made: Workload) -> dict[str, Workload]:
 
 
 def _criteo(name: str, dim: int, num_rows: int, runs: tuple[Run, ...]) -> Workload:
-    """26 tables, 65,536 samples, one key each: the shape of Criteo's click logs."""
+    """Returns 26 tables, 65,536 samples, one key each: the shape of Criteo's click logs."""
     return Workload(name, f"criteo{dim}", 26, num_rows, dim, num_bags=65_536, hotness=1, combiner="sum", runs=runs)
 
 
@@ -183,18 +183,18 @@ MESH_WORKLOADS: dict[str, Workload] = _named(
 """Measured on meshes alone, by `bench_exchange.py`, which also takes those above."""
 
 NAMES = ("W1", "W2", "W5", "W6", "W3", "W4", H1.name)
-"""What a run measures that names none, in this order: what a run without time left leaves out comes last."""
+"""The default workloads in their order: those that a run without time leaves out come last."""
 
 SCALINGS = ("weak", "strong")
 
 
 def on_mesh(name: str) -> Workload:
-    """The workload of a name, for a mesh."""
+    """Returns the workload of a name, for a mesh."""
     return MESH_WORKLOADS[name] if name in MESH_WORKLOADS else WORKLOADS[name]
 
 
 def chosen_runs(workload: Workload, distributions: str | None, optimizers: str | None) -> list[Run]:
-    """The runs of a workload that a command line asks for.
+    """Returns the runs of a workload that a command line asks for.
 
     Named optimizers are run under every named distribution (or every one of the workload), whether or not the workload
     pairs them; without names, the workload's own runs are, filtered by the named distributions. Distributions that the
@@ -221,7 +221,7 @@ def chosen_runs(workload: Workload, distributions: str | None, optimizers: str |
 
 
 def state_dims(optimizer: str, dim: int) -> tuple[int, ...]:
-    """Numbers a row that each piece of an optimizer's state has.
+    """Returns the numbers per row in each array of an optimizer's state.
 
     Example:
       >>> state_dims("adam", 64)
@@ -234,7 +234,7 @@ def state_dims(optimizer: str, dim: int) -> tuple[int, ...]:
 
 
 def select(names: str | None) -> tuple[str, ...]:
-    """The workloads that a comma-separated list names; all of them for None."""
+    """Returns the workloads that a comma-separated list names; all of them for None."""
     if names is None:
         return NAMES
     chosen = tuple(name.strip().upper() for name in names.split(",") if name.strip())
@@ -269,12 +269,12 @@ def draw_ids(distribution: str, num_rows: int, shape: tuple[int, ...], rng: np.r
     a = exponent_of(distribution)
     u = rng.random(shape)
     rank = np.floor(((num_rows ** (1.0 - a) - 1.0) * u + 1.0) ** (1.0 / (1.0 - a))).astype(np.int64)
-    rank = np.minimum(rank, num_rows)  # u close to 1 may round up to num_rows + 1
+    rank = np.minimum(rank, num_rows)  # u close to 1 may round up to num_rows + 1.
     return (rank - 1) * SCATTER % num_rows
 
 
 def exponent_of(distribution: str) -> float:
-    """The exponent of "zipf1.05"; raises ValueError for anything that is not a Zipf distribution."""
+    """Returns the exponent of "zipf1.05"; raises ValueError for anything that is not a Zipf distribution."""
     name, _, exponent = distribution.partition("zipf")
     if name or not exponent or float(exponent) <= 1.0:
         raise ValueError(
@@ -300,22 +300,22 @@ class KeySet:
         return self.ids + (np.arange(self.ids.shape[0], dtype=np.int32) * self.num_rows)[:, None, None]
 
     def shuffled_unique_rows(self) -> np.ndarray:
-        """The distinct rows in an order without neighbours; the same on every run."""
+        """Returns the distinct rows in an order without neighbours, the same on every run."""
         return np.random.default_rng(self.num_unique).permutation(self.unique_rows)
 
     @property
     def num_keys(self) -> int:
-        """Keys of the batch, repeats included."""
+        """The keys of the batch, repeats included."""
         return self.ids.size
 
     @property
     def num_unique(self) -> int:
-        """Distinct (table, id) pairs of the batch."""
+        """The number of distinct (table, id) pairs of the batch."""
         return self.unique_rows.size
 
 
 def draw_batches(workload: Workload, distribution: str, num_sets: int, seed: int) -> list[np.ndarray]:
-    """The ids of `num_sets` batches, each int32 [num_tables, num_bags, hotness]; the same for the same seed."""
+    """Draws the ids of `num_sets` batches, each int32 [num_tables, num_bags, hotness]; the same for the same seed."""
     shape = (workload.num_tables, workload.num_bags, workload.hotness)
     return [
         draw_ids(distribution, workload.num_rows, shape, np.random.default_rng((seed, number))).astype(np.int32)
@@ -324,7 +324,7 @@ def draw_batches(workload: Workload, distribution: str, num_sets: int, seed: int
 
 
 def key_sets(workload: Workload, distribution: str, num_sets: int, seed: int) -> list[KeySet]:
-    """The batches of `draw_batches` with their distinct rows, whose number is checked against what is expected.
+    """Returns the batches of `draw_batches` with their distinct rows, and checks the numbers of distinct rows.
 
     Raises:
       RuntimeError: a batch has a number of distinct ids that the distribution cannot explain.
@@ -348,7 +348,7 @@ def key_sets(workload: Workload, distribution: str, num_sets: int, seed: int) ->
 
 
 def expected_unique(distribution: str, num_rows: int, num_draws: int) -> float:
-    """How many distinct ids `num_draws` draws from one table have, on average."""
+    """Returns the expected number of distinct ids in `num_draws` draws from one table."""
     if distribution == "uniform":
         return num_rows * -np.expm1(num_draws * np.log1p(-1.0 / num_rows))
     edges = np.arange(1.0, num_rows + 1.0) ** (1.0 - exponent_of(distribution))
@@ -357,7 +357,7 @@ def expected_unique(distribution: str, num_rows: int, num_draws: int) -> float:
 
 
 def mix(table: int, ids: Any, xp: Any = np) -> Any:
-    """The 64-bit keys of ids of a table, as words uint32[..., 2] (low, high): a bijection of (table, id).
+    """Mixes ids of a table into 64-bit keys, words uint32[..., 2] (low, high): a bijection of (table, id).
 
     Three Feistel rounds on 32-bit halves, so that NumPy and JAX (`xp=jax.numpy`, x64 off) compute the same.
 

@@ -437,7 +437,7 @@ def of_arrow(column: Any, what: str, name: str) -> tuple[np.ndarray, np.ndarray 
     kind = column.type
     if pa.types.is_fixed_size_list(kind):
         width = kind.list_size
-        # `flatten` skips null lists: their lines stay padding.
+        # `flatten` skips null lists: their rows stay padding.
         flat = _numbers(column.flatten(), what, name).reshape(len(column) - column.null_count, width)
         if not column.null_count:
             return flat, None

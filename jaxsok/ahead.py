@@ -1,6 +1,6 @@
 """Compiles the step for the state that growth makes next, before it is needed (decision D9, record 0026).
 
-Capacities are shapes, so each growth of a store needs the step's program anew. While a store fills up, a thread lowers
+Capacities are shapes, so each growth of a store needs a new program of the step. As a store fills up, a thread lowers
 and compiles the step for the capacity that `grow.next_capacity` names. JAX keeps what it compiles, so the first call
 after the growth finds the program. Steps of `jax.jit` and of `nnx.jit` both have `lower`, which is all that this needs;
 the state may lie anywhere in their arguments. Larger `sightings` are not foreseen: the step is compiled on the spot
@@ -274,7 +274,7 @@ class Ahead:
 
 def _map_nodes(function: Callable[[Any], Any], tree: Any) -> Any:
     """Maps the states and the other leaves of a pytree. Flax's modules stay graphs, whose parts may be shared."""
-    nnx = sys.modules.get("flax.nnx")  # a caller who passes modules has imported it
+    nnx = sys.modules.get("flax.nnx")  # A caller that passes modules has imported it.
 
     def is_module(node: Any) -> bool:
         return nnx is not None and isinstance(node, nnx.Pytree)
@@ -292,7 +292,7 @@ def _map_nodes(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _key(arguments: Any, settings: tuple) -> Any:
-    """Returns what tells programs of one step apart: shapes, dtypes and settings."""
+    """Returns what distinguishes programs of one step: shapes, dtypes and settings."""
     return settings, tuple(_shape(leaf) for leaf in jax.tree.leaves(arguments))
 
 

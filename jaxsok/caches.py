@@ -27,7 +27,7 @@ from jaxsok.types import PADDING_KEY, TIER_COUNTERS
 
 @dataclasses.dataclass(frozen=True)
 class CacheStats:
-    """The cache of a store in host memory, on all devices together; `str` makes a line of it.
+    """The cache of a store in host memory, on all devices together; `str` formats it in one line.
 
     Rows are counted in calls, and distinct within a call. A lookup and an update are a call each, so a training step
     asks twice for the rows of its batch. New rows, for which nothing is read, count as neither hits nor reads.
@@ -52,7 +52,7 @@ class CacheStats:
     record_bytes: int
     """Bytes of a row with its optimizer state in host memory, which cross the link together."""
     words: tuple[tuple[int, ...], ...]
-    """By shard: `jaxsok.types.TIER_COUNTERS`."""
+    """The values of `jaxsok.types.TIER_COUNTERS`, by shard."""
 
     @property
     def num_hits(self) -> int:
@@ -128,7 +128,7 @@ class CacheEstimate:
     largest_batch: int
     """Distinct keys of the batch that has most of them; a smaller cache reads some rows twice in a training step."""
     num_repeated: int
-    """Distinct keys of batches that an earlier batch had, summed over the batches."""
+    """Distinct keys that an earlier batch had too, summed over the batches."""
     num_hits: np.ndarray
     """float64[num_keys + 1]: how many of these a cache of 0, 1, 2, ... rows has, on average over which of several
     equally old rows leaves; a cache smaller than the largest batch usually has more."""
@@ -152,7 +152,7 @@ class CacheEstimate:
         return self.num_hits / max(1, self.num_repeated + self.num_keys)
 
     def hit_rate(self, device_rows: int) -> float:
-        """Returns the hit rate of lookups with a cache of so many rows on all devices together."""
+        """Returns the hit rate of lookups with a cache of `device_rows` rows, on all devices together."""
         return float(self.hit_rates[min(device_rows, self.num_keys)])
 
     def rows_read(self, device_rows: int) -> float:

@@ -146,7 +146,7 @@ def _is_let_in(spec: StoreSpec, store: StoreState, distinct: UInt32[Array, "_ 4"
 
 
 _Counted = tuple[Int32[Array, ""], Bool[Array, " capacity"]]
-"""New keys, and the rows that are asked for."""
+"""The new keys, and the rows that the batches ask for."""
 
 
 def _new_keys_of_all(

@@ -1,4 +1,4 @@
-"""Eviction: rows leave by policy, exactly over a whole shard, between steps.
+"""Eviction: rows leave by policy, ranked exactly over a whole shard, between steps.
 
 A policy (policies.py) gives each row a score, or marks it as expired; XLA computes that slab by slab, at 4 to 8 bytes a
 row (1 where rows expire). Two kernels do the rest: `select` finds the rows of lowest (score, table, key) down to a
@@ -330,13 +330,13 @@ def _find_flags(flags: Array, start: int, size: int) -> Iterator[np.ndarray]:
 
 
 def _read(slab: RowSlab, places: np.ndarray, num_lines: int) -> Any:
-    """Reads lines of a slab as NumPy arrays; always asks for `num_lines` of them, so that one program serves all."""
+    """Reads rows of a slab as NumPy arrays; always asks for `num_lines` of them, so that one program serves all."""
     lines = slab.read(np.resize(places, num_lines))
     return jax.tree.map(lambda array: np.asarray(array)[: len(places)], lines)
 
 
 def _by_table(spec: StoreSpec, lines: Any) -> Iterator[tuple[str, Records]]:
-    """Splits lines of a store into records of its tables."""
+    """Splits rows of a store into records of its tables."""
     words, rows, states, statistics = lines
     records = Records(
         from_words(words[:, :2]),

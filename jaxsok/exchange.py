@@ -278,7 +278,7 @@ def requests_of_round(
 
 
 def num_rounds_of(most: Int32[Array, ""], send_capacity: int) -> Int32[Array, ""]:
-    """Returns the rounds in which each owner gets its next `send_capacity` requests, of at most so many; at least 1."""
+    """Returns the rounds in which each owner gets its next `send_capacity` requests, of at most `most`; at least 1."""
     return jnp.maximum(1, -(-most // send_capacity))
 
 

@@ -23,7 +23,7 @@ from jaxsok.types import BAGS_PER_TILE, COMBINERS, NUM_FEATURE_WORDS, PADDING_KE
 
 @dataclasses.dataclass(frozen=True)
 class Bags:
-    """One feature of one batch: its keys, their bags and weights.
+    """The keys of one feature of one batch, with their bags and weights.
 
     Example:
       >>> bags = Bags(np.array([7, 7, 9]), lengths=np.array([2, 1]))  # bags [7, 7] and [9]
@@ -91,7 +91,7 @@ class FeatureLayout:
         return max(-(-self.num_bags // BAGS_PER_TILE), 1 if self.num_keys else 0)
 
     def words(self, plan: int = 0) -> list[int]:
-        """Returns its line in the features operand (FeatureWord in ffi/core/layout.h)."""
+        """Returns its words in the features operand (FeatureWord in ffi/core/layout.h)."""
         # A bag of one key is its row whatever the combiner, so it takes the path without bags.
         single = self.hotness == 1 and self.weights_start < 0
         bags = self.bag_start, self.num_bags, self.hotness, self.offsets_start, self.weights_start, self.tile_start
@@ -253,7 +253,7 @@ class Batch:
 
 @dataclasses.dataclass
 class Part:
-    """One feature, read and checked, before it is packed."""
+    """A feature that is read and checked, before it is packed."""
 
     spec: FeatureSpec
     words: Any

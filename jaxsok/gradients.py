@@ -136,7 +136,7 @@ class Arrived(NamedTuple):
     received: Array
     """The requests, `[n, 4]`."""
     row_ids: RowIds
-    """NO_ROW where there is nothing to step."""
+    """Row ids to step; NO_ROW where there is nothing to step."""
     sums: Float32[Array, "n dim"]
     uses: Int32[Array, " n"]
     """The number of uses in each sum."""

@@ -10,7 +10,7 @@ that have no row, and these exact numbers decide. If the bounds fit, the exact n
 on the state and the coming batches alone, and not on what has arrived by when: a resumed run decides as one that went
 on, and all processes of a run decide alike.
 
-The same holds for the keys that wait for a row (`StoreState.sightings`), which are made anew, larger if need be, before
+The same holds for the keys that wait for a row (`StoreState.sightings`), which are rebuilt, larger if need be, before
 they fill half of their buckets.
 
 A store without rows gets, in the first call, room for many batches like the first one: its step is not compiled yet, so
@@ -66,12 +66,12 @@ GROWTH_FACTOR = 2.0  # capacity after growing over capacity before: the number o
 LOOK_EVERY = 64  # calls between looks at counters that nothing forces: refused keys and full indexes show there
 GENTLE_FACTOR = 1.25  # where twice does not fit into memory
 FIRST_CALLS = 32  # calls like the first one for which a store without rows gets room: its steps are not compiled yet
-FIRST_SHARE = 16  # one in so many bytes that are free may go into that, all stores together
+FIRST_SHARE = 16  # one in this many free bytes may go into that, all stores together
 WAITING_RESERVES = 2  # for which waiting keys get room: so that the host need not wait for the last steps' counters
 COPIES = 3  # steps in a row that copy the state before a warning: one copy may have come from elsewhere
 WORTH_BYTES = 64 << 20  # of the largest array of a state that is: below, copying costs less than a step
 PLACES = 100  # calls that look: then it is known how the step goes
-SLACK_SHARE = 16  # one in so many rows leaves beside what the coming keys need: evicting streams the whole store
+SLACK_SHARE = 16  # one in this many rows leaves in addition to the coming keys' need: evicting streams the whole store
 MOST_COUNTS = 8  # counts of one store that found room before it grows for the positions: each count is a wait
 
 _ALLOCATED, _BEGIN, _END, _UNPLACED, _SIGHTINGS = (
@@ -173,7 +173,7 @@ class GrowthTracker:
     def begin(self, coming: Coming, steps: int) -> None:
         """Begins a call: the steps since the last one may have inserted what was coming then."""
         if self.num_calls:
-            # A caller who gave no batch may have packed the first one, or a larger one, only after the call.
+            # A caller that passed no batch may have packed the first one, or a larger one, only after the call.
             asked = self.coming if self.steps is None else self.seen(self.steps).positions
             for s, (first, later) in enumerate(zip(self.coming, asked, strict=True)):
                 self.allowed[s] += max(first, later)
@@ -276,7 +276,7 @@ def grow(
     """Makes room for the keys until the next call; see `Collection.grow`. Changes `tracker`.
 
     No row leaves while lookups are in flight, or for keys that are only looked up ahead (`is_ahead`): the state drains
-    first. `steps` is for a caller who gave no batch.
+    first. `steps` is for a caller that gave no batch.
     """
     specs, shards = tracker.specs, tracker.shards
     num_shards, stores = specs[0].num_shards, range(len(specs))

@@ -3,7 +3,7 @@
 Most are worked out inside the kernels (`ffi/core/initialize.h`), so a key gets the same row on every mesh, in every run
 and on both back ends. Random numbers are counter-based: SplitMix64 of the key's stream and the column.
 
-`matrix` and `function` are traced: XLA works their rows out beside the kernels and writes those of new keys. They are
+`matrix` and `function` are traced: XLA computes their rows outside the kernels and writes those of new keys. They are
 functions of key and column alone. A store with such a table looks up by several calls in place of one (table.py,
 lookup.py); its other tables get the same rows as ever.
 """
@@ -276,7 +276,7 @@ def function(fn: Callable[[Array, Array], Array], name: str) -> Initializer:
 
     Cost:
       For a store with such a table a lookup costs several calls in place of one, and for each of its keys a row is
-      worked out and written twice: once for keys that got a row, once beside the rows for keys that have none.
+      worked out and written twice: once for keys that got a row, once next to the rows for keys that have none.
 
     Example:
       >>> def parity(words, columns):

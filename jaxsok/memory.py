@@ -44,7 +44,7 @@ STEP = ("batch", "plan", "embeddings", "gradients", "exchange", "staged", "works
 
 @dataclasses.dataclass(frozen=True)
 class StoreMemory:
-    """One store on one device."""
+    """The bytes of one store on one device."""
 
     tables: tuple[str, ...]
     dim: int
@@ -431,7 +431,7 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec
 
 
 def _stage(spec: StoreSpec, num_keys: int, workspace: int) -> dict[str, int]:
-    """Counts the bytes that a call with so many keys stages of rows in host memory, and the larger workspace."""
+    """Counts the bytes that a call with `num_keys` keys stages of rows in host memory, and the larger workspace."""
     if spec.memory is None:
         return {"staged": 0}
     bring = library.load_cpu().JaxsokBringWorkspaceBytes(num_keys)

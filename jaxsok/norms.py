@@ -74,7 +74,7 @@ def summed_by_row(
     as_keys = jnp.stack([row_ids, jnp.where(is_row, jnp.uint32(0), jnp.uint32(NO_ROW))], axis=1)
     _, _, inverse, _, _ = plan_kernels.plan((as_keys, *batch), num_tiles)
     if is_refused is not None:
-        # Refused keys go to the last line, which no row uses: each of them leaves a line free.
+        # Refused keys go to the last place, which no row uses: each of them leaves a place free.
         spare = row_ids.shape[0] - 1
         inverse = jnp.where(is_refused, spare, inverse)
     sums, uses = combine_kernels.combine_transpose(gradients, inverse, batch, row_ids.shape[0], num_tiles)

@@ -73,23 +73,23 @@ class TableRef:
         return self.shards.total(words, is_replicated=self.spec.is_replicated)
 
 
-# What Collection calls -----------------------------------------------------------------------------------------------
+# Calls of Collection -------------------------------------------------------------------------------------------------
 
 
 def erase(table: TableRef, state: State, keys: Any) -> tuple[State, UInt32[Array, ""]]:
-    """See `Collection.erase`."""
+    """Erases rows; see `Collection.erase`."""
     state, words = guards.whole("erase", state=state, keys=_words("erase", keys))
     return _run(_erase, table, state, words, is_write=True)
 
 
 def contains(table: TableRef, state: State, keys: Any) -> Bool[Array, " num_keys"]:
-    """See `Collection.contains`."""
+    """Finds keys; see `Collection.contains`."""
     state, words = guards.whole("contains", state=state, keys=_words("contains", keys))
     return _run(_contains, table, state, words)
 
 
 def rows_of(table: TableRef, state: State, keys: Any) -> tuple[Float[Array, "num_keys dim"], Bool[Array, " num_keys"]]:
-    """See `Collection.rows_of`."""
+    """Reads rows; see `Collection.rows_of`."""
     state, words = guards.whole("rows_of", state=state, keys=_words("rows_of", keys))
     return _run(_rows_of, table, state, words)
 
@@ -97,7 +97,7 @@ def rows_of(table: TableRef, state: State, keys: Any) -> tuple[Float[Array, "num
 def assign(
     table: TableRef, state: State, keys: Any, rows: Any, clock: Any, growth: grow.GrowthTracker
 ) -> tuple[State, UInt32[Array, ""], UInt32[Array, ""]]:
-    """See `Collection.assign`; `growth` notes how many rows a step sets."""
+    """Sets rows; see `Collection.assign`; `growth` notes how many rows a step sets."""
     words = _words("assign", keys)
     rows = rows if isinstance(rows, jax.Array) else np.asarray(rows)
     wanted = (words.shape[0], table.spec.dim)
@@ -117,7 +117,7 @@ def assign(
 
 
 def clear(table: TableRef, state: State) -> tuple[State, UInt32[Array, ""]]:
-    """See `Collection.clear`."""
+    """Clears tables; see `Collection.clear`."""
     (state,) = guards.whole("clear", state=state)
     return _run(_clear, table, state, is_write=True)
 
@@ -131,7 +131,7 @@ def evict(
     clock: Any,
     hand_over: evict_lib.HandOver | None,
 ) -> tuple[State, evict_lib.Evicted]:
-    """See `Collection.evict`."""
+    """Evicts rows; see `Collection.evict`."""
     leaving = _leaving(collection, table, policy, num_rows)
     now = clock_of("evict", clock)
     num_rows = None if num_rows is None else _word("evict: num_rows", num_rows)
@@ -158,7 +158,7 @@ def evict(
 
 
 def num_rows(collection: Declared, state: State) -> dict[str, int]:
-    """See `Collection.num_rows`."""
+    """Counts rows; see `Collection.num_rows`."""
     in_use = {}
     for spec, store in zip(collection.stores, state.stores, strict=True):
         # int64: all shards together may have more than 2**31 rows.
@@ -169,7 +169,7 @@ def num_rows(collection: Declared, state: State) -> dict[str, int]:
 
 
 def cache_stats(collection: Declared, state: State) -> tuple[CacheStats, ...]:
-    """See `Collection.cache_stats`."""
+    """Reads the caches' counts; see `Collection.cache_stats`."""
     in_use, shards, found = num_rows(collection, state), collection.shards, []
     for spec, store in zip(collection.stores, state.stores, strict=True):
         for tier in store.tier:

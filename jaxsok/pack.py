@@ -88,7 +88,7 @@ class _Given(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Source:
-    """One feature of the batches of a recipe."""
+    """A feature of the batches of a recipe."""
 
     spec: FeatureSpec
     key_type: int

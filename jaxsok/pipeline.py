@@ -162,7 +162,7 @@ class Pipeline:
         )
 
     def _pack(self, num_batches: int) -> None:
-        """Lets the thread read and pack until there are so many batches, or no more to read; waits for the first."""
+        """Lets the thread read and pack until there are `num_batches` batches, or no more; waits for the first."""
         while len(self._packed) < num_batches and not self._is_read:
             self._packed.append(self._thread.submit(self._read_and_pack, current_settings()))
         if self._packed:

@@ -26,7 +26,7 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, then multi
 _LAST_SHIFT = 31
 _PARTITION_BITS = NUM_PARTITIONS.bit_length() - 1
 
-_NUM_SAMPLED = 4096  # keys of a store that tell one batch from another
+_NUM_SAMPLED = 4096  # keys of a store by which batches are distinguished
 
 Word = UInt32[Array, " _"]
 
@@ -54,7 +54,7 @@ class RequestList:
     lines: UInt32[Array, "num_keys 4"]
     """Key low, key high, table, uses; PADDING_KEY beyond the last one."""
     inverse: Inverse
-    """Place in `lines` of each key of the batch; num_keys for padding."""
+    """The place in `lines` of each key of the batch; num_keys for padding."""
     starts: Int32[Array, " num_owners_plus_1"]
     """Places at which the requests of each owner begin, and at which the last ones end."""
 
@@ -117,7 +117,7 @@ class Found:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One lookup's plan, by store."""
+    """The plan of one lookup, by store."""
 
     features: Features
     distinct: tuple[Distinct, ...] | None = None
@@ -178,13 +178,13 @@ class Plan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InFlight:
-    """A lookup of a batch whose step is to come."""
+    """A lookup ahead: its batch's step is yet to come."""
 
     found: tuple[Found, ...]
     """Its counts are complete once the rows are read."""
     ticket: Ticket
     sample: tuple[Array, ...]
-    """Keys or digests that tell the batch from others (`Plan.sample`)."""
+    """Keys or digests by which batches are distinguished (`Plan.sample`)."""
     form: int = dataclasses.field(metadata={"static": True})
     embeddings: dict[str, Array] | None = None
     """None: rows are read when the batch is looked up."""

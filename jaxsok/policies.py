@@ -123,7 +123,7 @@ class AdmitByBloom(_BySightings):
         return max(1, round(-math.log2(self.false_positive_rate)))
 
     def num_counters(self, num_keys: int) -> int:
-        """Returns the counters, of one byte each, for so many keys: a multiple of 4."""
+        """Returns the number of counters, of one byte each, for `num_keys` keys: a multiple of 4."""
         bits = -num_keys * math.log(self.false_positive_rate) / math.log(2) ** 2
         return max(64, -(-math.ceil(bits) // 4) * 4)
 

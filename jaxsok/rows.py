@@ -70,14 +70,14 @@ class RowSlab:
         return sum(records.shape[0] for records in self.store.records[: self.number])
 
     def read(self, places: Int32[np.ndarray, " num_lines"]) -> RowLines:
-        """Reads lines by place."""
+        """Reads rows by place."""
         if not self.store.tier:
             return read_lines(self._lines, places)
         records, statistics = read_lines((self.records, self.statistics), places)
         return RowLines(records, *self.read_numbers(places), statistics)
 
     def cut(self, start: int, size: int) -> RowLines:
-        """Copies consecutive lines."""
+        """Copies consecutive rows."""
         if not self.store.tier:
             return cut_lines(self._lines, np.int32(start), size)
         records, statistics = cut_lines((self.records, self.statistics), np.int32(start), size)
@@ -125,14 +125,14 @@ _read_through_tier = without_mesh(jax.jit(numbers_in_host_memory, static_argnums
 @without_mesh
 @jax.jit
 def read_lines(slabs: Any, places: Int32[Array, " num_lines"]) -> Any:
-    """Reads lines of slabs (any tree of them), by place."""
+    """Reads rows of slabs (any tree of them), by place."""
     return jax.tree.map(lambda slab: slab.at[places].get(mode="clip"), slabs)
 
 
 @without_mesh
 @functools.partial(jax.jit, static_argnums=2)
 def cut_lines(slabs: Any, start: Int32[Array, ""], size: int) -> Any:
-    """Copies consecutive lines of slabs (any tree of them)."""
+    """Copies consecutive rows of slabs (any tree of them)."""
     return jax.tree.map(lambda slab: lax.dynamic_slice_in_dim(slab, start, size), slabs)
 
 

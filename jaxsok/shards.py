@@ -157,7 +157,7 @@ ONE_DEVICE = OneDevice()
 
 @dataclasses.dataclass(frozen=True)
 class MeshShards(Shards):
-    """Some axes of a mesh."""
+    """The shards of some axes of a mesh."""
 
     is_mesh: ClassVar[bool] = True
 
@@ -166,7 +166,7 @@ class MeshShards(Shards):
 
     @classmethod
     def checked(cls, mesh: Any, axis: Any) -> "MeshShards":
-        """See `Shards.of`."""
+        """Checks shards; see `Shards.of`."""
         if not isinstance(mesh, Mesh):
             raise TypeError(f"Collection: mesh: got {type(mesh).__name__}, wanted a jax.sharding.Mesh (jax.make_mesh).")
         names = (axis,) if isinstance(axis, str) else axis

@@ -205,7 +205,7 @@ def pack_words(
     num_misused_plans: Int32[Array, ""],
     longest_probe: Int32[Array, "num_shards num_stores"],
 ) -> Int32[Array, " num_words"]:
-    """Packs all counts into one array, by store; on a mesh parts of sums, with a line of `longest_probe` per shard."""
+    """Packs all counts into one array, by store; on a mesh they are parts of sums, with `longest_probe` per shard."""
     by_table = counts, num_nonfinite, num_rows, num_evicted
     others = num_unplaced, num_rounds, num_stale, num_misused_plans, longest_probe
     return jnp.concatenate([part.reshape(-1) for part in (*by_table, *others)])
@@ -262,7 +262,7 @@ def _is_latest(stats: Stats) -> np.ndarray:
     return is_latest
 
 
-# For writers of scalars ----------------------------------------------------------------------------------------------
+# Writers of scalars ----------------------------------------------------------------------------------------------
 
 
 def columns(stats: Stats) -> dict[str, np.ndarray]:

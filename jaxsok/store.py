@@ -38,13 +38,13 @@ class Slab(NamedTuple):
     """The arrays that a slab adds to a store."""
 
     rows: tuple[Array, ...]
-    """One array; none before the host slab is there."""
+    """The device's array; none before the host slab exists."""
     records: Array
     states: tuple[Array, ...]
     statistics: tuple[Array, ...]
     """None or one."""
     places: tuple[Array, ...]
-    """One where rows lie in host memory."""
+    """One array if rows lie in host memory."""
 
 
 @jax.tree_util.register_dataclass
@@ -190,7 +190,7 @@ def cache_bytes(spec: StoreSpec) -> int:
 
 
 def staged_bytes(spec: StoreSpec, num_keys: int) -> int:
-    """Returns the bytes that a call with so many keys stages in addition to the cache, and those of its slots."""
+    """Returns the bytes that a call with `num_keys` keys stages beyond the cache, and those of its slots."""
     return num_staged(num_keys, spec.num_slots, keeps=True) * _staged_line(spec) + 4 * num_keys
 
 

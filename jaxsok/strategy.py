@@ -96,7 +96,7 @@ class Strategy(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Fused(Strategy):
-    """One shard: every store costs one call, faster than the exchange."""
+    """The execution mode of one shard: every store costs one call, which is faster than the exchange."""
 
     shards: Shards
 
@@ -142,7 +142,7 @@ class Fused(Strategy):
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged(Strategy):
-    """Several shards: distinct keys go to their owners, rows come back, and gradients go the way of the keys."""
+    """The execution mode of several shards: distinct keys go to their owners, rows come back, gradients follow."""
 
     shards: Shards
     exchange: Exchange

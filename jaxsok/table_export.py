@@ -142,7 +142,7 @@ def _lines_of(records: Array, statistics: Array | None, number: int, since: int 
 
 
 def _blocks(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Yields all lines of arrays, a block at a time, as NumPy, with the number of the first line."""
+    """Yields all rows of arrays, a block at a time, as NumPy, with the number of the first row."""
     size = arrays[0].shape[0]
     block = min(BLOCK_ROWS, size)
 
@@ -170,11 +170,11 @@ def _join(pieces: list[_Lines]) -> _Lines:
     )
 
 
-# What is in them -----------------------------------------------------------------------------------------------------
+# Contents of chunks --------------------------------------------------------------------------------------------------
 
 
 def _receive(shard: int, start: int, lines: _Lines, arrays: tuple[Array, ...], names: list[str]) -> Chunk:
-    """Makes the chunk of some lines of a slab that begins with row id `start`; waits for its arrays."""
+    """Makes the chunk of some rows of a slab that begins with row id `start`; waits for its arrays."""
     rows, *states = (np.asarray(array)[: len(lines.places)] for array in arrays)
     statistics = lines.statistics
     last_step, frequency = (None, None) if statistics is None else (statistics[:, 0], statistics[:, 1])

@@ -29,7 +29,7 @@ from jaxsok.table_export import default_chunk_rows
 from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, PADDING_KEY, Clock, TableFullError
 
 LEAST_ROWS = 256  # per call: fewer are padded to it, more by an eighth at most, so that programs are few
-SALTS = 3  # under so many a chunk is tried, if keys find no entry in the index
+SALTS = 3  # tried for a chunk, at most, if keys find no entry in the index
 
 _WORD = {name: i for i, name in enumerate(COUNTERS)}
 _REFUSED = COUNTS.index("num_refused")
@@ -183,7 +183,7 @@ class RecordWriter:
 
 
 def padded(array: np.ndarray, lines: np.ndarray, size: int) -> np.ndarray:
-    """Returns some lines of an array, and zeros up to `size` of them; keys become words, and are padded as such."""
+    """Returns some rows of an array, and zeros up to `size` rows; keys become words, and are padded as such."""
     block = np.empty((size, *array.shape[1:]), array.dtype)
     # With this mode NumPy writes into `out` without a copy first.
     np.take(array, lines, axis=0, out=block[: len(lines)], mode="clip")

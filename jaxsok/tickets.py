@@ -27,8 +27,8 @@ RING = 256  # open tickets of a state: as many lookups may come between a lookup
 NUM_LINES = kernels.NUM_TICKET_LINES + RING
 
 Tickets = UInt32[Array, "num_shards num_lines 2"]
-"""The same for each shard: the last lookup's ticket, the number of lookups, and a ring of open tickets, in which a
-lookup overwrites the oldest; zeros where none is open."""
+"""The tickets, the same on each shard: the last lookup's ticket, the number of lookups, and a ring of open tickets, in
+which a lookup overwrites the oldest; zeros where none is open."""
 
 
 def no_tickets(num_shards: int) -> Tickets:

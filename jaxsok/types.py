@@ -68,7 +68,7 @@ COUNTS: tuple[str, ...] = (
     "num_padding",
     "num_unadmitted",
 )
-"""The words of a table's line of counts, in order; the unadmitted are a part of the refused."""
+"""The words of a table's counts, in order; the unadmitted are a part of the refused."""
 
 BAGS_PER_TILE: int = 256
 """Bags of one feature in a thread block."""

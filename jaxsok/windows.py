@@ -25,7 +25,7 @@ MOST_SHARDS = 32  # kMostWindowShards in ffi/kernels/window.h
 MOST_SECONDS = 100
 """Seconds that a shard waits for others, if all are of this process: the heartbeat time-out of `jax.distributed`."""
 MOST_SECONDS_OF_PROCESSES = 86_400
-"""The same with several processes: one may compile for long, and JAX's coordination service ends all if one dies."""
+"""Seconds with several processes: one may compile for long, and JAX's coordination service ends all if one dies."""
 _PROBE_BYTES = 4096
 
 _numbers: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
@@ -45,7 +45,7 @@ class Windows:
     """True if there are several processes."""
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes room for an exchange in which a shard receives so many bytes; called while a program is traced."""
+        """Makes room for an exchange in which a shard receives `num_bytes` bytes; called while a program is traced."""
         if not self.is_shared:
             kernels.reserve(self.platform, self.number, num_bytes)
             return
@@ -76,7 +76,7 @@ class Windows:
             growth.resume()
 
     def exchange(self, lines: Array) -> Array:
-        """Sends equal parts of lines to the shards and receives theirs, as `lax.all_to_all` over the first axis."""
+        """Sends equal parts of `lines` to the shards and receives theirs, as `lax.all_to_all` over the first axis."""
         self.reserve(math.prod(lines.shape) * lines.dtype.itemsize)
         return kernels.exchange(self.number, lines)
 

@@ -22,7 +22,7 @@ from jaxsok.store import State
 from jaxsok.types import COUNTERS, PADDING_KEY
 
 KEYS_AT_A_TIME = 1 << 18  # 2 MiB of keys: enough for a device to be busy, few enough for a host
-LEAST_KEYS = 1 << 10  # a search for so many takes less than the start of a program
+LEAST_KEYS = 1 << 10  # a search for this many takes less than the start of a program
 MOST_LINKS = 10_000  # a week of deltas, one a minute
 Path = str | os.PathLike[str]
 
@@ -101,7 +101,7 @@ def gone_keys(op: str, collection: Collection, state: State, chain: Sequence[Sou
 
 
 def _keeps_all(collection: Collection, state: State, base: Source, table: str) -> bool:
-    """Whether no row of a table's store went since an export: its generation is the same, and so is the state's life.
+    """Returns whether no row of a table's store left since an export: its generation and the state's life are the same.
 
     Processes with a state each would disagree, and wait for each other; they search.
     """

@@ -95,7 +95,7 @@ def export_delta(
     host_bytes: int = HOST_BYTES,
     piece_bytes: int = PIECE_BYTES,
 ) -> Exported:
-    """Writes what changed since another export: rows whose last step is that of the base or later, and keys that went.
+    """Writes the changes since another export: rows whose last step is the base's or later, and keys that left.
 
     Applied to what the base holds, it gives the tables as they are: rows, optimizer state, statistics. Call it where a
     step has ended: an update after the export, by a plan of an earlier step, is not seen. All tables keep statistics

@@ -54,7 +54,7 @@ class TableForm:
     dim: int
     dtype: str
     optimizer: str
-    state_form: str  # `Optimizer.state_form`, which tells states of the same names apart
+    state_form: str  # `Optimizer.state_form`, which distinguishes states of the same names
     states: tuple[tuple[str, int, float], ...]  # name, dim and initial value of each piece of optimizer state
     statistics: bool
 

@@ -80,7 +80,7 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
             _join(directory)
 
     def finalize(self, directory: Any) -> None:
-        """Does nothing: the parts of the manifest are joined where all processes hear if that fails."""
+        """Does nothing: the manifest's parts are joined in a call whose failure all processes get."""
 
     def restore(self, directory: Any, args: "TablesRestore | None" = None) -> State:
         """Restores a state of the arguments' collection."""
@@ -171,4 +171,4 @@ class TablesRestore(ocp.args.CheckpointArgs):
     """"require": as it was saved, refused if the optimizer is of another form; "matching": what has equal name and dim,
     the rest initial; "initial": none of it."""
     clock: int | None = None
-    """Now, for a given state whose lookups have a clock; None: its step. Rows that enter it count as used now."""
+    """The current clock of a given state whose lookups have one; None: its step. Entering rows count as used then."""

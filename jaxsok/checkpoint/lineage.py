@@ -1,4 +1,4 @@
-"""Lineage: whether what a state holds came after an export, so that a delta on it can be trusted.
+"""Lineage: whether the contents of a state came after an export, so that a delta on the export can be trusted.
 
 Every export records the life of its state, the lives before it, and the last export of each that led on (`lives.py`).
 """
@@ -59,7 +59,7 @@ def check(op: str, collection: Collection, state: State, folder: Any, manifest: 
 
 
 def is_same_life(state: State, manifest: Mapping[str, Any]) -> bool:
-    """Whether a folder was exported in this life of a state: nothing was restored since."""
+    """Returns whether a folder was exported in this life of a state: nothing was restored since."""
     return (manifest.get("lineage") or {}).get("word") == _life_of(state).name
 
 

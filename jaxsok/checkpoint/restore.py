@@ -1,4 +1,4 @@
-"""Restoring: saved rows into a state, each to the shard that owns its key, whatever mesh saved them.
+"""Restoring: saved rows go into a state, each to the shard that owns its key, whatever mesh saved them.
 
 A new state comes from a chain of exports, or one goes forward by the next delta. A process reads the batches that may
 have keys of its shards' partitions.

@@ -1,4 +1,4 @@
-"""Saving: a state on its way into the files of a folder, through a queue of bounded size.
+"""Saving: a state is written to the files of a folder through a queue of bounded size.
 
 One side copies pieces of the state to the host, and training waits for it; the other picks out the live rows, sorts
 them by partition and writes them. What does not fit into the queue waits until files are written.
@@ -66,17 +66,17 @@ class SaveReport:
     """Seconds for which training waited: until the last row was on the host."""
     num_bytes: int = 0
     peak_bytes: int = 0
-    """In the queue at most."""
+    """The most bytes in the queue."""
     num_rows: dict[str, int] = dataclasses.field(default_factory=dict)
     num_nonfinite: dict[str, int] = dataclasses.field(default_factory=dict)
     """Rows written that have an infinite or NaN number."""
     file_bytes: int = 0
     total_s: float = 0.0
-    """Until the files of this process were on the disk; 0 before that."""
+    """Seconds until the files of this process were on the disk; 0 before that."""
 
 
 class Saving:
-    """One save of one process: `feed` on the thread that holds the state, `write` on another."""
+    """A save by one process: `feed` on the thread that holds the state, `write` on another."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Sources of samples that can be read at any place: arrays, and data in blocks (Arrow, Parquet, text).
 
-A source has a fixed number of samples in a fixed order. What it reads are columns: NumPy arrays with a line for each
-sample, and `Bags` with offsets. `batches.py` decides which samples make a batch.
+A source has a fixed number of samples in a fixed order. It reads columns: NumPy arrays with an entry for each sample,
+and `Bags` with offsets. `batches.py` decides which samples make a batch.
 """
 
 import abc
@@ -25,14 +25,14 @@ from jaxsok.split import cut_bags, pick_bags
 
 Columns = dict[str, Any]  # by name: arrays `[num_samples, ...]`, or `Bags` with offsets
 
-BLOCK_SAMPLES = 1 << 16  # of a source without blocks of its own: so many neighbours stay together when shuffled
+BLOCK_SAMPLES = 1 << 16  # of a source without blocks of its own: this many neighbours stay together when shuffled
 
 
 @runtime_checkable
 class Source(Protocol):
     """Samples that `Batches` reads. Any thread may read; a source that worker processes read can be pickled.
 
-    It is a random-access data source for Grain, too: `source[i]` is one sample, of one line.
+    It is a random-access data source for Grain, too: `source[i]` is one sample, whose columns have one entry.
     """
 
     @property
@@ -45,7 +45,7 @@ class Source(Protocol):
         ...
 
     def keep(self, num_blocks: int) -> None:
-        """Asks for at least so many blocks to be kept in memory, where reading one again is expensive."""
+        """Asks for at least `num_blocks` blocks to be kept in memory, where reading one again is expensive."""
         ...
 
     def __len__(self) -> int: ...
@@ -119,7 +119,7 @@ class JoinedSource(_Source):
         return _read_parts(self._starts[1:], positions, lambda number, of_part: self._parts[number].take(of_part))
 
     def keep(self, num_blocks: int) -> None:
-        """Asks each source to keep so many blocks."""
+        """Asks each source to keep `num_blocks` blocks."""
         for part in self._parts:
             part.keep(num_blocks)
 
@@ -148,7 +148,7 @@ class BlockSource(_Source):
         """Reads and decodes a block."""
 
     def keep(self, num_blocks: int) -> None:
-        """Keeps at least so many decoded blocks."""
+        """Keeps at least `num_blocks` decoded blocks."""
         self._num_kept = max(self._num_kept, num_blocks)
 
     def take(self, positions: slice | np.ndarray) -> Columns:

@@ -1,7 +1,7 @@
 """Finds which kind of file a path has, and which tables are in it: by content, not by name.
 
-A line of `KINDS` has a function that opens a path as tables, each a function that begins to read its records, or
-returns None where the path is of another kind. A new kind is one more line.
+An entry of `KINDS` has a function that opens a path as tables, each a function that begins to read its records, or
+returns None where the path is of another kind. A new kind is one more entry.
 """
 
 import dataclasses

@@ -12,7 +12,7 @@ from jaxsok.inspection.report import TableReport
 from jaxsok.memory import STATE, STEP, MemoryEstimate
 from jaxsok.printed import each_device, in_units
 
-# Okabe and Ito's colours, which colour-blind people can tell apart.
+# Okabe and Ito's colours, which colour-blind people can distinguish.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#999999", "#000000")
 _INCHES = 3.4, 2.6  # of a panel
 _MOST_TICKS = 4  # that fit under a panel, of up to eight characters each

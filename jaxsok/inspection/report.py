@@ -25,10 +25,10 @@ class Norms:
     num_nonfinite: int
     """Rows with an infinite or NaN number, left out of the rest."""
     min: float
-    """NaN without rows, as the greatest and the quantiles."""
+    """The least norm; NaN without rows, as are the greatest and the quantiles."""
     max: float
     quantiles: Mapping[float, float]
-    """By share, to within 0.6%."""
+    """Quantiles by share, to within 0.6%."""
     bins: tuple[Bin, ...]
 
 

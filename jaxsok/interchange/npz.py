@@ -1,7 +1,7 @@
-"""One table as a `.npz` of NumPy: for tables that fit into host memory, and for other tools.
+"""A table as a `.npz` of NumPy: for tables that fit into host memory, and for other tools.
 
-Arrays are `key` uint64 and `row`, and where they are kept `state.<name>`, `last_step` and `frequency`, with a line for
-each row. Rows of bfloat16, which the format lacks, are uint16 of the same bits; `row_dtype` says what rows are.
+Arrays are `key` uint64 and `row`, and if they are kept `state.<name>`, `last_step` and `frequency`, with an entry for
+each row. Rows of bfloat16, which the format lacks, are uint16 of the same bits; `row_dtype` names the dtype.
 """
 
 import math

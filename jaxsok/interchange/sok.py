@@ -32,7 +32,7 @@ _SLOTS: dict[str, dict[str, str]] = {
     "adadelta": {"v": "Adadelta-accum_grad", "u": "Adadelta-accum_var"},
     "ftrl": {"accumulator": "Ftrl-accumulator", "z": "Ftrl-linear"},
     "group_ftrl": {"accumulator": "Ftrl-accumulator", "z": "Ftrl-linear"},
-}  # by optimizer, the file of each state. TensorFlow's slots hold the same numbers, but for momentum
+}  # by optimizer, the file of each state. TensorFlow's slots hold the same numbers, except for momentum
 
 _ALSO = {"adamax": {"m": "Adam-m", "u": "Adam-v"}}  # SOK takes Adamax for Adam where it names the files
 _ENDS = {"key", "weight", *(end for slots in (*_SLOTS.values(), *_ALSO.values()) for end in slots.values())}
@@ -124,7 +124,7 @@ def read_sok(
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: names, types or sizes that do not fit; fewer lines of state than keys; PADDING_KEY, or a key that
+      ValueError: names, types or sizes that do not fit; fewer rows of state than keys; PADDING_KEY, or a key that
         occurs twice. Names file and byte.
 
     Example:

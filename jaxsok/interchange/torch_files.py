@@ -1,7 +1,7 @@
 """Folders of `torch.distributed.checkpoint`, read without torch: nothing that a pickle names is imported or called.
 
 `.metadata` is a pickle: the chunks of each tensor by offset, and where in the files each of them lies. A chunk is a zip
-archive of `torch.save`: a pickle with shape and strides, and the numbers, stored as they are. Decision 0025 tells why
+archive of `torch.save`: a pickle with shape and strides, and the numbers, stored as they are. Decision 0025 says why
 torch's own reader is not used.
 """
 
@@ -51,7 +51,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Section(io.RawIOBase):
-    """Some bytes of a mapped file as a file of their own: other zip archives may lie before them."""
+    """A part of a mapped file as a file of its own: other zip archives may lie before it."""
 
     def __init__(self, section: memoryview):
         self._section, self._at = section, 0
@@ -79,7 +79,7 @@ class Tensor:
     dtype: np.dtype
     shape: tuple[int, ...]
     chunks: Mapping[tuple[int, ...], tuple[tuple[int, ...], pathlib.Path, int, int]]
-    """By offset, the sizes of each chunk and its file, first and last byte."""
+    """The sizes of each chunk and its file, first and last byte, by offset."""
 
     def read(self, *ranges: tuple[int, int]) -> np.ndarray:
         """Reads a block, given as (first, end) of the leading dimensions; the rest is whole. Touches its bytes alone.

@@ -32,8 +32,8 @@ _SUMS = {"accumulator": ("momentum1", "dense sum")}
 _MOMENTS = {"m": ("momentum1", "exp_avg"), "v": ("exp_avg_sq",)}
 _STATES: dict[str, dict[str, tuple[str, ...]]] = {"sgd": {}, **dict.fromkeys(("adagrad", "rowwise_adagrad"), _SUMS)}
 _STATES |= dict.fromkeys(("adam", "adamw", "rowwise_adam"), _MOMENTS)
-"""By optimizer, the names that each state may have in files. A dense optimizer's have "dense " before them: its sums
-are those of lazy Adagrad, since a gradient of zero adds nothing; its moments are not those of lazy Adam."""
+"""The names that each state may have in files, by optimizer. A dense optimizer's begin with "dense ": its sums equal
+those of lazy Adagrad, since a gradient of zero adds nothing; its moments differ from those of lazy Adam."""
 
 _PLACE = re.compile(r"((?:.+\.)?(?:embedding_bags|embeddings)\.([^.]+))\.weight(?:\.(.+))?")
 _COLUMNS = re.compile(r"(.+)\[(\d+):(\d+)\]")
@@ -77,7 +77,7 @@ def load(
     needs it.
 
     Raises:
-      ValueError: besides those of `jaxsok.interchange`: state that the declared optimizer cannot continue from exactly,
+      ValueError: those of `jaxsok.interchange`, and state that the declared optimizer cannot continue from exactly,
         or Adam without `step`.
 
     Cost:

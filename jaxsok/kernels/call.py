@@ -42,11 +42,11 @@ class StoreArrays:
     statistics: tuple[StatisticsSlab, ...] = ()
     """Last step and frequency of each row, in slabs as the rows; empty if no table keeps them."""
     sightings: tuple[UInt32[Array, "_ 16"], ...] = ()
-    """One array, where a table admits by count: (table, key) → occurrences so far, in buckets as the index."""
+    """One array if a table admits by count: (table, key) → occurrences so far, in buckets as the index."""
     bloom: tuple[UInt32[Array, " _"], ...] = ()
-    """One array, where a table admits by Bloom filter: counters of one byte, four in a word."""
+    """One array if a table admits by Bloom filter: counters of one byte, four in a word."""
     table_evicted: tuple[UInt32[Array, " num_tables"], ...] = ()
-    """One array: rows of each table that were ever evicted, modulo 2**32; empty where no table has a policy."""
+    """One array: the evicted rows of each table to date, modulo 2**32; empty if no table has a policy."""
 
 
 STORE_ARRAYS = tuple(field.name for field in dataclasses.fields(StoreArrays))

@@ -109,7 +109,7 @@ def lookup_planned(
     rows: Sequence[Slab],
     table_ids: UInt32[Array, " num_keys"] | None = None,
 ) -> tuple[Counters, TableCounts, list[Array]]:
-    """Combines rows whose ids are known, a store's or others. See `LaunchLookupPlanned` in ffi/kernels/lookup.h.
+    """Combines rows with known ids, of a store or others. See `LaunchLookupPlanned` in ffi/kernels/lookup.h.
 
     The counters are donated and do not change, but an op that takes them comes after this one. `table_ids` has the
     table of each key of bags, where the features do not give it.
@@ -189,7 +189,7 @@ def lookup_bags_window(
 
 @dataclasses.dataclass(frozen=True)
 class FrozenOperands:
-    """One frozen store and the batch that reads it (`FrozenLookup` in ffi/kernels/lookup.h)."""
+    """The arrays of one frozen store and of the batch that reads it (`FrozenLookup` in ffi/kernels/lookup.h)."""
 
     index: UInt32[Array, "num_buckets 16"]
     counters: Counters

@@ -102,7 +102,7 @@ def gather(
 
 
 def scatter(row_ids: RowIds, lines: Shaped[Array, "_ _"], slabs: Sequence[Shaped[Array, "_ _"]]) -> tuple[Array, ...]:
-    """Writes lines into donated slabs by row id, in their dtype. See `LaunchScatter` in ffi/kernels/table.h."""
+    """Writes rows into donated slabs by row id, in their dtype. See `LaunchScatter` in ffi/kernels/table.h."""
     operands = {"row_ids": row_ids, "lines": lines, "slabs": tuple(slabs)}
     return call("jaxsok_table_scatter", operands, {}, in_place=("slabs",))["slabs"]
 

@@ -9,7 +9,7 @@ from jaxsok.kernels.call import call, result
 from jaxsok.types import Counters, Digest, Keys
 
 NUM_TICKET_LINES = 2
-"""Lines of a state's tickets before the open ones: the last ticket, and the number of lookups (`TicketsView`)."""
+"""Entries of a state's tickets before the open ones: the last ticket, and the number of lookups (`TicketsView`)."""
 NUM_TICKET_WORDS = 2
 """Words of a ticket before the generations of stores."""
 

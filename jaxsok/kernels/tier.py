@@ -18,12 +18,12 @@ from jaxsok.types import IN_HOST, RECORD_WORDS, TIER_COUNTERS, RowIds
 @dataclasses.dataclass(frozen=True)
 @no_type_check  # trees of shapes and types have this form, too
 class Tier:
-    """Where the rows of a store in host memory are, and the cache: `TierView` in ffi/kernels/tier.h."""
+    """The places of the rows of a store in host memory, and the cache: `TierView` in ffi/kernels/tier.h."""
 
     places: tuple[UInt32[Array, "_ 1"], ...]
-    """By row, in slabs: its slot in the cache, IN_HOST or FRESH."""
+    """The place of each row, in slabs: its slot in the cache, IN_HOST or FRESH."""
     rows: Float[Array, "num_lines dim"]
-    """The rows in the cache, by slot; one line at least."""
+    """The rows in the cache, by slot; at least one slot."""
     states: tuple[Float32[Array, "num_lines _"], ...]
     """Their optimizer state, in the order of the optimizer's `state_specs`."""
     owners: UInt32[Array, "num_lines 4"]
@@ -50,7 +50,7 @@ class Brought(NamedTuple):
     slots: RowIds
     """The slot of each row asked for; NO_ROW where there is none."""
     staged_rows: Float[Array, "num_staged dim"]
-    """Without lines where everything fits the cache."""
+    """Staged rows; none if everything fits the cache."""
     staged_states: tuple[Float32[Array, "num_staged _"], ...]
     staged_owners: UInt32[Array, "num_staged 4"]
 
@@ -70,7 +70,7 @@ def host_bytes(row_bytes: int, state_widths: Sequence[int]) -> int:
 
 
 def num_staged(num_keys: int, num_slots: int, *, keeps: bool) -> int:
-    """Returns the slots beyond the cache that a call with so many rows may need."""
+    """Returns the slots beyond the cache that a call with `num_keys` rows may need."""
     return max(0, num_keys - num_slots) if keeps else num_keys
 
 

@@ -1,4 +1,4 @@
-"""Doors of the window noun: lines to other shards through memory that their peers write.
+"""Doors of the window noun: exchanges with other shards through memory that their peers write.
 
 Windows are memory of the library, reached by a number. `open_windows` and `reserve` act on the devices at once, while a
 program is traced; the rest are calls of a program, on every shard.
@@ -23,7 +23,7 @@ def open_windows(platform: str, number: int, groups: Sequence[Sequence[int]], mo
 
 
 def reserve(platform: str, number: int, num_bytes: int) -> None:
-    """Makes windows large enough to receive so many bytes in an exchange. RuntimeError: a device has no room."""
+    """Makes windows large enough to receive this many bytes in an exchange. RuntimeError: a device has no room."""
     error = library.of_platform(platform).JaxsokWindowReserve(number, num_bytes)
     _check(f"reserve: num_bytes: got {num_bytes}", error)
 

@@ -1,6 +1,6 @@
 """A Flax Linen layer over a collection: looks up in a model's `apply`, learns from the gradient of its taps.
 
-It has three collections of variables beside "params": "tables", the state of the tables; "sparse_taps", the taps of a
+It adds three collections of variables to "params": "tables", the state of the tables; "sparse_taps", the taps of a
 step, made by `zero_taps` and differentiated; "plans", what `apply` hands to `apply_updates` of the same step. Import it
 by `from jaxsok.layers import linen as layers`; the calls that need no Flax are in tap.py.
 """
@@ -30,7 +30,7 @@ _TABLES, _TAPS, _PLANS = "tables", "sparse_taps", "plans"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Waiting:
-    """What "tables" holds between lookup and update, without arrays: it tells whether micro-batches are chained."""
+    """The contents of "tables" between lookup and update, without arrays; shows whether micro-batches are chained."""
 
     num_lookups: int = dataclasses.field(metadata={"static": True})
 
@@ -226,7 +226,7 @@ def clip_by_global_norm(
     max_norm: Any,
     dense: Any = None,
 ) -> tuple[Any, Any, Float32[Array, ""]]:
-    """`Collection.clip_by_global_norm` for a model: rows of all its tables and dense parameters, scaled together.
+    """Does `Collection.clip_by_global_norm` for a model: scales rows of all tables and dense parameters together.
 
     The norm is that of dense tables: each row counts once, with the sum over its uses. Optax's norm of the gradients of
     taps counts each use by itself.

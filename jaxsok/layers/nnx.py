@@ -39,7 +39,7 @@ class TableVariable(nnx.Variable):
 
 
 class TapVariable(nnx.Variable):
-    """The taps of a step: for each lookup, zeros by feature. Differentiate with respect to it beside `nnx.Param`."""
+    """The taps of a step: for each lookup, zeros by feature. Differentiate with respect to them and to `nnx.Param`."""
 
 
 class PlanVariable(nnx.Variable):
@@ -196,9 +196,9 @@ class Embeddings(nnx.Module):
 def value_and_grad(
     f: Callable[..., Any], *, wrt: Any = None, has_aux: bool = False, accumulate: bool = False
 ) -> Callable[..., Any]:
-    """`nnx.value_and_grad` for models with `Embeddings`: makes their taps and differentiates with respect to them too.
+    """Does `nnx.value_and_grad` for models with `Embeddings`, and differentiates with respect to their taps too.
 
-    The gradients hold a TapVariable for each layer beside those of `wrt` (None: `nnx.Param`); `nnx.Optimizer.update`
+    The gradients hold a TapVariable for each layer and those of `wrt` (None: `nnx.Param`); `nnx.Optimizer.update`
     takes out its own, and `clip_by_global_norm` of this module clips them together. `f` takes the model and more
     arguments, and returns the loss, or (loss, aux) with `has_aux`. `accumulate` is that of `Embeddings.set_taps`: a
     further micro-batch before one update of all.
@@ -269,7 +269,7 @@ def update(model: Any, gradients: Any, *, learning_rate: Any = None) -> dict[str
 
 
 def clip_by_global_norm(model: Any, gradients: Any, max_norm: Any) -> tuple[Any, Float32[Array, ""]]:
-    """`Collection.clip_by_global_norm` for a model: rows of all its tables and dense parameters, scaled together.
+    """Does `Collection.clip_by_global_norm` for a model: scales rows of all tables and dense parameters together.
 
     The norm is that of dense tables: each row counts once, with the sum over its uses. Optax's norm of the same
     gradients counts each use by itself.
@@ -328,7 +328,7 @@ def _waiting(op: str, model: Any, gradients: Sequence[Any]) -> list[tuple[tuple[
 
 
 def _is_graph_mode() -> bool:
-    """Whether Flax's transformations take `DiffState` and carry new Variables out; older Flax always does."""
+    """Returns whether Flax's transformations take `DiffState` and carry new Variables out; older Flax always does."""
     return all(mode.current_value() for mode in modes_of_flax())
 
 

@@ -20,7 +20,7 @@ from jaxsok.plan import Plan
 from jaxsok.store import State
 
 Taps = Mapping[str, Array]
-"""By feature, zeros of the shape and dtype of its embedding in one lookup."""
+"""Zeros of the shape and dtype of each feature's embedding in one lookup."""
 
 
 @jax.custom_vjp

@@ -1,6 +1,6 @@
 """Sparse optimizers: declared here, stepped in the update kernel. Seen as `jaxsok.optim`.
 
-All take a `learning_rate` (a number, a 0-d array, or an Optax schedule) and, but for `lift`, `limits` around the step.
+All take a `learning_rate` (a number, a 0-d array, or an Optax schedule) and, except `lift`, `limits` around the step.
 """
 
 from jaxsok.optimizers.fused import adagrad, adam, rowwise_adagrad, sgd

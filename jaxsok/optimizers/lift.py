@@ -1,6 +1,6 @@
 """Optax transformations that treat rows alike, as sparse optimizers of rows; those that do not are refused.
 
-`lift` looks at a transformation once, when it is declared: which leaves of its state have one line per row, which are
+`lift` looks at a transformation once, when it is declared: which leaves of its state have one entry per row, which are
 the store's, and whether a row's step needs any other row (separable.py). The step of a row is the transformation's own
 `update` on a table of that one row, so the formulas are Optax's.
 """

@@ -99,7 +99,7 @@ class NAdam(AdamW):
     weight_decay: float = not_negative(0.0)
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Learning rate, the bias corrections, that of the first moment after the next step."""
+        """Returns the learning rate, the bias corrections, and the first moment's correction after the next step."""
         next_step = jnp.asarray(step).astype(jnp.float32) + 1
         return (*super().hyper(step, learning_rate), bias_correction(next_step, self.b1))
 

@@ -174,7 +174,7 @@ class _Maker:
 
 
 class _Compiler:
-    """One run over a jaxpr: operations in single assignment, then registers."""
+    """A compiler of one jaxpr: operations in single assignment, then registers."""
 
     def __init__(self, what: str, dim: int, num_states: int):
         self.what, self.dim, self.num_states = what, dim, num_states

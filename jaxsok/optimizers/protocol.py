@@ -31,7 +31,7 @@ LearningRate = float | Callable[[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class RowState:
-    """One piece of optimizer state, `initial_value` in new rows."""
+    """A piece of optimizer state, with `initial_value` in new rows."""
 
     name: str
     dim: int
@@ -43,7 +43,7 @@ class RowInputs(NamedTuple):
     """The inputs of a step of one row, float32; `hyper` is the result of `Optimizer.hyper`."""
 
     gradient: Float[Array, " dim"]
-    """Summed over the uses of the row, scaled by row_gradient."""
+    """The row's gradient, summed over its uses and scaled by row_gradient."""
     row: Float[Array, " dim"]
     states: tuple[Float[Array, " _"], ...]
     """Optimizer state, in the order of `state_specs`: `[dim]` or `[1]`."""
@@ -86,7 +86,7 @@ class Optimizer(abc.ABC):
 
     @property
     def kernel(self) -> int:
-        """The number of the row update in `ffi/core/row_update.h`; PROGRAM: `step_row` is all there is."""
+        """The number of the row update in `ffi/core/row_update.h`; PROGRAM if only `step_row` exists."""
         return PROGRAM
 
     def state_form(self, dim: int) -> str:

@@ -138,7 +138,7 @@ def _counts_rows(eqn: Any, num_rows: int) -> bool:
 
 
 def _dependence_of_constant(value: Any, num_rows: int) -> Dependence:
-    """Finds how a constant depends on the block; where an axis is as long, it may tell rows apart."""
+    """Finds how a constant depends on the block: an axis of the same length may distinguish rows."""
     shape = np.shape(value)
     for axis in [axis for axis, size in enumerate(shape) if size == num_rows]:
         parts = np.moveaxis(np.asarray(value), axis, 0)

@@ -71,7 +71,7 @@ class RmsProp(Limited):
         if self.centered:
             m = average(others[0], gradient, self.decay)
             mean = m / correct if self.bias_correction else m
-            # A mean square is no less than the square of the mean, but for rounding.
+            # Except for rounding, a mean square is at least the square of the mean.
             square = jnp.maximum(square - mean * mean, 0.0)
             states.append(m)
         root = jnp.sqrt(square + self.eps) if self.eps_in_sqrt else jnp.sqrt(square) + self.eps
@@ -121,7 +121,7 @@ adadelta = function_of(Adadelta)
 
 @dataclasses.dataclass(frozen=True)
 class AdagradDecay(Limited):
-    """Adagrad whose accumulator shrinks from time to time, so that a long training does not come to rest.
+    """Adagrad whose accumulator shrinks periodically, so that steps of a long training do not vanish.
 
     In updates `decay_step`, `2 · decay_step`, ... of the collection `acc = max(acc · decay_rate, initial)`; in every
     update that uses the row `acc += g²; row -= lr · g / sqrt(acc)`.

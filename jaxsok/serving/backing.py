@@ -1,4 +1,4 @@
-"""The tiers below the device, which have what its cache lacks: `HostRows`, databases, or several (`Layered`)."""
+"""Tiers below the device, which have the rows that its cache lacks: `HostRows`, databases, or several (`Layered`)."""
 
 import abc
 import functools
@@ -160,7 +160,7 @@ class HostRows(RowSource):
             self._asked[what, size] = None
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
-        """Goes by the order in which the keys came."""
+        """Yields rows in the order in which the keys came."""
         store, number = self._place("scan", table)
         keys, row_ids = self._maps[store].keys_of(number)
         of_store = self._maps[store].frequencies
@@ -224,7 +224,7 @@ class Layered(RowSource):
         return parts
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
-        """Goes by layer, without the keys of the layers before, which are asked."""
+        """Yields rows layer by layer, without keys that an earlier layer has; it asks these layers."""
         for number, layer in enumerate(self._layers):
             for records in layer.scan(table, chunk_rows):
                 is_new = np.ones(records.num_rows, bool)
@@ -271,7 +271,7 @@ def join_lines(parts: Iterable[Lines]) -> Lines:
 
 
 def hottest_rows(chunks: Iterable[Records], num_rows: int) -> Records:
-    """Selects the rows of highest frequency, of equal ones the first; without frequencies the first ones."""
+    """Selects the rows of highest frequency, the first among equal rows; without frequencies, the first rows."""
     parts, num_kept, are_known = [], 0, True
     for records in chunks:
         parts.append(records)

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 
 
 class ServingError(ValueError):
-    """Anything that serving refuses."""
+    """The error of everything that serving refuses."""
 
 
 class ConfigError(ServingError):
-    """A malformed configuration, or one that asks for what is not there.
+    """A configuration that is malformed or names something missing.
 
     `path` names the key in the JSON, as `models[0].gpucacheper`; "": the whole configuration.
 
@@ -56,7 +56,7 @@ class DatabaseError(ServingError):
 
 
 class StreamFullError(ServingError):
-    """A stream that has no room for another version, since servers have not read those that it has."""
+    """A stream without room for another version, since servers have not read its versions."""
 
 
 @contextlib.contextmanager

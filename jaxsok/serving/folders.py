@@ -287,7 +287,7 @@ def _cut(keys: np.ndarray, key_bits: KeyBits) -> np.ndarray:
 
 
 class _Chain:
-    """One table in the links of a chain, or in deltas that follow each other."""
+    """A table in the links of a chain, or in deltas that follow each other."""
 
     def __init__(self, links: Sequence[Source], table: str, key_bits: KeyBits) -> None:
         self._links, self._table = links, table

@@ -51,7 +51,7 @@ class FrozenTable:
 
     name: str
     dim: int  # numbers in a row: 1 to 1024
-    default: float = 0.0  # what a key that is not there reads, in every column
+    default: float = 0.0  # the number that a missing key reads, in every column
     dtype: FrozenDtype = "float32"  # as rows are stored; embeddings are float32
     initial: initializers.InitialRows | None = None
     """The row of such a key in training, read in place of `default`. Rounded to rows of 16 bits, not of 8."""
@@ -150,7 +150,7 @@ class FrozenTables:
     stores: tuple[FrozenStore, ...]
     spec: FrozenSpec = dataclasses.field(metadata={"static": True})
     is_fused: bool = dataclasses.field(default=True, metadata={"static": True})
-    """Whether `lookup` reads all inputs in one call; False: it makes a call for each, with the same bits."""
+    """True if `lookup` reads all inputs in one call; False: it makes a call for each, with the same bits."""
 
     @property
     def tables(self) -> dict[str, FrozenTable]:
@@ -252,7 +252,7 @@ def freeze(
 
 
 def table_that_reads(name: str, dim: int, dtype: Any, absent: float | initializers.InitialRows) -> FrozenTable:
-    """Makes a table from what a key reads that is not there."""
+    """Makes a table from the row that missing keys read."""
     if isinstance(absent, initializers.InitialRows):
         return FrozenTable(name, dim, dtype=dtype, initial=absent)
     return FrozenTable(name, dim, absent, dtype)
@@ -333,7 +333,7 @@ def write_lines(store: FrozenStore, row_ids: np.ndarray, lines: Sequence[np.ndar
 
 
 def ready_to_write(store: FrozenStore, num_rows: int) -> None:
-    """Compiles `write_lines` for so many rows, where they lie (JAX keeps the programs)."""
+    """Compiles `write_lines` for this many rows on their device (JAX keeps the programs)."""
     size, arrays = padded_size(num_rows, _LEAST_ROWS), (store.rows, *store.scales)
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=store.rows.sharding)
     lines = tuple(shape((size, *array.shape[1:]), array.dtype) for array in arrays)
@@ -349,7 +349,7 @@ def check_records(op: str, table: FrozenTable, records: Records) -> None:
 
 
 def frozen_bytes(table: FrozenTable, num_rows: int) -> dict[str, int]:
-    """Bytes of device memory of `num_rows` rows of a table, spare ones included, by array.
+    """Counts the bytes of device memory of `num_rows` rows of a table, spare ones included, by array.
 
     Example:
       >>> frozen_bytes(FrozenTable("user", dim=128, dtype="int8"), 1_000_000)

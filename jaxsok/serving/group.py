@@ -20,7 +20,7 @@ from jaxsok.types import COMBINERS, MAX_DIM, Combiner
 
 @dataclasses.dataclass(frozen=True)
 class LookupSpec:
-    """One input of a fused group: which table its keys read, and how the rows of a bag are combined.
+    """An input of a fused group: the table that its keys read, and the combiner of its bags.
 
     Raises:
       TypeError, ValueError: when declared; names the argument.

@@ -31,7 +31,7 @@ class _Unset:
 
 
 class LookupLayer(nn.Module):
-    """As `jaxsok.serving.nnx.LookupLayer`, in Linen. `init` without tables needs `dim`.
+    """A layer of single keys in Linen; see `jaxsok.serving.nnx.LookupLayer`. `init` without tables needs `dim`.
 
     Example:
       `LookupLayer("item").apply({}, np.array([[9, 8]]), tables=tables)`
@@ -47,7 +47,7 @@ class LookupLayer(nn.Module):
 
 
 class SparseLookupLayer(nn.Module):
-    """As `jaxsok.serving.nnx.SparseLookupLayer`, in Linen. `init` without tables needs `dim`.
+    """A layer of bags in Linen; see `jaxsok.serving.nnx.SparseLookupLayer`. `init` without tables needs `dim`.
 
     Example:
       `SparseLookupLayer("item").apply({}, Bags(np.array([7, 9, 9]), lengths=np.array([2, 0, 1])), tables=tables)`
@@ -75,7 +75,7 @@ class SparseLookupLayer(nn.Module):
 
 
 class LookupLayers(nn.Module):
-    """As `jaxsok.serving.nnx.LookupLayers`, in Linen.
+    """A fused group of inputs in Linen; see `jaxsok.serving.nnx.LookupLayers`.
 
     Example:
       `LookupLayers({"who": "user", "seen": LookupSpec("item", "sum")}).apply({}, inputs, tables=tables)`
@@ -112,7 +112,7 @@ def set_tables(variables: Mapping[str, Any], tables: FrozenTables) -> dict[str, 
 def as_function(
     model: nn.Module, variables: Mapping[str, Any], method: Any = None
 ) -> Callable[[FrozenTables, Mapping[str, Any]], Any]:
-    """Returns the model as the function of tables and inputs by name that `export_model` takes, with its parameters.
+    """Returns the model with its parameters as a function of tables and inputs by name, as `export_model` takes it.
 
     `variables` come from `init`, with "params" as trained; ValueError: without the collection "tables". `method` of the
     model is called in place of `__call__`, with `**inputs`.

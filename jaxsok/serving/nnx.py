@@ -1,4 +1,4 @@
-"""Flax NNX layers over frozen tables: what HPS calls `LookupLayer` and `SparseLookupLayer`, and a fused group of both.
+"""Flax NNX layers over frozen tables: `LookupLayer` and `SparseLookupLayer` as in HPS, and a fused group of both.
 
 Tables lie in Variables of their own type, apart from the dense parameters, and can be taken out of a model and replaced
 (`set_tables`, `nnx.split(model, FrozenTablesVariable, ...)`). Nothing here is trained; `jaxsok.layers` is for training.
@@ -149,7 +149,7 @@ class LookupLayers(nnx.Module):
 
 
 def set_tables(model: Any, tables: FrozenTables) -> None:
-    """Binds all layers of a model to tables, as when there is a new version.
+    """Binds all layers of a model to tables, such as a new version.
 
     Compiled programs are used again for tables of the same sizes. ValueError: the model has no layers of this module.
     """
@@ -164,7 +164,7 @@ def set_tables(model: Any, tables: FrozenTables) -> None:
 
 
 def as_function(model: Any, method: Callable[..., Any] | None = None) -> Callable[[FrozenTables, Mapping], Any]:
-    """Returns the model, as it is now, as the function of tables and inputs by name that `export_model` takes.
+    """Returns the model, as it is now, as a function of tables and inputs by name, as `export_model` takes it.
 
     Its parameters are inside; call `model.eval()` first, where that matters. `method` is called as
     `method(model, **inputs)`; None: `model(**inputs)`. ValueError: the model has no layers of this module.

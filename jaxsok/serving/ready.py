@@ -73,7 +73,7 @@ class Beside:
         self.forget()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Stops, waits at most so long for what runs, and returns whether it has ended."""
+        """Stops, waits at most `timeout_s` for running work, and returns whether it has ended."""
         self.stop()
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, timeout_s)
@@ -106,13 +106,13 @@ def _close_all() -> None:
 
 
 class Ready(Generic[Program]):
-    """Knows which programs are compiled where, and which were called last."""
+    """A record of which programs are compiled where, and which were called last."""
 
     def __init__(self, compile: Callable[[Any, Program], None]) -> None:
         self._compile = compile
         self._lock = threading.Lock()
-        # All below is read and changed under `_lock`, which is free while a program is compiled. Who compiles a program
-        # holds its lock in `_compiling` until the program is in `_made`, or could not be compiled.
+        # All below is read and changed under `_lock`, which is free while a program is compiled. A thread that compiles
+        # a program holds its lock in `_compiling` until the program is in `_made`, or could not be compiled.
         self._made: dict[Any, collections.OrderedDict[Program, None]] = {}
         self._places: Collection[Any] | None = None  # remembered places; None: all
         self._used: collections.OrderedDict[Program, None] = collections.OrderedDict()

@@ -49,7 +49,7 @@ class RowMap:
             index=_on_host(np.full((buckets_of(capacity), types.BUCKET_WORDS), _UNUSED)),
             counters=_on_host(counters),
             table_rows=_on_host(np.zeros(num_tables, np.uint32)),
-            rows=(_on_host(np.zeros((capacity, 1), np.float32)),),  # the kernels write new rows somewhere
+            rows=(_on_host(np.zeros((capacity, 1), np.float32)),),  # the kernels need an array for new rows
             records=(_on_host(np.full((capacity, types.RECORD_WORDS), _UNUSED)),),
         )
 
@@ -206,7 +206,7 @@ def release(arrays: StoreArrays, words: Array, ids: Array) -> tuple[StoreArrays,
 
 
 def find_or_insert(arrays: Arrays, words: Array, ids: Array) -> tuple[Arrays, Array, Array]:
-    """Gives the arrays, row ids, and counts; to be compiled. New rows mean nothing yet, so any initializer will do."""
+    """Gives the arrays, row ids, and counts; to be compiled. New rows mean nothing yet, so any initializer serves."""
     no_words = np.zeros((arrays.table_rows.shape[0], types.NUM_TABLE_WORDS), np.uint32)
     return kernels.find_or_insert(arrays, no_words, jnp.zeros(2, jnp.uint32), words, ids)
 

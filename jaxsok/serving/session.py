@@ -1,4 +1,4 @@
-"""A session: the models of a configuration, opened, looked up in from many threads, and updated while they are.
+"""A session: the models of a configuration, opened, looked up in by many threads, and updated meanwhile.
 
 Tables come from folders (folders.py), lie on a device or the host (frozen.py), are read by programs of few sizes
 (fused.py), and change in versions (versions.py). Each answer is of one version, whole.
@@ -84,7 +84,7 @@ def open(
 
 
 class Session:
-    """Models that are served. Made by `open`; all methods may be called from many threads at the same time."""
+    """The served models. Made by `open`; all methods may be called from many threads at the same time."""
 
     def __init__(self, config: Config, device: Any = None, *, warm_up: bool = True, memory_limit: int | None = None):
         self.config = config
@@ -132,7 +132,7 @@ class Session:
 
         Raises:
           UnknownModelError, UnknownTableError: there is none.
-          RequestError: keys of the wrong type, or that do not fit 32 bits where keys have so many.
+          RequestError: keys of the wrong type, or keys above 32 bits if the model's keys have 32 bits.
           RequestTooLargeError: more keys of a table than `Model.max_keys`.
         """
         return self._find("lookup", model).lookup(keys)
@@ -172,9 +172,9 @@ class Session:
             not there stay. None: only the dense model changes.
           model: its name; None, if there is one.
           dense_file: an artifact that replaces the dense model in the same instant; None: it stays.
-          in_place: False: the new version is made beside the old one, in new arrays for what changes. True: rows are
-            changed where they lie; lookups wait meanwhile, and new keys take spare rows. "auto": in place where two
-            copies do not fit.
+          in_place: False: the new version is a copy, in new arrays for the stores that change. True: rows are changed
+            where they lie; lookups wait meanwhile, and new keys take spare rows. "auto": in place where two copies do
+            not fit.
 
         Raises:
           ServingError: it does not fit what is served, or there is no room; the message has the bytes or the rows.
@@ -182,8 +182,8 @@ class Session:
           FileNotFoundError, CorruptFileError, ValueError: of files, as `folders.open_table`.
 
         Cost:
-          Beside: a copy of the rows of each store that changes. In place: the changed rows, old and new, on the
-          host. Both: a copy of the store's map of rows on the host (45 bytes a row), and a new index on the device (25
+          A copy: the rows of each store that changes. In place: the changed rows, old and new, on the host.
+          Both: a copy of the store's map of rows on the host (45 bytes a row), and a new index on the device (25
           bytes a row). Where sizes or the dense model change, the last programs of requests are compiled before the
           version is served.
         """

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 CHUNK_BYTES = 4 * 2**20  # Redis answers others between two chunks
 UNFINISHED_S = 600  # for which Redis keeps chunks without an entry
-BATCH_BYTES = 2 * 2**30  # versions of so many bytes are applied as one version
+BATCH_BYTES = 2 * 2**30  # versions up to this many bytes are applied as one version
 TIMEOUT_S = 5.0  # for an answer of Redis
 WAIT_S = 0.5  # for the next version; `stop` waits as long
 RETRY_S = 1.0  # after a failure

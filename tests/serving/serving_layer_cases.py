@@ -1,4 +1,4 @@
-"""For the tests of frozen layers and of exported models: tables and what they read, by NumPy and a dict alone."""
+"""Tables and what they read, by NumPy and a dict alone: for the tests of frozen layers and of exported models."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ class Known:
     rows: dict[int, np.ndarray]
 
     def row(self, key, max_norm=None):
-        """What a key reads, clipped."""
+        """Returns what a key reads, clipped."""
         key = int(key) & PADDING
         if key == PADDING:
             return np.zeros(self.table.dim)
@@ -29,13 +29,13 @@ class Known:
         return row if max_norm is None or norm <= max_norm else row * (max_norm / norm)
 
     def each(self, keys, max_norm=None):
-        """`LookupLayer`."""
+        """Returns what `LookupLayer` returns."""
         keys = np.asarray(keys)
         lines = [self.row(key, max_norm) for key in keys.reshape(-1)]
         return np.array(lines).reshape(*keys.shape, self.table.dim)
 
     def bags(self, bags, combiner, max_norm=None):
-        """`SparseLookupLayer`: bags are lists of (key, weight)."""
+        """Returns what `SparseLookupLayer` returns: bags are lists of (key, weight)."""
         out = np.zeros((len(bags), self.table.dim))
         for line, bag in zip(out, bags, strict=True):
             real = [(key, weight) for key, weight in bag if int(key) & PADDING != PADDING]
@@ -47,7 +47,7 @@ class Known:
 
 
 def stored(rows, dtype):
-    """What rows read as when they were stored in a dtype, by the formulas of the documentation."""
+    """Returns what rows read after they were stored in a dtype, by the formulas of the documentation."""
     if dtype in ("int8", "float8_e4m3fn"):
         largest, least = {"int8": (127.0, 2.0**-126), "float8_e4m3fn": (448.0, 1.0 / (448.0 * 512.0))}[dtype]
         scales = np.maximum(np.abs(rows).max(axis=1, keepdims=True) / np.float32(largest), np.float32(least))
@@ -58,7 +58,7 @@ def stored(rows, dtype):
 
 
 def made(declared, seed=0, num_rows=40, spare_rows=0):
-    """Frozen tables and what they hold.
+    """Makes frozen tables, and returns them with their contents.
 
     Args:
       declared: FrozenTables.
@@ -80,21 +80,21 @@ def made(declared, seed=0, num_rows=40, spare_rows=0):
 
 
 def keys_of(number, num_rows):
-    """The keys of a table; equal ones occur in different tables."""
+    """Returns the keys of a table; equal keys occur in different tables."""
     keys = (np.arange(num_rows, dtype=np.uint64) * np.uint64(3)) + np.uint64(number)
     keys[1::4] |= np.uint64(1 << 63)
     return keys
 
 
 def drawn(rng, number, shape, num_rows=40):
-    """Keys of a table: present ones again and again, some that are missing, some padding."""
+    """Draws keys of a table: present keys with repetitions, missing keys, and padding."""
     keys = rng.choice(keys_of(number, num_rows), shape)
     keys = np.where(rng.random(shape) < 0.15, np.uint64(10**9) + rng.integers(0, 5, shape).astype(np.uint64), keys)
     return np.where(rng.random(shape) < 0.1, np.uint64(PADDING), keys)
 
 
 def drawn_bags(rng, number, num_bags, is_weighted=False, num_rows=40):
-    """Ragged bags, the second one empty: as `jaxsok.Bags`, and as lists of (key, weight)."""
+    """Draws ragged bags, the second one empty: as `jaxsok.Bags`, and as lists of (key, weight)."""
     lengths = rng.integers(0, 5, num_bags)
     lengths[1:2] = 0
     keys = drawn(rng, number, int(lengths.sum()), num_rows)

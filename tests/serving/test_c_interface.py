@@ -45,7 +45,7 @@ PADDING = np.uint64(PADDING_KEY)
 
 
 def frozen_world(device, num_keys=400):
-    """Tables of all dtypes and several dims, two of most stores, some keys the same in both."""
+    """Freezes tables of all dtypes and several dims; most stores hold two tables, and some keys are in both."""
     rng, sources = np.random.default_rng(1), []
     for number, dtype in enumerate((*DTYPES, *DTYPES)):
         for dim in (4, 7, 128):
@@ -64,7 +64,7 @@ def world():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The world as a folder that no test changes."""
+    """Returns a folder with the frozen tables, which no test changes."""
     path = tmp_path_factory.mktemp("c") / "tables"
     serving.export_frozen(path, world())
     return path
@@ -72,12 +72,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def damaged(folder, tmp_path):
-    """A copy to be changed."""
+    """Returns a copy of the folder, which a test may change."""
     return pathlib.Path(shutil.copytree(folder, tmp_path / "tables"))
 
 
 def draw_requests(rng, tables, num_requests=20, most=40):
-    """Requests of every form; some keys have rows, some do not, some are padding."""
+    """Draws requests of every form; some keys have rows, some have none, and some are padding."""
     requests = []
     names = list(tables.tables)
 
@@ -104,7 +104,7 @@ def draw_requests(rng, tables, num_requests=20, most=40):
 
 
 def looked_up(tables, requests):
-    """What Python gives."""
+    """Returns what a lookup in Python returns."""
     inputs = {
         str(i): LookupInput(
             r.table,
@@ -143,7 +143,7 @@ def test_what_is_in_a_folder(folder):
 
 @pytest.mark.parametrize("flags", [0, UNVERIFIED, IN_MEMORY, UNVERIFIED | IN_MEMORY])
 def test_lookups_have_the_bits_of_python(folder, flags):
-    """Single keys, bags of equal and of other sizes, weights, all combiners and dtypes, in one call."""
+    """Lookups in C have the bits of Python: single keys, bags, weights, all combiners and dtypes, in one call."""
     rng = np.random.default_rng(flags)
     with opened(folder, flags=flags) as tables:
         requests = draw_requests(rng, world(), num_requests=40)
@@ -152,7 +152,7 @@ def test_lookups_have_the_bits_of_python(folder, flags):
 
 
 def test_many_keys_and_tiles(folder):
-    """Features of more bags than one tile, more keys than a chunk, and none."""
+    """Features may have more bags than one tile, more keys than one chunk, or no keys."""
     rng = np.random.default_rng(2)
     name = "float32_128_0"
     requests = [
@@ -166,7 +166,7 @@ def test_many_keys_and_tiles(folder):
 
 
 def test_rows_are_those_that_were_frozen(tmp_path):
-    """Against dicts, and names of any letters."""
+    """Rows equal those of the dicts that were frozen, whatever letters the names have."""
     content = {'Käufer "a"\\\n\x01': rows_of(range(0, 90, 3), 5), "item": rows_of(range(50), 5, version=2)}
     sources = [
         (
@@ -185,7 +185,7 @@ def test_rows_are_those_that_were_frozen(tmp_path):
 
 
 def test_unknown_keys_read_their_initial_rows(tmp_path):
-    """What `find` gives in training, of every initializer."""
+    """Unknown keys read what `find` reads in training, for every initializer."""
     collection, state = untrained()
     serving.export_frozen(tmp_path / "tables", freeze(collection, state, tables=list(INITIALIZERS), device=CPU))
     batch = collection.batch({table.name: ASKED for table in collection.tables})
@@ -196,7 +196,7 @@ def test_unknown_keys_read_their_initial_rows(tmp_path):
     if jax.default_backend() == "cpu":
         assert_same_bits(got, wanted)
     else:
-        np.testing.assert_allclose(got, wanted, rtol=1e-6)  # sqrt and division of a GPU are exact too: a last bit
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)  # A GPU's sqrt and division may differ in the last bit.
 
 
 @pytest.mark.parametrize("source", ["export", "delta", "configuration"])
@@ -242,7 +242,7 @@ def test_the_command_refuses_what_names_no_table(tmp_path, capsys):
 
 
 def test_threads_get_their_own_answers(folder):
-    """Lookups of many threads at one time; some of them are refused, and each reads its own error."""
+    """Each thread gets its own answers and reads its own errors, also while other threads are refused."""
     seeds = range(32)
     wanted = {}
     for seed in seeds:
@@ -274,7 +274,7 @@ def gpu_world():
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_graph", [False, True], ids=["stream", "graph"])
 def test_lookups_on_a_gpu_have_the_bits_of_python(is_graph, gpu_world, tmp_path):
-    """The same kernels, on a stream of the caller and captured in a graph; pointers of the device."""
+    """The kernels of a GPU give the bits of Python, on a stream of the caller and captured in a graph."""
     serving.export_frozen(tmp_path / "tables", gpu_world)
     gpu = Gpu()
     with opened(tmp_path / "tables", back_end="cuda") as tables:
@@ -287,7 +287,7 @@ def test_lookups_on_a_gpu_have_the_bits_of_python(is_graph, gpu_world, tmp_path)
 
 @pytest.mark.gpu
 def test_threads_on_a_gpu(gpu_world, tmp_path):
-    """A stream for each thread, all over the same tables."""
+    """Threads look up the same tables at one time, each on its own stream."""
     serving.export_frozen(tmp_path / "tables", gpu_world)
     drawn = [draw_requests(np.random.default_rng(seed), gpu_world, num_requests=8) for seed in range(16)]
     wanted = [looked_up(gpu_world, requests) for requests in drawn]
@@ -383,7 +383,7 @@ def test_the_load_program_measures(folder, tmp_path):
 
 
 def refusal(folder, status, **options):
-    """The text of an open that is refused, without what every text has."""
+    """Returns the message of an open that is refused, without the part that all messages share."""
     with pytest.raises(Refused) as refused:
         Tables(folder, **options)
     assert refused.value.status == status, str(refused.value)
@@ -406,7 +406,7 @@ def test_folders_that_are_not_there(damaged, tmp_path):
 
 @pytest.mark.parametrize("flags", [0, UNVERIFIED, IN_MEMORY])
 def test_files_of_another_size(folder, damaged, flags):
-    """Cut to any length, or longer, with checksums or without."""
+    """Files that are cut to any length or lengthened are refused, with and without checksums."""
     for file in sorted(folder.glob("store_*")):
         size = file.stat().st_size
         for wrong in (0, 1, size // 2, size - 1, size + 1):
@@ -434,12 +434,12 @@ def test_every_changed_bit_is_noticed(folder, damaged):
 
 
 def sealed(rest):
-    """A manifest whose checksum is right."""
+    """Returns a manifest with the right checksum."""
     return b'{"checksum": %d,\n' % zlib.crc32(rest) + rest
 
 
 def manifest_with(folder, change):
-    """The manifest of a folder, changed and sealed again."""
+    """Returns the manifest of a folder, changed, with its checksum corrected."""
     body = json.loads((folder / "frozen.json").read_text())
     del body["checksum"]
     change(body)
@@ -483,7 +483,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_manifests_that_mean_nothing(name, damaged):
-    """Each value is checked, whatever the checksum says."""
+    """Each value of a manifest is checked, even when the checksum is right."""
     change, text = CHANGES[name]
     manifest_with(damaged, change)
     for flags in (0, UNVERIFIED):
@@ -528,7 +528,7 @@ def test_a_manifest_that_is_too_large(damaged):
 
 
 def test_any_manifest_opens_or_is_refused(damaged):
-    """Bytes that are changed, removed and inserted anywhere, with a right checksum: never a crash."""
+    """Manifests with changed, removed or inserted bytes and a right checksum open or are refused, and never crash."""
     rng = np.random.default_rng(4)
     content = (damaged / "frozen.json").read_bytes().partition(b"\n")[2]
     pieces = [b"{", b"}", b"[", b"]", b",", b'"', b"\\", b"\\u00", b"-", b"9" * 20, b"null", b"\xff", b"1e9"]
@@ -549,7 +549,7 @@ def test_any_manifest_opens_or_is_refused(damaged):
 
 
 def test_any_index_and_rows_are_safe_to_look_up(folder, damaged):
-    """Without checksums: any bytes give any rows, or an error, and touch nothing outside."""
+    """Without checksums, any bytes of index and rows give rows or an error, and no access leaves the buffers."""
     rng = np.random.default_rng(5)
     statuses = set()
     for _ in range(20):
@@ -630,7 +630,7 @@ BAD_BATCHES = {
 
 @pytest.mark.parametrize("name", BAD_BATCHES)
 def test_batches_that_are_refused(name, folder):
-    """Nothing is written."""
+    """A batch that is refused writes nothing."""
     changes, text = BAD_BATCHES[name]
     keys, weights = np.arange(10, dtype=np.uint64), np.ones(6, np.float32)
     offsets, out = np.array([0, 5, 5, 1], np.int32), np.full((10, 4), 7, np.float32)
@@ -648,7 +648,7 @@ def test_batches_that_are_refused(name, folder):
 
 
 def test_any_batch_is_looked_up_or_refused(folder):
-    """Numbers of any size in every field: never a crash, and nothing is written beyond the embeddings."""
+    """Numbers of any size in every field never crash, and nothing is written outside the embeddings."""
     rng, statuses = np.random.default_rng(6), set()
     keys, weights = rng.integers(0, 500, 12).astype(np.uint64), rng.standard_normal(12).astype(np.float32)
     extremes = [-(2**63), -(2**31), -2, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1]

@@ -59,7 +59,7 @@ def rocks_at(path, **options):
 
 @pytest.fixture
 def redis(server):
-    """An empty server, and a function that connects to it."""
+    """Yields an empty server, and a function that connects to it."""
     server.client.flushall()
     with contextlib.ExitStack() as opened:
         yield lambda **options: opened.enter_context(contextlib.closing(redis_at(server.address, **options)))
@@ -67,9 +67,9 @@ def redis(server):
 
 @pytest.fixture(params=["server", "cluster", "rocks"])
 def database(request, tmp_path):
-    """An empty database, which takes few keys at a time."""
+    """Yields an empty database, which takes few keys at a time."""
     if request.param == "rocks":
-        made = rocks_at(tmp_path / "rocks", max_batch_size=17)  # each batch waits for the disk
+        made = rocks_at(tmp_path / "rocks", max_batch_size=17)  # Each batch waits for the disk.
     else:
         place = request.getfixturevalue(request.param)
         for one in getattr(place, "servers", [place]):
@@ -98,7 +98,7 @@ def check(rows, table, keys, content):
 
 # The layout of HPS ---------------------------------------------------------------------------------------------------
 
-# Of HPS's own lines in C++ (rrxmrrxmsx_0 of database_backend_detail.hpp), compiled; modulo 8 and 5.
+# Compiled from HPS's own C++ code (rrxmrrxmsx_0 of database_backend_detail.hpp); modulo 8 and 5.
 KEYS = [0, 1, 2, 3, 4, 5, 2**64 - 2, 2**40, 2**63 - 1]
 PARTITIONS = {8: [0, 3, 6, 0, 5, 5, 6, 1, 6], 5: [0, 3, 3, 4, 2, 2, 0, 1, 2]}
 
@@ -118,7 +118,7 @@ def test_rows_that_hps_wrote_are_read(server, redis):
     server.client.hset("hps_et{hps_et.dlrm.user/p3}v", struct.pack("<q", 1), struct.pack("<4f", 1, 2, 3, 4))
     server.client.hset("hps_et{hps_et.dlrm.user/p0}v", struct.pack("<q", 1), struct.pack("<4f", 9, 9, 9, 9))
     rows = DatabaseRows([redis()], "dlrm", [USER, ITEM])
-    check(rows, "user", [1, 0, 2], {1: [1, 2, 3, 4]})  # in partition 3; what is in another is not its row
+    check(rows, "user", [1, 0, 2], {1: [1, 2, 3, 4]})  # The key is in partition 3: the row in p0 is not its row.
     check(rows, "item", [1], {})
     check(DatabaseRows([redis()], "other", [USER]), "user", [1], {})
 
@@ -159,14 +159,14 @@ def test_rocksdb_has_rows_where_hps_has_them(tmp_path):
 
 
 def test_any_reads_and_writes(database):
-    """Tables do not see each other's rows; batches are smaller than what is read and written."""
+    """Reads and writes agree with a dict: tables do not see each other's rows, and batches are split."""
 
     numbers = itertools.count()
 
     @hypothesis.settings(max_examples=10 if database.max_batch_size == 7 else 3)
     @hypothesis.given(st.data())
     def run(data):
-        rows = DatabaseRows([database], f"model-{next(numbers)}", [USER, ITEM])  # none sees the rows of another run
+        rows = DatabaseRows([database], f"model-{next(numbers)}", [USER, ITEM])  # each run has its own tables
         content = {"user": {}, "item": {}}
         some = st.lists(st.integers(0, 40) | st.sampled_from([2**63, 2**64 - 2]), max_size=30, unique=True)
         for version in range(4):
@@ -214,7 +214,7 @@ def test_what_is_refused(database):
 
 @pytest.mark.parametrize("policy", ["evict_random", "evict_least_used", "evict_oldest"])
 def test_a_partition_that_overflows_shrinks_to_its_target(server, redis, policy):
-    """Rows beyond the margin go, by the policy, until 0.5 times the margin is left; other partitions stay."""
+    """A partition beyond its margin loses rows by the policy until half the margin is left; other partitions stay."""
     database = redis(num_partitions=1, overflow_margin=20, overflow_policy=policy, overflow_resolution_target=0.5)
     rows = DatabaseRows([database], "dlrm", [USER])
     rows.insert("user", np.arange(20, dtype=np.uint64), rows_for(range(20), 4))
@@ -238,7 +238,7 @@ def test_a_partition_that_overflows_shrinks_to_its_target(server, redis, policy)
         return
     assert sorted(meta) == left
     database.beside.drain()
-    if policy == "evict_least_used":  # key 100 was used once, as others that are gone
+    if policy == "evict_least_used":  # Key 100 was used once, as were others that left.
         assert set(used) < set(left) and set(meta.values()) <= {b"0", b"2", b"1"}
     else:
         assert left == sorted([*used, 100])
@@ -246,7 +246,7 @@ def test_a_partition_that_overflows_shrinks_to_its_target(server, redis, policy)
 
 
 def test_uses_are_noted_as_hps_does(server, redis):
-    """A decimal count, or 8 bytes of Unix time, of keys that are there."""
+    """Uses are noted as HPS notes them, for keys that are there: a decimal count, or 8 bytes of Unix time."""
     name = "hps_et{hps_et.dlrm.user/p3}t"
     for policy in ("evict_least_used", "evict_oldest"):
         server.client.flushall()
@@ -267,7 +267,7 @@ def test_uses_are_noted_as_hps_does(server, redis):
 
 
 class Tiers:
-    """Two databases, together and each by itself."""
+    """Two databases, together and each alone."""
 
     def __init__(self, volatile, persistent):
         self.both = DatabaseRows([volatile, persistent], "dlrm", [USER], lifts=True)
@@ -287,7 +287,7 @@ def test_the_volatile_database_is_asked_first_and_rows_are_lifted(tiers):
     tiers.volatile.insert("user", u64(0), rows_for([0], 4, version=1))
     check(tiers.both, "user", [0, 1, 2, 2, 9, PADDING], {**content, 0: rows_for([0], 4, version=1)[0]})
     tiers.beside.drain()
-    check(tiers.volatile, "user", [1, 2, 3, 9], {key: content[key] for key in (1, 2)})  # no default of key 9 comes in
+    check(tiers.volatile, "user", [1, 2, 3, 9], {key: content[key] for key in (1, 2)})  # The default is left out.
     assert tiers.both.num_rows("user") == 6 and sum(chunk.num_rows for chunk in tiers.both.scan("user", 4)) == 6
 
 
@@ -320,7 +320,7 @@ def test_the_persistent_database_answers_for_a_volatile_one_that_fails(tmp_path,
             assert sum("the last database answers" in record.getMessage() for record in caplog.records) == 1
             with pytest.raises(DatabaseError, match=r"volatile_db: address: got ConnectionError of Redis at"):
                 tiers.both.insert("user", u64(1), rows_for([1], 4))
-            server.start()  # empty: rows are lifted into it
+            server.start()  # It is empty: rows are lifted into it.
 
             def is_lifted():
                 check(tiers.both, "user", [1, 49, 50], content)
@@ -349,7 +349,7 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_told(redis, server):
 
 
 def test_a_node_that_hangs(cluster):
-    """A call to it fails, and the next one after it goes on does not."""
+    """A call to a node that hangs fails; the next call after it resumes succeeds."""
     for one in cluster.servers:
         one.client.flushall()
     keys = np.arange(64, dtype=np.uint64)
@@ -379,14 +379,14 @@ def test_a_server_that_comes_back_is_used_again(tmp_path):
             if version:
                 with pytest.raises(DatabaseError, match="got ConnectionError of Redis"):
                     rows.fetch("user", u64(1))
-            server.start()  # the connection is lost, and the next call makes another
+            server.start()  # The connection is lost; the next call opens a new one.
             check(rows, "user", [1], {})
     with pytest.raises(DatabaseError, match=r"got ConnectionError of Redis at"):
         redis_at(server.address)
 
 
 def test_a_node_that_dies_in_the_middle(tmp_path):
-    """Threads that look up get their rows, or DatabaseError; when the node is back, all get their rows again."""
+    """While a node is dead, lookups of threads return their rows or raise DatabaseError; afterwards all return rows."""
     keys = np.arange(2000, dtype=np.uint64)
     with running(Cluster, tmp_path) as cluster, contextlib.closing(redis_at(cluster.address)) as database:
         rows = DatabaseRows([database], "dlrm", [USER])
@@ -445,7 +445,7 @@ def test_passwords(tmp_path):
 
 
 def test_tls(tmp_path):
-    """The server shows a certificate of the CA, and wants one."""
+    """Connections use TLS: the server shows a certificate of the CA, and asks for one."""
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl, to make certificates")
     ca = [tmp_path / "ca.crt", tmp_path / "ca.key"]
@@ -494,7 +494,7 @@ def test_a_folder_is_opened_by_one_that_writes_and_keeps_its_rows(tmp_path):
 
 
 def test_more_rows_than_there_is_memory_for(tmp_path):
-    """A process whose memory may grow by a third of its table writes it, reads it, and scans it."""
+    """A process with memory for only a part of its table writes it, reads it, and scans it."""
     code = """
         import resource, sys
         import numpy as np
@@ -552,7 +552,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(params=["redis", "rocks", "both"])
 def blocks(request, server, tmp_path):
-    """The blocks of a configuration that name the databases."""
+    """Returns the blocks of a configuration that name the databases."""
     server.client.flushall()
     volatile = {"type": "redis_cluster", "address": server.address, "num_partitions": 4}
     persistent = {"type": "rocks_db", "path": str(tmp_path / "rocks")}
@@ -576,7 +576,7 @@ def ask(session, content, version):
 
 @pytest.mark.parametrize("tier", [CACHED, READ], ids=["cached", "read"])
 def test_sessions(folders, blocks, tier, tmp_path):
-    """Lookups, predictions and updates, of every tier; then another session over what is there."""
+    """Lookups, predictions and updates work over every tier, and a second session serves what is stored."""
     tables, _ = freeze_records([(USER, SizedRecords(0, []))])
     model = lambda tables, inputs: lookup(tables, {"user": LookupInput("user", inputs["user"])})  # noqa: E731
     export_model(tmp_path / "model", model, tables, {"user": KeysInput("user", (2,))})
@@ -615,7 +615,7 @@ def test_sessions(folders, blocks, tier, tmp_path):
 
 
 def test_filling_again_replaces_what_redis_had(folders, server, tmp_path):
-    """Of rows beyond `initial_cache_rate`, too: the rows of the file are those that are read."""
+    """Filling again replaces all rows in Redis, also those beyond `initial_cache_rate`."""
     server.client.flushall()
     volatile = {"type": "redis_cluster", "address": server.address, "num_partitions": 4}
     persistent = {"type": "rocks_db", "path": str(tmp_path / "rocks")}
@@ -630,7 +630,7 @@ def test_filling_again_replaces_what_redis_had(folders, server, tmp_path):
 
 
 def test_deltas(blocks, tmp_path):
-    """Rows that a delta removes are gone; a delta that does not follow is refused, and one that failed comes again."""
+    """Deltas remove rows; one that does not follow is refused, and one that failed can be applied again."""
     trained = Trained(DIMS)
     trained.set("user", rows_of(range(40), 4))
     trained.set("item", rows_of(range(20), 3))

@@ -32,7 +32,7 @@ SEED = np.random.default_rng(7)
 
 
 class Machine(stateful.RuleBasedStateMachine):
-    """Two tables of few keys in a small store, against a dict."""
+    """A state machine over two tables of few keys in a small store, compared with a dict."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ class Machine(stateful.RuleBasedStateMachine):
     @stateful.rule()
     def copy(self):
         old, self.map = self.map, self.map.copy()
-        old.remove(0, np.arange(21, dtype=np.uint64))  # of no consequence
+        old.remove(0, np.arange(21, dtype=np.uint64))  # The copy keeps its rows.
 
     @stateful.invariant()
     def agrees(self):
@@ -90,14 +90,14 @@ TestMachine.settings = hypothesis.settings(max_examples=20, stateful_step_count=
 
 
 def test_padding_has_no_row():
-    """PADDING_KEY is passed over."""
+    """PADDING_KEY is never inserted."""
     rows = RowMap(num_tables=1, capacity=2)
     assert rows.place(0, np.array([PADDING_KEY, 5], np.uint64)).tolist() == [NO_ROW, 0]
     assert rows.find(0, np.array([PADDING_KEY], np.uint64)).tolist() == [NO_ROW]
 
 
 def test_aimed_keys_get_another_salt():
-    """Keys that all belong into one bucket: more than the kernels walk past."""
+    """A map takes a new salt when more keys belong into one bucket than the kernels probe."""
     rows = RowMap(num_tables=1, capacity=4096, salt=0)
     candidates = np.arange(1, 1_000_000, dtype=np.uint64)
     words = keys.to_words(candidates)
@@ -112,7 +112,7 @@ def test_aimed_keys_get_another_salt():
 
 
 def test_an_index_that_was_given_out_stays():
-    """What a version reads is not changed by later updates of the map."""
+    """Later updates of the map do not change the index that an earlier version reads."""
     rows = RowMap(num_tables=1, capacity=8)
     rows.place(0, np.array([3], np.uint64))
     index, counters = rows.index(jax.devices()[0])
@@ -131,7 +131,7 @@ def numbers(*shape):
 
 
 def frozen_of(tables, contents, **kwargs):
-    """Of dicts from key to row."""
+    """Freezes dicts from key to row."""
     sources = []
     for table in tables:
         content = contents[table.name]
@@ -141,7 +141,7 @@ def frozen_of(tables, contents, **kwargs):
 
 
 def test_bytes_are_as_told():
-    """`frozen_bytes` is what is allocated."""
+    """`frozen_bytes` equals the bytes that are allocated."""
     tables = [FrozenTable("a", 8), FrozenTable("b", 8, dtype="bfloat16"), FrozenTable("c", 6, dtype="float16")]
     made, _ = frozen_of(
         tables, {name: {k: numbers(d) for k in range(50)} for name, d in (("a", 8), ("b", 8), ("c", 6))}
@@ -151,11 +151,11 @@ def test_bytes_are_as_told():
         assert store.rows.nbytes == told["rows"]
         assert store.index.nbytes == told["index"]
         assert sum(scale.nbytes for scale in store.scales) == told["scales"]
-    assert row_map.buckets_of(10**6) * 64 < 25 * 10**6  # 32 in training
+    assert row_map.buckets_of(10**6) * 64 < 25 * 10**6  # 32 in training.
 
 
 def test_a_later_row_of_a_key_counts():
-    """Within a chunk and among chunks."""
+    """The last row of a key counts, within a chunk and among chunks."""
     first = Records(np.array([1, 2, 1], np.uint64), np.array([[1.0], [2.0], [3.0]], np.float32))
     second = Records(np.array([2], np.uint64), np.array([[4.0]], np.float32))
     tables, _ = freeze_records([(FrozenTable("a", 1), SizedRecords(4, [first, second]))])
@@ -178,7 +178,7 @@ def test_tables_that_cannot_be(arguments, message):
 
 
 def test_records_that_do_not_fit():
-    """Wrong dims, no tables, two of one name."""
+    """Records with wrong dims, no tables, or two tables of one name are refused."""
     records = SizedRecords(1, [Records(np.array([1], np.uint64), np.zeros((1, 3), np.float32))])
     with pytest.raises(ValueError, match=r'table "a": rows: got shape \[1, 3\], wanted \[1, 4\]'):
         freeze_records([(FrozenTable("a", 4), records)])
@@ -200,14 +200,14 @@ FEATURES = [
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_frozen_equals_training(dtype):
-    """Law 8, to the bit: all combiners, mixed dims, ragged bags, weights; for keys that are there."""
+    """Frozen lookups have the bits of training (law 8): all combiners, mixed dims, ragged bags, weights."""
     specs = [
         jaxsok.TableSpec(name, dim, jaxsok.optim.adagrad(0.1), dtype=dtype, embedding_dtype="float32", capacity=256)
         for name, dim in (("a", 8), ("b", 8), ("c", 5))
     ]
     collection = jaxsok.Collection(specs, FEATURES)
     num_samples = 33
-    offsets = np.full(num_samples + 1, 40)  # empty bags at the end
+    offsets = np.full(num_samples + 1, 40)  # The last bags are empty.
     offsets[:4] = [0, 3, 3, 10]
     raw = {
         "rows": SEED.integers(0, 60, num_samples),
@@ -239,14 +239,14 @@ def test_frozen_equals_training(dtype):
 
 
 def _as_words(inputs):
-    """Keys that pass a jit boundary."""
+    """Returns keys in the form that passes a jit boundary."""
     import dataclasses
 
     return {name: dataclasses.replace(one, keys=keys.to_words(one.keys)) for name, one in inputs.items()}
 
 
 def test_what_keys_read():
-    """Against dicts: missing keys, padding, equal keys of two tables, several inputs of one, none of another."""
+    """Lookups agree with dicts: missing keys, padding, equal keys of two tables, tables with several or no inputs."""
     tables = [FrozenTable("a", 2, default=0.5), FrozenTable("b", 2, default=-1.0), FrozenTable("c", 3)]
     contents = {name: {key: numbers(dim) for key in range(0, 40, 2)} for name, dim in (("a", 2), ("b", 2), ("c", 3))}
     made, _ = frozen_of(tables, contents, spare_rows=3)
@@ -268,7 +268,7 @@ def test_what_keys_read():
 
 
 def _by_hand(content, bags, combiner, max_norm, default, weights):
-    """float64."""
+    """Computes a bag by hand, in float64."""
     out, at = [], 0
     for bag in bags:
         total, divisor = np.zeros(3), 0.0
@@ -288,7 +288,7 @@ def _by_hand(content, bags, combiner, max_norm, default, weights):
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 @pytest.mark.parametrize("max_norm", [None, 0.0, 0.1, 10.0])
 def test_max_norm_and_combiners(combiner, max_norm):
-    """As `tf.nn.embedding_lookup_sparse`, by hand; with empty bags."""
+    """`max_norm` and combiners follow `tf.nn.embedding_lookup_sparse`, worked out by hand, also for empty bags."""
     content = {key: numbers(3) for key in range(10)}
     made, _ = frozen_of([FrozenTable("a", 3, default=0.25)], {"a": content})
     bags = [[1, 1, 2], [], [99], [3, 4, 5, 6]]
@@ -301,7 +301,7 @@ def test_max_norm_and_combiners(combiner, max_norm):
 
 
 def test_a_hundred_tables():
-    """The published integration case: 100 tables x 10,000 keys x 16 floats, fused; every table asked at once."""
+    """One fused lookup reads 100 tables x 10,000 keys x 16 floats, HPS's published integration case."""
     contents = [(np.arange(n, n + 10_000, dtype=np.uint64) * 7, numbers(10_000, 16)) for n in range(100)]
     sources = [
         (FrozenTable(f"t{n}", 16), SizedRecords(10_000, [Records(*content)])) for n, content in enumerate(contents)
@@ -317,7 +317,7 @@ def test_a_hundred_tables():
 
 
 def test_find_rows():
-    """Rows and whether they are there."""
+    """`find_rows` returns rows and whether they are there."""
     made, _ = frozen_of([FrozenTable("a", 2, default=3.0)], {"a": {7: [1.0, 2.0]}})
     rows, found = find_rows(made, "a", np.array([7, 8, -1]))
     assert np.asarray(rows).tolist() == [[1.0, 2.0], [3.0, 3.0], [0.0, 0.0]]
@@ -326,7 +326,7 @@ def test_find_rows():
 
 @pytest.mark.parametrize("size", [1, 2, 300])
 def test_symbolic_batch(size):
-    """One exported program for every batch size, with tables outside."""
+    """One exported program serves every batch size, with the tables as arguments."""
     made, _ = frozen_of(
         [FrozenTable("a", 2), FrozenTable("b", 3)],
         {"a": {key: numbers(2) for key in range(50)}, "b": {key: numbers(3) for key in range(50)}},
@@ -380,7 +380,7 @@ def test_requests_that_cannot_be(given, kind, message):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_missing_keys_read_what_find_reads(dtype):
-    """For every initializer, both values of `unknown`, keys alone and in bags, to the bit."""
+    """Missing keys read what `find` reads, to the bit: every initializer, both values of `unknown`, also in bags."""
     collection, state = untrained(dtype)
     wanted = found_in_training(collection, state)
     tables = freeze(collection, state)
@@ -393,12 +393,12 @@ def test_missing_keys_read_what_find_reads(dtype):
         rows_found, is_found = find_rows(tables, name, ASKED)
         np.testing.assert_array_equal(np.asarray(rows_found), rows)
         assert np.asarray(is_found).tolist() == np.isin(ASKED, KNOWN).tolist()
-    assert len({rows[1].tobytes() for rows in wanted.values()}) >= 7  # these do differ
+    assert len({rows[1].tobytes() for rows in wanted.values()}) >= 7  # The initializers differ.
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_constant_keeps_the_rounding_of_training(dtype):
-    """Rows of bfloat16 that are served in another dtype: 0.3 is read as bfloat16 has it."""
+    """Rows of bfloat16 that are served in another dtype keep their rounding: 0.3 is read as bfloat16 holds it."""
     collection, state = untrained("bfloat16")
     served = lookup(freeze(collection, state, tables=["constant"], dtype=dtype), {"constant": np.array([5])})
     wanted = found_in_training(collection, state, np.array([5]))["constant"]
@@ -408,7 +408,7 @@ def test_a_constant_keeps_the_rounding_of_training(dtype):
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_missing_keys_of_quantized_tables_read_what_find_reads(dtype):
-    """To the bit: nothing that is stored in 8 bits stands for them."""
+    """Missing keys of quantized tables read the bits of `find`: initial rows are not quantized."""
     collection, state = untrained()
     wanted = found_in_training(collection, state)
     served = lookup(freeze(collection, state, dtype=dtype), {name: ASKED for name in wanted})
@@ -418,7 +418,7 @@ def test_missing_keys_of_quantized_tables_read_what_find_reads(dtype):
 
 
 def test_tables_of_several_seeds_are_served_together():
-    """A seed goes with its table, though a lookup is one call."""
+    """Each table keeps its own seed when one call looks up several tables."""
     wanted, sources = {}, []
     for number, seed in enumerate((0, 1, 2**64 - 1)):
         collection, state = untrained(seed=seed)
@@ -461,7 +461,7 @@ def test_initial_rows_and_a_default_are_refused():
 
 
 def test_initial_rows_in_files():
-    """They come back from JSON as they were; anything else is refused."""
+    """Initial rows come back from JSON unchanged; anything else is refused."""
     manifest = pytest.importorskip("jaxsok.checkpoint.manifest")
     collection, _ = untrained()
     for table in collection.tables:
@@ -491,7 +491,7 @@ BAD_INITIAL = [
 
 
 def test_every_initializer_is_served_or_refused():
-    """`serving_cases` has all that there are: a new one has to say what becomes of its keys without a row."""
+    """Every initializer is in `serving_cases`, so a new one must be served or refused for keys without a row."""
     public = {name for name, one in vars(jaxsok.initializers).items() if inspect.isfunction(one) and name[0] != "_"}
     public = {name for name in public if getattr(jaxsok.initializers, name).__module__ == "jaxsok.initializers"}
     covered = {"truncated_normal" if name == "truncated" else name.split("_")[0] for name in INITIALIZERS | TRACED}
@@ -499,7 +499,7 @@ def test_every_initializer_is_served_or_refused():
 
 
 def test_states_of_a_mesh_are_served_alike():
-    """Initial rows do not depend on where they were made."""
+    """Initial rows do not depend on the mesh that made them."""
     tables = [
         jaxsok.TableSpec(name, UNKNOWN_DIM, jaxsok.optim.sgd(0.1), initializer=one, capacity=64)
         for name, one in INITIALIZERS.items()

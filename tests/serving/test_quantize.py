@@ -24,7 +24,7 @@ ROWS = arrays.arrays(np.float32, (3, 5), elements=st.one_of(FINITE, CORNERS, st.
 
 
 def scale_of(row: np.ndarray, dtype: str) -> fractions.Fraction:
-    """The scale before it is rounded."""
+    """Returns the scale before it is rounded."""
     largest, least = (
         (127, fractions.Fraction(1, 2**126)) if dtype == "int8" else (448, fractions.Fraction(1, 448 * 512))
     )
@@ -34,7 +34,7 @@ def scale_of(row: np.ndarray, dtype: str) -> fractions.Fraction:
 @pytest.mark.parametrize("dtype", DTYPES)
 @hypothesis.given(rows=ROWS)
 def test_nearest_code(dtype, rows):
-    """Each number is the nearest of all codes to x / scale, of two the even one; the scale is a rounding from exact."""
+    """Each number gets the code nearest to x / scale, on a tie the even one; the scale is a rounding from exact."""
     numbers, scales = quantize.quantized(rows, dtype)
     assert numbers.dtype == CODES[dtype].dtype and scales.dtype == np.float32 and scales.shape == (3,)
     assert np.isfinite(quantize.dequantized(numbers, scales)).all()
@@ -52,7 +52,7 @@ def test_nearest_code(dtype, rows):
 @pytest.mark.parametrize("dtype", DTYPES)
 @hypothesis.given(rows=ROWS)
 def test_error_bound(dtype, rows):
-    """No number is farther from what it stands for than the bound, for itself and for its row."""
+    """No number is farther from its stored value than the error bounds of its own and of its row."""
     rows_back = quantize.dequantized(*quantize.quantized(rows, dtype)).astype(np.float64)
     errors = np.abs(rows_back - rows)
     row_max = np.abs(rows).max(axis=1)
@@ -62,7 +62,7 @@ def test_error_bound(dtype, rows):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_bound_is_tight(dtype):
-    """Numbers of all sizes stay within the bound and come near it. For fp8 1/17 of a number is reached, not 1/16."""
+    """Numbers of all sizes stay within the bound and come near it. For fp8 they reach 1/17 of a number, not 1/16."""
     rng = np.random.default_rng(0)
     rows = (rng.standard_normal((2000, 64)) * 10.0 ** rng.uniform(-30, 30, (2000, 1))).astype(np.float32)
     errors = np.abs(quantize.dequantized(*quantize.quantized(rows, dtype)).astype(np.float64) - rows)
@@ -71,7 +71,7 @@ def test_error_bound_is_tight(dtype):
 
 
 def test_known_numbers():
-    """Worked out by hand: ties go to even codes, and the scale is that of HPS for fp8."""
+    """Known numbers get their codes: ties go to even codes, and the scale of fp8 is that of HPS."""
     numbers, scales = quantize.quantized(np.array([[127.0, 0.5, 1.5, -2.5, 0.49]], np.float32), "int8")
     assert numbers.tolist() == [[127, 0, 2, -2, 0]] and scales.tolist() == [1.0]
     numbers, scales = quantize.quantized(
@@ -83,7 +83,7 @@ def test_known_numbers():
 
 @pytest.mark.parametrize("dtype, least", [("int8", 2.0**-126), ("float8_e4m3fn", np.float32(1 / (448 * 512)))])
 def test_zeros_and_tiny_rows(dtype, least):
-    """The scale has a floor, so that nothing is divided by zero; zeros come back as zeros."""
+    """The scale has a floor, so no division is by zero, and zeros come back as zeros."""
     numbers, scales = quantize.quantized(np.array([[0.0, -0.0], [2.0**-149, 0.0]], np.float32), dtype)
     assert scales.tolist() == [least] * 2
     assert (quantize.dequantized(numbers, scales) == 0).all()
@@ -91,7 +91,7 @@ def test_zeros_and_tiny_rows(dtype, least):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_rows(dtype):
-    """Empty tables have empty rows."""
+    """Empty tables give empty rows."""
     for shape in ((0, 4), (2, 0)):
         numbers, scales = quantize.quantized(np.zeros(shape, np.float32), dtype)
         assert numbers.shape == shape and scales.shape == shape[:1]
@@ -100,7 +100,7 @@ def test_no_rows(dtype):
 
 @pytest.mark.parametrize("source", [np.float64, np.float16, ml_dtypes.bfloat16])
 def test_rows_of_other_floats(source):
-    """They are float32 first."""
+    """Rows of other floating dtypes are converted to float32 first."""
     rows = np.random.default_rng(1).standard_normal((4, 6)).astype(source)
     for got, want in zip(
         quantize.quantized(rows, "int8"), quantize.quantized(rows.astype(np.float32), "int8"), strict=True
@@ -111,7 +111,7 @@ def test_rows_of_other_floats(source):
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan, 1e39])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_not_finite(dtype, bad):
-    """The row is named."""
+    """A row that is not finite is named in the error."""
     rows = np.zeros((5, 3))
     rows[3, 1] = bad
     with pytest.raises(ValueError, match=r"quantized: rows: got .* in row 3, column 1, wanted finite numbers"):
@@ -119,7 +119,7 @@ def test_not_finite(dtype, bad):
 
 
 def test_bad_arguments():
-    """Shapes and dtypes."""
+    """Wrong shapes and dtypes are refused."""
     rows, scales = np.zeros((2, 3), np.float32), np.ones(2, np.float32)
     for bad in (rows[0], rows.astype(np.int32), rows.astype(bool)):
         with pytest.raises(ValueError, match=r"quantized: rows: got .*wanted floats of \[num_rows, dim\]"):

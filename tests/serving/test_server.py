@@ -50,7 +50,7 @@ DTYPES = {"U64": "<u8", "I64": "<i8", "U32": "<u4", "I32": "<i4", "F32": "<f4", 
 
 
 def pack(arrays, metadata=None, **header):
-    """A binary body, written by what the format says alone."""
+    """Packs a binary body, written from the description of the format alone."""
     names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
     data = io.BytesIO()
     entries = {} if metadata is None else {"__metadata__": metadata}
@@ -68,7 +68,7 @@ def pack(arrays, metadata=None, **header):
 
 
 def unpack(body):
-    """The arrays and the metadata of a binary body."""
+    """Returns the arrays and the metadata of a binary body."""
     (size,) = struct.unpack("<Q", body[:8])
     header, data = json.loads(body[8 : 8 + size]), body[8 + size :]
     metadata = header.pop("__metadata__")
@@ -80,7 +80,7 @@ def unpack(body):
 
 
 def rows_of(table, keys, version):
-    """What the session of server_cases has for nested keys."""
+    """Returns the rows that the session of server_cases has for nested keys."""
     if isinstance(keys, list):
         return [rows_of(table, key, version) for key in keys]
     return cases.row_of(table, keys, version)
@@ -104,14 +104,14 @@ def client(address):
 
 
 def is_well(client):
-    """The server answers as if nothing had happened."""
+    """Checks that the server still answers correctly."""
     found = client.post(LOOKUP, json={"keys": {"user": [4]}})
     version = found.json()["version"]
     return found.status_code == 200 and found.json()["rows"]["user"] == [cases.row_of("user", 4, version)]
 
 
 def num_taken(client):
-    """Requests that the server has and has not answered."""
+    """Returns the number of requests that the server has and has not answered."""
     return samples_of(client.get("/metrics").text)["jaxsok_requests_in_flight",]
 
 
@@ -126,7 +126,7 @@ KEYS = {
 @pytest.mark.parametrize("wanted", ["json", "tensors"])
 @pytest.mark.parametrize("given", ["json", "tensors"])
 def test_lookup_in_both_formats(client, given, wanted):
-    """Keys of 64 bits lose none, negative ones are their twins, shapes come back, missing keys read the default."""
+    """Lookups agree in both formats: 64-bit keys lose no bits, shapes are kept, missing keys read the default."""
     if given == "json":
         content, headers = json.dumps({"keys": KEYS}).encode(), dict(JSON)
     else:
@@ -159,14 +159,14 @@ def test_integers_of_all_widths(client, dtype):
 
 @pytest.mark.parametrize("keys", [[], [[], []], [[[7]]], [[1], [2], [3]]])
 def test_any_shape(client, keys):
-    """One list of no keys is an answer of no rows."""
+    """Keys of any shape are answered; a list of no keys gives no rows."""
     found = client.post(LOOKUP, json={"keys": {"user": keys}})
     assert found.status_code == 200, found.text
     assert found.json()["rows"]["user"] == rows_of("user", keys, found.json()["version"])
 
 
 def test_floats_come_without_loss():
-    """The double that JSON writes is the float32; what JSON has no number for is a word."""
+    """Floats lose nothing: JSON writes the double of the float32, and a word for what JSON has no number for."""
     rng = np.random.default_rng(3)
     values = rng.integers(0, 2**32, 4096, np.uint32).view(np.float32)
     back = json.loads(wire.json_body("rows", {"a": values}, {}), parse_constant=lambda name: pytest.fail(name))
@@ -183,7 +183,7 @@ def test_floats_come_without_loss():
     [[], [0], [7], [100], [3, 0], [0, 99], [99, 0], [40, 3], [3, 40], [2, 1, 50], [9, 5, 2], [1, 64], [1, 1, 8]],
 )
 def test_json_is_written_in_pieces(shape, monkeypatch):
-    """The same text as at once; a piece is all that is written without a chance for the event loop."""
+    """JSON written in pieces equals JSON written at once; the event loop runs between two pieces."""
     monkeypatch.setattr(wire, "PIECE_VALUES", 16)
     dumps, pieces = json.dumps, []
     array = np.random.default_rng(0).normal(size=shape).astype(np.float32)
@@ -203,7 +203,7 @@ def test_json_is_written_in_pieces(shape, monkeypatch):
 
 @pytest.mark.parametrize("given", ["json", "ragged json", "tensors", "ragged tensors"])
 def test_predict(client, given):
-    """Bags of one hotness or ragged, floats beside them; the version of the tables and of the outputs is one."""
+    """Predictions take bags, ragged or of one hotness, and floats; tables and outputs are of one version."""
     bags, dense = [[1, 2], [4, -3]], [[0.5, 1], [2, -4.25]]
     wanted = [sum(key % 2**64 % 1009 for key in bag) + sum(row) for bag, row in zip(bags, dense, strict=True)]
     if "ragged" in given:
@@ -228,7 +228,7 @@ def test_predict(client, given):
 
 
 def mixed(**changes):
-    """Inputs of the model "mixed": two samples, with weights, keys, booleans, small integers and bfloat16."""
+    """Returns inputs of the model "mixed": two samples, with weights, keys, booleans, small integers and bfloat16."""
     user = {"values": [5, 6, 7], "lengths": [2, 1], "weights": [0.5, 2, -1]}
     inputs = {"user": user, "pair": [[1, 2], [3, "4"]], "flag": [True, False], "count": [-128, 7], "half": [[0.5], [1]]}
     return json.dumps({"inputs": {**inputs, **changes}}).encode()
@@ -293,7 +293,7 @@ def test_what_is_served(client):
 
 
 def samples_of(text):
-    """Prometheus' text: values by name and labels."""
+    """Returns the values in Prometheus' text by name and labels."""
     return {
         (sample.name, *sorted(sample.labels.values())): sample.value
         for family in prometheus_client.parser.text_string_to_metric_families(text)
@@ -302,7 +302,7 @@ def samples_of(text):
 
 
 def test_metrics():
-    """Counts are those of what was asked; the session's are read at the scrape; names of clients make no labels."""
+    """Metrics count the requests, read the session's counts at the scrape, and have no labels chosen by clients."""
     session = cases.Session()
     with cases.serving(session) as found, httpx.Client(base_url=found.address) as client:
         for _ in range(3):
@@ -342,7 +342,7 @@ HEAD = struct.Struct("<Q")
 
 
 def header_of(**changes):
-    """A binary body with one tensor, whose entry is changed."""
+    """Returns a binary body with one tensor, whose header is changed."""
     entry = {"dtype": "U64", "shape": [3], "data_offsets": [0, 24], **changes}
     text = json.dumps({"user": {name: value for name, value in entry.items() if value is not None}}).encode()
     return HEAD.pack(len(text)) + text + U8.tobytes()
@@ -491,7 +491,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_bad_input_is_refused_in_words(client, case):
-    """One form of error, with what was got and wanted; and the server keeps answering."""
+    """Bad input gets one form of error that says what was given and what is wanted; the server keeps answering."""
     path, headers, body, status, code, words = REFUSED[case]
     found = client.get(path) if body is None else client.post(path, content=body, headers=headers)
     assert found.headers["content-type"] == "application/json"
@@ -505,7 +505,7 @@ def test_bad_input_is_refused_in_words(client, case):
 
 
 def test_responses_have_limits():
-    """4,096 rows of 4 numbers are more than 10,000; in the binary format they are taken."""
+    """Responses have a limit: 4,096 rows of 4 numbers exceed 10,000 in JSON, and fit in the binary format."""
     body = json.dumps(
         {"keys": {"user": [1] * 4000}, "item": []}[0:1] if False else {"keys": {"user": [[1] * 4] * 1024}}
     )
@@ -521,7 +521,7 @@ def test_responses_have_limits():
 
 @pytest.mark.parametrize("shape", [[2**30, 0], [9, 2**20, 0], [2**20, 2, 0, 2**5]])
 def test_axes_of_no_size_do_not_hide_others(client, shape):
-    """A body of 90 bytes may not ask for lists of a billion entries, or for as many bags."""
+    """A body of 90 bytes may not ask for lists of a billion entries, or for as many bags, behind an axis of no size."""
     text = json.dumps({"user": {"dtype": "U64", "shape": shape, "data_offsets": [0, 0]}}).encode()
     begin = time.perf_counter()
     body = HEAD.pack(len(text)) + text
@@ -546,7 +546,7 @@ def test_empty_lists_count_in_json_responses():
 
 
 def talk(address, *parts, pause_s=0.0):
-    """Sends bytes to the server as they are; what it says until it closes, or is silent for long."""
+    """Sends bytes to the server as they are; returns what it sends until it closes or stays silent."""
     host, port = address.removeprefix("http://").split(":")
     got = b""
     with socket.create_connection((host, int(port)), timeout=20) as line:
@@ -567,7 +567,7 @@ def head(path=LOOKUP, **headers):
 
 
 def test_a_body_without_end_is_cut_off(address, client):
-    """Its bytes are counted while they are read: no length is believed, none is needed."""
+    """A body without end is cut off: its bytes are counted while they are read."""
     chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
     got = talk(address, head(Transfer_Encoding="chunked"), *[chunk] * 100)
     assert got.startswith(b"HTTP/1.1 413") and b'"too_large"' in got and b"connection: close" in got.lower()
@@ -575,14 +575,14 @@ def test_a_body_without_end_is_cut_off(address, client):
 
 
 def test_a_length_that_is_too_long_is_refused_before_the_body(address, client):
-    """A client that asks before it sends hears so at once."""
+    """A client that asks before it sends a body gets the refusal of its length at once."""
     got = talk(address, head(Content_Length=1 << 40, Expect="100-continue"))
     assert got.startswith(b"HTTP/1.1 413") and b"100 Continue" not in got
     assert is_well(client)
 
 
 def need_of(sizes, samples=0, numbers=0):
-    """Bytes of the largest bodies of use: keys of 20 digits in quotes, each in a list, in lines; and binary."""
+    """Returns the bytes of the largest useful bodies: keys of 20 digits in quotes, one list each; and binary."""
     text, data = 0, 0
     for keys in sizes:
         text += len(json.dumps([["18446744073709551614"]] * keys, indent=2))
@@ -600,7 +600,7 @@ def need_of(sizes, samples=0, numbers=0):
     ],
 )
 def test_bodies_may_have_what_the_keys_of_a_model_need(path, op, need):
-    """No less than the largest request in the widest form, and not much more; the page of a model tells it."""
+    """Bodies may have the size of a model's largest request in its widest form; the model's page states it."""
     with cases.serving(cases.Session()) as found, httpx.Client(base_url=found.address) as own:
         limits = own.get(path).json()["limits"]["max_body_bytes"][op]
         for most, (media_type, limit) in zip(need, limits.items(), strict=True):
@@ -615,7 +615,7 @@ def test_bodies_may_have_what_the_keys_of_a_model_need(path, op, need):
 
 @pytest.mark.parametrize("shape", [[4096], [4096, 1], [1, 4096], [64, 64, 1]])
 def test_the_largest_requests_are_answered(shape):
-    """Keys of 20 digits in quotes, one to a line."""
+    """The largest requests, keys of 20 digits in quotes on lines of their own, are answered."""
     keys = np.full(shape, 2**64 - 2, np.uint64)
     with cases.serving(cases.Session()) as found, httpx.Client(base_url=found.address) as own:
         text = json.dumps({"keys": {"user": keys.astype(str).tolist()}}, indent=2).encode()
@@ -639,7 +639,7 @@ BOMBS = {
 @pytest.mark.parametrize("unit", BOMBS.values(), ids=BOMBS)
 @pytest.mark.parametrize("place", ['{"keys":{"user":[%s0]}}', '{"keys":[%s0]}', "[%s0]"])
 def test_what_a_body_becomes_in_memory_is_bounded_by_keys(unit, place):
-    """Not by its bytes: two million small things in 8 MiB are refused before they are made."""
+    """A body is bounded by its keys as well as its bytes: two million small values in 8 MiB are refused unparsed."""
     model = cases.Session().models["ranker"]
     before, after = place.encode().split(b"%s")
     body = before + unit * ((8 << 20) // len(unit)) + after
@@ -659,7 +659,7 @@ def test_what_a_body_becomes_in_memory_is_bounded_by_keys(unit, place):
     st.booleans(),
 )
 def test_how_json_is_written_does_not_matter(client, keys, indent, separators, is_quoted):
-    """Spaces, line ends, quotes: what the keys of a model need is not refused for its size."""
+    """Spaces, line ends and quotes in JSON do not make a request too large."""
     given = [list(map(str, pair)) for pair in keys] if is_quoted else keys
     body = json.dumps({"keys": {"user": given}}, indent=indent, separators=separators)
     found = client.post(LOOKUP, content=body, headers=JSON)
@@ -675,7 +675,7 @@ def test_a_slow_body_is_given_up(address, client):
 
 
 def test_clients_that_leave_and_noise(address, client):
-    """No response is owed, and none of it is felt."""
+    """Clients that leave and bytes that are no HTTP get no response and do no harm."""
     host, port = address.removeprefix("http://").split(":")
     for sent in (b"", b"GET", head(Content_Length=100) + b"{", b"\x16\x03\x01\x02\x00", head() + b"{}"):
         with socket.create_connection((host, int(port))) as line:
@@ -687,7 +687,7 @@ def test_clients_that_leave_and_noise(address, client):
 
 
 def long_head(num_bytes, end="close"):
-    """A request whose head, up to the empty line and with it, has so many bytes."""
+    """Returns a request whose head has this many bytes, including the empty line."""
     begin = f"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: {end}\r\nX-Filler: ".encode()
     return begin + b"b" * (num_bytes - len(begin) - 4) + b"\r\n\r\n"
 
@@ -695,7 +695,7 @@ def long_head(num_bytes, end="close"):
 @pytest.mark.parametrize("num_bytes, status", [(1 << 16, b"200"), ((1 << 16) + 1, b"431"), (100_000, b"431")])
 @pytest.mark.parametrize("how", ["at once", "in parts", "behind another"])
 def test_a_head_has_a_limit(address, client, num_bytes, status, how):
-    """Of 64 KiB, however it arrives; the client reads the refusal, not a closed connection."""
+    """A head of more than 64 KiB is refused, however it arrives, and the client can read the refusal."""
     sent = long_head(num_bytes)
     parts = {
         "at once": [sent],
@@ -711,14 +711,14 @@ def test_a_head_has_a_limit(address, client, num_bytes, status, how):
 
 
 def test_a_head_that_goes_on_is_refused_once(address, client):
-    """What comes behind a refusal is passed over, and the connection ends."""
+    """Bytes after a refusal are ignored, and the connection ends."""
     got = talk(address, b"GET / HTTP/1.1\r\na: ", *[b"b" * (1 << 16)] * 20, pause_s=0.01)
     assert re.findall(rb"HTTP/1.1 (\d+)", got) == [b"431"]
     assert is_well(client)
 
 
 def test_a_damaged_chunk_ends_its_request(address, client, caplog):
-    """The rest of a body is no HTTP: the request is refused once, and nothing of it is left behind."""
+    """A damaged chunk gets one refusal, and the rest of the body is not read as a request."""
     got = talk(address, head(Transfer_Encoding="chunked"), b"2\r\n{}\r\n", b"zz\r\n", pause_s=0.1)
     assert re.findall(rb"HTTP/1.1 (\d+)", got) == [b"400"]
     wait_until(lambda: num_taken(client) == 0)
@@ -726,7 +726,7 @@ def test_a_damaged_chunk_ends_its_request(address, client, caplog):
 
 
 def test_a_refused_body_does_not_spoil_the_connection(address):
-    """Refused by its head: the bytes of the body are not taken for the next request."""
+    """A body that is refused by its head is not read as the next request."""
     body = b"POST " * 5000
     request = f"POST /v1/models/no/lookup HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
     got = talk(address, request, b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", pause_s=0.2)
@@ -776,7 +776,7 @@ bodies = (
 
 
 def assert_answered(client, path, body, headers):
-    """Whatever came, it is answered: as asked, or with an error of ours in words."""
+    """Checks that the server answered as asked, or with an error of its own form."""
     found = client.post(path, content=body, headers=headers)
     assert found.status_code in (200, 400, 404, 413), (found.status_code, found.text)
     if found.status_code != 200:
@@ -800,7 +800,7 @@ def test_any_json(client, body, path):
     path=paths,
 )
 def test_any_tensors(client, arrays, dtype, cuts, keep, path):
-    """Bodies of the form, with bytes changed and cut off."""
+    """Binary bodies with changed bytes and cut ends are answered or refused."""
     whole = pack({name: np.array(value).astype(dtype) for name, value in arrays.items()})
     body = bytearray(whole[:keep] if keep < 100 else whole)
     for place, byte in cuts:
@@ -826,7 +826,7 @@ def test_any_bytes(client, body, headers):
     )
 )
 def test_tensors_go_both_ways(shapes):
-    """What the server writes, the format's words read; and the other way round."""
+    """The server's bodies can be read from the format's description, and bodies written from it can be read."""
     rng = np.random.default_rng(0)
     arrays = {name: rng.integers(0, 99, shape).astype(dtype) for name, (dtype, shape) in shapes.items()}
     body = wire.tensors_body(arrays, {"a": "b"})
@@ -838,7 +838,7 @@ def test_tensors_go_both_ways(shapes):
 
 
 def test_the_libraries_of_the_format_read_it():
-    """Clients need none of ours."""
+    """The format's public libraries read the server's bodies."""
     safetensors = pytest.importorskip("safetensors.numpy")
     arrays = {"user": np.arange(6, dtype=np.uint64).reshape(2, 3), "dense": np.ones([2, 2], np.float32)}
     for found in (wire.read_tensors(safetensors.save(arrays), "t"), safetensors.load(wire.tensors_body(arrays, {}))):
@@ -850,7 +850,7 @@ def test_the_libraries_of_the_format_read_it():
 
 
 def batch(run, payloads, limits, **options):
-    """Answers of a batcher to payloads that come at once; exceptions as values."""
+    """Returns a batcher's answers to payloads that come at once; exceptions are values."""
 
     async def ask():
         with concurrent.futures.ThreadPoolExecutor(4) as threads:
@@ -872,7 +872,7 @@ def batch(run, payloads, limits, **options):
     st.integers(1, 3),
 )
 def test_batches_keep_limits_and_order(sizes, limit, delay_s, num_workers):
-    """Each payload is answered once with its own answer, calls take the payloads in order and stay within the limit."""
+    """Each payload gets its own answer once; calls take payloads in order and stay within the limit."""
     calls = []
 
     def run(payloads):
@@ -900,7 +900,7 @@ def test_one_that_fails_fails_alone():
 
 
 def test_a_call_that_breaks_off_is_the_last_of_no_other():
-    """An error behind `run` is that of its own requests; later ones are answered."""
+    """An error in `run` reaches only its own requests; later requests are answered."""
     errors_left = [OSError("not counted")]
 
     def observe(payloads, is_split):
@@ -919,7 +919,7 @@ def test_a_call_that_breaks_off_is_the_last_of_no_other():
 
 
 def test_those_who_leave_the_queue_are_not_run():
-    """And their places are free again."""
+    """Requests that leave the queue are not run, and free their places."""
     begun, go, calls = threading.Event(), threading.Event(), []
 
     def run(payloads):
@@ -951,7 +951,7 @@ def test_those_who_leave_the_queue_are_not_run():
 
 
 def test_company_is_waited_for_no_longer_than_the_bound():
-    """The second joins the first; the third comes too late."""
+    """A request waits for others no longer than the bound: the second joins the first, the third is too late."""
     calls = []
 
     async def ask():
@@ -974,7 +974,7 @@ def test_company_is_waited_for_no_longer_than_the_bound():
 
 
 async def ask_in_parallel(address, num_clients, num_requests, make, check):
-    """Of each client requests one after the other, all clients at a time."""
+    """Sends each client's requests one after the other, all clients at a time."""
     limits = httpx.Limits(max_connections=num_clients, max_keepalive_connections=num_clients)
     async with httpx.AsyncClient(base_url=address, limits=limits, timeout=30) as client:
 
@@ -989,7 +989,7 @@ async def ask_in_parallel(address, num_clients, num_requests, make, check):
 
 
 def make_request(rng):
-    """A lookup or a prediction at random."""
+    """Draws a lookup or a prediction."""
     if rng.random() < 0.3:
         num = int(rng.integers(1, 4))
         user = rng.integers(0, 2**40, [num, 2]).tolist()
@@ -1000,7 +1000,7 @@ def make_request(rng):
 
 
 def check_answer(body, found):
-    """It is the oracle's, of the one version that it names."""
+    """Checks that the answer is the oracle's, of the version that it states."""
     assert found.status_code == 200, found.text
     got = found.json()
     version = got["version"]
@@ -1013,7 +1013,7 @@ def check_answer(body, found):
 
 
 def test_64_clients_while_the_tables_change():
-    """Batches hold several requests, every answer is its own, and each is of one version while a thread updates."""
+    """While a thread updates, batches hold several requests, and each answer is its own and of one version."""
     session, versions, stop = cases.Session(), set(), threading.Event()
 
     def update():
@@ -1038,7 +1038,7 @@ def test_64_clients_while_the_tables_change():
 
 
 def ask_at_once(address, requests):
-    """The statuses of requests that one batch may have."""
+    """Returns the statuses of requests that may share a batch."""
 
     async def ask():
         async with httpx.AsyncClient(base_url=address, timeout=20) as client:
@@ -1052,7 +1052,7 @@ def ask_at_once(address, requests):
 
 @pytest.mark.parametrize("of", ["32 bits", "32 bits in a prediction", "a weight", "keys of a table"])
 def test_what_is_wrong_joins_no_batch(of):
-    """The session refuses these too, but for all that are in the call."""
+    """A wrong request is refused before it joins a batch, where it would fail all others."""
     session = cases.Session()
     mixed_arrays = {
         "pair": np.array([[3, 4]], "<u8"),
@@ -1089,7 +1089,7 @@ def test_what_is_wrong_joins_no_batch(of):
 
 
 def test_predictions_that_share_a_call_keep_the_keys_of_a_table():
-    """2,000 keys each, of at most 4,096: two by two, and no call is split."""
+    """Two requests of 2,000 keys share a call of at most 4,096, and no request is split."""
     session = cases.Session()
     body = json.dumps({"inputs": {"user": [[1] * 2000], "dense": [[1, 2]]}})
     with cases.serving(session, max_delay_ms=1000.0) as found:
@@ -1099,7 +1099,7 @@ def test_predictions_that_share_a_call_keep_the_keys_of_a_table():
 
 
 def test_errors_of_the_session_reach_only_those_who_caused_them(caplog):
-    """One key breaks the call it is in; the others of the call are answered, the log has the reason, the client not."""
+    """An error of the session reaches only the request that caused it; its reason goes to the log alone."""
     session = cases.Session()
     hold = session.hold = threading.Event()
 
@@ -1126,7 +1126,7 @@ def test_errors_of_the_session_reach_only_those_who_caused_them(caplog):
 
 
 def test_a_slow_model_does_not_hold_up_others():
-    """Each has threads of its own."""
+    """A slow model does not delay others, since each model has its own threads."""
     session, hold = cases.Session(), threading.Event()
     session.error = lambda op, model, size: model == "tables_only" or hold.wait(20)
     with cases.serving(session, num_workers=1) as found:
@@ -1146,7 +1146,7 @@ def test_a_slow_model_does_not_hold_up_others():
 
 
 def test_too_many_requests_are_sent_away():
-    """503 and when to come back; then all is as before."""
+    """Requests beyond the limit get 503 and a time to retry; later requests are answered."""
     session = cases.Session()
     hold = session.hold = threading.Event()
     with cases.serving(session, max_requests=3, num_workers=1) as found:
@@ -1166,7 +1166,7 @@ def test_too_many_requests_are_sent_away():
 
 
 def test_bodies_that_are_held_have_a_limit():
-    """Many that are large at a time."""
+    """Large bodies that are held at one time have a limit."""
     session = cases.Session()
     hold = session.hold = threading.Event()
     body = pack({"user": np.arange(4000, dtype="<u8")})
@@ -1186,7 +1186,7 @@ def test_bodies_that_are_held_have_a_limit():
 
 @contextlib.contextmanager
 def deaf(address, body):
-    """A client that asks and reads nothing of what it gets."""
+    """A client that sends a request and reads nothing of the response."""
     host, port = address.removeprefix("http://").split(":")
     with socket.socket() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
@@ -1199,13 +1199,13 @@ def deaf(address, body):
 
 @pytest.fixture
 def large(monkeypatch):
-    """The body of a request whose response has 16 MB: more than the kernel holds of a connection."""
+    """Returns a body whose response has 16 MB, more than the kernel buffers for a connection."""
     monkeypatch.setitem(cases.MAX_KEYS, "user", 1 << 20)
     return pack({"user": np.arange(1 << 20, dtype="<u8")})
 
 
 def test_responses_that_nobody_reads_are_counted(large):
-    """As requests that are taken, with their bytes, until the client reads or leaves."""
+    """A response counts as a request with its bytes until the client reads it or leaves."""
     with cases.serving(cases.Session(), max_requests=2) as found, httpx.Client(base_url=found.address) as client:
         answered = "jaxsok_requests_total", "200", "lookup", "ranker"
         with deaf(found.address, large) as one, deaf(found.address, large):
@@ -1240,7 +1240,7 @@ def test_clients_that_do_not_read_are_cut_off(large):
 
 
 def test_little_of_a_response_is_on_its_way(large, monkeypatch):
-    """What a client reads is heard of: its connection never holds more than it may take a timeout to read."""
+    """A connection never buffers more of a response than a client may take one timeout to read."""
     given, in_time, most = [0], server._in_time, 1 << 19
 
     async def counted(send, message, options):
@@ -1264,14 +1264,14 @@ def test_little_of_a_response_is_on_its_way(large, monkeypatch):
 
 
 def test_clients_that_read_for_too_long_are_cut_off(large):
-    """Little by little: every piece is in time, but not the whole."""
+    """A client that reads a whole response too slowly is cut off, although each piece is in time."""
     options = {"send_timeout_s": 1.0, "min_send_rate": 1 << 30}
     with cases.serving(cases.Session(), **options) as found, deaf(found.address, large) as line:
         num_bytes = 0
         with contextlib.suppress(ConnectionError):
             while part := line.recv(1 << 16):
                 num_bytes += len(part)
-                time.sleep(0.02)  # 16 MB take 5 s at least
+                time.sleep(0.02)  # 16 MB take at least 5 s.
         assert num_bytes < 1 << 24, "the connection ended before the response did"
         with httpx.Client(base_url=found.address) as client:
             assert samples_of(client.get("/metrics").text)["jaxsok_unread_responses_total",] == 1
@@ -1280,13 +1280,13 @@ def test_clients_that_read_for_too_long_are_cut_off(large):
 
 
 def test_how_long_a_response_may_take():
-    """By its size: a slow client of a large one is given its time."""
+    """The time that a response may take grows with its size."""
     options = server.ServerOptions(send_timeout_s=2.0, min_send_rate=100)
     assert [server.send_limit_s(size, options) for size in (0, 100, 1000)] == [2.0, 3.0, 12.0]
 
 
 def test_clients_that_read_nothing_take_bounded_memory(large):
-    """Of sixteen, each of whom is owed 16 MB, those who find room wait; the others are sent away."""
+    """Sixteen clients that read nothing of 16 MB each take bounded memory: some wait, the others are refused."""
     with cases.serving(cases.Session(), max_requests=64, max_held_bytes=60 << 20) as found:
         with httpx.Client(base_url=found.address, timeout=20) as client, contextlib.ExitStack() as stack:
             before = None
@@ -1302,13 +1302,13 @@ def test_clients_that_read_nothing_take_bounded_memory(large):
 
 
 def num_answered(client):
-    """Lookups, of any status."""
+    """Returns the number of answered lookups, of any status."""
     found = samples_of(client.get("/metrics").text)
     return sum(value for name, value in found.items() if name[0] == "jaxsok_requests_total")
 
 
 def test_a_call_that_takes_too_long():
-    """The client hears so; the queue empties, and others are answered."""
+    """A call that takes too long gives an error; then the queue empties, and others are answered."""
     session = cases.Session()
     hold = session.hold = threading.Event()
     with cases.serving(session, timeout_s=1.0, num_workers=1) as found:
@@ -1322,7 +1322,7 @@ def test_a_call_that_takes_too_long():
 
 
 def test_names_that_stand_twice_are_found_at_once():
-    """40,000 names, the last of them a second time: what is done grows with the body, not with its square."""
+    """A name that occurs twice among 40,000 is found in time linear in the body."""
     names = [f"{number:x}" for number in range(40_000)]
     body = ("{" + ",".join(f'"{name}":0' for name in [*names, names[-1]]) + "}").encode()
     begin = time.perf_counter()
@@ -1332,7 +1332,7 @@ def test_names_that_stand_twice_are_found_at_once():
 
 
 def test_bodies_that_take_too_long_to_read_or_write(monkeypatch):
-    """The time that an answer may take has them in it."""
+    """Reading a body and writing a response count towards the time limit of an answer."""
     hold, slow = threading.Event(), set()
     for name in ("read_tensors", "tensors_body"):
         work = getattr(wire, name)
@@ -1342,7 +1342,7 @@ def test_bodies_that_take_too_long_to_read_or_write(monkeypatch):
             return work(*arguments)
 
         monkeypatch.setattr(wire, name, held)
-    body = pack({"user": np.ones([4096], "<u8"), "item": np.ones([2048], "<u8")})  # of a size for the threads
+    body = pack({"user": np.ones([4096], "<u8"), "item": np.ones([2048], "<u8")})  # Large enough for the threads.
     with cases.serving(cases.Session(), timeout_s=1.0) as found:
         with httpx.Client(base_url=found.address, timeout=20) as client:
             for name in ("read_tensors", "tensors_body"):
@@ -1360,18 +1360,18 @@ def test_bodies_that_take_too_long_to_read_or_write(monkeypatch):
 
 
 def is_closed(address):
-    """No connection is taken there."""
+    """Checks that the server accepts no connection."""
     try:
         httpx.get(f"{address}/healthz")
     except httpx.ConnectError:
         return True
-    except httpx.TransportError:  # it came in between: in the kernel's queue, and nobody took it from there
+    except httpx.TransportError:  # The kernel queued it during the stop, and the server never accepted it.
         return False
     return False
 
 
 def test_what_was_taken_is_finished():
-    """Not ready, yet answering; then no new connections, those in flight are answered, and the session is closed."""
+    """On a stop the server is not ready but answers; then it refuses connections, finishes requests and closes."""
     session = cases.Session()
     hold = session.hold = threading.Event()
     with cases.serving(session, drain_s=2.0) as found, httpx.Client(base_url=found.address, timeout=20) as client:
@@ -1392,7 +1392,7 @@ def test_what_was_taken_is_finished():
 
 
 def test_the_wait_for_requests_is_bounded():
-    """A call that does not return is cut off: its client hears so, and the server ends."""
+    """A call that does not return is cut off at the stop: its client gets an error, and the server ends."""
     session = cases.Session()
     hold = session.hold = threading.Event()
     with cases.serving(session, shutdown_s=0.5) as found, httpx.Client(base_url=found.address, timeout=20) as client:
@@ -1409,7 +1409,7 @@ def test_the_wait_for_requests_is_bounded():
 
 
 def test_a_second_interrupt_ends_the_wait():
-    """SIGINT twice: neither requests nor the balancer are waited for."""
+    """After a second SIGINT the server waits neither for requests nor for the balancer."""
     session = cases.Session()
     hold = session.hold = threading.Event()
     with cases.serving(session, drain_s=60.0, shutdown_s=60.0) as found:
@@ -1427,7 +1427,7 @@ def test_a_second_interrupt_ends_the_wait():
 
 
 def connect(address):
-    """A connection of the standard library that is kept alive; it never connects again by itself."""
+    """Opens a kept-alive connection of the standard library, which never reconnects by itself."""
     host, port = address.removeprefix("http://").split(":")
     line = http.client.HTTPConnection(host, int(port), timeout=20)
     line.connect()
@@ -1436,7 +1436,7 @@ def connect(address):
 
 
 def ask_on(line, key):
-    """One request on a connection: the status, and whether the server closes the connection after it."""
+    """Sends one request on a connection; returns the status, and whether the server closes the connection."""
     line.request("POST", LOOKUP, json.dumps({"keys": {"user": [key]}}), JSON)
     response = line.getresponse()
     body = json.loads(response.read())
@@ -1447,7 +1447,7 @@ def ask_on(line, key):
 
 @pytest.mark.parametrize("drain_s", [0.0, 0.5])
 def test_connections_that_are_kept_alive_lose_no_request(drain_s):
-    """SIGTERM among 32 of them: 16 ask without a pause, 16 were idle and ask once more; all are answered."""
+    """SIGTERM loses no request of 32 kept-alive connections: 16 busy ones, and 16 idle ones that send once more."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(ROOT / "tests/serving/server_cases.py"), "0.05", str(drain_s)]
     stopped = threading.Event()
@@ -1461,7 +1461,7 @@ def test_connections_that_are_kept_alive_lose_no_request(drain_s):
     def idle(number, line):
         found = [ask_on(line, number)]
         assert stopped.wait(20)
-        time.sleep(0.06 * number)  # up to 0.9 s into the stop
+        time.sleep(0.06 * number)  # Up to 0.9 s into the stop.
         return [*found, ask_on(line, number)]
 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -1487,7 +1487,7 @@ def test_connections_that_are_kept_alive_lose_no_request(drain_s):
 
 
 def test_connections_that_are_made_are_answered_or_refused():
-    """32 clients connect for each request while the server stops: what the kernel took for it is not reset."""
+    """While the server stops, each new connection is answered or refused, and none is reset."""
     asked, is_first = collections.Counter(), threading.Barrier(33)
 
     def ask(address, number):
@@ -1504,13 +1504,13 @@ def test_connections_that_are_made_are_answered_or_refused():
         found.stop()
         ends = collections.Counter(type(one.exception()) for one in asks)
     assert set(asked) <= {200, 503} and asked[200] > 0
-    # Between the last look into the kernel's queue and its end are microseconds.
+    # The end follows the last look into the kernel's queue by microseconds.
     assert ends[ConnectionRefusedError] >= 30, ends
 
 
 @pytest.mark.parametrize("is_used", [True, False])
 def test_idle_connections_do_not_hold_up_the_end(is_used):
-    """A stop closes no connection before it was idle for the time that it may be idle anyway, and none much later."""
+    """A stop closes idle connections after their usual idle time, not before it and not much later."""
     with (
         cases.serving(cases.Session(), keep_alive_s=1.0) as found,
         contextlib.closing(connect(found.address)) as line,
@@ -1543,7 +1543,7 @@ def test_two_servers_cannot_have_one_port():
 
 
 def test_a_signal_ends_the_process_in_order():
-    """SIGINT; SIGTERM is what ends the process in test_server_load.py."""
+    """SIGINT ends the process in order; test_server_load.py covers SIGTERM."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(ROOT / "tests/serving/server_cases.py"), "0.05"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -1562,14 +1562,14 @@ def test_a_signal_ends_the_process_in_order():
 
 
 def hps_folder(path):
-    """As `session.update` takes them; what is in the files does not matter here."""
+    """Makes a folder in the form that `session.update` takes; the contents of its files do not matter here."""
     (path / "user").mkdir(parents=True)
     (path / "user" / "key").write_bytes(b"")
     (path / "user" / "emb_vector").write_bytes(b"")
 
 
 def export(path, kind):
-    """A manifest, by what docs/checkpoint_format.md says of its checksum."""
+    """Writes a manifest with the checksum that docs/checkpoint_format.md describes."""
     body = {"format": "jaxsok tables", "version": 1, "kind": kind, "tables": {}, "stores": [], "bloom": []}
     body |= {"uuid": path.name, "step": 0, "clock": 0, "seed": [0, 0], "mesh": "", "num_shards": 1}
     body |= {"num_processes": 1, "pauses_s": [0.0]}
@@ -1581,7 +1581,7 @@ def export(path, kind):
 
 
 class Updated(cases.Session):
-    """Takes down what it is updated with; a delta fits behind the one of the number before."""
+    """A session that records its updates; a delta follows the export of the number before it."""
 
     def __init__(self, models=("ranker", "tables_only")):
         super().__init__()
@@ -1617,7 +1617,7 @@ def test_watched_folders_are_applied_in_order(tmp_path):
 
 
 def test_what_is_refused_is_tried_again(tmp_path, monkeypatch, caplog):
-    """A delta without its base waits; a damaged full export does not hide the deltas; the log says it once."""
+    """A delta without its base is tried again, a damaged full export does not block deltas, and each is logged once."""
     session = Updated(["ranker"])
     watcher = watch.Watcher(session, tmp_path)
     export(tmp_path / "1-full", "full")
@@ -1638,7 +1638,7 @@ def test_what_is_refused_is_tried_again(tmp_path, monkeypatch, caplog):
 
 
 def test_a_late_export_does_not_turn_back(tmp_path, caplog):
-    """What stands before what was applied is skipped, also if it comes later; one line of the log says so."""
+    """A late export does not undo a newer one: it is skipped, with one line in the log."""
     session, seen = Updated(["ranker"]), []
     watcher = watch.Watcher(session, tmp_path, observe=lambda model, result: seen.append(result))
     for name, kind in (("full-9", "full"), ("full-10", "full"), ("full-11-delta", "delta")):
@@ -1655,7 +1655,7 @@ def test_a_late_export_does_not_turn_back(tmp_path, caplog):
 
 
 def test_what_cannot_be_read_stops_no_other(tmp_path, monkeypatch, caplog):
-    """Neither a folder among others, nor all of a model, nor the start."""
+    """A folder that cannot be read blocks neither other folders, nor other models, nor the start."""
     session = Updated()
     for model in ("ranker", "tables_only"):
         export(tmp_path / model / "1", "full")
@@ -1695,7 +1695,7 @@ async def _live(app):
 
 
 def test_tables_and_model_together_and_by_model(tmp_path):
-    """Of several models each has its folder."""
+    """Each of several models is updated from its own folder, tables and dense model together."""
     session = Updated()
     export(tmp_path / "ranker" / "1" / "tables", "full")
     (tmp_path / "ranker" / "1" / "dense").write_bytes(b"")
@@ -1731,7 +1731,7 @@ def config_of(sources, dim, **options):
 
 
 def test_deltas_come_from_the_folder(tmp_path):
-    """A trainer exports, a server reads: after each delta what it serves is what was trained, gone keys are gone."""
+    """A server reads each delta that a trainer exports: it serves the trained rows, and removed keys are gone."""
     spec = jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.5), capacity=64, statistics=True)
     collection = jaxsok.Collection([spec], [jaxsok.FeatureSpec("item", table="item")])
     state, watched = collection.init(seed=0), tmp_path / "watched"
@@ -1765,7 +1765,7 @@ def test_deltas_come_from_the_folder(tmp_path):
 
 
 def test_predictions_of_an_exported_model(tmp_path):
-    """Requests of several clients share calls; each gets the sums of its own bags, and the bits of a call alone."""
+    """Requests that share a call get the sums of their own bags, with the bits of a call alone."""
     rng = np.random.default_rng(0)
     keys, rows = np.arange(1, 41, dtype=np.uint64), rng.integers(-9, 9, [40, 4]).astype(np.float32)
     write_hps(tmp_path / "user", Records(keys, rows))
@@ -1816,7 +1816,7 @@ def test_predictions_of_an_exported_model(tmp_path):
 
 
 def test_results_of_a_whole_batch_are_of_one_client(tmp_path):
-    """A model whose results are no lines of samples runs for each request alone, even where lengths agree."""
+    """A model whose results have no row per sample runs for each request alone, even where lengths agree."""
     keys, rows = np.arange(1, 41, dtype=np.uint64), np.arange(160, dtype=np.float32).reshape(40, 4)
     write_hps(tmp_path / "user", Records(keys, rows))
 
@@ -1841,7 +1841,7 @@ def test_results_of_a_whole_batch_are_of_one_client(tmp_path):
 
 
 def test_a_batch_whose_dense_model_changed_meanwhile_is_asked_again():
-    """Another model came between the look at its results and the call: its results may be of other kinds."""
+    """A batch is asked again if another dense model, with other kinds of results, replaced its model meanwhile."""
 
     class Switched(cases.Session):
         is_switched = False
@@ -1870,7 +1870,7 @@ def test_a_batch_whose_dense_model_changed_meanwhile_is_asked_again():
 
 
 def table_of(heading, page):
-    """Cells of the table below a heading of a page."""
+    """Returns the cells of the table below a heading of a page."""
     section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", section, re.M)][
         2:
@@ -1878,7 +1878,7 @@ def table_of(heading, page):
 
 
 def test_the_page_has_all_of_it():
-    """docs/server.md: options with their defaults, endpoints, metrics."""
+    """docs/server.md lists all options with their defaults, endpoints and metrics."""
     page = (ROOT / "docs/server.md").read_text()
     told = {cells[0]: cells[1] for cells in table_of("Limits", page)}
     defaults = {f"`--{f.name.replace('_', '-')}`": str(f.default) for f in dataclasses.fields(server.ServerOptions)}
@@ -1894,7 +1894,7 @@ def test_the_page_has_all_of_it():
 
 
 def test_options_of_the_command():
-    """Only numbers that make sense are taken."""
+    """Options take only valid numbers."""
     with pytest.raises(ValueError, match="--max-body-bytes: got 0"):
         server.ServerOptions.of({"max_body_bytes": 0})
     with pytest.raises(ValueError, match="--timeout-s: got nan"):
@@ -1918,6 +1918,6 @@ def test_the_command_refuses_in_words(arguments, words, tmp_path, capsys):
 
 
 def test_errors_have_statuses():
-    """Each kind of the session's errors has its own."""
+    """Each kind of the session's errors has its own status."""
     kinds = (errors.UnknownModelError, errors.UnknownTableError, errors.RequestTooLargeError, errors.RequestError)
     assert [responses.refusal_of(kind("why"), "lookup").status for kind in kinds] == [404, 404, 413, 400]

@@ -1,7 +1,7 @@
 """The server under load: a process of its own, 64 connections, and tables that change while they are read.
 
-Each update writes its number into the first column of every row of all tables: a response in which two numbers meet is
-of two versions. The other columns are a function of the key alone.
+Each update writes its number into the first column of every row of all tables: a response with two numbers mixes two
+versions. The other columns are a function of the key alone.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ TENSORS = "application/vnd.jaxsok.v1+safetensors"
 
 
 def columns_of(table, keys):
-    """What a table has for its keys behind the first column: every key below 2 * NUM_ROWS that is odd is there."""
+    """Returns a table's other columns for its keys: every odd key below 2 * NUM_ROWS has a row."""
     keys = np.asarray(keys, np.int64)[:, None]
     columns = np.arange(1, DIMS[table])
     return ((keys * 31 + columns * 7 + len(table)) % 1021).astype(np.float32)
 
 
 def write_tables(folder, number):
-    """HPS directories of all tables, by docs of that format: int64 keys, float32 rows."""
+    """Writes HPS directories of all tables, from the format's documentation: int64 keys, float32 rows."""
     for table, dim in DIMS.items():
         (folder / table).mkdir(parents=True)
         keys = np.arange(1, 2 * NUM_ROWS, 2, dtype="<i8")
@@ -63,7 +63,7 @@ def write_config(path, folder):
 
 @contextlib.contextmanager
 def served(tmp_path, *arguments):
-    """The command line on tables of number 0: its process, port and folder to watch."""
+    """Runs the command line on tables of number 0; yields its process, port and folder to watch."""
     pytest.importorskip("starlette")
     pytest.importorskip("uvicorn")
     write_tables(tmp_path / "tables", 0)
@@ -90,7 +90,7 @@ def served(tmp_path, *arguments):
 
 @dataclasses.dataclass
 class Seen:
-    """What the clients saw."""
+    """The responses that the clients received."""
 
     num_requests: int = 0
     numbers: dict = dataclasses.field(default_factory=dict)
@@ -99,7 +99,7 @@ class Seen:
 
 
 async def exchange(reader, writer, request):
-    """One request over a connection that stays: status and body."""
+    """Sends one request over a kept-alive connection; returns status and body."""
     writer.write(request)
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
@@ -107,7 +107,7 @@ async def exchange(reader, writer, request):
 
 
 def make_request(rng):
-    """Keys of both tables, of which some are missing, in one of the formats."""
+    """Draws a request for keys of both tables, some of them missing, in one of the formats."""
     keys = {table: rng.integers(0, 2 * NUM_ROWS + 100, rng.integers(1, 40)) for table in DIMS}
     if rng.random() < 0.5:
         body, kind = (
@@ -142,7 +142,7 @@ def read_response(body, is_binary):
 
 
 def check(keys, rows, version, seen, least):
-    """Rows are those of the keys, and of one version; that is no older than what the connection saw before."""
+    """Checks that rows are those of the keys, of one version, and no older than the connection's last response."""
     numbers = set()
     for table, array in keys.items():
         assert rows[table].shape == (len(array), DIMS[table])
@@ -157,7 +157,7 @@ def check(keys, rows, version, seen, least):
 
 
 async def load(port, pid, watched, seconds, update_s):
-    """All clients and the updates, for a time."""
+    """Runs all clients and the updates for a time."""
     seen, until = Seen(), time.monotonic() + seconds
 
     async def client(number):
@@ -204,7 +204,7 @@ async def scrape(port):
     ("seconds", "update_s"), [(5, 0.5), pytest.param(60, 2.0, marks=pytest.mark.slow)], ids=["5s", "60s"]
 )
 def test_load(tmp_path, seconds, update_s, record_property):
-    """No request fails, no two versions meet, memory stays, and the end is in order."""
+    """Under load no request fails, no response mixes two versions, memory stays, and the process ends in order."""
     with served(tmp_path) as (process, port, watched):
         seen, num_updates = asyncio.run(load(port, process.pid, watched, seconds, update_s))
         metrics = asyncio.run(scrape(port))
@@ -216,7 +216,7 @@ def test_load(tmp_path, seconds, update_s, record_property):
     assert seen.num_requests > 10 * CONNECTIONS
     assert len(seen.numbers) > num_updates / 2, "few updates were seen"
     assert list(seen.numbers) and sorted(seen.numbers.values()) == [seen.numbers[v] for v in sorted(seen.numbers)]
-    # Two versions are there at a time, with what malloc keeps; a leak would add tables with every update.
+    # Two versions exist at a time, plus what malloc keeps; a leak would add tables with every update.
     half = len(seen.resident) // 2
     growth = max(seen.resident[half:]) - max(seen.resident[:half])
     latencies_ms = np.percentile(seen.latencies_s, [50, 99]) * 1e3

@@ -27,12 +27,12 @@ KEYS = (*range(12), 2**40, 2**64 - 2)
 
 
 def row_of(table, value):
-    """Of whole numbers."""
+    """Draws a row of whole numbers."""
     return np.array([value, 127, -value, 1][: TABLES[table].dim], np.float32)
 
 
 def records_of(table, values, frequencies=None):
-    """`{key: value}` as records."""
+    """Returns `{key: value}` as records."""
     keys = np.array(list(values), np.uint64)
     rows = np.array([row_of(table, value) for value in values.values()], np.float32).reshape(-1, TABLES[table].dim)
     hot = None if frequencies is None else np.array([frequencies[key] for key in values], np.uint32)
@@ -40,9 +40,9 @@ def records_of(table, values, frequencies=None):
 
 
 def host_rows(values, **options):
-    """`{table: {key: value}}` in host memory."""
+    """Puts `{table: {key: value}}` into host memory."""
     sources = [
-        # Sources may promise more rows than they have; equal sizes spare programs.
+        # A source may promise more rows than it has; equal sizes save compilations.
         (TABLES[name], SizedRecords(max(8, len(some)), [records_of(name, some)] if some else []))
         for name, some in values.items()
     ]
@@ -50,7 +50,7 @@ def host_rows(values, **options):
 
 
 def contents(source, chunk_rows=5):
-    """What `scan` gives, as rows by key."""
+    """Returns the rows of `scan` by key."""
     return {
         table: {
             key: row.tolist()
@@ -62,14 +62,14 @@ def contents(source, chunk_rows=5):
 
 
 def expected_contents(values):
-    """The same of the dictionary."""
+    """Returns the dictionary in the form of `contents`."""
     return {
         table: {key: row_of(table, value).tolist() for key, value in some.items()} for table, some in values.items()
     }
 
 
 def assert_has(source, values):
-    """`fetch` of all keys, some of them twice, and `num_rows`."""
+    """Checks `fetch` of all keys, some of them twice, and `num_rows`."""
     keys = np.array([*KEYS, jaxsok.PADDING_KEY, *KEYS[::-1]], np.uint64)
     for table, some in values.items():
         rows, is_found = source.fetch(table, keys)
@@ -96,7 +96,7 @@ def test_host_rows(values):
 
 
 def test_frequencies_go_with_their_rows():
-    """They come with the records, if all of these have some."""
+    """Frequencies are stored with their rows if all records have them."""
     hot = {key: 100 - key for key in range(10)}
     chunks = [records_of("a", {key: key for key in some}, hot) for some in (range(4), range(4, 10))]
     source = HostRows.of([(TABLES["a"], SizedRecords(10, chunks))])
@@ -111,7 +111,7 @@ def test_frequencies_go_with_their_rows():
 
 
 def test_frequencies_of_a_table_do_not_hang_on_another():
-    """Of one store (a and b) as of two: whose records have none has none."""
+    """Frequencies of one table do not depend on another, whether they share a store (a and b) or not."""
     known = {"a": {1: 5, 2: 6}, "b": None, "h": None, "q": {1: 7, 2: 8}}
     sources = [(TABLES[name], SizedRecords(2, [records_of(name, {1: 1, 2: 2}, hot)])) for name, hot in known.items()]
     source = HostRows.of(sources)
@@ -126,7 +126,7 @@ def test_frequencies_of_a_table_do_not_hang_on_another():
 @settings(max_examples=8)
 @given(st.lists(dictionaries, min_size=1, max_size=3))
 def test_layers(layers):
-    """The first that has a key gives its row, as in a ChainMap."""
+    """The first layer that has a key gives its row, as in a ChainMap."""
     source = Layered([host_rows(values, version=10 + number) for number, values in enumerate(layers)])
     together = {table: dict(collections.ChainMap(*(values[table] for values in layers))) for table in TABLES}
     keys = np.array(KEYS, np.uint64)
@@ -143,7 +143,7 @@ def test_layers(layers):
 
 
 def test_keys_of_no_layer_read_what_the_first_gives(monkeypatch):
-    """The default of host memory, although a database below it may give anything for them."""
+    """A key that no layer has reads the default of the first layer, whatever a layer below would return."""
     above, below = host_rows({"b": {1: 5}}), host_rows({"b": {2: 6}})
     fetch = below.fetch
 
@@ -158,7 +158,7 @@ def test_keys_of_no_layer_read_what_the_first_gives(monkeypatch):
 
 
 def test_many_keys_in_parts(monkeypatch):
-    """More keys than are fetched at a time."""
+    """More keys than one fetch takes are fetched in parts."""
     values = {"a": {key: key % 100 for key in range(1000)}}
     source = host_rows(values)
     monkeypatch.setattr(backing, "KEYS_AT_A_TIME", 300)
@@ -171,7 +171,7 @@ def test_many_keys_in_parts(monkeypatch):
 
 
 def test_bad_tiers():
-    """Named, with what was wanted."""
+    """Bad tiers are named, with what is wanted."""
     with pytest.raises(ValueError, match="Layered: layers: got none"):
         Layered([])
     with pytest.raises(ValueError, match="wanted the same in all"):
@@ -184,7 +184,7 @@ def test_bad_tiers():
 
 
 def test_no_cpu_backend(monkeypatch):
-    """Said with its remedy."""
+    """The error for a missing CPU backend states the remedy."""
 
     def none(**_):
         raise RuntimeError("Unknown backend cpu")

@@ -1,4 +1,4 @@
-"""The device cache against a dict that forgets: whose rows are there, in which order they leave, what an answer reads.
+"""The device cache against a dict that forgets: which rows are cached, the order in which they leave, and what is read.
 
 The oracle is a dictionary of rows by version and a sorted list of (tick, table, key). Rows encode version, table and
 key, so that a wrong route or a mixed version shows in the numbers.
@@ -41,7 +41,7 @@ KEYS = (*range(20), 2**32 + 1, 2**63 + 5, 2**64 - 2)
 
 
 class DictSource(RowSource):
-    """Rows in a dictionary: `{table: {key: row}}`, and what the tests want to see or break."""
+    """A source over rows in a dictionary, `{table: {key: row}}`, with what the tests observe or break."""
 
     def __init__(self, rows, tables=None, version=0, frequencies=None):
         """Takes the dictionary, which the test may change."""
@@ -50,15 +50,15 @@ class DictSource(RowSource):
 
     @property
     def tables(self):
-        """By name."""
+        """The tables, by name."""
         return self.given
 
     def num_rows(self, table):
-        """Of the dictionary."""
+        """Returns the dictionary's number of rows."""
         return len(self.rows[table])
 
     def fetch(self, table, keys):
-        """Rows that are not there are NaN: nobody may read them."""
+        """Returns rows; absent rows are NaN, which no answer may contain."""
         self.fetched.append((table, keys.tolist()))
         if self.before_fetch is not None:
             self.before_fetch(table, keys)
@@ -70,7 +70,7 @@ class DictSource(RowSource):
         return rows, np.array([key in there for key in keys.tolist()], bool)
 
     def scan(self, table, chunk_rows):
-        """In the order of the dictionary."""
+        """Yields records in the order of the dictionary."""
         keys = np.array(list(self.rows[table]), np.uint64)
         for start in range(0, len(keys), chunk_rows):
             some = keys[start : start + chunk_rows]
@@ -79,23 +79,23 @@ class DictSource(RowSource):
 
 
 def row_of(version, table, key):
-    """A row that tells where it is from; exact in float16."""
+    """Returns a row that states its version, table and key; exact in float16."""
     place = KEYS.index(key) if key in KEYS else key
     return np.array([version % 1000, NUMBERS[table], place, 7], np.float32)[: TABLES[table].dim]
 
 
 def rows_of(version, keys=KEYS[:-3]):
-    """A dictionary of all tables."""
+    """Returns a dictionary of rows of all tables."""
     return {table: {key: row_of(version, table, key) for key in keys} for table in TABLES}
 
 
 def default_of(table):
-    """What a key that is not there reads."""
+    """Returns what an absent key reads."""
     return np.full(TABLES[table].dim, TABLES[table].default, np.float32)
 
 
 def keys_of(*keys):
-    """As requests have them."""
+    """Returns keys in the form of requests."""
     return np.array(keys, np.uint64)
 
 
@@ -103,17 +103,17 @@ class Oracle:
     """A cache in plain Python."""
 
     def __init__(self, shares):
-        """Of so many rows by store, given by the tables of each."""
+        """Takes the number of rows by store, which is given by its tables."""
         self.shares, self.tick = shares, 0
         self.cached = {}  # (table, key) -> [tick, row]
         self.counts = dict.fromkeys(("distinct", "hits", "misses", "missing", "inserted", "evicted"), 0)
 
     def store_of(self, table):
-        """The tables of its store."""
+        """Returns the tables that share the table's store."""
         return next(tables for tables in self.shares if table in tables)
 
     def lookup(self, source_rows, keys, threshold):
-        """What each table reads, its hit rate; and what the cache does with it."""
+        """Returns what each table reads and its hit rate, and updates the cache."""
         self.tick += 1
         values, rates, here, later = {}, {}, [], []
         for table, some in keys.items():
@@ -141,7 +141,7 @@ class Oracle:
         return values, rates
 
     def insert(self, rows):
-        """In one tick; then those of greatest (tick, table, key) stay."""
+        """Inserts rows in one tick; then the rows of greatest (tick, table, key) stay."""
         self.tick += 1
         before = set(self.cached)
         for table, key, row in rows:
@@ -155,11 +155,11 @@ class Oracle:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Lookups at any threshold, changes of the source below, refreshes and swaps."""
+    """A state machine of lookups at any threshold, changes of the source, refreshes and swaps."""
 
     @initialize(min_rows=st.sampled_from([1, 4]), clock=st.sampled_from([0, stores._LAST_TICK - 7]), fill=st.booleans())
     def start(self, min_rows, clock, fill):
-        """A cache of few rows; its clock may be about to overflow."""
+        """Makes a cache of few rows, whose clock may be about to overflow."""
         self.rows, self.version = rows_of(0), 0
         self.source = DictSource(self.rows)
         self.cache = DeviceCache(self.source, fraction=1e-9, min_rows=min_rows)
@@ -184,7 +184,7 @@ class CacheMachine(RuleBasedStateMachine):
         as_tables=st.booleans(),
     )
     def lookup(self, keys, threshold, as_tables):
-        """Values, hit rates and version."""
+        """Values, hit rates and versions agree."""
         self.cache.hit_rate_threshold = threshold
         expected, rates = self.oracle.lookup(self.rows, keys, threshold)
         asked = {table: np.array(some, np.uint64) for table, some in keys.items()}
@@ -207,7 +207,7 @@ class CacheMachine(RuleBasedStateMachine):
         fraction=st.sampled_from([0.0, 0.3, 1.0]),
     )
     def refresh(self, table, key, value, fraction):
-        """A row of the database changes, and later the cache hears of it."""
+        """A row of the database changes, and a later refresh brings it into the cache."""
         if value is None:
             self.rows[table].pop(key, None)
         else:
@@ -225,7 +225,7 @@ class CacheMachine(RuleBasedStateMachine):
         gone=st.sets(st.sampled_from(KEYS), max_size=3),
     )
     def swap(self, changed, gone):
-        """A newer version, in which some rows differ and some are gone."""
+        """A newer version comes, in which some rows differ and some are gone."""
         self.version += 1
         rows = {table: dict(some) for table, some in self.rows.items()}
         if changed is None:
@@ -246,7 +246,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "cache"))
     @invariant()
     def same_keys(self):
-        """Whose rows are there, and what was counted."""
+        """Cached keys and counts agree."""
         cached = {(table, key) for table, keys in self.cache.cached_keys().items() for key in keys.tolist()}
         assert cached == set(self.oracle.cached)
         assert sum(self.cache.num_rows.values()) == len(cached)
@@ -277,7 +277,7 @@ TestCacheMachine.settings = settings(max_examples=max(12, settings().max_example
     ],
 )
 def test_at_the_threshold_misses_come_in_the_background(threshold, num_cached, waits):
-    """Ten keys, of which some are cached."""
+    """At the threshold, the misses among ten keys are fetched in the background."""
     with DeviceCache(DictSource(rows_of(3)), hit_rate_threshold=2) as cache:
         cache.lookup({"a": np.arange(num_cached)})
         cache.hit_rate_threshold = threshold
@@ -295,7 +295,7 @@ def test_at_the_threshold_misses_come_in_the_background(threshold, num_cached, w
 
 
 def test_each_table_has_its_own_hit_rate():
-    """One waits, one does not, one is empty."""
+    """Each table has its own hit rate: one table waits, one does not, and one has no keys."""
     with DeviceCache(DictSource(rows_of(3)), hit_rate_threshold=0.5) as cache:
         cache.lookup({"a": np.arange(4)})
         found = cache.lookup({"a": np.arange(8), "b": np.arange(2), "h": np.zeros((2, 0), np.int64)})
@@ -306,7 +306,7 @@ def test_each_table_has_its_own_hit_rate():
 
 
 def test_keys_of_any_shape_and_nothing_at_all():
-    """Repeated keys are asked of the source once; padding is asked of nobody."""
+    """Repeated keys are fetched once, and padding is never fetched; keys may have any shape or be none."""
     source = DictSource(rows_of(3))
     with DeviceCache(source, hit_rate_threshold=2) as cache:
         assert cache.lookup({}).rows == {}
@@ -320,7 +320,7 @@ def test_keys_of_any_shape_and_nothing_at_all():
 
 
 def test_keys_of_no_tier_are_asked_again_and_not_cached():
-    """They read the default."""
+    """Keys that no tier has read the default, are fetched again each time, and are not cached."""
     source = DictSource(rows_of(3))
     with DeviceCache(source, hit_rate_threshold=2) as cache:
         for _ in range(2):
@@ -331,12 +331,12 @@ def test_keys_of_no_tier_are_asked_again_and_not_cached():
 
 @pytest.mark.parametrize("threshold", [0, 2])
 def test_more_keys_than_rows(threshold):
-    """All are answered; as many are cached as there is room for, in the order of replacement."""
+    """More keys than rows are all answered, and the cache fills up in the order of replacement."""
     tables = {"t": FrozenTable("t", dim=2, default=-1.0)}
     rows = {"t": {key: np.array([key, 1], np.float32) for key in range(1000)}}
     with DeviceCache(DictSource(rows, tables), fraction=0.1, hit_rate_threshold=threshold) as cache:
         assert cache.capacity == 100
-        for first in (900, 800):  # an insertion is later than the lookup that it comes of: its hits leave for it
+        for first in (900, 800):  # The insertion follows its lookup, so that lookup's hits may leave for it.
             found = cache.lookup({"t": np.arange(1000)[::-1]})
             cache.drain()
             if threshold:
@@ -346,7 +346,7 @@ def test_more_keys_than_rows(threshold):
 
 
 def test_rows_of_a_table_may_take_the_whole_store():
-    """Tables that share a store share its budget, as those that HPS fuses."""
+    """One table may take the whole store: tables that share a store share its budget, as those that HPS fuses."""
     with DeviceCache(DictSource(rows_of(3)), fraction=1e-9, min_rows=4, hit_rate_threshold=2) as cache:
         cache.lookup({"a": np.arange(8)})
         assert cache.num_rows == {"a": 8, "b": 0, "h": 0}
@@ -356,7 +356,7 @@ def test_rows_of_a_table_may_take_the_whole_store():
 
 
 def test_sizes():
-    """A fraction of the rows, 64 of each table at least; and what that takes on the device."""
+    """The capacity is a fraction of the rows, at least 64 per table; the device bytes follow from it."""
     tables = {name: FrozenTable(name, dim=8) for name in ("s", "t")} | {"q": FrozenTable("q", dim=8, dtype="int8")}
     row = np.ones(8, np.float32)
     rows = {name: dict.fromkeys(range(size), row) for name, size in (("s", 1001), ("t", 3), ("q", 10))}
@@ -370,7 +370,7 @@ def test_sizes():
 
 
 def quantized_of(rows, dtype):
-    """What rows of a table read, worked out here: numbers times scale, in float32."""
+    """Returns what rows of a quantized table read: numbers times scale, in float32."""
     least, most = {"int8": (2.0**-126, 127.0), "float8_e4m3fn": (1 / (448.0 * 512.0), 448.0)}[dtype]
     scales = np.maximum(np.abs(rows).max(axis=1) / np.float32(most), np.float32(least)).astype(np.float32)
     ratios = np.clip(rows.astype(np.float64) / scales[:, None], -most, most)
@@ -381,7 +381,7 @@ def quantized_of(rows, dtype):
 @pytest.mark.parametrize("of", ["host", "dict", "layers"])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_rows_of_8_bits(dtype, of):
-    """Are cached as they are stored, and read to the bit as from all rows; defaults are not rounded."""
+    """Rows of 8 bits are cached as stored and read with the bits of a full table; defaults are not rounded."""
     rng, dim, num_rows = np.random.default_rng(3), 12, 500
     tables = {name: FrozenTable(name, dim=dim, default=d, dtype=dtype) for name, d in (("s", 0.1), ("t", -1e-30))}
     rows = {name: rng.normal(size=(num_rows, dim)).astype(np.float32) * 10.0**n for n, name in enumerate(tables)}
@@ -436,7 +436,7 @@ def test_rows_of_8_bits(dtype, of):
 
 @pytest.mark.parametrize("chunk_rows", [4, 7, 1000])
 def test_filled_with_the_hottest(chunk_rows, monkeypatch):
-    """Of each table its share; the hottest are the last to leave."""
+    """A fill gives each table its share, and the hottest rows leave last."""
     monkeypatch.setattr(cache_changes, "ROWS_AT_A_TIME", chunk_rows)
     hot = {table: {key: (key * 7 + number) % 10 for key in KEYS[:-3]} for number, table in enumerate(TABLES)}
     with DeviceCache(DictSource(rows_of(3), frequencies=hot), fraction=0.3, min_rows=1) as cache:
@@ -450,7 +450,7 @@ def test_filled_with_the_hottest(chunk_rows, monkeypatch):
 
 
 def test_filled_in_the_order_of_the_file():
-    """Where nobody knows which rows are hot; no more is read than is cached."""
+    """Without frequencies, rows fill the cache in file order, and no more are read than are cached."""
     source = DictSource(rows_of(3))
     with DeviceCache(source, fraction=0.25, min_rows=1) as cache:
         assert cache.fill() == 15
@@ -463,14 +463,14 @@ def test_filled_in_the_order_of_the_file():
 
 
 def test_a_lookup_does_not_wait_for_the_background():
-    """While a fetch hangs the cache answers; what does not fit the queue is dropped and misses again."""
+    """During a slow fetch the cache answers; work that does not fit the queue is dropped and misses again."""
     source, go, is_in = DictSource(rows_of(3)), threading.Event(), threading.Event()
     source.before_fetch = lambda *_: (is_in.set(), go.wait(30))
     with DeviceCache(source, hit_rate_threshold=0, max_pending=1) as cache:
         cache.lookup({"a": keys_of(1)})
         assert is_in.wait(30)
-        cache.lookup({"a": keys_of(2)})  # waits in the queue
-        cache.lookup({"a": keys_of(3)})  # does not fit
+        cache.lookup({"a": keys_of(2)})  # It waits in the queue.
+        cache.lookup({"a": keys_of(3)})  # It does not fit.
         assert (cache.stats().background, cache.stats().dropped) == (3, 1)
         go.set()
         cache.drain()
@@ -478,7 +478,7 @@ def test_a_lookup_does_not_wait_for_the_background():
 
 
 def test_many_lookups_wait_for_the_background():
-    """More than the pieces of work that may wait for a thread (`ready.MOST_BESIDE`): none is dropped."""
+    """More lookups than `ready.MOST_BESIDE` wait for the background, and none is dropped."""
     source, go, is_in = DictSource(rows_of(3, range(301))), threading.Event(), threading.Event()
     source.before_fetch = lambda *_: (is_in.set(), go.wait(30))
     with DeviceCache(source, fraction=1.0, hit_rate_threshold=0, max_pending=300) as cache:
@@ -490,11 +490,11 @@ def test_many_lookups_wait_for_the_background():
         go.set()
         cache.drain()
         assert sorted(cache.cached_keys()["a"].tolist()) == list(range(301))
-        assert len(source.fetched) == 2  # the first, and all that waited
+        assert len(source.fetched) == 2  # The first fetch, and all that waited.
 
 
 def test_close_drains():
-    """What was asked for is fetched; later calls are refused."""
+    """`close` finishes pending fetches; later calls are refused."""
     source = DictSource(rows_of(3))
     source.before_fetch = lambda *_: time.sleep(0.05)
     cache = DeviceCache(source, hit_rate_threshold=0)
@@ -510,7 +510,7 @@ def test_close_drains():
 
 
 def _changing_rows(num_versions, rng):
-    """Rows of each version, and which keys changed."""
+    """Returns rows of each version, and which keys changed."""
     versions, changes = [rows_of(1000)], [None]
     for version in range(1, num_versions):
         changed = {table: rng.choice(20, 8, replace=False) for table in TABLES}
@@ -555,7 +555,7 @@ def _looking_up(cache, versions, stop, errors, seed, num_answers):
 @pytest.mark.parametrize("threshold", [0, 2])
 @pytest.mark.parametrize("kind", ["dict", "host"])
 def test_no_answer_mixes_versions(threshold, kind):
-    """Eight threads look up while versions change: each answer is wholly of the version that it tells."""
+    """Eight threads look up while versions change: each answer is wholly of the version that it states."""
     versions, changes = _changing_rows(12, np.random.default_rng(5))
 
     def source(version):
@@ -600,7 +600,7 @@ def _records(table, rows):
 
 
 def test_an_insertion_of_an_old_version_is_left_out():
-    """A row that was fetched before a swap must not come after it."""
+    """A row that was fetched before a swap is not inserted after it."""
     old, new = DictSource(rows_of(1)), DictSource(rows_of(2), version=2)
     with DeviceCache(old, hit_rate_threshold=2) as cache:
         old.before_fetch = lambda *_: cache.swap(new, {"a": keys_of(5)})
@@ -611,7 +611,7 @@ def test_an_insertion_of_an_old_version_is_left_out():
 
 
 def test_a_row_that_comes_while_a_swap_prepares_leaves_again():
-    """It was inserted after the swap looked, and before it held the lock."""
+    """A row that was inserted while a swap prepared, before the swap held the lock, leaves again."""
     old, new = DictSource(rows_of(1)), DictSource(rows_of(2), version=2)
     with DeviceCache(old, hit_rate_threshold=2) as cache:
         cache.lookup({"a": keys_of(5)})
@@ -626,7 +626,7 @@ def test_a_row_that_comes_while_a_swap_prepares_leaves_again():
 
 @pytest.mark.parametrize("are_gone", [False, True])
 def test_a_swap_of_whole_tables_takes_memory_for_what_is_cached(monkeypatch, are_gone):
-    """Of many changed rows only those that are cached go to the device; all that are gone leave a store at once."""
+    """A swap uploads only those changed rows that are cached, and removes all absent keys of a store at once."""
     tables = {name: FrozenTable(name, dim=4) for name in ("s", "t")}
     keys = np.arange(20_000)
     rows = {name: {key: np.full(4, key, np.float32) for key in keys.tolist()} for name in tables}
@@ -651,7 +651,7 @@ def test_a_swap_of_whole_tables_takes_memory_for_what_is_cached(monkeypatch, are
 
 
 def test_what_a_swap_is_about_is_not_cached_meanwhile():
-    """Insertions that a swap overtakes leave its keys out; after one that failed they come again."""
+    """Insertions that a swap overtakes omit the swap's keys; after a failed swap the keys are inserted again."""
     old, new = DictSource(rows_of(1)), DictSource(rows_of(2), version=2)
     with DeviceCache(old, hit_rate_threshold=2) as cache:
         cache.lookup({"a": keys_of(5)})
@@ -680,7 +680,7 @@ def test_what_a_swap_is_about_is_not_cached_meanwhile():
 
 
 def test_a_source_that_fails(caplog):
-    """A lookup that waits raises what the source raised; one that does not is answered, and the failure is counted."""
+    """A lookup that waits raises the source's error; one that does not wait is answered, and the failure counts."""
     source = DictSource(rows_of(3))
 
     def fail(*_):
@@ -707,7 +707,7 @@ def test_a_source_that_fails(caplog):
 
 
 def test_a_source_that_gives_wrong_shapes(monkeypatch):
-    """Whoever writes one is told what was wanted."""
+    """A source of wrong shapes gets an error that states the wanted shapes."""
     source = DictSource(rows_of(3))
     monkeypatch.setattr(source, "fetch", lambda table, keys: (np.zeros((1, 9), np.float32), np.ones(1, bool)))
     with (
@@ -727,7 +727,7 @@ def test_a_source_that_gives_wrong_shapes(monkeypatch):
     ],
 )
 def test_bad_requests(keys, error, message):
-    """Refused before anything is looked up."""
+    """Bad requests are refused before anything is looked up."""
     with DeviceCache(DictSource(rows_of(3))) as cache:
         with pytest.raises(error, match=message):
             cache.lookup(keys)
@@ -735,7 +735,7 @@ def test_bad_requests(keys, error, message):
 
 
 def test_bad_arguments():
-    """Named, with what was wanted."""
+    """Bad arguments are named, with what is wanted."""
     source = DictSource(rows_of(3))
     for name, value in (
         ("fraction", 0),
@@ -759,7 +759,7 @@ def test_bad_arguments():
 
 
 def test_keys_that_find_no_place_get_another_salt(monkeypatch):
-    """Among the distinct keys of one lookup."""
+    """Distinct keys of one lookup that find no place in the index get another salt."""
     real, salts = programs.query, []
 
     def unlucky(layout, is_expanded, statistics, stores, batches, clock, salt):
@@ -785,12 +785,12 @@ def test_keys_that_find_no_place_get_another_salt(monkeypatch):
 
 
 class BrokenRows(DictSource):
-    """Key 3 of the int8 table has a NaN, or another number that has no scale."""
+    """A source whose int8 table has a NaN in key 3, or another number without a scale."""
 
     broken = np.nan
 
     def fetch(self, table, keys):
-        """As it is stored."""
+        """Returns rows as stored."""
         rows, is_found = super().fetch(table, keys)
         if table == "q":
             rows[keys == 3, 1] = self.broken
@@ -805,7 +805,7 @@ def _over_broken_rows(threshold):
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_a_row_that_cannot_be_quantized_is_not_found(broken, caplog):
-    """By itself: those around it, and other tables, are answered; the log names its key, once."""
+    """Only a row that cannot be quantized is missing; the log names its key once."""
     asked = {"a": np.arange(6), "q": np.arange(6)}
     with _over_broken_rows(2) as cache:
         cache.source.broken = broken
@@ -821,7 +821,7 @@ def test_a_row_that_cannot_be_quantized_is_not_found(broken, caplog):
 
 
 def test_a_row_that_breaks_later_leaves_the_cache():
-    """A refresh goes on, and so does the background."""
+    """A row that becomes unquantizable leaves the cache; refreshes and background fetches continue."""
     with _over_broken_rows(0) as cache:
         cache.source.broken = 3.0
         cache.lookup({"q": np.arange(6), "a": np.arange(3)})
@@ -839,10 +839,10 @@ def test_a_row_that_breaks_later_leaves_the_cache():
 
 
 class Compilations:
-    """What JAX compiles, and whether the lock of a cache was held then."""
+    """A record of JAX's compilations, and of whether a cache's lock was held then."""
 
     def __init__(self):
-        """Listens until the process ends; heard while it is on."""
+        """Listens until the process ends, and records while it is enabled."""
         self.cache, self.is_held = None, []
         jax.monitoring.register_event_duration_secs_listener(self._hear)
 
@@ -852,7 +852,7 @@ class Compilations:
 
     @contextlib.contextmanager
     def of(self, cache):
-        """A list that grows."""
+        """Yields a list to which each compilation adds an entry."""
         self.cache, self.is_held = cache, []
         try:
             yield self.is_held
@@ -864,14 +864,14 @@ COMPILATIONS = Compilations()
 
 
 def _odd_cache(capacity):
-    """Of a capacity that no other test has: none of its programs is compiled."""
+    """Returns a cache of a capacity that no other test has, so none of its programs is compiled."""
     tables = {name: FrozenTable(name, dim=dim) for name, dim in (("s", 4), ("t", 2))}
     rows = {n: {key: np.full(t.dim, key, np.float32) for key in range(2000)} for n, t in tables.items()}
     return DeviceCache(DictSource(rows, tables), fraction=1e-9, min_rows=capacity, hit_rate_threshold=2)
 
 
 def test_nobody_waits_for_the_compiler():
-    """Programs are compiled while the lock is free: lookups of other threads, that need none, go on."""
+    """Programs are compiled without the lock, so lookups of other threads that need none continue."""
     with _odd_cache(611) as cache, COMPILATIONS.of(cache) as is_held:
         cache.lookup({"s": np.arange(300)})
         cache.lookup_tables({"s": np.arange(600), "t": np.arange(600)})
@@ -885,7 +885,7 @@ def test_nobody_waits_for_the_compiler():
 
 
 def test_warm_up_compiles_all_that_lookups_need():
-    """Whatever hits and misses; and counts nothing."""
+    """A warm-up compiles the programs of all hits and misses, and leaves the counts alone."""
     with _odd_cache(613) as cache:
         with COMPILATIONS.of(cache) as compiled:
             cache.warm_up([{"s": 300, "t": 300}, {"s": 1000, "t": 1000}, {}])
@@ -901,7 +901,7 @@ def test_warm_up_compiles_all_that_lookups_need():
 
 
 def test_few_keys_are_not_padded_to_many():
-    """To four times as many at most, unless these are few: else a program of their own is worth the wait."""
+    """Keys are padded to at most four times their number, unless they are few; otherwise a program is compiled."""
     with _odd_cache(617) as cache:
         cache.warm_up([{"s": 2**15, "t": 2**15}])
         assert cache.stores.compiled.padded_sizes((256, 256)) == (256, 256)
@@ -917,7 +917,7 @@ def test_few_keys_are_not_padded_to_many():
 
 
 def test_lookups_of_many_sizes_get_programs_of_their_own(monkeypatch):
-    """However many came before: only what waits is bounded."""
+    """Lookups of many sizes each get a program: only those in the queue are bounded."""
     monkeypatch.setattr(ready_lib, "MOST_BESIDE", 2)
     with _odd_cache(619) as cache:
         cache.warm_up([{"s": 1024, "t": 1024}])
@@ -931,7 +931,7 @@ def test_lookups_of_many_sizes_get_programs_of_their_own(monkeypatch):
 
 
 def test_nothing_of_the_size_of_the_cache_is_copied():
-    """Lookups, insertions, refreshes and swaps leave every array where it lies."""
+    """Lookups, insertions, refreshes and swaps copy no array of the size of the cache."""
     with DeviceCache(DictSource(rows_of(3)), fraction=1e-9, min_rows=4, hit_rate_threshold=2) as cache:
 
         def addresses():
@@ -950,7 +950,7 @@ def test_nothing_of_the_size_of_the_cache_is_copied():
 
 @pytest.mark.slow
 def test_many_tables_over_the_host():
-    """A hundred tables of several dims and dtypes over rows in host memory: all answers are exact."""
+    """A cache of a hundred tables, of several dims and dtypes, over rows in host memory answers exactly."""
     rng = np.random.default_rng(3)
     dtypes = ["float32", "bfloat16", "int8", "float16"]
     tables = [FrozenTable(f"t{i}", dim=(4, 8, 16)[i % 3], default=float(i), dtype=dtypes[i % 4]) for i in range(100)]

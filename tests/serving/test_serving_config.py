@@ -46,7 +46,7 @@ MODEL_DEFAULTS = {
     "cache_refresh_percentage_per_iteration": 0.0,
     "refresh_delay": 0.0,
     "refresh_interval": 0,
-    "fuse_embedding_table": None,  # HPS: that of the whole, which is false; here nobody said that it must not be
+    "fuse_embedding_table": None,  # HPS: the global value, which is false; jaxsok forbids it only where a file says so
     "init_ec": True,
     "fp8_quant": False,
     "row_dtype": None,  # jaxsok's own
@@ -100,14 +100,14 @@ UPDATE_DEFAULTS = {
 
 
 def whole(model=None, **top):
-    """A configuration with one model: required keys, and the given ones instead of or beside them; None: left out."""
+    """Returns a configuration with one model: the required keys and the given keys; a given None removes a key."""
     merged = {**MODEL, **(model or {})}
     merged = {key: value for key, value in merged.items() if value is not Ellipsis}
     return {"supportlonglong": True, "models": [merged], **top}
 
 
 def effects(config):
-    """The keys without effect, by path."""
+    """Returns the keys without effect, by path."""
     return {one.path: one.value for one in config.without_effect}
 
 
@@ -264,7 +264,7 @@ def test_rows_of_other_dtypes():
 
 @pytest.mark.parametrize("given, wanted", [(0.0, 0), (1.5, 1), (30.0, 30), (30, 30), (0.9, 0)])
 def test_fractions_of_the_interval_are_cut_off(given, wanted):
-    """As HPS does; a number that changes by that is told."""
+    """Fractions of the interval are cut off, as in HPS; a number that changes by this is reported."""
     config = read(whole({"cache_refresh_percentage_per_iteration": 0.2, "refresh_interval": given}))
     assert config.models[0].refresh_interval == wanted and type(config.models[0].refresh_interval) is int
     told = [note for note in config.notes if "refresh_interval" in note]
@@ -319,7 +319,7 @@ WITHOUT_EFFECT = {
     "label_dim": 1,
     "slot_num": 26,
     "initialize_after_startup": False,
-    "enable_pagelock": True,  # of static tables; this one is dynamic
+    "enable_pagelock": True,  # A key of static tables; this table is dynamic.
     "fp8_quant": True,
 }
 
@@ -332,7 +332,7 @@ def test_keys_without_effect_are_listed_where_they_are_written(key):
     assert f"without effect: models[0].{key} = {WITHOUT_EFFECT[key]!r}: {one.reason}" in config.summary()
 
 
-# Of versions 3.0 to 23.x, by the block where HPS read or documented them; 24.06 passes over them.
+# Keys of versions 3.0 to 23.x, by the block where HPS read or documented them; 24.06 ignores them.
 OLDER = {
     "": {
         "db_type": "local",
@@ -358,7 +358,7 @@ OLDER = {
 
 @pytest.mark.parametrize("block", list(OLDER))
 def test_keys_of_older_versions_are_listed(block):
-    """A configuration that served an older HPS is read; what it asked for and does not get is told."""
+    """A configuration of an older HPS is read, and each of its keys that has no effect is listed."""
     written = OLDER[block]
     if block == "models[0]":
         given = whole(written)
@@ -387,7 +387,7 @@ def test_a_cache_of_no_rows_is_idle_where_there_is_no_cache(keys):
     [("hashmap", "hash_map"), ("map", "hash_map"), ("parallel_hash", "parallel_hash_map"), ("none", "disabled")],
 )
 def test_other_names_of_databases(name, meant):
-    """HPS's parser takes several names for one kind."""
+    """Each kind of database can be named by every name that HPS's parser takes."""
     config = read(whole({"gpucacheper": 1.0}, volatile_db={"type": name}))
     assert config.volatile_db.type == meant
     assert read(whole(volatile_db={"type": "redis"})).volatile_db.type == "redis_cluster"
@@ -404,7 +404,7 @@ def test_other_names_of_no_updates(name):
 
 
 def written_defaults(defaults):
-    """The keys of a block of which HPS has a default that is the same everywhere, but the type."""
+    """Returns the keys of a block, except the type, whose HPS default is the same everywhere."""
     written = {key: value for key, value in defaults.items() if key != "type" and value is not None}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in written.items()}
 
@@ -425,7 +425,7 @@ def test_keys_of_databases_that_are_not_there_are_listed(block):
     assert config.volatile_db.type == VOLATILE_DEFAULTS["type"]
 
 
-# Of a database that is there: what sets nothing, and what jaxsok adds.
+# For an existing database: keys that set nothing, and keys that jaxsok adds.
 IDLE_IN_REDIS = [
     "allocation_rate",
     "shared_memory_auto_remove",
@@ -444,7 +444,7 @@ def test_every_default_of_redis():
     assert fields.pop("num_partitions") == min(16, os.cpu_count())
     wanted = {key: value for key, value in VOLATILE_DEFAULTS.items() if key not in (*IDLE_IN_REDIS, "num_partitions")}
     assert fields == {**wanted, "type": "redis_cluster"}
-    (note,) = config.notes  # of a default that differs between machines that share the database
+    (note,) = config.notes  # Its default differs between machines that share the database.
     assert "volatile_db.num_partitions: took" in note and config.without_effect == ()
     assert config.databases and "over Redis at 127.0.0.1:7000; device 0" in "\n".join(config.summary())
 
@@ -639,7 +639,7 @@ def test_a_file_is_named_in_errors(tmp_path):
     path = written(tmp_path, json.dumps(whole({"max_batch_size": 0})))
     with pytest.raises(ConfigError, match=rf'^config: file "{path}": models\[0\]\.max_batch_size: got 0'):
         read(path)
-    config = read(written(tmp_path, "\ufeff" + json.dumps(whole())))  # with a mark of its byte order
+    config = read(written(tmp_path, "\ufeff" + json.dumps(whole())))  # with a byte order mark
     assert config.file == str(path) and config == read(whole()) and str(path) in config.summary()[0]
 
 
@@ -868,7 +868,7 @@ def configurations(draw):
 
 @hypothesis.given(configurations())
 def test_what_is_written_is_read_again(given):
-    """The file of any configuration reads as the same one, with HPS's own keys alone outside of the blocks `jaxsok`."""
+    """A written configuration reads as the same one; outside of the blocks `jaxsok` it has HPS's keys alone."""
     config = read(given)
     with tempfile.TemporaryDirectory() as folder:
         write(f"{folder}/ps.json", config)
@@ -883,7 +883,7 @@ def test_what_is_written_is_read_again(given):
 
 
 def test_databases_are_written(tmp_path):
-    """Redis and RocksDB, with what depends on the machine written out."""
+    """Redis and RocksDB are written, with the values that depend on the machine written out."""
     given = whole(
         volatile_db={"type": "redis_cluster", "address": "cache:7000", "jaxsok": {"timeout_s": 2.0}},
         persistent_db={"type": "rocks_db", "read_only": True},
@@ -901,7 +901,7 @@ def test_no_key_is_forgotten(given):
     assert given == before
     again = read(json.loads(json.dumps(given)))
     assert again == config and hash(again) == hash(config) and again.without_effect == config.without_effect
-    # Every key that was written is a field, in a table, or listed: none is forgotten.
+    # Every key that was written is a field, in a table, or listed.
     listed = effects(config)
     for i, model in enumerate(given["models"]):
         for key, value in model.items():
@@ -939,7 +939,7 @@ def test_an_unknown_key_anywhere_is_refused(given, data):
     st.data(),
 )
 def test_values_of_any_kind_are_read_or_refused(value, data):
-    """Never another error than a refusal with a path."""
+    """Values of any kind are read, or refused with a path; no other error occurs."""
     keys = [("models", 0, key) for key in (*MODEL, *OPTIONS, "embedding_table_names")]
     keys += [("volatile_db", key) for key in VOLATILE_DEFAULTS] + [("persistent_db",), ("update_source",), ("models",)]
     given = copy.deepcopy(whole(volatile_db={"type": "hash_map"}))

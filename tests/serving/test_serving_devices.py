@@ -1,4 +1,4 @@
-"""One session over several devices: replicas, caches and split tables answer what dicts say, in one version, whole."""
+"""One session over several devices: replicas, caches and split tables answer what dicts hold, wholly in one version."""
 
 import threading
 
@@ -45,7 +45,7 @@ def serve(trained, kind, devices=DEVICES, **options):
 
 
 def check(session, content):
-    """All keys, and some, once for each device at least."""
+    """Checks all keys, and some keys at least once for each device."""
     for keys in (KEYS, KEYS, KEYS[1:2, :3], KEYS[:0]):
         answer = session.lookup({name: keys for name in content})
         for name, mine in content.items():
@@ -102,7 +102,7 @@ def test_where_the_rows_are(trained, kind):
 @pytest.mark.parametrize("kind", ["replicas", "split"])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_no_answer_mixes_versions(trained, tmp_path, kind, in_place):
-    """Rows tell their version in thousands; readers run while versions come."""
+    """No answer mixes versions: rows state their version in thousands, and readers run during updates."""
     with serve(trained, kind) as session:
         stop, seen = threading.Event(), []
 
@@ -172,7 +172,7 @@ def test_predictions_take_turns(trained, tmp_path):
 
 
 def test_room_is_that_of_the_fullest_device(trained):
-    """Split tables need about a third on each of three devices; what does not fit one of them is refused."""
+    """The fullest device decides whether tables fit: each of three devices takes about a third of a split table."""
     with serve(trained, "replicas") as session:
         each = session._models["dlrm"].device_bytes
     with pytest.raises(ServingError, match="memory: got"):

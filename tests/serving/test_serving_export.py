@@ -1,4 +1,4 @@
-"""Exported models: any batch size, other tables, another process; what is damaged or foreign is refused in words."""
+"""Exported models: any batch size, other tables, another process; damaged or foreign files are refused with reasons."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ HERE = ["cuda" if jax.default_backend() == "gpu" else "cpu"]
 
 @pytest.fixture(autouse=True)
 def _whole_products():
-    """A GPU multiplies matrices with fewer bits, unless told otherwise."""
+    """Sets full precision of matrix products, which a GPU reduces by default."""
     with jax.default_matmul_precision("highest"):
         yield
 
@@ -51,7 +51,7 @@ KERNEL = np.random.default_rng(0).normal(size=(6 + 6 + 6 + 6 + 4, 2)).astype(np.
 
 
 def model(tables, inputs):
-    """A fused lookup, a dense layer, and a result that is no line for each sample."""
+    """Applies a fused lookup and a dense layer; one result has no row for each sample."""
     found = lookup(
         tables,
         {
@@ -72,7 +72,7 @@ def model(tables, inputs):
 
 
 def batch(seed, size, num_rows=40):
-    """Inputs of the model, and its bags as lists."""
+    """Returns inputs of the model, and its bags as lists."""
     rng = np.random.default_rng(seed)
     seen, seen_pairs = drawn_bags(rng, 1, size, is_weighted=True, num_rows=num_rows)
     liked, liked_pairs = drawn_bags(rng, 1, size, num_rows=num_rows)
@@ -87,7 +87,7 @@ def batch(seed, size, num_rows=40):
 
 
 def scores(known, inputs, seen, liked):
-    """What the model gives, in float64."""
+    """Returns what the model gives, in float64."""
     x = [
         known["user"].each(inputs["user"]),
         known["ad"].each(inputs["ads"]).reshape(-1, 6),
@@ -100,13 +100,13 @@ def scores(known, inputs, seen, liked):
 
 @functools.cache
 def tables():
-    """Of the export."""
+    """Returns the tables of the export."""
     return made(TABLES)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The model, exported."""
+    """Returns the folder of the exported model."""
     path = tmp_path_factory.mktemp("artifact") / "model"
     artifact.export_model(path, model, tables()[0], INPUTS)
     return path
@@ -114,7 +114,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(folder):
-    """The model, loaded."""
+    """Returns the loaded model."""
     return artifact.load_model(folder)
 
 
@@ -142,7 +142,7 @@ def test_it_says_what_it_wants_and_gives(served, folder):
         "model.stablehlo",
         "model_unfused.stablehlo",
     ]
-    # Neither rows nor index: the file does not grow with the tables.
+    # The file holds neither rows nor index, so it does not grow with the tables.
     assert (folder / "model.stablehlo").stat().st_size < 200_000
 
 
@@ -202,7 +202,7 @@ def test_padded_calls_give_the_same(served, size):
 
 
 def test_tables_say_whether_lookups_are_fused(served, tmp_path):
-    """One call for each store, or one for each input: the programs say so, and the bits are the same."""
+    """Tables decide whether lookups are fused: one call for each store or for each input, with the same bits."""
     given, _ = tables()
     apart = dataclasses.replace(given, is_fused=False)
     inputs, *_ = batch(3, 16)
@@ -212,7 +212,7 @@ def test_tables_say_whether_lookups_are_fused(served, tmp_path):
         program = model._program_for(tables).lower(*model._bind(tables), leaves).as_text()
         return program.count("stablehlo.custom_call @jaxsok_lookup")
 
-    # Four inputs, one of which also has norms to read.
+    # Four inputs; one of them reads norms too.
     assert count_calls(served, given) < count_calls(served, apart) == count_calls(served.unfused(), given)
     want = served.call(given, inputs)
     for model, read in ((served, apart), (served.unfused(), given)):
@@ -265,7 +265,7 @@ def test_the_program_for_cuda_is_in_the_file(folder):
     exported = export.deserialize(bytearray((folder / "model.stablehlo").read_bytes()))
     assert exported.platforms == ("cpu", "cuda")
     assert "jaxsok_lookup_frozen" in exported.mlir_module()
-    # One for all inputs, and one that combines rows which were clipped.
+    # One call for all inputs, and one that combines rows which were clipped.
     assert exported.mlir_module().count("stablehlo.custom_call @jaxsok_lookup_frozen") == 2
 
 
@@ -315,7 +315,7 @@ def test_a_fresh_process_serves_it(folder, tmp_path):
 
 
 class NnxModel(flax.nnx.Module):
-    """A group and a dense layer."""
+    """A model of NNX: a group and a dense layer."""
 
     def __init__(self):
         specs = {"user": "user", "seen": group.LookupSpec("item", "mean")}
@@ -328,7 +328,7 @@ class NnxModel(flax.nnx.Module):
 
 
 class LinenModel(flax.linen.Module):
-    """The same."""
+    """The same model in Linen."""
 
     @flax.linen.compact
     def __call__(self, user, seen):
@@ -468,7 +468,7 @@ def _copy(folder, to):
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint8", "uint32"])
 def test_integers_that_do_not_fit_are_refused(dtype, tmp_path):
-    """NumPy's integers have 64 bits: what a narrower input cannot hold is not cut to its low bits in silence."""
+    """NumPy's 64-bit integers that do not fit a narrower input are refused, and never cut to their low bits."""
     records = jaxsok.Records(np.array([7], np.uint64), np.array([[1.0]], np.float32))
     tables, _ = frozen.freeze_records([(frozen.FrozenTable("item", dim=1), frozen.SizedRecords(1, [records]))])
 
@@ -518,7 +518,7 @@ def test_damaged_and_foreign_folders_are_refused(folder, tmp_path):
     refused("version 2, wanted 1", lambda path: changed(path, version=2))
     refused("another checksum than it names", lambda path: changed(path, sign=False, inputs=[]))
     refused("inputs", lambda path: changed(path, inputs=[{"name": "user", "kind": "text"}]))
-    # What somebody signed who knows the digest: no value of another type, or that is not there, is used.
+    # A manifest with a valid digest: values that are missing or have another type are refused all the same.
     whole = json.loads((folder / manifest).read_text())
     for name in ("jax", "inputs", "outputs", "stores", "program"):
         refused(f'file ".*{manifest}", {name}', lambda path, name=name: changed(path, **{name: None}))

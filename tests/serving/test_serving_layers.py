@@ -1,4 +1,4 @@
-"""Frozen lookup layers of NNX and Linen: what HPS's layers give, by NumPy; what training layers give, to the bit."""
+"""Frozen lookup layers of NNX and Linen agree with HPS's layers, by NumPy, and have the bits of training layers."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ def call(flax, layer, tables, *args, **kwargs):
 
 @functools.cache
 def tables_of(dtype):
-    """Two tables over one store, one of another dim."""
+    """Returns two tables over one store, and one of another dim."""
     declared = [
         frozen.FrozenTable("user", 6, default=-0.5, dtype=dtype),
         frozen.FrozenTable("item", 6, dtype=dtype),
@@ -45,7 +45,7 @@ def tables_of(dtype):
 
 @pytest.fixture(autouse=True)
 def _whole_products():
-    """A GPU multiplies matrices with fewer bits, unless told otherwise."""
+    """Sets full precision of matrix products, which a GPU reduces by default."""
     with jax.default_matmul_precision("highest"):
         yield
 
@@ -61,7 +61,7 @@ def test_each_key_reads_its_row(flax, dtype, max_norm):
             keys = drawn(rng, number, shape)
             got = call(flax, lambda layers, name=name: layers.LookupLayer(name), tables, keys, max_norm)
             assert got.dtype == jnp.float32
-            # A clipped row is a norm, a quotient and a product away from its own.
+            # The rounding of a norm, a quotient and a product separates a clipped row from its own.
             np.testing.assert_allclose(got, known[name].each(keys, max_norm), rtol=1e-6, atol=1e-7)
 
 
@@ -122,14 +122,14 @@ def test_a_group_is_one_call_and_has_the_bits_of_its_parts(flax, dtype):
     some = call(flax, layer, tables, {"again": inputs["again"]})
     np.testing.assert_array_equal(some["again"], got["again"])
     text = jax.jit(lambda tables: call(flax, layer, tables, inputs)).lower(tables).as_text()
-    assert text.count("jaxsok_lookup_frozen") == 2  # rows of clipped bags come first, and are combined by another call
+    assert text.count("jaxsok_lookup_frozen") == 2  # Rows of clipped bags come first, and another call combines them.
 
 
 # Laws ----------------------------------------------------------------------------------------------------------------
 
 
 def _trained(dtype):
-    """A collection and a state whose rows learned something, and a batch of keys that are all there."""
+    """Returns a collection and a state whose rows are trained, and a batch of keys that are all present."""
     tables = [
         jaxsok.TableSpec("user", 6, jaxsok.optim.sgd(0.3), capacity=64, dtype=dtype),
         jaxsok.TableSpec("item", 5, jaxsok.optim.sgd(0.3), capacity=64, dtype=dtype),
@@ -160,7 +160,7 @@ def _trained(dtype):
 
 @pytest.mark.parametrize("flax", FLAXES)
 def test_a_group_of_a_collection_gives_what_find_gives(flax):
-    """`from_collection`: a spec for each feature, whose results are those of the evaluation lookup, to the bit."""
+    """`from_collection` gives each feature a spec whose results have the bits of the evaluation lookup."""
     collection, state, batch, raw = _trained("float32")
     tables = frozen.freeze(collection, state)
     got = call(flax, lambda layers: layers.LookupLayers.from_collection(collection), tables, raw)
@@ -185,7 +185,7 @@ def test_layers_give_the_bits_of_training_layers(flax, dtype):
     specs = {"user": group.LookupSpec("user")} | {name: group.LookupSpec("item", name) for name in COMBINERS}
     got = call(flax, lambda layers: layers.LookupLayers(specs), tables, raw)
     for name, one in wanted.items():
-        # Training rounds its embeddings to the dtype of its rows: the numbers before that are what is served.
+        # Training rounds its embeddings to the dtype of its rows; serving returns the numbers before that.
         assert got[name].dtype == jnp.float32
         np.testing.assert_array_equal(got[name].astype(one.dtype), one, err_msg=name)
     if dtype == "float32":
@@ -197,7 +197,7 @@ def test_layers_give_the_bits_of_training_layers(flax, dtype):
 
 
 class NnxModel(flax.nnx.Module):
-    """A fused group, and a layer that reads what the group gave no part in."""
+    """A model of a fused group and of a layer that reads a part of the group's result."""
 
     def __init__(self, tables=None):
         specs = {"user": "user", "seen": group.LookupSpec("item", "sum")}
@@ -211,7 +211,7 @@ class NnxModel(flax.nnx.Module):
 
 
 class LinenModel(flax.linen.Module):
-    """The same model."""
+    """The same model in Linen."""
 
     @flax.linen.compact
     def __call__(self, user, seen, ad):
@@ -237,7 +237,7 @@ def test_an_nnx_model_takes_other_tables(is_graph):
     with flax.nnx.set_graph_mode(is_graph):
         tables, known = tables_of("float32")
         inputs, pairs = _inputs()
-        if not is_graph:  # no shared Variables there: each layer has its own
+        if not is_graph:  # Linen has no shared Variables: each layer has its own.
             model = NnxModel()
             model.ad = nnx.LookupLayer("ad")
         else:

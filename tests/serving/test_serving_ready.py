@@ -1,4 +1,4 @@
-"""Nobody who asks waits for a compiler because of an update: what was compiled for a version is for the next one."""
+"""Updates make no request wait for a compiler: what was compiled for a version is compiled for the next one first."""
 
 import contextlib
 import functools
@@ -49,7 +49,7 @@ CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) 
 
 
 class Compilations:
-    """Which threads compiled, and whether readers of some versions were kept out meanwhile."""
+    """A record of the threads that compiled, and of whether readers of some versions were kept out meanwhile."""
 
     def __init__(self):
         self.versions, self.threads, self.are_kept_out = None, [], []
@@ -62,7 +62,7 @@ class Compilations:
                 self.are_kept_out.append(self.versions._gate._is_closed)
 
     def since(self, start):
-        """Of this thread, since there were so many."""
+        """Returns this thread's compilations since the given count."""
         return self.threads[start:].count(threading.get_ident())
 
 
@@ -78,7 +78,7 @@ def folders_of(path, content):
 
 
 def export(path, content, scale, is_per_sample=True):
-    """Of keys, bags and numbers; what it gives tells its scale."""
+    """Exports a model of keys, bags and numbers, whose result states its scale."""
     sources = [(FrozenTable(name, dim), records_of(content[name], dim)) for name, dim in DIMS.items()]
     tables, _ = freeze_records([(table, SizedRecords(one.num_rows, [one])) for table, one in sources])
 
@@ -103,7 +103,7 @@ def request(num_samples, hotness, seed=0):
 
 
 def ask(session, contents, seed=0):
-    """Lookups and predictions of several sizes, checked; the versions that answered."""
+    """Sends lookups and predictions of several sizes and checks them; returns the versions that answered."""
     versions = set()
 
     def check(answer, keys):
@@ -128,8 +128,8 @@ def ask(session, contents, seed=0):
 
 @pytest.mark.parametrize(("tier", "in_place", "what", "warm_up"), CASES)
 def test_an_update_compiles_before_it_is_served(tmp_path, tier, in_place, what, warm_up):
-    """Who asked before asks again, meanwhile and afterwards: it compiles nothing, and is not kept out by who does."""
-    odd = 37 + 7 * NUMBERS[tier, in_place, what, warm_up]  # as no other case has: nothing of theirs is compiled
+    """Requests repeated during and after an update compile nothing, and the update's compiler does not block them."""
+    odd = 37 + 7 * NUMBERS[tier, in_place, what, warm_up]  # Its programs belong to this case alone.
     first = content_of(0, odd)
     tables = folders_of(tmp_path / "0", first)
     second = first if what == "dense" else content_of(1, odd + (4 if in_place else 100))
@@ -172,12 +172,12 @@ def test_an_update_compiles_before_it_is_served(tmp_path, tier, in_place, what, 
 
 @pytest.mark.parametrize("tier", list(TIERS))
 def test_requests_for_some_tables_wait_for_no_compiler(tmp_path, tier):
-    """The program for all answers them, until theirs is compiled; the bits are the same."""
+    """A program for all tables answers requests for some tables until theirs is compiled; the bits are the same."""
     content = content_of(0, 410 + 10 * list(TIERS).index(tier))
     model = model_of(folders_of(tmp_path, content), per_sample=40, max_batch_size=64, **TIERS[tier])
     with open(config_of(model)) as session:
         served = session._models["dlrm"]
-        for size in (7, 300, 600, 1200):  # what a fetch below the cache compiles is its own
+        for size in (7, 300, 600, 1200):  # A fetch compiles its own program below the cache.
             session.lookup({name: np.arange(10_000, 10_000 + size) for name in DIMS})
         for names in (["ad"], ["user"]):
             for size in (0, 7, 600, 1200):
@@ -204,7 +204,7 @@ def test_requests_for_some_tables_wait_for_no_compiler(tmp_path, tier):
 
 
 def test_models_with_a_batch_of_its_own(tmp_path):
-    """Each size that came is compiled for the next model."""
+    """Models with a batch size of their own compile each size that came for the next model."""
     content = content_of(0, 29)
     dense = [export(tmp_path / f"model{n}", content, float(n + 1), is_per_sample=False) for n in range(2)]
     with open(config_of(model_of(folders_of(tmp_path, content), dense_file=dense[0]))) as session:
@@ -235,7 +235,7 @@ def test_warm_up_compiles_the_dense_model_over_a_cache(tmp_path):
 
 
 def test_programs_that_are_remembered_are_bounded():
-    """The last ones; and what was compiled for versions that went is forgotten."""
+    """Only the last programs are remembered, and those of versions that were replaced are freed."""
     made = []
     ready = ready_lib.Ready(lambda where, program: made.append((where, program)))
     for number in range(ready_lib.MOST_USED + 5):
@@ -251,7 +251,7 @@ def test_programs_that_are_remembered_are_bounded():
 
 
 def other_sizes(ready, monkeypatch):
-    """While anything is compiled, a request of yet another size comes; what was compiled."""
+    """Sends a request of another size during each compilation; returns what was compiled."""
     made = []
 
     def compile_one(where, program):
@@ -265,7 +265,7 @@ def other_sizes(ready, monkeypatch):
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_an_update_ends_whatever_requests_bring_meanwhile(tmp_path, monkeypatch, in_place):
-    """Two rounds of what was used; nor do other models wait for its compiler before they take memory."""
+    """An update compiles for two rounds at most, and other models do not wait for its compiler."""
     content = content_of(0, 33)
     dense = [export(tmp_path / f"model{n}", content, float(n + 1)) for n in range(2)]
     model = model_of(folders_of(tmp_path, content), dense_file=dense[0], **TIERS["device"])
@@ -284,12 +284,12 @@ def test_an_update_ends_whatever_requests_bring_meanwhile(tmp_path, monkeypatch,
         folders_of(tmp_path / "1", content_of(1, 33))
         source = {name: tmp_path / "1" / name for name in DIMS}
         assert session.update(source, dense_file=dense[1], in_place=in_place) == 2
-        assert len(made) == 4  # two sizes, and those that came while these were compiled
+        assert len(made) == 4  # Two sizes, and those that came while these were compiled.
         assert are_held == [False] * 4
 
 
 def test_a_process_may_end_while_something_is_compiled():
-    """Nobody has to close a session for that: Python would kill the process, with the thread in the compiler."""
+    """A process may end without `close` while a thread compiles; Python would otherwise kill it in the compiler."""
     program = """
 import subprocess
 import sys
@@ -316,7 +316,7 @@ assert has_begun.wait(60)
     "tier", ["device", *(pytest.param(tier, marks=pytest.mark.slow) for tier in ("host", "cache"))]
 )
 def test_dense_models_that_went_are_freed(tmp_path, tier):
-    """Those that were served, and those that an update refused."""
+    """Dense models that were replaced, and those that an update refused, are freed."""
     content = content_of(0, 35)
     dense = [export(tmp_path / f"model{n}", content, float(n + 1)) for n in range(2)]
     tables = folders_of(tmp_path, content)
@@ -332,13 +332,13 @@ def test_dense_models_that_went_are_freed(tmp_path, tier):
             raise MemoryError("injected")
 
         served.reader.ready._compile = refuse
-        with contextlib.suppress(MemoryError):  # `pytest.raises` would keep what was refused
+        with contextlib.suppress(MemoryError):  # `pytest.raises` would keep the refused model.
             session.update(None, dense_file=dense[1])
         served.reader.ready._compile = real
         gc.collect()
         assert [one() for one in refused] == [None] and first() is not None
         session.update(None, dense_file=dense[1])
-        for _ in range(5):  # a cache knows the models of the last versions, for predictions that run
+        for _ in range(5):  # A cache keeps the models of the last versions, for predictions that run.
             session.update({"user": tables["user"][0]})
         gc.collect()
         assert first() is None
@@ -346,7 +346,7 @@ def test_dense_models_that_went_are_freed(tmp_path, tier):
 
 
 def test_what_is_compiled_for_a_version_that_went_is_not_remembered(monkeypatch):
-    """Nor more than there may be."""
+    """Programs compiled for a version that was replaced, or beyond the limit, are not remembered."""
     ready = ready_lib.Ready(lambda where, program: ready.keep(["b"]) if program == "last" else None)
     ready.make("a", "last")
     ready.make_beside("a", "later")
@@ -355,12 +355,12 @@ def test_what_is_compiled_for_a_version_that_went_is_not_remembered(monkeypatch)
     monkeypatch.setattr(ready_lib, "MOST_MADE", 3)
     for number in range(6):
         ready.make("b", number)
-        assert ready.has("b", number) and ready.has("b", 0)  # the last ones that were called stay
+        assert ready.has("b", number) and ready.has("b", 0)  # The programs that were called last stay.
     assert [number for number in range(6) if ready.has("b", number)] == [0, 4, 5]
 
 
 def test_who_needs_another_program_waits_for_no_compiler():
-    """Only who needs the same one; it is compiled once, be it asked for beside."""
+    """Only requests for the same program wait for its compiler, and it is compiled once, also in the background."""
     begun, is_quick_done, made = threading.Event(), threading.Event(), []
 
     def compile_one(where, program):
@@ -406,9 +406,9 @@ def test_who_waited_for_a_compilation_that_failed_tries_it():
 
 
 def test_requests_for_some_tables_take_no_memory_for_the_others(tmp_path, monkeypatch):
-    """The program for all answers only where its rows are not many more; else their own is compiled at once."""
+    """The program for all tables answers only if its rows are few enough; otherwise their own is compiled at once."""
     monkeypatch.setattr(readers, "MOST_EXTRA_BYTES", 128 * 4 * 4)
-    monkeypatch.setattr(readers, "MOST_SETS", 2)  # all, and one more
+    monkeypatch.setattr(readers, "MOST_SETS", 2)  # All tables, and one more.
     content = content_of(0, 37)
     tables = {**folders_of(tmp_path, content), "item": (write(tmp_path / "item", rows_of(range(9), 4)), 4)}
     with open(config_of(model_of(tables, max_batch_size=32))) as session:
@@ -424,17 +424,17 @@ def test_requests_for_some_tables_take_no_memory_for_the_others(tmp_path, monkey
             return {program for program in made if len(program) < len(tables)}
 
         size = 7
-        assert own("user", "ad") == set()  # item's rows are as many as may be; theirs is compiled beside
+        assert own("user", "ad") == set()  # item's rows reach the limit; compiled in the background
         served.reader.ready.beside.drain()
         assert own("user", "ad") == {(("user", 128), ("ad", 128))}
         size = 200
         first = {(("user", 128), ("ad", 128)), (("user", 256), ("ad", 256))}
         assert own("user", "ad") == first
-        assert own("ad", "item") == first | {(("ad", 256),), (("item", 256),)}  # of no set: each table's own
+        assert own("ad", "item") == first | {(("ad", 256),), (("item", 256),)}  # one program per table
 
 
 def test_a_thread_that_does_not_start(monkeypatch, caplog):
-    """Is logged, and tried again with the next offer; nobody waits for it."""
+    """A thread that does not start is logged and tried again with the next offer; no request waits for it."""
     done, beside = [], ready_lib.Beside()
 
     def refuse(thread):
@@ -452,7 +452,7 @@ def test_a_thread_that_does_not_start(monkeypatch, caplog):
 
 @pytest.mark.parametrize("tier", ["device", "cache"])
 def test_closing_waits_no_longer_than_it_may(tmp_path, tier):
-    """For what is compiled beside; and begins nothing more, whatever model it is of."""
+    """Closing waits a bounded time for background compilations, and starts no more, of any model."""
     tables = folders_of(tmp_path, content_of(0, 39))
     models = [model_of(tables, name=name, max_batch_size=16, **TIERS[tier]) for name in "ab"]
     session, begun, may_end = open(config_of(*models), warm_up=False), [], threading.Event()

@@ -1,6 +1,6 @@
-"""Tables for serving, of HPS directories, exports, chains and checkpoints: the rows that were written, or a refusal.
+"""Tables for serving from HPS directories, exports, chains and checkpoints: the rows that were written, or a refusal.
 
-Files of HPS are written here byte by byte; what a chain should give is kept in a dict beside the collection.
+Files of HPS are written here byte by byte; a dict holds the rows that a chain should give.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ TOP = 2**63
 
 
 def rows_of(keys, dim, *, generation=0, dtype=np.float32):
-    """Rows that tell their key: [key mod 1000, generation, 0, 1, ...]."""
+    """Returns rows that state their key: [key mod 1000, generation, 0, 1, ...]."""
     keys = np.asarray(keys, np.uint64)
     rows = np.tile(np.arange(dim, dtype=np.float32), (keys.size, 1))
     rows[:, 0] = (keys % np.uint64(1000)).astype(np.float32)
@@ -47,7 +47,7 @@ def rows_of(keys, dim, *, generation=0, dtype=np.float32):
 
 
 def hps(folder, keys, rows):
-    """The two files, as HugeCTR has them: int64 and float32, little-endian, no header."""
+    """Writes the two files as HugeCTR does: int64 and float32, little-endian, no header."""
     folder.mkdir(exist_ok=True)
     (folder / "key").write_bytes(b"".join(int(key).to_bytes(8, "little", signed=key < 0) for key in keys))
     (folder / "emb_vector").write_bytes(np.asarray(rows, "<f4").tobytes())
@@ -55,7 +55,7 @@ def hps(folder, keys, rows):
 
 
 def table_of(source):
-    """{key: row as bytes}, each key once."""
+    """Returns {key: row as bytes}; checks that each key occurs once."""
     found = {}
     for records in source.chunks():
         assert records.keys.dtype == np.uint64 and records.rows.shape == (records.num_rows, source.dim)
@@ -68,7 +68,7 @@ def table_of(source):
 
 
 def expected(keys, rows):
-    """The same of arrays."""
+    """Returns arrays in the form of `table_of`."""
     return {int(key): row.tobytes() for key, row in zip(keys, rows, strict=True)}
 
 
@@ -127,7 +127,7 @@ def test_hps_files_that_are_not_whole(tmp_path):
 
 
 def test_hps_hotness(tmp_path):
-    """`meta`, where it is there and asked for: how often each key is used."""
+    """The hotness of keys comes from `meta`, if the file exists and it is asked for."""
     folder = hps(tmp_path / "user", [5, 6, 7], rows_of([5, 6, 7], 2))
     source = open_table(folder, table="user", dim=2, hotness=True)
     assert [records.frequency for records in source] == [None]
@@ -172,13 +172,13 @@ CAPACITY = 64
 
 
 def specs(dtype="float32", names=("user", "item")):
-    """Small tables with optimizer state that serving leaves behind."""
+    """Returns small tables with optimizer state, which serving ignores."""
     options = {"statistics": True, "capacity": CAPACITY, "dtype": dtype}
     return [jaxsok.TableSpec(name, 3, cases.ADAM, **options) for name in names]
 
 
 def entered(collection, state, table, keys, clock, *, generation=0):
-    """The state with rows that tell their key."""
+    """Returns a state with rows that state their key."""
     keys = np.asarray(keys, np.uint64)
     dtype = ml_dtypes.bfloat16 if "bfloat16" in {spec.dtype for spec in collection.stores} else np.float32
     rows = rows_of(keys, 3, generation=generation, dtype=dtype)
@@ -187,7 +187,7 @@ def entered(collection, state, table, keys, clock, *, generation=0):
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory):
-    """A full export and two deltas, and what the table "user" was at each."""
+    """Writes a full export and two deltas; returns the rows of the table "user" after each."""
     folder = tmp_path_factory.mktemp("chain")
     collection = collection_of(specs())
     state = collection.init(seed=1)
@@ -196,13 +196,13 @@ def export(tmp_path_factory):
     state = entered(collection, state, "user", keys, 1)
     state = entered(collection, state, "item", range(9), 1)
     checkpoint.export_full(folder / "full", collection, state, clock=2)
-    # Replaced: 0 to 4; gone: 10, 11 and a large one; new: 40.
+    # Replaced: 0 to 4; gone: 10, 11 and a large key; new: 40.
     state = entered(collection, state, "user", [*range(5), 40], 3, generation=1)
     state, _ = collection.erase(state, "user", np.array([10, 11, TOP + 3], np.uint64))
     changed = expected([*range(5), 40], rows_of([*range(5), 40], 3, generation=1))
     held.append({key: row for key, row in (held[0] | changed).items() if key not in (10, 11, TOP + 3)})
     checkpoint.export_delta(folder / "first", collection, state, folder / "full", clock=4)
-    # Replaced again: 0; come back: 10; gone that was new: 40.
+    # Replaced again: 0; back: 10; new and gone again: 40.
     state = entered(collection, state, "user", [0, 10], 5, generation=2)
     state, _ = collection.erase(state, "user", np.array([40], np.uint64))
     changed = expected([0, 10], rows_of([0, 10], 3, generation=2))
@@ -218,7 +218,7 @@ def test_an_export_of_all_rows(export):
     assert source.uuid == json.loads((folder / "full" / "manifest.json").read_text())["uuid"]
     assert open_table(str(folder / "full"), table="item", dim=3).num_rows == 9
     for records in source.chunks():
-        assert records.frequency.shape == records.last_step.shape == records.keys.shape  # a cache fills by it
+        assert records.frequency.shape == records.last_step.shape == records.keys.shape  # a cache is filled by it
 
 
 def test_a_chain_is_what_its_last_link_left(export):
@@ -229,7 +229,7 @@ def test_a_chain_is_what_its_last_link_left(export):
 
 
 def test_a_delta_alone(export):
-    """What it removes and what it brings, on what the base was, is what comes after."""
+    """A delta's removed keys and new rows, applied to the base, give the rows that follow."""
     folder, held = export
     before = open_table(folder / "full", table="user", dim=3)
     for number, name in enumerate(("first", "second"), 1):
@@ -311,7 +311,7 @@ def test_a_file_that_changes_after_it_was_opened(export, tmp_path):
 
 
 def test_keys_of_32_bits(export, tmp_path):
-    """The low bits; what a chain removed is compared before they are cut."""
+    """Keys of 32 bits are the low bits; keys that a chain removed are compared before the high bits are dropped."""
     folder, held = export
     for number, name in enumerate(("full", "first", "second")):
         if number == 0:
@@ -327,7 +327,7 @@ def test_keys_of_32_bits(export, tmp_path):
 
 
 def test_rows_of_sixteen_bits_and_links_that_differ(tmp_path):
-    """bfloat16 stays; beside float32 it becomes float32, exactly."""
+    """Rows of bfloat16 stay so; in a chain with float32 they become float32, exactly."""
     narrow, wide = collection_of(specs("bfloat16", ("user",))), collection_of(specs("float32", ("user",)))
     state = entered(narrow, narrow.init(seed=1), "user", range(8), 1)
     checkpoint.export_full(tmp_path / "full", narrow, state, clock=1)
@@ -374,7 +374,7 @@ def test_a_step_of_an_orbax_checkpoint(tmp_path):
         open_table(tmp_path / "run" / "2", table="user", dim=3)
     with pytest.raises(ServingError, match=r"which has checkpoints in \['1', '2'\], wanted one of them; name the step"):
         open_table(tmp_path / "run", table="user", dim=3)
-    # What Orbax has not committed is not there.
+    # A checkpoint that Orbax has not committed does not exist.
     (tmp_path / "run" / "1" / "tables").rename(tmp_path / "run" / "1" / "tables.orbax-checkpoint-tmp-7")
     with pytest.raises(FileNotFoundError, match="which has none of that"):
         open_table(tmp_path / "run" / "1", table="user", dim=3)
@@ -414,7 +414,7 @@ def test_row_dtypes_of_the_configuration_are_those_of_frozen_tables():
 
 
 class Life(stateful.RuleBasedStateMachine):
-    """Rows enter, change and go, and are exported: a chain gives what the dict has, and a delta leads there."""
+    """A state machine: rows enter, change and leave, and are exported; chains and deltas lead to the dict's rows."""
 
     keys = st.lists(
         st.sampled_from([*range(20), 2**32, 2**40 + 1, TOP, 2**64 - 2]), min_size=1, max_size=8, unique=True

@@ -1,4 +1,4 @@
-"""Updates while serving: each version is what dicts say, whole, to every reader; what fails leaves what was served."""
+"""Updates while serving: every reader sees whole versions that equal the dicts; a failure leaves the served version."""
 
 import gc
 import threading
@@ -35,7 +35,7 @@ def open_with(tables, **options):
 
 
 def check(session, content):
-    """All keys of all tables, in one answer."""
+    """Checks all keys of all tables, in one answer."""
     answer = session.lookup({name: KEYS for name in content})
     for name, mine in content.items():
         np.testing.assert_array_equal(answer[name], expected(mine, KEYS, DEFAULTS.get(name, 0.0), DIMS[name]))
@@ -46,7 +46,7 @@ def check(session, content):
 
 @pytest.fixture
 def trained(tmp_path):
-    """A state, its full export, and a session that serves it with spare rows."""
+    """Returns a state, its full export, and a session that serves it with spare rows."""
     trained = Trained(DIMS)
     for name, dim in DIMS.items():
         trained.set(name, rows_of(range(20), dim))
@@ -86,7 +86,7 @@ def test_deltas_and_full_exports(trained, tmp_path, in_place):
 
 @pytest.mark.parametrize("in_place", IN_PLACE)
 def test_hps_directories(tmp_path, in_place):
-    """By mapping, by a folder of directories; tables that are not there stay."""
+    """HPS directories update by a mapping or by a folder of directories; tables without one stay."""
     content = {name: rows_of(range(10, 30), dim) for name, dim in DIMS.items()}
     tables = {name: (write(tmp_path / "a" / name, mine), DIMS[name]) for name, mine in content.items()}
     with open_with(tables, jaxsok={"spare_rows": 8}) as session:
@@ -111,7 +111,7 @@ def test_hps_directories(tmp_path, in_place):
 
 
 def test_an_hps_directory_goes_before_those_in_it(tmp_path):
-    """Of a model with one table: a folder in the directory that has the table's name is not asked."""
+    """An HPS directory of a model with one table is read itself, not a folder in it that has the table's name."""
     content = {"user": rows_of(range(10), 4)}
     with open_with({"user": (write(tmp_path / "a", content["user"]), 4)}) as session:
         content["user"] = rows_of(range(5), 4, version=1)
@@ -121,7 +121,7 @@ def test_an_hps_directory_goes_before_those_in_it(tmp_path):
 
 
 def test_what_does_not_change_is_shared(trained, tmp_path):
-    """Copy on write: of a store without changes all arrays, of one that only loses keys its rows."""
+    """Copy on write shares all arrays of an unchanged store, and the rows of a store that only loses keys."""
     with served(trained) as session:
         versions = session._models["dlrm"].versions
         trained.erase("ad", [3])
@@ -137,7 +137,7 @@ def test_what_does_not_change_is_shared(trained, tmp_path):
 
 
 def test_a_version_grows(trained, tmp_path):
-    """Beside, there is room for as many keys as come; in place for as many as spare rows."""
+    """A copied version has room for any number of keys; an update in place, for as many as there are spare rows."""
     with served(trained, jaxsok={"spare_rows": 4}) as session:
         trained.set("ad", rows_of(range(20, 25), 3, version=1))
         delta = trained.delta(tmp_path / "delta", trained.path)
@@ -155,7 +155,7 @@ def test_a_version_grows(trained, tmp_path):
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("in_place", IN_PLACE)
 def test_rows_of_other_dtypes(trained, tmp_path, dtype, in_place):
-    """An updated table has the very bits of one that was opened so."""
+    """An updated table of any dtype has the same bits as a table that was opened from the update."""
     if dtype in ("int8", "float8_e4m3fn"):
         pytest.importorskip("jaxsok.serving.quantize")
     own = {"row_dtype": dtype, "spare_rows": 16}
@@ -172,7 +172,7 @@ def test_rows_of_other_dtypes(trained, tmp_path, dtype, in_place):
 
 
 def test_new_versions_lie_where_the_first_one_lay(tmp_path):
-    """All rows anew, in as many rows and in more; not on the default device where there are several."""
+    """New versions stay on the device of the first, also with all rows replaced, not on the default device."""
     device = jax.devices()[-1]
     folder = write(tmp_path / "first", rows_of(range(10), 4))
     config = config_of(model_of({"user": (folder, 4)}, jaxsok={"row_dtype": "int8"}))
@@ -187,7 +187,7 @@ def test_new_versions_lie_where_the_first_one_lay(tmp_path):
 
 
 def test_lineage(trained, tmp_path):
-    """A delta must follow what is served: not twice, none left out, none over HPS directories."""
+    """A delta must follow the served version: not twice, not with a gap, not over HPS directories."""
     with served(trained) as session:
         paths = [trained.path]
         for number in range(1, 3):
@@ -209,7 +209,7 @@ def test_lineage(trained, tmp_path):
             session.update(before)
         session.update({name: before for name in ("user", "item")})
         check(session, trained.content)
-    trained.path = paths[2]  # a session that opens a chain goes on with its next link
+    trained.path = paths[2]  # A session that opens a chain continues with its next link.
     with served(trained) as session:
         session.update(before)
         check(session, trained.content)
@@ -218,7 +218,7 @@ def test_lineage(trained, tmp_path):
 @pytest.mark.parametrize("in_place", IN_PLACE)
 @pytest.mark.parametrize("harm", ["damaged", "odd", "dim", "twice", "unknown"])
 def test_bad_sources(tmp_path, in_place, harm):
-    """The second table cannot be read: the first has not changed either."""
+    """If the second table cannot be read, the first has not changed either."""
     content = {name: rows_of(range(20), dim) for name, dim in DIMS.items()}
     tables = {name: (write(tmp_path / name, mine), DIMS[name]) for name, mine in content.items()}
     with open_with(tables) as session:
@@ -255,7 +255,7 @@ def test_bad_sources(tmp_path, in_place, harm):
 @pytest.mark.parametrize("in_place", IN_PLACE)
 @pytest.mark.parametrize("step", ["lines_of", "write_lines", "second write_lines", "index", "prepare"])
 def test_failures_in_the_middle(trained, tmp_path, monkeypatch, in_place, step):
-    """Wherever it fails, what was served is served; and the update can be done again."""
+    """A failure at any point leaves the served version, and the update can be repeated."""
     trained.set("user", rows_of(range(15, 25), 4, version=1))
     trained.set("ad", rows_of(range(5), 3, version=1))
     trained.erase("user", [3])
@@ -294,15 +294,15 @@ def test_failures_in_the_middle(trained, tmp_path, monkeypatch, in_place, step):
 
 
 def test_memory(trained, tmp_path):
-    """Refused up front, with the bytes; "auto" goes in place where a copy does not fit."""
+    """An update that does not fit is refused first, with its bytes; "auto" works in place if a copy does not fit."""
     trained.set("user", rows_of(range(5), 4, version=1))
     delta = trained.delta(tmp_path / "delta", trained.path)
     before = trained.frozen_content() | {"user": rows_of(range(20), 4)}
     with served(trained) as session:
         used = session.stats()["bytes"]
-    row_bytes = (20 + 16) * 2 * 4 * 4  # of user and item, with their spare rows
+    row_bytes = (20 + 16) * 2 * 4 * 4  # Rows of user and item, with their spare rows.
     index_bytes = 64 * versions.RowMap(2, 72).num_buckets
-    free = row_bytes + index_bytes  # and a piece of rows has to be there beside
+    free = row_bytes + index_bytes  # A piece of rows has to fit as well.
     with served(trained, memory_limit=used + free) as session:
         message = rf"got {free} bytes free on .*, wanted [0-9]+ for a copy of what changes; pass"
         with pytest.raises(ServingError, match=message):
@@ -323,7 +323,7 @@ def test_memory(trained, tmp_path):
 
 
 def test_room_to_grow_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch):
-    """A store that grows gets more rows than it needs, but neither more than there may be nor than there is room."""
+    """A store that grows gets spare rows, within the allowed number and the free room."""
     content = rows_of(range(200), 64)
     folder, more = write(tmp_path / "first", content), rows_of(range(400), 64, version=1)
     path = write(tmp_path / "more", more)
@@ -350,7 +350,7 @@ def test_room_to_grow_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch):
 
 
 def test_copies_on_one_device_are_made_one_after_another(tmp_path, monkeypatch):
-    """Else two models would both count on the same free bytes."""
+    """Copies on one device are made one after another; otherwise two models would count on the same free bytes."""
     folders = [write(tmp_path / name, rows_of(range(10), 4)) for name in "ab"]
     models = [model_of({"user": (folder, 4)}, name=name) for name, folder in zip("ab", folders, strict=True)]
     planned, write_store, errors = versions.Versions._plan, store_plans.StorePlan.write, []
@@ -387,7 +387,7 @@ def test_copies_on_one_device_are_made_one_after_another(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("tier", [{"gpucache": False}, {"gpucacheper": 0.5, "hit_rate_threshold": 1.1}])
 def test_memory_of_the_host(trained, monkeypatch, tier):
-    """Rows that lie there need room there."""
+    """Rows in host memory need room there."""
     trained.set("user", rows_of(range(5), 4, version=1))
     before = trained.frozen_content() | {"user": rows_of(range(20), 4)}
     delta = trained.delta(trained.path + "-delta", trained.path)
@@ -422,7 +422,7 @@ def test_bytes_that_the_host_has():
 
 @pytest.mark.parametrize("in_place", IN_PLACE)
 def test_memory_is_flat(tmp_path, in_place):
-    """Over 50 updates: arrays of JAX, and memory of the process."""
+    """Neither JAX's arrays nor the process's memory grow over 50 updates."""
     sizes = {"user": (4000, 64), "ad": (1000, 8)}
     paths = []
     for number in range(2):
@@ -453,14 +453,14 @@ def whole(version, keys, dim):
 
 @pytest.mark.parametrize("in_place", IN_PLACE)
 def test_no_answer_mixes_versions(tmp_path, in_place):
-    """Readers of two stores and three tables, all the time, while versions change: rows tell theirs."""
+    """No answer mixes versions: readers of two stores and three tables run during updates, and rows state theirs."""
     count, folders = 300, []
     for version in range(3):
         for name, dim in DIMS.items():
             write(tmp_path / str(version) / name, rows_of(range(count), dim, version=version))
         folders.append(tmp_path / str(version))
     with open_with({name: (folders[0] / name, dim) for name, dim in DIMS.items()}) as session:
-        session._models["dlrm"].workers = threading.BoundedSemaphore(8)  # readers at the same time
+        session._models["dlrm"].workers = threading.BoundedSemaphore(8)  # concurrent readers
         is_done, wrong, seen = threading.Event(), [], set()
 
         def read(seed):
@@ -484,7 +484,7 @@ def test_no_answer_mixes_versions(tmp_path, in_place):
         try:
             for number in range(1, 25):
                 assert session.update(folders[number % 3], in_place=in_place) == number + 1
-                if number % 4 == 0:  # the others come one upon another
+                if number % 4 == 0:  # The other versions come without a pause.
                     wait_until(lambda now=number + 1: wrong or now in seen)
         finally:
             is_done.set()
@@ -494,7 +494,7 @@ def test_no_answer_mixes_versions(tmp_path, in_place):
 
 
 def export(path, version, dim, folder):
-    """A dense model that tells its version, beside the rows that it reads."""
+    """Exports a dense model that states its version and that of the rows that it reads."""
     tables, _ = freeze_records([(FrozenTable("user", dim), hps.read_hps(folder, dim=dim))])
 
     def model(tables, inputs):
@@ -515,7 +515,7 @@ def export(path, version, dim, folder):
     ("tier", "in_place"), [({}, False), ({}, True), ({"gpucacheper": 0.3, "hit_rate_threshold": 1.1}, False)]
 )
 def test_tables_and_dense_model_change_together(tmp_path, tier, in_place):
-    """Predictions and lookups all the time, while both change: an answer is of one version of both."""
+    """Tables and dense model change together: each prediction and lookup is of one version of both."""
     count, dim = 300, 4
     folders, models = [], []
     for version in range(2):
@@ -559,7 +559,7 @@ def test_tables_and_dense_model_change_together(tmp_path, tier, in_place):
 
 
 def test_a_cache_follows_its_source(tmp_path):
-    """Deltas and directories below a cache; what is cached changes with them. In place is refused."""
+    """Deltas and directories below a cache change the cached rows; an update in place is refused."""
     content = {name: rows_of(range(40), dim) for name, dim in DIMS.items()}
     tables = {name: (write(tmp_path / name, mine), DIMS[name]) for name, mine in content.items()}
     with open_with(tables, gpucacheper=0.5, hit_rate_threshold=1.1) as session:
@@ -607,7 +607,7 @@ def test_gate_lets_a_writer_be_alone():
 
 
 def test_a_writer_that_is_interrupted_lets_readers_in(monkeypatch):
-    """Ctrl-C, while it waits for those who read."""
+    """An update interrupted while it waits for readers lets new readers in."""
     gate = versions.Gate()
 
     def interrupted(_):
@@ -627,7 +627,7 @@ def test_a_writer_that_is_interrupted_lets_readers_in(monkeypatch):
 
 
 class Updates(stateful.RuleBasedStateMachine):
-    """Training, exports and updates in any order, against dicts."""
+    """A state machine of training, exports and updates in any order, compared with dicts."""
 
     def __init__(self):
         super().__init__()

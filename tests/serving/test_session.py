@@ -1,4 +1,4 @@
-"""Sessions: what a configuration opens answers as the dicts that its folders were written from."""
+"""Sessions: what a configuration opens answers like the dicts from which its folders were written."""
 
 import collections
 import dataclasses
@@ -59,7 +59,7 @@ DIMS = {"user": 4, "item": 4, "ad": 3}
 DEFAULTS = {"user": -1.0, "item": 0.5}
 CONTENT = {
     "user": rows_of([*range(40), 2**63, 2**64 - 2], 4),
-    "item": rows_of(range(20, 70), 4),  # keys of two tables overlap
+    "item": rows_of(range(20, 70), 4),  # The tables share some keys.
     "ad": rows_of(range(5), 3),
 }
 
@@ -86,7 +86,7 @@ def check(answer, keys, content=None):
 
 
 def test_keys_without_effect_are_logged_once(folders, caplog):
-    """A configuration of an older HPS serves; one line names what it asks for in vain."""
+    """A configuration of an older HPS serves, and one log line names its keys without effect."""
     model = model_of(folders, defaults=DEFAULTS, mixed_precision=True, num_of_refresher_buffer_in_pool=0)
     given = config_of(model, volatile_db={"type": "hash_map", "max_get_batch_size": 10_000})
     with open(given, warm_up=False) as session:
@@ -109,7 +109,7 @@ def test_rows_defaults_and_padding(session):
 
 @hypothesis.given(st.data())
 def test_any_request(session, data):
-    """Any shapes, any subset of tables, no keys at all."""
+    """Requests may have any shapes, any subset of tables, or no keys."""
     names = data.draw(st.lists(st.sampled_from(list(DIMS)), min_size=1, unique=True))
     keys = {}
     for name in names:
@@ -139,7 +139,7 @@ def test_tiers_that_hold_all_rows(folders, tier):
 
 
 def test_programs_are_few(folders):
-    """Whatever is asked for; and those that are warmed up are not compiled again."""
+    """The number of programs stays small for any requests, and warmed programs are not compiled again."""
     with open(config_of(model_of(folders, per_sample=3, max_batch_size=100))) as session:
         levels = session._models["dlrm"].reader.sizes.levels
         assert levels == (16, 32, 64, 100)
@@ -201,7 +201,7 @@ def test_rows_of_other_dtypes(folders, dtype):
     ],
 )
 def test_bad_requests(session, keys, kind, message):
-    """Are refused before anything is dispatched, and the session answers on."""
+    """Bad requests are refused before any dispatch, and the session keeps answering."""
     before = session.stats()
     with pytest.raises(kind, match=message) as caught:
         session.lookup(keys)
@@ -283,7 +283,7 @@ def test_what_cannot_be_opened(folders, tmp_path):
 
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_a_cache_that_waits_is_exact(folders, is_fused):
-    """A hit rate above 1 is never reached: all misses are waited for."""
+    """A cache with a threshold above 1, which no hit rate reaches, waits for all misses."""
     options = {"gpucacheper": 0.2, "hit_rate_threshold": 1.1, "fuse_embedding_table": is_fused}
     with open(config_of(model_of(folders, defaults=DEFAULTS, **options)), warm_up=False) as session:
         for seed in range(6):
@@ -297,7 +297,7 @@ def test_a_cache_that_waits_is_exact(folders, is_fused):
 
 
 def test_a_cache_that_does_not_wait(folders):
-    """A threshold of 0: what misses reads the default now, and its row later."""
+    """A cache with a threshold of 0 returns the default for a miss, and later its row."""
     options = {"gpucacheper": 0.9, "hit_rate_threshold": 0.0}
     with open(config_of(model_of(folders, defaults=DEFAULTS, **options)), warm_up=False) as session:
         keys = {"user": np.arange(10)}
@@ -331,7 +331,7 @@ WEIGHTS = {name: np.linspace(-1, 1, dim, dtype=np.float32) for name, dim in DIMS
 
 
 def export(path, folders, scale=1.0, platforms=PLATFORMS):
-    """A model of three inputs: keys, bags of keys, and numbers."""
+    """Exports a model of three inputs: keys, bags of keys, and numbers."""
     tables, _ = freeze_records(
         [(FrozenTable(name, dim, default=DEFAULTS.get(name, 0.0)), _source(name)) for name, (_, dim) in folders.items()]
     )
@@ -385,7 +385,7 @@ def artifacts(folders, tmp_path_factory):
 
 @pytest.mark.parametrize("tier", [{}, {"gpucache": False}, {"gpucacheper": 0.3, "hit_rate_threshold": 1.1}])
 def test_predictions(folders, artifacts, tier):
-    """Of all tiers; and the dense model is switched while it is used."""
+    """Predictions over all tiers agree, and the dense model can be replaced during use."""
     model = model_of(folders, defaults=DEFAULTS, max_batch_size=12, dense_file=artifacts[0], **tier)
     with open(config_of(model), warm_up=False) as session:
         assert set(session.models["dlrm"].inputs) == {"user", "bag", "dense"}
@@ -435,8 +435,8 @@ def test_models_that_do_not_fit(folders, artifacts, tmp_path):
 
 @pytest.mark.parametrize(("tier", "place"), [({"gpucache": False}, 0), ({}, 1), (CACHED, 1)])
 def test_the_dense_model_runs_where_the_tables_are(folders, tmp_path, monkeypatch, tier, place):
-    """Its platform has to be that of the model's device, whatever the default one of the process is."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")  # which nobody may ask
+    """A dense model runs on the tables' platform, whatever the process's default is."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")  # Nothing may read it.
     device = jax.devices("cpu")[place]
     path = export(tmp_path / "model", folders, platforms=["cpu"])
     model = model_of(folders, defaults=DEFAULTS, max_batch_size=12, dense_file=path, **tier)
@@ -461,7 +461,7 @@ def test_the_dense_model_runs_where_the_tables_are(folders, tmp_path, monkeypatc
 
 
 def export_of(path, folders, model, inputs):
-    """A small model over the tables of the folders."""
+    """Exports a small model over the tables of the folders."""
     given = [
         (FrozenTable(name, dim, default=DEFAULTS.get(name, 0.0)), _source(name)) for name, (_, dim) in folders.items()
     ]
@@ -485,7 +485,7 @@ def test_models_that_reduce_over_the_batch_see_no_padding(folders, tmp_path, tie
 
 
 def _two_tables(tables, inputs):
-    """One input read in two tables, keys that are picked and masked, and a table without an input."""
+    """Reads one input in two tables, with keys that are picked and masked; one table has no input."""
     user, words = inputs["user"], inputs["pairs"]
     masked = jax.numpy.where((inputs["flag"] > 0)[:, None], words[:, 1], np.uint32(2**32 - 1))
     found = lookup(
@@ -555,7 +555,7 @@ def _raw(tables, inputs):
 
 @pytest.mark.parametrize("model", [_hashed, _constant, _swapped, _half_masked, _in_a_loop, _raw])
 def test_models_that_work_out_keys_are_refused_over_a_cache(folders, tmp_path, model):
-    """The cache would not have fetched them; where all rows are on the device they are served."""
+    """A model that computes keys is refused over a cache, which cannot fetch them, and served over full tables."""
     only = {"user": folders["user"]}
     path = export_of(tmp_path / "model", only, model, {"user": KeysInput("user")})
     with pytest.raises(ServingError, match=r"dense_file: .* reads \['user'\] by keys that are not .* gpucacheper"):
@@ -569,7 +569,7 @@ def test_models_that_work_out_keys_are_refused_over_a_cache(folders, tmp_path, m
 
 
 def test_a_dense_model_that_reads_other_tables_may_come_during_a_prediction(folders, tmp_path, monkeypatch):
-    """The keys were gathered for the old model: they are gathered anew for the one that is served."""
+    """Keys gathered for an old dense model are gathered again if a model that reads other tables replaces it."""
 
     def reads(table):
         return lambda tables, inputs: lookup(tables, {"rows": LookupInput(table, inputs["user"])})["rows"]
@@ -595,7 +595,7 @@ def test_a_dense_model_that_reads_other_tables_may_come_during_a_prediction(fold
 
 
 def test_versions_that_went_are_not_held(folders, tmp_path):
-    """Host rows of versions before the one that is served are given back."""
+    """Host rows of versions that were replaced are freed."""
     with open(config_of(model_of(folders, **CACHED)), warm_up=False) as session:
         first = weakref.ref(session._models["dlrm"].versions.current.tables.stores[0].rows)
         for number in range(2):
@@ -612,7 +612,7 @@ def _threads():
 
 @pytest.mark.parametrize("step", ["fill", "lookup"])
 def test_an_open_that_fails_leaves_no_thread(folders, monkeypatch, step):
-    """Nor a cache: of filling, and of compiling."""
+    """An open that fails leaves no cache and no thread that fills or compiles."""
 
     def fails(*args, **more):
         raise RuntimeError("out of memory")
@@ -646,14 +646,14 @@ def test_a_refresh_that_fails_is_logged_and_tried_again(folders, monkeypatch, ca
 
 
 def asked_of(rng, number):
-    """Keys of a lookup by table, or the inputs of a prediction."""
+    """Returns the keys of a lookup by table, or the inputs of a prediction."""
     if number % 2:
         return {name: rng.integers(-2, 75, (number, 3)) for name in DIMS if number % 3 or name != "item"}
     return request(int(rng.integers(0, 12)), seed=number)
 
 
 def read_of(asked):
-    """The keys that are read of each table: of a prediction those of the inputs that look it up."""
+    """Returns the keys read of each table; in a prediction, those of the inputs that look it up."""
     if "bag" in asked:
         begin, end = asked["bag"].offsets[0], asked["bag"].offsets[-1]
         asked = {"user": asked["user"], "ad": asked["bag"].keys[begin:end]}
@@ -662,7 +662,7 @@ def read_of(asked):
 
 @pytest.mark.parametrize("tier", [{}, {"gpucache": False}, {"fuse_embedding_table": False}])
 def test_all_keys_that_are_read_are_counted(folders, artifacts, tier):
-    """Of lookups and predictions: keys that are there, keys that are not, and padding, by table; each occurrence."""
+    """Counts hold each occurrence by table, in lookups and predictions: present keys, missing keys, and padding."""
     wanted = {name: collections.Counter(keys=0, hits=0, missing=0, padding=0) for name in DIMS}
     rng = np.random.default_rng(0)
     part = {**request(3), "bag": jaxsok.Bags(np.array([0, 1, 7, 2, 3]), offsets=np.array([1, 1, 3, 4]))}
@@ -687,7 +687,7 @@ def test_all_keys_that_are_read_are_counted(folders, artifacts, tier):
 @pytest.mark.parametrize("threshold", [1.1, 0.0])
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_all_keys_that_are_read_over_a_cache_are_counted(folders, artifacts, is_fused, threshold):
-    """By table: occurrences, and of the distinct keys of each call those that the cache has, and those no tier has."""
+    """Over a cache, counts by table hold occurrences, and each call's distinct keys in the cache and in no tier."""
     names = ("keys", "padding", "distinct", "hits", "misses", "missing")
     wanted, cached = (
         {name: collections.Counter(dict.fromkeys(names, 0)) for name in DIMS},
@@ -718,7 +718,7 @@ def test_all_keys_that_are_read_over_a_cache_are_counted(folders, artifacts, is_
 
 @pytest.mark.parametrize("warm_up", [True, False])
 def test_counts_of_a_cache(folders, warm_up):
-    """By table as of other tiers, without what warms up."""
+    """Counts over a cache are by table, as over other tiers, and exclude the warm-up."""
     with open(config_of(model_of(folders, gpucacheper=0.9, hit_rate_threshold=1.1)), warm_up=warm_up) as session:
         before = session.stats()
         assert (before["lookups"], before["keys"], before["padding"], before["cache"]["lookups"]) == (0, 0, 0, 0)
@@ -734,7 +734,7 @@ def test_counts_of_a_cache(folders, warm_up):
 
 
 def test_a_cache_is_filled_by_the_hotness_of_hps(tmp_path):
-    """Of `meta`; a table without one begins with its first rows, and the others as if it had."""
+    """`meta` decides which rows fill a cache; a table without it starts with its first rows."""
     rng, tables = np.random.default_rng(5), {}
     hot = {name: rng.permutation(1000).astype(np.uint32) for name in ("user", "item", "ad")}
     for name, frequency in hot.items():
@@ -750,7 +750,7 @@ def test_a_cache_is_filled_by_the_hotness_of_hps(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"gpucache": False}, {"gpucacheper": 0.5}], ids=["device", "host", "cache"])
 def test_the_hotness_of_hps_is_not_read_for_nothing(tmp_path, options):
-    """A broken `meta` where no cache is filled by it: neither `open` nor an update hears of it."""
+    """A broken `meta` fails neither `open` nor an update if it fills no cache."""
     content = rows_of(range(100), 4)
     write(tmp_path / "user", content)
     (tmp_path / "user" / "meta").write_bytes(b"short")
@@ -763,7 +763,7 @@ def test_the_hotness_of_hps_is_not_read_for_nothing(tmp_path, options):
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_cache_is_filled_with_what_is_hot(tmp_path, monkeypatch, is_known):
-    """Where files have frequencies; else with the first rows."""
+    """A cache is filled with the most frequent rows if files have frequencies, otherwise with the first rows."""
     content, open_table = rows_of(range(2000), 4), folders_lib.open_table
 
     def opened(*args, **options):
@@ -795,7 +795,7 @@ TIERS = {"device": {}, "cache": CACHED, "host": {"gpucache": False}}
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
-    """Full exports of `untrained`, by the dtype of rows."""
+    """Returns full exports of `untrained`, by the dtype of rows."""
     folder = tmp_path_factory.mktemp("unknown")
     for dtype in ("float32", "bfloat16"):
         checkpoint.export_full(folder / dtype, *untrained(dtype))
@@ -803,7 +803,7 @@ def exports(tmp_path_factory):
 
 
 def as_trained(folder, names=None, **options):
-    """A configuration in which no default is written: that of training counts."""
+    """Returns a configuration without a default value, so that of training applies."""
     names = names or [*found_in_training(*untrained())]
     return model_of({name: (folder, UNKNOWN_DIM) for name in names}, default_value_for_each_table=[], **options)
 
@@ -813,11 +813,11 @@ def as_trained(folder, names=None, **options):
 )
 @pytest.mark.parametrize("tier", TIERS)
 def test_missing_keys_read_what_find_reads(exports, tier, dtype, row_dtype):
-    """For every initializer and both values of `unknown`, to the bit."""
+    """Missing keys read the bits of `find`, for every initializer and both values of `unknown`."""
     more = {} if row_dtype is None else {"jaxsok": {"row_dtype": row_dtype}}
     wanted = found_in_training(*untrained(dtype))
     with open(config_of(as_trained(exports[dtype], **TIERS[tier], **more)), warm_up=False) as session:
-        for _ in range(2):  # a cache has the rows the second time
+        for _ in range(2):  # The second time a cache has the rows.
             answer = session.lookup({name: ASKED for name in wanted})
             for name, rows in wanted.items():
                 counts = np.ones(len(ASKED), bool) if row_dtype is None else ~np.isin(ASKED, KNOWN)
@@ -830,7 +830,7 @@ def test_missing_keys_read_what_find_reads(exports, tier, dtype, row_dtype):
 @pytest.mark.parametrize("row_dtype", [None, "int8"])
 @pytest.mark.parametrize("tier", TIERS)
 def test_models_read_what_find_reads(exports, tmp_path, tier, row_dtype):
-    """A dense model over the tables, in bags too."""
+    """A dense model reads what `find` reads, in bags too."""
     names = ["normal", "uniform", "normal_zeros"]
     more = {} if row_dtype is None else {"jaxsok": {"row_dtype": row_dtype}}
     collection, state = untrained()
@@ -868,7 +868,7 @@ def test_http_reads_what_find_reads(exports):
 
 
 def test_a_default_that_is_configured_counts(exports):
-    """For tables that no other program could serve it is wanted."""
+    """A configured default takes precedence; tables that no other program could serve need it."""
     collection = jaxsok.Collection(
         [
             jaxsok.TableSpec(name, UNKNOWN_DIM, jaxsok.optim.sgd(0.1), initializer=initializer, capacity=8)
@@ -893,7 +893,7 @@ def test_a_default_that_is_configured_counts(exports):
 
 
 def test_exports_that_do_not_tell_are_served_as_before(exports, tmp_path):
-    """Those of an older jaxsok: zeros."""
+    """Exports of an older jaxsok, which lack initial rows, serve zeros as before."""
     folder = tmp_path / "old"
     shutil.copytree(exports["float32"], folder)
     body = json.loads((folder / "manifest.json").read_text())
@@ -905,12 +905,12 @@ def test_exports_that_do_not_tell_are_served_as_before(exports, tmp_path):
     with open(config_of(as_trained(folder)), warm_up=False) as session:
         answer = session.lookup({name: np.array([5]) for name in INITIALIZERS})
         assert all(not rows.any() for rows in answer.values())
-        assert session.update(exports["float32"]) == 2  # a session goes on as it was opened
+        assert session.update(exports["float32"]) == 2  # A session keeps its opened form.
 
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_updates_keep_what_missing_keys_read(exports, tmp_path, tier):
-    """A delta of the same training brings rows; an export of other initial rows is refused."""
+    """Updates keep what missing keys read: a delta brings rows, and an export of other initial rows is refused."""
     names = ["normal", "constant"]
     collection, state = untrained()
     rows = np.full((1, UNKNOWN_DIM), 8.0, np.float32)

@@ -1,4 +1,4 @@
-"""Versions through a Redis stream reach every server, whole; servers, Redis and publishers that die. Dicts judge."""
+"""Versions through a Redis stream reach every server whole, also when servers, Redis or publishers end; dicts judge."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Payloads of several chunks, and short waits."""
+    """Sets small chunks and short waits."""
     monkeypatch.setattr(streams, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(streams, "RETRY_S", 0.05)
     monkeypatch.setattr(streams, "WAIT_S", 0.05)
@@ -56,7 +56,7 @@ def url(server):
 
 
 class Training(Trained):
-    """A training state with a publisher; each version is a folder, whose rows tell the version."""
+    """A training state with a publisher; each version is a folder, whose rows state the version."""
 
     def __init__(self, folder, url, model="dlrm", **options):
         super().__init__(DIMS)
@@ -98,7 +98,7 @@ def serve(url, *trainings, **options):
 
 
 def serves(session, training):
-    """Whether all keys of both tables have the rows of the dicts."""
+    """Returns whether all keys of both tables have the rows of the dicts."""
     answer = session.lookup({name: KEYS for name in DIMS}, model=training.model)
     return all(np.array_equal(answer[name], expected(training.content[name], KEYS, 0.0, DIMS[name])) for name in DIMS)
 
@@ -149,18 +149,18 @@ def test_two_models_and_two_consumers(options, url, tmp_path):
 
 
 def test_a_server_that_starts_again_replays(url, server, tmp_path):
-    """It holds the first export again, so all that follows it is applied before `open` returns."""
+    """A restarted server holds the first export again, and `open` applies all that follows it before it returns."""
     training = Training(tmp_path, url)
     with serve(url, training) as session:
         training.publish(erased=[1])
         wait_until(lambda: serves(session, training))
         position = training.publisher._stream.positions()["here"]
     training.publish(erased=[2])
-    assert training.publisher._stream.positions()["here"] == position  # of what the dead server had
+    assert training.publisher._stream.positions()["here"] == position  # Those of the dead server.
     with serve(url, training) as session:
         assert serves(session, training)
-        assert session.stats()["version"] == 2  # both deltas at once
-    training.first = training.last  # an export of now: nothing is left to replay
+        assert session.stats()["version"] == 2  # Both deltas at once.
+    training.first = training.last  # An export of the current state leaves nothing to replay.
     with serve(url, training) as session:
         assert serves(session, training) and session.stats()["version"] == 1
 
@@ -172,7 +172,7 @@ def test_an_unfinished_version_is_never_served(url, server, tmp_path, monkeypatc
     def push(*arguments, push=streams._push):
         pushes.append(arguments)
         if len(pushes) == 3:
-            raise KeyboardInterrupt  # the process is gone: nothing tidies up
+            raise KeyboardInterrupt  # The process has ended without a cleanup.
         push(*arguments)
 
     with serve(url, training) as session, monkeypatch.context() as patch:
@@ -192,7 +192,7 @@ def test_an_unfinished_version_is_never_served(url, server, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_redis_starts_again(keeps, tmp_path):
-    """Without its data, the next delta is applied if none was lost; otherwise a full export is asked for."""
+    """After Redis loses its data, the next delta is applied if none was lost; otherwise a full export is requested."""
     with running(Server, tmp_path, *(["--appendonly", "yes", "--appendfsync", "always"] if keeps else [])) as place:
         url = f"redis://{place.address}"
         training = Training(tmp_path, url)
@@ -209,7 +209,7 @@ def test_redis_starts_again(keeps, tmp_path):
             wait_until(lambda: session.stats()["is_following"])
             assert "here" in training.publisher._stream.positions()
             if not keeps:
-                training.change()  # is lost, with all that Redis knew
+                training.change()  # It is lost, with all of Redis's data.
                 place.kill()
                 place.start()
                 training.publish()
@@ -220,7 +220,7 @@ def test_redis_starts_again(keeps, tmp_path):
 def test_a_trimmed_stream_asks_for_a_full_export(url, tmp_path, caplog):
     training = Training(tmp_path, url, max_bytes=20_000)
     for _ in range(6):
-        training.publish()  # no server has a position: old ones leave
+        training.publish()  # No server has a position: old versions leave.
     there = training.publisher._stream.entries()
     assert 1 <= len(there) < 6 and sum(entry.num_bytes for entry in there) <= 20_000
     assert len(training.publisher._stream.call(lambda client: client.keys("jaxsok:{dlrm}:*"))) == len(there)
@@ -229,7 +229,7 @@ def test_a_trimmed_stream_asks_for_a_full_export(url, tmp_path, caplog):
         assert stats["version"] == 1 and stats["lag_versions"] == len(there) and stats["lag_s"] > 0
         assert not stats["is_following"]
         assert "the versions between were trimmed. Wanted a full export" in caplog.text
-        training.publisher.publish(training.all())  # such a server does not hold up the publisher
+        training.publisher.publish(training.all())  # Such a server does not delay the publisher.
         training.publish()
         wait_until(lambda: serves(session, training))
         assert session.stats()["is_following"]
@@ -241,13 +241,13 @@ def test_a_server_that_needs_another_export_takes_it_by_update(url, tmp_path):
         training.publish()
     with serve(url, training) as session:
         assert session.stats()["lag_versions"]
-        session.update([tmp_path / f"dlrm-{number}" for number in range(7)])  # the whole chain, where it was written
+        session.update([tmp_path / f"dlrm-{number}" for number in range(7)])  # The whole chain, where it was written.
         training.publish()
         wait_until(lambda: serves(session, training) and session.stats()["is_following"])
 
 
 def test_a_full_export_by_its_path(url, tmp_path):
-    """It does not go through Redis; deltas rest on it from then on."""
+    """A full export that is published by its path does not pass through Redis, and later deltas rest on it."""
     training = Training(tmp_path, url, max_bytes=20_000)
     with serve(url, training) as session:
         training.publish()
@@ -255,7 +255,7 @@ def test_a_full_export_by_its_path(url, tmp_path):
         training.publisher.publish(training.all(), by_path=True)
         training.publish(erased=[3])
         wait_until(lambda: serves(session, training))
-        # What came before it is of no use any more.
+        # Earlier versions are of no more use.
         assert [entry.num_bytes > 0 for entry in training.publisher._stream.entries()] == [False, True]
     with serve(url, training) as session:
         assert serves(session, training)
@@ -274,7 +274,7 @@ def test_a_slow_server_holds_up_the_publisher(url, tmp_path):
         thread = threading.Thread(target=training.publisher.publish, args=[training.last])
         thread.start()
         time.sleep(0.3)
-        assert thread.is_alive()  # it waits
+        assert thread.is_alive()  # It waits.
         training.publisher._stream.note("slow", before[-1].id)
         thread.join(60)
         assert not thread.is_alive()
@@ -302,7 +302,7 @@ def test_versions_are_published_in_order(url, tmp_path):
 
 
 def test_deltas_become_one_version(tmp_path):
-    """What links erase and bring back, in one update; a dict is the oracle."""
+    """Several deltas become one version: links that erase and bring back keys agree with a dict."""
     rng = np.random.default_rng(3)
     training = Training(tmp_path, "redis://nowhere:1")
     for _ in range(3):
@@ -326,7 +326,7 @@ def test_no_answer_mixes_versions(url, tmp_path):
     keys, seen, stop = np.arange(10, 20), set(), threading.Event()
 
     def versions_in(answer):
-        """Rows tell their version in thousands."""
+        """Returns the versions that rows state in thousands."""
         return {number for name in DIMS for number in (answer[name] // 1000).astype(int).ravel().tolist()}
 
     def read():
@@ -355,7 +355,7 @@ def test_damaged_entries_are_refused(url, server, tmp_path, caplog):
             training.publisher.publish(training.first)
         server.client.delete("jaxsok:{dlrm}")
     server.client.xadd("jaxsok:{dlrm}", {"version": json.dumps(good)})
-    with serve(url, training) as session:  # its payload is not there
+    with serve(url, training) as session:  # Its payload is missing.
         assert "manifest.json" in caplog.text and not session.stats()["is_following"]
         assert serves(session, training)
         training.publisher.publish(training.all())
@@ -391,7 +391,7 @@ def test_without_redis_the_files_are_served(tmp_path, caplog):
 
 @pytest.mark.slow
 def test_a_killed_server_process_goes_on(url, tmp_path):
-    """`python -m jaxsok serve` is killed; a new one has all versions when it answers."""
+    """After `python -m jaxsok serve` is killed, a new process has all versions when it answers."""
     training = Training(tmp_path, url)
     path, port = tmp_path / "config.json", free_port()
     path.write_text(json.dumps(config(url, training)))
@@ -422,7 +422,7 @@ def test_a_killed_server_process_goes_on(url, tmp_path):
 
 
 def test_the_client_of_redis_gives_names_as_text(url):
-    """`Publisher` compares positions as numbers, whatever the client's protocol gives."""
+    """`Publisher` compares positions as numbers, with names as text or bytes by the client's protocol."""
     publisher = streams.Publisher(url, "dlrm")
     publisher._stream.note("a", "5-0")
     publisher._stream.note("a", "12-3")
@@ -432,12 +432,12 @@ def test_the_client_of_redis_gives_names_as_text(url):
 
 
 def test_the_code_of_the_page(url, tmp_path):
-    """docs/freshness.md: what it publishes reaches a session of its configuration."""
+    """The code of docs/freshness.md publishes versions that reach a session of its configuration."""
     training = Training(tmp_path, url)
     page = (pathlib.Path(__file__).parents[2] / "docs/freshness.md").read_text().replace("redis://127.0.0.1:6379", url)
     blocks = re.findall(r"^```py\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
     (source,) = re.findall(r"^```json\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
-    training.state, training.clock = training.collection.init(seed=0), 0  # a state without a clock of its own
+    training.state, training.clock = training.collection.init(seed=0), 0  # A state without a clock of its own.
     for name, content in training.content.items():
         training.set(name, content)
     training.first = checkpoint.export_full(tmp_path / "monday", training.collection, training.state).path

@@ -24,7 +24,7 @@ FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples" / "triton" / "
 
 
 def from_text_proto(text):
-    """A message as text, as Triton gives it to `initialize`: fields, repeated ones as lists, maps of key and value."""
+    """Parses a message as text into Triton's `initialize` arguments: fields, repeated ones as lists, maps as dicts."""
     tokens = re.findall(r'"[^"]*"|[\w.-]+|[\[\]{}:,]', re.sub(r"#.*", "", text))
 
     def value():
@@ -65,7 +65,7 @@ def from_text_proto(text):
 
 @dataclasses.dataclass
 class Tensor:
-    """pb_utils.Tensor."""
+    """A stand-in for pb_utils.Tensor."""
 
     name: str
     array: np.ndarray
@@ -76,7 +76,7 @@ class Tensor:
 
 @dataclasses.dataclass
 class Response:
-    """pb_utils.InferenceResponse."""
+    """A stand-in for pb_utils.InferenceResponse."""
 
     output_tensors: list
     error: object = None
@@ -88,7 +88,7 @@ class Response:
 
 @dataclasses.dataclass
 class Request:
-    """pb_utils.InferenceRequest."""
+    """A stand-in for pb_utils.InferenceRequest."""
 
     tensors: dict
     wanted: list
@@ -99,7 +99,7 @@ class Request:
 
 @pytest.fixture
 def model_class(monkeypatch):
-    """The class of model.py, as the back end loads it."""
+    """Returns the class of model.py, loaded as the back end loads it."""
     module = types.ModuleType("triton_python_backend_utils")
     module.Tensor, module.InferenceResponse, module.TritonError = Tensor, Response, str
     module.get_input_tensor_by_name = lambda request, name: Tensor(name, request.tensors[name])
@@ -117,7 +117,7 @@ CONTENT = {table: rows_of(range(40), dim) for table, dim in DIMS.items()}
 
 
 def written(tmp_path, config, **changes):
-    """The arguments of `initialize`, for the HPS configuration and a changed config.pbtxt."""
+    """Returns the arguments of `initialize`, for the HPS configuration and a changed config.pbtxt."""
     (tmp_path / "hps.json").write_text(json.dumps(config))
     model_config = from_text_proto((FOLDER / "config.pbtxt").read_text()) | changes
     model_config["parameters"] = {"config": {"string_value": str(tmp_path / "hps.json")}}
@@ -130,7 +130,7 @@ def hps_of(tmp_path, **more):
 
 
 def test_the_configuration_is_whole():
-    """What Triton reads of config.pbtxt fits the folder and the model."""
+    """The parts of config.pbtxt that Triton reads fit the folder and the model."""
     config = from_text_proto((FOLDER / "config.pbtxt").read_text())
     assert config["name"] == FOLDER.name and config["backend"] == "python"
     assert config["parameters"]["config"]["string_value"].endswith(".json")
@@ -140,7 +140,7 @@ def test_the_configuration_is_whole():
 
 
 def test_requests_get_rows(model_class, tmp_path):
-    """Several in one call, of other sizes; one that is wrong gets an error alone."""
+    """Several requests of different sizes in one call get their rows, and only a wrong request gets an error."""
     model = model_class()
     model.initialize(written(tmp_path, hps_of(tmp_path)))
     rng, requests = np.random.default_rng(0), []
@@ -165,7 +165,7 @@ def test_requests_get_rows(model_class, tmp_path):
 
 
 def test_predictions_come_along(model_class, tmp_path):
-    """An output of the dense model, beside rows."""
+    """A request can ask for an output of the dense model and for rows."""
     table = FrozenTable("user", DIMS["user"])
     tables, _ = freeze_records([(table, SizedRecords(0, []))])
 
@@ -179,7 +179,7 @@ def test_predictions_come_along(model_class, tmp_path):
     keys = {"user": np.array([[3], [4]]), "item": np.array([[3, 4, 5, 6]] * 2)}
     (answer,) = model.execute([Request(keys, ["score", "item_embeddings"])])
     rows = expected(CONTENT["user"], keys["user"], -1.0, DIMS["user"])
-    np.testing.assert_allclose(answer.arrays()["score"], rows.sum(axis=(1, 2)), rtol=1e-6)  # another order of sums
+    np.testing.assert_allclose(answer.arrays()["score"], rows.sum(axis=(1, 2)), rtol=1e-6)  # The order of sums differs.
     assert answer.arrays()["item_embeddings"].shape == (2, 4, DIMS["item"])
     model.finalize()
 
@@ -194,7 +194,7 @@ def test_predictions_come_along(model_class, tmp_path):
     ],
 )
 def test_configurations_that_do_not_fit(changes, text, model_class, tmp_path):
-    """Triton refuses the model with words."""
+    """A configuration that does not fit makes Triton refuse the model with a reason."""
     with pytest.raises(ValueError, match=re.escape(text)):
         model_class().initialize(written(tmp_path, hps_of(tmp_path), **changes))
     with pytest.raises(serving.ConfigError):

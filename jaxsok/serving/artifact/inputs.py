@@ -24,7 +24,7 @@ _PADDING_WORD = np.uint32(PADDING_KEY & 0xFFFFFFFF)
 
 @dataclasses.dataclass(frozen=True)
 class KeysInput:
-    """Keys, as many for each sample: a caller gives integers `[b, *shape]`, the model gets `uint32[b, *shape, 2]`."""
+    """Keys, equally many per sample: a caller gives integers `[b, *shape]`, the model gets `uint32[b, *shape, 2]`."""
 
     table: str  # whose keys they are
     shape: tuple[int, ...] = ()  # of one sample

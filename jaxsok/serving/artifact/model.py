@@ -23,14 +23,14 @@ from jaxsok.serving.padding import padded_size
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServedModel:
-    """An exported model: what it wants, and its call. Made by `load_model`; equal to itself alone."""
+    """An exported model: its tables, its inputs, and its call. Made by `load_model`; equal to itself alone."""
 
     inputs: dict[str, InputSpec]  # by name, in the order of the export
     outputs: dict[str, OutputSpec]  # by name
     tables: dict[str, FrozenTable]
     """The tables that `call` wants. Keys without a row read what the tables of the call say, not what these say."""
     lookups: dict[str, tuple[str, ...] | None]
-    """By table the inputs whose keys it is looked up by; None: the model computes keys, or it is not known."""
+    """The inputs whose keys each table is looked up by; None: the model computes keys, or they are not known."""
     platforms: tuple[str, ...]  # with a program in the file
     path: str  # where it was read from
     _stores: tuple[tuple[FrozenTable, ...], ...] = dataclasses.field(repr=False)
@@ -46,7 +46,7 @@ class ServedModel:
         """Runs the model; gives arrays by name. Its lookups are fused if `tables.is_fused`.
 
         Args:
-          tables: with those that it wants among them, of any number of rows; on one device, where it runs.
+          tables: include those that it needs, of any number of rows; on one device, where it runs.
           inputs: all of them, of one batch size. Keys are NumPy integers or `uint32[..., 2]` words, bags are
             `jaxsok.Bags`, the others NumPy or JAX arrays.
           pad: whether the batch, and the keys of bags, are filled up to a power of two, and results cut to the batch,

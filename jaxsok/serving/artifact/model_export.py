@@ -62,7 +62,7 @@ def export_model(
     or `fuse_embedding_table` of a configuration, says which of the two runs.
 
     Args:
-      path: of a new folder, which is there as a whole or not at all.
+      path: a new folder, which appears complete or not at all.
       model: a function of (tables, inputs by name), a module of Flax NNX, or one of Linen. A module is called with the
         inputs by keyword. It gives an array, or arrays by name. What it closes over, dense parameters too, is in the
         file, so below 2 GB.
@@ -77,7 +77,7 @@ def export_model(
       TypeError, ValueError: names the argument; or JAX's words for what it cannot trace with an unknown batch size.
 
     Note:
-      Sessions pad batches, and the server joins those of several clients, if every result has the batch as its first
+      Sessions pad batches, and the server joins batches of clients, if every result has the batch as its first
       axis. Such a model must treat each sample by itself: a mean or a softmax over the batch would see the others. A
       model with any other result is called with each request as it is, and compiled for each size that comes.
 

@@ -1,4 +1,4 @@
-"""Changes of cached rows other than by lookups: filling, refreshing, and going over to another version."""
+"""Changes of cached rows other than by lookups: filling, refreshing, and swapping versions."""
 
 import math
 import threading
@@ -41,9 +41,9 @@ class Changes:
         for name, share in shares.items():
             table, hottest = start.source.tables[name], hottest_rows(start.source.scan(name, ROWS_AT_A_TIME), share)
             chunks = list(_chunks(hottest.num_rows, ROWS_AT_A_TIME))
-            for chunk in reversed(chunks):  # the hottest come last: they are the most recent
+            for chunk in reversed(chunks):  # the hottest rows come last: they count as the most recent
                 keys = hottest.keys[chunk]
-                if table.is_quantized:  # the source knows their bits
+                if table.is_quantized:  # only the source has their bits
                     rows, is_found = fetch_lines(start.source, name, keys)
                     keys = keys[is_found]
                 else:

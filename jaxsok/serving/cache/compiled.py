@@ -16,8 +16,8 @@ from jaxsok.types import BUCKET_WORDS, COUNTERS
 
 LEAST_KEYS = 256  # keys of the smallest programs; others have powers of two, so that programs are few
 
-_MOST_PADDING = 4  # a lookup is padded to so many times its keys at most, while its own program is compiled,
-_FEW_KEYS = 1 << 14  # or to so many in all: they cost a few milliseconds
+_MOST_PADDING = 4  # a lookup is padded to this many times its keys at most, while its own program is compiled,
+_FEW_KEYS = 1 << 14  # or to this many in all: they cost a few milliseconds
 
 Sizes = tuple[int, ...]  # keys of each store
 
@@ -25,7 +25,7 @@ _PROGRAMS = dict(vars(programs))
 
 
 class CompiledPrograms:
-    """Knows the compiled programs of a cache, by a function of programs.py and the sizes that `_operands` takes."""
+    """The compiled programs of a cache, by a function of programs.py and the sizes that `_operands` takes."""
 
     def __init__(self, spec: FrozenSpec, layout: programs.Layout, stores: Sequence[programs.CacheStore]) -> None:
         self._spec, self._layout = spec, layout
@@ -87,7 +87,7 @@ class CompiledPrograms:
         return min(larger, key=lambda sizes: (sum(sizes), sizes))
 
     def warm_up(self, sizes: Sequence[Sequence[int]], capacities: Sequence[int], *, as_tables: bool) -> None:
-        """Compiles lookups of so many keys of each store, and the insertion of their misses."""
+        """Compiles lookups of these numbers of keys by store, and the insertion of their misses."""
         for of_store in sizes:
             padded = tuple(padded_size(count, LEAST_KEYS) for count in of_store)
             self.make("query", not as_tables, padded)
@@ -103,7 +103,7 @@ class CompiledPrograms:
                     self.make("insert", s, must_leave, LEAST_KEYS << step)
 
     def tables_like(self, sizes: Sequence[int]) -> FrozenTables:
-        """Describes what `lookup_tables` gives for so many keys of each store, as shapes without arrays."""
+        """Describes the result of `lookup_tables` for these numbers of keys by store, as shapes."""
         stores = []
         for s, count in enumerate(sizes):
             size = padded_size(count, LEAST_KEYS)

@@ -44,21 +44,21 @@ class CachedRows:
 class CachedTables:
     """The rows of some keys as frozen tables, for code that looks up by itself."""
 
-    tables: FrozenTables  # every key that was asked is there; one that no tier has is there with its default
+    tables: FrozenTables  # has every key of the request; a key that no tier has gets its default
     version: int
     hit_rates: dict[str, float]
     source: Any  # the version of the source that has all rows
 
 
 class DeviceCache:
-    """Some rows on the device over a source of all; looked up by many threads. Close it.
+    """A cache of some rows on the device over a source of all; looked up by many threads. Close it.
 
     Tables of one dim and dtype share a store and its budget: the sum of their shares, each of which is `fraction` of
     the rows of the table, and at least `min_rows`. The least recently used row of a store leaves, whatever its table,
     as in HPS where tables are fused. Rows are cached in the bits of their table's dtype.
 
     Args:
-      source: belongs to the caller, who closes it.
+      source: belongs to the caller, which closes it.
       fraction: HPS's `gpucacheper`.
       hit_rate_threshold: from this hit rate of a table on, its misses are fetched in the background. 0: always;
         above 1: never, so that answers are exact.
@@ -217,7 +217,7 @@ class DeviceCache:
         self._counter.add(swaps=1)
 
     def warm_up(self, lookups: Iterable[Mapping[str, int]], *, as_tables: bool = False) -> None:
-        """Compiles what lookups of so many keys of each table need: queries, and insertions of misses.
+        """Compiles the programs of lookups with these numbers of keys: queries, and insertions of misses.
 
         A smaller lookup is then padded to what is compiled, if that is not much larger, until a thread has compiled its
         own program. `as_tables`: for `lookup_tables`. On a CPU core a size of a lookup takes about 0.3 s, a store and
@@ -227,7 +227,7 @@ class DeviceCache:
         self._compiled.warm_up(sizes, self.stores.capacities, as_tables=as_tables)
 
     def tables_like(self, num_keys: Mapping[str, int]) -> FrozenTables:
-        """Describes what `lookup_tables` gives for so many keys of tables, padding among them."""
+        """Describes the result of `lookup_tables` for these numbers of keys, padding included."""
         return self._compiled.tables_like(self._by_store("tables_like", num_keys))
 
     def _by_store(self, op: str, num_keys: Mapping[str, int]) -> list[int]:
@@ -266,7 +266,7 @@ class DeviceCache:
 
 
 def cache_bytes(tables: Mapping[FrozenTable, int]) -> dict[str, int]:
-    """Counts the bytes of device memory of a cache that holds so many rows of tables."""
+    """Counts the bytes of device memory of a cache that holds these numbers of rows."""
     spec = FrozenSpec.of(list(tables))
     rows_of = {table.name: num_rows for table, num_rows in tables.items()}
     capacities = [sum(rows_of[table.name] for table in of_store) for of_store in spec.stores]

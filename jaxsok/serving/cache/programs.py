@@ -116,7 +116,7 @@ def _query_store(
         wanted = row_ids
         requests = jnp.concatenate([records[:, :3], jnp.ones((n, 1), jnp.uint32)], axis=1)
     if numbers and not is_expanded:
-        # Rows of uncached keys mean nothing: those that are not fetched either go to `hide`.
+        # Rows of uncached keys have no meaning; `hide` takes those that are not fetched either.
         lines = _read(numbers[0], wanted), _read(rows, wanted)[:, 0]
     else:
         stored, of_stored, is_row = rows, wanted, wanted != jnp.uint32(NO_ROW)

@@ -1,4 +1,4 @@
-"""The host side of a lookup in a device cache: the keys of a request, what the cache has, what was fetched."""
+"""The host side of a lookup in a device cache: the keys of a request, cached rows, and fetched rows."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -73,7 +73,7 @@ class Found:
 
     @classmethod
     def of(cls, spec: FrozenSpec, request: Request, out: Queried, counts: np.ndarray, snapshot: Snapshot) -> "Found":
-        """Reads hit rates, and where there are misses their keys."""
+        """Reads hit rates, and the keys of misses if there are any."""
         starts = np.cumsum([0, *(len(tables) for tables in spec.stores)])
         distinct, rates, missed = {}, {}, {}
         records: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}

@@ -88,7 +88,7 @@ class DeviceStores:
             return self._snapshot()
 
     def query(self, batches: Sequence[Any], is_expanded: bool) -> tuple[programs.Queried, np.ndarray, Snapshot]:
-        """Asks for words and table ids by store; gives the results, their counts on the host, and the source."""
+        """Queries words and table ids by store; returns the results, their counts on the host, and the source."""
         operands = self.put(tuple(batches))
         self.compiled.make("query", is_expanded, tuple(words.shape[0] for words, _ in operands))
         for _ in range(_MAX_SALTS):
@@ -189,7 +189,7 @@ class DeviceStores:
                 self._leaving = {}
 
     def copies(self, field: str, *, is_required: bool = False) -> list[Any]:
-        """Copies a field of each store, which a later program may donate. Closed stores give none, or are refused."""
+        """Copies a field of each store, which a later program may donate. Closed stores return none, or are refused."""
         for s in range(len(self.capacities)):
             self.compiled.make("copy", s, field)
         with self.lock:

@@ -40,10 +40,10 @@ class WithoutEffect:
 
 @dataclasses.dataclass(frozen=True)
 class TableConfig:
-    """One table of a model: an entry of each of HPS's lists."""
+    """A table of a model: an entry of each of HPS's lists."""
 
     name: str = column("embedding_table_names", keys.SOME_TEXT, "a list of names, one for each table", None)
-    """By default `sparse_embedding<i>`. A jaxsok export or checkpoint has the table under this name."""
+    """The table's name, by default `sparse_embedding<i>`. Exports and checkpoints of jaxsok name the table so."""
     dim: int = column("embedding_vecsize_per_table", keys.integer(1, MAX_DIM), "a list of dims, one for each table")
     """Files of another dim are refused."""
     file: str = column("sparse_files", keys.FILE, "a list of paths, one for each table")
@@ -58,11 +58,11 @@ class TableConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """One of `models`. Fields have HPS's names where HPS has the key."""
+    """A model of the list `models`. Fields have HPS's names where HPS has the key."""
 
     model: str = declare(keys.NAME)  # its name in requests: letters, digits, `_` and `-`, at most 120
     tables: tuple[TableConfig, ...]  # pyright: ignore[reportGeneralTypeIssues]
-    """In the order of `sparse_files`; names differ."""
+    """The tables in the order of `sparse_files`; names differ."""
     deployed_device_list: tuple[int, ...] = declare(keys.list_of(keys.COUNT, "a list of numbers of devices"))
     """Device numbers. Each device has all rows or a cache of them, or the rows that it owns (`is_split`);
     `open(config, device=...)` serves from another device alone."""

@@ -8,7 +8,7 @@ from jaxsok.serving.databases.rows import Database, DatabaseRows
 __all__ = ["Connected", "Database", "DatabaseRows", "connect"]
 
 Connected = tuple[Database | None, Database | None]
-"""`volatile_db` and `persistent_db`; None: it is not there, or no database."""
+"""`volatile_db` and `persistent_db`; None: the block is missing, or is no database."""
 
 
 def connect(config: Config) -> Connected:

@@ -23,7 +23,7 @@ from jaxsok.serving.frozen import FrozenTable
 from jaxsok.serving.ready import Beside
 from jaxsok.types import PADDING_KEY
 
-RETRY_S = 1.0  # after a failure of the first database the last one answers alone for so long
+RETRY_S = 1.0  # seconds that the last database answers alone after a failure of the first
 _NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")  # of a model or a table, as in HPS
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Database(abc.ABC):
 
     def __init__(self, max_batch_size: int) -> None:
         self.max_batch_size = max_batch_size
-        self.beside = Beside()  # does what no lookup waits for
+        self.beside = Beside()  # runs work for which no lookup waits
 
     @abc.abstractmethod
     def read(self, name: str, keys: np.ndarray) -> list[bytes | None]: ...  # None: there is none
@@ -146,7 +146,7 @@ class DatabaseRows(RowSource):
                 yield Records(some[is_found], rows[is_found])
 
     def keys(self, table: str) -> Iterator[Keys]:
-        """Yields all keys of a table, uint64, some at a time; of those that come or go meanwhile, any."""
+        """Yields all keys of a table, uint64, some at a time; keys that come or go meanwhile may or may not appear."""
         for some in self._databases[-1].keys(self._name("keys", table)):
             yield np.frombuffer(b"".join(some), self._key_dtype).astype(np.uint64)
 

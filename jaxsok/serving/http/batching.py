@@ -16,11 +16,11 @@ _log = logging.getLogger(__name__)
 
 
 class QueueFullError(Exception):
-    """As many requests wait as may wait."""
+    """The error of a request that finds a full queue."""
 
 
 class ClosedError(Exception):
-    """The server stops, and takes no more requests."""
+    """The error of a request to a server that stops."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,7 +32,7 @@ class _Job(Generic[Payload]):
 
 
 class Batcher(Generic[Payload, Result]):
-    """Runs payloads together, in the order in which they came, on one event loop but for `run`.
+    """Runs payloads together, in the order in which they came, on one event loop except for `run`.
 
     A call begins when a worker is free, and the waiting payloads fill it or the first has waited `max_delay_s`. All
     payloads of a call see one version of the tables.
@@ -106,7 +106,7 @@ class Batcher(Generic[Payload, Result]):
                 await self._answer(jobs)
 
     async def _gather(self, loop: asyncio.AbstractEventLoop) -> list[_Job[Payload]]:
-        """Gives the next payloads, once they are enough or have waited enough; none if all have gone meanwhile."""
+        """Returns the next payloads, once they are enough or have waited enough; none if all were cancelled."""
         while not self._waiting and not self._closed:
             self._arrived.clear()
             await self._arrived.wait()

@@ -30,7 +30,7 @@ class Refusal(Exception):
 
 
 class Busy(Refusal):
-    """There are too many requests at this time; the client may try again."""
+    """The error of too many requests at one time; the client may try again."""
 
     def __init__(self, why: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(503, "busy", f"{why}; ask again later.", {"Retry-After": "1", **(headers or {})})

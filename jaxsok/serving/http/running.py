@@ -1,4 +1,4 @@
-"""The server's process: its socket, uvicorn around the application, and what signals do."""
+"""The server's process: its socket, uvicorn around the application, and the handling of signals."""
 
 import asyncio
 import contextlib

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _INLINE_BYTES = 1 << 15  # smaller bodies are handled on the event loop: a thread would cost more than the work
-_PIECE_BYTES = 1 << 16  # of a response, sent at a time; its connection holds as much again
+_PIECE_BYTES = 1 << 16  # of a response, sent at a time; its connection holds as many more
 ABORT = "jaxsok.abort"  # an extension of an ASGI scope: closes the connection without sending what it holds
 DISCARD_S = 2.0  # how long the rest of a refused body is read, so that the client reads the answer
 
@@ -46,7 +46,7 @@ DISCARD_S = 2.0  # how long the rest of a refused body is read, so that the clie
 class ServerOptions:
     """The limits of a server: sizes, counts and times."""
 
-    max_delay_ms: float = 2.0  # a request waits so long for others to share its call
+    max_delay_ms: float = 2.0  # a request waits this long for others to share its call
     max_body_bytes: int = 16 << 20  # in one request; less where its model cannot need so many (`wire.body_bytes`)
     max_held_bytes: int = 512 << 20  # bodies of unanswered requests, then of their responses until they are sent
     max_requests: int = 256  # requests whose response is not sent
@@ -332,7 +332,7 @@ class App:
         self._batchers[labels] = Batcher(
             run,
             limits_of(model),
-            # One for each, so that a slow model delays no other.
+            # One for each model, so that a slow model delays no other.
             executor=self._pool(self.options.num_workers, "jaxsok-call"),
             max_delay_s=self.options.max_delay_ms / 1000,
             max_waiting=self.options.max_requests,
@@ -419,7 +419,7 @@ def _check_held(held_bytes: int, num_bytes: int, options: ServerOptions, op: str
 
 
 def send_limit_s(num_bytes: int, options: ServerOptions) -> float:
-    """Limits the time to send all of a response: a client that reads piece by piece would hold its bytes for hours."""
+    """Limits the time to send a response: a client that reads piece by piece would hold its bytes for hours."""
     return options.send_timeout_s + num_bytes / options.min_send_rate
 
 

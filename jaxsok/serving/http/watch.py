@@ -25,7 +25,7 @@ class _Found(NamedTuple):
 
 
 class Watcher:
-    """A thread that looks into a folder again and again; docs/server.md has its form.
+    """A thread that polls a folder; docs/server.md has its form.
 
     `observe` is called with the model and "applied", "skipped" or "refused" for each folder.
     """

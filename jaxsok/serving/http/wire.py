@@ -31,7 +31,7 @@ VALUE_BYTES = {"json": 64, "tensors": 8}
 """Bytes of a body for each number: JSON has up to 20 digits in quotes, with brackets, spaces and line ends."""
 REST_BYTES = 1 << 16  # of a body without its numbers and names
 MAX_NDIM = 8
-PIECE_VALUES = 1 << 14  # numbers of a JSON response that are written in one go: some 10 ms
+PIECE_VALUES = 1 << 14  # numbers of a JSON response that are written at a time: some 10 ms
 _MAX_AXIS = 2**31 - 1
 _DTYPES = {
     f"{kind.upper()}{8 * size}": np.dtype(f"<{kind}{size}")
@@ -49,13 +49,13 @@ def extent(shape: Iterable[int]) -> int:
 
 
 def brief(value: Any) -> str:
-    """Shortens what a client sent for a message."""
+    """Shortens a client's value for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def read_json(body: bytes, what: str, field: str) -> dict[str, Any]:
-    """Reads a body, an object whose only field is an object with at least one name; gives the inner one."""
+    """Reads a body, an object whose only field is an object with at least one name; returns the inner object."""
     found = _parse_object(body, what, "the body", f"an object with {_list([field])}")
     _check_fields(found, [field], f"{what}: got the fields")
     value = found[field]
@@ -98,7 +98,7 @@ def _check_fields(value: Mapping[str, Any], wanted: Sequence[str], got: str) -> 
 
 
 def body_bytes(given: str, num_values: int, names: Sequence[str]) -> int:
-    """Bounds the bytes that a body of so many numbers, in arrays of these names, can need."""
+    """Bounds the bytes that a body of `num_values` numbers, in arrays of these names, can need."""
     return REST_BYTES + VALUE_BYTES[given] * num_values + sum(256 + 12 * len(name) for name in names)
 
 

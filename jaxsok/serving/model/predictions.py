@@ -69,7 +69,7 @@ class PredictRequest:
 
 
 def first_predictions(served: artifact.ServedModel | None, levels: Sequence[int]) -> list[Prediction]:
-    """Lists the programs of a dense model to compile before a request needs them, for so many samples each."""
+    """Lists the programs of a dense model to compile before a request needs them, one for each number of samples."""
     if served is None or not served.is_per_sample:  # other models are compiled for each size
         return []
     inputs = tuple(served.inputs.items())

@@ -180,7 +180,7 @@ class DeviceRows(_Programs):
         return version.number, finish
 
     def _programs(self, place: Any, num_keys: Mapping[str, int]) -> list[Lookup]:
-        """Finds compiled programs for so many keys of some tables: one, or one for each table if they are not fused.
+        """Finds compiled programs for these numbers of keys: one program, or one for each table if they are not fused.
 
         If only the program for all tables is compiled, it answers, and that for these tables is compiled in a thread.
         `MOST_SETS` sets of tables get one. No program makes `MOST_EXTRA_BYTES` of rows beyond the request's.
@@ -446,7 +446,7 @@ class SplitRows(Replicas):
 
 
 def add_cache_stats(stats: dict[str, Any], readers: Sequence[CachedRows]) -> None:
-    """Counts what caches count, without what warmed up."""
+    """Adds up the counts of caches, without those of the warm-up."""
     of_cache = _total([reader.cache.stats() for reader in readers])
     of_cache.lookups -= sum(reader.num_warm_ups for reader in readers)
     for name in stats["tables"]:
@@ -485,7 +485,7 @@ def _padding_of(keys: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
 def look_up_words(
     tables: FrozenTables, words: jaxtyping.UInt32[Any, "num_keys 2"], sizes: tuple[tuple[str, int], ...]
 ) -> tuple[dict[str, Array], Array]:
-    """Looks up the keys of some tables, which lie behind each other; gives rows and counts."""
+    """Looks up the concatenated keys of some tables; returns rows and counts."""
     inputs, start = {}, 0
     for name, size in sizes:
         inputs[name] = LookupInput(name, words[start : start + size])

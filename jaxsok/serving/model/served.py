@@ -1,4 +1,4 @@
-"""One model of a session, wherever its rows are read."""
+"""A model of a session, wherever its rows are read."""
 
 import collections
 import dataclasses
@@ -56,7 +56,7 @@ class Model:
 
 
 class Served:
-    """One model of a session: checks and counts requests, answers each from one version, and makes the next one.
+    """A model of a session: checks and counts requests, answers each from one version, and makes the next version.
 
     Many threads call it. It starts and owns `reader`, which reads the rows that lie, or are cached, on `devices`.
     """
@@ -219,7 +219,7 @@ class Served:
 
 
 def check_bits(what: str, keys: np.ndarray, key_bits: int) -> None:
-    """Refuses keys above 32 bits, other than PADDING_KEY, where keys have so many."""
+    """Refuses keys above 32 bits, other than PADDING_KEY, if the model's keys have 32 bits."""
     if key_bits == 64:
         return
     wrong = (keys >> np.uint64(32) != 0) & (keys != np.uint64(PADDING_KEY))
@@ -234,7 +234,7 @@ _KINDS: tuple[str, ...] = ("keys", "hits", "missing", "padding")
 
 
 class _Counts:
-    """Sums of what a model did."""
+    """The sums of a model's counts."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The next version of one store, with a map of rows of its own: a plan changes nothing that is read."""
+"""The next version of one store, with its own map of rows: a plan changes no data that readers use."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ class Change:
         return self.gone is not None and not len(self.keys) and not len(self.gone)
 
     def owned_by(self, number: int, num_parts: int) -> "Change":
-        """The change of the keys that one of some parts owns."""
+        """Returns the change of the keys that one of several parts owns."""
         if num_parts == 1:
             return self
         gone = None if self.gone is None else self.gone[owners_of(self.gone, num_parts) == number]
@@ -64,7 +64,7 @@ class Change:
                 yield records.take(slice(start, start + most))
 
     def gone_from(self, row_map: RowMap, number: int) -> np.ndarray:
-        """Finds the keys that it takes away from a table."""
+        """Finds the keys that it removes from a table."""
         if self.gone is not None:
             return self.gone
         row_ids = row_map.find(number, self.keys)
@@ -75,7 +75,7 @@ class Change:
 
 
 def owners_of(keys: np.ndarray, num_parts: int) -> np.ndarray:
-    """The part that owns each key, of tables that are split over devices."""
+    """Returns the part that owns each key of tables that are split over devices."""
     return (partitions_of(keys, np.uint64(0)) % np.uint64(num_parts)).astype(np.int64)
 
 
@@ -170,7 +170,7 @@ class StorePlan:
                 yield row_ids, lines_of(change.table, records.rows)
 
     def write(self, store: FrozenStore, device: Any) -> FrozenStore:
-        """Makes the next version next to the store as it is; shares the rows if none changes."""
+        """Makes the next version as a copy of the store; shares the rows if none changes."""
         if self._has_rows(store):
             with jax.default_device(device):
                 rows, *scales = (self._copy(array) for array in (store.rows, *store.scales))
@@ -181,7 +181,7 @@ class StorePlan:
         return dataclasses.replace(store, index=index, counters=counters)
 
     def _copy(self, array: Array) -> Array:
-        """Makes an array for the next version where an array lies, with its rows unless all of them go."""
+        """Makes an array for the next version on an array's device, with its rows unless all of them leave."""
         if not self.is_fresh and array.shape[0] == self.row_map.capacity:
             return jnp.copy(array)
         zeros = jnp.zeros((self.row_map.capacity, *array.shape[1:]), array.dtype)

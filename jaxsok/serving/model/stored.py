@@ -1,7 +1,7 @@
 """Versions of tables whose rows lie in databases: an update writes rows there, then replaces the cached ones.
 
 A database has one version of a row. So an update is not atomic below the cache: until it ends, and after one that
-failed, a lookup that misses may read new rows beside old ones; cached rows change in one instant. Doing it again
+failed, a lookup that misses may read both new and old rows; cached rows change in one instant. Doing it again
 repairs an update that failed.
 """
 
@@ -44,7 +44,7 @@ class StoredVersion(Version):
 
 
 class StoredVersions:
-    """The versions of one model's tables in databases, as `versions.Versions` of those in memory. Fills them first."""
+    """The versions of one model's tables in databases, as `versions.Versions` for those in memory. Fills them first."""
 
     host_bytes = held_bytes = 0
 

@@ -1,9 +1,9 @@
-"""Tables that change while they are served: versions, side by side or in place.
+"""Tables that change while they are served: versions, copied or in place.
 
-A version is a value. An update makes the next one *beside* it, which copies the arrays of the stores that change and
-swaps one reference. Where two copies do not fit, it works *in place*: it scatters changed rows into donated arrays
-while readers wait. Either way it checks everything first, a reader sees all tables of one version, and after a
-failure the old version is served.
+A version is a value. An update makes the next version as a *copy* of the arrays of the stores that change, and swaps
+one reference. Where two copies do not fit, it works *in place*: it scatters changed rows into donated arrays while
+readers wait. Either way it checks everything first, a reader sees all tables of one version, and after a failure the
+old version is served.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """One version of the tables and the dense model."""
+    """A version of the tables and the dense model."""
 
     number: int  # 1 at first; each update adds one
     parts: tuple[Part, ...]  # by device
@@ -97,7 +97,7 @@ class Version:
 
 
 class Gate:
-    """Admits many readers, or one writer, who comes before later readers."""
+    """Admits many readers, or one writer, which comes before later readers."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -275,7 +275,7 @@ class Versions:
     def _next_part(
         self, number: int, part: Part, plans: Sequence[StorePlan], is_in_place: bool
     ) -> tuple[Part, list["_Write"]]:
-        """Makes a part of the next version, and what is still to be written into its arrays."""
+        """Makes a part of the next version, and the writes that its arrays still need."""
         device, maps, stores, writes = self._memory.devices[number], list(part.maps), list(part.tables.stores), []
         for plan in plans:
             s, store = plan.store, stores[plan.store]
@@ -375,7 +375,7 @@ class Versions:
 
 @dataclasses.dataclass(frozen=True)
 class _Write:
-    """One piece of an update in place, made ready on the host before readers are stopped."""
+    """A piece of an update in place, made ready on the host before readers are stopped."""
 
     part: int
     store: int
@@ -418,7 +418,7 @@ def open_update(model: str, source: Source, version: Version, key_bits: folders.
 
 
 def free_bytes(device: Any, limit: int | None, used: int) -> int | None:
-    """Counts the free bytes of a device; with a limit what `used` leaves of it. None: not known, as on CPUs."""
+    """Counts the free bytes of a device, or of a limit after `used` bytes. None: not known, as on CPUs."""
     if limit is not None:
         return max(0, limit - used)
     found = device.memory_stats()
@@ -428,7 +428,7 @@ def free_bytes(device: Any, limit: int | None, used: int) -> int | None:
 
 
 def _most_bytes(parts: Sequence[Part], plans: Sequence[Sequence[StorePlan]], is_in_place: bool) -> int:
-    """Computes the device memory that the next version takes in addition, of the part that takes most."""
+    """Computes the additional device memory of the next version, for the part that takes most."""
     return max(
         sum(plan.index_bytes if is_in_place else plan.bytes_beside(part.tables.stores[plan.store]) for plan in mine)
         for part, mine in zip(parts, plans, strict=True)
@@ -438,6 +438,6 @@ def _most_bytes(parts: Sequence[Part], plans: Sequence[Sequence[StorePlan]], is_
 def _copy(
     new: frozen.FrozenTables, old: frozen.FrozenTables, copy: frozen.FrozenTables, device: Any
 ) -> frozen.FrozenTables:
-    """Copies what has changed to another device, which has a copy of the old tables."""
+    """Copies the changed stores to another device, which has a copy of the old tables."""
     pick = lambda after, before, there: there if after is before else jax.device_put(after, device)  # noqa: E731
     return jax.tree.map(pick, new, old, copy)
