@@ -154,6 +154,7 @@ def test_a_server_that_starts_again_replays(url, server, tmp_path):
     with serve(url, training) as session:
         training.publish(erased=[1])
         wait_until(lambda: serves(session, training))
+        wait_until(lambda: training.publisher._stream.positions()["here"] != "0-0")  # Noted after it is served.
         position = training.publisher._stream.positions()["here"]
     training.publish(erased=[2])
     assert training.publisher._stream.positions()["here"] == position  # Those of the dead server.
