@@ -7,6 +7,7 @@ run on the GPU. Tests marked `gpu` need one and are skipped, with the reason, wh
 import gc
 import importlib.util
 import itertools
+import logging
 import mmap
 import os
 import pathlib
@@ -149,8 +150,10 @@ _NEW_OBJECTS_BETWEEN_COLLECTIONS = 50_000
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Frees the programs that earlier tests compiled before one process has too many."""
+    """Frees the programs that earlier tests compiled before one process has too many; ends what a file left on."""
     is_last_of_file = nextitem is None or nextitem.path != item.path
+    if is_last_of_file:
+        logging.getLogger("jaxsok").setLevel(logging.NOTSET)  # `jaxsok serve`, run in this process, shows more.
     is_time_to_look = next(_num_torn_down) % _TESTS_BETWEEN_LOOKS == 0
     if not (is_last_of_file or is_time_to_look) or not _MAPPINGS.exists():
         return
