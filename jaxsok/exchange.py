@@ -293,14 +293,17 @@ def receive_all(
     num_shards, capacity = route.shards.num_shards, route.send_capacity
     size = -(-lines.shape[0] // capacity) * capacity
     room = jnp.broadcast_to(PADDING_REQUEST, (num_shards, size, 4))
-    room = room.at[:, :capacity].set(received.reshape(num_shards, capacity, 4))
+    # Not `.at[].set`: where the slice is the whole array, its empty index ends XLA's compiler (jaxlib 0.11.2).
+    room = lax.dynamic_update_slice_in_dim(
+        vary_as(room, received), received.reshape(num_shards, capacity, 4), 0, axis=1
+    )
 
     @jax.named_scope("round")
     def receive(number: Array, room: Array) -> Array:
         more = route.to_owners(requests_of_round(route, lines, starts, number))
         return lax.dynamic_update_slice_in_dim(room, more.reshape(num_shards, capacity, 4), number * capacity, axis=1)
 
-    return lax.fori_loop(1, num_rounds, receive, vary_as(room, received))
+    return lax.fori_loop(1, num_rounds, receive, room)
 
 
 def in_one_round_or_more(

@@ -483,3 +483,23 @@ def test_an_exchange_in_two_levels_gives_the_same_bits(is_planned):
     flat, two_levels = run(exchange.Exchange), run(TwoLevels)
     jax.tree.map(np.testing.assert_array_equal, flat, two_levels)
     assert flat[0].stores[0].table_rows.sum() > 0
+
+
+def equations_of(jaxpr):
+    """Yields the equations of a jaxpr and of all that it contains."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield from equations_of(getattr(inner, "jaxpr", inner))
+
+
+@pytest.mark.parametrize("placement", [jaxsok.SHARDED, jaxsok.on(1), jaxsok.REPLICATED])
+def test_no_index_without_elements(placement):
+    """Inside of a mesh program XLA's compiler (jaxlib 0.11.2) ends the process on one, also if a round has all room."""
+    tables = [jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.1), capacity=64, placement=placement)]
+    one = programs.over(2, tables, [jaxsok.FeatureSpec("user", "user")])
+    features = programs.batch(one, user=np.arange(8))
+    jaxpr = jax.make_jaxpr(programs.train_step(one))(one.init(seed=0), features).jaxpr
+    scatters = [equation for equation in equations_of(jaxpr) if equation.primitive.name.startswith("scatter")]
+    assert scatters and all(equation.invars[1].aval.size for equation in scatters)
