@@ -210,7 +210,7 @@ class Pipeline:
         plan = self._collection.plan(batch.features, send_capacity=sizes)
         for asked in plan.asked or ():
             if asked is not None:
-                asked.load.copy_to_host_async()
+                asked.load.addressable_data(0).copy_to_host_async()  # all parts are equal
         return [(batch, plan)]
 
     @annotated("jaxsok.pipeline")
@@ -221,8 +221,7 @@ class Pipeline:
             if asked is None:
                 sizes.append(1)
                 continue
-            # All parts are equal.
-            most_sent, most_received = np.asarray(asked.load.addressable_shards[0].data)[0].tolist()
+            most_sent, most_received = np.asarray(asked.load.addressable_data(0))[0].tolist()
             if not self._collection.stores[s].sends_bags:  # uses repeat keys; `batch` has counted them
                 self._collection.growth.saw_batch(s, most_received)
             is_first = is_first or self._next[s] is None

@@ -43,6 +43,14 @@ class Steps:
     """The name of each table, and the number of its store."""
     strategy: Strategy
 
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.stores, self.tables, self.strategy))
+
+    def __hash__(self) -> int:
+        """Hashes the declarations once: each call of a jitted function hashes its static arguments."""
+        return self._hash
+
     @property
     def shards(self) -> Shards:
         """The shards that run the steps."""
@@ -227,7 +235,7 @@ class Steps:
         ]
         stores = tuple(s for _, s in self.tables)
         return Stats(
-            self.shards.sum(words),
+            self.strategy.sum(words, state.step),
             tables=tuple(name for name, _ in self.tables),
             capacities=tuple(capacities[s] for s in stores),
             stores=stores,

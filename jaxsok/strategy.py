@@ -93,6 +93,10 @@ class Strategy(abc.ABC):
     def norm(self, squares: Squares) -> Float32[Array, ""]:
         """Returns the norm over all shards."""
 
+    def sum(self, words: Int32[Array, " _"], same: Array) -> Int32[Array, " _"]:
+        """Returns the sum of the words of all shards, which is the same everywhere, as `same` is."""
+        return self.shards.sum(words)
+
 
 @dataclasses.dataclass(frozen=True)
 class Fused(Strategy):
@@ -226,3 +230,10 @@ class Exchanged(Strategy):
 
     def norm(self, squares: Squares) -> Float32[Array, ""]:
         return norms.norm_of(norms.of_all_shards(self.shards, squares))
+
+    def sum(self, words: Int32[Array, " _"], same: Array) -> Int32[Array, " _"]:
+        if self.exchange.windows is None:
+            return self.shards.sum(words)
+        # Without a collective of XLA the whole step is one CUDA graph.
+        copies = jnp.broadcast_to(words, (self.shards.num_shards, *words.shape))
+        return self.exchange.windows.exchange(copies, same).sum(axis=0)

@@ -2,8 +2,8 @@
 
 The dense wire is XLA's all-to-all: it serves every platform. The window wire writes lines straight into the memory of
 peers; it serves GPUs of one host that reach each other's memory, in one process or several. Windows belong to the
-process: collections on the same devices share them, they grow when a program is traced that needs more, and they live
-until the process ends.
+process: collections on the same devices share them, larger ones are added when a program is traced that needs more, and
+they live until the process ends.
 """
 
 import dataclasses
@@ -50,11 +50,11 @@ class Windows:
             kernels.reserve(self.platform, self.number, num_bytes)
             return
         with _lock:  # threads that trace take turns
-            if num_bytes > kernels.half_bytes(self.platform, self.number):
+            if num_bytes > kernels.room(self.platform, self.number):
                 self._grow(num_bytes)
 
     def _grow(self, num_bytes: int) -> None:
-        """Makes the windows of several processes larger; after each step they wait for each other."""
+        """Adds larger windows in several processes; after each step they wait for each other."""
         growth = kernels.Growth(self.platform, self.number)
         # Threads may trace in another order in each process.
         num_bytes = max(int(text) for text in processes.gather(_TOPIC, str(num_bytes)))
@@ -62,27 +62,27 @@ class Windows:
             own = growth.take(num_bytes, self.num_windows)
         # A handle is zeros except in the process that has the window.
         handles = [np.frombuffer(bytes.fromhex(text), np.uint8) for text in processes.gather(_TOPIC, own.hex())]
-        last = max(int(text) for text in processes.gather(_TOPIC, str(growth.close())))
         is_mapped = False
         try:
-            with _together():
-                growth.drain(last)
             with _together():
                 growth.map(functools.reduce(np.bitwise_or, handles).tobytes())
             is_mapped = True
         finally:
             growth.settle(is_mapped=is_mapped)
             processes.gather(_TOPIC, "")
-            growth.resume()
 
-    def exchange(self, lines: Array) -> Array:
-        """Sends equal parts of `lines` to the shards and receives theirs, as `lax.all_to_all` over the first axis."""
+    def exchange(self, lines: Array, like: Array | None = None) -> Array:
+        """Sends equal parts of `lines` to the shards and receives theirs, as `lax.all_to_all` over the first axis.
+
+        With `like`, the type of what is received says that it varies over the mesh as that array does: where all parts
+        are the same, so is what all shards receive.
+        """
         self.reserve(math.prod(lines.shape) * lines.dtype.itemsize)
-        return kernels.exchange(self.number, lines)
+        return kernels.exchange(self.number, lines, lines if like is None else like)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the window of a device takes now."""
+        """Bytes that the windows of a device take now."""
         return kernels.window_bytes(self.platform, self.number)
 
 

@@ -50,19 +50,11 @@ using Shape = std::initializer_list<int64_t>;
 class Call {
  public:
   Call(const char* op, StreamArgument stream, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
-       const ffi::Dictionary& attributes, int32_t device = 0, int64_t run = 0)
-      : op_(op),
-        stream_(stream),
-        operands_(operands),
-        results_(results),
-        attributes_(attributes),
-        device_(device),
-        run_(run) {}
+       const ffi::Dictionary& attributes, int32_t device = 0)
+      : op_(op), stream_(stream), operands_(operands), results_(results), attributes_(attributes), device_(device) {}
 
-  /// Returns the ordinal of the device. `run` is the number of the program's run, the same on all devices. Both are
-  /// known in eager handlers only.
+  /// Returns the ordinal of the device; known in handlers of windows only.
   int32_t device() const { return device_; }
-  int64_t run() const { return run_; }
   bool failed() const { return error_.failure(); }
   size_t num_operands_left() const { return operands_.size() - next_operand_; }
   size_t num_results_left() const { return results_.size() - next_result_; }
@@ -180,7 +172,6 @@ class Call {
   const ffi::RemainingRets& results_;
   const ffi::Dictionary& attributes_;
   int32_t device_;
-  int64_t run_;
   size_t next_operand_ = 0, next_result_ = 0;
   ffi::Error error_;
 };
@@ -195,22 +186,26 @@ class Call {
       },                                                                                                               \
       ffi::Ffi::Bind().Ctx<StreamContext>().RemainingArgs().RemainingRets().Attrs())
 
-/// Defines a handler as above that is not captured in CUDA graphs: it also knows its device.
-#define JAXSOK_DEFINE_EAGER_HANDLER(symbol, op, Impl)                                        \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                             \
-      symbol,                                                                                \
-      [](StreamArgument stream, int32_t device, ffi::RunId run, ffi::RemainingArgs operands, \
-         ffi::RemainingRets results, ffi::Dictionary attributes) {                           \
-        Call call(op, stream, operands, results, attributes, device, run.run_id);            \
-        return Impl(call);                                                                   \
-      },                                                                                     \
-      ffi::Ffi::Bind()                                                                       \
-          .Ctx<StreamContext>()                                                              \
-          .Ctx<ffi::DeviceOrdinal>()                                                         \
-          .Ctx<ffi::RunId>()                                                                 \
-          .RemainingArgs()                                                                   \
-          .RemainingRets()                                                                   \
-          .Attrs())
+/// Defines a handler as above that also knows its device.
+#define JAXSOK_DEFINE_WINDOW_HANDLER(symbol, op, Impl)                                                   \
+  JAXSOK_DEFINE_SYMBOL(                                                                                  \
+      symbol,                                                                                            \
+      [](StreamArgument stream, int32_t device, ffi::RemainingArgs operands, ffi::RemainingRets results, \
+         ffi::Dictionary attributes) {                                                                   \
+        Call call(op, stream, operands, results, attributes, device);                                    \
+        return Impl(call);                                                                               \
+      },                                                                                                 \
+      ffi::Ffi::Bind().Ctx<StreamContext>().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs())
+
+/// Defines a handler that is not captured in CUDA graphs.
+#define JAXSOK_DEFINE_EAGER_HANDLER(symbol, op, Impl)                                                                  \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                                       \
+      symbol,                                                                                                          \
+      [](StreamArgument stream, ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes) { \
+        Call call(op, stream, operands, results, attributes);                                                          \
+        return Impl(call);                                                                                             \
+      },                                                                                                               \
+      ffi::Ffi::Bind().Ctx<StreamContext>().RemainingArgs().RemainingRets().Attrs())
 
 }  // namespace jaxsok
 

@@ -98,7 +98,7 @@ ffi::Error LookupWindow(Call& call) {
   const EmbeddingsView embeddings = ReadEmbeddings(call, batch.num_features, arrays);
   return call.Launch([&](Stream stream) -> LaunchError {
     const int64_t line_bytes = int64_t{store.view.dim} * (dtype == kRowDtypeFloat32 ? 4 : 2);
-    WindowExchange exchange(window, call.device(), call.run(), num_lines * line_bytes);
+    WindowExchange exchange(stream, window, call.device(), kCallLookup, num_lines * line_bytes);
     if (exchange.error() != nullptr) return exchange.error();
     const LineTarget target = exchange.Target(num_lines / exchange.num_shards(), line_bytes);
     LaunchError error = LaunchGather(stream, store.view, requests.as<Request>(), row_ids.as<uint32_t>(), num_lines,
@@ -132,7 +132,7 @@ ffi::Error LookupBagsWindow(Call& call) {
   const RowDtype dtype = call.Attribute<int32_t>("is_bfloat16") != 0 ? kRowDtypeBfloat16 : kRowDtypeFloat32;
   return call.Launch([&](Stream stream) -> LaunchError {
     const int64_t line_bytes = int64_t{store.view.dim} * (dtype == kRowDtypeFloat32 ? 4 : 2);
-    WindowExchange exchange(window, call.device(), call.run(), num_lines * line_bytes);
+    WindowExchange exchange(stream, window, call.device(), kCallLookupBags, num_lines * line_bytes);
     if (exchange.error() != nullptr) return exchange.error();
     if (owned.num_features != exchange.num_shards()) return "features: wanted one for each shard";
     const LineTarget target = exchange.Target(num_lines / exchange.num_shards(), line_bytes);
@@ -149,8 +149,8 @@ ffi::Error LookupBagsWindow(Call& call) {
 
 }  // namespace
 
-JAXSOK_DEFINE_EAGER_HANDLER(JaxsokLookupBagsWindow, "lookup_bags_window", LookupBagsWindow);
-JAXSOK_DEFINE_EAGER_HANDLER(JaxsokLookupWindow, "lookup_window", LookupWindow);
+JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokLookupBagsWindow, "lookup_bags_window", LookupBagsWindow);
+JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokLookupWindow, "lookup_window", LookupWindow);
 JAXSOK_DEFINE_HANDLER(JaxsokLookup, "lookup", Lookup);
 JAXSOK_DEFINE_HANDLER(JaxsokLookupFind, "lookup_find", LookupFind);
 JAXSOK_DEFINE_HANDLER(JaxsokLookupPlanned, "lookup_planned", LookupPlanned);

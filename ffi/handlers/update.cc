@@ -94,7 +94,7 @@ ffi::Error UpdateWindow(Call& call) {
   return call.Launch([&](Stream stream) -> LaunchError {
     const RowDtype dtype = is_float32 ? kRowDtypeFloat32 : kRowDtypeBfloat16;
     const int64_t line_bytes = int64_t{dim} * (is_float32 ? 4 : 2);
-    WindowExchange exchange(window, call.device(), call.run(), num_lines * line_bytes);
+    WindowExchange exchange(stream, window, call.device(), kCallUpdate, num_lines * line_bytes);
     if (exchange.error() != nullptr) return exchange.error();
     const LineTarget target = exchange.Target(num_lines / exchange.num_shards(), line_bytes);
     LaunchError error = LaunchCombineTranspose(stream, bag_gradients.data(), num_lines, dim, slots.as<int32_t>(), bags,
@@ -129,7 +129,7 @@ ffi::Error UpdateBagsWindow(Call& call) {
   const Array widened = call.Result("widened", ffi::F32, {is_float32 ? 0 : num_lines, dim});
   void* workspace = call.Workspace(UpdateWorkspaceBytes(step.batch.num_keys, dim));
   return call.Launch([&](Stream stream) -> LaunchError {
-    WindowExchange exchange(window, call.device(), call.run(), num_shards * lines.num_bytes());
+    WindowExchange exchange(stream, window, call.device(), kCallUpdateBags, num_shards * lines.num_bytes());
     if (exchange.error() != nullptr) return exchange.error();
     if (num_shards != exchange.num_shards()) return "features: wanted one for each shard";
     LaunchError error = LaunchWindowPush(stream, exchange, lines.as<void>(), lines.num_bytes(), 0);
@@ -149,9 +149,9 @@ ffi::Error UpdateBagsWindow(Call& call) {
 
 }  // namespace
 
-JAXSOK_DEFINE_EAGER_HANDLER(JaxsokUpdateBagsWindow, "update_bags_window", UpdateBagsWindow);
+JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokUpdateBagsWindow, "update_bags_window", UpdateBagsWindow);
 JAXSOK_DEFINE_HANDLER(JaxsokUpdate, "update", Update);
-JAXSOK_DEFINE_EAGER_HANDLER(JaxsokUpdateWindow, "update_window", UpdateWindow);
+JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokUpdateWindow, "update_window", UpdateWindow);
 
 }  // namespace jaxsok
 

@@ -14,7 +14,7 @@ ffi::Error Exchange(Call& call) {
   call.Require(received.num_bytes() == lines.num_bytes(), "received", "got ", received.num_bytes(), " bytes, wanted ",
                lines.num_bytes());
   return call.Launch([&](Stream stream) -> LaunchError {
-    WindowExchange exchange(window, call.device(), call.run(), lines.num_bytes());
+    WindowExchange exchange(stream, window, call.device(), kCallExchange, lines.num_bytes());
     if (exchange.error() != nullptr) return exchange.error();
     return LaunchWindowExchange(stream, exchange, lines.as<void>(), lines.num_bytes() / exchange.num_shards(),
                                 received.as<void>());
@@ -23,6 +23,6 @@ ffi::Error Exchange(Call& call) {
 
 }  // namespace
 
-JAXSOK_DEFINE_EAGER_HANDLER(JaxsokWindowExchange, "window_exchange", Exchange);
+JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokWindowExchange, "window_exchange", Exchange);
 
 }  // namespace jaxsok

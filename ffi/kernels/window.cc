@@ -2,7 +2,6 @@
 #include "window.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -16,50 +15,23 @@
 namespace jaxsok {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 /// A group of shards that exchange with each other; a mesh with several axes has several groups.
-///
-/// A thread issues the work of one device. Before a device starts to wait for its peers, the threads of all peers must
-/// have issued the work that the device waits for. Otherwise a thread that loads a kernel could keep another thread
-/// from issuing that work: CUDA loads a kernel at its first launch, which may wait for running kernels.
 struct Group {
   std::mutex mutex;
   std::condition_variable changed;
-  std::vector<int32_t> shards;                          // those of this process
-  std::vector<std::atomic<uint64_t>> begun, met, over;  // by shard, the last exchange; written under the mutex
-  std::vector<std::atomic<int64_t>> runs;               // by half and shard: the program run of an exchange
-  bool is_closed = false;                               // no exchange begins after `last_allowed`
-  uint64_t last_allowed = 0;
+  std::vector<int32_t> shards;   // those of this process
+  std::vector<uint64_t> waited;  // by shard: the barriers at which its thread has arrived, where the host waits
+  size_t num_issuing = 0;        // threads in the present cohort of `IssueTogether`
+  uint64_t num_cohorts = 0;
   std::string failure;              // empty: none; set once
   WindowFailure* shared = nullptr;  // shared with the devices; nullptr: none of them is in this process
 
-  explicit Group(int32_t num_shards) : begun(num_shards), met(num_shards), over(num_shards), runs(2 * num_shards) {}
+  explicit Group(int32_t num_shards) : waited(num_shards) {}
 
-  /// Returns the last exchange that a shard of this process has begun; under the mutex.
-  uint64_t Last() const {
-    uint64_t last = 0;
-    for (int32_t s : shards) last = std::max(last, begun[s].load());
-    return last;
-  }
-  /// Returns whether all shards of this process have reached an exchange.
-  bool HaveAllReached(const std::vector<std::atomic<uint64_t>>& epochs, uint64_t epoch) const {
-    for (int32_t s : shards) {
-      if (epochs[s] < epoch) return false;
-    }
-    return true;
-  }
-  /// Returns the run for which a shard exchanges. It stays until the shard has met this one in the next exchange too.
-  std::atomic<int64_t>& RunOf(int32_t shard, uint64_t epoch) { return runs[2 * shard + (epoch & 1)]; }
-  /// Returns whether all shards of this process, which have met, exchange for the same run of a program.
-  bool IsOneRun(uint64_t epoch) {
-    return std::all_of(shards.begin(), shards.end(),
-                       [&](int32_t s) { return RunOf(s, epoch) == RunOf(shards[0], epoch); });
-  }
   /// Records a failure; under the mutex. The text is kept: callers hold pointers to it.
   LaunchError Fail(const std::string& why) {
     if (failure.empty()) failure = why + "; the state is lost: restart from a checkpoint";
-    const_cast<volatile WindowFailure*>(shared)->is_over = 1;  // waiting devices end too
+    const_cast<volatile WindowFailure*>(shared)->kind = WindowFailure::kFoundByHost;  // waiting devices end too
     changed.notify_all();
     return failure.c_str();
   }
@@ -67,11 +39,26 @@ struct Group {
   void Look() {
     if (shared == nullptr) return;
     const volatile WindowFailure& found = *shared;
-    if (found.is_over == 0 || !failure.empty()) return;
-    Fail("shard " + std::to_string(found.shard) + " waited in vain for shard " + std::to_string(found.peer) +
-         " in exchange " + std::to_string(found.epoch));
+    const uint32_t kind = found.kind;
+    if (kind == WindowFailure::kNone || !failure.empty()) return;
+    const std::string exchange = " in exchange " + std::to_string((found.epoch + 1) / 2);
+    const std::string shard = "shard " + std::to_string(found.shard), peer = "shard " + std::to_string(found.peer);
+    if (kind == WindowFailure::kTimeOut) {
+      Fail(shard + " waited in vain for " + peer + exchange);
+    } else {
+      Fail(shard + " and " + peer + " exchange for different calls" + exchange +
+           "; call programs from one thread, in the same order in all processes");
+    }
     std::fprintf(stderr, "jaxsok: window: %s.\n", failure.c_str());
   }
+};
+
+/// The memory that shards receive in. It stays until the process ends.
+struct Windows {
+  int64_t num_bytes = 0;
+  char* own = nullptr;
+  char* received[kMostWindowShards] = {};  // of each shard, as this device addresses them
+  std::map<int32_t, char*> imported;       // by shard, those of other processes
 };
 
 }  // namespace
@@ -80,15 +67,20 @@ struct WindowDevice {
   Group* group = nullptr;
   WindowMember member;
   std::mutex mutex;  // held during an exchange: threads that call for one device take turns
-  uint64_t epoch = 0;
-  bool has_met = false;
   int64_t most_seconds = 0;
-  char* window = nullptr;             // its own window
-  std::map<int32_t, char*> imported;  // by shard, windows of other processes
-  // While windows grow: the next ones. In the end one of the two own windows is freed.
-  char* next_window = nullptr;
-  std::map<int32_t, char*> next_imported;
-  char* Half(int32_t shard) const { return member.windows[shard] + kWindowHeadBytes + (epoch & 1) * member.half_bytes; }
+  std::mutex adding;                              // guards the vector
+  std::vector<std::unique_ptr<Windows>> windows;  // each larger than the one before
+  std::unique_ptr<Windows> next;                  // not yet in use: other processes may not have mapped theirs
+
+  /// Returns the smallest windows with room; nullptr: there are none. All shards choose alike, also if some of them
+  /// already have more.
+  const Windows* Fitting(int64_t num_bytes) {
+    std::lock_guard<std::mutex> lock(adding);
+    for (const auto& each : windows) {
+      if (each->num_bytes >= num_bytes) return each.get();
+    }
+    return nullptr;
+  }
 };
 
 namespace {
@@ -98,7 +90,6 @@ struct WindowSet {
   int32_t num_shards = 0;
   std::vector<std::unique_ptr<Group>> groups;
   std::map<int32_t, std::unique_ptr<WindowDevice>> devices;  // of this process, by ordinal
-  int64_t half_bytes = 0, next_half_bytes = 0;
   std::mutex growing;
 
   int32_t NumberOf(const Group* group) const {
@@ -127,11 +118,51 @@ WindowDevice* DeviceOf(int32_t window, int32_t device) {
   return found == set->second->devices.end() ? nullptr : found->second.get();
 }
 
-int64_t Aligned(int64_t num_bytes) { return CeilDiv(num_bytes, kWindowLine) * kWindowLine; }
+constexpr int64_t kPageBytes = 4096;
+
+/// Waits until the threads of all shards have come to this point of a program, or for a second.
+///
+/// CUDA loads a kernel at its first launch, which may wait for running kernels. If it is one that waits for peers, the
+/// threads of these peers must have issued the work until their own barrier before. It is enough to wait as long as
+/// loading takes: nothing else depends on it.
+void IssueTogether(Group& group) {
+  if (group.shards.size() < 2) return;
+  constexpr auto kLongest = std::chrono::seconds(1);
+  std::unique_lock<std::mutex> lock(group.mutex);
+  const uint64_t cohort = group.num_cohorts;
+  if (++group.num_issuing == group.shards.size()) {
+    group.num_issuing = 0;
+    group.num_cohorts += 1;
+    group.changed.notify_all();
+    return;
+  }
+  const auto is_over = [&] { return group.num_cohorts != cohort || !group.failure.empty(); };
+  if (!group.changed.wait_for(lock, kLongest, is_over)) group.num_issuing -= 1;
+}
+
+/// Waits until the threads of all shards have arrived at a barrier.
+LaunchError WaitOnHost(Group& group, int32_t shard, int64_t most_seconds) {
+  std::unique_lock<std::mutex> lock(group.mutex);
+  const uint64_t epoch = ++group.waited[shard];
+  group.changed.notify_all();
+  const auto have_come = [&] {
+    return std::all_of(group.shards.begin(), group.shards.end(), [&](int32_t s) { return group.waited[s] >= epoch; });
+  };
+  group.changed.wait_for(lock, std::chrono::seconds(most_seconds),
+                         [&] { return have_come() || !group.failure.empty(); });
+  if (have_come()) return nullptr;
+  if (!group.failure.empty()) return group.failure.c_str();
+  std::string missing;
+  for (int32_t s : group.shards) {
+    if (group.waited[s] < epoch) missing += (missing.empty() ? "" : ", ") + std::to_string(s);
+  }
+  return group.Fail("shard " + std::to_string(shard) + " waited " + std::to_string(most_seconds) + " s in exchange " +
+                    std::to_string((epoch + 1) / 2) + " for shards " + missing);
+}
 
 }  // namespace
 
-WindowExchange::WindowExchange(int32_t window, int32_t device, int64_t run, int64_t num_bytes) {
+WindowExchange::WindowExchange(Stream stream, int32_t window, int32_t device, WindowCall call, int64_t num_bytes) {
   WindowDevice* found = DeviceOf(window, device);
   if (found == nullptr) {
     error_ =
@@ -140,32 +171,28 @@ WindowExchange::WindowExchange(int32_t window, int32_t device, int64_t run, int6
   }
   found->mutex.lock();
   device_ = found;
+  tag_ = static_cast<uint32_t>(static_cast<uint64_t>(num_bytes) * 31 + call * 8191) & 0x7fff;
   Group& group = *found->group;
-  std::unique_lock<std::mutex> lock(group.mutex);
-  group.Look();
-  const auto may_begin = [&] {
-    return !group.is_closed || found->epoch < group.last_allowed || !group.failure.empty();
-  };
-  group.changed.wait(lock, may_begin);
-  found->epoch += 1;
-  found->has_met = false;
-  group.RunOf(found->member.shard, found->epoch) = run;
-  group.begun[found->member.shard] = found->epoch;
-  if (!group.failure.empty()) {
-    error_ = group.failure.c_str();
-  } else if (num_bytes > found->member.half_bytes) {
-    error_ = group.Fail("the window is smaller than what a shard receives; trace the program in this process");
+  const Windows* windows = found->Fitting(num_bytes);
+  {
+    std::lock_guard<std::mutex> lock(group.mutex);
+    group.Look();
+    if (!group.failure.empty()) {
+      error_ = group.failure.c_str();
+    } else if (windows == nullptr) {
+      error_ = group.Fail("the window is smaller than what a shard receives; trace the program in this process");
+    }
   }
+  if (error_ != nullptr) return;
+  windows_ = windows->received;
+  error_ = Wait(stream);
 }
 
 WindowExchange::~WindowExchange() {
   if (device_ == nullptr) return;
-  Group& group = *device_->group;
-  {
-    std::lock_guard<std::mutex> lock(group.mutex);
-    if (!device_->has_met) group.Fail("a shard failed between the parts of an exchange");
-    group.over[device_->member.shard] = device_->epoch;
-    if (group.is_closed) group.changed.notify_all();
+  if (!has_met_) {
+    std::lock_guard<std::mutex> lock(device_->group->mutex);
+    device_->group->Fail("a shard failed between the parts of an exchange");
   }
   device_->mutex.unlock();
 }
@@ -180,111 +207,71 @@ LineTarget WindowExchange::Target(int64_t lines_of_part, int64_t line_bytes) con
   const WindowMember& member = device_->member;
   target.first_line = member.shard * lines_of_part;
   for (int32_t s = 0; s < member.num_shards; ++s) {
-    target.parts[s] = device_->Half(s) + member.shard * lines_of_part * line_bytes;
+    target.parts[s] = windows_[s] + member.shard * lines_of_part * line_bytes;
   }
   return target;
 }
 
-void* WindowExchange::received() const { return device_->Half(device_->member.shard); }
+void* WindowExchange::received() const { return windows_[device_->member.shard]; }
 
 LaunchError WindowExchange::Meet(Stream stream) {
-  // The arrival of each shard is launched before a device waits for it.
-  LaunchError error = LaunchArrival(stream, device_->member, device_->epoch);
-  if (error != nullptr) return error;
-  error = MeetOnHost();
-  if (error != nullptr) return error;
-  error = LaunchMeeting(stream, device_->member, device_->epoch, device_->most_seconds);
-  if (error == nullptr) return nullptr;
-  std::lock_guard<std::mutex> lock(device_->group->mutex);
-  return device_->group->Fail("shard " + std::to_string(device_->member.shard) + " cannot wait: " + error);
+  tag_ |= 0x8000;  // so that the two barriers of an exchange differ
+  const LaunchError error = Wait(stream);
+  has_met_ = error == nullptr;
+  return error;
 }
 
-LaunchError WindowExchange::MeetOnHost() {
-  Group& group = *device_->group;
-  const uint64_t epoch = device_->epoch;
-  {
-    std::lock_guard<std::mutex> lock(group.mutex);
-    group.met[device_->member.shard] = epoch;
-    group.changed.notify_all();
-  }
-  device_->has_met = true;
-  // The other threads are usually close.
-  bool have_met = false;
-  for (const Clock::time_point begin = Clock::now();
-       !have_met && Clock::now() - begin < std::chrono::microseconds(20);) {
-    have_met = group.HaveAllReached(group.met, epoch);
-  }
-  if (have_met && group.IsOneRun(epoch)) return nullptr;
-  std::unique_lock<std::mutex> lock(group.mutex);
-  const auto is_over = [&] { return group.HaveAllReached(group.met, epoch) || !group.failure.empty(); };
-  if (group.changed.wait_for(lock, std::chrono::seconds(device_->most_seconds), is_over)) {
-    if (!group.HaveAllReached(group.met, epoch)) return group.failure.c_str();
-    if (group.IsOneRun(epoch)) return nullptr;
-    return group.Fail("shards exchange for different programs: threads called them at once; call them from one thread");
-  }
-  std::string missing;
-  for (int32_t s : group.shards) {
-    if (group.met[s] < epoch) missing += (missing.empty() ? "" : ", ") + std::to_string(s);
-  }
-  return group.Fail("shard " + std::to_string(device_->member.shard) + " waited " +
-                    std::to_string(device_->most_seconds) + " s in exchange " + std::to_string(epoch) + " for shards " +
-                    missing);
+LaunchError WindowExchange::Wait(Stream stream) {
+  const WindowMember& member = device_->member;
+  if (kWaitsOnHost) return WaitOnHost(*device_->group, member.shard, device_->most_seconds);
+  if (!IsRecording(stream)) IssueTogether(*device_->group);
+  return LaunchBarrier(stream, member, tag_, device_->most_seconds);
 }
 
 namespace {
 
-// A window grows in steps, between which processes wait for each other: `Take` allocates the next windows, `Close`
-// prevents further exchanges, `Drain` waits until the exchanges that any shard of any process has begun are over, `Map`
-// maps the next windows, `Settle` chooses between the next windows and the current ones, and `Resume` frees the others.
-// CUDA allows this once no process maps them.
+// Windows are added in steps, between which processes wait for each other: `Take` allocates them, `Map` maps those of
+// other processes, and `Settle` begins to use them, or unmaps them if a process could not map all.
+
+void Unmap(WindowDevice& device, int32_t ordinal) {
+  for (auto& [shard, window] : device.next->imported) ReleaseImported(ordinal, window);
+  device.next->imported.clear();
+}
 
 /// Frees the windows that were allocated and are not in use.
 void DropNext(WindowSet& set) {
   for (auto& [ordinal, device] : set.devices) {
-    if (device->next_window != nullptr) ReturnWindow(ordinal, device->next_window);
-    device->next_window = nullptr;
+    if (device->next == nullptr) continue;
+    Unmap(*device, ordinal);
+    ReturnWindow(ordinal, device->next->own);
+    device->next = nullptr;
   }
 }
 
-LaunchError Take(WindowSet& set, int64_t half_bytes, WindowHandle* handles) {
+int64_t Room(const WindowSet& set) {
+  if (set.devices.empty()) return 0;
+  WindowDevice& first = *set.devices.begin()->second;
+  std::lock_guard<std::mutex> lock(first.adding);
+  return first.windows.empty() ? 0 : first.windows.back()->num_bytes;
+}
+
+LaunchError Take(WindowSet& set, int64_t num_bytes, WindowHandle* handles) {
   DropNext(set);  // if another process had no memory
-  set.next_half_bytes = half_bytes;
+  // At least a quarter more than the last: all windows together are at most five times the last.
+  num_bytes = CeilDiv(std::max(num_bytes, Room(set) / 4 * 5), kPageBytes) * kPageBytes;
   for (auto& [ordinal, device] : set.devices) {
-    device->next_window = TakeWindow(ordinal, kWindowHeadBytes + 2 * half_bytes);
-    LaunchError error = device->next_window == nullptr ? "a device has no room for its window" : nullptr;
-    const int64_t place = int64_t{set.NumberOf(device->group)} * set.num_shards + device->member.shard;
-    if (error == nullptr && handles != nullptr) error = ExportWindow(ordinal, device->next_window, &handles[place]);
+    char* own = TakeWindow(ordinal, kWindowHeadBytes + num_bytes);
+    LaunchError error = own == nullptr ? "a device has no room for its window" : nullptr;
+    if (error == nullptr) {
+      device->next = std::make_unique<Windows>();
+      device->next->num_bytes = num_bytes;
+      device->next->own = own;
+      const int64_t place = int64_t{set.NumberOf(device->group)} * set.num_shards + device->member.shard;
+      if (handles != nullptr) error = ExportWindow(ordinal, own, &handles[place]);
+    }
     if (error == nullptr) continue;
     DropNext(set);
     return error;
-  }
-  return nullptr;
-}
-
-uint64_t Close(WindowSet& set) {
-  uint64_t last = 0;
-  for (auto& group : set.groups) {
-    std::lock_guard<std::mutex> lock(group->mutex);
-    group->is_closed = true;
-    group->last_allowed = group->Last();
-    last = std::max(last, group->last_allowed);
-  }
-  return last;
-}
-
-LaunchError Drain(WindowSet& set, uint64_t last) {
-  for (auto& group : set.groups) {
-    std::lock_guard<std::mutex> lock(group->mutex);
-    group->last_allowed = last;
-    group->changed.notify_all();
-  }
-  for (auto& group : set.groups) {
-    std::unique_lock<std::mutex> lock(group->mutex);
-    group->changed.wait(lock, [&] { return group->HaveAllReached(group->over, last) || !group->failure.empty(); });
-    if (!group->failure.empty()) return group->failure.c_str();
-  }
-  for (auto& [ordinal, device] : set.devices) {
-    if (LaunchError error = WaitForDevice(ordinal)) return error;
   }
   return nullptr;
 }
@@ -297,38 +284,33 @@ LaunchError Map(WindowSet& set, const WindowHandle* handles) {
       if (std::find(own.begin(), own.end(), s) != own.end()) continue;
       char* window = nullptr;
       if (LaunchError error = ImportWindow(ordinal, handles[first + s], &window)) return error;
-      device->next_imported[s] = window;
+      device->next->imported[s] = window;
     }
   }
   return nullptr;
 }
 
+/// The next `Take` frees windows that are not used: CUDA allows it once no process maps them.
 void Settle(WindowSet& set, bool is_mapped) {
-  for (auto& [ordinal, device] : set.devices) {
-    if (is_mapped) {
-      std::swap(device->window, device->next_window);
-      std::swap(device->imported, device->next_imported);
+  if (!is_mapped) {
+    for (auto& [ordinal, device] : set.devices) {
+      if (device->next != nullptr) Unmap(*device, ordinal);
     }
-    for (auto& [shard, window] : device->next_imported) ReleaseImported(ordinal, window);
-    device->next_imported.clear();
+    return;
   }
-  if (!is_mapped) return;
-  set.half_bytes = set.next_half_bytes;
   for (auto& [ordinal, device] : set.devices) {
-    device->member.half_bytes = set.half_bytes;
+    std::map<int32_t, char*> windows = device->next->imported;
     for (auto& [other, peer] : set.devices) {
-      if (peer->group == device->group) device->member.windows[peer->member.shard] = peer->window;
+      if (peer->group == device->group) windows[peer->member.shard] = peer->next->own;
     }
-    for (auto& [shard, window] : device->imported) device->member.windows[shard] = window;
+    for (auto& [shard, window] : windows) {
+      device->next->received[shard] = window + kWindowHeadBytes;
+      if (device->windows.empty()) device->member.heads[shard] = reinterpret_cast<WindowHead*>(window);
+    }
   }
-}
-
-void Resume(WindowSet& set) {
-  DropNext(set);
-  for (auto& group : set.groups) {
-    std::lock_guard<std::mutex> lock(group->mutex);
-    group->is_closed = false;
-    group->changed.notify_all();
+  for (auto& [ordinal, device] : set.devices) {
+    std::lock_guard<std::mutex> lock(device->adding);
+    device->windows.push_back(std::move(device->next));
   }
 }
 
@@ -388,19 +370,20 @@ JAXSOK_VISIBLE const char* JaxsokWindowOpen(int32_t window, int32_t num_groups, 
   return nullptr;
 }
 
-/// Makes the windows of a mesh of this process large enough to receive `num_bytes`. Returns nullptr, or what went
-/// wrong.
+/// Makes sure that the devices of a mesh of this process have windows that receive `num_bytes`. Returns nullptr, or
+/// what went wrong.
 JAXSOK_VISIBLE const char* JaxsokWindowReserve(int32_t window, int64_t num_bytes) {
   using namespace jaxsok;
   WindowSet* set = SetOf(window);
   if (set == nullptr) return "unknown window";
   std::lock_guard<std::mutex> lock(set->growing);  // threads that trace take turns
-  if (Aligned(num_bytes) <= set->half_bytes) return nullptr;
-  if (LaunchError error = Take(*set, Aligned(num_bytes), nullptr)) return error;
-  LaunchError error = Drain(*set, Close(*set));
-  if (error == nullptr) error = Map(*set, nullptr);
-  Settle(*set, error == nullptr);
-  Resume(*set);
+  if (num_bytes <= Room(*set)) return nullptr;
+  for (auto& group : set->groups) {
+    std::lock_guard<std::mutex> look(group->mutex);
+    if (!group->failure.empty()) return group->failure.c_str();
+  }
+  const LaunchError error = Take(*set, num_bytes, nullptr);
+  if (error == nullptr) Settle(*set, true);
   return error;
 }
 
@@ -409,13 +392,7 @@ JAXSOK_VISIBLE const char* JaxsokWindowReserve(int32_t window, int64_t num_bytes
 
 JAXSOK_VISIBLE const char* JaxsokWindowTake(int32_t window, int64_t num_bytes, void* handles) {
   using namespace jaxsok;
-  return Take(*SetOf(window), Aligned(num_bytes), static_cast<WindowHandle*>(handles));
-}
-JAXSOK_VISIBLE int64_t JaxsokWindowClose(int32_t window) {
-  return static_cast<int64_t>(jaxsok::Close(*jaxsok::SetOf(window)));
-}
-JAXSOK_VISIBLE const char* JaxsokWindowDrain(int32_t window, int64_t last) {
-  return jaxsok::Drain(*jaxsok::SetOf(window), static_cast<uint64_t>(last));
+  return Take(*SetOf(window), num_bytes, static_cast<WindowHandle*>(handles));
 }
 JAXSOK_VISIBLE const char* JaxsokWindowMap(int32_t window, const void* handles) {
   return jaxsok::Map(*jaxsok::SetOf(window), static_cast<const jaxsok::WindowHandle*>(handles));
@@ -423,15 +400,19 @@ JAXSOK_VISIBLE const char* JaxsokWindowMap(int32_t window, const void* handles) 
 JAXSOK_VISIBLE void JaxsokWindowSettle(int32_t window, int32_t is_mapped) {
   jaxsok::Settle(*jaxsok::SetOf(window), is_mapped != 0);
 }
-JAXSOK_VISIBLE void JaxsokWindowResume(int32_t window) { jaxsok::Resume(*jaxsok::SetOf(window)); }
 
 /// Returns the bytes that a device receives at most in one exchange.
-JAXSOK_VISIBLE int64_t JaxsokWindowHalfBytes(int32_t window) {
+JAXSOK_VISIBLE int64_t JaxsokWindowRoom(int32_t window) {
   const jaxsok::WindowSet* set = jaxsok::SetOf(window);
-  return set == nullptr ? 0 : set->half_bytes;
+  return set == nullptr ? 0 : jaxsok::Room(*set);
 }
-/// Returns the bytes of a device's window, in total.
+/// Returns the bytes of a device's windows, in total.
 JAXSOK_VISIBLE int64_t JaxsokWindowBytes(int32_t window) {
-  const int64_t half_bytes = JaxsokWindowHalfBytes(window);
-  return half_bytes == 0 ? 0 : jaxsok::kWindowHeadBytes + 2 * half_bytes;
+  const jaxsok::WindowSet* set = jaxsok::SetOf(window);
+  if (set == nullptr || set->devices.empty()) return 0;
+  jaxsok::WindowDevice& first = *set->devices.begin()->second;
+  std::lock_guard<std::mutex> lock(first.adding);
+  int64_t num_bytes = 0;
+  for (const auto& each : first.windows) num_bytes += jaxsok::kWindowHeadBytes + each->num_bytes;
+  return num_bytes;
 }

@@ -1,12 +1,11 @@
 // Windows: memory of each shard that its peers write into, for the exchange inside one NVLink domain.
 //
-// An exchange has three parts. Every shard writes rows for the others straight into their windows; then all shards
-// meet; then each reads its own window. A window has two halves, used in turn. A shard writes into a half again only
-// after the meeting of the exchange in between: its owner has arrived there, and so has read the half. No other credit
-// is needed. One call of a handler holds a whole exchange, so that exchanges never overlap on a device.
+// An exchange has two barriers of all shards. After the first no shard reads its window any more, so that all write
+// into the windows of the others; after the second each reads its own window. One call of a handler holds a whole
+// exchange, and the calls of a device run one after the other.
 //
-// The host counts exchanges. Calls with windows are therefore not captured in CUDA graphs, and their launches hold
-// addresses: a larger window takes effect with the next call.
+// A kernel counts the barriers, in memory of the device, and a window is never replaced: a larger one is added for the
+// exchanges that need it. So launches have the same arguments each time, and CUDA graphs may repeat them.
 #ifndef JAXSOK_KERNELS_WINDOW_H_
 #define JAXSOK_KERNELS_WINDOW_H_
 
@@ -16,10 +15,8 @@
 namespace jaxsok {
 
 constexpr int32_t kMostWindowShards = 32;
-/// Bytes before the halves: a flag for each shard that signals.
+/// Bytes before what a window receives: the head.
 constexpr int64_t kWindowHeadBytes = 4096;
-/// The alignment of a window's halves.
-constexpr int64_t kWindowLine = 128;
 
 /// The destination of written rows: one array, or equal parts, each in a separate array.
 struct LineTarget {
@@ -41,40 +38,44 @@ struct LineTarget {
   }
 };
 
-/// The shard whose wait timed out, and its peer. In memory that the host and all devices read and write.
+/// What ended the exchange: a shard and its peer. In memory that the host and all devices read and write.
 struct WindowFailure {
-  uint32_t is_over;  // not zero: no device waits any longer
+  enum Kind : uint32_t { kNone, kTimeOut, kOtherCall, kFoundByHost };
+  uint32_t kind;  // not kNone: no device waits any longer
   uint32_t shard, peer;
   uint64_t epoch;
 };
 
-/// The addresses of a device's window and of its peers' windows.
+/// The head of a device's first window, in the memory of the device.
+struct WindowHead {
+  struct alignas(64) Flag {
+    uint64_t value;  // the last barrier at which a shard has arrived, times 2^16, and the tag of its call
+  };
+  Flag arrived[kMostWindowShards];
+  uint64_t epoch;  // the last barrier that this device has passed
+};
+static_assert(sizeof(WindowHead) <= kWindowHeadBytes, "the head does not fit");
+
+/// A device's place among the shards, and the heads of all shards as this device addresses them.
 struct WindowMember {
   int32_t shard = 0;
   int32_t num_shards = 0;
-  char* windows[kMostWindowShards] = {};  // of each shard, as this device addresses them
-  int64_t half_bytes = 0;
+  WindowHead* heads[kMostWindowShards] = {};
   WindowFailure* failure = nullptr;
 };
 
-/// The head of a window, in the memory of its device.
-struct WindowHead {
-  struct alignas(64) Flag {
-    uint64_t epoch;  // of the last meeting at which a shard has arrived
-  };
-  Flag arrived[kMostWindowShards];
-};
-static_assert(sizeof(WindowHead) <= kWindowHeadBytes, "the head does not fit");
+/// What calls exchange. Shards that meet in calls of another kind, or of other sizes, are refused.
+enum WindowCall : uint32_t { kCallExchange, kCallLookup, kCallLookupBags, kCallUpdate, kCallUpdateBags };
 
 struct WindowDevice;
 
 /// One exchange of one shard. During its lifetime no other exchange of the device begins.
 class WindowExchange {
  public:
-  /// Begins an exchange. `window`: a number from JaxsokWindowOpen; `device`: the ordinal of the calling device; `run`:
-  /// the number of the program's run, which differs if two threads run programs in another order on each device;
-  /// `num_bytes`: the size that the shard receives.
-  WindowExchange(int32_t window, int32_t device, int64_t run, int64_t num_bytes);
+  /// Begins an exchange: waits, on the stream, until no shard reads its window any more. The CPU waits at once.
+  /// `window`: a number from JaxsokWindowOpen; `device`: the ordinal of the calling device; `num_bytes`: the size that
+  /// the shard receives.
+  WindowExchange(Stream stream, int32_t window, int32_t device, WindowCall call, int64_t num_bytes);
   ~WindowExchange();
   WindowExchange(const WindowExchange&) = delete;
   WindowExchange& operator=(const WindowExchange&) = delete;
@@ -94,9 +95,12 @@ class WindowExchange {
   LaunchError Meet(Stream stream);
 
  private:
-  LaunchError MeetOnHost();
+  LaunchError Wait(Stream stream);
 
   WindowDevice* device_ = nullptr;
+  char* const* windows_ = nullptr;  // by shard
+  uint32_t tag_ = 0;
+  bool has_met_ = false;
   LaunchError error_ = nullptr;
 };
 
@@ -127,14 +131,14 @@ LaunchError ImportWindow(int32_t device, const WindowHandle& handle, char** wind
 void ReleaseImported(int32_t device, char* window);
 /// Prepares a device for windows of its peers (-1: of another process). Returns nullptr, or why it cannot reach them.
 LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peers);
-/// Waits until a device is idle.
-LaunchError WaitForDevice(int32_t device);
 /// Allocates zeroed memory that the host and all devices share; nullptr if there is none.
 WindowFailure* TakeFailure(int32_t device);
-/// Launches the signal to the others that this shard has arrived; the CPU has nothing to do.
-LaunchError LaunchArrival(Stream stream, const WindowMember& member, uint64_t epoch);
-/// Launches the wait until the others have arrived; the CPU has nothing to do.
-LaunchError LaunchMeeting(Stream stream, const WindowMember& member, uint64_t epoch, int64_t most_seconds);
+/// Returns whether launches on the stream are recorded for a CUDA graph, and run later.
+bool IsRecording(Stream stream);
+/// Launches the barrier: signals to the others that this shard has arrived, and waits for them. The CPU's shards wait
+/// on the host instead (`kWaitsOnHost`).
+LaunchError LaunchBarrier(Stream stream, const WindowMember& member, uint32_t tag, int64_t most_seconds);
+extern const bool kWaitsOnHost;
 
 }  // namespace jaxsok
 

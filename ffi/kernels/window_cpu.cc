@@ -53,12 +53,12 @@ void ReleaseImported(int32_t, char*) {}
 
 LaunchError PrepareDevice(int32_t, const int32_t*, int32_t) { return nullptr; }
 
-LaunchError WaitForDevice(int32_t) { return nullptr; }
-
 WindowFailure* TakeFailure(int32_t) { return new WindowFailure{}; }
 
-LaunchError LaunchArrival(Stream, const WindowMember&, uint64_t) { return nullptr; }
+const bool kWaitsOnHost = true;
 
-LaunchError LaunchMeeting(Stream, const WindowMember&, uint64_t, int64_t) { return nullptr; }
+bool IsRecording(Stream) { return false; }
+
+LaunchError LaunchBarrier(Stream, const WindowMember&, uint32_t, int64_t) { return nullptr; }
 
 }  // namespace jaxsok

@@ -28,37 +28,46 @@ __device__ __forceinline__ uint64_t Nanoseconds() {
 
 constexpr uint64_t kLookNanoseconds = 1'000'000;  // between reads of host memory, which take about 1 us
 
-// One thread for each shard signals that this shard has arrived. A shard that sees the flag also sees what earlier
-// kernels of the stream wrote: release and acquire, at system scope.
-__global__ void ArriveKernel(const __grid_constant__ WindowMember member, uint64_t epoch) {
-  const int32_t s = static_cast<int32_t>(threadIdx.x);
-  if (s >= member.num_shards) return;
+/// Records what ended the exchange, unless something else has.
+__device__ void Report(volatile WindowFailure* failure, WindowFailure::Kind kind, int32_t shard, int32_t peer,
+                       uint64_t epoch) {
+  if (failure->kind != WindowFailure::kNone) return;
+  failure->shard = static_cast<uint32_t>(shard);
+  failure->peer = static_cast<uint32_t>(peer);
+  failure->epoch = epoch;
   __threadfence_system();
-  StoreRelease(&reinterpret_cast<WindowHead*>(member.windows[s])->arrived[member.shard].epoch, epoch);
+  failure->kind = kind;
+  __threadfence_system();
 }
 
-// One thread for each shard waits until it has arrived.
-__global__ void MeetKernel(const __grid_constant__ WindowMember member, uint64_t epoch, uint64_t most_nanoseconds) {
+// A thread for each shard signals to it that this one has arrived, and waits for its signal. A shard that sees the
+// signal also sees what earlier kernels of the stream wrote: release and acquire, at system scope.
+__global__ void BarrierKernel(const __grid_constant__ WindowMember member, uint32_t tag, uint64_t most_nanoseconds) {
   const int32_t s = static_cast<int32_t>(threadIdx.x);
-  if (s >= member.num_shards) return;
-  const uint64_t* flag = &reinterpret_cast<const WindowHead*>(member.windows[member.shard])->arrived[s].epoch;
-  const uint64_t begin = Nanoseconds();
-  uint64_t looked = begin;
-  volatile WindowFailure* failure = member.failure;
-  while (LoadAcquire(flag) < epoch) {
-    const uint64_t now = Nanoseconds();
-    if (now - looked < kLookNanoseconds) continue;
-    looked = now;
-    if (now - begin >= most_nanoseconds && failure->is_over == 0) {
-      failure->shard = static_cast<uint32_t>(member.shard);
-      failure->peer = static_cast<uint32_t>(s);
-      failure->epoch = epoch;
-      __threadfence_system();
-      failure->is_over = 1;
-      __threadfence_system();
+  WindowHead* own = member.heads[member.shard];
+  const uint64_t epoch = own->epoch + 1;
+  __syncwarp();
+  if (s < member.num_shards) {
+    __threadfence_system();
+    StoreRelease(&member.heads[s]->arrived[member.shard].value, epoch << 16 | tag);
+    const uint64_t* flag = &own->arrived[s].value;
+    const uint64_t begin = Nanoseconds();
+    uint64_t looked = begin, value;
+    while ((value = LoadAcquire(flag)) >> 16 < epoch) {
+      const uint64_t now = Nanoseconds();
+      if (now - looked < kLookNanoseconds) continue;
+      looked = now;
+      if (now - begin >= most_nanoseconds) Report(member.failure, WindowFailure::kTimeOut, member.shard, s, epoch);
+      if (static_cast<volatile WindowFailure*>(member.failure)->kind != WindowFailure::kNone) __trap();
     }
-    if (failure->is_over != 0) __trap();
+    // A shard that is further has seen this one's tag, and would have failed.
+    if (value >> 16 == epoch && (value & 0xffff) != tag) {
+      Report(member.failure, WindowFailure::kOtherCall, member.shard, s, epoch);
+      __trap();
+    }
   }
+  __syncwarp();
+  if (s == 0) own->epoch = epoch;
 }
 
 /// Copies `num_bytes` by the threads of `block` of `blocks`, in words of 16 bytes, or of 4, or single bytes.
@@ -209,16 +218,7 @@ LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peer
         return cudaGetErrorString(error);
       }
     }
-    // A kernel is loaded at its first launch, which may wait for running kernels: for a device that waits for this one.
-    JAXSOK_RETURN_IF_LAUNCH(Load(ArriveKernel));
-    return Load(MeetKernel);
-  });
-}
-
-LaunchError WaitForDevice(int32_t device) {
-  return OnDevice(device, [&]() -> LaunchError {
-    JAXSOK_RETURN_IF_CUDA(cudaDeviceSynchronize());
-    return nullptr;
+    return Load(BarrierKernel);  // see IssueTogether
   });
 }
 
@@ -237,14 +237,16 @@ WindowFailure* TakeFailure(int32_t device) {
   return error == nullptr ? static_cast<WindowFailure*>(failure) : nullptr;
 }
 
-LaunchError LaunchArrival(Stream stream, const WindowMember& member, uint64_t epoch) {
-  static_assert(kMostWindowShards <= kWarp, "a thread for each shard");
-  ArriveKernel<<<1, kWarp, 0, stream>>>(member, epoch);
-  return LastLaunchError();
+const bool kWaitsOnHost = false;
+
+bool IsRecording(Stream stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone;
 }
 
-LaunchError LaunchMeeting(Stream stream, const WindowMember& member, uint64_t epoch, int64_t most_seconds) {
-  MeetKernel<<<1, kWarp, 0, stream>>>(member, epoch, static_cast<uint64_t>(most_seconds) * 1'000'000'000);
+LaunchError LaunchBarrier(Stream stream, const WindowMember& member, uint32_t tag, int64_t most_seconds) {
+  static_assert(kMostWindowShards <= kWarp, "a thread for each shard");
+  BarrierKernel<<<1, kWarp, 0, stream>>>(member, tag, static_cast<uint64_t>(most_seconds) * 1'000'000'000);
   return LastLaunchError();
 }
 

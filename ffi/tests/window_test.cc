@@ -1,5 +1,5 @@
 // Tests of windows: threads, one for each shard, exchange through the windows of the CPU. Sent data arrive at their
-// places whatever the delays; windows grow meanwhile; a failure on one shard fails all of its group, and no shard
+// places whatever the delays; windows are added meanwhile; a failure on one shard fails all of its group, and no shard
 // hangs.
 #include "../kernels/window.h"
 
@@ -31,7 +31,6 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 constexpr int64_t kLong = 100;  // seconds that no test reaches
-constexpr int64_t kRun = 7;     // the run of the program that all shards run
 
 /// Opens windows of devices 0, 1, .. that receive `num_bytes`; returns their number.
 int32_t Open(int num_groups, int num_shards, int64_t num_bytes, int64_t most_seconds = kLong) {
@@ -59,7 +58,7 @@ uint8_t ByteOf(int from, int to, int number, int64_t i) {
 LaunchError Exchange(Executor& executor, int32_t window, int device, const std::vector<uint8_t>& lines,
                      std::vector<uint8_t>& received, int num_shards) {
   const auto num_bytes = static_cast<int64_t>(lines.size());
-  WindowExchange exchange(window, device, kRun, num_bytes);
+  WindowExchange exchange(&executor, window, device, kCallExchange, num_bytes);
   if (exchange.error() != nullptr) return exchange.error();
   return LaunchWindowExchange(&executor, exchange, lines.data(), num_bytes / num_shards, received.data());
 }
@@ -68,6 +67,12 @@ LaunchError Exchange(int32_t window, int device, int num_shards, int64_t part_by
   ThreadExecutor executor(1);
   std::vector<uint8_t> lines(num_shards * part_bytes), received(lines.size());
   return Exchange(executor, window, device, lines, received, num_shards);
+}
+
+/// Begins an exchange and does not meet, as a handler whose kernel was not launched.
+void Abandon(int32_t window, int device, int64_t num_bytes) {
+  ThreadExecutor executor(1);
+  const WindowExchange exchange(&executor, window, device, kCallExchange, num_bytes);
 }
 
 /// The sizes of parts, which all shards of a group must know: the first shard to arrive draws them.
@@ -130,7 +135,7 @@ void TestExchanges(uint64_t seed, int num_groups, int num_shards, int num_growth
   });
   growing.join();
   for (const int wrong : num_wrong) JAXSOK_CHECK_SEED(wrong == 0, seed);
-  JAXSOK_CHECK_SEED(JaxsokWindowBytes(window) >= kWindowHeadBytes + 2 * most_bytes, seed);
+  JAXSOK_CHECK_SEED(JaxsokWindowBytes(window) >= kWindowHeadBytes + most_bytes, seed);
 }
 
 /// The error that all devices of a group get, the same for each, and the seconds until the last one gets it.
@@ -172,7 +177,7 @@ void TestPartsThatAreTooLarge() {
     const int32_t window = Open(1, 4, 1000);
     JAXSOK_CHECK(Tell(4, [&](int device) { return Exchange(window, device, 4, 250); }).Says("no error"));
     const Told told =
-        Tell(4, [&](int device) { return Exchange(window, device, 4, is_one_shard && device != 1 ? 250 : 1000); });
+        Tell(4, [&](int device) { return Exchange(window, device, 4, is_one_shard && device != 1 ? 250 : 5000); });
     JAXSOK_CHECK(told.Says("the window is smaller than what a shard receives") && told.seconds < 2);
     CheckOver(window, 4, told);
   }
@@ -197,9 +202,7 @@ void TestShardThatFailsBetweenParts() {
   const Told told = Tell(4, [&](int device) -> LaunchError {
     if (device != 2) return Exchange(window, device, 4, 8);
     std::this_thread::sleep_for(milliseconds(50));
-    {
-      const WindowExchange exchange(window, device, kRun, 32);
-    }  // as a handler whose kernel was not launched
+    Abandon(window, device, 32);
     return Exchange(window, device, 4, 8);
   });
   JAXSOK_CHECK(told.Says("a shard failed between the parts of an exchange") && told.seconds < 2);
@@ -209,16 +212,14 @@ void TestShardThatFailsBetweenParts() {
 /// A failure ends one group; the other continues with its windows.
 void TestGroupsFailApart() {
   const int32_t window = Open(2, 2, 1000);
-  {
-    const WindowExchange exchange(window, 0, kRun, 8);
-  }
+  OnDevices(2, [&](int device) { Abandon(window, device, 8); });
   for (int number = 0; number < 100; ++number) {
     JAXSOK_CHECK(Tell(2, [&](int shard) { return Exchange(window, 2 + shard, 2, 500); }).Says("no error"));
   }
   JAXSOK_CHECK(Tell(2, [&](int shard) { return Exchange(window, shard, 2, 8); }).Says("between the parts"));
 }
 
-/// While windows wait to grow, shards that are behind may catch up: otherwise neither would end.
+/// Windows may be added while a shard has begun an exchange and another has not.
 void TestGrowthBetweenTheShardsOfAnExchange() {
   const int32_t window = Open(1, 2, 1000);
   for (int number = 0; number < 50; ++number) {
@@ -226,8 +227,8 @@ void TestGrowthBetweenTheShardsOfAnExchange() {
     const Told told = Tell(2, [&](int device) {
       if (device == 1) {
         std::this_thread::sleep_for(milliseconds(2));  // the other shard has begun
-        growing = std::thread([&] { JAXSOK_CHECK(JaxsokWindowReserve(window, 2000 + 128 * number) == nullptr); });
-        std::this_thread::sleep_for(milliseconds(2));  // growth waits for the other
+        growing = std::thread([&] { JAXSOK_CHECK(JaxsokWindowReserve(window, 5000 + 3000 * number) == nullptr); });
+        std::this_thread::sleep_for(milliseconds(2));  // the first shard waits for this one
       }
       return Exchange(window, device, 2, 500);
     });
@@ -240,7 +241,7 @@ void TestWhatIsNotOpen() {
   const int32_t ordinals[2] = {0, 1};
   const int32_t window = Open(1, 2, 100);
   const int64_t num_bytes = JaxsokWindowBytes(window);
-  JAXSOK_CHECK(num_bytes == kWindowHeadBytes + 2 * kWindowLine);
+  JAXSOK_CHECK(num_bytes >= kWindowHeadBytes + 100 && num_bytes <= kWindowHeadBytes + 4096);
   JAXSOK_CHECK(JaxsokWindowReserve(window, 10) == nullptr && JaxsokWindowBytes(window) == num_bytes);
   JAXSOK_CHECK(JaxsokWindowOpen(window, 1, 2, ordinals, kLong) == nullptr && JaxsokWindowBytes(window) == num_bytes);
   JAXSOK_CHECK(JaxsokWindowOpen(1 << 20, 1, kMostWindowShards + 1, ordinals, kLong) != nullptr);
@@ -251,7 +252,7 @@ void TestWhatIsNotOpen() {
   }
 }
 
-/// Part p of a shard's rows is in the window of shard p, at the place of this shard, in both halves in turn.
+/// Part p of a shard's rows is in the window of shard p, at the place of this shard.
 void TestTargets() {
   constexpr int kNumShards = 3;
   constexpr int64_t kLines = 5, kLineBytes = 6;
@@ -261,7 +262,7 @@ void TestTargets() {
     std::vector<char*> received(kNumShards);
     OnDevices(kNumShards, [&](int device) {
       ThreadExecutor executor(1);
-      WindowExchange exchange(window, device, kRun, kNumShards * kLines * kLineBytes);
+      WindowExchange exchange(&executor, window, device, kCallExchange, kNumShards * kLines * kLineBytes);
       targets[device] = exchange.Target(kLines, kLineBytes);
       received[device] = static_cast<char*>(exchange.received());
       JAXSOK_CHECK(exchange.shard() == device && exchange.num_shards() == kNumShards);

@@ -7,12 +7,11 @@ program is traced; the rest are calls of a program, on every shard.
 import ctypes
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 from jaxtyping import Array
 
 from jaxsok.kernels import library
-from jaxsok.kernels.call import call
+from jaxsok.kernels.call import call, result
 
 
 def open_windows(platform: str, number: int, groups: Sequence[Sequence[int]], most_seconds: int) -> None:
@@ -23,7 +22,7 @@ def open_windows(platform: str, number: int, groups: Sequence[Sequence[int]], mo
 
 
 def reserve(platform: str, number: int, num_bytes: int) -> None:
-    """Makes windows large enough to receive this many bytes in an exchange. RuntimeError: a device has no room."""
+    """Makes sure of windows that receive this many bytes in an exchange. RuntimeError: a device has no room."""
     error = library.of_platform(platform).JaxsokWindowReserve(number, num_bytes)
     _check(f"reserve: num_bytes: got {num_bytes}", error)
 
@@ -32,13 +31,13 @@ HANDLE_BYTES = 64
 """Bytes that name a window to other processes (`WindowHandle` in ffi/kernels/window.h)."""
 
 
-def half_bytes(platform: str, number: int) -> int:
+def room(platform: str, number: int) -> int:
     """Returns the bytes that a shard can receive in one exchange."""
-    return library.of_platform(platform).JaxsokWindowHalfBytes(number)
+    return library.of_platform(platform).JaxsokWindowRoom(number)
 
 
 class Growth:
-    """The steps by which windows of several processes grow; processes wait for each other after each of them."""
+    """The steps by which several processes add larger windows; they wait for each other after each of them."""
 
     def __init__(self, platform: str, number: int):
         self._library, self._number = library.of_platform(platform), number
@@ -49,29 +48,17 @@ class Growth:
         _check(f"reserve: num_bytes: got {num_bytes}", self._library.JaxsokWindowTake(self._number, num_bytes, handles))
         return handles.raw
 
-    def close(self) -> int:
-        """Lets no further exchange begin; returns the number of the last one that a shard has begun."""
-        return self._library.JaxsokWindowClose(self._number)
-
-    def drain(self, last: int) -> None:
-        """Waits until the exchange `last` is over and the devices are idle."""
-        _check("reserve", self._library.JaxsokWindowDrain(self._number, last))
-
     def map(self, handles: bytes) -> None:
         """Maps the next windows of all processes for the devices of this one."""
         _check("reserve", self._library.JaxsokWindowMap(self._number, handles))
 
     def settle(self, *, is_mapped: bool) -> None:
-        """Goes over to the next windows, if all processes have mapped them, or keeps those of before."""
+        """Lets exchanges use the next windows, if all processes have mapped them, or unmaps them."""
         self._library.JaxsokWindowSettle(self._number, is_mapped)
-
-    def resume(self) -> None:
-        """Gives the other windows back, which no process maps any more, and lets exchanges begin."""
-        self._library.JaxsokWindowResume(self._number)
 
 
 def window_bytes(platform: str, number: int) -> int:
-    """Returns the bytes that a device's window takes."""
+    """Returns the bytes that a device's windows take."""
     return library.of_platform(platform).JaxsokWindowBytes(number)
 
 
@@ -80,6 +67,7 @@ def _check(what: str, error: bytes | None) -> None:
         raise RuntimeError(f"window: {what}: {error.decode()}; pass ExchangeSpec(wire='dense') to do without windows.")
 
 
-def exchange(number: int, lines: Array) -> Array:
-    """Sends equal parts of `lines` to the shards, and receives theirs. See `LaunchWindowExchange`."""
-    return call("jaxsok_window_exchange", {"lines": lines}, {"received": jax.typeof(lines)}, window=number)["received"]
+def exchange(number: int, lines: Array, like: Array) -> Array:
+    """Sends equal parts of `lines` to the shards, and receives theirs, typed as `like`. See `LaunchWindowExchange`."""
+    received = result(like, lines.shape, lines.dtype)
+    return call("jaxsok_window_exchange", {"lines": lines}, {"received": received}, window=number)["received"]

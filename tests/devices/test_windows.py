@@ -139,11 +139,11 @@ def test_windows_of_the_same_devices_are_shared():
     assert one == other
     one.reserve(1000)
     num_bytes = other.num_bytes
-    assert num_bytes >= 2 * 1000
+    assert num_bytes >= 1000
     other.reserve(10)
     assert one.num_bytes == num_bytes
     other.reserve(num_bytes)
-    assert one.num_bytes >= 2 * num_bytes
+    assert one.num_bytes >= 2 * num_bytes - 4096  # a larger window, and those of before
 
 
 def test_more_bytes_than_a_device_has():
@@ -167,7 +167,7 @@ def test_a_number_that_is_not_open():
     with pytest.raises(RuntimeError, match="unknown window"):
         doors.reserve(platform, 12345, 1)
     with pytest.raises(Exception, match="not traced in this process"):
-        jax.block_until_ready(jax.jit(functools.partial(doors.exchange, 12345))(jnp.zeros((2, 4))))
+        jax.block_until_ready(jax.jit(lambda lines: doors.exchange(12345, lines, lines))(jnp.zeros((2, 4))))
 
 
 # Calls -------------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def both_ways(mesh, lines, num_times):
     ],
 )
 def test_an_exchange_is_an_all_to_all(shape, dtype):
-    """Rows have any dtype and number of bytes; seven exchanges in sequence use both halves of the windows."""
+    """Rows have any dtype and number of bytes; seven exchanges in sequence use the same windows."""
     mesh = mesh_of_any()
     rng = np.random.default_rng(0)
     if mesh.size != NUM_SHARDS:
@@ -329,7 +329,7 @@ def targets(function, *arguments):
 @pytest.mark.parametrize("form", ["rows", "bags"])
 @pytest.mark.parametrize("wire", range(len(WIRES)))
 def test_the_calls_of_a_step(wire, form):
-    """One call looks up and one updates; XLA converts numbers with a scale."""
+    """One call looks up, one updates and one adds up the counts; XLA converts numbers with a scale."""
     tables, features, raw = one_feature("float32", 8, "mean", form=form)
     mesh = mesh_of_any()
     collection = collection_of(mesh, "window", tables, features, **WIRES[wire])
@@ -342,10 +342,11 @@ def test_the_calls_of_a_step(wire, form):
         of_bags, has_scale = "bags_" if form == "bags" else "", WIRES[wire].get("rows") == "float16"
         by_xla = ["window_exchange"] if form == "bags" else []
         assert targets(plan, batch) == ["window_exchange"]
-        assert targets(collection.find, state, asked) == (by_xla if has_scale else [f"lookup_{of_bags}window"])
+        found = by_xla if has_scale else [f"lookup_{of_bags}window"]
+        assert targets(collection.find, state, asked) == [*found, "window_exchange"]  # of the counts
         assert targets(collection.lookup, state, asked) == (by_xla if has_scale else [f"lookup_{of_bags}window"])
         updates = by_xla if has_scale else [f"update_{of_bags}window"]
-        assert targets(collection.update, state, used, embeddings) == updates
+        assert targets(collection.update, state, used, embeddings) == [*updates, "window_exchange"]
 
 
 def test_steps_of_keys_that_are_not_admitted():
@@ -585,7 +586,7 @@ def growing(wire, mesh):
 
 
 def test_windows_grow():
-    """Windows grow while earlier programs are in use, and their work may still run."""
+    """Windows are added while earlier programs are in use, and their work may still run."""
     assert_same_on_both_wires(growing, mesh_of_gpus())
     of_mesh = windows.windows_of(MeshShards(mesh_of_gpus(), ("data",)), "auto")
     before = of_mesh.num_bytes
@@ -594,7 +595,7 @@ def test_windows_grow():
     world.train(features)
     of_mesh.reserve(before)  # while the step runs
     world.train(features)
-    assert of_mesh.num_bytes >= 2 * before
+    assert of_mesh.num_bytes >= 2 * before - 4096
 
 
 def test_with_the_latency_hiding_scheduler():

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import unittest.mock
 
 import compiled_cases
 import jax
@@ -24,7 +25,7 @@ import pytest
 
 import jaxsok
 from jaxsok import combine as combine_module
-from jaxsok import policies
+from jaxsok import policies, strategy, windows
 from jaxsok.kernels import library
 from jaxsok.kernels import table as table_door
 from jaxsok.kernels.call import StoreArrays
@@ -32,14 +33,8 @@ from jaxsok.plan import Plan
 from jaxsok.serving import frozen, fused, row_map
 
 CAPTURABLE = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
-# The host counts the exchanges of windows, and the launches of these calls contain addresses of the present windows: a
-# replayed graph would use the half of an earlier exchange, or freed memory. Prefetches run on another stream, and a
-# graph would end only after them.
-EAGER = {
-    name
-    for name, _ in library.TARGETS
-    if "window" in name or name in ("jaxsok_tier_write_ahead", "jaxsok_tier_read_ahead")
-}
+# Prefetches run on another stream, and a graph would end only after them.
+EAGER = {"jaxsok_tier_write_ahead", "jaxsok_tier_read_ahead"}
 MARKS = {name: 0 if name in EAGER else CAPTURABLE for name, _ in library.TARGETS}
 
 
@@ -115,7 +110,7 @@ def test_all_handlers_of_cuda_are_defined_with_the_mark():
     assert "{ffi::Traits::kCmdBufferCompatible})" in cuda and "kCmdBufferCompatible" not in cpu
     sources = {path.name: path.read_text() for path in handlers.glob("*.cc")}
     assert not [name for name, text in sources.items() if "XLA_FFI_DEFINE_HANDLER" in text]
-    defined = re.findall(r"JAXSOK_DEFINE_(EAGER_)?HANDLER\(\s*(\w+),", "".join(sources.values()))
+    defined = re.findall(r"JAXSOK_DEFINE_(EAGER_)?(?:WINDOW_)?HANDLER\(\s*(\w+),", "".join(sources.values()))
     wanted = [("EAGER_" if name in EAGER else "", symbol) for name, symbol in library.TARGETS]
     assert sorted(defined) == sorted(wanted)
 
@@ -280,7 +275,17 @@ def sharded_cases(mesh, abstract):
     features = jax.tree.map(abstract, compiled_cases.features_over_eight())
     asked = planned(features, lambda leaf: abstract(leaf, PartitionSpec("data")), collection, send_capacity=(16,) * 3)
     step = programs.train_step(collection)
+    # Windows of devices that are not there: the calls only name them.
+    numbered = windows.Windows("gpu", 0, compiled_cases.NUM_SHARDS)
+    with unittest.mock.patch.object(strategy, "windows_of", lambda shards, wire: numbered):
+        with_windows = jaxsok.Collection(on_cpu.tables, on_cpu.features, mesh=mesh, axis="data")
+
+    def windowed_step(*args):
+        with unittest.mock.patch.object(windows.Windows, "reserve", lambda self, num_bytes: None):
+            return programs.train_step(with_windows)(*args)
+
     return {
+        "eight devices, windows": (windowed_step, (state, asked)),
         "eight devices, planned": (step, (state, asked)),
         "eight devices, rounds": (step, (state, features)),
         "eight devices, plan": (functools.partial(collection.plan, send_capacity=(16,) * 3), (features,)),
@@ -302,7 +307,7 @@ SMALL = (
     "frozen",
     "release",
 )  # fewer commands than XLA captures by default
-SHARDED = ("eight devices, planned", "eight devices, rounds", "eight devices, plan")
+SHARDED = ("eight devices, windows", "eight devices, planned", "eight devices, rounds", "eight devices, plan")
 
 
 def compile_for_h200(marks):
