@@ -171,9 +171,12 @@ def _combine_answers(
 
 def _correct_counts(counts: TableCounts, inserted: TableCounts, absent: ByTable, *, is_find: bool) -> TableCounts:
     """Corrects the counts of askers: they got a row for every key, and only owners know which of them existed."""
-    without, num_new = _MISSING if is_find else _REFUSED, inserted[:, _INSERTED]
-    counts = counts.at[:, _FOUND].add(-num_new - absent).at[:, _INSERTED].add(num_new)
-    return counts.at[:, without].add(absent).at[:, _UNADMITTED].add(inserted[:, _UNADMITTED])
+    num_new, unadmitted = inserted[:, _INSERTED], inserted[:, _UNADMITTED]
+    changes = {_FOUND: -num_new - absent, _INSERTED: num_new, _UNADMITTED: unadmitted}
+    changes[_MISSING if is_find else _REFUSED] = absent
+    none = jnp.zeros_like(absent)
+    # Not `.at[:, column].add`, whose bounds XLA checks in kernels of their own.
+    return counts + jnp.stack([changes.get(column, none) for column in range(counts.shape[1])], axis=1)
 
 
 def _fits_windows(spec: StoreSpec, features: StoreFeatures, owner: "Owner") -> bool:

@@ -214,7 +214,8 @@ class Steps:
             parts = zip(is_own, values, strict=True)
             return jnp.concatenate([jnp.where(own, value.astype(jnp.int32), 0) for own, value in parts])
 
-        longest = jnp.zeros((num_shards, len(self.stores)), jnp.int32).at[place].set(counters[:, word["longest_probe"]])
+        is_own_line = (jnp.arange(num_shards) == place)[:, None]
+        longest = jnp.where(is_own_line, counters[None, :, word["longest_probe"]], 0)
         words = stats_lib.pack_words(
             counts=sum(jnp.concatenate([store.counts for store in plan]) for plan in found),
             num_nonfinite=jnp.concatenate(list(nonfinite)),

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int32
 
 from jaxsok import processes
 from jaxsok.kernels import window as kernels
@@ -71,14 +71,15 @@ class Windows:
             growth.settle(is_mapped=is_mapped)
             processes.gather(_TOPIC, "")
 
-    def exchange(self, lines: Array, like: Array | None = None) -> Array:
-        """Sends equal parts of `lines` to the shards and receives theirs, as `lax.all_to_all` over the first axis.
-
-        With `like`, the type of what is received says that it varies over the mesh as that array does: where all parts
-        are the same, so is what all shards receive.
-        """
+    def exchange(self, lines: Array) -> Array:
+        """Sends equal parts of `lines` to the shards and receives theirs, as `lax.all_to_all` over the first axis."""
         self.reserve(math.prod(lines.shape) * lines.dtype.itemsize)
-        return kernels.exchange(self.number, lines, lines if like is None else like)
+        return kernels.exchange(self.number, lines)
+
+    def sum(self, words: Int32[Array, " _"], same: Array) -> Int32[Array, " _"]:
+        """Adds the words of all shards; `same` is an array that is the same on all shards, as the sums are."""
+        self.reserve(1)
+        return kernels.sum_words(self.number, words, same)
 
     @property
     def num_bytes(self) -> int:

@@ -21,8 +21,19 @@ ffi::Error Exchange(Call& call) {
   });
 }
 
+/// Adds numbers of all shards, in order of place.
+ffi::Error Sum(Call& call) {
+  const auto window = call.Attribute<int32_t>("window");
+  const Array words = call.Operand("words", ffi::S32, {-1});
+  const Array sums = call.Result("sums", ffi::S32, {words.size(0)});
+  return call.Launch([&](Stream stream) {
+    return LaunchWindowSum(stream, window, call.device(), words.as<int32_t>(), words.size(0), sums.as<int32_t>());
+  });
+}
+
 }  // namespace
 
 JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokWindowExchange, "window_exchange", Exchange);
+JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokWindowSum, "window_sum", Sum);
 
 }  // namespace jaxsok

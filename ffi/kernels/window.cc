@@ -119,6 +119,13 @@ WindowDevice* DeviceOf(int32_t window, int32_t device) {
 }
 
 constexpr int64_t kPageBytes = 4096;
+constexpr LaunchError kNoWindow =
+    "this device has no window: the program was not traced in this process; trace it here, or use wire='dense'";
+
+/// Returns 15 bits that differ between calls of different kinds or, most likely, sizes.
+uint32_t TagOf(WindowCall call, int64_t size) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(size) * 31 + call * 8191) & 0x7fff;
+}
 
 /// Waits until the threads of all shards have come to this point of a program, or for a second.
 ///
@@ -165,13 +172,12 @@ LaunchError WaitOnHost(Group& group, int32_t shard, int64_t most_seconds) {
 WindowExchange::WindowExchange(Stream stream, int32_t window, int32_t device, WindowCall call, int64_t num_bytes) {
   WindowDevice* found = DeviceOf(window, device);
   if (found == nullptr) {
-    error_ =
-        "this device has no window: the program was not traced in this process; trace it here, or use wire='dense'";
+    error_ = kNoWindow;
     return;
   }
   found->mutex.lock();
   device_ = found;
-  tag_ = static_cast<uint32_t>(static_cast<uint64_t>(num_bytes) * 31 + call * 8191) & 0x7fff;
+  tag_ = TagOf(call, num_bytes);
   Group& group = *found->group;
   const Windows* windows = found->Fitting(num_bytes);
   {
@@ -195,6 +201,38 @@ WindowExchange::~WindowExchange() {
     device_->group->Fail("a shard failed between the parts of an exchange");
   }
   device_->mutex.unlock();
+}
+
+LaunchError LaunchWindowSum(Stream stream, int32_t window, int32_t device, const int32_t* words, int64_t num_words,
+                            int32_t* sums) {
+  WindowDevice* found = DeviceOf(window, device);
+  if (found == nullptr || found->Fitting(0) == nullptr) return kNoWindow;
+  const std::lock_guard<std::mutex> turn(found->mutex);
+  Group& group = *found->group;
+  const WindowMember& member = found->member;
+  {
+    std::lock_guard<std::mutex> lock(group.mutex);
+    group.Look();
+    if (!group.failure.empty()) return group.failure.c_str();
+  }
+  if (!kWaitsOnHost) {
+    if (!IsRecording(stream)) IssueTogether(group);
+    return LaunchSum(stream, member, TagOf(kCallSum, num_words), found->most_seconds, words, num_words, sums);
+  }
+  for (int64_t begin = 0; begin < num_words; begin += kSumWords) {
+    const int64_t n = std::min(kSumWords, num_words - begin);
+    const size_t half = group.waited[member.shard] & 1;  // only this thread changes it
+    for (int32_t s = 0; s < member.num_shards; ++s) {
+      std::copy_n(words + begin, n, member.heads[s]->sums[half][member.shard]);
+    }
+    if (LaunchError error = WaitOnHost(group, member.shard, found->most_seconds)) return error;
+    const auto& received = member.heads[member.shard]->sums[half];
+    for (int64_t i = 0; i < n; ++i) {
+      sums[begin + i] = 0;
+      for (int32_t s = 0; s < member.num_shards; ++s) sums[begin + i] += received[s][i];
+    }
+  }
+  return nullptr;
 }
 
 int32_t WindowExchange::num_shards() const { return device_ == nullptr ? 1 : device_->member.num_shards; }

@@ -16,7 +16,9 @@ namespace jaxsok {
 
 constexpr int32_t kMostWindowShards = 32;
 /// Bytes before what a window receives: the head.
-constexpr int64_t kWindowHeadBytes = 4096;
+constexpr int64_t kWindowHeadBytes = 65 * 4096;
+/// Numbers of each shard that are added in one pass.
+constexpr int64_t kSumWords = 1024;
 
 /// The destination of written rows: one array, or equal parts, each in a separate array.
 struct LineTarget {
@@ -53,6 +55,9 @@ struct WindowHead {
   };
   Flag arrived[kMostWindowShards];
   uint64_t epoch;  // the last barrier that this device has passed
+  // The numbers of each shard. Passes use the halves in turn: who writes into one again has met all shards since, and
+  // they had read it before.
+  alignas(64) int32_t sums[2][kMostWindowShards][kSumWords];
 };
 static_assert(sizeof(WindowHead) <= kWindowHeadBytes, "the head does not fit");
 
@@ -65,7 +70,7 @@ struct WindowMember {
 };
 
 /// What calls exchange. Shards that meet in calls of another kind, or of other sizes, are refused.
-enum WindowCall : uint32_t { kCallExchange, kCallLookup, kCallLookupBags, kCallUpdate, kCallUpdateBags };
+enum WindowCall : uint32_t { kCallExchange, kCallLookup, kCallLookupBags, kCallUpdate, kCallUpdateBags, kCallSum };
 
 struct WindowDevice;
 
@@ -116,6 +121,10 @@ LaunchError LaunchWindowPush(Stream stream, WindowExchange& exchange, const void
 LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
                                  void* received);
 
+/// Adds the numbers of all shards, number by number; all shards get the same sums.
+LaunchError LaunchWindowSum(Stream stream, int32_t window, int32_t device, const int32_t* words, int64_t num_words,
+                            int32_t* sums);
+
 // The functions in which the back ends differ.
 
 /// Allocates zeroed memory of a device that its peers can write; nullptr if there is not enough.
@@ -139,6 +148,9 @@ bool IsRecording(Stream stream);
 /// on the host instead (`kWaitsOnHost`).
 LaunchError LaunchBarrier(Stream stream, const WindowMember& member, uint32_t tag, int64_t most_seconds);
 extern const bool kWaitsOnHost;
+/// Launches the sum of `LaunchWindowSum`, with a barrier for each pass; not on the CPU.
+LaunchError LaunchSum(Stream stream, const WindowMember& member, uint32_t tag, int64_t most_seconds,
+                      const int32_t* words, int64_t num_words, int32_t* sums);
 
 }  // namespace jaxsok
 

@@ -61,4 +61,8 @@ bool IsRecording(Stream) { return false; }
 
 LaunchError LaunchBarrier(Stream, const WindowMember&, uint32_t, int64_t) { return nullptr; }
 
+LaunchError LaunchSum(Stream, const WindowMember&, uint32_t, int64_t, const int32_t*, int64_t, int32_t*) {
+  return nullptr;
+}
+
 }  // namespace jaxsok

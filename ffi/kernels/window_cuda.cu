@@ -26,6 +26,7 @@ __device__ __forceinline__ uint64_t Nanoseconds() {
   return now;
 }
 
+constexpr uint64_t kNanosecondsPerSecond = 1'000'000'000;
 constexpr uint64_t kLookNanoseconds = 1'000'000;  // between reads of host memory, which take about 1 us
 
 /// Records what ended the exchange, unless something else has.
@@ -40,13 +41,11 @@ __device__ void Report(volatile WindowFailure* failure, WindowFailure::Kind kind
   __threadfence_system();
 }
 
-// A thread for each shard signals to it that this one has arrived, and waits for its signal. A shard that sees the
-// signal also sees what earlier kernels of the stream wrote: release and acquire, at system scope.
-__global__ void BarrierKernel(const __grid_constant__ WindowMember member, uint32_t tag, uint64_t most_nanoseconds) {
+/// A warp signals to all shards that this one has arrived at a barrier, a thread to each, and waits for their signals.
+/// A shard that sees a signal also sees what that shard wrote before: release and acquire, at system scope.
+__device__ void MeetAll(const WindowMember& member, uint64_t epoch, uint32_t tag, uint64_t most_nanoseconds) {
   const int32_t s = static_cast<int32_t>(threadIdx.x);
   WindowHead* own = member.heads[member.shard];
-  const uint64_t epoch = own->epoch + 1;
-  __syncwarp();
   if (s < member.num_shards) {
     __threadfence_system();
     StoreRelease(&member.heads[s]->arrived[member.shard].value, epoch << 16 | tag);
@@ -68,6 +67,39 @@ __global__ void BarrierKernel(const __grid_constant__ WindowMember member, uint3
   }
   __syncwarp();
   if (s == 0) own->epoch = epoch;
+}
+
+__global__ void BarrierKernel(const __grid_constant__ WindowMember member, uint32_t tag, uint64_t most_nanoseconds) {
+  const uint64_t epoch = member.heads[member.shard]->epoch + 1;
+  __syncwarp();
+  MeetAll(member, epoch, tag, most_nanoseconds);
+}
+
+constexpr int kSumBlock = 256;
+
+// One block. In each pass it writes numbers to all shards, meets them, and adds what they wrote.
+__global__ void SumKernel(const __grid_constant__ WindowMember member, uint32_t tag, uint64_t most_nanoseconds,
+                          const int32_t* words, int64_t num_words, int32_t* sums) {
+  const WindowHead* own = member.heads[member.shard];
+  uint64_t epoch = own->epoch;
+  for (int64_t begin = 0; begin < num_words; begin += kSumWords) {
+    const auto n = static_cast<int32_t>(num_words - begin < kSumWords ? num_words - begin : kSumWords);
+    epoch += 1;
+    const uint64_t half = epoch & 1;
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < n; i += kSumBlock) {
+      const int32_t word = words[begin + i];
+      for (int32_t s = 0; s < member.num_shards; ++s) member.heads[s]->sums[half][member.shard][i] = word;
+    }
+    __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x < kWarp) MeetAll(member, epoch, tag, most_nanoseconds);
+    __syncthreads();
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < n; i += kSumBlock) {
+      int32_t sum = 0;
+      for (int32_t s = 0; s < member.num_shards; ++s) sum += __ldcv(&own->sums[half][s][i]);
+      sums[begin + i] = sum;
+    }
+  }
 }
 
 /// Copies `num_bytes` by the threads of `block` of `blocks`, in words of 16 bytes, or of 4, or single bytes.
@@ -218,7 +250,8 @@ LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peer
         return cudaGetErrorString(error);
       }
     }
-    return Load(BarrierKernel);  // see IssueTogether
+    JAXSOK_RETURN_IF_LAUNCH(Load(BarrierKernel));  // see IssueTogether
+    return Load(SumKernel);
   });
 }
 
@@ -246,7 +279,14 @@ bool IsRecording(Stream stream) {
 
 LaunchError LaunchBarrier(Stream stream, const WindowMember& member, uint32_t tag, int64_t most_seconds) {
   static_assert(kMostWindowShards <= kWarp, "a thread for each shard");
-  BarrierKernel<<<1, kWarp, 0, stream>>>(member, tag, static_cast<uint64_t>(most_seconds) * 1'000'000'000);
+  BarrierKernel<<<1, kWarp, 0, stream>>>(member, tag, static_cast<uint64_t>(most_seconds) * kNanosecondsPerSecond);
+  return LastLaunchError();
+}
+
+LaunchError LaunchSum(Stream stream, const WindowMember& member, uint32_t tag, int64_t most_seconds,
+                      const int32_t* words, int64_t num_words, int32_t* sums) {
+  const uint64_t most_nanoseconds = static_cast<uint64_t>(most_seconds) * kNanosecondsPerSecond;
+  SumKernel<<<1, kSumBlock, 0, stream>>>(member, tag, most_nanoseconds, words, num_words, sums);
   return LastLaunchError();
 }
 

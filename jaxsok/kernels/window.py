@@ -8,7 +8,7 @@ import ctypes
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int32
 
 from jaxsok.kernels import library
 from jaxsok.kernels.call import call, result
@@ -67,7 +67,13 @@ def _check(what: str, error: bytes | None) -> None:
         raise RuntimeError(f"window: {what}: {error.decode()}; pass ExchangeSpec(wire='dense') to do without windows.")
 
 
-def exchange(number: int, lines: Array, like: Array) -> Array:
-    """Sends equal parts of `lines` to the shards, and receives theirs, typed as `like`. See `LaunchWindowExchange`."""
-    received = result(like, lines.shape, lines.dtype)
+def exchange(number: int, lines: Array) -> Array:
+    """Sends equal parts of `lines` to the shards, and receives theirs. See `LaunchWindowExchange`."""
+    received = result(lines, lines.shape, lines.dtype)
     return call("jaxsok_window_exchange", {"lines": lines}, {"received": received}, window=number)["received"]
+
+
+def sum_words(number: int, words: Int32[Array, " _"], same: Array) -> Int32[Array, " _"]:
+    """Adds the words of all shards. See `LaunchWindowSum`; the result is typed as the same everywhere, as `same` is."""
+    sums = result(same, words.shape, "int32")
+    return call("jaxsok_window_sum", {"words": words}, {"sums": sums}, window=number)["sums"]

@@ -167,7 +167,7 @@ def test_a_number_that_is_not_open():
     with pytest.raises(RuntimeError, match="unknown window"):
         doors.reserve(platform, 12345, 1)
     with pytest.raises(Exception, match="not traced in this process"):
-        jax.block_until_ready(jax.jit(lambda lines: doors.exchange(12345, lines, lines))(jnp.zeros((2, 4))))
+        jax.block_until_ready(jax.jit(functools.partial(doors.exchange, 12345))(jnp.zeros((2, 4))))
 
 
 # Calls -------------------------------------------------------------------------------------------------------------
@@ -215,6 +215,28 @@ def test_an_exchange_is_an_all_to_all(shape, dtype):
     lines = rng.integers(0, 200, (mesh.size * shape[0], *shape[1:])).astype(dtype)
     got, want = both_ways(mesh, lines, 7)
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("num_words", [1, 240, 3000])
+def test_a_sum_over_all_shards(num_words):
+    """Repeated sums, in one pass or several, are those of NumPy modulo 2**32, the same on all shards."""
+    mesh, num_times = mesh_of_any(), 5
+    with on_any_platform():
+        of_mesh = windows.windows_of(MeshShards(mesh, ("data",)), "window")
+
+    def body(words, same):
+        def add(words, _):
+            sums = of_mesh.sum(words[0], same)
+            return words * 3 + 1, sums
+
+        return lax.scan(add, words, length=num_times)[1]
+
+    words = np.random.default_rng(0).integers(-(2**31), 2**31, (mesh.size, num_words)).astype(np.int32)
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P("data"), P()), out_specs=P()))
+    got = np.asarray(run(words, np.int32(7)))
+    for sums in got:
+        np.testing.assert_array_equal(sums, words.sum(axis=0, dtype=np.int32))
+        words = words * np.int32(3) + np.int32(1)
 
 
 def test_groups_along_another_axis():
@@ -343,10 +365,10 @@ def test_the_calls_of_a_step(wire, form):
         by_xla = ["window_exchange"] if form == "bags" else []
         assert targets(plan, batch) == ["window_exchange"]
         found = by_xla if has_scale else [f"lookup_{of_bags}window"]
-        assert targets(collection.find, state, asked) == [*found, "window_exchange"]  # of the counts
+        assert targets(collection.find, state, asked) == [*found, "window_sum"]  # of the counts
         assert targets(collection.lookup, state, asked) == (by_xla if has_scale else [f"lookup_{of_bags}window"])
         updates = by_xla if has_scale else [f"update_{of_bags}window"]
-        assert targets(collection.update, state, used, embeddings) == [*updates, "window_exchange"]
+        assert targets(collection.update, state, used, embeddings) == [*updates, "window_sum"]
 
 
 def test_steps_of_keys_that_are_not_admitted():
