@@ -89,8 +89,8 @@ class Record:
     workload: str
     what: str
     subject: str
-    """"jaxsok", "xla", "torch", "fbgemm_unchecked", "fbgemm_default", "dynamicemb", "limit", or "plain": simple
-    code, no bound."""
+    """"jaxsok", "xla", "torch", "fbgemm_unchecked", "fbgemm_default", "dynamicemb", "torchrec", "limit", or "plain":
+    simple code, no bound."""
     timing: Timing
     distribution: str = ""
     optimizer: str = ""

@@ -2,6 +2,7 @@
 """Trains for thousands of steps on several devices, with growth, eviction and checkpoints, and checks the results.
 
     python scripts/endurance.py --devices 4                          # 10,000 steps in one process
+    python scripts/endurance.py --devices 4 --processes 4            # in one process for each device
     python scripts/endurance.py --devices 4 --hot 0.3                # and with one key that has 30% of all uses
     python scripts/endurance.py --devices 4 --twice                  # the same bits again, and with 4 processes
     python scripts/endurance.py --devices 4 --kill step growth       # a process dies; the job resumes on 2 devices
@@ -16,7 +17,7 @@
 
 Keys are skewed: the key of rank r is drawn with a probability of about 1 / r. New keys keep arriving at rank 1, and the
 ranks of older keys grow. Each run is a separate process, or one for each device, and ends with an export, which is
-compared.
+compared. `--report FILE` keeps what is printed of each run: times, counts, and memory by device.
 """
 
 import argparse
@@ -212,7 +213,8 @@ def work(options):
     first, is_victim = int(state.step), process == num_processes - 1
     for number in range(first):
         raws.note(number)
-    kill_step = {"step": options.steps * 11 // 20, "growth": options.steps // 3}.get(options.kill)
+    # From the first checkpoint on, the next growth: with few steps there may be only one.
+    kill_step = {"step": options.steps * 11 // 20, "growth": options.every}.get(options.kill)
     counted, num_expired = {"full": 0, "delta": 0}, 0
     memory, waiting, times, began = {}, [], [], time.perf_counter()
 
@@ -281,6 +283,7 @@ def work(options):
         "checkpoints": counted,
         "send_capacities": pipeline.send_capacities,
         "memory": memory,
+        "kind": jax.devices()[0].device_kind,
         "place": repr(collection).rsplit("; ", 1)[1].rstrip(")"),
     }
     (folder / f"{process}.json").write_text(json.dumps(found))
@@ -360,8 +363,15 @@ def run(options, name, devices, processes=1, folder=None, **changes):
     found = [json.loads((folder / f"{number}.json").read_text()) for number in range(processes)]
     result = found[0] | {"tables": tables_of(folder / "final")}
     result["memory"] = {when: [device for one in found for device in one["memory"][when]] for when in ("early", "end")}
+    result["step_ms"] = max(one["step_ms"] for one in found)
     result["digest"] = digest_of(result["tables"])
-    print(f"{name}: {devices} devices, {processes} processes, {result.pop('place')}, from step {result['first']}")
+    if options.report:
+        kept = {key: value for key, value in result.items() if key != "tables"}
+        line = {"run": name, "devices": devices, "processes": processes, **kept}
+        with open(options.report, "a") as report:
+            report.write(json.dumps(line) + "\n")
+    place = f"{result['kind']}, {result['place']}"
+    print(f"{name}: {devices} devices, {processes} processes, {place}, from step {result['first']}")
     for key in ("rows", "growths", "waits", "evictions", "checkpoints", "send_capacities"):
         print(f"  {key}: {result[key]}")
     print(f"  {result['steps_per_s']:.1f} steps/s in all, {result['step_ms']:.2f} ms a step between checkpoints")
@@ -449,33 +459,38 @@ def main():
     add("--capacity", type=int, default=32_768, help="rows with which the growing table begins")
     add("--hot", type=float, default=0.0, help="share of the uses that one key has, in a second run")
     add("--most-ratio", type=float, help="fail if time or memory with the hot key is more than so many times as large")
-    add("--twice", action="store_true", help="run again, and with a process for each device: the same digest")
+    add("--processes", type=int, default=1, help="of a run; one, or one for each device")
+    add("--twice", action="store_true", help="run again, and with the other number of processes: the same digest")
     add("--kill", nargs="+", default=[], choices=("step", "growth"), help="kill a process there, and resume")
     add("--resume-devices", type=int, help="default: half of them; with all of them the digest must be the same")
     add("--heartbeat-s", type=int, default=10)
     add("--timeout-s", type=int, default=3600, help="of a run")
+    add("--report", help="a file to which each run adds a line of JSON")
     add("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         return work(argparse.Namespace(**json.loads(options.work)))
+    if options.processes not in (1, options.devices):
+        parser.error(f"--processes: got {options.processes}, wanted 1 or the {options.devices} devices")
     options.every = options.every or max(1, options.steps // 10)
     hot, options.hot, kinds = options.hot, 0.0, options.kill
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("endurance: terminated"))  # ends the processes
     options.folder = tempfile.mkdtemp(prefix="endurance_")
     try:
-        plain = run(options, "plain", options.devices)
+        plain = run(options, "plain", options.devices, options.processes)
         if options.twice:
-            for name, processes in (("again", 1), ("a process for each device", options.devices)):
+            other = ("one process", 1) if options.processes > 1 else ("a process for each device", options.devices)
+            for name, processes in (("again", options.processes), other):
                 digest = run(options, name, options.devices, processes)["digest"]
                 require(digest == plain["digest"], f"{name}: another digest")
-            print("twice: the same digest, and with a process for each device")
+            print(f"twice: the same digest, and with {other[0]}")
         for kind in kinds:
             resumed = run_killed(options, kind)
             if options.resume_devices == options.devices:
                 require(resumed["digest"] == plain["digest"], f"resumed after {kind}: another digest")
             compare(f"resumed after {kind}", resumed["tables"], plain["tables"])
         if hot:
-            skewed = run(options, f"hot key {hot}", options.devices, hot=hot)
+            skewed = run(options, f"hot key {hot}", options.devices, options.processes, hot=hot)
             peaks = [[one[1] + one[2] for one in result["memory"]["end"]] for result in (skewed, plain)]
             ratios = {"time": skewed["step_ms"] / plain["step_ms"]}
             ratios["memory"] = max(one / other for one, other in zip(*peaks, strict=True))

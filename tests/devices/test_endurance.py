@@ -54,9 +54,25 @@ def test_a_run_of_200_steps():
 
 
 @pytest.mark.slow
+def test_a_hot_key_with_a_process_for_each_device(tmp_path):
+    """The run with a hot key is compared with the plain one; the report has a line for each run."""
+    report = tmp_path / "report.jsonl"
+    more = ["--processes", "2", "--hot", "0.3", "--twice", "--most-ratio", "100", "--report", str(report)]
+    reported = run("--devices", "2", "--steps", "30", "--every", "10", *more)
+    assert "twice: the same digest, and with one process" in reported and "hot key: time of a step" in reported
+    runs = [json.loads(line) for line in report.read_text().splitlines()]
+    assert [one["processes"] for one in runs] == [2, 2, 1, 2]
+    assert len({one["digest"] for one in runs}) == 2
+    for one in runs:
+        assert one["step_ms"] > 0 and [len(numbers) for numbers in one["memory"]["end"]] == [4, 4]
+
+
+@pytest.mark.slow
 def test_the_same_bits_and_a_job_that_resumes():
     """A repeated run, four processes and a resumed job give the same bits; two devices agree within rounding."""
-    reported = run("--steps", "40", "--every", "8", "--twice", "--kill", "growth", "--capacity", "300")
+    # The first call of `grow` makes room for many small batches; the next growth is after 60 steps.
+    small = ["--samples", "16", "--new", "16", "--capacity", "512"]
+    reported = run("--steps", "80", "--every", "20", "--twice", "--kill", "growth", *small)
     assert "twice: the same digest, and with a process for each device" in reported
     assert "killed in growth: all ended after" in reported and "resumed after growth: 2 devices" in reported
     reported = run("--steps", "20", "--every", "5", "--kill", "step", "--devices", "2", "--resume-devices", "2")

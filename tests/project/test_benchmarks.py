@@ -5,6 +5,7 @@ import doctest
 import gc
 import importlib
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -370,6 +371,22 @@ def test_what_dynamicemb_wrote_becomes_records(monkeypatch, tmp_path):
     assert [row["what"] for row in rows] == ["DLRM step, dynamicemb", "DLRM step, dynamicemb prefetch"]
     assert rows[1]["rows"] == "50% in the cache"
     assert measure.measure_dynamicemb(run.parse(["--only", "evict"]))["why"] == "not asked for"
+
+
+@pytest.mark.slow
+def test_what_torchrec_wrote_becomes_records(tmp_path):
+    """Two processes on a CPU measure each sharding, both wires, and the pipeline."""
+    pytest.importorskip("torchrec")
+    out = tmp_path / "torchrec.jsonl"
+    program = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks.torchrec_peer"]
+    options = "--workloads M1 --parts tables --keys uniform --scale 0.001 --repetitions 3 --warmups 1 --batch-s 0.01"
+    command = [sys.executable, "-m", *program, *options.split(), "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=300)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    found = [records.Record(**line | {"timing": timing.Timing(**line["timing"])}) for line in lines]
+    named = {(one.what, one.notes["program"], one.notes["sharding"], one.notes["wire"]) for one in found}
+    assert len(named) == len(found) == 3 * 3 * 2
+    assert all(one.subject == "torchrec" and one.num_devices == 2 and one.timing.ms > 0 for one in found)
 
 
 def test_benchmarks_need_no_library_of_readers():
