@@ -40,9 +40,12 @@ class LookupInput:
     its sign."""
     combiner: types.Combiner | None = dataclasses.field(default=None, metadata={"static": True})
     """The operation on the rows of a bag; None: every key reads its own row."""
-    offsets: Any = None  # `[num_bags + 1]`: where each bag begins, and where the last one ends
-    weights: Any = None  # one float for each key, in the shape of `keys`; with a combiner
-    max_norm: float | None = dataclasses.field(default=None, metadata={"static": True})  # longer rows (L2) are scaled
+    offsets: Any = None
+    """`[num_bags + 1]`: where each bag begins, and where the last one ends."""
+    weights: Any = None
+    """One float for each key, in the shape of `keys`; with a combiner."""
+    max_norm: float | None = dataclasses.field(default=None, metadata={"static": True})
+    """The L2 norm that longer rows are scaled down to; None: rows stay."""
 
 
 def lookup(tables: FrozenTables, inputs: Mapping[str, LookupInput]) -> dict[str, Array]:

@@ -31,9 +31,12 @@ class LookupSpec:
     """
 
     table: str
-    combiner: Combiner | None = None  # None: a row for each key, as of `LookupLayer`; else bags
-    max_norm: float | None = None  # rows longer than this (L2) are scaled down to it before they are combined
-    dim: int | None = None  # checked where it is given; Linen's `init` without tables needs it
+    combiner: Combiner | None = None
+    """The operation on the rows of a bag; None: a row for each key, as of `LookupLayer`."""
+    max_norm: float | None = None
+    """The L2 norm that longer rows are scaled down to before they are combined."""
+    dim: int | None = None
+    """The dim of the table, checked where it is given; Linen's `init` without tables needs it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, str) or not self.table:

@@ -38,7 +38,8 @@ class LookupLayer(nn.Module):
     """
 
     table: str
-    dim: int | None = None  # checked where it is given; `init` without tables needs it
+    dim: int | None = None
+    """The dim of the table, checked where it is given; `init` without tables needs it."""
 
     def __call__(self, keys: Any, max_norm: float | None = None, *, tables: FrozenTables | None = None) -> Array:
         """Looks up; see the class."""
@@ -54,8 +55,10 @@ class SparseLookupLayer(nn.Module):
     """
 
     table: str
-    combiner: Combiner = "mean"  # "sum", "mean" or "sqrtn"
-    dim: int | None = None  # checked where it is given; `init` without tables needs it
+    combiner: Combiner = "mean"
+    """Either "sum", "mean" or "sqrtn"."""
+    dim: int | None = None
+    """The dim of the table, checked where it is given; `init` without tables needs it."""
 
     def __call__(
         self,
@@ -81,7 +84,8 @@ class LookupLayers(nn.Module):
       `LookupLayers({"who": "user", "seen": LookupSpec("item", "sum")}).apply({}, inputs, tables=tables)`
     """
 
-    specs: Mapping[str, LookupSpec | str]  # by input; the name of a table stands for a row for each key
+    specs: Mapping[str, LookupSpec | str]
+    """The specs by input; the name of a table stands for a row for each key."""
 
     @classmethod
     def from_collection(cls, collection: Collection, name: str | None = None) -> "LookupLayers":

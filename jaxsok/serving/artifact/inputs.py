@@ -26,8 +26,10 @@ _PADDING_WORD = np.uint32(PADDING_KEY & 0xFFFFFFFF)
 class KeysInput:
     """Keys, equally many per sample: a caller gives integers `[b, *shape]`, the model gets `uint32[b, *shape, 2]`."""
 
-    table: str  # whose keys they are
-    shape: tuple[int, ...] = ()  # of one sample
+    table: str
+    """The table whose keys they are."""
+    shape: tuple[int, ...] = ()
+    """The shape of one sample."""
 
     def __post_init__(self) -> None:
         _check_table(self)
@@ -43,8 +45,10 @@ class BagsInput:
       'item'
     """
 
-    table: str  # whose keys they are
-    is_weighted: bool = False  # whether each key has a weight
+    table: str
+    """The table whose keys they are."""
+    is_weighted: bool = False
+    """Whether each key has a weight."""
 
     def __post_init__(self) -> None:
         _check_table(self)
@@ -59,7 +63,8 @@ class ArrayInput:
       'float32'
     """
 
-    shape: tuple[int, ...] = ()  # of one sample
+    shape: tuple[int, ...] = ()
+    """The shape of one sample."""
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -93,7 +98,8 @@ def input_from_json(entry: Mapping[str, Any]) -> InputSpec:
 class OutputSpec:
     """A result of a model."""
 
-    shape: tuple[int | str, ...]  # a number, or a formula of "b", the batch size
+    shape: tuple[int | str, ...]
+    """A number, or a formula of "b", the batch size."""
     dtype: str
 
     @property

@@ -25,14 +25,18 @@ from jaxsok.serving.padding import padded_size
 class ServedModel:
     """An exported model: its tables, its inputs, and its call. Made by `load_model`; equal to itself alone."""
 
-    inputs: dict[str, InputSpec]  # by name, in the order of the export
-    outputs: dict[str, OutputSpec]  # by name
+    inputs: dict[str, InputSpec]
+    """The inputs by name, in the order of the export."""
+    outputs: dict[str, OutputSpec]
+    """The results by name."""
     tables: dict[str, FrozenTable]
     """The tables that `call` wants. Keys without a row read what the tables of the call say, not what these say."""
     lookups: dict[str, tuple[str, ...] | None]
     """The inputs whose keys each table is looked up by; None: the model computes keys, or they are not known."""
-    platforms: tuple[str, ...]  # with a program in the file
-    path: str  # where it was read from
+    platforms: tuple[str, ...]
+    """The platforms with a program in the file."""
+    path: str
+    """The folder that it was read from."""
     _stores: tuple[tuple[FrozenTable, ...], ...] = dataclasses.field(repr=False)
     _program: Any = dataclasses.field(repr=False)  # jitted; takes arrays of tables, numbers, words and leaves
     _unfused: Any = dataclasses.field(repr=False)  # the same with a call for each input of a lookup

@@ -46,12 +46,18 @@ class Model:
 
     name: str
     tables: Mapping[str, FrozenTable]
-    num_rows: Mapping[str, int]  # by table
-    max_batch_size: int  # samples in a request
-    max_keys: Mapping[str, int]  # keys of each table in a request: `max_batch_size` times keys of a sample
-    key_bits: int  # 64, or 32: then keys are 0 to 2**32 - 1
-    inputs: Mapping[str, Any] | None  # `artifact.ServedModel.inputs`, for `predict`; None: no dense model
-    outputs: Mapping[str, Any] | None  # `artifact.ServedModel.outputs`, likewise
+    num_rows: Mapping[str, int]
+    """The rows of each table."""
+    max_batch_size: int
+    """Samples in a request."""
+    max_keys: Mapping[str, int]
+    """Keys of each table in a request: `max_batch_size` times keys of a sample."""
+    key_bits: int
+    """Either 64, or 32: then keys are 0 to 2**32 - 1."""
+    inputs: Mapping[str, Any] | None
+    """The inputs of `predict` (`artifact.ServedModel.inputs`); None: no dense model."""
+    outputs: Mapping[str, Any] | None
+    """The outputs of `predict` (`artifact.ServedModel.outputs`); None: no dense model."""
     version: int
 
 
