@@ -79,7 +79,7 @@ class RowSource(abc.ABC):
                 text = '%s.fetch: table "%s": got %d rows that are not finite, the first of key %d, wanted numbers to '
                 text += "be quantized; they count as not found. Not told again for %g s."
                 _log.warning(text, type(self).__name__, table, np.count_nonzero(is_broken), first, _WARN_S)
-        numbers, scales = quantize.quantized(np.where(is_found[:, None], rows, 0), self.tables[table].dtype)
+        numbers, scales = quantize.quantize_rows(np.where(is_found[:, None], rows, 0), self.tables[table].dtype)
         return numbers, scales, is_found
 
     @functools.cached_property

@@ -85,12 +85,12 @@ def open_table(
     files_lib.check_dim(op, dim)
     folder, is_hps = _find(op, path, table)
     if is_hps:
-        return _of_hps(op, folder, table, int(dim), key_bits, hotness)
+        return _open_hps(op, folder, table, int(dim), key_bits, hotness)
     links = [Source.of(op, folder)] if alone and is_delta(path) else chain_of(op, folder)
-    return _of_links(links, folder, table, int(dim), key_bits)
+    return _read_links(links, folder, table, int(dim), key_bits)
 
 
-def _of_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits) -> TableSource:
+def _read_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits) -> TableSource:
     """Checks a chain, or deltas that follow each other; gives its rows."""
     for link in links:
         _check(link, table, dim)
@@ -190,7 +190,7 @@ def open_links(
     if tables.keys().isdisjoint(saved):
         raise UnknownTableError.of(op, next(iter(tables)), saved, f'"{links[-1].folder}", in an update of "{model}"')
     return {
-        name: _of_links(links, links[-1].folder, name, table.dim, key_bits)
+        name: _read_links(links, links[-1].folder, name, table.dim, key_bits)
         for name, table in tables.items()
         if name in saved
     }
@@ -252,7 +252,7 @@ def _check(link: Source, table: str, dim: int) -> None:
             file.verify()
 
 
-def _of_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits, hotness: bool) -> TableSource:
+def _open_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits, hotness: bool) -> TableSource:
     meta = folder / "meta"
     try:
         chunks = hps_lib.read_hps(folder, dim=dim, hotness=hotness and meta.exists())

@@ -326,7 +326,7 @@ def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, ...]:
     """Rounds or quantizes rows as a table stores them, with scales if quantized (ValueError: not finite)."""
     if not table.is_quantized:
         return (rounded(rows, jnp.dtype(table.dtype)),)
-    return quantize.quantized(np.asarray(rows, np.float32), table.dtype)
+    return quantize.quantize_rows(np.asarray(rows, np.float32), table.dtype)
 
 
 def write_lines(store: FrozenStore, row_ids: np.ndarray, lines: Sequence[np.ndarray]) -> FrozenStore:

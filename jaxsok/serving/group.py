@@ -50,7 +50,7 @@ class LookupSpec:
             checks.field(self, what, "dim", checks.integer, 1, MAX_DIM, f"1 to {MAX_DIM}, or None")
 
 
-def of(op: str, given: Any) -> LookupSpec:
+def _read_spec(op: str, given: Any) -> LookupSpec:
     """Gives a spec as it is; the name of a table stands for one row for each key. TypeError: neither."""
     if isinstance(given, LookupSpec):
         return given
@@ -59,16 +59,16 @@ def of(op: str, given: Any) -> LookupSpec:
     raise TypeError(f"{op}: got {type(given).__name__}, wanted a LookupSpec or the name of a table.")
 
 
-def all_of(op: str, given: Any) -> tuple[tuple[str, LookupSpec], ...]:
+def read_specs(op: str, given: Any) -> tuple[tuple[str, LookupSpec], ...]:
     """Returns the specs of a group by name, as a hashable value. TypeError, ValueError: no mapping, or an empty one."""
     if not isinstance(given, Mapping):
         raise TypeError(f"{op}: specs: got {type(given).__name__}, wanted a mapping from names to LookupSpecs.")
     if not given:
         raise ValueError(f"{op}: specs: got none, wanted at least one.")
-    return tuple((name, of(f'{op}: specs["{name}"]', spec)) for name, spec in given.items())
+    return tuple((name, _read_spec(f'{op}: specs["{name}"]', spec)) for name, spec in given.items())
 
 
-def of_features(collection: Collection) -> dict[str, LookupSpec]:
+def specs_of_features(collection: Collection) -> dict[str, LookupSpec]:
     """Gives the specs of a training collection's features, by their names."""
     dims = {table.name: table.dim for table in collection.tables}
     return {
@@ -77,7 +77,7 @@ def of_features(collection: Collection) -> dict[str, LookupSpec]:
     }
 
 
-def in_bags(op: str, spec: LookupSpec) -> LookupSpec:
+def require_combiner(op: str, spec: LookupSpec) -> LookupSpec:
     """Gives a spec as it is, if it has a combiner; otherwise raises ValueError."""
     if spec.combiner is None:
         raise ValueError(f'{op} "{spec.table}": combiner: got None, wanted "sum", "mean" or "sqrtn".')

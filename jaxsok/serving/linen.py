@@ -72,7 +72,7 @@ class SparseLookupLayer(nn.Module):
     ) -> Float32[Array, "num_bags dim"]:
         """Looks up; see the class."""
         op = "SparseLookupLayer"
-        spec = group.in_bags(op, LookupSpec(self.table, self.combiner, dim=self.dim))
+        spec = group.require_combiner(op, LookupSpec(self.table, self.combiner, dim=self.dim))
         more = {"weights": weights, "offsets": offsets, "combiner": combiner, "max_norm": max_norm}
         return group.embedding(op, spec, _tables(self, tables), keys, **more)
 
@@ -90,12 +90,12 @@ class LookupLayers(nn.Module):
     @classmethod
     def from_collection(cls, collection: Collection, name: str | None = None) -> "LookupLayers":
         """Makes the layer for the features of a training collection, with their names, tables and combiners."""
-        return cls(group.of_features(collection), name=name)
+        return cls(group.specs_of_features(collection), name=name)
 
     def __call__(self, inputs: Mapping[str, Any], *, tables: FrozenTables | None = None) -> dict[str, Array]:
         """Looks up; see the class."""
         op = "LookupLayers"
-        return group.embeddings(op, dict(group.all_of(op, self.specs)), _tables(self, tables), inputs)
+        return group.embeddings(op, dict(group.read_specs(op, self.specs)), _tables(self, tables), inputs)
 
 
 def set_tables(variables: Mapping[str, Any], tables: FrozenTables) -> dict[str, Any]:

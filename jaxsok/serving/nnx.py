@@ -92,7 +92,7 @@ class SparseLookupLayer(nnx.Module):
     """
 
     def __init__(self, table: str, combiner: Combiner = "mean", dim: int | None = None, *, tables: Tables = None):
-        self.spec = group.in_bags("SparseLookupLayer", LookupSpec(table, combiner, dim=dim))
+        self.spec = group.require_combiner("SparseLookupLayer", LookupSpec(table, combiner, dim=dim))
         self.tables = _variable("SparseLookupLayer", tables)
 
     def __call__(
@@ -131,7 +131,7 @@ class LookupLayers(nnx.Module):
     """
 
     def __init__(self, specs: Mapping[str, LookupSpec | str], *, tables: Tables = None):
-        self.specs = group.all_of("LookupLayers", specs)
+        self.specs = group.read_specs("LookupLayers", specs)
         self.tables = _variable("LookupLayers", tables)
 
     @classmethod
@@ -141,7 +141,7 @@ class LookupLayers(nnx.Module):
         Example:
           `LookupLayers.from_collection(collection, tables=freeze(collection, state))`
         """
-        return cls(group.of_features(collection), tables=tables)
+        return cls(group.specs_of_features(collection), tables=tables)
 
     def __call__(self, inputs: Mapping[str, Any], *, tables: FrozenTables | None = None) -> dict[str, Array]:
         """Looks up; see the class."""

@@ -156,7 +156,7 @@ class Ready(Generic[Program]):
         """Compiles a program in a thread, for which no request waits."""
         self.beside.offer((where, program), functools.partial(self.make, where, program))
 
-    def used(self) -> list[Program]:
+    def list_used(self) -> list[Program]:
         """Lists the last `MOST_USED` programs that were called; the latest last."""
         with self._lock:
             return list(self._used)

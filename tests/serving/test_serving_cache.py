@@ -904,16 +904,16 @@ def test_few_keys_are_not_padded_to_many():
     """Keys are padded to at most four times their number, unless they are few; otherwise a program is compiled."""
     with _odd_cache(617) as cache:
         cache.warm_up([{"s": 2**15, "t": 2**15}])
-        assert cache.stores.compiled.padded_sizes((256, 256)) == (256, 256)
-        assert cache.stores.compiled.padded_sizes((2**13, 2**12)) == (2**13, 2**12)
+        assert cache.stores.compiled.choose_sizes((256, 256)) == (256, 256)
+        assert cache.stores.compiled.choose_sizes((2**13, 2**12)) == (2**13, 2**12)
         with COMPILATIONS.of(cache) as compiled:
             np.testing.assert_array_equal(cache.lookup({"s": np.arange(5)}).rows["s"][:, 0], np.arange(5))
         assert compiled and cache.stores.compiled.query_sizes == {(2**15, 2**15), (256, 256)}
-        assert cache.stores.compiled.padded_sizes((2**13, 2**13)) == (2**15, 2**15)
+        assert cache.stores.compiled.choose_sizes((2**13, 2**13)) == (2**15, 2**15)
         cache.drain()
         assert (2**13, 2**13) in cache.stores.compiled.query_sizes
         cache.warm_up([{"s": 2**10, "t": 2**10}])
-        assert cache.stores.compiled.padded_sizes((256, 512)) == (1024, 1024)
+        assert cache.stores.compiled.choose_sizes((256, 512)) == (1024, 1024)
 
 
 def test_lookups_of_many_sizes_get_programs_of_their_own(monkeypatch):
@@ -922,9 +922,9 @@ def test_lookups_of_many_sizes_get_programs_of_their_own(monkeypatch):
     with _odd_cache(619) as cache:
         cache.warm_up([{"s": 1024, "t": 1024}])
         for sizes in ((256, 1024), (1024, 256), (512, 512), (512, 1024)):
-            assert cache.stores.compiled.padded_sizes(sizes) != sizes
+            assert cache.stores.compiled.choose_sizes(sizes) != sizes
             cache.drain()
-            assert cache.stores.compiled.padded_sizes(sizes) == sizes
+            assert cache.stores.compiled.choose_sizes(sizes) == sizes
 
 
 # On the device ------------------------------------------------------------------------------------------------------

@@ -70,11 +70,11 @@ class ServedModel:
             raise RequestError("call: inputs: got a batch of no samples, wanted one at least; or pad=True.")
         if not pad:
             return self.run(tables, leaves)
-        out = self.run(tables, self.padded(leaves, num_samples))
+        out = self.run(tables, self.pad(leaves, num_samples))
         return {name: value[:num_samples] if self.outputs[name].is_batched else value for name, value in out.items()}
 
     def run(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> dict[str, Array]:
-        """Runs the program over what `read` or `padded` gave; results have a row for each of its samples."""
+        """Runs the program over what `read` or `pad` gave; results have a row for each of its samples."""
         out = self._program_for(tables)(*self._bind(tables), leaves)
         return {name: out[name] for name in self.outputs}
 
@@ -82,7 +82,7 @@ class ServedModel:
         """Compiles the program for tables and leaves (`leaves_of`), whose arrays may be `jax.ShapeDtypeStruct`."""
         self._program_for(tables).lower(*self._bind(tables), leaves).compile()
 
-    def unfused(self) -> "ServedModel":
+    def unfuse(self) -> "ServedModel":
         """Returns the model whose lookups make a call for each input, whatever the tables say."""
         return dataclasses.replace(self, _program=self._unfused)
 
@@ -103,7 +103,7 @@ class ServedModel:
             for leaf in (leaves[name] for name in self.inputs)
         )
 
-    def padded(self, leaves: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
+    def pad(self, leaves: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
         """Pads what `read` gave to powers of two of samples, and of keys of bags."""
         size = padded_size(num_samples, LEAST_BATCH)
         return {name: inputs_lib.pad_input(leaf, size) for name, leaf in leaves.items()}

@@ -75,7 +75,7 @@ class Changes:
                 raise UnknownTableError.of("swap", name, spec.places)
         with self._lock:
             leaving = None if changed is None else {name: _distinct(name, keys) for name, keys in changed.items()}
-            with stores.leaving(leaving):
+            with stores.keep_out(leaving):
                 if leaving is not None:
                     batches = self._changed_batches(source, leaving)
                 else:

@@ -135,7 +135,7 @@ class DeviceCache:
         Keys that no tier has, and those whose rows come in the background, have the default of their table. PADDING_KEY
         reads zeros and is not counted. What the source raises leaves the cache as it was.
         """
-        request = Request(self._spec, keys, self._compiled.padded_sizes)
+        request = Request(self._spec, keys, self._compiled.choose_sizes)
         found = self._ask(request, is_expanded=True)
         fetched = self._fetcher.fetch(found, request.num_keys, self.hit_rate_threshold)
         rows: dict[str, np.ndarray] = {}

@@ -111,7 +111,7 @@ class Fetched:
         slots = np.full(int(max(self.places.max(), last)) + 2, -1, np.int64)
         slots[self.places] = np.arange(len(self.places))
         slot = slots[np.minimum(inverse, np.uint32(len(slots) - 1)).astype(np.int64)]
-        rows = self.rows[0] if len(self.rows) == 1 else quantize.dequantized(*self.rows)
+        rows = self.rows[0] if len(self.rows) == 1 else quantize.dequantize_rows(*self.rows)
         lines = np.array(lines)
         lines[slot >= 0] = rows[slot[slot >= 0]]
         return lines

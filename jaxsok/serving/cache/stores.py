@@ -121,7 +121,7 @@ class DeviceStores:
             leaving = self._leaving
             if leaving is None:
                 return 0
-            kept = {name: _without(*some, leaving.get(name, _NO_KEYS)) for name, some in rows.items()}
+            kept = {name: _drop_keys(*some, leaving.get(name, _NO_KEYS)) for name, some in rows.items()}
             batches = list(self.batches(kept, are_bounded=True))
             if not batches:
                 return 0
@@ -177,7 +177,7 @@ class DeviceStores:
         return self._count(counts, "refreshed", "removed")
 
     @contextlib.contextmanager
-    def leaving(self, keys: Mapping[str, np.ndarray] | None) -> Iterator[None]:
+    def keep_out(self, keys: Mapping[str, np.ndarray] | None) -> Iterator[None]:
         """Prevents insertions of these keys, None: of any; only those already cached stay."""
         with self.lock:
             self.require_open()
@@ -265,7 +265,7 @@ class DeviceStores:
             return jax.device_put(_new_store(num_tables, capacity, salt, rows, numbers), self.device)
 
 
-def _without(keys: np.ndarray, rows: Lines, leaving: np.ndarray) -> tuple[np.ndarray, Lines]:
+def _drop_keys(keys: np.ndarray, rows: Lines, leaving: np.ndarray) -> tuple[np.ndarray, Lines]:
     """Takes out the keys in a sorted array, and their rows."""
     if not len(leaving):
         return keys, rows

@@ -83,7 +83,7 @@ def load_dense_model(
 ) -> artifact.ServedModel:
     """Loads an artifact; refuses one that does not fit the tables, their tier or their device."""
     served = artifact.load_model(path, device)
-    served = served if config.is_fused else served.unfused()
+    served = served if config.is_fused else served.unfuse()
     what = f'{op}: model "{config.model}": dense_file: "{path}"'
     require_fit(f"{what}: tables", served.tables.values(), tables)
     if config.is_split:

@@ -88,12 +88,12 @@ class _Programs(abc.ABC):
         if place == old_place:
             return
         self.ready.keep([old_place, place])
-        wanted = [*(self.first_programs(new.served) if warm_up else []), *self.ready.used()]
+        wanted = [*(self.first_programs(new.served) if warm_up else []), *self.ready.list_used()]
         for _ in range(2):  # requests go on meanwhile, and use more: what comes later still, they wait for
             for program in wanted:
                 if not isinstance(program, Prediction) or program.fits(new.served):
                     self.ready.make(place, program)
-            wanted = self.ready.used()
+            wanted = self.ready.list_used()
 
     def settle(self, now: Version) -> None:
         """Forgets the programs of versions other than the served one; also called after a failure."""
@@ -376,7 +376,7 @@ class CachedRows(_Programs):
         return self.cache.close(rest_s(until)) and has_ended
 
 
-def _of_all(name: str) -> Callable[..., None]:
+def _call_all(name: str) -> Callable[..., None]:
     """Makes a method that calls the method of this name of all readers."""
 
     def call(self: "Replicas", *arguments: Any, **options: Any) -> None:
@@ -413,7 +413,7 @@ class Replicas:
         return self._next().predict(read)
 
     prepare, settle, start, publish, refresh, stop = map(
-        _of_all, ("prepare", "settle", "start", "publish", "refresh", "stop")
+        _call_all, ("prepare", "settle", "start", "publish", "refresh", "stop")
     )
 
     def close(self, until: float | None) -> bool:

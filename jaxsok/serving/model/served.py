@@ -160,7 +160,7 @@ class Served:
         for table, number in num_keys.items():
             self._check_number(f'{op}: table "{table}"', table, number)
         if served.is_per_sample:
-            leaves = served.padded(leaves, num_samples)
+            leaves = served.pad(leaves, num_samples)
         return PredictRequest(served, leaves, num_samples)
 
     def _check_number(self, what: str, table: str, num_keys: int) -> None:

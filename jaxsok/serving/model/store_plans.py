@@ -47,13 +47,13 @@ class Change:
     def is_empty(self) -> bool:
         return self.gone is not None and not len(self.keys) and not len(self.gone)
 
-    def owned_by(self, number: int, num_parts: int) -> "Change":
+    def take_owned(self, number: int, num_parts: int) -> "Change":
         """Returns the change of the keys that one of several parts owns."""
         if num_parts == 1:
             return self
         gone = None if self.gone is None else self.gone[owners_of(self.gone, num_parts) == number]
         keys = self.keys[owners_of(self.keys, num_parts) == number]
-        return dataclasses.replace(self, source=_owned(self.source, number, num_parts), keys=keys, gone=gone)
+        return dataclasses.replace(self, source=_filter_owned(self.source, number, num_parts), keys=keys, gone=gone)
 
     def pieces(self) -> Iterator[Records]:
         """Yields its rows in pieces, small enough for one write."""
@@ -87,12 +87,12 @@ def split_sources(given: Sequence[Frozen], num_parts: int) -> list[list[Frozen]]
         for records in source.chunks():
             counts += np.bincount(owners_of(records.keys, num_parts), minlength=num_parts)
         for number, mine in enumerate(parts):
-            owned = _owned(source, number, num_parts)
+            owned = _filter_owned(source, number, num_parts)
             mine.append((table, dataclasses.replace(owned, num_rows=int(counts[number]))))
     return parts
 
 
-def _owned(source: TableSource, number: int, num_parts: int) -> TableSource:
+def _filter_owned(source: TableSource, number: int, num_parts: int) -> TableSource:
     def chunks() -> Iterator[Records]:
         return (records.take(owners_of(records.keys, num_parts) == number) for records in source.chunks())
 

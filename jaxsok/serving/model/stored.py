@@ -67,7 +67,9 @@ class StoredVersions:
             databases[0] is not None and config.volatile_db.initialize_after_startup,
             databases[1] is not None and config.persistent_db.initialize_after_startup and not self._is_read_only,
         )
-        volatile, persistent = (make([one]) if yes else None for one, yes in zip(databases, filled, strict=True))
+        volatile, persistent = (
+            make([database]) if is_filled else None for database, is_filled in zip(databases, filled, strict=True)
+        )
         for table, source in given:
             _fill(table, source, volatile, config.volatile_db.initial_cache_rate, persistent)
         is_filled = sum(filled) == len(there)
@@ -103,7 +105,7 @@ class StoredVersions:
                 opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
                 changes = [Change.of(old.tables.tables[name], found) for name, found in opened.items()]
                 replaced = frozenset(change.table.name for change in changes if change.gone is None)
-                new = dataclasses.replace(old.following(opened, dense_model), replaced=replaced)
+                new = dataclasses.replace(old.make_next(opened, dense_model), replaced=replaced)
                 reader.prepare(old, new)
                 changed = {change.table.name: _write(old.stored, change) for change in changes if not change.is_empty}
                 reader.publish(new, changed)

@@ -68,7 +68,7 @@ class Version:
         """The parts with rows that no part before them has."""
         return self.parts if self.is_split else self.parts[:1]
 
-    def following(self, opened: Mapping[str, TableSource], dense_model: tuple[Any, str] | None) -> Self:
+    def make_next(self, opened: Mapping[str, TableSource], dense_model: tuple[Any, str] | None) -> Self:
         """Makes the next version of an update: of some tables, and of a dense model and its file."""
         served, dense_file = dense_model or (self.served, self.dense_file)
         return dataclasses.replace(
@@ -80,7 +80,7 @@ class Version:
             dense_file=dense_file,
         )
 
-    def over(self, stores: Sequence[Sequence[frozen.FrozenStore]]) -> "Version":
+    def with_stores(self, stores: Sequence[Sequence[frozen.FrozenStore]]) -> "Version":
         """Makes this version over other arrays by part."""
         parts = [
             dataclasses.replace(part, tables=dataclasses.replace(part.tables, stores=tuple(mine)))
@@ -233,7 +233,7 @@ class Versions:
                 old = self.current
                 opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
                 changes = [Change.of(old.tables.tables[name], found) for name, found in opened.items()]
-                new = old.following(opened, dense_model)
+                new = old.make_next(opened, dense_model)
                 self._update(old, new, changes, in_place, reader)
                 return self.current
             finally:
@@ -297,7 +297,7 @@ class Versions:
         free, beside = None, 0
         for is_roomy in (True, False):
             plans = [
-                self._plans_of(part, [change.owned_by(number, len(parts)) for change in changes], is_roomy)
+                self._plans_of(part, [change.take_owned(number, len(parts)) for change in changes], is_roomy)
                 for number, part in enumerate(parts)
             ]
             pairs = [
@@ -368,9 +368,9 @@ class Versions:
                 for stores, part in zip(parts, old.parts, strict=True):
                     for s, was in enumerate(part.tables.stores):
                         stores[s] = dataclasses.replace(stores[s], index=was.index, counters=was.counters)
-                self.current = old.over(parts)
+                self.current = old.with_stores(parts)
                 raise
-            self.current = new.over(parts)
+            self.current = new.with_stores(parts)
 
 
 @dataclasses.dataclass(frozen=True)
