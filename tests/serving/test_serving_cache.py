@@ -23,8 +23,7 @@ from jaxsok.records import Records
 from jaxsok.serving import cache as cache_module
 from jaxsok.serving import ready as ready_lib
 from jaxsok.serving.backing import HostRows, Layered, RowSource
-from jaxsok.serving.cache import DeviceCache, cache_bytes, programs, stores
-from jaxsok.serving.cache import changes as cache_changes
+from jaxsok.serving.cache import DeviceCache, cache_bytes, device_cache, programs, stores
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, SizedRecords
 from jaxsok.serving.fused import lookup as frozen_lookup
@@ -437,7 +436,7 @@ def test_rows_of_8_bits(dtype, of):
 @pytest.mark.parametrize("chunk_rows", [4, 7, 1000])
 def test_filled_with_the_hottest(chunk_rows, monkeypatch):
     """A fill gives each table its share, and the hottest rows leave last."""
-    monkeypatch.setattr(cache_changes, "ROWS_AT_A_TIME", chunk_rows)
+    monkeypatch.setattr(device_cache, "ROWS_AT_A_TIME", chunk_rows)
     hot = {table: {key: (key * 7 + number) % 10 for key in KEYS[:-3]} for number, table in enumerate(TABLES)}
     with DeviceCache(DictSource(rows_of(3), frequencies=hot), fraction=0.3, min_rows=1) as cache:
         assert cache.fill() == 18 == cache.stats().inserted
@@ -631,7 +630,7 @@ def test_a_swap_of_whole_tables_takes_memory_for_what_is_cached(monkeypatch, are
     keys = np.arange(20_000)
     rows = {name: {key: np.full(4, key, np.float32) for key in keys.tolist()} for name in tables}
     new = {name: {} if are_gone else {key: -row for key, row in some.items()} for name, some in rows.items()}
-    monkeypatch.setattr(cache_changes, "ROWS_AT_A_TIME", 1 << 12)
+    monkeypatch.setattr(device_cache, "ROWS_AT_A_TIME", 1 << 12)
     with DeviceCache(DictSource(rows, tables), fraction=0.05, hit_rate_threshold=2) as cache:
         cached = {name: keys[::20] + number for number, name in enumerate(tables)}
         cache.lookup(cached)

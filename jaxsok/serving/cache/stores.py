@@ -18,12 +18,11 @@ from jaxsok.serving.cache.compiled import LEAST_KEYS, CompiledPrograms
 from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable
-from jaxsok.serving.padding import fill_up, key_words, padded_size
+from jaxsok.serving.padding import NO_KEYS, fill_up, key_words, padded_size
 from jaxsok.types import NO_ROW
 
 _LAST_TICK = 2**32 - 2
 _MAX_SALTS = 8  # below one lookup in 10^9 needs a second one
-_NO_KEYS = np.zeros(0, np.uint64)
 
 Rows = Mapping[str, tuple[np.ndarray, Any]]  # distinct keys by table, and their `Lines`, or None
 
@@ -121,7 +120,7 @@ class DeviceStores:
             leaving = self._leaving
             if leaving is None:
                 return 0
-            kept = {name: _drop_keys(*some, leaving.get(name, _NO_KEYS)) for name, some in rows.items()}
+            kept = {name: _drop_keys(*some, leaving.get(name, NO_KEYS)) for name, some in rows.items()}
             batches = list(self.batches(kept, are_bounded=True))
             if not batches:
                 return 0

@@ -22,7 +22,7 @@ from jaxsok.serving.model import versions
 from jaxsok.serving.model.predictions import PredictRequest, keys_in, load_dense_model
 from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, Replicas, RowReader, SplitRows, add_cache_stats
 from jaxsok.serving.model.stored import StoredVersions
-from jaxsok.serving.model.versions import InPlace, Source, Version, Versions
+from jaxsok.serving.model.versions import AnyVersions, InPlace, Source, Versions
 from jaxsok.types import PADDING_KEY
 
 
@@ -70,18 +70,16 @@ class Served:
     def __init__(
         self,
         config: ModelConfig,
-        versions: Versions | StoredVersions,
+        versions: AnyVersions,
         devices: Sequence[Any],
         reader: RowReader,
         *,
         warm_up: bool,
     ) -> None:
         self.config, self.versions, self.devices, self.reader = config, versions, devices, reader
-        self._is_warmed_up = warm_up
         self.names = tuple(versions.current.tables.tables)
         self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool * len(devices))
         self.counts = _Counts(self.names)
-        self.publish = reader.publish
         try:
             reader.start(warm_up=warm_up)
         except BaseException:
@@ -176,17 +174,9 @@ class Served:
         if dense_file is not None:
             tables = self.versions.current.tables.tables
             dense_model = load_dense_model("update", self.config, dense_file, tables, self.devices[0]), str(dense_file)
-        version = self.versions.update(source, in_place=in_place, dense_model=dense_model, reader=self)
+        version = self.versions.update(source, in_place=in_place, dense_model=dense_model, reader=self.reader)
         self.counts.add("updates", {})
         return version.number
-
-    def prepare(self, old: Version, new: Version) -> None:
-        """Compiles for a new version the programs that requests have used; raises if it cannot be served."""
-        self.reader.prepare(old, new, warm_up=self._is_warmed_up)
-
-    def settle(self, now: Version) -> None:
-        """Forgets the programs of versions other than the served one; also called after a failure."""
-        self.reader.settle(now)
 
     def stats(self) -> dict[str, Any]:
         version, stats = self.versions.current, self.counts.stats()

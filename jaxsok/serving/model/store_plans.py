@@ -15,6 +15,7 @@ from jaxsok.records import Records
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.folders import Frozen, TableSource
 from jaxsok.serving.frozen import FrozenStore, FrozenTable, check_records, lines_of, write_lines
+from jaxsok.serving.padding import NO_KEYS
 from jaxsok.serving.row_map import RowMap
 from jaxsok.types import NO_ROW
 
@@ -33,13 +34,13 @@ class Change:
     @classmethod
     def of(cls, table: FrozenTable, source: TableSource) -> "Change":
         """Reads all rows of a table's update, so that damage and misfits are found here."""
-        keys = [np.zeros(0, np.uint64)]
+        keys = [NO_KEYS]
         for records in source.chunks():
             check_records("update", table, records)
             keys.append(records.keys.copy())
         gone = None
         if source.base is not None:
-            gone = np.concatenate([np.zeros(0, np.uint64), *(some.copy() for some in source.tombstones())])
+            gone = np.concatenate([NO_KEYS, *(some.copy() for some in source.tombstones())])
             gone = np.setdiff1d(gone, np.concatenate(keys)) if len(gone) else gone
         return cls(table, source, np.concatenate(keys), gone)
 

@@ -6,6 +6,7 @@ readers wait. Either way it checks everything first, a reader sees all tables of
 old version is served.
 """
 
+import abc
 import contextlib
 import dataclasses
 import functools
@@ -67,6 +68,23 @@ class Version:
     def own_parts(self) -> tuple[Part, ...]:
         """The parts with rows that no part before them has."""
         return self.parts if self.is_split else self.parts[:1]
+
+    @classmethod
+    def first(
+        cls, config: ModelConfig, given: Sequence[folders.Frozen], served: Any, parts: Sequence[Part], **more: Any
+    ) -> Self:
+        """Makes the first version, of the files of a configuration."""
+        return cls(
+            number=1,
+            parts=tuple(parts),
+            is_split=config.is_split,
+            files={table.name: str(source.path) for table, source in given},
+            uuids={table.name: source.uuid for table, source in given},
+            unknowns={table.name: source.unknown for table, source in given},
+            served=served,
+            dense_file=str(config.dense_file or ""),
+            **more,
+        )
 
     def make_next(self, opened: Mapping[str, TableSource], dense_model: tuple[Any, str] | None) -> Self:
         """Makes the next version of an update: of some tables, and of a dense model and its file."""
@@ -148,14 +166,48 @@ class Memory:
 
 
 class Reader(Protocol):
-    """The methods that an update calls on the readers of versions; see `served.Served`."""
+    """The methods that an update calls on the reader of a model (readers.py)."""
 
     def prepare(self, old: Version, new: Version) -> None: ...
     def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None: ...
     def settle(self, now: Version) -> None: ...
 
 
-class Versions:
+class AnyVersions(abc.ABC):
+    """The versions of one model's tables, wherever their rows lie; a subclass makes the first one."""
+
+    current: Version  # the latest one, to inspect
+
+    def __init__(self, model: str, key_bits: folders.KeyBits) -> None:
+        self.name, self.num_in_place = model, 0
+        self.key_bits: folders.KeyBits = key_bits
+        self._updating = threading.Lock()  # held by one update at a time: it alone sets `current`
+
+    def update(
+        self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, reader: Reader
+    ) -> Version:
+        """Makes the next version, with another dense model and its file if given, and serves it."""
+        self._check(source, in_place)
+        with self._updating:
+            try:
+                old = self.current
+                opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
+                changes = [Change.of(old.tables.tables[name], found) for name, found in opened.items()]
+                self._update(old, old.make_next(opened, dense_model), changes, in_place, reader)
+                return self.current
+            finally:
+                reader.settle(self.current)
+
+    @abc.abstractmethod
+    def _check(self, source: Source | None, in_place: InPlace) -> None:
+        """Refuses updates that these versions do not take."""
+
+    @abc.abstractmethod
+    def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Reader) -> None:
+        """Changes rows, and sets `current`; `new` still has the rows of `old`."""
+
+
+class Versions(AnyVersions):
     """The versions of one model's tables, whose rows all lie in one memory. Loads the first one.
 
     `can_donate` is False if others read the rows apart from `reading`: then rows may not change where they lie.
@@ -164,20 +216,16 @@ class Versions:
     def __init__(
         self,
         config: ModelConfig,
-        given: Sequence[tuple[frozen.FrozenTable, TableSource]],
+        given: Sequence[folders.Frozen],
         *,
         key_bits: folders.KeyBits,
         memory: Memory,
         can_donate: bool,
         served: Any,
     ) -> None:
-        self.name, self._memory = config.model, memory
-        self.key_bits: folders.KeyBits = key_bits
-        self._spare_rows = config.spare_rows
-        self._can_donate = can_donate
-        # One update at a time holds `_updating`: it alone sets `current` and closes the gate. Arrays of `current` are
-        # donated only while the gate is closed.
-        self._gate, self._updating = Gate(), threading.Lock()
+        super().__init__(config.model, key_bits)
+        self._memory, self._spare_rows, self._can_donate = memory, config.spare_rows, can_donate
+        self._gate = Gate()  # an update closes it; arrays of `current` are donated only while it is closed
         owned = split_sources(given, len(memory.devices)) if config.is_split else [given]
         needed = max(
             sum(sum(frozen.frozen_bytes(table, source.num_rows + config.spare_rows).values()) for table, source in mine)
@@ -191,18 +239,7 @@ class Versions:
         ]
         others = memory.devices[len(parts) :]  # which get copies
         parts += [dataclasses.replace(parts[0], tables=jax.device_put(parts[0].tables, device)) for device in others]
-        # The latest version, to inspect; look up under `reading`.
-        self.current = Version(
-            number=1,
-            parts=tuple(parts),
-            is_split=config.is_split,
-            files={table.name: str(source.path) for table, source in given},
-            uuids={table.name: source.uuid for table, source in given},
-            unknowns={table.name: source.unknown for table, source in given},
-            served=served,
-            dense_file=str(config.dense_file or ""),
-        )
-        self.num_in_place = 0
+        self.current = Version.first(config, given, served, parts)
         self.held_bytes = 0  # device memory of a version that is not served yet
 
     @property
@@ -217,10 +254,7 @@ class Versions:
         with self._gate.reading():
             yield self.current
 
-    def update(
-        self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, reader: Reader
-    ) -> Version:
-        """Makes the next version, with another dense model and its file if given, and serves it."""
+    def _check(self, source: Source | None, in_place: InPlace) -> None:
         if not (isinstance(in_place, bool) or in_place == "auto"):
             raise ServingError(f'update: in_place: got {in_place!r}, wanted True, False or "auto".')
         if in_place is True and not self._can_donate:
@@ -228,16 +262,6 @@ class Versions:
                 f'update: in_place: got True for model "{self.name}", whose rows lie in host memory below a cache, '
                 'wanted False or "auto"; only rows on the device are changed where they lie.'
             )
-        with self._updating:
-            try:
-                old = self.current
-                opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
-                changes = [Change.of(old.tables.tables[name], found) for name, found in opened.items()]
-                new = old.make_next(opened, dense_model)
-                self._update(old, new, changes, in_place, reader)
-                return self.current
-            finally:
-                reader.settle(self.current)
 
     def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Reader) -> None:
         with self._memory.lock:  # not while programs are compiled, which may take minutes
