@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float32, UInt64
 from jaxsok.kernels import table as table_kernels
 from jaxsok.records import Records, joined, rounded
 from jaxsok.serving import quantize
-from jaxsok.serving.errors import UnknownTableError
+from jaxsok.serving.errors import require_table
 from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, RecordSource, freeze_records
 from jaxsok.serving.fused import find_rows
 from jaxsok.serving.padding import key_words, padded_size
@@ -171,8 +171,7 @@ class HostRows(RowSource):
             yield Records(keys[some], rows, frequency=None if frequency is None else frequency[some])
 
     def _place(self, op: str, table: str) -> tuple[int, int]:
-        if table not in self._tables.spec.places:
-            raise UnknownTableError.of(op, table, self.tables, "this source")
+        require_table(op, table, self._tables.spec.places, "this source")
         return self._tables.spec.places[table]
 
 

@@ -22,7 +22,7 @@ from jaxsok.initializers import InitialRows
 from jaxsok.interchange import files as files_lib
 from jaxsok.interchange import hps as hps_lib
 from jaxsok.records import Records
-from jaxsok.serving.errors import ServingError, UnknownTableError
+from jaxsok.serving.errors import ServingError, UnknownTableError, require_table
 from jaxsok.serving.frozen import FrozenTable, table_that_reads
 
 Path = str | os.PathLike[str]
@@ -126,7 +126,7 @@ def open_either(op: str, path: Path, table: FrozenTable, key_bits: KeyBits) -> T
 Frozen: TypeAlias = tuple[FrozenTable, TableSource]
 
 
-def frozen_as(what: str, source: TableSource, dtype: Any = None, default: float | None = None) -> Frozen:
+def to_frozen(what: str, source: TableSource, dtype: Any = None, default: float | None = None) -> Frozen:
     """Describes how a table is served: its rows have `dtype`, absent keys read `default`; None: as it was saved."""
     absent = source.unknown if default is None else default
     if isinstance(absent, str):
@@ -188,7 +188,7 @@ def open_links(
         check_link(op, link, before.manifest["uuid"], f'"{before.folder}"')
     saved = links[-1].manifest["tables"]
     if tables.keys().isdisjoint(saved):
-        raise UnknownTableError.of(op, next(iter(tables)), saved, f'"{links[-1].folder}", in an update of "{model}"')
+        require_table(op, next(iter(tables)), saved, f'"{links[-1].folder}", in an update of "{model}"')
     return {
         name: _read_links(links, links[-1].folder, name, table.dim, key_bits)
         for name, table in tables.items()
@@ -240,8 +240,7 @@ def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def _check(link: Source, table: str, dim: int) -> None:
     """Refuses a folder without the table, with another dim, or damaged."""
-    if table not in link.manifest["tables"]:
-        raise UnknownTableError.of(link.op, table, link.manifest["tables"], f'"{link.folder}"')
+    require_table(link.op, table, link.manifest["tables"], f'"{link.folder}"')
     got = link.form(table).dim
     if got != dim:
         raise ServingError(f'{link.op}: table "{table}": dim: got {got} in "{link.folder}", wanted {dim}.')

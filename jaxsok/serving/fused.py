@@ -18,7 +18,7 @@ from jaxsok import checks, features, guards, types
 from jaxsok import keys as keys_lib
 from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels import table as table_kernels
-from jaxsok.serving.errors import RequestError, UnknownTableError, refusals
+from jaxsok.serving.errors import RequestError, refusals, require_mapping, require_table
 from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenStore, FrozenTable, FrozenTables, require_tables
 
 
@@ -92,8 +92,7 @@ def _look_up(
     tables: FrozenTables, inputs: Mapping[str, LookupInput], *, is_counted: bool
 ) -> tuple[dict[str, Array], Int32[Array, "num_tables num_counts"] | None]:
     require_tables("lookup", tables)
-    if not isinstance(inputs, Mapping):
-        raise RequestError(f"lookup: inputs: got {type(inputs).__name__}, wanted a mapping from names to keys.")
+    require_mapping("lookup: inputs", inputs, "names to keys")
     if not tables.is_fused and not is_counted and len(inputs) > 1:
         return {name: lookup(tables, {name: given})[name] for name, given in inputs.items()}, None
     stores, _ = guards.whole("lookup", tables=tables.stores, inputs=None)
@@ -244,8 +243,7 @@ def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
 
 
 def _place(tables: FrozenTables, what: str, table: str) -> tuple[int, int]:
-    if table not in tables.spec.places:
-        raise UnknownTableError(f"{what}: table: got {table!r}, wanted one of {list(tables.tables)}.")
+    require_table(what, table, tables.spec.places)
     return tables.spec.places[table]
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array
 from jaxsok import checks
 from jaxsok.collection import Collection
 from jaxsok.features import Bags
-from jaxsok.serving.errors import RequestError
+from jaxsok.serving.errors import RequestError, require_mapping
 from jaxsok.serving.frozen import FrozenTables, require_tables
 from jaxsok.serving.fused import LookupInput, lookup
 from jaxsok.types import COMBINERS, MAX_DIM, Combiner
@@ -96,8 +96,7 @@ def embedding(op: str, spec: LookupSpec, tables: FrozenTables | None, keys: Any,
 
 def embeddings(op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | None, inputs: Any) -> dict[str, Array]:
     """Computes the results of a layer of several inputs, which are keys of some or all specs by name, in one call."""
-    if not isinstance(inputs, Mapping):
-        raise RequestError(f"{op}: inputs: got {type(inputs).__name__}, wanted a mapping from names to keys.")
+    require_mapping(f"{op}: inputs", inputs, "names to keys")
     for name in inputs:
         if name not in specs:
             raise RequestError(f"{op}: inputs: got {name!r}, wanted some of {list(specs)}.")

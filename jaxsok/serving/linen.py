@@ -42,7 +42,6 @@ class LookupLayer(nn.Module):
     """The dim of the table, checked where it is given; `init` without tables needs it."""
 
     def __call__(self, keys: Any, max_norm: float | None = None, *, tables: FrozenTables | None = None) -> Array:
-        """Looks up; see the class."""
         spec = LookupSpec(self.table, dim=self.dim)
         return group.embedding("LookupLayer", spec, _tables(self, tables), keys, max_norm=max_norm)
 
@@ -70,7 +69,6 @@ class SparseLookupLayer(nn.Module):
         max_norm: float | None = None,
         tables: FrozenTables | None = None,
     ) -> Float32[Array, "num_bags dim"]:
-        """Looks up; see the class."""
         op = "SparseLookupLayer"
         spec = group.require_combiner(op, LookupSpec(self.table, self.combiner, dim=self.dim))
         more = {"weights": weights, "offsets": offsets, "combiner": combiner, "max_norm": max_norm}
@@ -93,7 +91,6 @@ class LookupLayers(nn.Module):
         return cls(group.specs_of_features(collection), name=name)
 
     def __call__(self, inputs: Mapping[str, Any], *, tables: FrozenTables | None = None) -> dict[str, Array]:
-        """Looks up; see the class."""
         op = "LookupLayers"
         return group.embeddings(op, dict(group.read_specs(op, self.specs)), _tables(self, tables), inputs)
 

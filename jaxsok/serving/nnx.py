@@ -65,7 +65,6 @@ class LookupLayer(nnx.Module):
         self.tables = _variable("LookupLayer", tables)
 
     def __call__(self, keys: Any, max_norm: float | None = None, *, tables: FrozenTables | None = None) -> Array:
-        """Looks up; see the class."""
         return group.embedding("LookupLayer", self.spec, _tables(self, tables), keys, max_norm=max_norm)
 
 
@@ -105,7 +104,6 @@ class SparseLookupLayer(nnx.Module):
         max_norm: float | None = None,
         tables: FrozenTables | None = None,
     ) -> Float32[Array, "num_bags dim"]:
-        """Looks up; see the class."""
         more = {"weights": weights, "offsets": offsets, "combiner": combiner, "max_norm": max_norm}
         return group.embedding("SparseLookupLayer", self.spec, _tables(self, tables), keys, **more)
 
@@ -144,7 +142,6 @@ class LookupLayers(nnx.Module):
         return cls(group.specs_of_features(collection), tables=tables)
 
     def __call__(self, inputs: Mapping[str, Any], *, tables: FrozenTables | None = None) -> dict[str, Array]:
-        """Looks up; see the class."""
         return group.embeddings("LookupLayers", dict(self.specs), _tables(self, tables), inputs)
 
 

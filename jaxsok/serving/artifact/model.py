@@ -16,7 +16,7 @@ from jaxsok.serving.artifact import files
 from jaxsok.serving.artifact import inputs as inputs_lib
 from jaxsok.serving.artifact.files import ArtifactError
 from jaxsok.serving.artifact.inputs import LEAST_BATCH, InputSpec, OutputSpec
-from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
+from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError, require_mapping
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, require_tables
 from jaxsok.serving.padding import padded_size
 
@@ -70,8 +70,7 @@ class ServedModel:
             raise RequestError("call: inputs: got a batch of no samples, wanted one at least; or pad=True.")
         if not pad:
             return self.run(tables, leaves)
-        out = self.run(tables, self.pad(leaves, num_samples))
-        return {name: value[:num_samples] if self.outputs[name].is_batched else value for name, value in out.items()}
+        return self.cut(self.run(tables, self.pad(leaves, num_samples)), num_samples)
 
     def run(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> dict[str, Array]:
         """Runs the program over what `read` or `pad` gave; results have a row for each of its samples."""
@@ -108,6 +107,10 @@ class ServedModel:
         size = padded_size(num_samples, LEAST_BATCH)
         return {name: inputs_lib.pad_input(leaf, size) for name, leaf in leaves.items()}
 
+    def cut(self, out: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
+        """Takes the rows of padding samples from results of `run`."""
+        return {name: value[:num_samples] if self.outputs[name].is_batched else value for name, value in out.items()}
+
     def _bind(self, tables: FrozenTables) -> tuple[Any, Any, Any]:
         stores, numbers, words = _find_tables(self._stores, tables.spec)
         arrays = tuple(tables.stores[store] for store in stores)
@@ -115,8 +118,7 @@ class ServedModel:
 
     def read(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         """Checks the inputs of a call (RequestError); gives the program's inputs, unpadded, and the batch size."""
-        if not isinstance(inputs, Mapping):
-            raise RequestError(f"call: inputs: got {type(inputs).__name__}, wanted a mapping from names to arrays.")
+        require_mapping("call: inputs", inputs, "names to arrays")
         if inputs.keys() != self.inputs.keys():
             raise RequestError(f"call: inputs: got {sorted(inputs)}, wanted {sorted(self.inputs)}.")
         leaves, sizes = {}, {}

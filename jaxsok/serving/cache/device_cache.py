@@ -22,7 +22,7 @@ from jaxsok.serving.cache.compiled import LEAST_KEYS
 from jaxsok.serving.cache.requests import Fetched, Fetcher, Found, Request
 from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.cache.stores import Batch, DeviceStores
-from jaxsok.serving.errors import UnknownTableError
+from jaxsok.serving.errors import require_table
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
 from jaxsok.serving.padding import NO_KEYS, fill_up, padded_size
 from jaxsok.store import num_buckets_of
@@ -136,8 +136,7 @@ class DeviceCache:
         reads zeros and is not counted. What the source raises leaves the cache as it was.
         """
         request = Request(self._spec, keys, self._compiled.choose_sizes)
-        found = self._ask(request, is_expanded=True)
-        fetched = self._fetcher.fetch(found, request.num_keys, self.hit_rate_threshold)
+        found, fetched = self._ask(request, is_expanded=True)
         rows: dict[str, np.ndarray] = {}
         of_store = {s: np.asarray(found.out.rows[s][0]) for s in {part.store for part in request.parts}}
         for part in request.parts:
@@ -150,14 +149,14 @@ class DeviceCache:
     def lookup_tables(self, keys: Mapping[str, Any]) -> CachedTables:
         """Looks up as `lookup`, and gives all tables frozen on the device, with one row for each distinct key."""
         request = Request(self._spec, keys, lambda least: least)
-        found = self._ask(request, is_expanded=False)
-        fetched = self._fetcher.fetch(found, request.num_keys, self.hit_rate_threshold)
+        found, fetched = self._ask(request, is_expanded=False)
         stores = [self._store_of(s, request, found, fetched) for s in range(len(self._spec.stores))]
         tables, of = FrozenTables(tuple(stores), self._spec), found.snapshot
         return CachedTables(tables, of.version, found.hit_rates, of.source)
 
-    def _ask(self, request: Request, *, is_expanded: bool) -> Found:
-        return Found.of(self._spec, request, *self.stores.query(request.batches, is_expanded))
+    def _ask(self, request: Request, *, is_expanded: bool) -> tuple[Found, dict[str, Fetched]]:
+        found = Found.of(self._spec, request, *self.stores.query(request.batches, is_expanded))
+        return found, self._fetcher.fetch(found, request.num_keys, self.hit_rate_threshold)
 
     def _store_of(self, s: int, request: Request, found: Found, fetched: Mapping[str, Fetched]) -> FrozenStore:
         """Packs the rows of a request in one store as a frozen store of their own."""
@@ -250,10 +249,9 @@ class DeviceCache:
                 f"{list(stores.source.tables.values())}; open another cache."
             )
         for name in changed or ():
-            if name not in self._spec.places:
-                raise UnknownTableError.of("swap", name, self._spec.places)
+            require_table("swap", name, self._spec.places)
         with self._changing:
-            leaving = None if changed is None else {name: _distinct(name, keys) for name, keys in changed.items()}
+            leaving = None if changed is None else {name: _distinct_keys(name, keys) for name, keys in changed.items()}
             with stores.keep_out(leaving):
                 if leaving is not None:
                     batches = self._changed_batches(source, leaving)
@@ -299,8 +297,7 @@ class DeviceCache:
     def _by_store(self, op: str, num_keys: Mapping[str, int]) -> list[int]:
         sizes = [0] * len(self._spec.stores)
         for name, count in num_keys.items():
-            if name not in self._spec.places:
-                raise UnknownTableError.of(op, name, self._spec.places)
+            require_table(op, name, self._spec.places)
             sizes[self._spec.places[name][0]] += count
         return sizes
 
@@ -348,6 +345,6 @@ def _chunks(size: int, most: int) -> Iterator[slice]:
     return (slice(start, start + most) for start in range(0, size, most))
 
 
-def _distinct(name: str, keys: Any) -> np.ndarray:
+def _distinct_keys(name: str, keys: Any) -> np.ndarray:
     keys = np.unique(keys_lib.from_words(keys_lib.to_words(np.asarray(keys), f'swap: table "{name}"')))
     return keys[keys != np.uint64(PADDING_KEY)]

@@ -15,7 +15,7 @@ from jaxsok.serving.cache.compiled import LEAST_KEYS
 from jaxsok.serving.cache.programs import Queried
 from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.cache.stores import DeviceStores, Snapshot
-from jaxsok.serving.errors import RequestError, UnknownTableError, refusals
+from jaxsok.serving.errors import refusals, require_mapping, require_table
 from jaxsok.serving.frozen import FrozenSpec
 from jaxsok.serving.padding import padded_size
 from jaxsok.serving.ready import Beside
@@ -40,16 +40,14 @@ class Request:
     def __init__(
         self, spec: FrozenSpec, keys: Mapping[str, Any], choose: Callable[[tuple[int, ...]], tuple[int, ...]]
     ) -> None:
-        if not isinstance(keys, Mapping):
-            raise RequestError(f"lookup: keys: got {type(keys).__name__}, wanted a mapping from tables to keys.")
+        require_mapping("lookup: keys", keys, "tables to keys")
         words: list[list[np.ndarray]] = [[] for _ in spec.stores]
         ids: list[list[np.ndarray]] = [[] for _ in spec.stores]
         sizes = [0] * len(spec.stores)
         self.parts: list[Part] = []
         self.num_keys = 0
         for name, given in keys.items():
-            if name not in spec.places:
-                raise UnknownTableError.of("lookup", name, spec.places)
+            require_table("lookup", name, spec.places)
             with refusals():
                 given, what = keys_lib.as_array(given, "lookup"), f'lookup: table "{name}"'
                 of_table = keys_lib.to_words(np.atleast_1d(given), what).reshape(-1, 2)

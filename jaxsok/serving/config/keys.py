@@ -137,11 +137,6 @@ def column(name: str, kind: Kind, wanted: str, default: Any = REQUIRED) -> Any:
     return dataclasses.field(metadata={"key": Key(list_of(kind, wanted), default), "block": "", "name": name})
 
 
-def columns_of(table: type) -> dict[str, str]:
-    """Gives HPS's lists, and the field of a table that their entries become."""
-    return {field.metadata["name"]: field.name for field in dataclasses.fields(table)}
-
-
 def keys_of(kind: type, block: str = "") -> dict[str, Key]:
     """Gives the keys of a block, as the fields of a dataclass declare them."""
     return {

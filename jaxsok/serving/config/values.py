@@ -273,7 +273,7 @@ class Config:
         return lines
 
 
-PER_TABLE = keys.columns_of(TableConfig)
+PER_TABLE = {field.metadata["name"]: field.name for field in dataclasses.fields(TableConfig)}  # HPS's lists
 JAXSOK_KEYS = keys.keys_of(ModelConfig, "jaxsok")
 MODEL_KEYS: dict[str, Key] = {
     **keys.keys_of(TableConfig),

@@ -121,14 +121,12 @@ class Served:
 
     def _read_keys(self, keys: Any) -> dict[str, np.ndarray]:
         op = "lookup"
-        if not isinstance(keys, Mapping):
-            raise errors.RequestError(f"{op}: keys: got {type(keys).__name__}, wanted a mapping from tables to keys.")
+        errors.require_mapping(f"{op}: keys", keys, "tables to keys")
         if not keys:
             raise errors.RequestError(f"{op}: keys: got no tables, wanted at least one of {sorted(self.names)}.")
         arrays = {}
         for name, given in keys.items():
-            if not isinstance(name, str) or name not in self.names:
-                raise errors.UnknownTableError.of(op, name, self.names, f'model "{self.config.model}"')
+            errors.require_table(op, name, self.names, f'model "{self.config.model}"')
             what = f'{op}: table "{name}"'
             with errors.refusals():
                 arrays[name] = keys_lib.from_words(keys_lib.words_of(given, "int64", what))
@@ -313,14 +311,14 @@ def _open_table(config: ModelConfig, table: TableConfig, key_bits: folders.KeyBi
         table.file, table=table.name, dim=table.dim, key_bits=key_bits, hotness=config.is_filled_at_start, op=op
     )
     what = f'{op}: model "{config.model}": table "{table.name}": default_value_for_each_table'
-    return folders.frozen_as(what, source, config.row_dtype, table.default)
+    return folders.to_frozen(what, source, config.row_dtype, table.default)
 
 
 def open_for_export(op: str, path: str, model: str | None = None, dtype: Any = None) -> list[folders.Frozen]:
     """Opens the tables of an export, a delta or a checkpoint, or those of a model of an HPS configuration (.json)."""
     if not path.endswith(".json"):
         return [
-            folders.frozen_as(f'{op}: table "{source.table}": default', source, dtype)
+            folders.to_frozen(f'{op}: table "{source.table}": default', source, dtype)
             for source in folders.open_saved(op, path)
         ]
     config = read_config(path)
@@ -370,8 +368,7 @@ def load_tables(
     chosen = choose_model(op, whole, model)
     by_name = {table.name: table for table in chosen.tables}
     for name in tables or ():
-        if name not in by_name:
-            raise errors.UnknownTableError.of(op, name, by_name, f'model "{chosen.model}"')
+        errors.require_table(op, name, by_name, f'model "{chosen.model}"')
     given = [_open_table(chosen, by_name[name], whole.key_bits, op) for name in tables or by_name]
     loaded, _ = freeze_records(given, spare_rows=chosen.spare_rows, device=device)
     return dataclasses.replace(loaded, is_fused=chosen.is_fused)

@@ -46,7 +46,7 @@ class StoredVersion(Version):
 class StoredVersions(AnyVersions):
     """The versions of one model's tables in databases, which it fills first."""
 
-    host_bytes = held_bytes = 0
+    host_bytes = 0
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxsok.serving import folders, frozen
 from jaxsok.serving.config import ModelConfig
-from jaxsok.serving.errors import ServingError, UnknownTableError
+from jaxsok.serving.errors import ServingError, require_table
 from jaxsok.serving.folders import TableSource
 from jaxsok.serving.model.store_plans import Change, StorePlan, split_sources
 from jaxsok.serving.padding import fill_up, padded_size
@@ -177,6 +177,7 @@ class AnyVersions(abc.ABC):
     """The versions of one model's tables, wherever their rows lie; a subclass makes the first one."""
 
     current: Version  # the latest one, to inspect
+    held_bytes = 0  # device memory of a version that is not served yet
 
     def __init__(self, model: str, key_bits: folders.KeyBits) -> None:
         self.name, self.num_in_place = model, 0
@@ -240,7 +241,6 @@ class Versions(AnyVersions):
         others = memory.devices[len(parts) :]  # which get copies
         parts += [dataclasses.replace(parts[0], tables=jax.device_put(parts[0].tables, device)) for device in others]
         self.current = Version.first(config, given, served, parts)
-        self.held_bytes = 0  # device memory of a version that is not served yet
 
     @property
     def host_bytes(self) -> int:
@@ -415,8 +415,7 @@ def open_update(model: str, source: Source, version: Version, key_bits: folders.
         if not source:
             raise ServingError(f"{op}: source: got no tables, wanted a folder for at least one.")
         for name in source:
-            if name not in tables:
-                raise UnknownTableError.of(op, name, tables, f'model "{model}"')
+            require_table(op, name, tables, f'model "{model}"')
         opened = {name: folders.open_either(op, path, tables[name], key_bits) for name, path in source.items()}
     elif isinstance(source, Sequence) and not isinstance(source, str):
         opened = folders.open_links(op, model, source, tables, key_bits)
@@ -439,16 +438,6 @@ def open_update(model: str, source: Source, version: Version, key_bits: folders.
                 f"the table {holds}; apply deltas in order, and none of them twice, or a full export."
             )
     return opened
-
-
-def free_bytes(device: Any, limit: int | None, used: int) -> int | None:
-    """Counts the free bytes of a device, or of a limit after `used` bytes. None: not known, as on CPUs."""
-    if limit is not None:
-        return max(0, limit - used)
-    found = device.memory_stats()
-    if not found or "bytes_limit" not in found:
-        return None
-    return max(0, found["bytes_limit"] - found["bytes_in_use"])
 
 
 def _most_bytes(parts: Sequence[Part], plans: Sequence[Sequence[StorePlan]], is_in_place: bool) -> int:
