@@ -10,7 +10,7 @@ import tempfile
 from typing import Any, Literal
 
 from jaxsok.serving.config import keys
-from jaxsok.serving.config.keys import Key, column, declare, without_effect
+from jaxsok.serving.config.keys import Key, Keys, column, declare, without_effect
 from jaxsok.types import MAX_DIM
 
 Tier = Literal["device", "cache", "host"]
@@ -274,12 +274,10 @@ class Config:
 
 
 PER_TABLE = {field.metadata["name"]: field.name for field in dataclasses.fields(TableConfig)}  # HPS's lists
-JAXSOK_KEYS = keys.keys_of(ModelConfig, "jaxsok")
-MODEL_KEYS: dict[str, Key] = {
+MODEL_KEYS: Keys = {
     **keys.keys_of(TableConfig),
     **keys.keys_of(ModelConfig),
     "enable_pagelock": Key(keys.BOOL, False),  # True is refused for a static model, and has no effect elsewhere
-    "jaxsok": Key(keys.BLOCK),
     **without_effect("the exported model tells its own inputs", keys.COUNT, "maxnum_des_feature_per_sample"),
     **without_effect("a refresh takes one buffer", keys.COUNT, "num_of_refresher_buffer_in_pool"),
     **without_effect("XLA orders what runs on a device", keys.BOOL, "use_context_stream"),
@@ -295,10 +293,9 @@ MODEL_KEYS: dict[str, Key] = {
     ),
     **without_effect("supportlonglong says how many bits keys have", keys.UNREAD, "i64_input_key"),
 }
-DATABASE_KEYS: dict[str, dict[str, Key]] = {
+DATABASE_KEYS: dict[str, Keys] = {
     "volatile_db": {
         **keys.keys_of(VolatileDb),
-        "jaxsok": Key(keys.BLOCK),
         **without_effect(_OF_PROCESS, keys.SIZE, "allocation_rate", "shared_memory_size"),
         **without_effect(_OF_PROCESS, keys.TEXT, "shared_memory_name"),
         **without_effect(_OF_PROCESS, keys.BOOL, "shared_memory_auto_remove"),
@@ -315,18 +312,15 @@ DATABASE_KEYS: dict[str, dict[str, Key]] = {
     },
     "update_source": {
         **keys.keys_of(UpdateSource),
-        "jaxsok": Key(keys.BLOCK),
         **without_effect(_OF_KAFKA, keys.COUNT, "metadata_refresh_interval_ms", "receive_buffer_size"),
         **without_effect(_OF_KAFKA, keys.COUNT, "poll_timeout_ms", "max_batch_size", "failure_backoff_ms"),
         **without_effect(_OF_KAFKA, keys.COUNT, "max_commit_interval"),
         **without_effect(_OLDER, keys.UNREAD, "max_receive_buffer_size"),
     },
 }  # the keys of the blocks of databases
-VOLATILE_JAXSOK_KEYS = keys.keys_of(VolatileDb, "jaxsok")
-UPDATE_JAXSOK_KEYS = keys.keys_of(UpdateSource, "jaxsok")
 OLDER_DATABASES = ("cpu_memory_db", "distributed_db")  # the blocks of HPS 3.3 that later became volatile_db
 OLDER_DATABASE_KEYS = without_effect(_OLDER, keys.UNREAD, *DATABASE_KEYS["volatile_db"])
-TOP_KEYS: dict[str, Key] = {
+TOP_KEYS: Keys = {
     "supportlonglong": Key(keys.BOOL, keys.REQUIRED),
     "fuse_embedding_table": Key(keys.BOOL),
     "models": Key(keys.list_of(keys.BLOCK, "a list of models"), keys.REQUIRED),
