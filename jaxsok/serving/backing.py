@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float32, UInt64
 from jaxsok.kernels import table as table_kernels
 from jaxsok.records import Records, joined, rounded
 from jaxsok.serving import quantize
-from jaxsok.serving.errors import UnknownTableError
+from jaxsok.serving.errors import require_table
 from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, RecordSource, freeze_records
 from jaxsok.serving.fused import find_rows
 from jaxsok.serving.padding import key_words, padded_size
@@ -79,7 +79,7 @@ class RowSource(abc.ABC):
                 text = '%s.fetch: table "%s": got %d rows that are not finite, the first of key %d, wanted numbers to '
                 text += "be quantized; they count as not found. Not told again for %g s."
                 _log.warning(text, type(self).__name__, table, np.count_nonzero(is_broken), first, _WARN_S)
-        numbers, scales = quantize.quantized(np.where(is_found[:, None], rows, 0), self.tables[table].dtype)
+        numbers, scales = quantize.quantize_rows(np.where(is_found[:, None], rows, 0), self.tables[table].dtype)
         return numbers, scales, is_found
 
     @functools.cached_property
@@ -171,8 +171,7 @@ class HostRows(RowSource):
             yield Records(keys[some], rows, frequency=None if frequency is None else frequency[some])
 
     def _place(self, op: str, table: str) -> tuple[int, int]:
-        if table not in self._tables.spec.places:
-            raise UnknownTableError.of(op, table, self.tables, "this source")
+        require_table(op, table, self._tables.spec.places, "this source")
         return self._tables.spec.places[table]
 
 

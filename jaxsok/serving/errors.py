@@ -4,7 +4,8 @@ Damaged files raise `jaxsok.checkpoint.CorruptFileError` or `ValueError`, as whe
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 
 class ServingError(ValueError):
@@ -37,11 +38,6 @@ class UnknownModelError(ServingError):
 class UnknownTableError(ServingError):
     """A table that a model, or a folder of saved tables, does not have."""
 
-    @classmethod
-    def of(cls, op: str, got: object, known: Iterable[str], where: str = "") -> "UnknownTableError":
-        of_whom = f", the tables of {where}" if where else ""
-        return cls(f"{op}: table: got {got!r}, wanted one of {sorted(known)}{of_whom}.")
-
 
 class RequestError(ServingError):
     """Keys or inputs of the wrong type, shape or value."""
@@ -57,6 +53,20 @@ class DatabaseError(ServingError):
 
 class StreamFullError(ServingError):
     """A stream without room for another version, since servers have not read its versions."""
+
+
+def require_table(op: str, table: Any, known: Collection[str], where: str = "") -> None:
+    """Refuses a table that is not among the known ones; `where` says whose these are."""
+    if not isinstance(table, str) or table not in known:
+        got = table[:80] if isinstance(table, str) else table  # a client may send any name
+        of_whom = f", the tables of {where}" if where else ""
+        raise UnknownTableError(f"{op}: table: got {got!r}, wanted one of {sorted(known)}{of_whom}.")
+
+
+def require_mapping(what: str, value: Any, wanted: str) -> None:
+    """Refuses a request that is no mapping; `wanted` names its keys and values."""
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{what}: got {type(value).__name__}, wanted a mapping from {wanted}.")
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from jaxsok.initializers import InitialRows
 from jaxsok.interchange import files as files_lib
 from jaxsok.interchange import hps as hps_lib
 from jaxsok.records import Records
-from jaxsok.serving.errors import ServingError, UnknownTableError
+from jaxsok.serving.errors import ServingError, UnknownTableError, require_table
 from jaxsok.serving.frozen import FrozenTable, table_that_reads
 
 Path = str | os.PathLike[str]
@@ -85,12 +85,12 @@ def open_table(
     files_lib.check_dim(op, dim)
     folder, is_hps = _find(op, path, table)
     if is_hps:
-        return _of_hps(op, folder, table, int(dim), key_bits, hotness)
+        return _open_hps(op, folder, table, int(dim), key_bits, hotness)
     links = [Source.of(op, folder)] if alone and is_delta(path) else chain_of(op, folder)
-    return _of_links(links, folder, table, int(dim), key_bits)
+    return _read_links(links, folder, table, int(dim), key_bits)
 
 
-def _of_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits) -> TableSource:
+def _read_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits) -> TableSource:
     """Checks a chain, or deltas that follow each other; gives its rows."""
     for link in links:
         _check(link, table, dim)
@@ -126,7 +126,7 @@ def open_either(op: str, path: Path, table: FrozenTable, key_bits: KeyBits) -> T
 Frozen: TypeAlias = tuple[FrozenTable, TableSource]
 
 
-def frozen_as(what: str, source: TableSource, dtype: Any = None, default: float | None = None) -> Frozen:
+def to_frozen(what: str, source: TableSource, dtype: Any = None, default: float | None = None) -> Frozen:
     """Describes how a table is served: its rows have `dtype`, absent keys read `default`; None: as it was saved."""
     absent = source.unknown if default is None else default
     if isinstance(absent, str):
@@ -188,9 +188,9 @@ def open_links(
         check_link(op, link, before.manifest["uuid"], f'"{before.folder}"')
     saved = links[-1].manifest["tables"]
     if tables.keys().isdisjoint(saved):
-        raise UnknownTableError.of(op, next(iter(tables)), saved, f'"{links[-1].folder}", in an update of "{model}"')
+        require_table(op, next(iter(tables)), saved, f'"{links[-1].folder}", in an update of "{model}"')
     return {
-        name: _of_links(links, links[-1].folder, name, table.dim, key_bits)
+        name: _read_links(links, links[-1].folder, name, table.dim, key_bits)
         for name, table in tables.items()
         if name in saved
     }
@@ -240,8 +240,7 @@ def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def _check(link: Source, table: str, dim: int) -> None:
     """Refuses a folder without the table, with another dim, or damaged."""
-    if table not in link.manifest["tables"]:
-        raise UnknownTableError.of(link.op, table, link.manifest["tables"], f'"{link.folder}"')
+    require_table(link.op, table, link.manifest["tables"], f'"{link.folder}"')
     got = link.form(table).dim
     if got != dim:
         raise ServingError(f'{link.op}: table "{table}": dim: got {got} in "{link.folder}", wanted {dim}.')
@@ -252,7 +251,7 @@ def _check(link: Source, table: str, dim: int) -> None:
             file.verify()
 
 
-def _of_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits, hotness: bool) -> TableSource:
+def _open_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits, hotness: bool) -> TableSource:
     meta = folder / "meta"
     try:
         chunks = hps_lib.read_hps(folder, dim=dim, hotness=hotness and meta.exists())

@@ -50,9 +50,12 @@ class FrozenTable:
     """
 
     name: str
-    dim: int  # numbers in a row: 1 to 1024
-    default: float = 0.0  # the number that a missing key reads, in every column
-    dtype: FrozenDtype = "float32"  # as rows are stored; embeddings are float32
+    dim: int
+    """Numbers in a row: 1 to 1024."""
+    default: float = 0.0
+    """The number that a missing key reads, in every column."""
+    dtype: FrozenDtype = "float32"
+    """The dtype of stored rows; embeddings are float32."""
     initial: initializers.InitialRows | None = None
     """The row of such a key in training, read in place of `default`. Rounded to rows of 16 bits, not of 8."""
 
@@ -90,10 +93,13 @@ class FrozenTable:
 class FrozenStore:
     """The arrays of the tables of one dim and dtype."""
 
-    index: UInt32[Array, "num_buckets 16"]  # (table, key) → row id, as in training (`StoreState.index`), but fuller
-    counters: UInt32[Array, " num_counters"]  # a lookup reads their salt
+    index: UInt32[Array, "num_buckets 16"]
+    """The map (table, key) → row id, as in training (`StoreState.index`), but fuller."""
+    counters: UInt32[Array, " num_counters"]
+    """The counters of the store, of which a lookup reads the salt."""
     rows: Shaped[Array, "capacity dim"]
-    scales: tuple[Float32[Array, " capacity"], ...] = ()  # one array, of quantized rows: numbers times scale
+    scales: tuple[Float32[Array, " capacity"], ...] = ()
+    """One array where rows are quantized: a row is its numbers times its scale."""
 
     @property
     def capacity(self) -> int:
@@ -320,7 +326,7 @@ def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, ...]:
     """Rounds or quantizes rows as a table stores them, with scales if quantized (ValueError: not finite)."""
     if not table.is_quantized:
         return (rounded(rows, jnp.dtype(table.dtype)),)
-    return quantize.quantized(np.asarray(rows, np.float32), table.dtype)
+    return quantize.quantize_rows(np.asarray(rows, np.float32), table.dtype)
 
 
 def write_lines(store: FrozenStore, row_ids: np.ndarray, lines: Sequence[np.ndarray]) -> FrozenStore:

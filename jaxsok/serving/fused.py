@@ -18,7 +18,7 @@ from jaxsok import checks, features, guards, types
 from jaxsok import keys as keys_lib
 from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels import table as table_kernels
-from jaxsok.serving.errors import RequestError, UnknownTableError, refusals
+from jaxsok.serving.errors import RequestError, refusals, require_mapping, require_table
 from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenStore, FrozenTable, FrozenTables, require_tables
 
 
@@ -40,9 +40,12 @@ class LookupInput:
     its sign."""
     combiner: types.Combiner | None = dataclasses.field(default=None, metadata={"static": True})
     """The operation on the rows of a bag; None: every key reads its own row."""
-    offsets: Any = None  # `[num_bags + 1]`: where each bag begins, and where the last one ends
-    weights: Any = None  # one float for each key, in the shape of `keys`; with a combiner
-    max_norm: float | None = dataclasses.field(default=None, metadata={"static": True})  # longer rows (L2) are scaled
+    offsets: Any = None
+    """`[num_bags + 1]`: where each bag begins, and where the last one ends."""
+    weights: Any = None
+    """One float for each key, in the shape of `keys`; with a combiner."""
+    max_norm: float | None = dataclasses.field(default=None, metadata={"static": True})
+    """The L2 norm that longer rows are scaled down to; None: rows stay."""
 
 
 def lookup(tables: FrozenTables, inputs: Mapping[str, LookupInput]) -> dict[str, Array]:
@@ -89,8 +92,7 @@ def _look_up(
     tables: FrozenTables, inputs: Mapping[str, LookupInput], *, is_counted: bool
 ) -> tuple[dict[str, Array], Int32[Array, "num_tables num_counts"] | None]:
     require_tables("lookup", tables)
-    if not isinstance(inputs, Mapping):
-        raise RequestError(f"lookup: inputs: got {type(inputs).__name__}, wanted a mapping from names to keys.")
+    require_mapping("lookup: inputs", inputs, "names to keys")
     if not tables.is_fused and not is_counted and len(inputs) > 1:
         return {name: lookup(tables, {name: given})[name] for name, given in inputs.items()}, None
     stores, _ = guards.whole("lookup", tables=tables.stores, inputs=None)
@@ -241,8 +243,7 @@ def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
 
 
 def _place(tables: FrozenTables, what: str, table: str) -> tuple[int, int]:
-    if table not in tables.spec.places:
-        raise UnknownTableError(f"{what}: table: got {table!r}, wanted one of {list(tables.tables)}.")
+    require_table(what, table, tables.spec.places)
     return tables.spec.places[table]
 
 

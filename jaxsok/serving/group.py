@@ -12,7 +12,7 @@ from jaxtyping import Array
 from jaxsok import checks
 from jaxsok.collection import Collection
 from jaxsok.features import Bags
-from jaxsok.serving.errors import RequestError
+from jaxsok.serving.errors import RequestError, require_mapping
 from jaxsok.serving.frozen import FrozenTables, require_tables
 from jaxsok.serving.fused import LookupInput, lookup
 from jaxsok.types import COMBINERS, MAX_DIM, Combiner
@@ -31,9 +31,12 @@ class LookupSpec:
     """
 
     table: str
-    combiner: Combiner | None = None  # None: a row for each key, as of `LookupLayer`; else bags
-    max_norm: float | None = None  # rows longer than this (L2) are scaled down to it before they are combined
-    dim: int | None = None  # checked where it is given; Linen's `init` without tables needs it
+    combiner: Combiner | None = None
+    """The operation on the rows of a bag; None: a row for each key, as of `LookupLayer`."""
+    max_norm: float | None = None
+    """The L2 norm that longer rows are scaled down to before they are combined."""
+    dim: int | None = None
+    """The dim of the table, checked where it is given; Linen's `init` without tables needs it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, str) or not self.table:
@@ -47,7 +50,7 @@ class LookupSpec:
             checks.field(self, what, "dim", checks.integer, 1, MAX_DIM, f"1 to {MAX_DIM}, or None")
 
 
-def of(op: str, given: Any) -> LookupSpec:
+def _read_spec(op: str, given: Any) -> LookupSpec:
     """Gives a spec as it is; the name of a table stands for one row for each key. TypeError: neither."""
     if isinstance(given, LookupSpec):
         return given
@@ -56,16 +59,16 @@ def of(op: str, given: Any) -> LookupSpec:
     raise TypeError(f"{op}: got {type(given).__name__}, wanted a LookupSpec or the name of a table.")
 
 
-def all_of(op: str, given: Any) -> tuple[tuple[str, LookupSpec], ...]:
+def read_specs(op: str, given: Any) -> tuple[tuple[str, LookupSpec], ...]:
     """Returns the specs of a group by name, as a hashable value. TypeError, ValueError: no mapping, or an empty one."""
     if not isinstance(given, Mapping):
         raise TypeError(f"{op}: specs: got {type(given).__name__}, wanted a mapping from names to LookupSpecs.")
     if not given:
         raise ValueError(f"{op}: specs: got none, wanted at least one.")
-    return tuple((name, of(f'{op}: specs["{name}"]', spec)) for name, spec in given.items())
+    return tuple((name, _read_spec(f'{op}: specs["{name}"]', spec)) for name, spec in given.items())
 
 
-def of_features(collection: Collection) -> dict[str, LookupSpec]:
+def specs_of_features(collection: Collection) -> dict[str, LookupSpec]:
     """Gives the specs of a training collection's features, by their names."""
     dims = {table.name: table.dim for table in collection.tables}
     return {
@@ -74,7 +77,7 @@ def of_features(collection: Collection) -> dict[str, LookupSpec]:
     }
 
 
-def in_bags(op: str, spec: LookupSpec) -> LookupSpec:
+def require_combiner(op: str, spec: LookupSpec) -> LookupSpec:
     """Gives a spec as it is, if it has a combiner; otherwise raises ValueError."""
     if spec.combiner is None:
         raise ValueError(f'{op} "{spec.table}": combiner: got None, wanted "sum", "mean" or "sqrtn".')
@@ -93,8 +96,7 @@ def embedding(op: str, spec: LookupSpec, tables: FrozenTables | None, keys: Any,
 
 def embeddings(op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | None, inputs: Any) -> dict[str, Array]:
     """Computes the results of a layer of several inputs, which are keys of some or all specs by name, in one call."""
-    if not isinstance(inputs, Mapping):
-        raise RequestError(f"{op}: inputs: got {type(inputs).__name__}, wanted a mapping from names to keys.")
+    require_mapping(f"{op}: inputs", inputs, "names to keys")
     for name in inputs:
         if name not in specs:
             raise RequestError(f"{op}: inputs: got {name!r}, wanted some of {list(specs)}.")

@@ -38,10 +38,10 @@ class LookupLayer(nn.Module):
     """
 
     table: str
-    dim: int | None = None  # checked where it is given; `init` without tables needs it
+    dim: int | None = None
+    """The dim of the table, checked where it is given; `init` without tables needs it."""
 
     def __call__(self, keys: Any, max_norm: float | None = None, *, tables: FrozenTables | None = None) -> Array:
-        """Looks up; see the class."""
         spec = LookupSpec(self.table, dim=self.dim)
         return group.embedding("LookupLayer", spec, _tables(self, tables), keys, max_norm=max_norm)
 
@@ -54,8 +54,10 @@ class SparseLookupLayer(nn.Module):
     """
 
     table: str
-    combiner: Combiner = "mean"  # "sum", "mean" or "sqrtn"
-    dim: int | None = None  # checked where it is given; `init` without tables needs it
+    combiner: Combiner = "mean"
+    """Either "sum", "mean" or "sqrtn"."""
+    dim: int | None = None
+    """The dim of the table, checked where it is given; `init` without tables needs it."""
 
     def __call__(
         self,
@@ -67,9 +69,8 @@ class SparseLookupLayer(nn.Module):
         max_norm: float | None = None,
         tables: FrozenTables | None = None,
     ) -> Float32[Array, "num_bags dim"]:
-        """Looks up; see the class."""
         op = "SparseLookupLayer"
-        spec = group.in_bags(op, LookupSpec(self.table, self.combiner, dim=self.dim))
+        spec = group.require_combiner(op, LookupSpec(self.table, self.combiner, dim=self.dim))
         more = {"weights": weights, "offsets": offsets, "combiner": combiner, "max_norm": max_norm}
         return group.embedding(op, spec, _tables(self, tables), keys, **more)
 
@@ -81,17 +82,17 @@ class LookupLayers(nn.Module):
       `LookupLayers({"who": "user", "seen": LookupSpec("item", "sum")}).apply({}, inputs, tables=tables)`
     """
 
-    specs: Mapping[str, LookupSpec | str]  # by input; the name of a table stands for a row for each key
+    specs: Mapping[str, LookupSpec | str]
+    """The specs by input; the name of a table stands for a row for each key."""
 
     @classmethod
     def from_collection(cls, collection: Collection, name: str | None = None) -> "LookupLayers":
         """Makes the layer for the features of a training collection, with their names, tables and combiners."""
-        return cls(group.of_features(collection), name=name)
+        return cls(group.specs_of_features(collection), name=name)
 
     def __call__(self, inputs: Mapping[str, Any], *, tables: FrozenTables | None = None) -> dict[str, Array]:
-        """Looks up; see the class."""
         op = "LookupLayers"
-        return group.embeddings(op, dict(group.all_of(op, self.specs)), _tables(self, tables), inputs)
+        return group.embeddings(op, dict(group.read_specs(op, self.specs)), _tables(self, tables), inputs)
 
 
 def set_tables(variables: Mapping[str, Any], tables: FrozenTables) -> dict[str, Any]:

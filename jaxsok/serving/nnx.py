@@ -65,7 +65,6 @@ class LookupLayer(nnx.Module):
         self.tables = _variable("LookupLayer", tables)
 
     def __call__(self, keys: Any, max_norm: float | None = None, *, tables: FrozenTables | None = None) -> Array:
-        """Looks up; see the class."""
         return group.embedding("LookupLayer", self.spec, _tables(self, tables), keys, max_norm=max_norm)
 
 
@@ -92,7 +91,7 @@ class SparseLookupLayer(nnx.Module):
     """
 
     def __init__(self, table: str, combiner: Combiner = "mean", dim: int | None = None, *, tables: Tables = None):
-        self.spec = group.in_bags("SparseLookupLayer", LookupSpec(table, combiner, dim=dim))
+        self.spec = group.require_combiner("SparseLookupLayer", LookupSpec(table, combiner, dim=dim))
         self.tables = _variable("SparseLookupLayer", tables)
 
     def __call__(
@@ -105,7 +104,6 @@ class SparseLookupLayer(nnx.Module):
         max_norm: float | None = None,
         tables: FrozenTables | None = None,
     ) -> Float32[Array, "num_bags dim"]:
-        """Looks up; see the class."""
         more = {"weights": weights, "offsets": offsets, "combiner": combiner, "max_norm": max_norm}
         return group.embedding("SparseLookupLayer", self.spec, _tables(self, tables), keys, **more)
 
@@ -131,7 +129,7 @@ class LookupLayers(nnx.Module):
     """
 
     def __init__(self, specs: Mapping[str, LookupSpec | str], *, tables: Tables = None):
-        self.specs = group.all_of("LookupLayers", specs)
+        self.specs = group.read_specs("LookupLayers", specs)
         self.tables = _variable("LookupLayers", tables)
 
     @classmethod
@@ -141,10 +139,9 @@ class LookupLayers(nnx.Module):
         Example:
           `LookupLayers.from_collection(collection, tables=freeze(collection, state))`
         """
-        return cls(group.of_features(collection), tables=tables)
+        return cls(group.specs_of_features(collection), tables=tables)
 
     def __call__(self, inputs: Mapping[str, Any], *, tables: FrozenTables | None = None) -> dict[str, Array]:
-        """Looks up; see the class."""
         return group.embeddings("LookupLayers", dict(self.specs), _tables(self, tables), inputs)
 
 

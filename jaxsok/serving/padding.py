@@ -6,6 +6,8 @@ import numpy as np
 
 from jaxsok import keys as keys_lib
 
+NO_KEYS = np.zeros(0, np.uint64)
+
 
 def padded_size(num_keys: int, least: int) -> int:
     """Returns the least power of two from `least` on that has room for the keys."""

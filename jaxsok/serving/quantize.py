@@ -1,6 +1,6 @@
 """Rows in 8 bits: int8 or float8_e4m3fn numbers, and one float32 scale for each row, in NumPy.
 
-A number stands for itself times its row's scale, rounded to float32, in frozen lookups as in `dequantized`.
+A number stands for itself times its row's scale, rounded to float32, in frozen lookups as in `dequantize_rows`.
 
 Sources: the scaling by row of HugeCTR's parameter server for fp8 (a row's largest magnitude over 448, at least
 1 / (448 * 512)); the same with 127 for int8, which HPS does not have.
@@ -14,7 +14,7 @@ _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 _LEAST_SCALE = {"int8": np.float32(2.0**-126), "float8_e4m3fn": np.float32(1.0 / (448.0 * 512.0))}
 
 
-def quantized(rows: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+def quantize_rows(rows: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Rounds rows to numbers of 8 bits ("int8" or "float8_e4m3fn"), to nearest, ties to even; gives numbers and scales.
 
     A row's scale is its largest magnitude over the largest number (127, or 448), and at least 2^-126 for int8 and
@@ -22,18 +22,18 @@ def quantized(rows: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     first. ValueError: another shape or dtype, or rows that are not finite; names the first such row.
     """
     if dtype not in _DTYPES:
-        raise ValueError(f"quantized: dtype: got {dtype!r}, wanted one of {list(_DTYPES)}.")
+        raise ValueError(f"quantize_rows: dtype: got {dtype!r}, wanted one of {list(_DTYPES)}.")
     rows = np.asarray(rows)
     if rows.ndim != 2 or not (np.issubdtype(rows.dtype, np.floating) or rows.dtype == ml_dtypes.bfloat16):
-        raise ValueError(f"quantized: rows: got {rows.dtype}{list(rows.shape)}, wanted floats of [num_rows, dim].")
+        raise ValueError(f"quantize_rows: rows: got {rows.dtype}{list(rows.shape)}, wanted floats of [num_rows, dim].")
     with np.errstate(over="ignore"):  # what is too large for float32 is refused below
         rows = rows.astype(np.float32, copy=False)
     is_finite = np.isfinite(rows)
     if not is_finite.all():
         row, column = np.argwhere(~is_finite)[0].tolist()
         raise ValueError(
-            f"quantized: rows: got {rows[row, column]} in row {row}, column {column}, wanted finite numbers; such a "
-            f"row has no scale. Repair it, or keep the table in float32."
+            f"quantize_rows: rows: got {rows[row, column]} in row {row}, column {column}, wanted finite numbers; such "
+            "a row has no scale. Repair it, or keep the table in float32."
         )
     largest = np.float32(_LARGEST[dtype])
     scales = np.maximum(np.abs(rows).max(axis=1, initial=0.0) / largest, _LEAST_SCALE[dtype])
@@ -45,16 +45,16 @@ def quantized(rows: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return (np.rint(ratios) if dtype == "int8" else ratios).astype(_DTYPES[dtype]), scales
 
 
-def dequantized(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def dequantize_rows(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Returns float32 rows, to the bit as lookups read them. ValueError: other dtypes or shapes."""
     numbers, scales = np.asarray(numbers), np.asarray(scales)
     if numbers.ndim != 2 or numbers.dtype not in _DTYPES.values():
         raise ValueError(
-            f"dequantized: numbers: got {numbers.dtype}{list(numbers.shape)}, wanted [num_rows, dim] of one of "
+            f"dequantize_rows: numbers: got {numbers.dtype}{list(numbers.shape)}, wanted [num_rows, dim] of one of "
             f"{list(_DTYPES)}."
         )
     if scales.dtype != np.float32 or scales.shape != numbers.shape[:1]:
         raise ValueError(
-            f"dequantized: scales: got {scales.dtype}{list(scales.shape)}, wanted float32[{numbers.shape[0]}]."
+            f"dequantize_rows: scales: got {scales.dtype}{list(scales.shape)}, wanted float32[{numbers.shape[0]}]."
         )
     return numbers.astype(np.float32) * scales[:, None]

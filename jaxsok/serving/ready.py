@@ -62,9 +62,10 @@ class Beside:
             self._known.clear()
             self._waiting.clear()
 
-    def drain(self) -> None:
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Waits at most `timeout_s` for all work, and returns whether it has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._thread is None)
+            return self._changed.wait_for(lambda: self._thread is None, timeout_s)
 
     def stop(self) -> None:
         """Drops waiting work, and takes no more; what runs goes on."""
@@ -73,10 +74,9 @@ class Beside:
         self.forget()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Stops, waits at most `timeout_s` for running work, and returns whether it has ended."""
+        """Stops, then drains."""
         self.stop()
-        with self._changed:
-            return self._changed.wait_for(lambda: self._thread is None, timeout_s)
+        return self.drain(timeout_s)
 
     def _run(self) -> None:
         while True:
@@ -156,7 +156,7 @@ class Ready(Generic[Program]):
         """Compiles a program in a thread, for which no request waits."""
         self.beside.offer((where, program), functools.partial(self.make, where, program))
 
-    def used(self) -> list[Program]:
+    def list_used(self) -> list[Program]:
         """Lists the last `MOST_USED` programs that were called; the latest last."""
         with self._lock:
             return list(self._used)

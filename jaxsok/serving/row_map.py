@@ -44,7 +44,7 @@ class RowMap:
         self.num_tables = num_tables
         self.frequencies: np.ndarray | None = None  # how often each row was used, uint32; None: no table knows
         counters = np.zeros(len(types.COUNTERS), np.uint32)
-        counters[SALT] = _draw_salt() if salt is None else (salt & 0xFFFFFFFF, salt >> 32)
+        counters[SALT] = draw_salt() if salt is None else (salt & 0xFFFFFFFF, salt >> 32)
         self._arrays = StoreArrays(
             index=_on_host(np.full((buckets_of(capacity), types.BUCKET_WORDS), _UNUSED)),
             counters=_on_host(counters),
@@ -95,7 +95,7 @@ class RowMap:
                     break
                 # A key found no entry: aimed keys, or bad luck. Both end with another salt and more room.
                 counters = np.array(self._arrays.counters)
-                counters[SALT] = _draw_salt()
+                counters[SALT] = draw_salt()
                 self._rebuild(_on_host(counters), self.num_buckets + self.num_buckets // 4 + 1)
             placed.append(row_ids[:count])
         return np.concatenate(placed) if placed else np.zeros(0, np.uint32)
@@ -172,7 +172,8 @@ class RowMap:
         self._arrays = dataclasses.replace(self._arrays, index=index, counters=counters)
 
 
-def _draw_salt() -> np.ndarray:
+def draw_salt() -> np.ndarray:
+    """Draws the 64 bits that are mixed into the hashes of an index."""
     return np.frombuffer(secrets.token_bytes(8), np.uint32)
 
 

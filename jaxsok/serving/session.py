@@ -20,7 +20,6 @@ from jaxsok.serving import databases as databases_lib
 from jaxsok.serving import row_map
 from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.errors import ConfigError, ServingError, UnknownModelError
-from jaxsok.serving.model import versions
 from jaxsok.serving.model.served import Answer, Model, Served, open_model
 from jaxsok.serving.model.versions import InPlace, Memory, Source
 
@@ -249,11 +248,15 @@ class Session:
         return models[model]
 
     def _free_bytes(self, devices: Sequence[Any]) -> int | None:
+        """Counts the free bytes of the device that has the fewest; None: not known, as on CPUs."""
         free = []
         for device in devices:
             here = [model for model in self._models.values() if device in model.devices and model.config.gpucache]
-            used = sum(model.device_bytes for model in here)
-            free.append(versions.free_bytes(device, self._memory_limit, used))
+            limit, used = self._memory_limit, sum(model.device_bytes for model in here)
+            if limit is None:
+                found = device.memory_stats() or {}
+                limit, used = found.get("bytes_limit"), found.get("bytes_in_use", 0)
+            free.append(None if limit is None else max(0, limit - used))
         return None if None in free else min(free)
 
 

@@ -543,11 +543,11 @@ def test_lookups_stay_within_the_bound(dtype, back_end):
     rng = np.random.default_rng(12)
     store = frozen_store(rng, F32, 24, num_tables=1)
     rows = (rng.standard_normal(store.rows.shape) * np.exp(rng.uniform(-9, 9, (len(store.rows), 1)))).astype(F32)
-    numbers, scales = quantize.quantized(rows, dtype)
+    numbers, scales = quantize.quantize_rows(rows, dtype)
     frozen = dataclasses.replace(store, rows=numbers, scales=scales)
     batch = kernel_model.Batch(kernel_model.single(store.keys))
     _, ((got,),) = run([operands(frozen, batch)], back_end)
     ids = store.model.find(store.keys, store.tables)
-    assert_bits(got, quantize.dequantized(numbers, scales)[ids])
+    assert_bits(got, quantize.dequantize_rows(numbers, scales)[ids])
     bound = oracle.quantization_error_bound(dtype, np.abs(rows).max(axis=1)[:, None], rows)[ids]
     assert (np.abs(got.astype(np.float64) - rows[ids]) <= bound).all()

@@ -35,9 +35,9 @@ def scale_of(row: np.ndarray, dtype: str) -> fractions.Fraction:
 @hypothesis.given(rows=ROWS)
 def test_nearest_code(dtype, rows):
     """Each number gets the code nearest to x / scale, on a tie the even one; the scale is a rounding from exact."""
-    numbers, scales = quantize.quantized(rows, dtype)
+    numbers, scales = quantize.quantize_rows(rows, dtype)
     assert numbers.dtype == CODES[dtype].dtype and scales.dtype == np.float32 and scales.shape == (3,)
-    assert np.isfinite(quantize.dequantized(numbers, scales)).all()
+    assert np.isfinite(quantize.dequantize_rows(numbers, scales)).all()
     codes = [fractions.Fraction(float(code)) for code in CODES[dtype].astype(np.float64)]
     for row, line, scale in zip(rows, numbers.astype(np.float64), scales, strict=True):
         exact = fractions.Fraction(float(scale))
@@ -53,7 +53,7 @@ def test_nearest_code(dtype, rows):
 @hypothesis.given(rows=ROWS)
 def test_error_bound(dtype, rows):
     """No number is farther from its stored value than the error bounds of its own and of its row."""
-    rows_back = quantize.dequantized(*quantize.quantized(rows, dtype)).astype(np.float64)
+    rows_back = quantize.dequantize_rows(*quantize.quantize_rows(rows, dtype)).astype(np.float64)
     errors = np.abs(rows_back - rows)
     row_max = np.abs(rows).max(axis=1)
     assert (errors <= oracle.quantization_error_bound(dtype, row_max[:, None], rows)).all()
@@ -65,16 +65,16 @@ def test_error_bound_is_tight(dtype):
     """Numbers of all sizes stay within the bound and come near it. For fp8 they reach 1/17 of a number, not 1/16."""
     rng = np.random.default_rng(0)
     rows = (rng.standard_normal((2000, 64)) * 10.0 ** rng.uniform(-30, 30, (2000, 1))).astype(np.float32)
-    errors = np.abs(quantize.dequantized(*quantize.quantized(rows, dtype)).astype(np.float64) - rows)
+    errors = np.abs(quantize.dequantize_rows(*quantize.quantize_rows(rows, dtype)).astype(np.float64) - rows)
     share = errors / oracle.quantization_error_bound(dtype, np.abs(rows).max(axis=1)[:, None], rows)
     assert (0.999 if dtype == "int8" else 0.93) < share.max() <= 1
 
 
 def test_known_numbers():
     """Known numbers get their codes: ties go to even codes, and the scale of fp8 is that of HPS."""
-    numbers, scales = quantize.quantized(np.array([[127.0, 0.5, 1.5, -2.5, 0.49]], np.float32), "int8")
+    numbers, scales = quantize.quantize_rows(np.array([[127.0, 0.5, 1.5, -2.5, 0.49]], np.float32), "int8")
     assert numbers.tolist() == [[127, 0, 2, -2, 0]] and scales.tolist() == [1.0]
-    numbers, scales = quantize.quantized(
+    numbers, scales = quantize.quantize_rows(
         np.array([[448.0, 17.0, 19.0, 2.0**-10, 1.5 * 2.0**-9, -1.0]]), "float8_e4m3fn"
     )
     assert numbers.astype(np.float32).tolist() == [[448.0, 16.0, 20.0, 0.0, 2.0**-8, -1.0]]
@@ -84,18 +84,18 @@ def test_known_numbers():
 @pytest.mark.parametrize("dtype, least", [("int8", 2.0**-126), ("float8_e4m3fn", np.float32(1 / (448 * 512)))])
 def test_zeros_and_tiny_rows(dtype, least):
     """The scale has a floor, so no division is by zero, and zeros come back as zeros."""
-    numbers, scales = quantize.quantized(np.array([[0.0, -0.0], [2.0**-149, 0.0]], np.float32), dtype)
+    numbers, scales = quantize.quantize_rows(np.array([[0.0, -0.0], [2.0**-149, 0.0]], np.float32), dtype)
     assert scales.tolist() == [least] * 2
-    assert (quantize.dequantized(numbers, scales) == 0).all()
+    assert (quantize.dequantize_rows(numbers, scales) == 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_rows(dtype):
     """Empty tables give empty rows."""
     for shape in ((0, 4), (2, 0)):
-        numbers, scales = quantize.quantized(np.zeros(shape, np.float32), dtype)
+        numbers, scales = quantize.quantize_rows(np.zeros(shape, np.float32), dtype)
         assert numbers.shape == shape and scales.shape == shape[:1]
-        assert quantize.dequantized(numbers, scales).shape == shape
+        assert quantize.dequantize_rows(numbers, scales).shape == shape
 
 
 @pytest.mark.parametrize("source", [np.float64, np.float16, ml_dtypes.bfloat16])
@@ -103,7 +103,7 @@ def test_rows_of_other_floats(source):
     """Rows of other floating dtypes are converted to float32 first."""
     rows = np.random.default_rng(1).standard_normal((4, 6)).astype(source)
     for got, want in zip(
-        quantize.quantized(rows, "int8"), quantize.quantized(rows.astype(np.float32), "int8"), strict=True
+        quantize.quantize_rows(rows, "int8"), quantize.quantize_rows(rows.astype(np.float32), "int8"), strict=True
     ):
         np.testing.assert_array_equal(got, want)
 
@@ -114,20 +114,20 @@ def test_not_finite(dtype, bad):
     """A row that is not finite is named in the error."""
     rows = np.zeros((5, 3))
     rows[3, 1] = bad
-    with pytest.raises(ValueError, match=r"quantized: rows: got .* in row 3, column 1, wanted finite numbers"):
-        quantize.quantized(rows, dtype)
+    with pytest.raises(ValueError, match=r"quantize_rows: rows: got .* in row 3, column 1, wanted finite numbers"):
+        quantize.quantize_rows(rows, dtype)
 
 
 def test_bad_arguments():
     """Wrong shapes and dtypes are refused."""
     rows, scales = np.zeros((2, 3), np.float32), np.ones(2, np.float32)
     for bad in (rows[0], rows.astype(np.int32), rows.astype(bool)):
-        with pytest.raises(ValueError, match=r"quantized: rows: got .*wanted floats of \[num_rows, dim\]"):
-            quantize.quantized(bad, "int8")
+        with pytest.raises(ValueError, match=r"quantize_rows: rows: got .*wanted floats of \[num_rows, dim\]"):
+            quantize.quantize_rows(bad, "int8")
     with pytest.raises(ValueError, match="dtype: got 'int4', wanted one of"):
-        quantize.quantized(rows, "int4")
-    with pytest.raises(ValueError, match="dequantized: numbers: got float32"):
-        quantize.dequantized(rows, scales)
+        quantize.quantize_rows(rows, "int4")
+    with pytest.raises(ValueError, match="dequantize_rows: numbers: got float32"):
+        quantize.dequantize_rows(rows, scales)
     for bad in (scales[1:], scales.astype(np.float64)):
-        with pytest.raises(ValueError, match=r"dequantized: scales: got .* wanted float32\[2\]"):
-            quantize.dequantized(rows.astype(np.int8), bad)
+        with pytest.raises(ValueError, match=r"dequantize_rows: scales: got .* wanted float32\[2\]"):
+            quantize.dequantize_rows(rows.astype(np.int8), bad)

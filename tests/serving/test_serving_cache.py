@@ -23,8 +23,7 @@ from jaxsok.records import Records
 from jaxsok.serving import cache as cache_module
 from jaxsok.serving import ready as ready_lib
 from jaxsok.serving.backing import HostRows, Layered, RowSource
-from jaxsok.serving.cache import DeviceCache, cache_bytes, programs, stores
-from jaxsok.serving.cache import changes as cache_changes
+from jaxsok.serving.cache import DeviceCache, cache_bytes, device_cache, programs, stores
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, SizedRecords
 from jaxsok.serving.fused import lookup as frozen_lookup
@@ -437,7 +436,7 @@ def test_rows_of_8_bits(dtype, of):
 @pytest.mark.parametrize("chunk_rows", [4, 7, 1000])
 def test_filled_with_the_hottest(chunk_rows, monkeypatch):
     """A fill gives each table its share, and the hottest rows leave last."""
-    monkeypatch.setattr(cache_changes, "ROWS_AT_A_TIME", chunk_rows)
+    monkeypatch.setattr(device_cache, "ROWS_AT_A_TIME", chunk_rows)
     hot = {table: {key: (key * 7 + number) % 10 for key in KEYS[:-3]} for number, table in enumerate(TABLES)}
     with DeviceCache(DictSource(rows_of(3), frequencies=hot), fraction=0.3, min_rows=1) as cache:
         assert cache.fill() == 18 == cache.stats().inserted
@@ -631,7 +630,7 @@ def test_a_swap_of_whole_tables_takes_memory_for_what_is_cached(monkeypatch, are
     keys = np.arange(20_000)
     rows = {name: {key: np.full(4, key, np.float32) for key in keys.tolist()} for name in tables}
     new = {name: {} if are_gone else {key: -row for key, row in some.items()} for name, some in rows.items()}
-    monkeypatch.setattr(cache_changes, "ROWS_AT_A_TIME", 1 << 12)
+    monkeypatch.setattr(device_cache, "ROWS_AT_A_TIME", 1 << 12)
     with DeviceCache(DictSource(rows, tables), fraction=0.05, hit_rate_threshold=2) as cache:
         cached = {name: keys[::20] + number for number, name in enumerate(tables)}
         cache.lookup(cached)
@@ -904,16 +903,16 @@ def test_few_keys_are_not_padded_to_many():
     """Keys are padded to at most four times their number, unless they are few; otherwise a program is compiled."""
     with _odd_cache(617) as cache:
         cache.warm_up([{"s": 2**15, "t": 2**15}])
-        assert cache.stores.compiled.padded_sizes((256, 256)) == (256, 256)
-        assert cache.stores.compiled.padded_sizes((2**13, 2**12)) == (2**13, 2**12)
+        assert cache.stores.compiled.choose_sizes((256, 256)) == (256, 256)
+        assert cache.stores.compiled.choose_sizes((2**13, 2**12)) == (2**13, 2**12)
         with COMPILATIONS.of(cache) as compiled:
             np.testing.assert_array_equal(cache.lookup({"s": np.arange(5)}).rows["s"][:, 0], np.arange(5))
         assert compiled and cache.stores.compiled.query_sizes == {(2**15, 2**15), (256, 256)}
-        assert cache.stores.compiled.padded_sizes((2**13, 2**13)) == (2**15, 2**15)
+        assert cache.stores.compiled.choose_sizes((2**13, 2**13)) == (2**15, 2**15)
         cache.drain()
         assert (2**13, 2**13) in cache.stores.compiled.query_sizes
         cache.warm_up([{"s": 2**10, "t": 2**10}])
-        assert cache.stores.compiled.padded_sizes((256, 512)) == (1024, 1024)
+        assert cache.stores.compiled.choose_sizes((256, 512)) == (1024, 1024)
 
 
 def test_lookups_of_many_sizes_get_programs_of_their_own(monkeypatch):
@@ -922,9 +921,9 @@ def test_lookups_of_many_sizes_get_programs_of_their_own(monkeypatch):
     with _odd_cache(619) as cache:
         cache.warm_up([{"s": 1024, "t": 1024}])
         for sizes in ((256, 1024), (1024, 256), (512, 512), (512, 1024)):
-            assert cache.stores.compiled.padded_sizes(sizes) != sizes
+            assert cache.stores.compiled.choose_sizes(sizes) != sizes
             cache.drain()
-            assert cache.stores.compiled.padded_sizes(sizes) == sizes
+            assert cache.stores.compiled.choose_sizes(sizes) == sizes
 
 
 # On the device ------------------------------------------------------------------------------------------------------

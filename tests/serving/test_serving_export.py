@@ -213,9 +213,9 @@ def test_tables_say_whether_lookups_are_fused(served, tmp_path):
         return program.count("stablehlo.custom_call @jaxsok_lookup")
 
     # Four inputs; one of them reads norms too.
-    assert count_calls(served, given) < count_calls(served, apart) == count_calls(served.unfused(), given)
+    assert count_calls(served, given) < count_calls(served, apart) == count_calls(served.unfuse(), given)
     want = served.call(given, inputs)
-    for model, read in ((served, apart), (served.unfused(), given)):
+    for model, read in ((served, apart), (served.unfuse(), given)):
         for name, value in model.call(read, inputs).items():
             np.testing.assert_array_equal(value, want[name], err_msg=name)
     # A model that never reads several inputs at once has one program.

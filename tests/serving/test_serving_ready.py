@@ -242,9 +242,9 @@ def test_programs_that_are_remembered_are_bounded():
         assert not ready.has("a", number)
         ready.make("a", number)
         assert ready.has("a", number)
-    assert ready.used() == list(range(5, ready_lib.MOST_USED + 5))
+    assert ready.list_used() == list(range(5, ready_lib.MOST_USED + 5))
     ready.keep(["b"])
-    assert not ready.has("a", 7) and ready.used()[-1] == 7
+    assert not ready.has("a", 7) and ready.list_used()[-1] == 7
     ready.make("b", 7)
     ready.make("b", 7)
     assert made[-1] == ("b", 7) and made.count(("b", 7)) == 1

@@ -279,7 +279,7 @@ def test_failures_in_the_middle(trained, tmp_path, monkeypatch, in_place, step):
             if name == "index":
                 patch.setattr(versions.RowMap, "index", failing(versions.RowMap.index))
             elif name == "prepare":
-                model = session._models["dlrm"]
+                model = session._models["dlrm"].reader
                 patch.setattr(model, "prepare", failing(model.prepare))
             else:
                 module = versions.frozen if in_place and name == "write_lines" else store_plans

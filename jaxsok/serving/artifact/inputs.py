@@ -26,8 +26,10 @@ _PADDING_WORD = np.uint32(PADDING_KEY & 0xFFFFFFFF)
 class KeysInput:
     """Keys, equally many per sample: a caller gives integers `[b, *shape]`, the model gets `uint32[b, *shape, 2]`."""
 
-    table: str  # whose keys they are
-    shape: tuple[int, ...] = ()  # of one sample
+    table: str
+    """The table whose keys they are."""
+    shape: tuple[int, ...] = ()
+    """The shape of one sample."""
 
     def __post_init__(self) -> None:
         _check_table(self)
@@ -43,8 +45,10 @@ class BagsInput:
       'item'
     """
 
-    table: str  # whose keys they are
-    is_weighted: bool = False  # whether each key has a weight
+    table: str
+    """The table whose keys they are."""
+    is_weighted: bool = False
+    """Whether each key has a weight."""
 
     def __post_init__(self) -> None:
         _check_table(self)
@@ -59,7 +63,8 @@ class ArrayInput:
       'float32'
     """
 
-    shape: tuple[int, ...] = ()  # of one sample
+    shape: tuple[int, ...] = ()
+    """The shape of one sample."""
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -93,7 +98,8 @@ def input_from_json(entry: Mapping[str, Any]) -> InputSpec:
 class OutputSpec:
     """A result of a model."""
 
-    shape: tuple[int | str, ...]  # a number, or a formula of "b", the batch size
+    shape: tuple[int | str, ...]
+    """A number, or a formula of "b", the batch size."""
     dtype: str
 
     @property
@@ -184,7 +190,8 @@ def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:
     if not len(offsets) or (np.diff(offsets) < 0).any() or offsets[0] < 0 or offsets[-1] > num_keys:
         got = f"some that do not rise from 0 to at most {num_keys}"
         raise RequestError(f"{what}: offsets: got {got}, the keys there are.")
-    leaves = [words, offsets.astype(np.int32)]
+    inside = slice(int(offsets[0]), int(offsets[-1]))  # other keys are not read
+    leaves = [words[inside], (offsets - offsets[0]).astype(np.int32)]
     if spec.is_weighted:
         weights = given.weights if isinstance(given.weights, jax.Array) else np.asarray(given.weights)
         if weights.shape != shape or not _fits(weights.dtype, jnp.dtype("float32")):
@@ -193,8 +200,8 @@ def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:
             )
         if isinstance(weights, np.ndarray) and not np.isfinite(weights).all():
             raise RequestError(f"{what}: weights: got infinite or NaN, wanted finite numbers.")
-        leaves.append(weights.astype(jnp.float32).reshape(-1))
-    if num_keys == 0:  # a size of a program is 1 at least; the key is beyond the last bag
+        leaves.append(weights.astype(jnp.float32).reshape(-1)[inside])
+    if not len(leaves[0]):  # a size of a program is 1 at least; the key is beyond the last bag
         leaves = [_fill(leaves[0], 1, _PADDING_WORD), leaves[1], *(_fill(leaf, 1, 0) for leaf in leaves[2:])]
     return tuple(leaves), len(offsets) - 1
 

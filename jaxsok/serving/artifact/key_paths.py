@@ -54,11 +54,11 @@ class _Walk:
     def run(self, jaxpr: Any, labels: Sequence[Label], consts: Sequence[Any] = ()) -> list[Label]:
         """Labels the results of a program by the labels of its arguments."""
         env: dict[Any, Label] = dict(zip(jaxpr.invars, labels, strict=True))
-        env |= {var: _of_constant(value) for var, value in zip(jaxpr.constvars, consts, strict=False)}
+        env |= {var: _label_constant(value) for var, value in zip(jaxpr.constvars, consts, strict=False)}
         by_lines: set[Any] = set()  # masks that are the same for both words of a key
 
         def label(var: Any) -> Label:
-            return _of_constant(var.val) if hasattr(var, "val") else env.get(var)
+            return _label_constant(var.val) if hasattr(var, "val") else env.get(var)
 
         for eqn in jaxpr.eqns:
             results = self._results(eqn, [label(var) for var in eqn.invars], by_lines)
@@ -103,7 +103,7 @@ class _Walk:
         return [labels[0]] * len(eqn.outvars)
 
 
-def _of_constant(value: Any) -> Label:
+def _label_constant(value: Any) -> Label:
     value = np.asarray(value)
     return frozenset() if value.dtype == np.uint32 and (value == _PADDING_WORD).all() else None
 

@@ -16,7 +16,7 @@ from jaxsok.serving.artifact import files
 from jaxsok.serving.artifact import inputs as inputs_lib
 from jaxsok.serving.artifact.files import ArtifactError
 from jaxsok.serving.artifact.inputs import LEAST_BATCH, InputSpec, OutputSpec
-from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
+from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError, require_mapping
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, require_tables
 from jaxsok.serving.padding import padded_size
 
@@ -25,14 +25,18 @@ from jaxsok.serving.padding import padded_size
 class ServedModel:
     """An exported model: its tables, its inputs, and its call. Made by `load_model`; equal to itself alone."""
 
-    inputs: dict[str, InputSpec]  # by name, in the order of the export
-    outputs: dict[str, OutputSpec]  # by name
+    inputs: dict[str, InputSpec]
+    """The inputs by name, in the order of the export."""
+    outputs: dict[str, OutputSpec]
+    """The results by name."""
     tables: dict[str, FrozenTable]
     """The tables that `call` wants. Keys without a row read what the tables of the call say, not what these say."""
     lookups: dict[str, tuple[str, ...] | None]
     """The inputs whose keys each table is looked up by; None: the model computes keys, or they are not known."""
-    platforms: tuple[str, ...]  # with a program in the file
-    path: str  # where it was read from
+    platforms: tuple[str, ...]
+    """The platforms with a program in the file."""
+    path: str
+    """The folder that it was read from."""
     _stores: tuple[tuple[FrozenTable, ...], ...] = dataclasses.field(repr=False)
     _program: Any = dataclasses.field(repr=False)  # jitted; takes arrays of tables, numbers, words and leaves
     _unfused: Any = dataclasses.field(repr=False)  # the same with a call for each input of a lookup
@@ -66,11 +70,10 @@ class ServedModel:
             raise RequestError("call: inputs: got a batch of no samples, wanted one at least; or pad=True.")
         if not pad:
             return self.run(tables, leaves)
-        out = self.run(tables, self.padded(leaves, num_samples))
-        return {name: value[:num_samples] if self.outputs[name].is_batched else value for name, value in out.items()}
+        return self.cut(self.run(tables, self.pad(leaves, num_samples)), num_samples)
 
     def run(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> dict[str, Array]:
-        """Runs the program over what `read` or `padded` gave; results have a row for each of its samples."""
+        """Runs the program over what `read` or `pad` gave; results have a row for each of its samples."""
         out = self._program_for(tables)(*self._bind(tables), leaves)
         return {name: out[name] for name in self.outputs}
 
@@ -78,7 +81,7 @@ class ServedModel:
         """Compiles the program for tables and leaves (`leaves_of`), whose arrays may be `jax.ShapeDtypeStruct`."""
         self._program_for(tables).lower(*self._bind(tables), leaves).compile()
 
-    def unfused(self) -> "ServedModel":
+    def unfuse(self) -> "ServedModel":
         """Returns the model whose lookups make a call for each input, whatever the tables say."""
         return dataclasses.replace(self, _program=self._unfused)
 
@@ -99,10 +102,14 @@ class ServedModel:
             for leaf in (leaves[name] for name in self.inputs)
         )
 
-    def padded(self, leaves: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
+    def pad(self, leaves: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
         """Pads what `read` gave to powers of two of samples, and of keys of bags."""
         size = padded_size(num_samples, LEAST_BATCH)
         return {name: inputs_lib.pad_input(leaf, size) for name, leaf in leaves.items()}
+
+    def cut(self, out: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
+        """Takes the rows of padding samples from results of `run`."""
+        return {name: value[:num_samples] if self.outputs[name].is_batched else value for name, value in out.items()}
 
     def _bind(self, tables: FrozenTables) -> tuple[Any, Any, Any]:
         stores, numbers, words = _find_tables(self._stores, tables.spec)
@@ -111,8 +118,7 @@ class ServedModel:
 
     def read(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         """Checks the inputs of a call (RequestError); gives the program's inputs, unpadded, and the batch size."""
-        if not isinstance(inputs, Mapping):
-            raise RequestError(f"call: inputs: got {type(inputs).__name__}, wanted a mapping from names to arrays.")
+        require_mapping("call: inputs", inputs, "names to arrays")
         if inputs.keys() != self.inputs.keys():
             raise RequestError(f"call: inputs: got {sorted(inputs)}, wanted {sorted(self.inputs)}.")
         leaves, sizes = {}, {}

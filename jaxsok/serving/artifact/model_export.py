@@ -18,7 +18,7 @@ from jaxsok.serving.artifact import files, key_paths
 from jaxsok.serving.artifact.files import PROGRAM, UNFUSED
 from jaxsok.serving.artifact.inputs import BATCH, KINDS, ArrayInput, BagsInput, InputSpec, input_shapes
 from jaxsok.serving.artifact.model import jax_export
-from jaxsok.serving.errors import UnknownTableError
+from jaxsok.serving.errors import require_table
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTables, require_tables
 from jaxsok.types import COUNTERS
 
@@ -187,8 +187,8 @@ def _check_inputs(op: str, inputs: Any, tables: FrozenTables) -> None:
         if not isinstance(spec, tuple(KINDS.values())):
             wanted = "KeysInput, BagsInput or ArrayInput"
             raise TypeError(f'{op}: inputs["{name}"]: got {type(spec).__name__}, wanted {wanted}.')
-        if not isinstance(spec, ArrayInput) and spec.table not in tables.tables:
-            raise UnknownTableError.of(f'{op}: inputs["{name}"]', spec.table, tables.tables)
+        if not isinstance(spec, ArrayInput):
+            require_table(f'{op}: inputs["{name}"]', spec.table, tables.tables)
 
 
 def _argument_shapes(export: Any, tables: FrozenTables, inputs: Mapping[str, InputSpec]) -> tuple[Any, ...]:

@@ -71,7 +71,7 @@ class CompiledPrograms:
         (num_rows,) = sizes  # "hide"
         return self._index(num_rows), self._shape((num_rows,), np.bool_)
 
-    def padded_sizes(self, least: Sizes) -> Sizes:
+    def choose_sizes(self, least: Sizes) -> Sizes:
         """Chooses the sizes of a lookup: the least, or while those are compiled a query that is not much larger."""
         if least in self.query_sizes:
             return least

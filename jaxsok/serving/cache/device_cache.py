@@ -7,27 +7,28 @@ would push real rows out, and a newer version may have them. They count for the 
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxsok import checks
-from jaxsok.serving.backing import RowSource, join_lines
+from jaxsok import keys as keys_lib
+from jaxsok.serving.backing import RowSource, fetch_lines, hottest_rows, join_lines, round_rows
 from jaxsok.serving.cache import programs
-from jaxsok.serving.cache.changes import Changes
 from jaxsok.serving.cache.compiled import LEAST_KEYS
-from jaxsok.serving.cache.fetcher import Fetcher
-from jaxsok.serving.cache.requests import Fetched, Found, Request
+from jaxsok.serving.cache.requests import Fetched, Fetcher, Found, Request
 from jaxsok.serving.cache.stats import Counter
-from jaxsok.serving.cache.stores import DeviceStores
-from jaxsok.serving.errors import UnknownTableError
+from jaxsok.serving.cache.stores import Batch, DeviceStores
+from jaxsok.serving.errors import require_table
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
-from jaxsok.serving.padding import fill_up, padded_size
+from jaxsok.serving.padding import NO_KEYS, fill_up, padded_size
 from jaxsok.store import num_buckets_of
-from jaxsok.types import BUCKET_WORDS, MAX_CAPACITY
+from jaxsok.types import BUCKET_WORDS, MAX_CAPACITY, PADDING_KEY
 
+ROWS_AT_A_TIME = 1 << 17  # rows of one step of a fill, refresh or swap, which bounds their memory on host and device
 MIN_ROWS: int = 64  # rows of a table's share, at least: 2 slabs of 32 rows, as in HPS
 
 
@@ -107,8 +108,7 @@ class DeviceCache:
         self.stores = DeviceStores(source, spec, capacities, self.device, self._counter)
         self._spec, self._compiled = spec, self.stores.compiled
         self._fetcher = Fetcher(self.stores, self._counter, max_pending, keeps_rows)
-        self._changes = Changes(self.stores)
-        self.cached_keys = self._changes.cached_keys
+        self._changing = threading.Lock()  # held by one refresh or swap, from its search for cached keys to its end
         self.stats, self.table_counts = self._counter.stats, self._counter.tables
 
     @property
@@ -135,9 +135,8 @@ class DeviceCache:
         Keys that no tier has, and those whose rows come in the background, have the default of their table. PADDING_KEY
         reads zeros and is not counted. What the source raises leaves the cache as it was.
         """
-        request = Request(self._spec, keys, self._compiled.padded_sizes)
-        found = self._ask(request, is_expanded=True)
-        fetched = self._fetcher.fetch(found, request.num_keys, self.hit_rate_threshold)
+        request = Request(self._spec, keys, self._compiled.choose_sizes)
+        found, fetched = self._ask(request, is_expanded=True)
         rows: dict[str, np.ndarray] = {}
         of_store = {s: np.asarray(found.out.rows[s][0]) for s in {part.store for part in request.parts}}
         for part in request.parts:
@@ -150,14 +149,14 @@ class DeviceCache:
     def lookup_tables(self, keys: Mapping[str, Any]) -> CachedTables:
         """Looks up as `lookup`, and gives all tables frozen on the device, with one row for each distinct key."""
         request = Request(self._spec, keys, lambda least: least)
-        found = self._ask(request, is_expanded=False)
-        fetched = self._fetcher.fetch(found, request.num_keys, self.hit_rate_threshold)
+        found, fetched = self._ask(request, is_expanded=False)
         stores = [self._store_of(s, request, found, fetched) for s in range(len(self._spec.stores))]
         tables, of = FrozenTables(tuple(stores), self._spec), found.snapshot
         return CachedTables(tables, of.version, found.hit_rates, of.source)
 
-    def _ask(self, request: Request, *, is_expanded: bool) -> Found:
-        return Found.of(self._spec, request, *self.stores.query(request.batches, is_expanded))
+    def _ask(self, request: Request, *, is_expanded: bool) -> tuple[Found, dict[str, Fetched]]:
+        found = Found.of(self._spec, request, *self.stores.query(request.batches, is_expanded))
+        return found, self._fetcher.fetch(found, request.num_keys, self.hit_rate_threshold)
 
     def _store_of(self, s: int, request: Request, found: Found, fetched: Mapping[str, Fetched]) -> FrozenStore:
         """Packs the rows of a request in one store as a frozen store of their own."""
@@ -193,7 +192,30 @@ class DeviceCache:
         Takes the first rows, or the hottest if the source knows frequencies: then it reads all rows once, with host
         memory for twice a table's share.
         """
-        return self._changes.fill(self._shares)
+        start, num_inserted = self.stores.snapshot(), 0
+        for name, share in self._shares.items():
+            table, hottest = start.source.tables[name], hottest_rows(start.source.scan(name, ROWS_AT_A_TIME), share)
+            chunks = list(_chunks(hottest.num_rows, ROWS_AT_A_TIME))
+            for chunk in reversed(chunks):  # the hottest rows come last: they count as the most recent
+                keys = hottest.keys[chunk]
+                if table.is_quantized:  # only the source has their bits
+                    rows, is_found = fetch_lines(start.source, name, keys)
+                    keys = keys[is_found]
+                else:
+                    rows = round_rows(table, hottest.rows[chunk])
+                num_inserted += self.stores.insert({name: (keys, rows)}, start.epoch)
+        return num_inserted
+
+    def cached_keys(self) -> dict[str, np.ndarray]:
+        """Reads the keys of each table that are cached now, uint64; copies 16 bytes a row of capacity to the host."""
+        keys_of = {}
+        records = self.stores.copies("records", is_required=True)
+        for tables, (of_store,) in zip(self._spec.stores, records, strict=True):
+            lines = np.asarray(of_store)
+            keys = keys_lib.from_words(lines[:, :2])
+            for number, table in enumerate(tables):
+                keys_of[table.name] = keys[(keys != np.uint64(PADDING_KEY)) & (lines[:, 2] == number)]
+        return keys_of
 
     def refresh(self) -> int:
         """Overwrites cached rows in place with the source's, `refresh_fraction` of them at a time; returns how many.
@@ -201,7 +223,14 @@ class DeviceCache:
         Keys that left the source leave the cache. The order of replacement stays. It is for rows that change beneath
         the source (a database); `swap` brings a new version.
         """
-        return self._changes.refresh(self.refresh_fraction)
+        with self._changing:
+            num_refreshed, cached = 0, self.cached_keys()
+            share = math.ceil(sum(map(len, cached.values())) * (self.refresh_fraction or 1.0))
+            for name, keys in cached.items():
+                for chunk in _chunks(len(keys), min(max(1, share), ROWS_AT_A_TIME)):
+                    written, gone = self._batches_of(self.source, name, keys[chunk])
+                    num_refreshed += self.stores.rewrite([*written, *self.stores.batches({name: (gone, None)})])
+            return num_refreshed
 
     def swap(self, source: RowSource, changed: Mapping[str, Any] | None) -> None:
         """Goes over to another version of the source: each lookup answers from the old or the new one, whole.
@@ -213,8 +242,43 @@ class DeviceCache:
         not cached. Lookups wait while one program is dispatched for each ROWS_AT_A_TIME of these rows, and one for each
         store that rows leave. Device memory: the new rows of the cached keys.
         """
-        self._changes.swap(source, changed)
+        stores = self.stores
+        if dict(source.tables) != dict(stores.source.tables):
+            raise ValueError(
+                f"swap: source: got tables {list(source.tables.values())}, wanted "
+                f"{list(stores.source.tables.values())}; open another cache."
+            )
+        for name in changed or ():
+            require_table("swap", name, self._spec.places)
+        with self._changing:
+            leaving = None if changed is None else {name: _distinct_keys(name, keys) for name, keys in changed.items()}
+            with stores.keep_out(leaving):
+                if leaving is not None:
+                    batches = self._changed_batches(source, leaving)
+                else:
+                    batches = list(stores.batches({name: (keys, None) for name, keys in self.cached_keys().items()}))
+                stores.rewrite(batches, source)
         self._counter.add(swaps=1)
+
+    def _changed_batches(self, source: RowSource, changed: Mapping[str, np.ndarray]) -> list[Batch]:
+        """Finds the changed keys that are cached: with their rows in another source, or to be dropped."""
+        batches: list[Batch] = []
+        gone: dict[str, tuple[np.ndarray, None]] = {}
+        for name, keys in changed.items():
+            of_table = [NO_KEYS]
+            for chunk in _chunks(len(keys), ROWS_AT_A_TIME):
+                cached = keys[chunk][self.stores.contains(name, keys[chunk])]
+                if len(cached):
+                    written, missing = self._batches_of(source, name, cached)
+                    batches += written
+                    of_table.append(missing)
+            gone[name] = np.concatenate(of_table), None
+        return [*batches, *self.stores.batches(gone)]  # one program a store drops rows, which reads all of it
+
+    def _batches_of(self, source: RowSource, name: str, keys: np.ndarray) -> tuple[list[Batch], np.ndarray]:
+        """Reads the rows of keys, to be written; also returns the keys that the source does not have."""
+        rows, is_found = fetch_lines(source, name, keys)
+        return list(self.stores.batches({name: (keys[is_found], rows)})), keys[~is_found]
 
     def warm_up(self, lookups: Iterable[Mapping[str, int]], *, as_tables: bool = False) -> None:
         """Compiles the programs of lookups with these numbers of keys: queries, and insertions of misses.
@@ -233,8 +297,7 @@ class DeviceCache:
     def _by_store(self, op: str, num_keys: Mapping[str, int]) -> list[int]:
         sizes = [0] * len(self._spec.stores)
         for name, count in num_keys.items():
-            if name not in self._spec.places:
-                raise UnknownTableError.of(op, name, self._spec.places)
+            require_table(op, name, self._spec.places)
             sizes[self._spec.places[name][0]] += count
         return sizes
 
@@ -276,3 +339,12 @@ def cache_bytes(tables: Mapping[FrozenTable, int]) -> dict[str, int]:
         "records": 16 * sum(capacities),
         "statistics": 8 * sum(capacities),
     }
+
+
+def _chunks(size: int, most: int) -> Iterator[slice]:
+    return (slice(start, start + most) for start in range(0, size, most))
+
+
+def _distinct_keys(name: str, keys: Any) -> np.ndarray:
+    keys = np.unique(keys_lib.from_words(keys_lib.to_words(np.asarray(keys), f'swap: table "{name}"')))
+    return keys[keys != np.uint64(PADDING_KEY)]

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,12 +17,12 @@ from jaxsok.serving.cache.compiled import LEAST_KEYS, CompiledPrograms
 from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable
-from jaxsok.serving.padding import fill_up, key_words, padded_size
+from jaxsok.serving.padding import NO_KEYS, fill_up, key_words, padded_size
+from jaxsok.serving.row_map import draw_salt
 from jaxsok.types import NO_ROW
 
 _LAST_TICK = 2**32 - 2
 _MAX_SALTS = 8  # below one lookup in 10^9 needs a second one
-_NO_KEYS = np.zeros(0, np.uint64)
 
 Rows = Mapping[str, tuple[np.ndarray, Any]]  # distinct keys by table, and their `Lines`, or None
 
@@ -64,7 +63,7 @@ class DeviceStores:
     ) -> None:
         self.spec, self.capacities, self.device, self._counter = spec, capacities, device, counter
         self.layout: programs.Layout = tuple(words.tobytes() for words in spec.words)
-        self._salt = np.frombuffer(secrets.token_bytes(8), np.uint32)  # of a query's scratch index; any value works
+        self._salt = draw_salt()  # of a query's scratch index; any value works
         self.lock = threading.Lock()
         # Written under `lock` alone. All rows in `arrays` are of `source`; no key of `_leaving` is inserted. Store s
         # has `_most_rows[s]` rows in use at most, so below its capacity none must leave. Closed: no arrays.
@@ -112,7 +111,7 @@ class DeviceStores:
             counts = np.asarray(out.counts)
             if not counts[:, 2].any():
                 return out, counts, snapshot
-            self._salt = np.frombuffer(secrets.token_bytes(8), np.uint32)
+            self._salt = draw_salt()
         raise ServingError(f"lookup: keys: got some that find no place under {_MAX_SALTS} salts, wanted others.")
 
     def insert(self, rows: Rows, epoch: int) -> int:
@@ -121,7 +120,7 @@ class DeviceStores:
             leaving = self._leaving
             if leaving is None:
                 return 0
-            kept = {name: _without(*some, leaving.get(name, _NO_KEYS)) for name, some in rows.items()}
+            kept = {name: _drop_keys(*some, leaving.get(name, NO_KEYS)) for name, some in rows.items()}
             batches = list(self.batches(kept, are_bounded=True))
             if not batches:
                 return 0
@@ -177,7 +176,7 @@ class DeviceStores:
         return self._count(counts, "refreshed", "removed")
 
     @contextlib.contextmanager
-    def leaving(self, keys: Mapping[str, np.ndarray] | None) -> Iterator[None]:
+    def keep_out(self, keys: Mapping[str, np.ndarray] | None) -> Iterator[None]:
         """Prevents insertions of these keys, None: of any; only those already cached stay."""
         with self.lock:
             self.require_open()
@@ -257,15 +256,14 @@ class DeviceStores:
         return sums[names[0]]
 
     def _new_store(self, num_tables: int, table: FrozenTable, capacity: int) -> programs.CacheStore:
-        salt = np.frombuffer(secrets.token_bytes(8), np.uint32)
         with jax.default_device(self.device):
             rows, numbers = jnp.zeros((capacity, table.dim), table.dtype), ()
             if table.is_quantized:
                 rows, numbers = jnp.zeros((capacity, 1), jnp.float32), (rows,)
-            return jax.device_put(_new_store(num_tables, capacity, salt, rows, numbers), self.device)
+            return jax.device_put(_new_store(num_tables, capacity, draw_salt(), rows, numbers), self.device)
 
 
-def _without(keys: np.ndarray, rows: Lines, leaving: np.ndarray) -> tuple[np.ndarray, Lines]:
+def _drop_keys(keys: np.ndarray, rows: Lines, leaving: np.ndarray) -> tuple[np.ndarray, Lines]:
     """Takes out the keys in a sorted array, and their rows."""
     if not len(leaving):
         return keys, rows

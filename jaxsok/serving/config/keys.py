@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxsok import checks
 
@@ -119,6 +119,10 @@ class Key:
     reason: str = ""  # why it has no effect; "": it is honoured, or looked at apart
 
 
+Keys: TypeAlias = Mapping[str, "Key | Keys"]
+"""The keys of a block by name, and the keys of the blocks below it."""
+
+
 def without_effect(reason: str, kind: Kind, *names: str) -> dict[str, Key]:
     """Gives keys that are checked and then set nothing, all for one reason."""
     return dict.fromkeys(names, Key(kind, reason=reason))
@@ -137,15 +141,11 @@ def column(name: str, kind: Kind, wanted: str, default: Any = REQUIRED) -> Any:
     return dataclasses.field(metadata={"key": Key(list_of(kind, wanted), default), "block": "", "name": name})
 
 
-def columns_of(table: type) -> dict[str, str]:
-    """Gives HPS's lists, and the field of a table that their entries become."""
-    return {field.metadata["name"]: field.name for field in dataclasses.fields(table)}
-
-
-def keys_of(kind: type, block: str = "") -> dict[str, Key]:
-    """Gives the keys of a block, as the fields of a dataclass declare them."""
-    return {
-        field.metadata.get("name", field.name): field.metadata["key"]
-        for field in dataclasses.fields(kind)
-        if field.metadata.get("block") == block
-    }
+def keys_of(kind: type) -> Keys:
+    """Gives the keys of a block, and those of the blocks below it, as the fields of a dataclass declare them."""
+    blocks: dict[str, Any] = {"": {}}
+    for field in dataclasses.fields(kind):
+        if "key" in field.metadata:
+            keys = blocks.setdefault(field.metadata["block"], {})
+            keys[field.metadata.get("name", field.name)] = field.metadata["key"]
+    return {**blocks.pop(""), **blocks}

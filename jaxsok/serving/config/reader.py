@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxsok.serving.config import values as values_lib
-from jaxsok.serving.config.keys import REQUIRED, SECRETS, WRONG, Key, Kind
+from jaxsok.serving.config.keys import BLOCK, REQUIRED, SECRETS, WRONG, Keys, Kind
 from jaxsok.serving.config.values import (
     Config,
     ModelConfig,
@@ -27,7 +27,7 @@ from jaxsok.serving.errors import ConfigError
 _BLOCKS = {
     "the whole": values_lib.TOP_KEYS,
     "a model": values_lib.MODEL_KEYS,
-    "a model's block jaxsok": values_lib.JAXSOK_KEYS,
+    "a model's block jaxsok": values_lib.MODEL_KEYS["jaxsok"],
     **values_lib.DATABASE_KEYS,
 }
 _WANTED_TYPES = {
@@ -156,10 +156,8 @@ class _Reader:
         if not top["models"]:
             self.refuse("models", [], "at least one model")
         volatile, persistent, updates = (self.database(name, top) for name in values_lib.DATABASE_KEYS)
-        updates |= self.block("update_source.jaxsok", updates["jaxsok"] or {}, values_lib.UPDATE_JAXSOK_KEYS)
         update_source = _make(UpdateSource, updates)
-        own = self.block("volatile_db.jaxsok", volatile["jaxsok"] or {}, values_lib.VOLATILE_JAXSOK_KEYS)
-        volatile_db = _make(VolatileDb, volatile | own) if "volatile_db" in given else VolatileDb("parallel_hash_map")
+        volatile_db = _make(VolatileDb, volatile) if "volatile_db" in given else VolatileDb("parallel_hash_map")
         persistent_db = _make(PersistentDb, persistent)
         for name in values_lib.OLDER_DATABASES:
             self.block(name, top[name] or {}, values_lib.OLDER_DATABASE_KEYS)
@@ -203,8 +201,8 @@ class _Reader:
             if first != i:
                 self.refuse(path.format(i), name, f"a name that {other.format(first)} does not have", remedy)
 
-    def block(self, path: str, given: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, Any]:
-        """Checks the values of a block and fills in defaults; notes keys without effect."""
+    def block(self, path: str, given: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
+        """Checks the values of a block and of the blocks below it, and fills in defaults; notes keys without effect."""
         if isinstance(given, _Repeated):
             text = "got the key twice, wanted it once; which one counts depends on the reader: take one out"
             self.fail(_join(path, given.key), text)
@@ -214,7 +212,9 @@ class _Reader:
         values: dict[str, Any] = {}
         for name, key in keys.items():
             at = _join(path, name)
-            if name in given:
+            if isinstance(key, Mapping):
+                values |= self.block(at, self.value(at, given.get(name, {}), BLOCK), key)
+            elif name in given:
                 values[name] = self.value(at, given[name], key.kind)
                 if key.reason:
                     self.note_no_effect(at, given[name], key.reason)
@@ -236,7 +236,7 @@ class _Reader:
             return tuple(self.value(f"{path}[{i}]", item, kind.items) for i, item in enumerate(parsed))
         return parsed
 
-    def refuse_unknown(self, path: str, name: Any, keys: Mapping[str, Key]) -> NoReturn:
+    def refuse_unknown(self, path: str, name: Any, keys: Keys) -> NoReturn:
         near = difflib.get_close_matches(str(name), keys, 1, 0.6)
         elsewhere = [block for block, others in _BLOCKS.items() if name in others]
         meant = f"it is a key of {elsewhere[0]}: move it there. " if elsewhere else ""
@@ -317,7 +317,6 @@ class _Reader:
         got = given.get("refresh_interval", interval)
         if interval != got:
             self.notes.append(f"{path}.refresh_interval: got {got:g}, read as {interval}: whole seconds, as in HPS.")
-        values |= self.block(f"{path}.jaxsok", values["jaxsok"] or {}, values_lib.JAXSOK_KEYS)
         self.resolve_row_dtype(path, values)
         if given.get("fuse_embedding_table") and top["fuse_embedding_table"] is False:
             reason = "the key of the whole configuration is false, and a model can only opt out"

@@ -10,7 +10,7 @@ import tempfile
 from typing import Any, Literal
 
 from jaxsok.serving.config import keys
-from jaxsok.serving.config.keys import Key, column, declare, without_effect
+from jaxsok.serving.config.keys import Key, Keys, column, declare, without_effect
 from jaxsok.types import MAX_DIM
 
 Tier = Literal["device", "cache", "host"]
@@ -29,9 +29,12 @@ _NO_FILTERS = "a stream brings all tables of its model"
 class WithoutEffect:
     """A key that was written but sets nothing here."""
 
-    path: str  # in the JSON, as `models[0].thread_pool_size`
-    value: Any = dataclasses.field(repr=False)  # it may be a password
-    reason: str  # why there is nothing to set
+    path: str
+    """Its place in the JSON, as `models[0].thread_pool_size`."""
+    value: Any = dataclasses.field(repr=False)
+    """The value that was written, which may be a password."""
+    reason: str
+    """The reason why there is nothing to set."""
 
     def __str__(self) -> str:
         shown = "(not shown)" if self.path.endswith(keys.SECRETS) else repr(self.value)
@@ -50,47 +53,65 @@ class TableConfig:
     """An HPS directory, an export or a delta of `jaxsok.checkpoint`, or a step of an Orbax checkpoint."""
     default: float | None = column(
         "default_value_for_each_table", keys.OPTIONAL_FLOAT32, "a list of numbers, one for each table"
-    )  # A missing key reads it in every column. None (`null`, or a short list): as in training by the files, else 0.0
+    )
+    """The number that a missing key reads, in every column. None (`null`, or a short list): as in training by the
+    files, else 0.0."""
     max_keys_per_sample: int = column(
         "maxnum_catfeature_query_per_table_per_sample", keys.POSITIVE, "a list of numbers of keys, one for each table"
-    )  # A request has at most `max_batch_size` times as many keys
+    )
+    """The keys of one sample, at most; a request has at most `max_batch_size` times as many."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A model of the list `models`. Fields have HPS's names where HPS has the key."""
 
-    model: str = declare(keys.NAME)  # its name in requests: letters, digits, `_` and `-`, at most 120
+    model: str = declare(keys.NAME)
+    """The name in requests: letters, digits, `_` and `-`, at most 120."""
     tables: tuple[TableConfig, ...]  # pyright: ignore[reportGeneralTypeIssues]
     """The tables in the order of `sparse_files`; names differ."""
     deployed_device_list: tuple[int, ...] = declare(keys.list_of(keys.COUNT, "a list of numbers of devices"))
     """Device numbers. Each device has all rows or a cache of them, or the rows that it owns (`is_split`);
     `open(config, device=...)` serves from another device alone."""
-    dense_file: str = declare(keys.OPTIONAL_FILE, "")  # an artifact of `export_model` for `predict`; "": lookups only
-    max_batch_size: int = declare(keys.POSITIVE, 64)  # samples of a request; more are refused (HPS logs an error)
-    gpucache: bool = declare(keys.BOOL, True)  # False: every lookup reads rows in host memory
-    gpucacheper: float = declare(keys.number(0.0), 0.2)  # the cached fraction of a table's rows; 1.0 or more: all rows
+    dense_file: str = declare(keys.OPTIONAL_FILE, "")
+    """An artifact of `export_model` for `predict`; "": lookups only."""
+    max_batch_size: int = declare(keys.POSITIVE, 64)
+    """Samples of a request; more are refused (HPS logs an error)."""
+    gpucache: bool = declare(keys.BOOL, True)
+    """False: every lookup reads rows in host memory."""
+    gpucacheper: float = declare(keys.number(0.0), 0.2)
+    """The cached fraction of a table's rows; 1.0 or more: all rows."""
     hit_rate_threshold: float = declare(keys.number(), 0.9)
     """From this hit rate on misses read the default value, and their rows are fetched in the background; below it
     lookups wait for them. 0: never waits; above 1: always waits, so that answers are exact."""
     embedding_cache_type: Literal["dynamic", "static"] = declare(
         keys.among(("dynamic", "static", "uvm", "stochastic")), "dynamic"
-    )  # "dynamic": a cache over rows in host memory. "static": all rows on the device. `use_static_table` makes it so
-    use_static_table: bool = declare(keys.BOOL, False)  # the same as `embedding_cache_type` "static"
-    num_of_worker_buffer_in_pool: int = declare(keys.POSITIVE, 1)  # lookups at the same time; others wait
+    )
+    """Either "dynamic", a cache over rows in host memory, or "static", all rows on the device."""
+    use_static_table: bool = declare(keys.BOOL, False)
+    """True makes `embedding_cache_type` "static"."""
+    num_of_worker_buffer_in_pool: int = declare(keys.POSITIVE, 1)
+    """Lookups at the same time; others wait."""
     cache_refresh_percentage_per_iteration: float = declare(keys.FRACTION, 0.0)
     """The fraction of the cached rows that a refresh reads at a time. Above 0, opening also fills the cache. 0: no
     refresh by the clock, as in HPS; `Session.refresh` then reads all at once."""
-    refresh_delay: float = declare(keys.number(0.0), 0.0)  # seconds from opening to the first refresh by the clock
-    refresh_interval: int = declare(keys.WHOLE_SECONDS, 0)  # seconds; 0: only `Session.refresh` refreshes
-    init_ec: bool = declare(keys.BOOL, True)  # whether opening fills the cache; see above
-    fp8_quant: bool = declare(keys.BOOL, False)  # whether rows of a static model become float8_e4m3fn (`row_dtype`)
+    refresh_delay: float = declare(keys.number(0.0), 0.0)
+    """Seconds from opening to the first refresh by the clock."""
+    refresh_interval: int = declare(keys.WHOLE_SECONDS, 0)
+    """Seconds; 0: only `Session.refresh` refreshes."""
+    init_ec: bool = declare(keys.BOOL, True)
+    """Whether opening fills the cache; see `cache_refresh_percentage_per_iteration`."""
+    fp8_quant: bool = declare(keys.BOOL, False)
+    """Whether rows of a static model become float8_e4m3fn (`row_dtype`)."""
     fuse_embedding_table: bool | None = declare(keys.BOOL, None)
     """True: one call looks up all tables of a request. None: the configuration's value, else True: answers are the
     same to the bit, without HPS's restrictions (disjoint keys, all tables in each request)."""
-    row_dtype: str | None = declare(keys.among(keys.ROW_DTYPES), None, block="jaxsok")  # None: as in the files
-    spare_rows: int = declare(keys.COUNT, 0, block="jaxsok")  # of each table, for new keys of updates in place
-    is_split: bool = declare(keys.BOOL, False, block="jaxsok")  # whether each row lies on one of the devices alone
+    row_dtype: str | None = declare(keys.among(keys.ROW_DTYPES), None, block="jaxsok")
+    """The dtype of rows on the device; None: as in the files."""
+    spare_rows: int = declare(keys.COUNT, 0, block="jaxsok")
+    """Free rows of each table, for new keys of updates in place."""
+    is_split: bool = declare(keys.BOOL, False, block="jaxsok")
+    """Whether each row lies on one of the devices alone."""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -130,22 +151,34 @@ class VolatileDb:
     """Both maps are jaxsok's host store, which holds every row. "disabled" is for models with all rows elsewhere."""
     address: str = declare(keys.SOME_TEXT, "127.0.0.1:7000")
     """`host[:port]` of a node of the cluster, or of a single server; of several, by commas, the first that answers."""
-    user_name: str = declare(keys.TEXT, "default")  # sent with a password alone
+    user_name: str = declare(keys.TEXT, "default")
+    """The user; sent only with a password."""
     password: str = declare(keys.TEXT, "", repr=False)
-    num_partitions: int = declare(keys.POSITIVE, min(16, os.cpu_count() or 1))  # the same for all users of a database
-    num_node_connections: int = declare(keys.POSITIVE, 5)  # calls at the same time, at most
-    max_batch_size: int = declare(keys.POSITIVE, 65536)  # keys in a call, at most
+    num_partitions: int = declare(keys.POSITIVE, min(16, os.cpu_count() or 1))
+    """The hashes of each table; the same number for all users of a database."""
+    num_node_connections: int = declare(keys.POSITIVE, 5)
+    """Calls at the same time, at most."""
+    max_batch_size: int = declare(keys.POSITIVE, 65536)
+    """Keys in a call, at most."""
     enable_tls: bool = declare(keys.BOOL, False)
-    tls_ca_certificate: str = declare(keys.SOME_TEXT, "cacertbundle.crt")  # a file or a folder
-    tls_client_certificate: str = declare(keys.TEXT, "client_cert.pem")  # "": none is shown
+    tls_ca_certificate: str = declare(keys.SOME_TEXT, "cacertbundle.crt")
+    """The path of a file or a folder."""
+    tls_client_certificate: str = declare(keys.TEXT, "client_cert.pem")
+    """The path of a file; "": no certificate is shown."""
     tls_client_key: str = declare(keys.TEXT, "client_key.pem")
-    overflow_margin: int = declare(keys.SIZE, 2**64 - 1)  # rows of a partition, at most; then `overflow_policy`
+    overflow_margin: int = declare(keys.SIZE, 2**64 - 1)
+    """Rows of a partition, at most; then `overflow_policy`."""
     overflow_policy: OverflowPolicy = declare(keys.OVERFLOW_POLICY, "evict_random")
-    overflow_resolution_target: float = declare(keys.FRACTION, 0.8)  # of `overflow_margin`: rows that then stay
-    initialize_after_startup: bool = declare(keys.BOOL, True)  # whether opening writes the rows of `sparse_files`
-    initial_cache_rate: float = declare(keys.FRACTION, 1.0)  # of these rows, the first of each table
-    cache_missed_embeddings: bool = declare(keys.BOOL, False)  # whether rows of `persistent_db` that are read come in
-    timeout_s: float = declare(keys.number(0.001), 5.0, block="jaxsok")  # for which a call waits for a node
+    overflow_resolution_target: float = declare(keys.FRACTION, 0.8)
+    """The fraction of `overflow_margin` that then stays."""
+    initialize_after_startup: bool = declare(keys.BOOL, True)
+    """Whether opening writes the rows of `sparse_files`."""
+    initial_cache_rate: float = declare(keys.FRACTION, 1.0)
+    """The fraction of these rows that is written, the first of each table."""
+    cache_missed_embeddings: bool = declare(keys.BOOL, False)
+    """Whether rows that were read from `persistent_db` are written here as well."""
+    timeout_s: float = declare(keys.number(0.001), 5.0, block="jaxsok")
+    """Seconds that a call waits for a node."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,17 +187,22 @@ class PersistentDb:
 
     type: Persistent = declare(keys.DATABASE, "disabled")
     path: str = declare(keys.FILE, os.path.join(tempfile.gettempdir(), "rocksdb"))
-    num_threads: int = declare(keys.POSITIVE, 16)  # of RocksDB, in the background
-    read_only: bool = declare(keys.BOOL, False)  # then it is not filled, and models over it take no updates
-    max_batch_size: int = declare(keys.POSITIVE, 65536)  # keys in a call, at most
-    initialize_after_startup: bool = declare(keys.BOOL, True)  # whether opening writes the rows of `sparse_files`
+    num_threads: int = declare(keys.POSITIVE, 16)
+    """Background threads of RocksDB."""
+    read_only: bool = declare(keys.BOOL, False)
+    """True: it is not filled, and models over it take no updates."""
+    max_batch_size: int = declare(keys.POSITIVE, 65536)
+    """Keys in a call, at most."""
+    initialize_after_startup: bool = declare(keys.BOOL, True)
+    """Whether opening writes the rows of `sparse_files`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSource:
     """`update_source`: the stream that new versions of the tables come from; docs/freshness.md describes it."""
 
-    type: Literal["redis_stream"] | None = declare(keys.UPDATE_TYPE, None)  # None: versions come by `Session.update`
+    type: Literal["redis_stream"] | None = declare(keys.UPDATE_TYPE, None)
+    """The kind of stream; None: versions come by `Session.update`."""
     brokers: str = declare(keys.TEXT, "", repr=False)
     """The URL of Redis, as `redis://host:6379`, `rediss://` with TLS; of a cluster, one of its nodes."""
     consumer: str = declare(keys.SOME_TEXT, socket.gethostname(), block="jaxsok")
@@ -175,16 +213,22 @@ class UpdateSource:
 class Config:
     """A whole configuration, checked and with every default filled in."""
 
-    models: tuple[ModelConfig, ...]  # at least one; names differ
+    models: tuple[ModelConfig, ...]
+    """At least one; names differ."""
     supportlonglong: bool
     """True: keys have 64 bits. False: 32 bits, unsigned; keys of files are cut to them, as in HPS, others refused."""
-    fuse_embedding_table: bool | None = None  # for models that do not say; see `ModelConfig.fuse_embedding_table`
-    volatile_db: VolatileDb = VolatileDb("parallel_hash_map")  # without a block; without a type "disabled", as in HPS
+    fuse_embedding_table: bool | None = None
+    """The value for models that have none; see `ModelConfig.fuse_embedding_table`."""
+    volatile_db: VolatileDb = VolatileDb("parallel_hash_map")
+    """The default is for a configuration without the block; a block without a type is "disabled", as in HPS."""
     persistent_db: PersistentDb = PersistentDb()
     update_source: UpdateSource = UpdateSource()
-    without_effect: tuple[WithoutEffect, ...] = ()  # keys that were written and set nothing, by path
-    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)  # surprises for readers of HPS's manual
-    file: str = dataclasses.field(default="", compare=False)  # where it was read from; "": a mapping
+    without_effect: tuple[WithoutEffect, ...] = ()
+    """Keys that were written and set nothing, by path."""
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    """Notes on what readers of HPS's manual may not expect."""
+    file: str = dataclasses.field(default="", compare=False)
+    """The file that it was read from; "": a mapping."""
 
     @property
     def databases(self) -> str:
@@ -229,13 +273,11 @@ class Config:
         return lines
 
 
-PER_TABLE = keys.columns_of(TableConfig)
-JAXSOK_KEYS = keys.keys_of(ModelConfig, "jaxsok")
-MODEL_KEYS: dict[str, Key] = {
+PER_TABLE = {field.metadata["name"]: field.name for field in dataclasses.fields(TableConfig)}  # HPS's lists
+MODEL_KEYS: Keys = {
     **keys.keys_of(TableConfig),
     **keys.keys_of(ModelConfig),
     "enable_pagelock": Key(keys.BOOL, False),  # True is refused for a static model, and has no effect elsewhere
-    "jaxsok": Key(keys.BLOCK),
     **without_effect("the exported model tells its own inputs", keys.COUNT, "maxnum_des_feature_per_sample"),
     **without_effect("a refresh takes one buffer", keys.COUNT, "num_of_refresher_buffer_in_pool"),
     **without_effect("XLA orders what runs on a device", keys.BOOL, "use_context_stream"),
@@ -251,10 +293,9 @@ MODEL_KEYS: dict[str, Key] = {
     ),
     **without_effect("supportlonglong says how many bits keys have", keys.UNREAD, "i64_input_key"),
 }
-DATABASE_KEYS: dict[str, dict[str, Key]] = {
+DATABASE_KEYS: dict[str, Keys] = {
     "volatile_db": {
         **keys.keys_of(VolatileDb),
-        "jaxsok": Key(keys.BLOCK),
         **without_effect(_OF_PROCESS, keys.SIZE, "allocation_rate", "shared_memory_size"),
         **without_effect(_OF_PROCESS, keys.TEXT, "shared_memory_name"),
         **without_effect(_OF_PROCESS, keys.BOOL, "shared_memory_auto_remove"),
@@ -271,18 +312,15 @@ DATABASE_KEYS: dict[str, dict[str, Key]] = {
     },
     "update_source": {
         **keys.keys_of(UpdateSource),
-        "jaxsok": Key(keys.BLOCK),
         **without_effect(_OF_KAFKA, keys.COUNT, "metadata_refresh_interval_ms", "receive_buffer_size"),
         **without_effect(_OF_KAFKA, keys.COUNT, "poll_timeout_ms", "max_batch_size", "failure_backoff_ms"),
         **without_effect(_OF_KAFKA, keys.COUNT, "max_commit_interval"),
         **without_effect(_OLDER, keys.UNREAD, "max_receive_buffer_size"),
     },
 }  # the keys of the blocks of databases
-VOLATILE_JAXSOK_KEYS = keys.keys_of(VolatileDb, "jaxsok")
-UPDATE_JAXSOK_KEYS = keys.keys_of(UpdateSource, "jaxsok")
 OLDER_DATABASES = ("cpu_memory_db", "distributed_db")  # the blocks of HPS 3.3 that later became volatile_db
 OLDER_DATABASE_KEYS = without_effect(_OLDER, keys.UNREAD, *DATABASE_KEYS["volatile_db"])
-TOP_KEYS: dict[str, Key] = {
+TOP_KEYS: Keys = {
     "supportlonglong": Key(keys.BOOL, keys.REQUIRED),
     "fuse_embedding_table": Key(keys.BOOL),
     "models": Key(keys.list_of(keys.BLOCK, "a list of models"), keys.REQUIRED),

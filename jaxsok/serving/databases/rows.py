@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxsok.records import Records
 from jaxsok.serving.backing import IsFound, Keys, Rows, RowSource
-from jaxsok.serving.errors import DatabaseError, ServingError, UnknownTableError
+from jaxsok.serving.errors import DatabaseError, ServingError, require_table
 from jaxsok.serving.frozen import FrozenTable
 from jaxsok.serving.ready import Beside
 from jaxsok.types import PADDING_KEY
@@ -190,6 +190,5 @@ class DatabaseRows(RowSource):
             yield where, keys[where].astype(self._key_dtype)
 
     def _name(self, op: str, table: str) -> str:
-        if table not in self._tables:
-            raise UnknownTableError.of(op, table, self._tables, f'model "{self._model}"')
+        require_table(op, table, self._tables, f'model "{self._model}"')
         return f"hps_et.{self._model}.{table}"

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxsok.features import Bags, offsets_of
 from jaxsok.serving.artifact import BagsInput, KeysInput
-from jaxsok.serving.errors import RequestError, RequestTooLargeError, UnknownTableError
+from jaxsok.serving.errors import RequestError, RequestTooLargeError, require_table
 from jaxsok.serving.http import wire
 from jaxsok.serving.model.served import check_bits
 
@@ -27,18 +27,13 @@ class ParsedRequest:
 
     @property
     def costs(self) -> dict[str, int]:
-        """The costs by the names of `limits_of`."""
+        """The samples, under a name that no table has, and the keys by table."""
         return {"": self.num_samples, **self.num_keys}
 
     @property
     def size(self) -> int:
         """The number of samples, or of keys if it is a lookup."""
         return self.num_samples or sum(self.num_keys.values())
-
-
-def limits_of(model: Any) -> dict[str, int]:
-    """Limits one call: samples, under a name that no table has, and keys by table."""
-    return {"": model.max_batch_size, **model.max_keys}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +57,7 @@ class Lookups(_Calls):
         if not found:
             raise RequestError(f"{op}: got no tensor, wanted the keys of at least one table.")
         for name in found:
-            if name not in model.tables:
-                raise UnknownTableError.of(op, name[:80], model.tables, f'model "{model.name}"')
+            require_table(op, name, model.tables, f'model "{model.name}"')
         keys = {name: wire.read_keys(value, f'{op}: keys of table "{name}"') for name, value in found.items()}
         for name, array in keys.items():
             _check_most(wire.extent(array.shape), model.max_keys[name], f'{op}: table "{name}"')
@@ -167,12 +161,9 @@ class Predictions(_Calls):
             return [(outputs, int(answer.version))]
         if answer.version != known.version:  # the dense model may be one whose results cannot be cut
             return [result for request in requests for result in self._run_joined(known, [request])]
-        results, begin = [], 0
-        for request in requests:
-            end = begin + request.num_samples
-            results.append(({name: value[begin:end] for name, value in outputs.items()}, int(answer.version)))
-            begin = end
-        return results
+        ends = np.cumsum([request.num_samples for request in requests])[:-1]
+        parts = {name: np.split(value, ends) for name, value in outputs.items()}
+        return [({name: parts[name][i] for name in parts}, int(answer.version)) for i in range(len(requests))]
 
 
 def _parse(kind: Lookups | Predictions, body: bytes, given: str, model: Any) -> dict[str, Any]:

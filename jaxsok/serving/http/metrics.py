@@ -14,30 +14,26 @@ LATENCY_BUCKETS = tuple(bound / 1000 for bound in _MILLISECONDS)
 SIZE_BUCKETS = tuple(float(2**i) for i in range(0, 21, 2))
 REQUEST_BUCKETS = tuple(float(2**i) for i in range(11))
 
-_COUNTERS = {
-    "lookups": "calls of the session that read tables",
-    "predicts": "calls of the session that ran the model",
-    "keys": "keys that lookups and predictions read, padding among them",
-    "padding": "keys that stand for none",
-    "distinct": "over a cache: distinct keys of each call",
-    "hits": "keys that are there; over a cache distinct ones that it has",
-    "misses": "over a cache: distinct keys that it does not have",
-    "missing": "keys that are not there; over a cache distinct ones that no tier has",
-    "updates": "versions that came by an update",
-}
-_GAUGES = {
-    "hit_rate": "hits over hits and missing, over a cache hits over distinct, since the session was opened",
-    "bytes": "bytes of the tables on the device",
-    "host_bytes": "bytes in host memory",
-}
-
-
-_STREAM = {
-    "lag_versions": ("lag_versions", "versions of update_source that are not served"),
-    "lag_seconds": ("lag_s", "how long ago the first of them was published"),
-    "delay_seconds": ("delay_s", "of the last version: from its publication until it was served"),
-    "is_following": ("is_following", "1 while Redis answers and no version is refused"),
-}
+_COUNTER, _GAUGE = core.CounterMetricFamily, core.GaugeMetricFamily
+_OF_SESSION = (  # kind, metric, its name in `Session.stats`, and its text
+    (_COUNTER, "session_lookups", "lookups", "calls of the session that read tables"),
+    (_COUNTER, "session_predicts", "predicts", "calls of the session that ran the model"),
+    (_COUNTER, "session_keys", "keys", "keys that lookups and predictions read, padding among them"),
+    (_COUNTER, "session_padding", "padding", "keys that stand for none"),
+    (_COUNTER, "session_distinct", "distinct", "over a cache: distinct keys of each call"),
+    (_COUNTER, "session_hits", "hits", "keys that are there; over a cache distinct ones that it has"),
+    (_COUNTER, "session_misses", "misses", "over a cache: distinct keys that it does not have"),
+    (_COUNTER, "session_missing", "missing", "keys that are not there; over a cache distinct ones that no tier has"),
+    (_COUNTER, "session_updates", "updates", "versions that came by an update"),
+    (_GAUGE, "session_hit_rate", "hit_rate", "hits over hits and missing (a cache: over distinct) since the opening"),
+    (_GAUGE, "session_bytes", "bytes", "bytes of the tables on the device"),
+    (_GAUGE, "session_host_bytes", "host_bytes", "bytes in host memory"),
+    (_GAUGE, "version", "version", "version that is served"),
+    (_GAUGE, "stream_lag_versions", "lag_versions", "versions of update_source that are not served"),
+    (_GAUGE, "stream_lag_seconds", "lag_s", "how long ago the first of them was published"),
+    (_GAUGE, "stream_delay_seconds", "delay_s", "of the last version: from its publication until it was served"),
+    (_GAUGE, "stream_is_following", "is_following", "1 while Redis answers and no version is refused"),
+)
 
 
 class Metrics:
@@ -84,18 +80,12 @@ class _AtScrape(registry.Collector):
 
     def collect(self) -> Iterable[core.Metric]:
         stats = self._stats()
-        counter, gauge = core.CounterMetricFamily, core.GaugeMetricFamily
-        for kind, metric, name, text in (
-            *((counter, f"session_{name}", name, text) for name, text in _COUNTERS.items()),
-            *((gauge, f"session_{name}", name, text) for name, text in _GAUGES.items()),
-            (gauge, "version", "version", "version that is served"),
-            *((gauge, f"stream_{metric}", name, text) for metric, (name, text) in _STREAM.items()),
-        ):
+        for kind, metric, name, text in _OF_SESSION:
             values = {(model,): found.get(name) for model, found in stats.items()}
             numbers = {labels: value for labels, value in values.items() if isinstance(value, int | float)}
             if numbers:
                 yield _fill(kind(f"jaxsok_{metric}", text, labels=["model"]), numbers)
-        yield _fill(gauge("jaxsok_queue_depth", "requests that wait", labels=["endpoint", "model"]), self._depths())
+        yield _fill(_GAUGE("jaxsok_queue_depth", "requests that wait", labels=["endpoint", "model"]), self._depths())
 
 
 def _fill(family: Any, values: Mapping[tuple[str, ...], float]) -> core.Metric:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
 import os
 import threading
 import time
@@ -24,11 +23,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from jaxsok import checks
 from jaxsok.serving.artifact.inputs import input_to_json
 from jaxsok.serving.errors import RequestTooLargeError, UnknownModelError
 from jaxsok.serving.http import wire
 from jaxsok.serving.http.batching import Batcher, ClosedError
-from jaxsok.serving.http.calls import Lookups, ParsedRequest, Predictions, limits_of
+from jaxsok.serving.http.calls import Lookups, ParsedRequest, Predictions
 from jaxsok.serving.http.metrics import Metrics
 from jaxsok.serving.http.responses import CLOSE, Busy, Refusal, formats, http_error, make_response, refusal_of
 from jaxsok.serving.http.watch import Watcher
@@ -64,10 +64,9 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value, may_be_zero = getattr(self, field.name), field.name in ("max_delay_ms", "drain_s")
-            if not (value >= 0 if may_be_zero else value > 0) or not math.isfinite(value):
-                option, wanted = field.name.replace("_", "-"), "0 or more" if may_be_zero else "a number above 0"
-                raise ValueError(f"serve: --{option}: got {value}, wanted {wanted}.")
+            may_be_zero, what = field.name in ("max_delay_ms", "drain_s"), f"serve: --{field.name.replace('_', '-')}"
+            low, wanted = (0, "0 or more") if may_be_zero else (checks.ABOVE_ZERO, "a number above 0")
+            checks.number(what, getattr(self, field.name), low, wanted=wanted)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "ServerOptions":
@@ -331,7 +330,7 @@ class App:
 
         self._batchers[labels] = Batcher(
             run,
-            limits_of(model),
+            {"": model.max_batch_size, **model.max_keys},  # by the names of `ParsedRequest.costs`
             # One for each model, so that a slow model delays no other.
             executor=self._pool(self.options.num_workers, "jaxsok-call"),
             max_delay_s=self.options.max_delay_ms / 1000,

@@ -51,21 +51,17 @@ class PredictRequest:
     def keys(self) -> dict[str, np.ndarray]:
         """Reads the known keys of each table, without padding."""
         return {
-            table: np.concatenate([keys_in(self.leaves[name])[self._read_part(name)] for name in names])
+            table: np.concatenate([keys_in(self.leaves[name])[: self._num_keys(name)] for name in names])
             for table, names in lookups_of(self.served)
         }
 
-    def _read_part(self, name: str) -> slice:
+    def _num_keys(self, name: str) -> int:
         leaves = self.leaves[name]
-        if isinstance(leaves, tuple):  # keys outside of all bags are not read
-            return slice(int(leaves[1][0]), int(leaves[1][-1]))
-        return slice(0, self.num_samples * math.prod(leaves.shape[1:-1]))
+        return int(leaves[1][-1]) if isinstance(leaves, tuple) else self.num_samples * math.prod(leaves.shape[1:-1])
 
     def cut(self, out: Mapping[str, Array]) -> dict[str, np.ndarray]:
-        """Takes the rows of padding samples from the results of the program."""
-        arrays = {name: np.asarray(value) for name, value in out.items()}
-        batched = [name for name in arrays if self.served.outputs[name].is_batched]
-        return arrays | {name: arrays[name][: self.num_samples] for name in batched}
+        """Copies the results of the program to the host, without the rows of padding samples."""
+        return self.served.cut({name: np.asarray(value) for name, value in out.items()}, self.num_samples)
 
 
 def first_predictions(served: artifact.ServedModel | None, levels: Sequence[int]) -> list[Prediction]:
@@ -83,7 +79,7 @@ def load_dense_model(
 ) -> artifact.ServedModel:
     """Loads an artifact; refuses one that does not fit the tables, their tier or their device."""
     served = artifact.load_model(path, device)
-    served = served if config.is_fused else served.unfused()
+    served = served if config.is_fused else served.unfuse()
     what = f'{op}: model "{config.model}": dense_file: "{path}"'
     require_fit(f"{what}: tables", served.tables.values(), tables)
     if config.is_split:
@@ -122,16 +118,7 @@ def count_found(
     """Counts, by lookup, the keys of a prediction's inputs that are there and that are not."""
     counts = []
     for table, names in lookups:
-        parts = []
-        for name in names:
-            words, *ends = leaves[name] if isinstance(leaves[name], tuple) else (leaves[name],)
-            words = jnp.reshape(words, (-1, 2))
-            if ends:  # keys outside of all bags become padding
-                place, offsets = jnp.arange(words.shape[0], dtype=jnp.int32), ends[0]
-                is_inside = (place >= offsets[0]) & (place < offsets[-1])
-                words = jnp.where(is_inside[:, None], words, np.uint32(0xFFFFFFFF))
-            parts.append(words)
-        words = jnp.concatenate(parts)
+        words = jnp.concatenate([jnp.reshape(words_in(leaves[name]), (-1, 2)) for name in names])
         s, number = tables.spec.places[table]
         store, ids = tables.stores[s], jnp.full(words.shape[0], np.uint32(number))
         is_there = table_kernels.find(store.index, store.counters, words, ids) != np.uint32(NO_ROW)

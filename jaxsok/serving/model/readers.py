@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jaxtyping
@@ -31,9 +31,9 @@ from jaxsok.serving.model.predictions import (
     words_in,
 )
 from jaxsok.serving.model.store_plans import owners_of
-from jaxsok.serving.model.stored import StoredVersion, StoredVersions
-from jaxsok.serving.model.versions import Version, Versions
-from jaxsok.serving.padding import key_words
+from jaxsok.serving.model.stored import StoredVersion
+from jaxsok.serving.model.versions import AnyVersions, Version, Versions
+from jaxsok.serving.padding import NO_KEYS, key_words
 from jaxsok.serving.ready import Ready
 from jaxsok.types import COUNTS, PADDING_KEY
 
@@ -50,50 +50,33 @@ Found: TypeAlias = tuple[dict[str, np.ndarray], int, Counts]  # values by name, 
 ReadInputs: TypeAlias = Callable[[artifact.ServedModel | None], PredictRequest]  # checks inputs for a dense model
 
 _HITS_AND_MISSING = [COUNTS.index(name) for name in ("num_found", "num_missing")]
-_NO_KEYS = np.zeros(0, np.uint64)
 _log = logging.getLogger(__name__)
 
 
-class RowReader(Protocol):
-    """Reads the rows of a model's tables, from many threads; each result is of one version, whole."""
-
-    @property
-    def num_bytes(self) -> int: ...  # memory of all devices
-    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found: ...  # of uint64 keys by table
-    def predict(self, read: ReadInputs) -> Found: ...
-    def prepare(self, old: Version, new: Version, *, warm_up: bool) -> None: ...  # see `_Programs.prepare`
-    def settle(self, now: Version) -> None: ...
-    def start(self, *, warm_up: bool) -> None: ...  # before the first request
-    def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None: ...  # keys that changed or went
-    def refresh(self) -> None: ...  # reads cached rows again
-    @property
-    def caches(self) -> "Sequence[CachedRows]": ...
-    def stop(self) -> None: ...  # begins nothing more in the background
-    def close(self, until: float | None) -> bool: ...  # waits until a time of `time.monotonic`; whether all has ended
-
-
 class _Programs(abc.ABC):
-    """The programs of a reader, compiled for each version before it is read."""
+    """A reader's programs, which are compiled for each version before it is read."""
 
     ready: Ready[Program]
+    is_warmed_up = False
+    caches: "Sequence[CachedRows]" = ()
 
     @abc.abstractmethod
     def place_of(self, version: Version) -> Any: ...  # what the programs of a version are compiled for, as a value
     @abc.abstractmethod
     def first_programs(self, served: artifact.ServedModel | None) -> list[Program]: ...  # compiled before requests come
 
-    def prepare(self, old: Version, new: Version, *, warm_up: bool) -> None:
+    def prepare(self, old: Version, new: Version) -> None:
         """Compiles for a new version the programs that requests have used; raises if it cannot be served."""
         place, old_place = self.place_of(new), self.place_of(old)
         if place == old_place:
             return
         self.ready.keep([old_place, place])
-        wanted = [*(self.first_programs(new.served) if warm_up else []), *self.ready.used()]
+        wanted = [*(self.first_programs(new.served) if self.is_warmed_up else []), *self.ready.list_used()]
         for _ in range(2):  # requests go on meanwhile, and use more: what comes later still, they wait for
             for program in wanted:
                 if not isinstance(program, Prediction) or program.fits(new.served):
                     self.ready.make(place, program)
-            wanted = self.ready.used()
+            wanted = self.ready.list_used()
 
     def settle(self, now: Version) -> None:
         """Forgets the programs of versions other than the served one; also called after a failure."""
@@ -125,8 +108,6 @@ class _Sizes:
 class DeviceRows(_Programs):
     """Reads the rows of one device, or of the host: a part of each version, by its number."""
 
-    caches = ()
-
     def __init__(self, config: ModelConfig, versions: Versions, part: int = 0) -> None:
         self._config, self._versions, self._names = config, versions, tuple(versions.current.tables.tables)
         self._part = part
@@ -154,7 +135,7 @@ class DeviceRows(_Programs):
             place = self.place_of(self._versions.current)
             programs = self._programs(place, num_keys)  # compiled here: not while an update waits for its readers
             words = [
-                np.concatenate([key_words(keys.get(name, _NO_KEYS).reshape(-1), size) for name, size in program])
+                np.concatenate([key_words(keys.get(name, NO_KEYS).reshape(-1), size) for name, size in program])
                 for program in programs
             ]
             with self._versions.reading() as version:
@@ -240,8 +221,8 @@ class DeviceRows(_Programs):
             look_up_words.lower(form.tree, words, program).compile()
 
     def start(self, *, warm_up: bool) -> None:
-        """Compiles the first programs, and runs each of them once."""
-        version = self._versions.current
+        """Compiles the first programs, and runs each of them once; called before the first request."""
+        version, self.is_warmed_up = self._versions.current, warm_up
         for program in self.first_programs(version.served) if warm_up else ():
             self.ready.make(self.place_of(version), program)
             if isinstance(program, Prediction):
@@ -259,16 +240,18 @@ class DeviceRows(_Programs):
         """Does nothing: there is no tier below."""
 
     def stop(self) -> None:
+        """Begins nothing more in the background."""
         self.ready.beside.stop()
 
     def close(self, until: float | None) -> bool:
+        """Waits until a time of `time.monotonic`, and returns whether all has ended."""
         return self.ready.beside.close(rest_s(until))
 
 
 class CachedRows(_Programs):
     """Reads rows of host memory or of databases through a cache on the device, which without `gpucache` keeps none."""
 
-    def __init__(self, config: ModelConfig, versions: Versions | StoredVersions, device: Any) -> None:
+    def __init__(self, config: ModelConfig, versions: AnyVersions, device: Any) -> None:
         self._config, self._versions = config, versions
         self.sizes = _Sizes(config, tuple(versions.current.tables.tables))
         self.ready: Ready[Program] = Ready(self._compile)
@@ -329,6 +312,7 @@ class CachedRows(_Programs):
 
     def start(self, *, warm_up: bool) -> None:
         """Fills the cache, compiles the first programs, and begins to refresh, as the configuration says."""
+        self.is_warmed_up = warm_up
         if self._config.is_filled_at_start:
             self.cache.fill()
         if warm_up:
@@ -376,7 +360,7 @@ class CachedRows(_Programs):
         return self.cache.close(rest_s(until)) and has_ended
 
 
-def _of_all(name: str) -> Callable[..., None]:
+def _call_all(name: str) -> Callable[..., None]:
     """Makes a method that calls the method of this name of all readers."""
 
     def call(self: "Replicas", *arguments: Any, **options: Any) -> None:
@@ -413,11 +397,15 @@ class Replicas:
         return self._next().predict(read)
 
     prepare, settle, start, publish, refresh, stop = map(
-        _of_all, ("prepare", "settle", "start", "publish", "refresh", "stop")
+        _call_all, ("prepare", "settle", "start", "publish", "refresh", "stop")
     )
 
     def close(self, until: float | None) -> bool:
         return all([reader.close(until) for reader in self._readers])
+
+
+RowReader: TypeAlias = DeviceRows | CachedRows | Replicas
+"""Reads the rows of a model's tables, from many threads; each result is of one version, whole."""
 
 
 class SplitRows(Replicas):

@@ -22,7 +22,7 @@ from jaxsok.serving.model import versions
 from jaxsok.serving.model.predictions import PredictRequest, keys_in, load_dense_model
 from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, Replicas, RowReader, SplitRows, add_cache_stats
 from jaxsok.serving.model.stored import StoredVersions
-from jaxsok.serving.model.versions import InPlace, Source, Version, Versions
+from jaxsok.serving.model.versions import AnyVersions, InPlace, Source, Versions
 from jaxsok.types import PADDING_KEY
 
 
@@ -46,12 +46,18 @@ class Model:
 
     name: str
     tables: Mapping[str, FrozenTable]
-    num_rows: Mapping[str, int]  # by table
-    max_batch_size: int  # samples in a request
-    max_keys: Mapping[str, int]  # keys of each table in a request: `max_batch_size` times keys of a sample
-    key_bits: int  # 64, or 32: then keys are 0 to 2**32 - 1
-    inputs: Mapping[str, Any] | None  # `artifact.ServedModel.inputs`, for `predict`; None: no dense model
-    outputs: Mapping[str, Any] | None  # `artifact.ServedModel.outputs`, likewise
+    num_rows: Mapping[str, int]
+    """The rows of each table."""
+    max_batch_size: int
+    """Samples in a request."""
+    max_keys: Mapping[str, int]
+    """Keys of each table in a request: `max_batch_size` times keys of a sample."""
+    key_bits: int
+    """Either 64, or 32: then keys are 0 to 2**32 - 1."""
+    inputs: Mapping[str, Any] | None
+    """The inputs of `predict` (`artifact.ServedModel.inputs`); None: no dense model."""
+    outputs: Mapping[str, Any] | None
+    """The outputs of `predict` (`artifact.ServedModel.outputs`); None: no dense model."""
     version: int
 
 
@@ -64,18 +70,16 @@ class Served:
     def __init__(
         self,
         config: ModelConfig,
-        versions: Versions | StoredVersions,
+        versions: AnyVersions,
         devices: Sequence[Any],
         reader: RowReader,
         *,
         warm_up: bool,
     ) -> None:
         self.config, self.versions, self.devices, self.reader = config, versions, devices, reader
-        self._is_warmed_up = warm_up
         self.names = tuple(versions.current.tables.tables)
         self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool * len(devices))
         self.counts = _Counts(self.names)
-        self.publish = reader.publish
         try:
             reader.start(warm_up=warm_up)
         except BaseException:
@@ -117,14 +121,12 @@ class Served:
 
     def _read_keys(self, keys: Any) -> dict[str, np.ndarray]:
         op = "lookup"
-        if not isinstance(keys, Mapping):
-            raise errors.RequestError(f"{op}: keys: got {type(keys).__name__}, wanted a mapping from tables to keys.")
+        errors.require_mapping(f"{op}: keys", keys, "tables to keys")
         if not keys:
             raise errors.RequestError(f"{op}: keys: got no tables, wanted at least one of {sorted(self.names)}.")
         arrays = {}
         for name, given in keys.items():
-            if not isinstance(name, str) or name not in self.names:
-                raise errors.UnknownTableError.of(op, name, self.names, f'model "{self.config.model}"')
+            errors.require_table(op, name, self.names, f'model "{self.config.model}"')
             what = f'{op}: table "{name}"'
             with errors.refusals():
                 arrays[name] = keys_lib.from_words(keys_lib.words_of(given, "int64", what))
@@ -154,7 +156,7 @@ class Served:
         for table, number in num_keys.items():
             self._check_number(f'{op}: table "{table}"', table, number)
         if served.is_per_sample:
-            leaves = served.padded(leaves, num_samples)
+            leaves = served.pad(leaves, num_samples)
         return PredictRequest(served, leaves, num_samples)
 
     def _check_number(self, what: str, table: str, num_keys: int) -> None:
@@ -170,17 +172,9 @@ class Served:
         if dense_file is not None:
             tables = self.versions.current.tables.tables
             dense_model = load_dense_model("update", self.config, dense_file, tables, self.devices[0]), str(dense_file)
-        version = self.versions.update(source, in_place=in_place, dense_model=dense_model, reader=self)
+        version = self.versions.update(source, in_place=in_place, dense_model=dense_model, reader=self.reader)
         self.counts.add("updates", {})
         return version.number
-
-    def prepare(self, old: Version, new: Version) -> None:
-        """Compiles for a new version the programs that requests have used; raises if it cannot be served."""
-        self.reader.prepare(old, new, warm_up=self._is_warmed_up)
-
-    def settle(self, now: Version) -> None:
-        """Forgets the programs of versions other than the served one; also called after a failure."""
-        self.reader.settle(now)
 
     def stats(self) -> dict[str, Any]:
         version, stats = self.versions.current, self.counts.stats()
@@ -317,14 +311,14 @@ def _open_table(config: ModelConfig, table: TableConfig, key_bits: folders.KeyBi
         table.file, table=table.name, dim=table.dim, key_bits=key_bits, hotness=config.is_filled_at_start, op=op
     )
     what = f'{op}: model "{config.model}": table "{table.name}": default_value_for_each_table'
-    return folders.frozen_as(what, source, config.row_dtype, table.default)
+    return folders.to_frozen(what, source, config.row_dtype, table.default)
 
 
 def open_for_export(op: str, path: str, model: str | None = None, dtype: Any = None) -> list[folders.Frozen]:
     """Opens the tables of an export, a delta or a checkpoint, or those of a model of an HPS configuration (.json)."""
     if not path.endswith(".json"):
         return [
-            folders.frozen_as(f'{op}: table "{source.table}": default', source, dtype)
+            folders.to_frozen(f'{op}: table "{source.table}": default', source, dtype)
             for source in folders.open_saved(op, path)
         ]
     config = read_config(path)
@@ -374,8 +368,7 @@ def load_tables(
     chosen = choose_model(op, whole, model)
     by_name = {table.name: table for table in chosen.tables}
     for name in tables or ():
-        if name not in by_name:
-            raise errors.UnknownTableError.of(op, name, by_name, f'model "{chosen.model}"')
+        errors.require_table(op, name, by_name, f'model "{chosen.model}"')
     given = [_open_table(chosen, by_name[name], whole.key_bits, op) for name in tables or by_name]
     loaded, _ = freeze_records(given, spare_rows=chosen.spare_rows, device=device)
     return dataclasses.replace(loaded, is_fused=chosen.is_fused)

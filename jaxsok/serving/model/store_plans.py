@@ -15,6 +15,7 @@ from jaxsok.records import Records
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.folders import Frozen, TableSource
 from jaxsok.serving.frozen import FrozenStore, FrozenTable, check_records, lines_of, write_lines
+from jaxsok.serving.padding import NO_KEYS
 from jaxsok.serving.row_map import RowMap
 from jaxsok.types import NO_ROW
 
@@ -33,13 +34,13 @@ class Change:
     @classmethod
     def of(cls, table: FrozenTable, source: TableSource) -> "Change":
         """Reads all rows of a table's update, so that damage and misfits are found here."""
-        keys = [np.zeros(0, np.uint64)]
+        keys = [NO_KEYS]
         for records in source.chunks():
             check_records("update", table, records)
             keys.append(records.keys.copy())
         gone = None
         if source.base is not None:
-            gone = np.concatenate([np.zeros(0, np.uint64), *(some.copy() for some in source.tombstones())])
+            gone = np.concatenate([NO_KEYS, *(some.copy() for some in source.tombstones())])
             gone = np.setdiff1d(gone, np.concatenate(keys)) if len(gone) else gone
         return cls(table, source, np.concatenate(keys), gone)
 
@@ -47,13 +48,13 @@ class Change:
     def is_empty(self) -> bool:
         return self.gone is not None and not len(self.keys) and not len(self.gone)
 
-    def owned_by(self, number: int, num_parts: int) -> "Change":
+    def take_owned(self, number: int, num_parts: int) -> "Change":
         """Returns the change of the keys that one of several parts owns."""
         if num_parts == 1:
             return self
         gone = None if self.gone is None else self.gone[owners_of(self.gone, num_parts) == number]
         keys = self.keys[owners_of(self.keys, num_parts) == number]
-        return dataclasses.replace(self, source=_owned(self.source, number, num_parts), keys=keys, gone=gone)
+        return dataclasses.replace(self, source=_filter_owned(self.source, number, num_parts), keys=keys, gone=gone)
 
     def pieces(self) -> Iterator[Records]:
         """Yields its rows in pieces, small enough for one write."""
@@ -87,12 +88,12 @@ def split_sources(given: Sequence[Frozen], num_parts: int) -> list[list[Frozen]]
         for records in source.chunks():
             counts += np.bincount(owners_of(records.keys, num_parts), minlength=num_parts)
         for number, mine in enumerate(parts):
-            owned = _owned(source, number, num_parts)
+            owned = _filter_owned(source, number, num_parts)
             mine.append((table, dataclasses.replace(owned, num_rows=int(counts[number]))))
     return parts
 
 
-def _owned(source: TableSource, number: int, num_parts: int) -> TableSource:
+def _filter_owned(source: TableSource, number: int, num_parts: int) -> TableSource:
     def chunks() -> Iterator[Records]:
         return (records.take(owners_of(records.keys, num_parts) == number) for records in source.chunks())
 

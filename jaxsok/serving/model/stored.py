@@ -8,7 +8,6 @@ repairs an update that failed.
 import copy
 import dataclasses
 import functools
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +17,11 @@ from jaxsok.serving.backing import RowSource
 from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.databases import Connected, DatabaseRows
 from jaxsok.serving.errors import ServingError
-from jaxsok.serving.folders import KeyBits, TableSource
+from jaxsok.serving.folders import Frozen, TableSource
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, check_records
 from jaxsok.serving.model.store_plans import Change
-from jaxsok.serving.model.versions import InPlace, Part, Reader, Source, Version, open_update
+from jaxsok.serving.model.versions import AnyVersions, InPlace, Part, Reader, Source, Version
+from jaxsok.serving.padding import NO_KEYS
 from jaxsok.types import PADDING_KEY
 
 
@@ -43,23 +43,21 @@ class StoredVersion(Version):
         return rows
 
 
-class StoredVersions:
-    """The versions of one model's tables in databases, as `versions.Versions` for those in memory. Fills them first."""
+class StoredVersions(AnyVersions):
+    """The versions of one model's tables in databases, which it fills first."""
 
-    host_bytes = held_bytes = 0
+    host_bytes = 0
 
     def __init__(
         self,
         config: Config,
         model: ModelConfig,
-        given: Sequence[tuple[FrozenTable, TableSource]],
+        given: Sequence[Frozen],
         databases: Connected,
         served: Any,
     ) -> None:
-        self.name, self._is_read_only = model.model, config.persistent_db.read_only
-        self.key_bits: KeyBits = config.key_bits
-        self._updating = threading.Lock()  # held by one update; it alone sets `current`
-        self.num_in_place = 0
+        super().__init__(model.model, config.key_bits)
+        self._is_read_only = config.persistent_db.read_only
         tables = [table for table, _ in given]
         there = [database for database in databases if database is not None]
         make = functools.partial(DatabaseRows, model=model.model, tables=tables, key_bits=config.key_bits)
@@ -67,26 +65,18 @@ class StoredVersions:
             databases[0] is not None and config.volatile_db.initialize_after_startup,
             databases[1] is not None and config.persistent_db.initialize_after_startup and not self._is_read_only,
         )
-        volatile, persistent = (make([one]) if yes else None for one, yes in zip(databases, filled, strict=True))
+        volatile, persistent = (
+            make([database]) if is_filled else None for database, is_filled in zip(databases, filled, strict=True)
+        )
         for table, source in given:
             _fill(table, source, volatile, config.volatile_db.initial_cache_rate, persistent)
-        is_filled = sum(filled) == len(there)
-        self.current = StoredVersion(
-            number=1,
-            parts=(Part(FrozenTables((), FrozenSpec.of(tables)), ()),),
-            is_split=False,
-            files={table.name: str(source.path) for table, source in given},
-            uuids={table.name: source.uuid if is_filled else None for table, source in given},
-            unknowns={table.name: source.unknown for table, source in given},
-            served=served,
-            dense_file=str(model.dense_file or ""),
-            stored=make(there, lifts=config.volatile_db.cache_missed_embeddings),
-        )
+        stored = make(there, lifts=config.volatile_db.cache_missed_embeddings)
+        no_arrays = Part(FrozenTables((), FrozenSpec.of(tables)), ())
+        self.current = StoredVersion.first(model, given, served, [no_arrays], stored=stored)
+        if sum(filled) < len(there):  # the rows of a database may be others
+            self.current = dataclasses.replace(self.current, uuids=dict.fromkeys(self.current.uuids))
 
-    def update(
-        self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, reader: Reader
-    ) -> Version:
-        """Writes the rows of a source into the databases, see `Session.update`; if one fails, some rows are written."""
+    def _check(self, source: Source | None, in_place: InPlace) -> None:
         if in_place is False:
             raise ServingError(
                 f'update: in_place: got False for model "{self.name}", whose rows lie in databases, wanted True or '
@@ -97,21 +87,17 @@ class StoredVersions:
                 f'update: model "{self.name}": source: got one, wanted None: persistent_db is read_only, and rows that '
                 "only volatile_db has can be lost; open it without read_only."
             )
-        with self._updating:
-            try:
-                old = self.current
-                opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
-                changes = [Change.of(old.tables.tables[name], found) for name, found in opened.items()]
-                replaced = frozenset(change.table.name for change in changes if change.gone is None)
-                new = dataclasses.replace(old.following(opened, dense_model), replaced=replaced)
-                reader.prepare(old, new)
-                changed = {change.table.name: _write(old.stored, change) for change in changes if not change.is_empty}
-                reader.publish(new, changed)
-                self.current = new
-                self.num_in_place += bool(changed)
-                return new
-            finally:
-                reader.settle(self.current)
+
+    def _update(self, old: Any, new: Any, changes: Sequence[Change], in_place: InPlace, reader: Reader) -> None:
+        """Writes rows into the databases; if one fails, some are written."""
+        new = dataclasses.replace(
+            new, replaced=frozenset(change.table.name for change in changes if change.gone is None)
+        )
+        reader.prepare(old, new)
+        changed = {change.table.name: _write(old.stored, change) for change in changes if not change.is_empty}
+        reader.publish(new, changed)
+        self.current = new
+        self.num_in_place += bool(changed)
 
 
 def _fill(
@@ -140,7 +126,7 @@ def _write(stored: DatabaseRows, change: Change) -> np.ndarray:
     if gone is None:
         new = np.sort(np.append(change.keys, np.uint64(PADDING_KEY)))  # which is greater than all keys
         parts = [keys[new[np.searchsorted(new, keys)] != keys] for keys in stored.keys(name)]
-        gone = np.concatenate([np.zeros(0, np.uint64), *parts])
+        gone = np.concatenate([NO_KEYS, *parts])
     stored.erase(name, gone)
     for records in change.pieces():
         stored.insert(name, records.keys, records.rows.astype(np.float32))

@@ -6,6 +6,7 @@ readers wait. Either way it checks everything first, a reader sees all tables of
 old version is served.
 """
 
+import abc
 import contextlib
 import dataclasses
 import functools
@@ -20,7 +21,7 @@ import numpy as np
 
 from jaxsok.serving import folders, frozen
 from jaxsok.serving.config import ModelConfig
-from jaxsok.serving.errors import ServingError, UnknownTableError
+from jaxsok.serving.errors import ServingError, require_table
 from jaxsok.serving.folders import TableSource
 from jaxsok.serving.model.store_plans import Change, StorePlan, split_sources
 from jaxsok.serving.padding import fill_up, padded_size
@@ -68,7 +69,24 @@ class Version:
         """The parts with rows that no part before them has."""
         return self.parts if self.is_split else self.parts[:1]
 
-    def following(self, opened: Mapping[str, TableSource], dense_model: tuple[Any, str] | None) -> Self:
+    @classmethod
+    def first(
+        cls, config: ModelConfig, given: Sequence[folders.Frozen], served: Any, parts: Sequence[Part], **more: Any
+    ) -> Self:
+        """Makes the first version, of the files of a configuration."""
+        return cls(
+            number=1,
+            parts=tuple(parts),
+            is_split=config.is_split,
+            files={table.name: str(source.path) for table, source in given},
+            uuids={table.name: source.uuid for table, source in given},
+            unknowns={table.name: source.unknown for table, source in given},
+            served=served,
+            dense_file=str(config.dense_file or ""),
+            **more,
+        )
+
+    def make_next(self, opened: Mapping[str, TableSource], dense_model: tuple[Any, str] | None) -> Self:
         """Makes the next version of an update: of some tables, and of a dense model and its file."""
         served, dense_file = dense_model or (self.served, self.dense_file)
         return dataclasses.replace(
@@ -80,7 +98,7 @@ class Version:
             dense_file=dense_file,
         )
 
-    def over(self, stores: Sequence[Sequence[frozen.FrozenStore]]) -> "Version":
+    def with_stores(self, stores: Sequence[Sequence[frozen.FrozenStore]]) -> "Version":
         """Makes this version over other arrays by part."""
         parts = [
             dataclasses.replace(part, tables=dataclasses.replace(part.tables, stores=tuple(mine)))
@@ -148,14 +166,49 @@ class Memory:
 
 
 class Reader(Protocol):
-    """The methods that an update calls on the readers of versions; see `served.Served`."""
+    """The methods that an update calls on the reader of a model (readers.py)."""
 
     def prepare(self, old: Version, new: Version) -> None: ...
     def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None: ...
     def settle(self, now: Version) -> None: ...
 
 
-class Versions:
+class AnyVersions(abc.ABC):
+    """The versions of one model's tables, wherever their rows lie; a subclass makes the first one."""
+
+    current: Version  # the latest one, to inspect
+    held_bytes = 0  # device memory of a version that is not served yet
+
+    def __init__(self, model: str, key_bits: folders.KeyBits) -> None:
+        self.name, self.num_in_place = model, 0
+        self.key_bits: folders.KeyBits = key_bits
+        self._updating = threading.Lock()  # held by one update at a time: it alone sets `current`
+
+    def update(
+        self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, reader: Reader
+    ) -> Version:
+        """Makes the next version, with another dense model and its file if given, and serves it."""
+        self._check(source, in_place)
+        with self._updating:
+            try:
+                old = self.current
+                opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
+                changes = [Change.of(old.tables.tables[name], found) for name, found in opened.items()]
+                self._update(old, old.make_next(opened, dense_model), changes, in_place, reader)
+                return self.current
+            finally:
+                reader.settle(self.current)
+
+    @abc.abstractmethod
+    def _check(self, source: Source | None, in_place: InPlace) -> None:
+        """Refuses updates that these versions do not take."""
+
+    @abc.abstractmethod
+    def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Reader) -> None:
+        """Changes rows, and sets `current`; `new` still has the rows of `old`."""
+
+
+class Versions(AnyVersions):
     """The versions of one model's tables, whose rows all lie in one memory. Loads the first one.
 
     `can_donate` is False if others read the rows apart from `reading`: then rows may not change where they lie.
@@ -164,20 +217,16 @@ class Versions:
     def __init__(
         self,
         config: ModelConfig,
-        given: Sequence[tuple[frozen.FrozenTable, TableSource]],
+        given: Sequence[folders.Frozen],
         *,
         key_bits: folders.KeyBits,
         memory: Memory,
         can_donate: bool,
         served: Any,
     ) -> None:
-        self.name, self._memory = config.model, memory
-        self.key_bits: folders.KeyBits = key_bits
-        self._spare_rows = config.spare_rows
-        self._can_donate = can_donate
-        # One update at a time holds `_updating`: it alone sets `current` and closes the gate. Arrays of `current` are
-        # donated only while the gate is closed.
-        self._gate, self._updating = Gate(), threading.Lock()
+        super().__init__(config.model, key_bits)
+        self._memory, self._spare_rows, self._can_donate = memory, config.spare_rows, can_donate
+        self._gate = Gate()  # an update closes it; arrays of `current` are donated only while it is closed
         owned = split_sources(given, len(memory.devices)) if config.is_split else [given]
         needed = max(
             sum(sum(frozen.frozen_bytes(table, source.num_rows + config.spare_rows).values()) for table, source in mine)
@@ -191,19 +240,7 @@ class Versions:
         ]
         others = memory.devices[len(parts) :]  # which get copies
         parts += [dataclasses.replace(parts[0], tables=jax.device_put(parts[0].tables, device)) for device in others]
-        # The latest version, to inspect; look up under `reading`.
-        self.current = Version(
-            number=1,
-            parts=tuple(parts),
-            is_split=config.is_split,
-            files={table.name: str(source.path) for table, source in given},
-            uuids={table.name: source.uuid for table, source in given},
-            unknowns={table.name: source.unknown for table, source in given},
-            served=served,
-            dense_file=str(config.dense_file or ""),
-        )
-        self.num_in_place = 0
-        self.held_bytes = 0  # device memory of a version that is not served yet
+        self.current = Version.first(config, given, served, parts)
 
     @property
     def host_bytes(self) -> int:
@@ -217,10 +254,7 @@ class Versions:
         with self._gate.reading():
             yield self.current
 
-    def update(
-        self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, reader: Reader
-    ) -> Version:
-        """Makes the next version, with another dense model and its file if given, and serves it."""
+    def _check(self, source: Source | None, in_place: InPlace) -> None:
         if not (isinstance(in_place, bool) or in_place == "auto"):
             raise ServingError(f'update: in_place: got {in_place!r}, wanted True, False or "auto".')
         if in_place is True and not self._can_donate:
@@ -228,16 +262,6 @@ class Versions:
                 f'update: in_place: got True for model "{self.name}", whose rows lie in host memory below a cache, '
                 'wanted False or "auto"; only rows on the device are changed where they lie.'
             )
-        with self._updating:
-            try:
-                old = self.current
-                opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
-                changes = [Change.of(old.tables.tables[name], found) for name, found in opened.items()]
-                new = old.following(opened, dense_model)
-                self._update(old, new, changes, in_place, reader)
-                return self.current
-            finally:
-                reader.settle(self.current)
 
     def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Reader) -> None:
         with self._memory.lock:  # not while programs are compiled, which may take minutes
@@ -297,7 +321,7 @@ class Versions:
         free, beside = None, 0
         for is_roomy in (True, False):
             plans = [
-                self._plans_of(part, [change.owned_by(number, len(parts)) for change in changes], is_roomy)
+                self._plans_of(part, [change.take_owned(number, len(parts)) for change in changes], is_roomy)
                 for number, part in enumerate(parts)
             ]
             pairs = [
@@ -368,9 +392,9 @@ class Versions:
                 for stores, part in zip(parts, old.parts, strict=True):
                     for s, was in enumerate(part.tables.stores):
                         stores[s] = dataclasses.replace(stores[s], index=was.index, counters=was.counters)
-                self.current = old.over(parts)
+                self.current = old.with_stores(parts)
                 raise
-            self.current = new.over(parts)
+            self.current = new.with_stores(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -391,8 +415,7 @@ def open_update(model: str, source: Source, version: Version, key_bits: folders.
         if not source:
             raise ServingError(f"{op}: source: got no tables, wanted a folder for at least one.")
         for name in source:
-            if name not in tables:
-                raise UnknownTableError.of(op, name, tables, f'model "{model}"')
+            require_table(op, name, tables, f'model "{model}"')
         opened = {name: folders.open_either(op, path, tables[name], key_bits) for name, path in source.items()}
     elif isinstance(source, Sequence) and not isinstance(source, str):
         opened = folders.open_links(op, model, source, tables, key_bits)
@@ -415,16 +438,6 @@ def open_update(model: str, source: Source, version: Version, key_bits: folders.
                 f"the table {holds}; apply deltas in order, and none of them twice, or a full export."
             )
     return opened
-
-
-def free_bytes(device: Any, limit: int | None, used: int) -> int | None:
-    """Counts the free bytes of a device, or of a limit after `used` bytes. None: not known, as on CPUs."""
-    if limit is not None:
-        return max(0, limit - used)
-    found = device.memory_stats()
-    if not found or "bytes_limit" not in found:
-        return None
-    return max(0, found["bytes_limit"] - found["bytes_in_use"])
 
 
 def _most_bytes(parts: Sequence[Part], plans: Sequence[Sequence[StorePlan]], is_in_place: bool) -> int:
