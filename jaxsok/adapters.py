@@ -19,7 +19,7 @@ import numpy as np
 from jaxsok import checks
 from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.features import Bags, bags_of
 from jaxsok.specs import FeatureSpec
 from jaxsok.types import PADDING_KEY, Combiner
@@ -89,7 +89,7 @@ def from_kjt(
             "[num_features * num_samples]: as many bags of each feature."
         )
     if values.ndim != 1 or (weights is not None and weights.shape != values.shape):
-        name, got = ("values", values) if values.ndim != 1 else ("weights", there(weights))
+        name, got = ("values", values) if values.ndim != 1 else ("weights", not_none(weights))
         raise ValueError(f"from_kjt: {name}: got shape {list(got.shape)}, wanted [num_keys].")
     lengths = lengths.reshape(len(names), -1)
     bounds = np.cumsum([0, *lengths.sum(axis=1, dtype=np.int64).tolist()]).tolist()

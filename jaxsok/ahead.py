@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jaxsok.annotations import annotated
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.grow import LOOK_EVERY, free_bytes, next_capacity
 from jaxsok.host_limits import share_of_device
 from jaxsok.operations import Declared
@@ -203,7 +203,7 @@ class Ahead:
         for (c, s), needed in filling.items():
             tracker = self._collections[c].growth
             spec = tracker.specs[s]
-            old = there(tracker.signature)[s] // spec.num_shards
+            old = not_none(tracker.signature)[s] // spec.num_shards
             host_share = share_of_device(tracker.shards, is_agreed=False) if spec.memory is not None else None
             capacity = next_capacity(spec, old, needed, free_bytes(), host_share)
             if capacity > old:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jaxsok import keys as keys_lib
 from jaxsok import printed
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.specs import FeatureSpec, StoreSpec
 from jaxsok.types import BAGS_PER_TILE, COMBINERS, NUM_FEATURE_WORDS, PADDING_KEY
 
@@ -134,8 +134,8 @@ class StoreFeatures:
         is_ragged = any(layout.num_offsets for layout in self.layouts)
         is_weighted = any(layout.weights_start >= 0 for layout in self.layouts)
         # Kernels see from the size whether any feature is ragged.
-        offsets = there(self.offsets) if is_ragged else jnp.zeros(0, jnp.int32)
-        weights = there(self.weights) if is_weighted else jnp.zeros(0, jnp.float32)
+        offsets = not_none(self.offsets) if is_ragged else jnp.zeros(0, jnp.int32)
+        weights = not_none(self.weights) if is_weighted else jnp.zeros(0, jnp.float32)
         return self.keys, offsets, weights, words
 
 
@@ -192,7 +192,7 @@ class Features:
         """
         store, layout = self._find(name)
         if layout.num_offsets:
-            return self._parts(there(store.offsets), layout.offsets_start, layout.num_offsets).reshape(-1)
+            return self._parts(not_none(store.offsets), layout.offsets_start, layout.num_offsets).reshape(-1)
         num_bags = layout.combined_shape[0]
         hotness = layout.num_keys // max(1, num_bags)
         return jnp.tile(jnp.arange(num_bags + 1, dtype=jnp.int32) * hotness, self._num_parts)
@@ -205,7 +205,7 @@ class Features:
         """
         store, layout = self._find(name)
         if layout.inverse_start >= 0:
-            return self._parts(there(store.inverse), layout.inverse_start, layout.embedding_shape[0]).reshape(-1)
+            return self._parts(not_none(store.inverse), layout.inverse_start, layout.embedding_shape[0]).reshape(-1)
         return jnp.tile(jnp.arange(layout.embedding_shape[0], dtype=jnp.int32), self._num_parts)
 
     def mask(self, name: str) -> Bool[Array, "..."]:
@@ -576,7 +576,7 @@ def read_offsets(bags: Bags, words: Any, what: str) -> Any:
             f"{what}: keys: got shape {list(words.shape[:-1])} with lengths or offsets, wanted [num_keys]."
         )
     name = "lengths" if bags.lengths is not None else "offsets"
-    given = bags.lengths if bags.lengths is not None else there(bags.offsets)
+    given = bags.lengths if bags.lengths is not None else not_none(bags.offsets)
     # Only traced offsets are left to the kernels, which clamp them.
     given = given if isinstance(given, jax.core.Tracer) else np.asarray(given)
     if given.dtype == np.bool_ or not jnp.issubdtype(given.dtype, jnp.integer):

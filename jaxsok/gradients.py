@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsok import exchange as exchange_lib
 from jaxsok import table
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.exchange import PADDING_REQUEST, SCALED_DTYPES, Exchange, HashOrder, Round, Route
 from jaxsok.features import FeatureLayout, StoreFeatures, single_key_layouts
 from jaxsok.kernels import combine as combine_kernels
@@ -223,7 +223,7 @@ def _lines_with_row(route: Route, plan: Plan, s: int, order: HashOrder) -> Array
     row_ids = (
         route.to_askers(found.row_ids).at[asked.slots].get(mode="fill", fill_value=NO_ROW, wrap_negative_indices=False)
     )
-    has_row = there(found.has_row).at[there(asked.listed).inverse].get(mode="fill", fill_value=False)
+    has_row = not_none(found.has_row).at[not_none(asked.listed).inverse].get(mode="fill", fill_value=False)
     of_line = jnp.zeros(order.lines.shape[0], bool)
     of_line = of_line.at[order.inverse].set(has_row | (row_ids != jnp.uint32(NO_ROW)), mode="drop")
     return jnp.where(of_line[:, None], order.lines, PADDING_REQUEST)

@@ -41,7 +41,7 @@ from jaxtyping import Array
 from jaxsok import admission, policies, processes, table
 from jaxsok import coming as coming_lib
 from jaxsok import evict as evict_lib
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.coming import Coming
 from jaxsok.features import Features
 from jaxsok.host_limits import HostLimit, available_bytes, share_of_device
@@ -139,7 +139,7 @@ class GrowthTracker:
 
     def in_use(self, store: int) -> int:
         """Returns the rows in use, just read."""
-        return there(self.known[store])[0]
+        return not_none(self.known[store])[0]
 
     def forget(self) -> None:
         """Forgets everything except the size of batches."""
@@ -361,8 +361,8 @@ def grow(
             # Half of what is left may be gone: ask now, so that the answer is there before it is needed.
             (known := tracker.known[s]) is not None
             and (
-                2 * (there(tracker.bound(s)) + positions[s]) > capacity + known[0]
-                or 2 * (there(tracker.sightings_bound(s)) + positions[s]) * bool(half_entries[s])
+                2 * (not_none(tracker.bound(s)) + positions[s]) > capacity + known[0]
+                or 2 * (not_none(tracker.sightings_bound(s)) + positions[s]) * bool(half_entries[s])
                 > half_entries[s] + tracker.sightings[s]
             )
             for s, capacity in enumerate(capacities)
@@ -464,7 +464,8 @@ def _evict(
     """Takes rows out of full stores by their policy. The state is unchanged if `hand_over` raises."""
     specs, shards = tracker.specs, tracker.shards
     leaving = {
-        s: evict_lib.Leaving(specs[s], there(specs[s].tables[0].eviction), None, shards, is_shared=False) for s in full
+        s: evict_lib.Leaving(specs[s], not_none(specs[s].tables[0].eviction), None, shards, is_shared=False)
+        for s in full
     }
     kept, used = {}, {}
     for s, need in full.items():
@@ -504,7 +505,7 @@ def _admits_by_chance(spec: StoreSpec) -> bool:
 
 def _warn_of_shortage(tracker: GrowthTracker, spec: StoreSpec, in_use: int, need: _Need) -> None:
     """Warns, once for a store, that eviction could not make room."""
-    policy, of_shard = there(spec.tables[0].eviction), " of a shard" if spec.num_shards > 1 else ""
+    policy, of_shard = not_none(spec.tables[0].eviction), " of a shard" if spec.num_shards > 1 else ""
     new = f"{need.num_new} new keys coming" if need.is_used is not None else f"up to {need.num_new} keys coming"
     remedies = ["raise max_capacity", "take smaller batches (a smaller max_keys of the features)"]
     if need.is_used is None:
@@ -756,7 +757,7 @@ def require_memory(
 def warn_of_max_capacity(specs: Sequence[StoreSpec], host_share: HostLimit | None) -> None:
     """Warns that new stores cannot grow up to the `max_capacity` that they declare, for want of host memory."""
     limited = [spec for spec in specs if spec.memory is not None and spec.max_capacity is not None]
-    total = sum(there(spec.max_capacity) * host_row_bytes(spec) for spec in limited)
+    total = sum(not_none(spec.max_capacity) * host_row_bytes(spec) for spec in limited)
     if host_share is not None and total > host_share.num_bytes:
         parts = "; ".join(
             f"store of tables {_names(spec)}: {spec.max_capacity} rows of {host_row_bytes(spec)} bytes"

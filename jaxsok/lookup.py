@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int32, UInt32
 
 from jaxsok import admission, annotations, table, tiers
 from jaxsok import exchange as exchange_lib
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.exchange import SCALED_DTYPES, Exchange, Route
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels import lookup as kernels
@@ -52,7 +52,7 @@ def lookup_exchanged(
     def one_round(all_asked: Sequence[Requests]) -> _Outcome:
         (asked,) = all_asked
         outcome = _read_by_xla(spec, features, asked, owner, *index_exchanged(store, asked, owner), may_lack_rows=False)
-        return outcome._replace(has_row=jnp.zeros(there(asked.listed).lines.shape[0], bool))
+        return outcome._replace(has_row=jnp.zeros(not_none(asked.listed).lines.shape[0], bool))
 
     def rounds(before: _Outcome) -> _Outcome:
         return _lookup_in_rounds(spec, before.store, features, asked, owner)
@@ -111,7 +111,8 @@ def _lookup_in_rounds(
     spec: StoreSpec, store: StoreState, features: StoreFeatures, asked: Requests, owner: "Owner"
 ) -> _Outcome:
     """Looks up a store in several rounds. All requests arrive first, so that row ids are those of one round."""
-    route, listed, capacity = owner.exchange.route(spec, asked.send_capacity), there(asked.listed), asked.send_capacity
+    route, listed = owner.exchange.route(spec, asked.send_capacity), not_none(asked.listed)
+    capacity = asked.send_capacity
     num_rounds, num_keys = exchange_lib.num_rounds_of(asked.load[0, 0], capacity), listed.lines.shape[0]
     room = exchange_lib.receive_all(route, asked.received, listed.lines, listed.starts, num_rounds)
     store, row_ids, inserted = owner.find_rows(store, room.reshape(-1, 4))
@@ -187,16 +188,16 @@ def _read_in_windows(
     spec: StoreSpec, features: StoreFeatures, asked: Requests, owner: "Owner", store: StoreState, found: Found
 ) -> StoreRead:
     """Does `read_exchanged`; rows go from the store into windows, and from there into embeddings."""
-    received, windows = asked.received, there(owner.exchange.windows)
+    received, windows = asked.received, not_none(owner.exchange.windows)
     dtype = exchange_lib.gathered_dtype(owner.exchange.spec.rows, spec.dtype)
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
-    store, view, slots = tiers.brought(spec, store, owner.seed, found.row_ids, keeps=not owner.is_find)
+    store, view, slots = tiers.bring_rows(spec, store, owner.seed, found.row_ids, keeps=not owner.is_find)
     words = spec.table_words() if owner.is_find else spec.refused_words()
     reading = _reading(spec, words, owner.seed, features, spec.embedding_dtype if dtype == spec.dtype else "float32")
     counters, absent, counts, values = kernels.lookup_window(
         windows.number, view, reading, received, slots, asked.slots, is_find=owner.is_find, dtype=dtype
     )
-    store = tiers.returned(store, dataclasses.replace(view, counters=counters))
+    store = tiers.give_back(store, dataclasses.replace(view, counters=counters))
     values = [table.rounded(value, spec.embedding_dtype) for value in values]
     counts = _correct_counts(counts, found.counts, absent, is_find=owner.is_find)
     return store, dataclasses.replace(found, counts=counts), values
@@ -228,7 +229,7 @@ class Owner:
         store, row_ids, counts = table.find_or_insert(
             spec, store, self.seed, keys, table_ids, step=self.step, uses=uses
         )
-        return table.touch(spec, store, row_ids, uses, there(self.clock)), row_ids, counts
+        return table.touch(spec, store, row_ids, uses, not_none(self.clock)), row_ids, counts
 
     def answer(
         self, store: StoreState, route: Route, received: UInt32[Array, "_ 4"], row_ids: RowIds
@@ -322,9 +323,9 @@ def _read(
     spec: StoreSpec, store: StoreState, seed: Seed, features: StoreFeatures, row_ids: RowIds, *, is_find: bool = False
 ) -> tuple[StoreState, TableCounts, list[Array]]:
     """Does `_combine` with the store's own rows."""
-    store, view, slots = tiers.brought(spec, store, seed, row_ids, keeps=not is_find)
+    store, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=not is_find)
     view, counts, values = _combine(spec, view, seed, features, slots, view.rows, is_find=is_find)
-    return tiers.returned(store, view), counts, values
+    return tiers.give_back(store, view), counts, values
 
 
 def _combine(

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jaxsok import checks
 from jaxsok import features as features_lib
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.exchange import default_send_capacity
 from jaxsok.features import StoreFeatures
 from jaxsok.grow import keys_at_most, next_capacity
@@ -363,7 +363,7 @@ def _sizes(
                 "step; pass keys_per_step or num_samples."
             )
         if number is None:
-            number = there(num_samples) * (feature.max_hotness or 1)
+            number = not_none(num_samples) * (feature.max_hotness or 1)
         sizes[feature.name] = math.ceil(number), int(math.ceil(number) if num_samples is None else num_samples)
     return sizes
 

@@ -22,7 +22,7 @@ from jaxsok import keys as keys_lib
 from jaxsok import plan as plan_lib
 from jaxsok import table as table_lib
 from jaxsok.caches import CacheStats
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.features import Batch, Features
 from jaxsok.kernels import table as kernels
 from jaxsok.shards import Shards
@@ -365,7 +365,7 @@ def _leaving(collection: Declared, table: str | None, policy: Any, num_rows: Any
             f"evict: policy: got None, and {whose} was declared without one; pass a policy, or declare "
             "TableSpec(..., eviction=policies.LeastRecentlyUsed())."
         )
-    rules = {s: there(policy or stores[s].tables[0].eviction) for s in numbers}
+    rules = {s: not_none(policy or stores[s].tables[0].eviction) for s in numbers}
     ranking = [rule for rule in rules.values() if rule.has_score]
     if ranking and num_rows is None:
         raise ValueError(f"evict: num_rows: got None with {ranking[0]!r}, wanted how many rows may stay.")

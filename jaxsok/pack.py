@@ -29,7 +29,7 @@ from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
 from jaxsok import split as split_lib
 from jaxsok.annotations import annotated
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.features import Bags, Batch, FeatureLayout, Features, StoreFeatures
 from jaxsok.host_buffers import ALIGNMENT, HostBuffers
 from jaxsok.kernels import pack as kernel
@@ -846,7 +846,7 @@ def _widen(
     def widen_part(low: Array, offsets: Array | None) -> Array:
         high = jnp.where(lax.bitcast_convert_type(low, jnp.int32) < 0, _PADDING_WORD, jnp.uint32(0))
         for start, size, last in unsigned:
-            is_padding = jnp.arange(size, dtype=jnp.int32) >= (there(offsets)[last] if last else size)
+            is_padding = jnp.arange(size, dtype=jnp.int32) >= (not_none(offsets)[last] if last else size)
             high = lax.dynamic_update_slice(high, jnp.where(is_padding, _PADDING_WORD, jnp.uint32(0)), (start,))
         return jnp.stack([low, high], axis=-1)
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok import annotations, norms, table, tiers, update
 from jaxsok import exchange as exchange_lib
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.exchange import DIVIDED, SCALED_DTYPES, Exchange
 from jaxsok.features import FeatureLayout, StoreFeatures
 from jaxsok.gradients import Gradients, Used, by_bag, concatenated, joined
@@ -176,7 +176,7 @@ def read(
     fits_kernels = owner.exchange.spec.rows not in SCALED_DTYPES and (dtype == "float32" or spec.dtype != "float16")
     if windows is not None and not is_by_xla and fits_kernels:
         windows.reserve(jnp.dtype(dtype).itemsize * spec.dim * lines.shape[0])
-        store, view, slots = tiers.brought(spec, store, seed, row_ids, keeps=not owner.is_find)
+        store, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=not owner.is_find)
         counters, values = lookup_kernels.lookup_bags_window(
             windows.number,
             view,
@@ -188,7 +188,7 @@ def read(
             lines,
             dtype,
         )
-        store = tiers.returned(store, dataclasses.replace(view, counters=counters))
+        store = tiers.give_back(store, dataclasses.replace(view, counters=counters))
     else:
         store, sums = _partial_bags(spec, store, received, row_ids, owner)
         sums = exchange_lib.send_rows(sums, owner.exchange.spec.rows, owner.exchange.all_to_all)
@@ -208,7 +208,7 @@ def _find_rows(
     keys, table_ids = received.features.keys, received.table_ids
     if not owner.is_find:
         store, row_ids, counts = table.find_or_insert(spec, store, owner.seed, keys, table_ids, step=owner.step)
-        return table.touch(spec, store, row_ids, None, there(owner.clock)), row_ids, counts
+        return table.touch(spec, store, row_ids, None, not_none(owner.clock)), row_ids, counts
     row_ids = table.find(store, keys, table_ids)
     is_of_table = table_ids[:, None] == jnp.arange(len(spec.tables), dtype=jnp.uint32)[None, :]
     num_uses = (is_of_table & table.is_key(keys)[:, None]).sum(axis=0, dtype=jnp.int32)
@@ -231,14 +231,14 @@ def _partial_bags(
         view = dataclasses.replace(store, rows=(rows,))
         slots = jnp.arange(rows.shape[0], dtype=jnp.uint32)
     else:
-        store, view, slots = tiers.brought(spec, store, owner.seed, row_ids, keeps=not owner.is_find)
+        store, view, slots = tiers.bring_rows(spec, store, owner.seed, row_ids, keeps=not owner.is_find)
     (num_bags,) = {layout.num_bags for layout in features.layouts}
     words, shapes = _words_to_read(spec, is_find=owner.is_find), [(len(features.layouts) * num_bags, spec.dim)]
     reading = lookup_kernels.Reading(words, owner.seed, features.operands(), features.num_tiles, shapes)
     counters, _, (sums,) = lookup_kernels.lookup_planned(view.counters, reading, slots, view.rows, received.table_ids)
     if is_by_xla:
         return dataclasses.replace(store, counters=counters), sums
-    return tiers.returned(store, dataclasses.replace(view, counters=counters)), sums
+    return tiers.give_back(store, dataclasses.replace(view, counters=counters)), sums
 
 
 def _words_to_read(spec: StoreSpec, *, is_find: bool) -> np.ndarray:
@@ -326,7 +326,7 @@ def update_exchanged(
     """Steps the rows of one store that this shard owns; counts as `update_here` does."""
     _check_num_features("update", spec, used)
     batch, num_tiles, row_ids, table_ids = _join_received(spec, s, used)
-    store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
+    store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
     step = update.step_of(spec, inputs, batch, num_tiles, slots, used.is_live, table_ids)
     windows, wire = exchange.windows, exchange.spec.gradients
     if windows is not None and len(used.plans) == 1 and wire not in SCALED_DTYPES:
@@ -337,7 +337,7 @@ def update_exchanged(
     else:
         gradients = [_to_owners(exchange, spec, *pair, s) for pair in zip(used.plans, used.gradients, strict=True)]
         view, num_nonfinite, num_stale = update_kernels.update(view, step, gradients)
-    return tiers.returned(store, view, writes=True), num_nonfinite, num_stale
+    return tiers.give_back(store, view, writes=True), num_nonfinite, num_stale
 
 
 @annotations.by_store

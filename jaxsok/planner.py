@@ -29,7 +29,7 @@ import numpy as np
 from jaxsok import adapters, checks, split
 from jaxsok import features as features_lib
 from jaxsok import specs as specs_lib
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.exchange import wire_bytes
 from jaxsok.printed import aligned, each_device, in_units
 from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, Placement, StoreSpec, TableSpec
@@ -310,7 +310,7 @@ class _Model:
         uses = traffic.keys if is_on_one else traffic.keys / self.num_shards  # of the most loaded owner
         of_uses = (1 + self.finds_per_step) * REQUEST_BYTES * uses
         of_bags = (1 + self.finds_per_step) * row + wire_bytes(table.dim, self.exchange.gradients)
-        return round((self.num_shards - 1) * (of_uses + there(traffic.bags) * of_bags))
+        return round((self.num_shards - 1) * (of_uses + not_none(traffic.bags) * of_bags))
 
     def of_stores(self, lines: Sequence[TableProposal]) -> int:
         """Returns the bytes of all tables together, as the stores send them."""

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32
 
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 
 
 class Shards(abc.ABC):
@@ -246,7 +246,7 @@ class MeshShards(Shards):
 
     def local(self) -> list[int]:
         places = self.split.addressable_devices_indices_map((self.num_shards,))
-        return sorted({(there(place)[0].start or 0) for place in places.values()})
+        return sorted({(not_none(place)[0].start or 0) for place in places.values()})
 
     def sees_parts(self) -> bool:
         all_manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -303,7 +303,7 @@ class MeshShards(Shards):
             # The shards of an empty array have no distinct places.
             return jax.make_array_from_callback(shape, self.place(block.ndim), lambda _: block)
         return jax.make_array_from_callback(
-            shape, self.place(block.ndim), lambda place: blocks[(there(place)[0].start or 0) // size]
+            shape, self.place(block.ndim), lambda place: blocks[(not_none(place)[0].start or 0) // size]
         )
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import checks, initializers, policies
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.optimizers import program
 from jaxsok.optimizers.protocol import PROGRAM, Optimizer, RowState
 from jaxsok.types import (
@@ -416,7 +416,7 @@ class StoreSpec:
     @property
     def num_slots(self) -> int:
         """Rows of a shard's cache, where rows lie in host memory."""
-        asked = there(self.memory).device_rows
+        asked = not_none(self.memory).device_rows
         asked = 0.1 if asked is None else asked
         slots = math.ceil(asked * self.capacity) if isinstance(asked, float) else -(-asked // self.num_shards)
         return min(slots, self.max_capacity or MAX_CAPACITY)
@@ -516,7 +516,7 @@ class StoreSpec:
         words = self.table_words()
         for line, table in zip(words, self.tables, strict=True):
             if not table.refused_read_initial:
-                constant = initializers.constant(float(there(table.admission).unadmitted))
+                constant = initializers.constant(float(not_none(table.admission).unadmitted))
                 line[2:5] = constant.kind, *np.array([constant.a, constant.b], np.float32).view(np.uint32)
         return words
 

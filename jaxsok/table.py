@@ -106,7 +106,7 @@ def gather(
     NO_ROW gives the initial row of the key, in lookups what the table's admission says, and with `is_find` zeros in
     tables with `unknown="zeros"`; PADDING_KEY gives zeros. An update of the returned store comes after this read.
     """
-    store, view, slots = tiers.brought(spec, store, seed, row_ids, keeps=not is_find)
+    store, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=not is_find)
     counters, rows, num_absent = kernels.gather(
         view.counters,
         spec.table_words() if is_find else spec.refused_words(),
@@ -117,7 +117,7 @@ def gather(
         is_find=is_find,
         dtype=dtype,
     )
-    store = tiers.returned(store, dataclasses.replace(view, counters=counters))
+    store = tiers.give_back(store, dataclasses.replace(view, counters=counters))
     # The kernel fills in zeros and other constants for keys without a row.
     given = given_by_xla(spec, is_find=is_find)
     if given:
@@ -267,7 +267,7 @@ def release(
     """
     initial_values = [state.initial_value for state in spec.state_specs if spec.memory is None]
     store, num_released = evict_kernels.release(store, flags, initial_values, counts_evicted=is_eviction)
-    store = tiers.released(store, flags)
+    store = tiers.release_rows(store, flags)
     return admission.forget(spec, store, num_released), num_released
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, UInt32
 
 from jaxsok import annotations, tiers
 from jaxsok import gradients as gradients_lib
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.exchange import Exchange, gathered_dtype
 from jaxsok.gradients import Arrived, Used
 from jaxsok.kernels import update as kernels
@@ -67,10 +67,10 @@ def update_here(
     ]
     if any(gradient.dtype != spec.embedding_dtype for gradient in flat):
         flat = [gradient.astype(jnp.float32) for gradient in flat]
-    store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
+    store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
     step = step_of(spec, inputs, batch, num_tiles, slots, used.is_live)
     view, num_nonfinite, num_stale = kernels.update(view, step, flat)
-    return tiers.returned(store, view, writes=True), num_nonfinite, num_stale
+    return tiers.give_back(store, view, writes=True), num_nonfinite, num_stale
 
 
 def step_of(
@@ -127,10 +127,10 @@ def update_exchanged(
             [part.received for part in arrived],
             gradients_lib.concatenated([part.row_ids for part in arrived]),
         )
-        store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
+        store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
         step_of_round = _step_of_lines(spec, inputs, received, slots, is_live, total)
         view, more_nonfinite, _ = kernels.update(view, step_of_round, sums)
-        store = tiers.returned(store, view, writes=True)
+        store = tiers.give_back(store, view, writes=True)
         more_stale = sum(jnp.where(is_live[p], 0, part.uses.sum()) for p, part in enumerate(arrived))
         return store, num_nonfinite + more_nonfinite, num_stale + more_stale
 
@@ -149,7 +149,7 @@ def _update_in_windows(
     exchange: Exchange, spec: StoreSpec, store: StoreState, s: int, used: Used, inputs: StepInputs
 ) -> tuple[StoreState, Array, Array]:
     """Does `update_exchanged`; sums of gradients go into windows, and from there into the step."""
-    (plan,), (gradients,), windows = used.plans, used.gradients, there(exchange.windows)
+    (plan,), (gradients,), windows = used.plans, used.gradients, not_none(exchange.windows)
     part, asked, row_ids = plan.features.stores[s], plan.asked_of(s), plan.found_of(s).row_ids
     received = asked.received
     uses = jnp.where(row_ids == jnp.uint32(NO_ROW), 0, received[:, 3].astype(jnp.int32))
@@ -157,7 +157,7 @@ def _update_in_windows(
     dtype = gathered_dtype(exchange.spec.gradients, "float32")
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
     _, *bags = part.operands()
-    store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
+    store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
     view, num_nonfinite, _ = kernels.update_window(
         windows.number,
         view,
@@ -168,4 +168,4 @@ def _update_in_windows(
         part.num_tiles,
         dtype,
     )
-    return tiers.returned(store, view, writes=True), num_nonfinite, jnp.where(used.is_live[0], 0, uses.sum())
+    return tiers.give_back(store, view, writes=True), num_nonfinite, jnp.where(used.is_live[0], 0, uses.sum())

@@ -16,7 +16,7 @@ from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.save import admission_of
 from jaxsok.checkpoint.saved import OptimizerState, Source
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.collection import Collection
 from jaxsok.operations import locate
 from jaxsok.plan import owners_of
@@ -141,7 +141,7 @@ def _add_waiting(source: Source, collection: Collection, held: Held, s: int, num
     held.state = with_store(held.state, s, _forget_waiting(spec, number, shards, held.state.stores[s]))
     for keys, counts in processes.in_step(source.op, _join_batches(source.waiting(spec.tables[number].name))):
         # A key seen often enough for a lower threshold waits for one more sight.
-        counts = np.minimum(counts, np.uint32(there(spec.tables[number].admission).threshold - 1))
+        counts = np.minimum(counts, np.uint32(not_none(spec.tables[number].admission).threshold - 1))
         owners = owners_of(spec, number, keys, collection.partition_owners)
         store = admission_lib.with_waiting(spec, held.state.stores[s], number, keys, counts, owners, shards)
         held.state = with_store(held.state, s, store)

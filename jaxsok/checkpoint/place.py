@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from jaxsok import processes
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.collection import Collection
 from jaxsok.records import Records, joined, regrouped
 from jaxsok.specs import StoreSpec
@@ -72,5 +72,5 @@ def _pad(spec: StoreSpec, records: Records, size: int) -> dict[str, np.ndarray]:
     arrays = {"keys": records.keys, "rows": records.rows}
     arrays |= {f"state.{state.name}": records.state[state.name] for state in spec.state_specs}
     if spec.keeps_statistics:
-        arrays["statistics"] = np.stack([there(records.last_step), there(records.frequency)], axis=1)
+        arrays["statistics"] = np.stack([not_none(records.last_step), not_none(records.frequency)], axis=1)
     return {name: padded(array, np.arange(records.num_rows), size) for name, array in arrays.items()}

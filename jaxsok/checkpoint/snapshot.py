@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.keys import from_words
 from jaxsok.rows import RowSlab, cut_lines, slabs_of
 from jaxsok.shards import Shards, local_parts, on_host
@@ -125,7 +125,7 @@ def _start_since(
     make: Callable[..., Piece], slab: RowSlab, start: int, stop: int, most: int, since: int
 ) -> Iterator["_UnderWay"]:
     # A delta usually has few rows. The keys and statistics of all rows say which.
-    cut, lines = _cut((slab.records, there(slab.statistics)), start, stop, most)
+    cut, lines = _cut((slab.records, not_none(slab.statistics)), start, stop, most)
     words, seen = (np.asarray(array)[lines] for array in cut)
     is_wanted = (from_words(words[:, :2]) != np.uint64(PADDING_KEY)) & (seen[:, 0] >= np.uint32(since))
     wanted = np.flatnonzero(is_wanted)
