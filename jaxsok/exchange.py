@@ -166,7 +166,7 @@ def gathered_dtype(dtype: str | None, own: str) -> str:
 
 def send_rows(rows: Float[Array, "_ dim"], dtype: str | None, send: Callable[[Array], Array]) -> Float[Array, "_ dim"]:
     """Sends rows by `send` in another dtype on the wire; None: their own. See `gathered_dtype`."""
-    rows = table.rounded(rows, gathered_dtype(dtype, rows.dtype.name))
+    rows = table.round_to(rows, gathered_dtype(dtype, rows.dtype.name))
     return _decode(send(_encode(rows, dtype)), dtype, rows.dtype)
 
 

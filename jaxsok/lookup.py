@@ -179,7 +179,7 @@ def _correct_counts(counts: TableCounts, inserted: TableCounts, absent: ByTable,
 
 def _fits_windows(spec: StoreSpec, features: StoreFeatures, owner: "Owner") -> bool:
     """Returns whether kernels alone can read, send and combine the rows."""
-    is_by_xla = _reads_traced(spec, features) or table.given_by_xla(spec, is_find=owner.is_find)
+    is_by_xla = _reads_traced(spec, features) or table.list_xla_tables(spec, is_find=owner.is_find)
     is_scaled = owner.exchange.spec.rows in SCALED_DTYPES
     return owner.exchange.windows is not None and not (spec.is_replicated or is_by_xla or is_scaled)
 
@@ -198,7 +198,7 @@ def _read_in_windows(
         windows.number, view, reading, received, slots, asked.slots, is_find=owner.is_find, dtype=dtype
     )
     store = tiers.give_back(store, dataclasses.replace(view, counters=counters))
-    values = [table.rounded(value, spec.embedding_dtype) for value in values]
+    values = [table.round_to(value, spec.embedding_dtype) for value in values]
     counts = _correct_counts(counts, found.counts, absent, is_find=owner.is_find)
     return store, dataclasses.replace(found, counts=counts), values
 
@@ -353,7 +353,7 @@ def _combine(
     words = spec.table_words() if is_find else spec.refused_words()
     reading = _reading(spec, words, seed, features, spec.embedding_dtype if is_own else "float32")
     counters, counts, values = kernels.lookup_planned(store.counters, reading, row_ids, slabs, table_ids)
-    values = [table.rounded(value, spec.embedding_dtype) for value in values]
+    values = [table.round_to(value, spec.embedding_dtype) for value in values]
     if absent is not None:
         counts = counts.at[:, _FOUND].add(-absent).at[:, _REFUSED].add(absent)
     return dataclasses.replace(store, counters=counters), counts, values

@@ -171,7 +171,7 @@ def read(
         return lookup_kernels.Reading(words, seed, sums_of.operands(), features.num_tiles, shapes)
 
     windows = owner.exchange.windows
-    is_by_xla = table.given_by_xla(spec, is_find=owner.is_find)
+    is_by_xla = table.list_xla_tables(spec, is_find=owner.is_find)
     dtype = exchange_lib.gathered_dtype(owner.exchange.spec.rows, "float32")
     fits_kernels = owner.exchange.spec.rows not in SCALED_DTYPES and (dtype == "float32" or spec.dtype != "float16")
     if windows is not None and not is_by_xla and fits_kernels:
@@ -195,7 +195,7 @@ def read(
         counters, _, values = lookup_kernels.lookup_planned(store.counters, reading(spec.table_words()), lines, (sums,))
         store = dataclasses.replace(store, counters=counters)
     values = [
-        table.rounded(_scale(value, uses.scales, layout), spec.embedding_dtype)
+        table.round_to(_scale(value, uses.scales, layout), spec.embedding_dtype)
         for value, layout in zip(values, features.layouts, strict=True)
     ]
     return store, found, values
@@ -222,7 +222,7 @@ def _partial_bags(
 ) -> tuple[StoreState, Float32[Array, "num_bags_of_all dim"]]:
     """Sums the rows of this shard in every bag of every shard, each times its weight."""
     features = received.features
-    if is_by_xla := bool(table.given_by_xla(spec, is_find=owner.is_find)):
+    if is_by_xla := bool(table.list_xla_tables(spec, is_find=owner.is_find)):
         ones = jnp.ones((features.keys.shape[0], 1), jnp.uint32)
         requests = jnp.concatenate([features.keys, received.table_ids[:, None], ones], axis=1)
         store, rows, _ = table.gather(
@@ -331,7 +331,7 @@ def update_exchanged(
     windows, wire = exchange.windows, exchange.spec.gradients
     if windows is not None and len(used.plans) == 1 and wire not in SCALED_DTYPES:
         lines = _scaled_gradients(spec, used.plans[0], used.gradients[0], s)
-        lines = table.rounded(lines, exchange_lib.gathered_dtype(wire, "float32"))
+        lines = table.round_to(lines, exchange_lib.gathered_dtype(wire, "float32"))
         windows.reserve(spec.num_shards * lines.size * lines.dtype.itemsize)
         view, num_nonfinite, num_stale = update_kernels.update_bags_window(windows.number, view, step, lines)
     else:

@@ -25,7 +25,7 @@ from jaxsok.checkpoint.saved import OptimizerState, Source, check_forms, choose_
 from jaxsok.collection import Collection
 from jaxsok.operations import check_state, check_untraced, locate
 from jaxsok.plan import partitions_of
-from jaxsok.records import Records, rounded
+from jaxsok.records import Records, round_to
 from jaxsok.specs import StoreSpec, TableSpec, name_word
 from jaxsok.store import State
 from jaxsok.table_import import Held, rows_in_use
@@ -222,7 +222,7 @@ def _fitter(
             last_step, frequency = np.full(num_rows, clock), np.zeros(num_rows, np.uint32)
         if now is not None and last_step is not None:
             last_step = np.maximum(last_step, np.uint32(now))
-        return Records(records.keys, rounded(records.rows, dtype), state, last_step, frequency)
+        return Records(records.keys, round_to(records.rows, dtype), state, last_step, frequency)
 
     return fit
 

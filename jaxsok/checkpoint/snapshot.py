@@ -18,7 +18,7 @@ from jaxsok.rows import RowSlab, cut_lines, slabs_of
 from jaxsok.shards import Shards, local_parts, on_host
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.table_export import sent_ahead
+from jaxsok.table_export import prefetch
 from jaxsok.types import COUNTERS, PADDING_KEY
 
 UNDER_WAY = 2  # pieces between device and host
@@ -80,7 +80,7 @@ def pieces(
 
     A piece has about `piece_bytes`. With `since`, only rows with a later or equal last step are kept.
     """
-    return map(_UnderWay.wait, sent_ahead(_start(number, spec, store, seed, shards, piece_bytes, since), UNDER_WAY))
+    return map(_UnderWay.wait, prefetch(_start(number, spec, store, seed, shards, piece_bytes, since), UNDER_WAY))
 
 
 def _start(
