@@ -20,7 +20,7 @@ import numpy as np
 from jaxsok import adapters, split
 from jaxsok import features as features_lib
 from jaxsok.planner import check_declared
-from jaxsok.printed import aligned, in_units
+from jaxsok.printed import format_bytes, format_columns
 from jaxsok.specs import FeatureSpec, StoreSpec, TableSpec, group_into_stores
 from jaxsok.types import PADDING_KEY, TIER_COUNTERS
 
@@ -99,7 +99,7 @@ class CacheStats:
         return (
             f"{', '.join(self.tables)}: {self.num_rows:,} rows in host memory, {self.num_cached:,} of them in a cache "
             f"of {self.num_slots:,}; hit rate {self.hit_rate:.3f}, {self.num_read:,} rows read "
-            f"({in_units(self.bytes_read)}), {self.num_written:,} written ({in_units(self.bytes_written)})"
+            f"({format_bytes(self.bytes_read)}), {self.num_written:,} written ({format_bytes(self.bytes_written)})"
         )
 
     def _sum(self, name: str) -> int:
@@ -185,7 +185,7 @@ class CacheEstimate:
             f"{', '.join(self.tables)}: {self.num_batches:,} batches of at most {self.largest_batch:,} distinct keys, "
             f"{self.num_keys:,} in all"
         )
-        return "\n".join([title, *aligned(head, body, is_text=(5,))])
+        return "\n".join([title, *format_columns(head, body, is_text=(5,))])
 
 
 def cache_estimate(

@@ -42,7 +42,7 @@ from jaxsok.keys import to_words
 from jaxsok.lookup import Embeddings
 from jaxsok.operations import check_features, check_state, check_untraced, clock_of, lineage_of, no_tickets
 from jaxsok.plan import Plan
-from jaxsok.printed import listed
+from jaxsok.printed import join_items
 from jaxsok.records import Records
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec
@@ -127,7 +127,7 @@ class Collection:
         features = [f"{feature.name} ({feature.table}, {feature.combiner})" for feature in self.features]
         place = f"mesh {self.shards!s}" if str(self.shards) else "one device"
         place += f", {self._steps.strategy.wire} wire" if self._steps.strategy.wire else ""
-        return f"Collection(tables: {listed(tables)}; features: {listed(features)}; {place})"
+        return f"Collection(tables: {join_items(tables)}; features: {join_items(features)}; {place})"
 
     @annotations.annotated("jaxsok.init")
     def init(self, seed: int = 0, *, salt: int | None = None) -> State:
@@ -170,7 +170,7 @@ class Collection:
         grow_lib.require_memory(asked, "init", free, host_share, is_new=True)
         grow_lib.warn_of_max_capacity(self.stores, host_share)
         # The first words name the state's life in exports, which others read, so the salts come from other words.
-        drawn = processes.drawn(is_shared=shards.num_processes > 1, num_words=6)
+        drawn = processes.draw_words(is_shared=shards.num_processes > 1, num_words=6)
         entropy = drawn[2:].tolist() if salt is None else int(salt)
         salts = to_words(np.random.SeedSequence(entropy).generate_state(len(self.stores), np.uint64))
         operands = to_words(np.array([seed], np.uint64))[0], self.partition_owners
@@ -178,7 +178,7 @@ class Collection:
         # Derived from the seed, so two runs have the same bits. Exports still distinguish lives with the same words.
         lineage = np.random.SeedSequence([int(seed), int(self.fingerprint, 16)]).generate_state(2)
         lives.IN_THIS_PROCESS.begin(lineage, drawn[:2])
-        with processes.together("init", is_shared=shards.num_processes > 1):
+        with processes.fail_together("init", is_shared=shards.num_processes > 1):
             stores = shards.make(init_stores, self.stores, operands=(salts,))
             stores = with_host_slabs(self.stores, stores, shards)
         state = State(

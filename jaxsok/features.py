@@ -115,7 +115,7 @@ class StoreFeatures:
     """Concatenated over the features whose samples share bags; None if there are none."""
 
     def __repr__(self) -> str:
-        return f"StoreFeatures({printed.listed([*map(repr, self.layouts), *printed.condition_of(self)])})"
+        return f"StoreFeatures({printed.join_items([*map(repr, self.layouts), *printed.condition_of(self)])})"
 
     def inverse_of(self, layout: FeatureLayout) -> Int32[Array, " num_samples"] | None:
         """Returns the bag of each sample of a feature; None where samples share no bags."""
@@ -153,7 +153,7 @@ class Features:
 
     def __repr__(self) -> str:
         stores = [store for store in self.stores if isinstance(store, StoreFeatures)]
-        parts = [printed.listed([repr(layout) for store in stores for layout in store.layouts])]
+        parts = [printed.join_items([repr(layout) for store in stores for layout in store.layouts])]
         parts += [f"for each of {self.num_parts} shards"] if self.num_parts > 1 else []
         return f"Features({'; '.join(parts + printed.condition_of(self))})"
 
@@ -241,8 +241,8 @@ class Batch:
     """bool `[num_samples]`, False for the samples that `pad_to` added; None without it."""
 
     def __repr__(self) -> str:
-        rest = printed.listed([f"{name!r}: {printed.in_short(value)}" for name, value in self.rest.items()])
-        mask = "" if self.mask is None else f", mask={printed.in_short(self.mask)}"
+        rest = printed.join_items([f"{name!r}: {printed.describe_value(value)}" for name, value in self.rest.items()])
+        mask = "" if self.mask is None else f", mask={printed.describe_value(self.mask)}"
         return f"Batch({self.features!r}, {{{rest}}}{mask})"
 
     def __getitem__(self, name: str) -> Any:

@@ -628,14 +628,14 @@ def _enlarging(
         store = state.stores[s]
         if s in capacities:
             num_rows = spec.num_shards * capacities[s] - store.capacity
-            with processes.together("grow", is_shared=shards.num_processes > 1):
+            with processes.fail_together("grow", is_shared=shards.num_processes > 1):
                 slab = with_host_slab(spec, shards.make(new_slab, spec, num_rows), shards)
                 slabs[s] = jax.tree.map(_put_beside, slab, first_slab(store))
             store = with_slab(store, slabs[s])
         if s in capacities or is_resalted[s]:
             num_buckets = num_buckets_of(store.capacity // spec.num_shards)
             # The salt is drawn and does not follow from the last one, which may be known.
-            salts[s] = processes.drawn(is_shared=shards.num_processes > 1) if is_resalted[s] else None
+            salts[s] = processes.draw_words(is_shared=shards.num_processes > 1) if is_resalted[s] else None
             rebuild[s] = _rebuild.lower(store.counters, store.records, salts[s], num_buckets, shards).compile()
         if s in room or is_resalted[s]:  # waiting keys lie where the salt says, too
             remake[s] = admission.remaking(spec, store, room.get(s, 0), shards)

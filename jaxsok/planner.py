@@ -31,7 +31,7 @@ from jaxsok import features as features_lib
 from jaxsok import specs as specs_lib
 from jaxsok.checks import not_none
 from jaxsok.exchange import wire_bytes
-from jaxsok.printed import aligned, each_device, in_units
+from jaxsok.printed import format_bytes, format_columns, name_devices
 from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, Placement, StoreSpec, TableSpec
 from jaxsok.store import host_row_bytes, row_bytes, store_bytes
 from jaxsok.types import PADDING_KEY
@@ -90,24 +90,26 @@ class Proposal:
             (
                 line.table.name,
                 f"{line.table.capacity:,}",
-                in_units(line.num_bytes),
+                format_bytes(line.num_bytes),
                 f"{line.keys:,.0f}",
                 f"{line.distinct_keys:,.0f}",
-                *(in_units(line.wire_bytes[kind]) if kind in line.wire_bytes else "-" for kind in kinds),
+                *(format_bytes(line.wire_bytes[kind]) if kind in line.wire_bytes else "-" for kind in kinds),
                 str(line.table.placement) + (", bags" if line.exchange == "bags" else ""),
                 line.reason,
             )
             for line in self.lines
         ]
-        rows = aligned(head, body, is_text=(0, 9, 10))
-        each = each_device(self.num_shards)
-        used = sorted({in_units(num_bytes) for num_bytes in (min(self.bytes_per_device), max(self.bytes_per_device))})
+        rows = format_columns(head, body, is_text=(0, 9, 10))
+        each = name_devices(self.num_shards)
+        used = sorted(
+            {format_bytes(num_bytes) for num_bytes in (min(self.bytes_per_device), max(self.bytes_per_device))}
+        )
         return "\n".join(
             [
                 *rows,
-                f"A step sends {in_units(self.wire_bytes)} to {each}. Full tables take {' to '.join(used)} of the "
-                f"{in_units(self.allocated_bytes)} allocated on {each}."
-                + (f" {in_units(self.host_bytes)} of host memory for {each}." if self.host_bytes else ""),
+                f"A step sends {format_bytes(self.wire_bytes)} to {each}. Full tables take {' to '.join(used)} of the "
+                f"{format_bytes(self.allocated_bytes)} allocated on {each}."
+                + (f" {format_bytes(self.host_bytes)} of host memory for {each}." if self.host_bytes else ""),
             ]
         )
 
@@ -398,7 +400,7 @@ def _propose(
     elif replicated >= sharded:
         reason = f"replicated sends {replicated / max(sharded, 1):.1f} times as much" if sharded else "no keys"
     elif num_bytes > replicated_bytes:
-        reason = f"replicated sends less, but takes {in_units(num_bytes)} on every device"
+        reason = f"replicated sends less, but takes {format_bytes(num_bytes)} on every device"
     else:
         placement = REPLICATED
         reason = f"sends {replicated / sharded:.2f} of the bytes of sharded; small"

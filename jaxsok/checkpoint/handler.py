@@ -72,11 +72,11 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
         return commit
 
     def save(self, directory: Any, args: "TablesSave") -> None:
-        with processes.together(SAVE):
+        with processes.fail_together(SAVE):
             saving = args.started()
             self.report = args.report
             save_now(saving, directory)
-        with processes.together(SAVE):
+        with processes.fail_together(SAVE):
             _join(directory)
 
     def finalize(self, directory: Any) -> None:
@@ -88,7 +88,7 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
             raise TypeError(
                 f"{RESTORE}: args: got {args!r}, wanted TablesRestore(collection): a collection says where rows go."
             )
-        with processes.together(RESTORE):
+        with processes.fail_together(RESTORE):
             source = Source.of(RESTORE, directory)
         return restore([source], args.collection, args.state, args.tables, args.optimizer_state, args.clock)
 

@@ -62,7 +62,7 @@ def load(
     Example:
       `state = load(["monday", "tuesday"], collection)`
     """
-    with processes.together("load"):
+    with processes.fail_together("load"):
         chain = chain_of("load", path)
     return restore(chain, collection, state, tables, optimizer_state, clock)
 
@@ -91,7 +91,7 @@ def apply_delta(
       `state = apply_delta("wednesday", collection, state, after="tuesday")`
     """
     op = "apply_delta"
-    with processes.together(op):
+    with processes.fail_together(op):
         check_state(op, collection, state)
         check_untraced(op, state)
         source = Source.of(op, pathlib.Path(path))
@@ -118,7 +118,7 @@ def restore(
     """Restores tables from a full export and its deltas, in order, as `load`."""
     full, is_new, now = chain[0], state is None, None
     op = full.op
-    with processes.together(op):
+    with processes.fail_together(op):
         names = choose_tables(full, collection, tables)
         if state is not None:
             check_state(op, collection, state)
@@ -193,7 +193,7 @@ def place(source: Source, collection: Collection, held: Held, name: str, taken: 
 
     num_placed = place_records(op, collection, s, number, held, of_shard)
     saved = source.manifest["tables"][name]["num_rows"]
-    with processes.together(op):
+    with processes.fail_together(op):
         if num_placed != saved:
             raise CorruptFileError(
                 f'{op}: table "{name}": got {num_placed} rows in "{source.folder}", wanted {saved}; files of other '
@@ -238,7 +238,7 @@ def apply_link(
     now: int | None,
 ) -> None:
     """Applies a delta; its place in the chain is checked already."""
-    with processes.together(source.op):
+    with processes.fail_together(source.op):
         names = choose_tables(source, collection, tables)
         taken = check_forms(source, collection, names, optimizer_state)
     if is_whole:
@@ -247,7 +247,7 @@ def apply_link(
     more = {name: _more_rows(source, collection, held.state, name) for name in names}
     held.state = with_room(source, collection, held.state, more)
     for name in names:
-        for keys in processes.in_step(source.op, key_batches(source.files(name, manifest_lib.TOMBSTONES))):
+        for keys in processes.iterate_together(source.op, key_batches(source.files(name, manifest_lib.TOMBSTONES))):
             for start in range(0, keys.size, KEYS_AT_A_TIME):
                 erased = pad_keys(keys[start : start + KEYS_AT_A_TIME])
                 held.state, _ = collection.erase(held.state, name, erased)

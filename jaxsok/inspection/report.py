@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxsok.inspection.counts import QUANTILES, Bin, Frequencies, Magnitudes, Steps
-from jaxsok.printed import aligned, in_units
+from jaxsok.printed import format_bytes, format_columns
 from jaxsok.records import Records
 
 TOP_SHARE = 0.01  # the share of rows that counts as the most used
@@ -90,7 +90,7 @@ class TableReport:
         states = ", ".join(f"{name} ({norms.dim})" for name, norms in self.states.items())
         lines = [
             f'table "{self.name}": {self.num_rows:,} rows of {self.dim} {self.dtype}, '
-            f"{f'state {states}' if states else 'no optimizer state'}; {in_units(self.num_bytes)}"
+            f"{f'state {states}' if states else 'no optimizer state'}; {format_bytes(self.num_bytes)}"
         ]
         if self.facts:
             facts = {name: f"{value:,}" if isinstance(value, int) else value for name, value in self.facts.items()}
@@ -235,13 +235,13 @@ def overview(reports: Iterable[TableReport]) -> list[str]:
             " ".join(table.states) or "-",
             f"{table.num_rows:,}",
             str(table.dim),
-            in_units(table.num_bytes),
+            format_bytes(table.num_bytes),
             f"{table.norms.num_nonfinite:,}",
             _number(table.norms.quantiles[0.5]),
         )
         for table in reports
     ]
-    return aligned(head, body, is_text=(0, 1, 2))
+    return format_columns(head, body, is_text=(0, 1, 2))
 
 
 def _table_of_norms(norms: Mapping[str, Norms]) -> list[str]:
@@ -255,7 +255,7 @@ def _table_of_norms(norms: Mapping[str, Norms]) -> list[str]:
         )
         for name, found in norms.items()
     ]
-    return aligned(head, body, is_text=(0,))
+    return format_columns(head, body, is_text=(0,))
 
 
 def _bars(bins: tuple[Bin, ...], edge: Any) -> list[str]:

@@ -177,7 +177,7 @@ class PartialFiles:
         if kind is not None:
             self._remove_partials()
             return
-        with published.locked(self._paths[0].parent):
+        with published.lock_folder(self._paths[0].parent):
             try:
                 refuse_existing(self._op, [*self._paths, *self._stale], self._overwrite)
                 self._publish()
