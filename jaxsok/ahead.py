@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsok.annotations import annotated
+from jaxsok.annotations import annotate
 from jaxsok.checks import not_none
 from jaxsok.grow import LOOK_EVERY, free_bytes, next_capacity
 from jaxsok.host_limits import share_of_device
@@ -246,7 +246,7 @@ class Ahead:
             self._failed.append((program, error))
         program.thread = self._thread
 
-    @annotated("jaxsok.ahead")
+    @annotate("jaxsok.ahead")
     def _compile(self, program: _Program, arguments: Any, settings: tuple) -> None:
         args, kwargs = arguments
         try:

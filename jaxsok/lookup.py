@@ -246,7 +246,7 @@ class Owner:
 # On one device -------------------------------------------------------------------------------------------------------
 
 
-@annotations.by_store
+@annotations.annotate_store
 def find_here(spec: StoreSpec, store: StoreState, seed: Seed, features: StoreFeatures) -> tuple[Found, list[Array]]:
     """Looks up one store whose rows are all here, and changes nothing."""
     if _reads_traced(spec, features) or spec.memory is not None:
@@ -274,7 +274,7 @@ def lookup_here(
     return *read_here(spec, features, seed, *indexed), tickets_digest(features.keys)
 
 
-@annotations.by_store
+@annotations.annotate_store
 def _lookup_fused(
     spec: StoreSpec, store: StoreState, seed: Seed, features: StoreFeatures, step: Clock, clock: Clock
 ) -> tuple[StoreState, Found, list[Array], Digest]:
@@ -283,7 +283,7 @@ def _lookup_fused(
     return store, Found(out.row_ids, out.counts, _rounds(0)), out.embeddings, out.digest
 
 
-@annotations.by_store
+@annotations.annotate_store
 def index_here(
     spec: StoreSpec,
     store: StoreState,
@@ -305,7 +305,7 @@ def index_here(
     return store, Found(row_ids, counts, _rounds(0))
 
 
-@annotations.by_store
+@annotations.annotate_store
 def read_here(spec: StoreSpec, features: StoreFeatures, seed: Seed, store: StoreState, found: Found) -> StoreRead:
     """Does the rest of a lookup: combines the rows that `index_here` found."""
     store, counts, values = _read(spec, store, seed, features, found.row_ids)

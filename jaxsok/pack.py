@@ -28,7 +28,7 @@ from jaxsok import adapters, checks
 from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
 from jaxsok import split as split_lib
-from jaxsok.annotations import annotated
+from jaxsok.annotations import annotate
 from jaxsok.checks import not_none
 from jaxsok.features import Bags, Batch, FeatureLayout, Features, StoreFeatures
 from jaxsok.host_buffers import ALIGNMENT, HostBuffers
@@ -524,7 +524,7 @@ class Packer(HostPacker):
     def _device(self) -> Any:
         return self._shards.mesh.local_devices[0] if isinstance(self._shards, MeshShards) else jax.local_devices()[0]
 
-    @annotated("jaxsok.batch")
+    @annotate("jaxsok.batch")
     def begin(self, raw: Mapping[str, Any], pad_to: PadTo) -> "Packing":
         """Packs a raw batch and begins its copy to the devices; `finish` makes a batch of it."""
         is_split = not self._shards.sees_parts()
@@ -579,7 +579,7 @@ class Packer(HostPacker):
         if pad_to is not None:
             raw, mask = split_lib.pad(raw, self._features, pad_to)
         if is_split:
-            return split_lib.pack_sharded(raw, self._stores, self._features, self._tag, self._shards, mask)
+            return split_lib.pack_for_shards(raw, self._stores, self._features, self._tag, self._shards, mask)
         batch = features_lib.pack(raw, self._stores, self._features, self._tag)
         features = dataclasses.replace(batch.features, num_parts=self._shards.num_shards)
         return dataclasses.replace(batch, features=features, mask=None if mask is None else jnp.asarray(mask))

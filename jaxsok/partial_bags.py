@@ -22,7 +22,7 @@ from jaxsok import exchange as exchange_lib
 from jaxsok.checks import not_none
 from jaxsok.exchange import DIVIDED, SCALED_DTYPES, Exchange
 from jaxsok.features import FeatureLayout, StoreFeatures
-from jaxsok.gradients import Gradients, Used, by_bag, concatenated, joined
+from jaxsok.gradients import Gradients, Used, concatenate, gradients_by_bag, join_features
 from jaxsok.kernels import lookup as lookup_kernels
 from jaxsok.kernels import plan as plan_kernels
 from jaxsok.kernels import update as update_kernels
@@ -41,7 +41,7 @@ _UNKNOWN_WORD = 6  # of a table's line: kTableUnknown in ffi/core/layout.h
 # Plans ---------------------------------------------------------------------------------------------------------------
 
 
-@annotations.by_store
+@annotations.annotate_store
 def ask(
     exchange: Exchange,
     spec: StoreSpec,
@@ -284,8 +284,8 @@ def _scale(lines: Array, scales: Float32[Array, " num_bags"], layout: FeatureLay
 def _scaled_gradients(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int) -> Float32[Array, "num_bags dim"]:
     """Returns the gradients of all bags, divided as their embeddings were."""
     part, scales = plan.features.stores[s], plan.uses_of(s).scales
-    of_features = zip(by_bag(spec, part, gradients), part.layouts, strict=True)
-    return concatenated([_scale(grads.reshape(-1, spec.dim), scales, layout) for grads, layout in of_features])
+    of_features = zip(gradients_by_bag(spec, part, gradients), part.layouts, strict=True)
+    return concatenate([_scale(grads.reshape(-1, spec.dim), scales, layout) for grads, layout in of_features])
 
 
 def _to_owners(
@@ -311,15 +311,15 @@ def _join_received(
 ) -> tuple[update_kernels.Batch, int, RowIds, UInt32[Array, " num_lines"]]:
     """Joins the batches that arrived for the plans of a step: batch, tiles, row ids and tables."""
     received = [_received_batch(spec, plan.features.stores[s], plan.uses_of(s)) for plan in used.plans]
-    batch, num_tiles = joined([part.features for part in received])
+    batch, num_tiles = join_features([part.features for part in received])
     row_ids = [
         jnp.where(part.is_left_out, jnp.uint32(NO_ROW), plan.found_of(s).row_ids)
         for part, plan in zip(received, used.plans, strict=True)
     ]
-    return batch, num_tiles, concatenated(row_ids), concatenated([part.table_ids for part in received])
+    return batch, num_tiles, concatenate(row_ids), concatenate([part.table_ids for part in received])
 
 
-@annotations.by_store
+@annotations.annotate_store
 def update_exchanged(
     exchange: Exchange, spec: StoreSpec, store: StoreState, s: int, used: Used, inputs: update.StepInputs
 ) -> tuple[StoreState, Array, Array]:
@@ -340,7 +340,7 @@ def update_exchanged(
     return tiers.give_back(store, view, writes=True), num_nonfinite, num_stale
 
 
-@annotations.by_store
+@annotations.annotate_store
 def add_squares(exchange: Exchange, spec: StoreSpec, s: int, used: Used, squares: norms.Squares) -> norms.Squares:
     """Adds the squares of the row gradients by which `update_exchanged` would step."""
     _check_num_features("gradient_norm", spec, used)
@@ -354,5 +354,5 @@ def add_squares(exchange: Exchange, spec: StoreSpec, s: int, used: Used, squares
         for pair in zip(used.plans, used.gradients, strict=True)
         for part in jnp.split(_to_owners(exchange, spec, *pair, s), spec.num_shards)
     ]
-    rows = norms.summed_by_row(concatenated(alive), (offsets, weights, words), num_tiles, gradients, spec.row_gradient)
+    rows = norms.sum_by_row(concatenate(alive), (offsets, weights, words), num_tiles, gradients, spec.row_gradient)
     return norms.with_squares(squares, rows)

@@ -329,7 +329,9 @@ class _Model:
             if store.is_replicated:
                 total += self.replicated(store, sum(distinct[table.name] for table in store.tables))
                 continue
-            pinned, spread = specs_lib.pinned_and_spread(((t, distinct[t.name]) for t in store.tables), self.num_shards)
+            pinned, spread = specs_lib.sum_pinned_and_spread(
+                ((t, distinct[t.name]) for t in store.tables), self.num_shards
+            )
             # The exchange is dense: the most loaded device decides how many lines go to each.
             total += self.on_one(store, spread / self.num_shards + pinned)
         return total

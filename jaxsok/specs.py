@@ -482,7 +482,7 @@ class StoreSpec:
         """Returns the rows of a shard with which the tables together have room for `rows` each."""
         if self.num_shards == 1 or self.is_replicated:
             return sum(rows)
-        pinned, spread = pinned_and_spread(zip(self.tables, rows, strict=True), self.num_shards)
+        pinned, spread = sum_pinned_and_spread(zip(self.tables, rows, strict=True), self.num_shards)
         share = spread / self.num_shards
         # A share varies by its root: with four of them on top a shard overflows before the tables are full about once
         # in 30,000 times.
@@ -529,7 +529,7 @@ class StoreSpec:
         return floors
 
 
-def pinned_and_spread(amounts: Iterable[tuple[TableSpec, Any]], num_shards: int) -> tuple[Any, Any]:
+def sum_pinned_and_spread(amounts: Iterable[tuple[TableSpec, Any]], num_shards: int) -> tuple[Any, Any]:
     """Sums amounts of tables: those of the shard to which most are pinned, and those that are spread by hash."""
     pinned, spread = [0] * num_shards, 0
     for table, amount in amounts:

@@ -249,8 +249,8 @@ class Steps:
         if name == "plan":
             features, send_capacities = args
             # The features do not pass through the program: its results would be copies.
-            return dataclasses.replace(_plan_everywhere(self, features, send_capacities), features=features)
-        return _everywhere(self, name, *args)
+            return dataclasses.replace(_plan_on_shards(self, features, send_capacities), features=features)
+        return _run_on_shards(self, name, *args)
 
 
 def _step_after(state: State, num_updates: int) -> UInt32[Array, ""]:
@@ -274,7 +274,7 @@ def _select_used(s: int, plans: Sequence[Plan], gradients: Sequence[Gradients], 
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _everywhere(steps: Steps, name: str, state: State, *args: Any) -> Any:
+def _run_on_shards(steps: Steps, name: str, state: State, *args: Any) -> Any:
     split, same, of_state = steps.shards.spec, P(), specs_of(steps.shards, state)
     updated = dataclasses.replace(of_state, drains=state.drains and bool(state.ahead))
     in_specs, out_specs = {
@@ -287,7 +287,7 @@ def _everywhere(steps: Steps, name: str, state: State, *args: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _plan_everywhere(steps: Steps, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
+def _plan_on_shards(steps: Steps, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
     """Returns a plan without its features."""
     split = steps.shards.spec
 

@@ -88,7 +88,7 @@ class StoreState(StoreArrays):
         """Advanced whenever row ids of older plans lose their meaning."""
         return self.counters[COUNTERS.index("generation")]
 
-    def advanced(self, generation: UInt32[Array, ""], num_gone: UInt32[Array, "..."]) -> "StoreState":
+    def advance_generation(self, generation: UInt32[Array, ""], num_gone: UInt32[Array, "..."]) -> "StoreState":
         """Advances the generation if rows went (`num_gone`) on any shard, so that plans become stale on all of them."""
         after = generation + (num_gone > 0).any().astype(jnp.uint32)
         return dataclasses.replace(self, counters=self.counters.at[COUNTERS.index("generation")].set(after))

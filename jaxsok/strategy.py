@@ -166,7 +166,7 @@ class Exchanged(Strategy):
         ask = partial_bags.ask if spec.sends_bags else exchange_lib.ask
         return ask(self.exchange, spec, features, owners, send_capacity)
 
-    @annotations.by_store
+    @annotations.annotate_store
     def _look_up(
         self, spec: StoreSpec, s: int, state: State, plan: Plan, owner: lookup.Owner
     ) -> tuple[StoreState, Found, list[Array], Requests | Uses]:
@@ -189,7 +189,7 @@ class Exchanged(Strategy):
         store, found, values, asked = self._look_up(spec, s, state, plan, owner)
         return StoreLookup(store, found, values, asked.digest, asked)
 
-    @annotations.by_store
+    @annotations.annotate_store
     def index(self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock) -> tuple[StoreState, Found, Digest]:
         store, asked = state.stores[s], not_none(not_none(plan.asked)[s])
         owner = lookup.Owner(self.exchange, spec, state.seed, step, step)
@@ -197,7 +197,7 @@ class Exchanged(Strategy):
             return *partial_bags.index(spec, store, plan.features.stores[s], asked, owner), asked.digest
         return *lookup.index_exchanged(store, asked, owner), asked.digest
 
-    @annotations.by_store
+    @annotations.annotate_store
     def read(
         self, spec: StoreSpec, s: int, state: State, plan: Plan, found: Found
     ) -> tuple[StoreState, Found, list[Array]]:

@@ -19,7 +19,7 @@ from jaxsok import records as records_lib
 from jaxsok.keys import from_words
 from jaxsok.records import Records
 from jaxsok.rows import RowSlab, cut_lines, slabs_of
-from jaxsok.shards import on_host, parts_of
+from jaxsok.shards import parts_of, read_on_host
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import PADDING_KEY
@@ -69,7 +69,7 @@ def export_chunks(
     def send() -> Iterator[tuple]:
         # One shard of a replicated store has all rows.
         for shard, part in itertools.islice(parts_of(store, spec.num_shards), 1 if spec.is_replicated else None):
-            for slab in slabs_of(spec, part, on_host(seed)):
+            for slab in slabs_of(spec, part, read_on_host(seed)):
                 lines = _lines_of(slab.records, slab.statistics, number, since)
                 for piece in records_lib.regroup(lines, num_rows, _join):
                     yield shard, slab.start, piece, _gather(slab, piece.places, num_rows, with_state), names

@@ -170,7 +170,7 @@ class RecordWriter:
             self.is_settled = self.is_settled or not self._has_refused()
             if self.is_settled:
                 return
-            self.held.state = grow_lib.resalted(self.specs, self.held.state, self.s, self.shards)
+            self.held.state = grow_lib.resalt_index(self.specs, self.held.state, self.s, self.shards)
             self.write(self._pieces)
         self.is_settled = True
         if self._has_refused():
@@ -270,8 +270,8 @@ class _Import:
                 )
         expected = self._expected_rows()
         if max(needed, expected) > self.capacity:
-            free = grow_lib.agreed_free_bytes(self.shards)
-            host_share = grow_lib.agreed_host_share([self.spec], self.shards)
+            free = grow_lib.agree_on_free_bytes(self.shards)
+            host_share = grow_lib.agree_on_host_share([self.spec], self.shards)
             capacity = grow_lib.next_capacity(self.spec, self.capacity, needed, free, host_share)
             sizes, writer = {self.writer.s: expected if expected >= needed else capacity}, self.writer
             writer.held.state = grow_lib.grow_to("import_table", writer.specs, writer.held.state, sizes, self.shards)

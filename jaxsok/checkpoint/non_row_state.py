@@ -79,8 +79,8 @@ def note_keys(source: Source, collection: Collection) -> None:
                 totals[0] += num_shards * saved.get("keys_per_step", 0)
                 totals[1] += num_shards * saved.get("assigned_per_step", 0)
         keys, assigned = (total if spec.is_replicated else -(-total // spec.num_shards) for total in totals)
-        collection.growth.saw_batch(s, keys)
-        collection.growth.saw_assign(s, assigned)
+        collection.growth.record_batch(s, keys)
+        collection.growth.record_assign(s, assigned)
 
 
 def _with_globals(source: Source, collection: Collection, state: State, names: Sequence[str]) -> State:

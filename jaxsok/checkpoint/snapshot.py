@@ -15,7 +15,7 @@ from jaxtyping import Array
 from jaxsok.checks import not_none
 from jaxsok.keys import from_words
 from jaxsok.rows import RowSlab, cut_lines, slabs_of
-from jaxsok.shards import Shards, local_parts, on_host
+from jaxsok.shards import Shards, local_parts, read_on_host
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.table_export import prefetch
@@ -112,7 +112,7 @@ def _start_rows(
         part = jax.tree.unflatten(structure, [parts[shard] for parts in parts_of])
         # Rows lie below the row ids that were ever given out.
         end = int(np.asarray(part.counters)[COUNTERS.index("num_allocated")])
-        for slab in slabs_of(spec, part, on_host(seed)):
+        for slab in slabs_of(spec, part, read_on_host(seed)):
             for start in range(0, min(slab.size, end - slab.start), most):
                 stop = min(start + most, slab.size, end - slab.start)
                 if since is None:

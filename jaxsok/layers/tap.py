@@ -67,7 +67,7 @@ def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Ar
             if is_global:
                 # Outside jit made where they belong; inside, on an explicit mesh, of the embeddings' type.
                 zeros = jnp.zeros(shape, spec.embedding_dtype, device=shards.place(len(shape)))
-                taps[layout.name] = shards.resharded(shards.spec, zeros)
+                taps[layout.name] = shards.reshard(shards.spec, zeros)
             else:
                 taps[layout.name] = jnp.zeros(shape, spec.embedding_dtype)
     return taps

@@ -356,7 +356,7 @@ TestAdmissionMachine.settings = hypothesis.settings(max_examples=12)
 def waiting(collection, state, name):
     """Returns the waiting keys of a table and their counts, over all shards."""
     s, number = operations.locate("test", collection, name)
-    keys, counts = admission.waiting(collection.stores[s], state.stores[s], number)
+    keys, counts = admission.waiting_keys(collection.stores[s], state.stores[s], number)
     assert len(set(keys.tolist())) == len(keys)
     return dict(zip(keys.tolist(), counts.tolist(), strict=True))
 
@@ -624,7 +624,7 @@ def test_waiting_keys_move_to_another_mesh(before, after):
     state, _ = stats_of_lookup(old, state, rng.integers(2**63, 2**63 + 40, 64, np.uint64))
     want, rows = waiting(old, state, "user"), programs.rows_of(old, state)
     other = new.init(seed=SEED)
-    keys, counts = admission.waiting(old.stores[0], state.stores[0], 0)
+    keys, counts = admission.waiting_keys(old.stores[0], state.stores[0], 0)
     store = admission.with_waiting(
         new.stores[0],
         other.stores[0],
@@ -653,7 +653,7 @@ def test_waiting_keys_of_a_replicated_table_are_given_once():
     collection = programs.over(2, [table], [jaxsok.FeatureSpec("user", "user")])
     features = programs.batch(collection, user=np.array([5, 5, 9, 7]))
     _, state, _ = programs.lookup(collection)(collection.init(seed=0), features)
-    keys, counts = admission.waiting(collection.stores[0], state.stores[0], 0)
+    keys, counts = admission.waiting_keys(collection.stores[0], state.stores[0], 0)
     assert sorted(zip(keys.tolist(), counts.tolist(), strict=True)) == [(5, 2), (7, 1), (9, 1)]
 
 
@@ -727,7 +727,7 @@ def test_waiting_keys_of_other_tables_are_refused():
     """Only tables that count have waiting keys."""
     collection = one_table(policies.AdmitByProbability(0.5))
     state = collection.init(seed=SEED)
-    assert len(admission.waiting(collection.stores[0], state.stores[0], 0)[0]) == 0
+    assert len(admission.waiting_keys(collection.stores[0], state.stores[0], 0)[0]) == 0
     with pytest.raises(ValueError, match='with_waiting: table "user": admission: got AdmitByProbability'):
         admission.with_waiting(collection.stores[0], state.stores[0], 0, np.arange(3), np.ones(3))
 

@@ -934,9 +934,9 @@ def test_rows_kept():
     """The new rows fit, with a slack of a sixteenth; if the number is only a bound, a quarter stays."""
     for capacity in range(1, 200, 7):
         for new in range(0, 2 * capacity, 3):
-            kept = grow.rows_kept(capacity, new, is_exact=True)
+            kept = grow.num_rows_to_keep(capacity, new, is_exact=True)
             assert 0 <= kept and (kept == 0 or capacity - new - kept == (capacity + 15) // 16)
-            assert grow.rows_kept(capacity, new) == max(kept, capacity // 4)
+            assert grow.num_rows_to_keep(capacity, new) == max(kept, capacity // 4)
 
 
 def test_batches_larger_than_a_store_do_not_empty_it():

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxsok
-from jaxsok.stats import on_one_device, pack_words
+from jaxsok.stats import move_to_one_device, pack_words
 from jaxsok.window import StatsWindow, write_scalars
 
 SGD = jaxsok.optim.sgd(1.0)
@@ -112,7 +112,7 @@ def test_one_array_brings_all_counts():
         _, stats = next(steps_of(three_tables(num_shards), 1))
         (words,) = jax.tree.leaves(stats)
         assert words.dtype == np.int32 and words.shape == (3 * 9 + 2 + 2 + 2 + 2 * num_shards,)
-        assert len(on_one_device(stats).words.devices()) == 1
+        assert len(move_to_one_device(stats).words.devices()) == 1
         fetched = jax.device_get(stats)
         for name in ("num_found", "num_evicted", "longest_probe", "num_stale"):
             assert isinstance(fetched.count(name), np.ndarray | np.generic)
@@ -260,7 +260,7 @@ def test_push_does_not_wait(monkeypatch):
         sent.append(Words(stats.words))
         return dataclasses.replace(stats, words=sent[-1])
 
-    monkeypatch.setattr(jaxsok.window, "on_one_device", words_to_come)
+    monkeypatch.setattr(jaxsok.window, "move_to_one_device", words_to_come)
     window = StatsWindow(2)
     for i in range(6):
         window.push(made([(i, 10 * i)] * 6, (3 * i, 0), num_rows=(i, i)))
