@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxsok import adapters, split
 from jaxsok import features as features_lib
-from jaxsok.planner import check_declared
+from jaxsok.planner import check_declarations
 from jaxsok.printed import format_bytes, format_columns
 from jaxsok.specs import FeatureSpec, StoreSpec, TableSpec, group_into_stores
 from jaxsok.types import PADDING_KEY, TIER_COUNTERS
@@ -225,7 +225,7 @@ def cache_estimate(
       >>> estimate.smallest_cache(0.6)
       2
     """
-    check_declared("cache_estimate", tables, features, num_shards)
+    check_declarations("cache_estimate", tables, features, num_shards)
     distinct: dict[str, list[np.ndarray]] = {table.name: [] for table in tables}
     for number, raw in enumerate(batches):
         for table, keys in _keys_of(features, raw, f"cache_estimate: batches[{number}]", distinct).items():
@@ -239,7 +239,7 @@ def _keys_of(
 ) -> dict[str, np.ndarray]:
     """Reads the keys of a raw batch by table, without padding."""
     features_lib.require_features(raw, features)
-    raw = adapters.converted(raw, features, what)
+    raw = adapters.convert_features(raw, features, what)
     keys: dict[str, list[np.ndarray]] = {table: [np.zeros(0, np.uint64)] for table in tables}
     for feature in features:
         bags, _ = split.read_bags(feature, raw[feature.name], f'{what}: feature "{feature.name}"')

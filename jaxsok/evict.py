@@ -107,7 +107,7 @@ def select(
         check = functools.partial(_score_words if policy.has_score else _mask, policy)
         judged = _judge(slab, clock, lambda facts, check=check: check(judge(facts), facts.keys.shape[0]))
         if policy.has_score:
-            words = _above_others(stays, judged)
+            words = _score_above_others(stays, judged)
             scores = scores or [[] for _ in words]
             for array, word in zip(scores, words, strict=True):
                 array.append(word)
@@ -150,7 +150,7 @@ def _judge(slab: RowSlab, clock: Clock, judge: Callable[[RowFacts], tuple[Array,
     return lax.fori_loop(0, -(-slab.size // size), judge_some, none)
 
 
-def _above_others(stays: Bool[Array, " _"] | None, words: tuple[Array, ...]) -> tuple[Array, ...]:
+def _score_above_others(stays: Bool[Array, " _"] | None, words: tuple[Array, ...]) -> tuple[Array, ...]:
     """Changes scores so that the rows that stay are the last to leave."""
     if stays is None:
         return words

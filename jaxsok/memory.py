@@ -29,7 +29,7 @@ from jaxsok.features import StoreFeatures
 from jaxsok.grow import keys_at_most, next_capacity
 from jaxsok.kernels import library
 from jaxsok.pipeline import PLANS_AHEAD
-from jaxsok.planner import REQUEST_BYTES, check_declared, keys_of
+from jaxsok.planner import REQUEST_BYTES, check_declarations, keys_of
 from jaxsok.printed import format_bytes, format_columns, name_devices
 from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, bag_tables, group_into_stores
 from jaxsok.store import host_row_bytes, num_buckets_of, row_bytes, staged_bytes, store_bytes
@@ -252,7 +252,7 @@ def memory_estimate(
       (308, 32000000, 16777216)
     """
     op = "memory_estimate"
-    check_declared(op, tables, features, num_shards)
+    check_declarations(op, tables, features, num_shards)
     if not tables:
         raise ValueError(f"{op}: tables: got none, wanted at least one TableSpec.")
     stores = group_into_stores(tables, int(num_shards), bag_tables(features))

@@ -288,7 +288,7 @@ class HostPacker(abc.ABC):
         given = self._read(raw)
         recipe = None if given is None else self._recipes.get(self._key(given, pad_to, is_split))
         if given is None or recipe is None:
-            raw = adapters.converted(raw, self._features)
+            raw = adapters.convert_features(raw, self._features)
             features_lib.require_features(raw, self._features)
             features_lib.require_samples(raw, self._features)
             packed = self.pack_by_threads(raw, pad_to, is_split)
@@ -305,7 +305,7 @@ class HostPacker(abc.ABC):
             return checks.integer("batch: pad_to", pad_to, 1, wanted='a number of samples, at least 1, or "auto"')
         if isinstance(raw, HostBatch):
             return raw.pad_to
-        raw = adapters.converted(raw, self._features)
+        raw = adapters.convert_features(raw, self._features)
         features_lib.require_features(raw, self._features)
         counts = (features_lib.count_samples(raw[spec.name]) for spec in self._features)
         num_parts = len(self.numbers()) if is_split else 1

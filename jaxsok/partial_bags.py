@@ -167,7 +167,7 @@ def read(
     sums_of, lines = _batch_of_sums(spec, features)
     shapes = [(*layout.combined_shape, spec.dim) for layout in features.layouts]
 
-    def reading(words: np.ndarray) -> lookup_kernels.Reading:
+    def make_reading(words: np.ndarray) -> lookup_kernels.Reading:
         return lookup_kernels.Reading(words, seed, sums_of.operands(), features.num_tiles, shapes)
 
     windows = owner.exchange.windows
@@ -180,7 +180,7 @@ def read(
         counters, values = lookup_kernels.lookup_bags_window(
             windows.number,
             view,
-            reading(_words_to_read(spec, is_find=owner.is_find)),
+            make_reading(_words_to_read(spec, is_find=owner.is_find)),
             received.features.operands(),
             received.features.num_tiles,
             slots,
@@ -192,7 +192,9 @@ def read(
     else:
         store, sums = _partial_bags(spec, store, received, row_ids, owner)
         sums = exchange_lib.send_rows(sums, owner.exchange.spec.rows, owner.exchange.all_to_all)
-        counters, _, values = lookup_kernels.lookup_planned(store.counters, reading(spec.table_words()), lines, (sums,))
+        counters, _, values = lookup_kernels.lookup_planned(
+            store.counters, make_reading(spec.table_words()), lines, (sums,)
+        )
         store = dataclasses.replace(store, counters=counters)
     values = [
         table.round_to(_scale(value, uses.scales, layout), spec.embedding_dtype)

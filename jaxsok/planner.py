@@ -163,7 +163,7 @@ def propose(
       >>> [(line.table.placement, round(line.distinct_keys)) for line in proposal.lines]
       [(SHARDED, 992), (REPLICATED, 7)]
     """
-    check_declared("propose", tables, features, num_shards)
+    check_declarations("propose", tables, features, num_shards)
     specs_lib.check_forms("propose", features)
     if sample is not None and keys_per_step is not None:
         raise ValueError("propose: sample: got one in addition to keys_per_step, wanted one of the two.")
@@ -191,7 +191,9 @@ def propose(
     )
 
 
-def check_declared(op: str, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], num_shards: object) -> None:
+def check_declarations(
+    op: str, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], num_shards: object
+) -> None:
     """Refuses declarations that no collection could be made of."""
     checks.integer(f"{op}: num_shards", num_shards, 1, wanted="the number of devices, at least 1")
     names = [table.name for table in tables]
@@ -258,7 +260,7 @@ def _measure(
 ) -> dict[str, _Traffic]:
     """Counts keys, distinct keys and bags of each table in a batch: means over the devices' parts of it."""
     features_lib.require_features(sample, features)
-    sample = adapters.converted(sample, features, "propose: sample")
+    sample = adapters.convert_features(sample, features, "propose: sample")
     parts: dict[str, list[list[np.ndarray]]] = {table.name: [[] for _ in range(num_shards)] for table in tables}
     bags_of = dict.fromkeys(parts, 0.0)
     for feature in features:
@@ -297,13 +299,13 @@ class _Model:
         there_and_back = (1 + self.finds_per_step) * (REQUEST_BYTES + row)
         return there_and_back + wire_bytes(rows.dim, self.exchange.gradients)
 
-    def sharded(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
+    def sharded_bytes(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
         return round(distinct * (self.num_shards - 1) / self.num_shards * self._line(rows))
 
-    def on_one(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
+    def bytes_on_one(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
         return round(distinct * (self.num_shards - 1) * self._line(rows))
 
-    def replicated(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
+    def replicated_bytes(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
         line = REQUEST_BYTES + wire_bytes(rows.dim, self.exchange.gradients)
         return round(distinct * (self.num_shards - 1) * line)
 
@@ -327,13 +329,13 @@ class _Model:
         of_rows = [line.table for line in lines if of_bags.get(line.table.name) is None]
         for store in specs_lib.group_into_stores(of_rows, self.num_shards):
             if store.is_replicated:
-                total += self.replicated(store, sum(distinct[table.name] for table in store.tables))
+                total += self.replicated_bytes(store, sum(distinct[table.name] for table in store.tables))
                 continue
             pinned, spread = specs_lib.sum_pinned_and_spread(
                 ((t, distinct[t.name]) for t in store.tables), self.num_shards
             )
             # The exchange is dense: the most loaded device decides how many lines go to each.
-            total += self.on_one(store, spread / self.num_shards + pinned)
+            total += self.bytes_on_one(store, spread / self.num_shards + pinned)
         return total
 
 
@@ -383,9 +385,9 @@ def _propose(
 ) -> TableProposal:
     num_bytes = table.capacity * row_bytes(specs_lib.group_into_stores([table])[0])
     bytes_by_kind = {
-        "sharded": model.sharded(table, traffic.distinct),
-        "on": model.on_one(table, traffic.distinct),
-        "replicated": model.replicated(table, traffic.distinct),
+        "sharded": model.sharded_bytes(table, traffic.distinct),
+        "on": model.bytes_on_one(table, traffic.distinct),
+        "replicated": model.replicated_bytes(table, traffic.distinct),
     }
     sharded, replicated = bytes_by_kind["sharded"], bytes_by_kind["replicated"]
     placement = SHARDED

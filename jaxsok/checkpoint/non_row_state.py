@@ -46,7 +46,7 @@ def add(
         if collection.shards.is_mesh:
             step = jax.device_put(step, state.step.sharding)
         state = dataclasses.replace(state, step=step)
-        state = _with_evicted(source, collection, state, names)
+        state = _restore_evicted(source, collection, state, names)
         if optimizer_state != "initial":
             state = _with_globals(source, collection, state, names)
         is_exact = optimizer_state == "require"
@@ -98,7 +98,7 @@ def _with_globals(source: Source, collection: Collection, state: State, names: S
     return state
 
 
-def _with_evicted(source: Source, collection: Collection, state: State, names: Sequence[str]) -> State:
+def _restore_evicted(source: Source, collection: Collection, state: State, names: Sequence[str]) -> State:
     """Restores counts of evicted rows, on the first shard (of replicated stores: on all)."""
     tables = source.manifest["tables"]
     for s, spec in enumerate(collection.stores):

@@ -102,7 +102,7 @@ def apply_delta(
         check_forms(source, collection, names, optimizer_state)
         now = time_of(op, state, clock) if tables is not None or clock is not None else None
         source.verify(names)
-    with held_on(collection, state, names) as held:
+    with hold_state(collection, state, names) as held:
         apply_link(source, collection, held, tables, optimizer_state, is_whole=tables is None, now=now)
     return held.state
 
@@ -146,7 +146,7 @@ def restore(
             s, number = locate(op, collection, name)
             there = collection.shards.read(state.stores[s].table_rows).reshape(-1, len(collection.stores[s].tables))
             rows[name] -= there[:, number].astype(np.int64)
-    with held_on(collection, state, names, is_new=is_new) as held:
+    with hold_state(collection, state, names, is_new=is_new) as held:
         # Before anything goes: a refusal changes nothing.
         held.state = with_room(full, collection, state, rows, is_new=is_new)
         for name in () if is_new else names:
@@ -160,7 +160,7 @@ def restore(
 
 
 @contextlib.contextmanager
-def held_on(collection: Collection, state: State, names: Sequence[str], *, is_new: bool = False) -> Iterator[Held]:
+def hold_state(collection: Collection, state: State, names: Sequence[str], *, is_new: bool = False) -> Iterator[Held]:
     """Wraps calls that donate a state bit by bit: an error carries the last whole state, unless the state `is_new`."""
     held = Held(state)
     try:

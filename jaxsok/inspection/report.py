@@ -84,7 +84,7 @@ class TableReport:
 
     def to_json(self) -> dict[str, Any]:
         """Returns dicts, lists and numbers; None for what is not a number."""
-        return _plain(dataclasses.asdict(self))
+        return _to_plain(dataclasses.asdict(self))
 
     def __str__(self) -> str:
         states = ", ".join(f"{name} ({norms.dim})" for name, norms in self.states.items())
@@ -277,13 +277,13 @@ def _whole(counted: Bin) -> str:
     return f"{counted.low:,}" if counted.high == counted.low + 1 else f"{counted.low:,} - {counted.high - 1:,}"
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, Bin):
         return {"low": value.low, "high": value.high, "num": value.num}
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): _to_plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

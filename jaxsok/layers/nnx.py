@@ -162,13 +162,13 @@ class Embeddings(nnx.Module):
           ValueError: no lookup since the last update; gradients that are missing, or of other lookups.
         """
         several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
-        state, stats = self._updated([_only_taps(one) for one in several], learning_rate)
+        state, stats = self._update_tables([_only_taps(one) for one in several], learning_rate)
         self._take(state)
         return stats
 
-    def _updated(self, gradients: Sequence[Any], learning_rate: Any) -> tuple[State, Stats]:
+    def _update_tables(self, gradients: Sequence[Any], learning_rate: Any) -> tuple[State, Stats]:
         state, plans = self.tables.get_value(), self.plans.get_value()
-        by_plan = tap.by_plan("Embeddings.update", plans, gradients)
+        by_plan = tap.gradients_by_plan("Embeddings.update", plans, gradients)
         return self.collection.update(state, plans, by_plan, learning_rate=learning_rate)
 
     def _take(self, state: State) -> None:
@@ -258,9 +258,9 @@ def update(model: Any, gradients: Any, *, learning_rate: Any = None) -> dict[str
       `stats = layers.update(model, grads)["embed"]`
     """
     several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
-    waiting = _waiting("update", model, several)
+    waiting = _find_waiting("update", model, several)
     # All before the first takes its own: one that is refused leaves none a step ahead.
-    updated = [layer._updated(of_layer, learning_rate) for _, layer, of_layer in waiting]
+    updated = [layer._update_tables(of_layer, learning_rate) for _, layer, of_layer in waiting]
     stats = {}
     for (path, layer, _), (state, of_layer) in zip(waiting, updated, strict=True):
         layer._take(state)
@@ -287,9 +287,9 @@ def clip_by_global_norm(model: Any, gradients: Any, max_norm: Any) -> tuple[Any,
     op = "clip_by_global_norm"
     several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
     lookups = []
-    for _, layer, of_layer in _waiting(op, model, several):
+    for _, layer, of_layer in _find_waiting(op, model, several):
         plans = layer.plans.get_value()
-        lookups.append((layer.collection, layer.tables.get_value(), plans, tap.by_plan(op, plans, of_layer)))
+        lookups.append((layer.collection, layer.tables.get_value(), plans, tap.gradients_by_plan(op, plans, of_layer)))
     without_taps = [jax.tree.map(lambda leaf: None if _is_tap(leaf) else leaf, one, is_leaf=_is_tap) for one in several]
     if len({jax.tree.structure(one) for one in without_taps}) > 1:
         raise ValueError(
@@ -319,7 +319,7 @@ def _layers(model: Any) -> Iterator[tuple[tuple[Any, ...], Embeddings]]:
     return ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, Embeddings))
 
 
-def _waiting(op: str, model: Any, gradients: Sequence[Any]) -> list[tuple[tuple[Any, ...], Embeddings, list[Any]]]:
+def _find_waiting(op: str, model: Any, gradients: Sequence[Any]) -> list[tuple[tuple[Any, ...], Embeddings, list[Any]]]:
     """Returns the layers with lookups since the last update: path, layer, and gradients of its taps from each call."""
     waiting = [(path, layer) for path, layer in _layers(model) if layer.plans.get_value()]
     if not waiting:

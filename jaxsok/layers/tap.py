@@ -24,14 +24,14 @@ Taps = Mapping[str, Array]
 
 
 @jax.custom_vjp
-def tapped(embeddings: Embeddings, taps: Taps) -> Embeddings:
+def attach_taps(embeddings: Embeddings, taps: Taps) -> Embeddings:
     """Returns the embeddings; their gradient goes to the taps.
 
     `embeddings + taps` would turn -0.0 into 0.0.
 
     Example:
       >>> taps = {"item": jnp.zeros(2)}
-      >>> loss = lambda taps: (tapped({"item": jnp.array([3.0, 4.0])}, taps)["item"] ** 2).sum()
+      >>> loss = lambda taps: (attach_taps({"item": jnp.array([3.0, 4.0])}, taps)["item"] ** 2).sum()
       >>> jax.value_and_grad(loss)(taps)
       (Array(25., dtype=float32), {'item': Array([6., 8.], dtype=float32)})
 
@@ -49,7 +49,7 @@ def _backward(_: None, gradients: Embeddings) -> tuple[None, Embeddings]:
     return None, gradients
 
 
-tapped.defvjp(_forward, _backward)
+attach_taps.defvjp(_forward, _backward)
 
 
 def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Array]:
@@ -86,10 +86,10 @@ def lookup(
                 f'{op}: feature "{name}": got a tap of {got.get(name, "no shape")}, wanted that of its embedding, '
                 f"{wanted.get(name, 'none')}; make the taps of a step from the features that it looks up, in order."
             )
-    return tapped(embeddings, taps), state, plan
+    return attach_taps(embeddings, taps), state, plan
 
 
-def by_plan(op: str, plans: Sequence[Plan], gradients: Sequence[Sequence[Taps | None]]) -> list[Taps]:
+def gradients_by_plan(op: str, plans: Sequence[Plan], gradients: Sequence[Sequence[Taps | None]]) -> list[Taps]:
     """Returns the gradients of each lookup since the last update, as `Collection.update` takes them.
 
     `gradients` has those of each differentiated call, by lookup; None for those of other calls. It raises a ValueError
