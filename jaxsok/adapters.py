@@ -178,7 +178,7 @@ def _convert_feature(spec: FeatureSpec, value: Any, what: str) -> Any:
         return value
     bags = bags_of(value)
     others = {name: getattr(bags, name) for name in ("lengths", "offsets", "weights", "inverse")}
-    if all(one is None or isinstance(one, np.ndarray) for one in (bags.keys, *others.values())):
+    if all(array is None or isinstance(array, np.ndarray) for array in (bags.keys, *others.values())):
         return value
     if _is_ragged_tensor(bags.keys) or _is_ragged_tensor(bags.weights) or _is_sparse_tensor(bags.weights):
         value = bags = _of_tensors(bags, what)
@@ -193,15 +193,13 @@ def _convert_feature(spec: FeatureSpec, value: Any, what: str) -> Any:
         return dataclasses.replace(
             _of_coo(spec, bags.keys, what), inverse=_arrow_to_numpy(others["inverse"], what, "inverse")
         )
-    if not any(_is_arrow(one) for one in (bags.keys, *others.values())):
+    if not any(_is_arrow(column) for column in (bags.keys, *others.values())):
         return value
     if importlib.util.find_spec("pyarrow") is None:
         bags = dataclasses.replace(bags, keys=_convert_without_pyarrow(bags.keys))
-        others = {name: _convert_without_pyarrow(one) for name, one in others.items()}
-    keys, found = (
-        bags.keys,
-        {name: _arrow_to_numpy(one, what, name) for name, one in others.items() if name != "weights"},
-    )
+        others = {name: _convert_without_pyarrow(column) for name, column in others.items()}
+    columns = {name: column for name, column in others.items() if name != "weights"}
+    keys, found = bags.keys, {name: _arrow_to_numpy(column, what, name) for name, column in columns.items()}
     lengths = None
     if _is_arrow(keys):
         keys, lengths = of_arrow(_to_pyarrow(keys, what, "keys"), what, "keys")
@@ -220,7 +218,7 @@ def _convert_feature(spec: FeatureSpec, value: Any, what: str) -> Any:
             weights = np.where(np.isnan(weights) & is_padding, weights.dtype.type(0), weights)
     if lengths is not None:
         found["lengths"] = lengths
-    if lengths is None and weights is None and not any(one is not None for one in found.values()):
+    if lengths is None and weights is None and not any(column is not None for column in found.values()):
         return keys
     return Bags(keys, weights=weights, **found)
 
@@ -279,7 +277,7 @@ def _of_coo(spec: FeatureSpec, value: Any, what: str) -> Bags:
         return _of_bcoo(spec, value, what)
     if not isinstance(value, Coo):
         value = Coo(value.indices, value.values, shape=tuple(np.asarray(value.dense_shape).tolist()))
-    if any(isinstance(one, jax.core.Tracer) for one in (value.indices, value.keys, value.weights)):
+    if any(isinstance(array, jax.core.Tracer) for array in (value.indices, value.keys, value.weights)):
         raise TypeError(
             f"{what}: got a Coo of traced arrays, wanted NumPy: it is sorted on the host; inside a program pass "
             "Bags(keys, offsets=...), or a jax.experimental.sparse.BCOO."
@@ -341,7 +339,7 @@ def _of_bcoo(spec: FeatureSpec, matrix: Any, what: str) -> Bags:
             "jax.experimental.sparse.bcoo_update_layout changes it."
         )
     num_bags, num_keys = matrix.shape
-    if any(isinstance(one, jax.core.Tracer) for one in (matrix.data, matrix.indices)):
+    if any(isinstance(array, jax.core.Tracer) for array in (matrix.data, matrix.indices)):
         return _of_traced_bcoo(spec, matrix)
     indices, data = np.asarray(matrix.indices).astype(np.int64), np.asarray(matrix.data)
     if indices.size and indices.min() < 0:

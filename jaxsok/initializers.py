@@ -184,7 +184,7 @@ class InitialRows:
         parameters = (self.initializer.a, self.initializer.b)
         if not all(map(checks.is_number, parameters)):
             raise TypeError(f"InitialRows: initializer: got parameters {parameters}, wanted numbers.")
-        if not all(abs(one) < 2.0**128 for one in parameters):  # JSON has integers that no float holds
+        if not all(abs(parameter) < 2.0**128 for parameter in parameters):  # JSON has integers that no float holds
             raise ValueError("InitialRows: initializer: got parameters beyond float32, wanted finite numbers.")
         if not isinstance(self.table, str) or not self.table:
             raise TypeError(f"InitialRows: table: got {self.table!r}, wanted a name.")
@@ -206,8 +206,8 @@ class InitialRows:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON object for manifests."""
-        one = self.initializer
-        return {"kind": one.kind, "a": one.a, "b": one.b, "table": self.table, "seed": self.seed}
+        declared = self.initializer
+        return {"kind": declared.kind, "a": declared.a, "b": declared.b, "table": self.table, "seed": self.seed}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "InitialRows":

@@ -128,7 +128,7 @@ def list_of(item: Check) -> Check:
     def check(value: Any) -> None:
         if not isinstance(value, list):
             raise Wrong(value, "a list")
-        _check_all((place, item, one) for place, one in enumerate(value))
+        _check_all((place, item, entry) for place, entry in enumerate(value))
 
     return check
 
@@ -153,7 +153,7 @@ def by_name(item: Check) -> Check:
             raise Wrong(value, "an object")
         for name in value:
             is_name(name)
-        _check_all((f"[{reprlib.repr(name)}]", item, one) for name, one in value.items())
+        _check_all((f"[{reprlib.repr(name)}]", item, entry) for name, entry in value.items())
 
     return check
 

@@ -338,17 +338,17 @@ def _join_micro_batches(
         raise ValueError(
             f"{op}: gradients: got {len(of_taps)} for {len(several)} updates, wanted one for each, at least 1."
         )
-    for one in several:
-        if not isinstance(one, Mapping) or _TABLES not in one or _PLANS not in one:
-            got = sorted(one) if isinstance(one, Mapping) else type(one).__name__
+    for variables in several:
+        if not isinstance(variables, Mapping) or _TABLES not in variables or _PLANS not in variables:
+            got = sorted(variables) if isinstance(variables, Mapping) else type(variables).__name__
             raise ValueError(
                 f'{op}: updates: got {got}, wanted the variables "{_TABLES}" and "{_PLANS}" that '
                 f'apply(..., mutable=["{_TABLES}", "{_PLANS}"]) returned from a lookup in training.'
             )
     waiting: dict[tuple[str, ...], tuple[Collection, list[Plan], list[Any]]] = {}
     num_seen: dict[tuple[str, ...], int] = {}
-    for one, grads in zip(several, of_taps, strict=True):
-        for path, lookups in _find_values(one[_PLANS], "lookups", _Lookups):
+    for variables, grads in zip(several, of_taps, strict=True):
+        for path, lookups in _find_values(variables[_PLANS], "lookups", _Lookups):
             _, plans, by_lookup = waiting.setdefault(path, (lookups.collection, [], []))
             if num_seen.setdefault(path, lookups.num_before) != lookups.num_before:
                 raise ValueError(_describe_broken_chain(op, path))
@@ -358,7 +358,7 @@ def _join_micro_batches(
             by_lookup.append((*[None] * len(plans), *own))
             plans.extend(lookups.plans)
     tables = dict(several[-1][_TABLES])
-    num_waiting = {path: one.num_lookups for path, one in _find_values(tables, "waiting", _Waiting)}
+    num_waiting = {path: state.num_lookups for path, state in _find_values(tables, "waiting", _Waiting)}
     for path, num_lookups in num_seen.items():
         if num_waiting.get(path) != num_lookups:
             raise ValueError(_describe_broken_chain(op, path))

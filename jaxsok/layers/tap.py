@@ -101,19 +101,19 @@ def gradients_by_plan(op: str, plans: Sequence[Plan], gradients: Sequence[Sequen
             "the differentiated function first."
         )
     found: list[Taps | None] = [None] * len(plans)
-    for one in gradients:
-        if len(one) > len(plans):
+    for by_lookup in gradients:
+        if len(by_lookup) > len(plans):
             raise ValueError(
-                f"{op}: gradients: got those of {len(one)} taps for {len(plans)} lookups, wanted one for each; make "
-                "taps for the lookups of the step alone."
+                f"{op}: gradients: got those of {len(by_lookup)} taps for {len(plans)} lookups, wanted one for each; "
+                "make taps for the lookups of the step alone."
             )
-        for i, of_lookup in enumerate(one):
+        for i, of_lookup in enumerate(by_lookup):
             if of_lookup is None:
                 continue
             if found[i] is not None:
                 raise ValueError(f"{op}: gradients: got lookup {i + 1} of {len(plans)} twice, wanted it once.")
             found[i] = of_lookup
-    missing = [i + 1 for i, one in enumerate(found) if one is None]
+    missing = [i + 1 for i, taps in enumerate(found) if taps is None]
     if missing:
         raise ValueError(
             f"{op}: gradients: got none for lookup {missing[0]} of {len(plans)}, wanted those of its taps; "

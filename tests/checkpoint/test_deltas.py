@@ -243,10 +243,10 @@ def walked(folder):
     for name in names:
         for _ in itertools.chain(source.records(name), source.waiting(name)):
             pass
-        store, told = source.store_of(name)
-        for one in told["globals"]:
+        store, entry = source.store_of(name)
+        for one in entry["globals"]:
             manifest.array_from_json(one)
-        if source.manifest["bloom"] and sum(size for _, size in told["bloom_segments"]):
+        if source.manifest["bloom"] and sum(size for _, size in entry["bloom_segments"]):
             source.bloom(store, 0)
     inspection.inspect(folder)
 

@@ -583,7 +583,7 @@ def test_another_salt_keeps_every_count():
     assert counts["num_inserted"] == 500
 
 
-def test_without_growth_keys_without_an_entry_are_told():
+def test_without_growth_keys_without_an_entry_give_a_warning():
     """With full buckets the lookup ends, no key is admitted by mistake, and keys without an entry count as refused."""
     collection = one_table(policies.AdmitByCount(2))
     state, num_keys = collection.init(seed=SEED), 5 * MIN_SIGHTINGS
@@ -819,7 +819,7 @@ def test_rows_that_xla_works_out(path, unadmitted):
     np.testing.assert_allclose(np.asarray(found["user"]), initial)
 
 
-def test_a_full_store_is_told_apart():
+def test_a_full_store_is_counted_apart():
     """An admitted key without room is an error; an excluded key is not. Both read the table's default."""
     collection = one_table(policies.AdmitByCount(2, unadmitted=3.0), capacity=2, max_capacity=2)
     features = programs.batch(collection, user=np.array([1, 1, 2, 2, 3, 3, 4, 5]))

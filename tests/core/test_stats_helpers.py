@@ -85,15 +85,15 @@ def test_a_window_tells_of_refused_keys():
         jaxsok.TableSpec("kept_out", 8, SGD, capacity=64, admission=jaxsok.policies.AdmitByCount(9)),
     ]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(table.name, table.name) for table in tables])
-    state, window, told = collection.init(seed=0), StatsWindow(3), []
+    state, window, warned = collection.init(seed=0), StatsWindow(3), []
     for step in range(6):
         keys = np.arange(4) + 4 * step
         state, stats = programs.learn(collection, state, programs.batch(collection, full=keys, kept_out=keys))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             window.push(jax.block_until_ready(stats))
-        told += [(step, str(one.message), one.filename) for one in caught]
-    ((step, message, filename),) = told
+        warned += [(step, str(one.message), one.filename) for one in caught]
+    ((step, message, filename),) = warned
     assert step == 2 and filename == __file__ and 'got 4 keys of table "full" refused' in message
 
 
@@ -127,7 +127,7 @@ def test_counts_of_a_scan_have_its_axis():
         np.testing.assert_array_equal(getattr(stacked, name), [np.asarray(getattr(one, name)) for one in singles])
 
 
-def test_counts_are_told_by_name():
+def test_counts_are_reported_by_name():
     """A reader gets every count, and the tables."""
     text = repr(made([(i, 10 + i) for i in range(6)], (7, 2**32 - 1), stale=5))
     for part in ("num_found=[ 0 10]", "num_nonfinite=[ 5 15]", f"num_evicted=[         7 {2**32 - 1}]", "num_stale=5"):

@@ -519,8 +519,8 @@ def test_example_of_the_module():
         return x.row - x.hyper[0] * m, m, *x.states[1:]
 
     lines = str(program.compiled(Custom(0.1, function=step), 8)).splitlines()
-    told = re.findall(r"(?:r\d|row|state 0) = [a-z_]+ [rs]\d[rs\d, ]*\b", program.__doc__)
-    assert [line.strip() for line in told] == lines
+    documented = re.findall(r"(?:r\d|row|state 0) = [a-z_]+ [rs]\d[rs\d, ]*\b", program.__doc__)
+    assert [line.strip() for line in documented] == lines
 
 
 def test_operations_are_those_of_the_header():
