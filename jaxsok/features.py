@@ -310,7 +310,7 @@ def require_lines(rest: Mapping[str, Any], num_samples: int) -> None:
         shape = getattr(value, "shape", None)
         if isinstance(shape, tuple) and shape and shape[0] != num_samples and shape[1:] in ((), (1,)):
             raise ValueError(
-                f'batch: entry "{name}": got shape {list(shape)} beside features of {num_samples} samples, wanted '
+                f'batch: entry "{name}": got shape {list(shape)} with features of {num_samples} samples, wanted '
                 f"[{num_samples}], a line for each sample; if it is no data of samples, pass it in a tuple: "
                 f'"{name}": (array,).'
             )

@@ -531,7 +531,7 @@ def _warn_of_refusals(tracker: GrowthTracker, capacities: Sequence[int], seen: _
         s = next(s for s, store in enumerate(specs) if spec in store.tables)
         capacity, limit = specs[s].num_shards * capacities[s], specs[s].max_capacity
         if seen.num_unplaced[s]:
-            remedy = "this call makes the index anew, in which they had found no entry"
+            remedy = "this call rebuilds the index, in which they had found no entry"
         elif limit is None or capacities[s] < limit:
             remedy = "call state = collection.grow(state, batch) before every step, with the batch of that step"
         elif specs[s].tables[0].eviction is None:

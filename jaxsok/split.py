@@ -229,13 +229,13 @@ def _pack_on_device(
         bags = features_lib.bags_of(raw[spec.name])
         if bags.inverse is not None:
             raise ValueError(
-                f"{what}: inverse: got one beside device arrays, wanted NumPy for all features: nobody can tell, when "
-                "traced, which bags are of which shard."
+                f"{what}: inverse: got one together with device arrays, wanted NumPy for all features: when traced, it "
+                "is not known which bags are of which shard."
             )
         if bags.lengths is not None or bags.offsets is not None:
             raise ValueError(
-                f"{what}: got ragged keys beside device arrays, wanted NumPy for all features, or rectangles: nobody "
-                "can tell, when traced, which keys are of which shard."
+                f"{what}: got ragged keys together with device arrays, wanted NumPy for all features, or rectangles: "
+                "when traced, it is not known which keys are of which shard."
             )
         pair = {"keys": bags.keys} if bags.weights is None else {"keys": bags.keys, "weights": bags.weights}
         for name, array in pair.items():

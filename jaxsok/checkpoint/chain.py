@@ -62,7 +62,7 @@ def _base_of(op: str, delta: Source) -> Source:
     if base.manifest["uuid"] != delta.manifest["base"]:
         raise ValueError(
             f'{op}: path: got the delta "{delta.folder}", which rests on {delta.manifest["base"]}, wanted that in '
-            f'"{folder}", where it was, and which is {base.manifest["uuid"]}: a folder was renamed or written anew; '
+            f'"{folder}", where it was, and which is {base.manifest["uuid"]}: a folder was renamed or written again; '
             "give all links in order, the full export first."
         )
     return base

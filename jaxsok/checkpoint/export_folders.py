@@ -163,8 +163,8 @@ def _export(
         if is_first and os.path.lexists(final):
             raise FileExistsError(f'{op}: path: got "{final}", which exists, wanted a new one.')
         if is_first and (others := published.list_unfinished(final)):
-            text = '%s: path: beside "%s" are %s: of exports that are being written, or of processes that died; remove '
-            LOG.warning(text + "those that nobody writes.", op, final, others)
+            text = '%s: path: next to "%s" are %s: of exports that are being written, or of processes that died; '
+            LOG.warning(text + "remove those that no process writes.", op, final, others)
     try:
         with processes.fail_together(op):
             if is_first:

@@ -53,8 +53,8 @@ def check(op: str, collection: Collection, state: State, folder: Any, manifest: 
         return
     raise ValueError(
         f'{op}: base: got "{folder}", exported by a state (lineage {saved["word"]}) that this one ({life.name}) did '
-        "not come from: it was restored from before it, or made anew, and rows would be missing in a delta. Wanted a "
-        "base that this state was restored from, or an export of before that or since; write a full export."
+        "not come from: it was restored from before it, or initialized again, and rows would be missing in a delta. "
+        "Wanted a base that this state was restored from, or an export of before that or since; write a full export."
     )
 
 

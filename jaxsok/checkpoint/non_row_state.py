@@ -178,7 +178,7 @@ def _with_bloom(source: Source, collection: Collection, state: State, s: int, nu
     was, wanted = source.manifest["tables"][table.name]["admission"], admission_of(spec, table)
     is_same = was == wanted and old_size == size
     if not is_same and old_size:
-        text = '%s: table "%s": its Bloom filter begins anew: %s was saved, wanted %s, and counters without keys '
+        text = '%s: table "%s": its Bloom filter starts empty: %s was saved, wanted %s, and counters without keys '
         text += "cannot be dealt to other shards. Keys without a row are counted from 0."
         LOG.warning(text, source.op, table.name, was, wanted)
     (bloom,) = state.stores[s].bloom

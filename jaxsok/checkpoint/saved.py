@@ -170,5 +170,5 @@ def _check_globals(source: Source, collection: Collection, name: str) -> None:
     if saved != wanted:
         raise ValueError(
             f'{source.op}: table "{name}": optimizer: got state of no row {saved} in '
-            f'"{source.folder}", wanted {wanted}; pass optimizer_state="initial" to begin it anew.'
+            f'"{source.folder}", wanted {wanted}; pass optimizer_state="initial" to start from the initial state.'
         )

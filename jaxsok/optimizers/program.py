@@ -417,7 +417,7 @@ class _Compiler:
                 return -1
             if self._size_of(value) != 1:
                 raise NotARowProgram(
-                    f"{self.what}: got an array of {self._size_of(value)} numbers beside the row, wanted scalars."
+                    f"{self.what}: got an array of {self._size_of(value)} numbers besides the row, wanted scalars."
                 )
             if value not in scalars:
                 scalars.append(value)

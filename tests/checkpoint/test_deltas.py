@@ -720,9 +720,8 @@ def test_an_export_that_ended_early_leaves_nothing_to_read(tmp_path, monkeypatch
     with pytest.raises(FileNotFoundError, match=r"which has no manifest\.json"):
         checkpoint.load(half, collection)
     checkpoint.export_full(tmp_path / "full", collection, state)
-    assert (
-        half.exists() and r"full.0badcafe.writing" in caplog.text and "remove those that nobody writes" in caplog.text
-    )
+    assert half.exists() and r"full.0badcafe.writing" in caplog.text
+    assert "remove those that no process writes" in caplog.text
     assert sorted(tmp_path.iterdir()) == [tmp_path / "full", half]
     assert_same(content(collection, checkpoint.load(tmp_path / "full", collection)), content(collection, state))
 

@@ -372,7 +372,7 @@ def test_bad_sparse_matrices():
         with pytest.raises(ValueError, match=r"got a BCOO of shape .* wanted \[num_bags, num_keys\] with neither"):
             programs.batch(declared(), item=matrix)
     ragged_beside = jax.jit(lambda matrix: programs.batch(declared(2), item=matrix))
-    with pytest.raises(ValueError, match="got ragged keys beside device arrays"):
+    with pytest.raises(ValueError, match="got ragged keys together with device arrays"):
         ragged_beside(matrix_of(np.ones((NUM_BAGS, 4)), NUM_BAGS * 4, np.float32))
 
 
@@ -836,7 +836,7 @@ def test_inverses_that_have_no_lines():
     with pytest.raises(ValueError, match=r"inverse: got one with combiner None and ragged keys.*max_hotness"):
         programs.batch(jagged, user=bags)
     words = jnp.asarray(programs.words([1, 2]))
-    with pytest.raises(ValueError, match="inverse: got one beside device arrays"):
+    with pytest.raises(ValueError, match="inverse: got one together with device arrays"):
         programs.batch(declared(2), item=jaxsok.Bags(words, inverse=np.array([0, 1])))
 
 

@@ -600,7 +600,7 @@ def test_without_growth_keys_without_an_entry_give_a_warning():
     assert int(stats.num_unplaced[0]) >= 3 * (num_keys - 4 * MIN_SIGHTINGS)
     with pytest.raises(jaxsok.TableFullError, match="found no index entry"):
         stats.check()
-    with pytest.warns(RuntimeWarning, match=r"keys refused so far for want of room.*index anew"):
+    with pytest.warns(RuntimeWarning, match=r"keys refused so far for want of room.*rebuilds the index"):
         state = collection.grow(state)  # as many keys as one batch has can wait now, and none is lost
     _, state, plan = programs.lookup(collection)(state, features)
     assert np.asarray(state.stores[0].counters)[4] == 0

@@ -330,7 +330,7 @@ def test_more_keys_of_one_bucket_than_a_walk_is_long():
     assert num_unplaced > 0
     counts = programs.counts(stats)
     assert counts["num_inserted"] == 600 - num_unplaced and sum(counts.values()) == 600
-    with pytest.warns(RuntimeWarning, match=f"got {num_unplaced} keys refused so far .* makes the index anew"):
+    with pytest.warns(RuntimeWarning, match=f"got {num_unplaced} keys refused so far .* rebuilds the index"):
         state = collection.grow(state)
     state, stats = programs.learn(collection, state, features, gradient=0.0)
     assert programs.counts(stats)["num_refused"] == 0 and programs.total(stats, "num_unplaced") == 0
@@ -352,7 +352,7 @@ def test_keys_aimed_at_one_state_miss_another():
         state, stats = programs.learn(collection, jax.tree.map(jnp.copy, first), features, gradient=0.0)
         assert programs.total(stats, "num_unplaced") > 0
         collection.growth.warned.clear()  # each warning appears once
-        with pytest.warns(RuntimeWarning, match="this call makes the index anew"):
+        with pytest.warns(RuntimeWarning, match="this call rebuilds the index"):
             state = collection.grow(state)
         salts.add(programs.index_of(collection, state)[1])
     assert len(salts) == 2

@@ -388,7 +388,7 @@ def of(function, states="abc"):
         (lambda x: jnp.cumsum(x.row), "the operation cumsum"),
         (lambda x: x.row[::-1], "the operation rev"),
         (lambda x: jnp.outer(x.row, x.row)[0], r"\[8, 8\]|64"),
-        (lambda x: x.row * jnp.arange(8.0), "an array of 8 numbers beside the row"),
+        (lambda x: x.row * jnp.arange(8.0), "an array of 8 numbers besides the row"),
         (lambda x: x.row.astype(jnp.int32).astype(jnp.float32), "as int32"),
         (lambda x: x.row * jax.lax.div(jnp.where(x.num_uses > 1, 7, 4), 2).astype(jnp.float32), "select_n on .* int32"),
         (lambda x: x.row * jnp.sum(x.row > 0).astype(jnp.float32), "reduce_sum on a row as int32"),

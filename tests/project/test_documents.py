@@ -484,7 +484,7 @@ PROVOKED = {
     "samples on another axis": lambda: over(mesh_of(2, ("model", "data"))).batch(
         {"item": put(np.arange(4), mesh_of(2, ("model", "data")), "model")}
     ),
-    "ragged beside device arrays": lambda: pack_over(
+    "ragged keys and device arrays": lambda: pack_over(
         jaxsok.Bags(jnp.zeros((4, 2), jnp.uint32), lengths=RAGGED.lengths)
     ),
     "keys of one shard": lambda: pack_over(RAGGED, max_keys=6),
