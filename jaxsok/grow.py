@@ -343,7 +343,7 @@ def grow(
         larger = _new_capacities(tracker, state, wanted)
         crowded = [s for s in stores if is_crowded(s)]
         room = {s: WAITING_RESERVES * positions[s] for s in crowded}
-        enlarge = _prepare_enlarging(specs, state, larger, [num > 0 for num in seen.num_unplaced], room, shards)
+        enlarge = _prepare_growth(specs, state, larger, [num > 0 for num in seen.num_unplaced], room, shards)
         full = [s for s in needs if specs[s].tables[0].eviction is not None and needs[s].is_beyond(specs[s])]
         if full and (state.ahead or is_ahead):
             state = dataclasses.replace(state, drains=True)
@@ -610,7 +610,7 @@ def _new_capacities(tracker: GrowthTracker, state: State, needed: dict[int, int]
     return capacities
 
 
-def _prepare_enlarging(
+def _prepare_growth(
     specs: Sequence[StoreSpec],
     state: State,
     capacities: dict[int, int],
@@ -787,10 +787,10 @@ def grow_to(
     free, host_share = agree_on_free_bytes(shards), agree_on_host_share([specs[s] for s in capacities], shards)
     more = [(specs[s], new - state.stores[s].capacity // specs[s].num_shards) for s, new in capacities.items()]
     require_memory(more, op, free, host_share)
-    return _prepare_enlarging(specs, state, capacities, [False] * len(specs), {}, shards)(state)
+    return _prepare_growth(specs, state, capacities, [False] * len(specs), {}, shards)(state)
 
 
 def resalt_index(specs: Sequence[StoreSpec], state: State, s: int, shards: Shards = ONE_DEVICE) -> State:
     """Rebuilds the index of one store under another salt, so that keys that found no entry find one."""
     is_resalted = [number == s for number in range(len(specs))]
-    return _prepare_enlarging(specs, state, {}, is_resalted, {}, shards)(state)
+    return _prepare_growth(specs, state, {}, is_resalted, {}, shards)(state)

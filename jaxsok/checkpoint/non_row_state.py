@@ -139,7 +139,9 @@ def _add_admission(source: Source, collection: Collection, held: Held, names: Se
 def _add_waiting(source: Source, collection: Collection, held: Held, s: int, number: int) -> None:
     spec, shards = collection.stores[s], collection.shards
     held.state = with_store(held.state, s, _forget_waiting(spec, number, shards, held.state.stores[s]))
-    for keys, counts in processes.iterate_together(source.op, _join_batches(source.waiting(spec.tables[number].name))):
+    for keys, counts in processes.iterate_together(
+        source.op, _join_batches(source.waiting_keys(spec.tables[number].name))
+    ):
         # A key seen often enough for a lower threshold waits for one more sight.
         counts = np.minimum(counts, np.uint32(not_none(spec.tables[number].admission).threshold - 1))
         owners = owners_of(spec, number, keys, collection.partition_owners)

@@ -53,7 +53,7 @@ class Source:
                     records = records if is_wanted.all() else records.take(is_wanted)
                 yield records
 
-    def waiting(self, table: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def waiting_keys(self, table: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for file in self.files(table, manifest_lib.WAITING):
             for batch in file.batches():
                 yield tuple(batch.column(name).to_numpy(zero_copy_only=False) for name in ("key", "count"))
