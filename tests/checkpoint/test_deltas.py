@@ -241,7 +241,7 @@ def walked(folder):
     names = list(source.manifest["tables"])
     source.verify(names)
     for name in names:
-        for _ in itertools.chain(source.records(name), source.waiting(name)):
+        for _ in itertools.chain(source.records(name), source.waiting_keys(name)):
             pass
         store, entry = source.store_of(name)
         for one in entry["globals"]:
