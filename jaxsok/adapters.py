@@ -35,7 +35,7 @@ class Coo:
 
     Example:
       >>> coo = Coo(np.array([[1, 0], [0, 1], [0, 0]]), np.array([9, 8, 7]), shape=(3, 2))  # bags [7, 8], [9] and []
-      >>> bags = converted({"a": coo}, [FeatureSpec("a", table="a")])["a"]
+      >>> bags = convert_features({"a": coo}, [FeatureSpec("a", table="a")])["a"]
       >>> bags.keys.tolist(), bags.lengths.tolist()
       ([7, 8, 9], [2, 1, 0])
     """
