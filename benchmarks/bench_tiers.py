@@ -172,7 +172,7 @@ class _Bench:
         num_keys, num_rows = self._workload.num_keys, self._workload.num_rows * self._workload.num_tables
         rng = np.random.default_rng(1)
         row_ids = [jnp.asarray(rng.integers(0, num_rows, num_keys), jnp.uint32) for _ in range(12)]
-        bring = jax.jit(lambda store, row_ids: tiers.brought(spec, store, state.seed, row_ids)[0], donate_argnums=0)
+        bring = jax.jit(lambda store, row_ids: tiers.bring_rows(spec, store, state.seed, row_ids)[0], donate_argnums=0)
         store = jax.block_until_ready(bring(store, row_ids[0]))
         state = dataclasses.replace(state, stores=(store,))
         before, times = self._counters(state), []

@@ -338,7 +338,7 @@ def _find_benchmarks() -> ModuleType:
         return importlib.import_module("benchmarks.run")
     if importlib.util.find_spec("jaxsok_tools") is None:
         raise ImportError(
-            "jaxsok bench: got no benchmarks beside the installed package, wanted jaxsok_tools of the same wheel; "
+            "jaxsok bench: got no benchmarks next to the installed package, wanted jaxsok_tools of the same wheel; "
             "install the wheel again, or run `make bench` in a checkout of the sources, where they are in benchmarks/."
         )
     return importlib.import_module("jaxsok_tools.benchmarks.run")

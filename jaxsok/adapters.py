@@ -19,7 +19,7 @@ import numpy as np
 from jaxsok import checks
 from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.features import Bags, bags_of
 from jaxsok.specs import FeatureSpec
 from jaxsok.types import PADDING_KEY, Combiner
@@ -35,7 +35,7 @@ class Coo:
 
     Example:
       >>> coo = Coo(np.array([[1, 0], [0, 1], [0, 0]]), np.array([9, 8, 7]), shape=(3, 2))  # bags [7, 8], [9] and []
-      >>> bags = converted({"a": coo}, [FeatureSpec("a", table="a")])["a"]
+      >>> bags = convert_features({"a": coo}, [FeatureSpec("a", table="a")])["a"]
       >>> bags.keys.tolist(), bags.lengths.tolist()
       ([7, 8, 9], [2, 1, 0])
     """
@@ -89,7 +89,7 @@ def from_kjt(
             "[num_features * num_samples]: as many bags of each feature."
         )
     if values.ndim != 1 or (weights is not None and weights.shape != values.shape):
-        name, got = ("values", values) if values.ndim != 1 else ("weights", there(weights))
+        name, got = ("values", values) if values.ndim != 1 else ("weights", not_none(weights))
         raise ValueError(f"from_kjt: {name}: got shape {list(got.shape)}, wanted [num_keys].")
     lengths = lengths.reshape(len(names), -1)
     bounds = np.cumsum([0, *lengths.sum(axis=1, dtype=np.int64).tolist()]).tolist()
@@ -127,7 +127,7 @@ def safe_bags(ids: Any, *, combiner: Combiner = "mean", default_key: int | None 
       ([7, 6], [1, 1])
     """
     what = "safe_bags"
-    bags = bags_of(_converted(FeatureSpec("ids", table="ids"), ids, what))
+    bags = bags_of(_convert_feature(FeatureSpec("ids", table="ids"), ids, what))
     words = keys_lib.words_of(bags.keys, "int64", what)
     keys = keys_lib.from_words(words)
     offsets = np.arange(keys.shape[0] + 1) * (keys.size // max(1, keys.shape[0]))
@@ -149,10 +149,10 @@ def safe_bags(ids: Any, *, combiner: Combiner = "mean", default_key: int | None 
         empty = np.setdiff1d(np.arange(offsets.size - 1), places)
         places, keys = np.append(places, empty), np.append(keys, np.repeat(default, empty.size))
         weights = None if weights is None else np.append(weights, np.ones(empty.size, weights.dtype))
-    return dataclasses.replace(_sorted_by_bag(keys, places[None], weights, offsets.size - 1), inverse=bags.inverse)
+    return dataclasses.replace(_sort_by_bag(keys, places[None], weights, offsets.size - 1), inverse=bags.inverse)
 
 
-def converted(raw: Mapping[str, Any], features: Sequence[FeatureSpec], op: str = "batch") -> Mapping[str, Any]:
+def convert_features(raw: Mapping[str, Any], features: Sequence[FeatureSpec], op: str = "batch") -> Mapping[str, Any]:
     """Converts the features of a raw batch to arrays or `Bags` of arrays; other entries stay as they are.
 
     Features that the batch lacks are not refused here. Errors (TypeError, ValueError) name `op`, feature, argument, got
@@ -161,14 +161,14 @@ def converted(raw: Mapping[str, Any], features: Sequence[FeatureSpec], op: str =
     if not isinstance(raw, Mapping):
         return raw
     found = {
-        spec.name: _converted(spec, raw[spec.name], f'{op}: feature "{spec.name}"')
+        spec.name: _convert_feature(spec, raw[spec.name], f'{op}: feature "{spec.name}"')
         for spec in features
         if spec.name in raw
     }
     return {**raw, **found}
 
 
-def _converted(spec: FeatureSpec, value: Any, what: str) -> Any:
+def _convert_feature(spec: FeatureSpec, value: Any, what: str) -> Any:
     if isinstance(value, (list, tuple)) and not value:
         raise ValueError(
             f"{what}: keys: got an empty list, wanted a key for each sample; samples without keys are "
@@ -178,7 +178,7 @@ def _converted(spec: FeatureSpec, value: Any, what: str) -> Any:
         return value
     bags = bags_of(value)
     others = {name: getattr(bags, name) for name in ("lengths", "offsets", "weights", "inverse")}
-    if all(one is None or isinstance(one, np.ndarray) for one in (bags.keys, *others.values())):
+    if all(array is None or isinstance(array, np.ndarray) for array in (bags.keys, *others.values())):
         return value
     if _is_ragged_tensor(bags.keys) or _is_ragged_tensor(bags.weights) or _is_sparse_tensor(bags.weights):
         value = bags = _of_tensors(bags, what)
@@ -190,21 +190,24 @@ def _converted(spec: FeatureSpec, value: Any, what: str) -> Any:
                 f"{what}: got a {type(bags.keys).__name__} with {given}, wanted it alone: it says which keys are in "
                 "which bag, and their weights."
             )
-        return dataclasses.replace(_of_coo(spec, bags.keys, what), inverse=_plain(others["inverse"], what, "inverse"))
-    if not any(_is_arrow(one) for one in (bags.keys, *others.values())):
+        return dataclasses.replace(
+            _of_coo(spec, bags.keys, what), inverse=_arrow_to_numpy(others["inverse"], what, "inverse")
+        )
+    if not any(_is_arrow(column) for column in (bags.keys, *others.values())):
         return value
     if importlib.util.find_spec("pyarrow") is None:
-        bags = dataclasses.replace(bags, keys=_without_pyarrow(bags.keys))
-        others = {name: _without_pyarrow(one) for name, one in others.items()}
-    keys, found = bags.keys, {name: _plain(one, what, name) for name, one in others.items() if name != "weights"}
+        bags = dataclasses.replace(bags, keys=_convert_without_pyarrow(bags.keys))
+        others = {name: _convert_without_pyarrow(column) for name, column in others.items()}
+    columns = {name: column for name, column in others.items() if name != "weights"}
+    keys, found = bags.keys, {name: _arrow_to_numpy(column, what, name) for name, column in columns.items()}
     lengths = None
     if _is_arrow(keys):
-        keys, lengths = of_arrow(_column(keys, what, "keys"), what, "keys")
+        keys, lengths = of_arrow(_to_pyarrow(keys, what, "keys"), what, "keys")
         if lengths is not None and (found["lengths"] is not None or found["offsets"] is not None):
             raise ValueError(f"{what}: got a column of lists with lengths or offsets, wanted one of them.")
     weights = others["weights"]
     if _is_arrow(weights):
-        weights, of_weights = of_arrow(_column(weights, what, "weights"), what, "weights")
+        weights, of_weights = of_arrow(_to_pyarrow(weights, what, "weights"), what, "weights")
         if (of_weights is None) != (lengths is None) or (
             lengths is not None and (of_weights is not None and not np.array_equal(of_weights, lengths))
         ):
@@ -215,7 +218,7 @@ def _converted(spec: FeatureSpec, value: Any, what: str) -> Any:
             weights = np.where(np.isnan(weights) & is_padding, weights.dtype.type(0), weights)
     if lengths is not None:
         found["lengths"] = lengths
-    if lengths is None and weights is None and not any(one is not None for one in found.values()):
+    if lengths is None and weights is None and not any(column is not None for column in found.values()):
         return keys
     return Bags(keys, weights=weights, **found)
 
@@ -274,7 +277,7 @@ def _of_coo(spec: FeatureSpec, value: Any, what: str) -> Bags:
         return _of_bcoo(spec, value, what)
     if not isinstance(value, Coo):
         value = Coo(value.indices, value.values, shape=tuple(np.asarray(value.dense_shape).tolist()))
-    if any(isinstance(one, jax.core.Tracer) for one in (value.indices, value.keys, value.weights)):
+    if any(isinstance(array, jax.core.Tracer) for array in (value.indices, value.keys, value.weights)):
         raise TypeError(
             f"{what}: got a Coo of traced arrays, wanted NumPy: it is sorted on the host; inside a program pass "
             "Bags(keys, offsets=...), or a jax.experimental.sparse.BCOO."
@@ -306,10 +309,10 @@ def _of_coo(spec: FeatureSpec, value: Any, what: str) -> Bags:
                 f"{what}: indices: got {name} {int(line[outside[0]])} at {int(outside[0])}, wanted 0 to "
                 f"{shape[axis] - 1}, within shape {shape}."
             )
-    return _sorted_by_bag(keys, columns, weights, shape[0])
+    return _sort_by_bag(keys, columns, weights, shape[0])
 
 
-def _sorted_by_bag(keys: np.ndarray, columns: np.ndarray, weights: np.ndarray | None, num_bags: int) -> Bags:
+def _sort_by_bag(keys: np.ndarray, columns: np.ndarray, weights: np.ndarray | None, num_bags: int) -> Bags:
     order = np.lexsort(columns[::-1])
     if not np.array_equal(order, np.arange(order.size)):
         keys, weights = keys[order], None if weights is None else weights[order]
@@ -336,7 +339,7 @@ def _of_bcoo(spec: FeatureSpec, matrix: Any, what: str) -> Bags:
             "jax.experimental.sparse.bcoo_update_layout changes it."
         )
     num_bags, num_keys = matrix.shape
-    if any(isinstance(one, jax.core.Tracer) for one in (matrix.data, matrix.indices)):
+    if any(isinstance(array, jax.core.Tracer) for array in (matrix.data, matrix.indices)):
         return _of_traced_bcoo(spec, matrix)
     indices, data = np.asarray(matrix.indices).astype(np.int64), np.asarray(matrix.data)
     if indices.size and indices.min() < 0:
@@ -351,7 +354,7 @@ def _of_bcoo(spec: FeatureSpec, matrix: Any, what: str) -> Bags:
             )
         inside &= data != 0
     columns, data = indices[inside].T, data[inside]
-    return _sorted_by_bag(columns[1].astype(np.uint64), columns, data if spec.weighted else None, num_bags)
+    return _sort_by_bag(columns[1].astype(np.uint64), columns, data if spec.weighted else None, num_bags)
 
 
 def _of_traced_bcoo(spec: FeatureSpec, matrix: Any) -> Bags:
@@ -388,7 +391,7 @@ def _is_arrow(value: Any) -> bool:
     return hasattr(value, "__arrow_c_array__") or hasattr(value, "__arrow_c_stream__")
 
 
-def _without_pyarrow(value: Any) -> Any:
+def _convert_without_pyarrow(value: Any) -> Any:
     """Converts a column of integers without nulls to NumPy by its own library; returns anything else as it is."""
     if not _is_arrow(value) or not hasattr(value, "__array__"):
         return value
@@ -399,16 +402,16 @@ def _without_pyarrow(value: Any) -> Any:
     return array if array.dtype.kind in "iu" and array.ndim == 1 and not has_nulls else value
 
 
-def _plain(value: Any, what: str, name: str) -> Any:
+def _arrow_to_numpy(value: Any, what: str, name: str) -> Any:
     if not _is_arrow(value):
         return value
-    column = _column(value, what, name)
+    column = _to_pyarrow(value, what, name)
     if column.null_count:
         raise ValueError(f"{what}: {name}: got {column.null_count} nulls, wanted an integer in every line.")
     return column.to_numpy(zero_copy_only=False)
 
 
-def _column(value: Any, what: str, name: str) -> Any:
+def _to_pyarrow(value: Any, what: str, name: str) -> Any:
     """Converts any object with Arrow's C interface to a `pyarrow.Array`."""
     try:
         import pyarrow as pa
@@ -443,7 +446,7 @@ def of_arrow(column: Any, what: str, name: str) -> tuple[np.ndarray, np.ndarray 
             return flat, None
         if flat.dtype.kind in "iu" and flat.dtype.itemsize < 8:
             flat = flat.astype(np.int64)
-        square = np.full((len(column), width), _nothing(flat.dtype), flat.dtype)
+        square = np.full((len(column), width), _null_value(flat.dtype), flat.dtype)
         square[column.is_valid().to_numpy(zero_copy_only=False)] = flat
         return square, None
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -469,11 +472,11 @@ def _numbers(column: Any, what: str, name: str) -> np.ndarray:
             raise ValueError(f"{what}: {name}: got {column.null_count} nulls, wanted a number in every place.")
         # Widened first: a narrow type has no padding. int64 -1 and uint64 2**64 - 1 are the same key.
         column = column.cast(pa.uint64() if kind == pa.uint64() else pa.int64())
-        column = column.fill_null(_nothing(np.dtype(np.uint64 if kind == pa.uint64() else np.int64)).item())
+        column = column.fill_null(_null_value(np.dtype(np.uint64 if kind == pa.uint64() else np.int64)).item())
     return column.to_numpy(zero_copy_only=False)
 
 
-def _nothing(dtype: np.dtype) -> Any:
+def _null_value(dtype: np.dtype) -> Any:
     """Returns the value of a null: PADDING_KEY as a 64-bit number, NaN for weights."""
     if dtype.kind == "f":
         return dtype.type(np.nan)

@@ -51,7 +51,7 @@ def forget(spec: StoreSpec, store: StoreState, num_gone: Array, cleared: int | N
 # Waiting keys, out and in ------------------------------------------------------------------------------------------
 
 
-def waiting(spec: StoreSpec, store: StoreState, number: int) -> tuple[np.ndarray, np.ndarray]:
+def waiting_keys(spec: StoreSpec, store: StoreState, number: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the keys of a table that wait for a row, in no order, and their counts, on this process's shards."""
     keys, counts = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint32)]
     if store.sightings and isinstance(spec.tables[number].admission, policies.AdmitByCount):
@@ -94,13 +94,13 @@ def with_waiting(
     padded = {
         shard: np.concatenate([part, np.tile(_NO_ENTRY, (most - len(part), 1))]) for shard, part in blocks.items()
     }
-    return remaking(spec, store, most, shards, shards.put(padded))(store)
+    return prepare_remake(spec, store, most, shards, shards.put(padded))(store)
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------
 
 
-def remaking(
+def prepare_remake(
     spec: StoreSpec, store: StoreState, room: int, shards: Shards, more: Array | None = None
 ) -> Callable[[StoreState], StoreState]:
     """Returns a function that remakes a store's `sightings` of the waiting keys alone, at most a quarter full.

@@ -20,8 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsok.annotations import annotated
-from jaxsok.checks import there
+from jaxsok.annotations import annotate
+from jaxsok.checks import not_none
 from jaxsok.grow import LOOK_EVERY, free_bytes, next_capacity
 from jaxsok.host_limits import share_of_device
 from jaxsok.operations import Declared
@@ -73,7 +73,7 @@ class Ahead:
     def __init__(self, step: Any, collections: Sequence[Declared]):
         if not isinstance(step, jax.stages.Wrapped):
             raise TypeError(
-                f"ahead: step: got {_described(step)}, which has no .lower, wanted a jitted function: "
+                f"ahead: step: got {_name_of(step)}, which has no .lower, wanted a jitted function: "
                 "collection.ahead(jax.jit(step, donate_argnums=0))."
             )
         self.num_compiled = self.num_ahead = self.num_hits_ahead = 0
@@ -97,7 +97,7 @@ class Ahead:
         self._warn_of_failures()
         start, num_compiled = time.perf_counter(), _num_compiled()
         capacities = self._capacities()
-        filling, program, job = self._filling(), None, None
+        filling, program, job = self._rows_needed_soon(), None, None
         if filling or any(
             made.compiled is not None or (made.capacities == capacities and not made.is_called)
             for made in self._programs.values()
@@ -134,7 +134,7 @@ class Ahead:
 
         _map_nodes(look, arguments)
         if not found:
-            got = [_described(argument) for argument in (*arguments[0], *arguments[1].values())]
+            got = [_name_of(argument) for argument in (*arguments[0], *arguments[1].values())]
             raise TypeError(f"ahead: state: got arguments {got}, wanted the State of the collection in one of them.")
         self._is_checked = True
 
@@ -151,14 +151,14 @@ class Ahead:
         _log.info(
             "ahead: program %d, for capacities %s, compiled %s; its first call took %.2f s",
             len(self.stalls_s),
-            _listed(capacities),
+            _shorten(capacities),
             "in the background" if is_hit else "on the spot",
             seconds,
         )
 
     # What happens ahead
 
-    def _filling(self) -> dict[tuple[int, int], int]:
+    def _rows_needed_soon(self) -> dict[tuple[int, int], int]:
         """Returns the rows that each store more than half full may need soon, by collection and store, fullest first.
 
         Empty while the thread is at work.
@@ -187,7 +187,7 @@ class Ahead:
         if not filling or self._looked.get(look) == turn:
             return None
         for capacities in self._futures(filling):
-            future = self._grown(arguments, capacities)
+            future = self._abstract_arguments(arguments, capacities)
             future_key = _key(future, settings)
             if future_key not in self._programs and future_key != key:
                 program = _Program(self._capacities())
@@ -203,14 +203,14 @@ class Ahead:
         for (c, s), needed in filling.items():
             tracker = self._collections[c].growth
             spec = tracker.specs[s]
-            old = there(tracker.signature)[s] // spec.num_shards
+            old = not_none(tracker.signature)[s] // spec.num_shards
             host_share = share_of_device(tracker.shards, is_agreed=False) if spec.memory is not None else None
             capacity = next_capacity(spec, old, needed, free_bytes(), host_share)
             if capacity > old:
                 capacities[c, s] = capacity
                 yield capacities
 
-    def _grown(self, arguments: Any, capacities: Mapping[tuple[int, int], int]) -> Any:
+    def _abstract_arguments(self, arguments: Any, capacities: Mapping[tuple[int, int], int]) -> Any:
         """Removes the contents of arguments; the states among them that `grow` knows get the capacities of a shard."""
         unmatched = {c: (each.fingerprint, each.growth.signature) for c, each in enumerate(self._collections)}
 
@@ -223,7 +223,7 @@ class Ahead:
             stores = list(state.stores)
             for (c, s), capacity in capacities.items():
                 if c == owner:
-                    stores[s] = _grown(stores[s], self._collections[c].stores[s].num_shards, capacity)
+                    stores[s] = _grow_shapes(stores[s], self._collections[c].stores[s].num_shards, capacity)
             return dataclasses.replace(state, stores=tuple(stores))
 
         return _map_nodes(abstract, arguments)
@@ -246,7 +246,7 @@ class Ahead:
             self._failed.append((program, error))
         program.thread = self._thread
 
-    @annotated("jaxsok.ahead")
+    @annotate("jaxsok.ahead")
     def _compile(self, program: _Program, arguments: Any, settings: tuple) -> None:
         args, kwargs = arguments
         try:
@@ -262,7 +262,7 @@ class Ahead:
         while self._failed:
             program, error = self._failed.pop(0)
             warnings.warn(
-                f"ahead: step: the program for capacities {_listed(program.capacities)} did not compile in the "
+                f"ahead: step: the program for capacities {_shorten(program.capacities)} did not compile in the "
                 f"background ({type(error).__name__}: {error}); it is compiled where it is first called.",
                 RuntimeWarning,
                 stacklevel=3,
@@ -322,7 +322,7 @@ def _is_in_host_memory(leaf: Any) -> bool:
     return place is not None and place.memory_kind == HOST_KIND and place.num_devices == 1
 
 
-def _grown(store: StoreState, num_shards: int, capacity: int) -> StoreState:
+def _grow_shapes(store: StoreState, num_shards: int, capacity: int) -> StoreState:
     """Returns the shapes of a store after `grow`: one more slab, another index; `capacity` is that of a shard."""
 
     def resize(leaf: jax.ShapeDtypeStruct, size: int) -> jax.ShapeDtypeStruct:
@@ -333,10 +333,10 @@ def _grown(store: StoreState, num_shards: int, capacity: int) -> StoreState:
     return dataclasses.replace(with_slab(store, slab), index=index)
 
 
-def _described(value: Any) -> str:
+def _name_of(value: Any) -> str:
     return getattr(value, "__name__", None) or type(value).__name__
 
 
-def _listed(capacities: list[list[int]]) -> list[Any]:
+def _shorten(capacities: list[list[int]]) -> list[Any]:
     """Shortens the capacities of a single collection."""
     return capacities[0] if len(capacities) == 1 else capacities

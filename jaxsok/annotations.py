@@ -17,7 +17,7 @@ MAX_TABLES = 3  # named for a store, which may have hundreds
 
 
 @contextlib.contextmanager
-def annotated(name: str) -> Iterator[None]:
+def annotate(name: str) -> Iterator[None]:
     """Names the work that runs inside, in about two microseconds on the host; also a decorator."""
     with jax.profiler.TraceAnnotation(name), jax.named_scope(name):
         yield
@@ -30,7 +30,7 @@ def store_name(spec: StoreSpec) -> str:
     return f"store[{','.join(names + [f'+{more}'] * bool(more))}]"
 
 
-def by_store(function: Callable) -> Callable:
+def annotate_store(function: Callable) -> Callable:
     """Names the operations of a function by the StoreSpec among its arguments."""
 
     @functools.wraps(function)

@@ -19,8 +19,8 @@ import numpy as np
 
 from jaxsok import adapters, split
 from jaxsok import features as features_lib
-from jaxsok.planner import check_declared
-from jaxsok.printed import aligned, in_units
+from jaxsok.planner import check_declarations
+from jaxsok.printed import format_bytes, format_columns
 from jaxsok.specs import FeatureSpec, StoreSpec, TableSpec, group_into_stores
 from jaxsok.types import PADDING_KEY, TIER_COUNTERS
 
@@ -99,7 +99,7 @@ class CacheStats:
         return (
             f"{', '.join(self.tables)}: {self.num_rows:,} rows in host memory, {self.num_cached:,} of them in a cache "
             f"of {self.num_slots:,}; hit rate {self.hit_rate:.3f}, {self.num_read:,} rows read "
-            f"({in_units(self.bytes_read)}), {self.num_written:,} written ({in_units(self.bytes_written)})"
+            f"({format_bytes(self.bytes_read)}), {self.num_written:,} written ({format_bytes(self.bytes_written)})"
         )
 
     def _sum(self, name: str) -> int:
@@ -185,7 +185,7 @@ class CacheEstimate:
             f"{', '.join(self.tables)}: {self.num_batches:,} batches of at most {self.largest_batch:,} distinct keys, "
             f"{self.num_keys:,} in all"
         )
-        return "\n".join([title, *aligned(head, body, is_text=(5,))])
+        return "\n".join([title, *format_columns(head, body, is_text=(5,))])
 
 
 def cache_estimate(
@@ -225,7 +225,7 @@ def cache_estimate(
       >>> estimate.smallest_cache(0.6)
       2
     """
-    check_declared("cache_estimate", tables, features, num_shards)
+    check_declarations("cache_estimate", tables, features, num_shards)
     distinct: dict[str, list[np.ndarray]] = {table.name: [] for table in tables}
     for number, raw in enumerate(batches):
         for table, keys in _keys_of(features, raw, f"cache_estimate: batches[{number}]", distinct).items():
@@ -239,7 +239,7 @@ def _keys_of(
 ) -> dict[str, np.ndarray]:
     """Reads the keys of a raw batch by table, without padding."""
     features_lib.require_features(raw, features)
-    raw = adapters.converted(raw, features, what)
+    raw = adapters.convert_features(raw, features, what)
     keys: dict[str, list[np.ndarray]] = {table: [np.zeros(0, np.uint64)] for table in tables}
     for feature in features:
         bags, _ = split.read_bags(feature, raw[feature.name], f'{what}: feature "{feature.name}"')

@@ -19,7 +19,7 @@ LARGEST = sys.float_info.max
 Value = TypeVar("Value")
 
 
-def there(value: Value | None) -> Value:
+def not_none(value: Value | None) -> Value:
     """Returns a value that is not None here, which its type cannot say."""
     assert value is not None, "jaxsok: got None where there is always a value; please report it."
     return value

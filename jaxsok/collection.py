@@ -36,13 +36,13 @@ from jaxsok import plan as plan_lib
 from jaxsok import specs as specs_lib
 from jaxsok.caches import CacheStats
 from jaxsok.features import Batch, Features
-from jaxsok.host_slabs import settled, with_host_slabs
+from jaxsok.host_slabs import commit_to_device, with_host_slabs
 from jaxsok.kernels import library
 from jaxsok.keys import to_words
 from jaxsok.lookup import Embeddings
 from jaxsok.operations import check_features, check_state, check_untraced, clock_of, lineage_of, no_tickets
 from jaxsok.plan import Plan
-from jaxsok.printed import listed
+from jaxsok.printed import join_items
 from jaxsok.records import Records
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec
@@ -127,9 +127,9 @@ class Collection:
         features = [f"{feature.name} ({feature.table}, {feature.combiner})" for feature in self.features]
         place = f"mesh {self.shards!s}" if str(self.shards) else "one device"
         place += f", {self._steps.strategy.wire} wire" if self._steps.strategy.wire else ""
-        return f"Collection(tables: {listed(tables)}; features: {listed(features)}; {place})"
+        return f"Collection(tables: {join_items(tables)}; features: {join_items(features)}; {place})"
 
-    @annotations.annotated("jaxsok.init")
+    @annotations.annotate("jaxsok.init")
     def init(self, seed: int = 0, *, salt: int | None = None) -> State:
         """Allocates empty stores of the declared capacity.
 
@@ -165,12 +165,12 @@ class Collection:
                     *features,
                 ],
             )
-        free, host_share = grow_lib.agreed_free_bytes(shards), grow_lib.agreed_host_share(self.stores, shards)
+        free, host_share = grow_lib.agree_on_free_bytes(shards), grow_lib.agree_on_host_share(self.stores, shards)
         asked = [(store, store.capacity) for store in self.stores]
         grow_lib.require_memory(asked, "init", free, host_share, is_new=True)
         grow_lib.warn_of_max_capacity(self.stores, host_share)
         # The first words name the state's life in exports, which others read, so the salts come from other words.
-        drawn = processes.drawn(is_shared=shards.num_processes > 1, num_words=6)
+        drawn = processes.draw_words(is_shared=shards.num_processes > 1, num_words=6)
         entropy = drawn[2:].tolist() if salt is None else int(salt)
         salts = to_words(np.random.SeedSequence(entropy).generate_state(len(self.stores), np.uint64))
         operands = to_words(np.array([seed], np.uint64))[0], self.partition_owners
@@ -178,7 +178,7 @@ class Collection:
         # Derived from the seed, so two runs have the same bits. Exports still distinguish lives with the same words.
         lineage = np.random.SeedSequence([int(seed), int(self.fingerprint, 16)]).generate_state(2)
         lives.IN_THIS_PROCESS.begin(lineage, drawn[:2])
-        with processes.together("init", is_shared=shards.num_processes > 1):
+        with processes.fail_together("init", is_shared=shards.num_processes > 1):
             stores = shards.make(init_stores, self.stores, operands=(salts,))
             stores = with_host_slabs(self.stores, stores, shards)
         state = State(
@@ -193,7 +193,7 @@ class Collection:
             mesh=str(self.shards),
         )
         self.growth.forget()
-        return settled(state)
+        return commit_to_device(state)
 
     def batch(self, raw: Mapping[str, Any], *, pad_to: pack_lib.PadTo = None) -> Batch:
         """Packs a raw batch: features into few arrays of static size, everything else untouched.
@@ -223,10 +223,10 @@ class Collection:
           `batch = collection.batch({"user": user_ids, "history": Bags(ids, lengths=lengths), "label": clicks})`
         """
         batch = self.packer.finish(self.packer.begin(raw, pad_to))
-        self.growth.saw_features([batch.features])
+        self.growth.record_features([batch.features])
         return batch
 
-    @annotations.annotated("jaxsok.plan")
+    @annotations.annotate("jaxsok.plan")
     def plan(self, features: Features, *, send_capacity: Sequence[int] | None = None) -> Plan:
         """Makes the keys of a batch distinct. Reads no table, so it can run a batch ahead of the lookup.
 
@@ -246,7 +246,7 @@ class Collection:
         if send_capacity is not None:
             self._check_send_capacity(send_capacity)
             send_capacity = tuple(int(capacity) for capacity in send_capacity)
-        (features,) = guards.whole("plan", features=features)
+        (features,) = guards.refuse_transforms("plan", features=features)
         return self._steps.call("plan", features, send_capacity)
 
     def pipeline(
@@ -303,7 +303,7 @@ class Collection:
         ahead = pipeline_lib.LookAhead(max(lookahead, staleness), staleness, micro_batches)
         return pipeline_lib.Pipeline(self, batches, pad_to, ahead, prefetch)
 
-    @annotations.annotated("jaxsok.lookup")
+    @annotations.annotate("jaxsok.lookup")
     def lookup(self, state: State, features: Features | Plan, *, clock: Any = None) -> tuple[Embeddings, State, Plan]:
         """Looks up a batch; unseen keys get rows, in order of first occurrence, on a mesh shard after shard.
 
@@ -339,13 +339,13 @@ class Collection:
                 "lookup: features: got those of a batch where lookups are in flight, wanted the plan that the pipeline "
                 "gave with the batch."
             )
-        self.growth.saw_features([plan.features])
+        self.growth.record_features([plan.features])
         # After the last batch no lookup takes the place of this one, and a smaller batch leaves smaller arrays.
         guards.expect_the_end_of(state.ahead, self.shards.num_shards)
-        state, plan, now = guards.whole("lookup", state=state, features=plan, clock=now)
+        state, plan, now = guards.refuse_transforms("lookup", state=state, features=plan, clock=now)
         return self._steps.call("lookup", state, plan, now)
 
-    @annotations.annotated("jaxsok.find")
+    @annotations.annotate("jaxsok.find")
     def find(self, state: State, features: Features | Plan) -> tuple[Embeddings, Stats]:
         """Looks up a batch for evaluation: reads only. A key without a row reads what its table's `unknown` says.
 
@@ -355,10 +355,10 @@ class Collection:
         check_state("find", self, state)
         plan = features if isinstance(features, Plan) else Plan(features)
         check_features("find", self, plan.features)
-        state, plan = guards.whole("find", state=state, features=plan)
+        state, plan = guards.refuse_transforms("find", state=state, features=plan)
         return self._steps.call("find", state, plan)
 
-    @annotations.annotated("jaxsok.update")
+    @annotations.annotate("jaxsok.update")
     def update(
         self, state: State, plan: Plans, gradients: PlanGradients, *, learning_rate: Any = None
     ) -> tuple[State, Stats]:
@@ -384,12 +384,12 @@ class Collection:
         plans, grads = self._plans_and_gradients("update", plan, gradients)
         if learning_rate is not None:
             check_scalar("update: learning_rate", learning_rate)
-        self.growth.saw_features([plan.features for plan in plans])
-        state, plans, grads = guards.whole("update", state=state, plan=plans, gradients=grads)
+        self.growth.record_features([plan.features for plan in plans])
+        state, plans, grads = guards.refuse_transforms("update", state=state, plan=plans, gradients=grads)
         self._check_gradients("update", plans, grads)
         return self._steps.call("update", state, plans, [*map(dict, grads)], learning_rate)
 
-    @annotations.annotated("jaxsok.gradient_norm")
+    @annotations.annotate("jaxsok.gradient_norm")
     def gradient_norm(self, state: State, plan: Plans, gradients: PlanGradients) -> Float32[Array, ""]:
         """Computes the norm of the row gradients that `update` would step by, of all tables together.
 
@@ -412,10 +412,10 @@ class Collection:
         check_state("gradient_norm", self, state)
         plans, grads = self._plans_and_gradients("gradient_norm", plan, gradients)
         self._check_gradients("gradient_norm", plans, grads)
-        state, plans, grads = guards.whole("gradient_norm", state=state, plan=plans, gradients=grads)
+        state, plans, grads = guards.refuse_transforms("gradient_norm", state=state, plan=plans, gradients=grads)
         return self._steps.call("gradient_norm", state, plans, [*map(dict, grads)])
 
-    @annotations.annotated("jaxsok.clip_by_global_norm")
+    @annotations.annotate("jaxsok.clip_by_global_norm")
     def clip_by_global_norm(
         self, state: State, plan: Plans, gradients: PlanGradients, max_norm: Any, dense: Any = None
     ) -> tuple[Any, Any, Float32[Array, ""]]:
@@ -461,7 +461,7 @@ class Collection:
         (gradients, dense), norm = clip_by_global_norm(lookups, (gradients, dense), max_norm, dense)
         return gradients, dense, norm
 
-    @annotations.annotated("jaxsok.erase")
+    @annotations.annotate("jaxsok.erase")
     def erase(self, state: State, table: str, keys: Any) -> tuple[State, UInt32[Array, ""]]:
         """Takes the rows of keys away; absent keys are passed over. Plans made before become stale.
 
@@ -476,7 +476,7 @@ class Collection:
         """
         return operations.erase(operations.resolve("erase", self, state, table), state, keys)
 
-    @annotations.annotated("jaxsok.contains")
+    @annotations.annotate("jaxsok.contains")
     def contains(self, state: State, table: str, keys: Any) -> Bool[Array, " num_keys"]:
         """Returns whether each key has a row; False for PADDING_KEY. Reads only.
 
@@ -489,7 +489,7 @@ class Collection:
         """
         return operations.contains(operations.resolve("contains", self, state, table), state, keys)
 
-    @annotations.annotated("jaxsok.rows_of")
+    @annotations.annotate("jaxsok.rows_of")
     def rows_of(
         self, state: State, table: str, keys: Any
     ) -> tuple[Float[Array, "num_keys dim"], Bool[Array, " num_keys"]]:
@@ -506,7 +506,7 @@ class Collection:
         """
         return operations.rows_of(operations.resolve("rows_of", self, state, table), state, keys)
 
-    @annotations.annotated("jaxsok.assign")
+    @annotations.annotate("jaxsok.assign")
     def assign(
         self, state: State, table: str, keys: Any, rows: Any, *, clock: Any = None
     ) -> tuple[State, UInt32[Array, ""], UInt32[Array, ""]]:
@@ -540,7 +540,7 @@ class Collection:
         resolved = operations.resolve("assign", self, state, table)
         return operations.assign(resolved, state, keys, rows, clock, self.growth)
 
-    @annotations.annotated("jaxsok.clear")
+    @annotations.annotate("jaxsok.clear")
     def clear(self, state: State, table: str) -> tuple[State, UInt32[Array, ""]]:
         """Takes all rows of a table away; other tables of its store keep theirs. Plans made before become stale.
 
@@ -555,7 +555,7 @@ class Collection:
         """
         return operations.clear(operations.resolve("clear", self, state, table), state)
 
-    @annotations.annotated("jaxsok.evict")
+    @annotations.annotate("jaxsok.evict")
     def evict(
         self,
         state: State,
@@ -611,7 +611,7 @@ class Collection:
         check_state("evict", self, state)
         return operations.evict(self, state, table, policy, num_rows, clock, hand_over)
 
-    @annotations.annotated("jaxsok.export_table")
+    @annotations.annotate("jaxsok.export_table")
     def export_table(self, state: State, table: str) -> dict[str, Any]:
         """Returns a table's keys, rows, row ids and optimizer state as NumPy arrays, in the order of the row ids.
 
@@ -675,7 +675,7 @@ class Collection:
         )
         return (chunk.records for chunk in chunks)
 
-    @annotations.annotated("jaxsok.import_table")
+    @annotations.annotate("jaxsok.import_table")
     def import_table(
         self,
         state: State,
@@ -746,14 +746,14 @@ class Collection:
         finally:
             self.growth.forget()  # its bound on the rows in use holds for steps alone
 
-    @annotations.annotated("jaxsok.num_rows")
+    @annotations.annotate("jaxsok.num_rows")
     def num_rows(self, state: State) -> dict[str, int]:
         """Counts the rows in use by table, as `{"user": 1000, "item": 250}` (waits for the device)."""
         check_state("num_rows", self, state)
         check_untraced("num_rows", state, "inside a jitted function use the Stats of update")
         return operations.num_rows(self, state)
 
-    @annotations.annotated("jaxsok.cache_stats")
+    @annotations.annotate("jaxsok.cache_stats")
     def cache_stats(self, state: State) -> tuple[CacheStats, ...]:
         """Reads what the caches of tables in host memory have done, for each store (waits for the device).
 
@@ -782,7 +782,7 @@ class Collection:
         check_untraced("cache_stats", state)
         return operations.cache_stats(self, state)
 
-    @annotations.annotated("jaxsok.grow")
+    @annotations.annotate("jaxsok.grow")
     def grow(
         self,
         state: State,
@@ -835,7 +835,7 @@ class Collection:
         check_untraced("grow", state)
         steps = checks.integer("grow: steps", steps, 1)
         now = clock_of("grow", clock)
-        coming = self.growth.seen(steps) if batch is None else operations.coming_of(self, batch, steps)
+        coming = self.growth.extrapolate(steps) if batch is None else operations.coming_of(self, batch, steps)
         following = () if state.drains else operations.following_of(self, batch)
         if following:
             if not state.ahead:
@@ -917,7 +917,7 @@ class Collection:
         """
         return ahead_lib.Ahead(step, [self, *others])
 
-    @annotations.annotated("jaxsok.stack")
+    @annotations.annotate("jaxsok.stack")
     def stack(self, tree: Any) -> Any:
         """Reshapes global arrays for `pmap`, each from `[num_shards * n, ...]` to `[num_shards, n, ...]`.
 
@@ -929,7 +929,7 @@ class Collection:
         """
         return stacking.restack("stack", self.shards, tree, is_stacking=True)
 
-    @annotations.annotated("jaxsok.unstack")
+    @annotations.annotate("jaxsok.unstack")
     def unstack(self, tree: Any) -> Any:
         """Makes global arrays of the results of `pmap`: the way back from `stack`.
 

@@ -132,11 +132,11 @@ def _new_keys(
     distinct = scratch.reshape(-1, BUCKET_WORDS // ENTRIES_PER_BUCKET)
     needs_row = table.is_key(distinct[:, :2])
     if store.sightings:
-        needs_row &= _is_let_in(spec, store, distinct)
+        needs_row &= _is_admitted(spec, store, distinct)
     return needs_row.sum(dtype=jnp.int32), is_used
 
 
-def _is_let_in(spec: StoreSpec, store: StoreState, distinct: UInt32[Array, "_ 4"]) -> Bool[Array, " _"]:
+def _is_admitted(spec: StoreSpec, store: StoreState, distinct: UInt32[Array, "_ 4"]) -> Bool[Array, " _"]:
     numbers = jnp.minimum(distinct[:, 3], jnp.uint32(len(spec.tables) - 1))  # empty entries have none
     seen = kernels.find(store.sightings[0], store.counters, distinct[:, :2], numbers)
     seen = jnp.where(seen == jnp.uint32(NO_ROW), jnp.uint32(0), seen)

@@ -26,7 +26,7 @@ from jaxsok.keys import from_words
 from jaxsok.policies import Eviction, RowFacts
 from jaxsok.records import Records
 from jaxsok.rows import RowSlab, cut_lines, numbers_in_host_memory, slabs_of
-from jaxsok.shards import ONE_DEVICE, Shards, on_host, parts_of
+from jaxsok.shards import ONE_DEVICE, Shards, parts_of, read_on_host
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState, host_row_bytes, row_bytes
 from jaxsok.types import Clock, RowFlags, Seed
@@ -82,7 +82,7 @@ class Leaving:
 # On one shard --------------------------------------------------------------------------------------------------------
 
 
-@annotations.by_store
+@annotations.annotate_store
 def select(
     spec: StoreSpec,
     store: StoreState,
@@ -107,7 +107,7 @@ def select(
         check = functools.partial(_score_words if policy.has_score else _mask, policy)
         judged = _judge(slab, clock, lambda facts, check=check: check(judge(facts), facts.keys.shape[0]))
         if policy.has_score:
-            words = _above_others(stays, judged)
+            words = _score_above_others(stays, judged)
             scores = scores or [[] for _ in words]
             for array, word in zip(scores, words, strict=True):
                 array.append(word)
@@ -150,7 +150,7 @@ def _judge(slab: RowSlab, clock: Clock, judge: Callable[[RowFacts], tuple[Array,
     return lax.fori_loop(0, -(-slab.size // size), judge_some, none)
 
 
-def _above_others(stays: Bool[Array, " _"] | None, words: tuple[Array, ...]) -> tuple[Array, ...]:
+def _score_above_others(stays: Bool[Array, " _"] | None, words: tuple[Array, ...]) -> tuple[Array, ...]:
     """Changes scores so that the rows that stay are the last to leave."""
     if stays is None:
         return words
@@ -182,7 +182,7 @@ def _form_of(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
 
 
-@annotations.by_store
+@annotations.annotate_store
 def release(spec: StoreSpec, store: StoreState, flags: RowFlags) -> tuple[StoreState, UInt32[Array, " num_tables"]]:
     """Takes the rows with a flag away, and counts them by table; donates the store. See `table.release`."""
     return table_lib.release(spec, store, flags, is_eviction=True)
@@ -218,7 +218,7 @@ def _release_part(leaving: Leaving, store: StoreState, flags: Array) -> tuple[St
     shards, old = leaving.shards, store.generation
     store, num_released = release(leaving.spec, store, flags)
     num_released = shards.total(num_released, is_replicated=leaving.spec.is_replicated)
-    return store.advanced(old, num_released), num_released
+    return store.advance_generation(old, num_released), num_released
 
 
 # On whole stores -----------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def selected_records(spec: StoreSpec, store: StoreState, seed: Seed, flags: RowF
     for shard, (of_shard, shard_flags) in parts_of((store, flags), spec.num_shards, is_once=True):
         if shard != 0 and spec.is_replicated:
             continue
-        for slab in slabs_of(spec, of_shard, on_host(seed)):
+        for slab in slabs_of(spec, of_shard, read_on_host(seed)):
             num_rows = slab.size
             # A power of two, or a whole slab.
             line_bytes = row_bytes(spec) + host_row_bytes(spec)

@@ -30,7 +30,7 @@ from jaxsok.kernels.tickets import tickets_digest
 from jaxsok.optimizers.program import vary_alike
 from jaxsok.plan import RequestList, Requests
 from jaxsok.shards import Shards
-from jaxsok.specs import ExchangeSpec, StoreSpec, pinned_and_spread
+from jaxsok.specs import ExchangeSpec, StoreSpec, sum_pinned_and_spread
 from jaxsok.types import PADDING_KEY, Digest, PartitionOwners
 from jaxsok.windows import Windows
 
@@ -48,7 +48,7 @@ PADDING_REQUEST = np.array([PADDING_KEY & 0xFFFFFFFF, PADDING_KEY >> 32, 0, 0], 
 def default_send_capacity(spec: StoreSpec, features: StoreFeatures) -> int:
     """Returns a quarter more than the most loaded owner gets from distinct keys that are spread evenly."""
     amounts = ((spec.tables[layout.table], layout.num_keys) for layout in features.layouts)
-    pinned, spread = pinned_and_spread(amounts, spec.num_shards)
+    pinned, spread = sum_pinned_and_spread(amounts, spec.num_shards)
     share = spread if spec.is_replicated else spread / spec.num_shards + pinned
     least = max(_LEAST, len(spec.tables))
     return max(least, min(most_send_capacity(spec, features), -(-int(share * SLACK) // 8) * 8))
@@ -166,7 +166,7 @@ def gathered_dtype(dtype: str | None, own: str) -> str:
 
 def send_rows(rows: Float[Array, "_ dim"], dtype: str | None, send: Callable[[Array], Array]) -> Float[Array, "_ dim"]:
     """Sends rows by `send` in another dtype on the wire; None: their own. See `gathered_dtype`."""
-    rows = table.rounded(rows, gathered_dtype(dtype, rows.dtype.name))
+    rows = table.round_to(rows, gathered_dtype(dtype, rows.dtype.name))
     return _decode(send(_encode(rows, dtype)), dtype, rows.dtype)
 
 
@@ -210,7 +210,7 @@ def wire_bytes(dim: int, dtype: str | None, own: str = "float32") -> int:
 # Plans ---------------------------------------------------------------------------------------------------------------
 
 
-@annotations.by_store
+@annotations.annotate_store
 def ask(
     exchange: Exchange,
     spec: StoreSpec,

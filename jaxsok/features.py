@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jaxsok import keys as keys_lib
 from jaxsok import printed
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.specs import FeatureSpec, StoreSpec
 from jaxsok.types import BAGS_PER_TILE, COMBINERS, NUM_FEATURE_WORDS, PADDING_KEY
 
@@ -115,7 +115,7 @@ class StoreFeatures:
     """Concatenated over the features whose samples share bags; None if there are none."""
 
     def __repr__(self) -> str:
-        return f"StoreFeatures({printed.listed([*map(repr, self.layouts), *printed.condition_of(self)])})"
+        return f"StoreFeatures({printed.join_items([*map(repr, self.layouts), *printed.condition_of(self)])})"
 
     def inverse_of(self, layout: FeatureLayout) -> Int32[Array, " num_samples"] | None:
         """Returns the bag of each sample of a feature; None where samples share no bags."""
@@ -134,8 +134,8 @@ class StoreFeatures:
         is_ragged = any(layout.num_offsets for layout in self.layouts)
         is_weighted = any(layout.weights_start >= 0 for layout in self.layouts)
         # Kernels see from the size whether any feature is ragged.
-        offsets = there(self.offsets) if is_ragged else jnp.zeros(0, jnp.int32)
-        weights = there(self.weights) if is_weighted else jnp.zeros(0, jnp.float32)
+        offsets = not_none(self.offsets) if is_ragged else jnp.zeros(0, jnp.int32)
+        weights = not_none(self.weights) if is_weighted else jnp.zeros(0, jnp.float32)
         return self.keys, offsets, weights, words
 
 
@@ -153,7 +153,7 @@ class Features:
 
     def __repr__(self) -> str:
         stores = [store for store in self.stores if isinstance(store, StoreFeatures)]
-        parts = [printed.listed([repr(layout) for store in stores for layout in store.layouts])]
+        parts = [printed.join_items([repr(layout) for store in stores for layout in store.layouts])]
         parts += [f"for each of {self.num_parts} shards"] if self.num_parts > 1 else []
         return f"Features({'; '.join(parts + printed.condition_of(self))})"
 
@@ -192,7 +192,7 @@ class Features:
         """
         store, layout = self._find(name)
         if layout.num_offsets:
-            return self._parts(there(store.offsets), layout.offsets_start, layout.num_offsets).reshape(-1)
+            return self._parts(not_none(store.offsets), layout.offsets_start, layout.num_offsets).reshape(-1)
         num_bags = layout.combined_shape[0]
         hotness = layout.num_keys // max(1, num_bags)
         return jnp.tile(jnp.arange(num_bags + 1, dtype=jnp.int32) * hotness, self._num_parts)
@@ -205,7 +205,7 @@ class Features:
         """
         store, layout = self._find(name)
         if layout.inverse_start >= 0:
-            return self._parts(there(store.inverse), layout.inverse_start, layout.embedding_shape[0]).reshape(-1)
+            return self._parts(not_none(store.inverse), layout.inverse_start, layout.embedding_shape[0]).reshape(-1)
         return jnp.tile(jnp.arange(layout.embedding_shape[0], dtype=jnp.int32), self._num_parts)
 
     def mask(self, name: str) -> Bool[Array, "..."]:
@@ -241,8 +241,8 @@ class Batch:
     """bool `[num_samples]`, False for the samples that `pad_to` added; None without it."""
 
     def __repr__(self) -> str:
-        rest = printed.listed([f"{name!r}: {printed.in_short(value)}" for name, value in self.rest.items()])
-        mask = "" if self.mask is None else f", mask={printed.in_short(self.mask)}"
+        rest = printed.join_items([f"{name!r}: {printed.describe_value(value)}" for name, value in self.rest.items()])
+        mask = "" if self.mask is None else f", mask={printed.describe_value(self.mask)}"
         return f"Batch({self.features!r}, {{{rest}}}{mask})"
 
     def __getitem__(self, name: str) -> Any:
@@ -310,7 +310,7 @@ def require_lines(rest: Mapping[str, Any], num_samples: int) -> None:
         shape = getattr(value, "shape", None)
         if isinstance(shape, tuple) and shape and shape[0] != num_samples and shape[1:] in ((), (1,)):
             raise ValueError(
-                f'batch: entry "{name}": got shape {list(shape)} beside features of {num_samples} samples, wanted '
+                f'batch: entry "{name}": got shape {list(shape)} with features of {num_samples} samples, wanted '
                 f"[{num_samples}], a line for each sample; if it is no data of samples, pass it in a tuple: "
                 f'"{name}": (array,).'
             )
@@ -576,7 +576,7 @@ def read_offsets(bags: Bags, words: Any, what: str) -> Any:
             f"{what}: keys: got shape {list(words.shape[:-1])} with lengths or offsets, wanted [num_keys]."
         )
     name = "lengths" if bags.lengths is not None else "offsets"
-    given = bags.lengths if bags.lengths is not None else there(bags.offsets)
+    given = bags.lengths if bags.lengths is not None else not_none(bags.offsets)
     # Only traced offsets are left to the kernels, which clamp them.
     given = given if isinstance(given, jax.core.Tracer) else np.asarray(given)
     if given.dtype == np.bool_ or not jnp.issubdtype(given.dtype, jnp.integer):

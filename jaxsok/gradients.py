@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsok import exchange as exchange_lib
 from jaxsok import table
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.exchange import PADDING_REQUEST, SCALED_DTYPES, Exchange, HashOrder, Round, Route
 from jaxsok.features import FeatureLayout, StoreFeatures, single_key_layouts
 from jaxsok.kernels import combine as combine_kernels
@@ -89,7 +89,7 @@ def bag_gradient(gradients: Gradients, part: StoreFeatures, layout: FeatureLayou
     return summed.reshape(shape)
 
 
-def joined(parts: Sequence[StoreFeatures]) -> tuple[Batch, int]:
+def join_features(parts: Sequence[StoreFeatures]) -> tuple[Batch, int]:
     """Joins several plans' features into one batch, in which each feature knows its plan."""
     words, num_keys, num_bags, num_offsets, num_weights, num_tiles = [], 0, 0, 0, 0, 0
     operands = [part.operands() for part in parts]
@@ -110,7 +110,7 @@ def joined(parts: Sequence[StoreFeatures]) -> tuple[Batch, int]:
         num_weights += weights.shape[0]
         num_tiles += part.num_tiles
     features = np.array(words, np.int32).reshape(-1, NUM_FEATURE_WORDS)
-    keys, offsets, weights = (concatenated([arrays[i] for arrays in operands]) for i in range(3))
+    keys, offsets, weights = (concatenate([arrays[i] for arrays in operands]) for i in range(3))
     return (keys, offsets, weights, features), num_tiles
 
 
@@ -122,7 +122,7 @@ def as_features(sizes: Sequence[int]) -> tuple[tuple[Array, Array, np.ndarray], 
     return (jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32), words), num_tiles
 
 
-def concatenated(arrays: Sequence[Array]) -> Array:
+def concatenate(arrays: Sequence[Array]) -> Array:
     """Concatenates arrays; a single one is returned without an operation."""
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
 
@@ -150,7 +150,7 @@ class Used(NamedTuple):
     is_live: Bool[Array, " num_plans"]
 
 
-def over_arrivals(
+def fold_arrivals(
     exchange: Exchange,
     op: str,
     spec: StoreSpec,
@@ -223,7 +223,7 @@ def _lines_with_row(route: Route, plan: Plan, s: int, order: HashOrder) -> Array
     row_ids = (
         route.to_askers(found.row_ids).at[asked.slots].get(mode="fill", fill_value=NO_ROW, wrap_negative_indices=False)
     )
-    has_row = there(found.has_row).at[there(asked.listed).inverse].get(mode="fill", fill_value=False)
+    has_row = not_none(found.has_row).at[not_none(asked.listed).inverse].get(mode="fill", fill_value=False)
     of_line = jnp.zeros(order.lines.shape[0], bool)
     of_line = of_line.at[order.inverse].set(has_row | (row_ids != jnp.uint32(NO_ROW)), mode="drop")
     return jnp.where(of_line[:, None], order.lines, PADDING_REQUEST)
@@ -249,7 +249,7 @@ def uses_in_all(
 ) -> Float32[Array, " num_lines"]:
     """Counts for each line, plan after plan, the uses of its row in all live plans."""
     alive = [jnp.where(is_live[p], of_plan, 0) for p, of_plan in enumerate(uses)]
-    return exchange_lib.uses_of_rows(concatenated(row_ids), concatenated(alive)).astype(jnp.float32)
+    return exchange_lib.uses_of_rows(concatenate(row_ids), concatenate(alive)).astype(jnp.float32)
 
 
 def fits_windows(exchange: Exchange, spec: StoreSpec, s: int, used: Used) -> bool:
@@ -264,7 +264,7 @@ def fits_windows(exchange: Exchange, spec: StoreSpec, s: int, used: Used) -> boo
     return asked.send_capacity >= part.keys.shape[0] or not exchange_lib.has_divided_bags(part)
 
 
-def by_bag(spec: StoreSpec, part: StoreFeatures, gradients: Gradients) -> list[Float32[Array, "..."]]:
+def gradients_by_bag(spec: StoreSpec, part: StoreFeatures, gradients: Gradients) -> list[Float32[Array, "..."]]:
     """Returns the gradients of a store's features by bag, as float32."""
     return [bag_gradient(gradients, part, layout, spec).astype(jnp.float32) for layout in part.layouts]
 
@@ -289,5 +289,5 @@ def _sum(
 ) -> tuple[Array, Array]:
     """Sums the gradients of the keys of each line, and counts them."""
     _, *bags = part.operands()
-    flat = by_bag(spec, part, gradients)
+    flat = gradients_by_bag(spec, part, gradients)
     return combine_kernels.combine_transpose(flat, lines, tuple(bags), num_lines, part.num_tiles, dtype)

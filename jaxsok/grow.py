@@ -41,13 +41,13 @@ from jaxtyping import Array
 from jaxsok import admission, policies, processes, table
 from jaxsok import coming as coming_lib
 from jaxsok import evict as evict_lib
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.coming import Coming
 from jaxsok.features import Features
 from jaxsok.host_limits import HostLimit, available_bytes, share_of_device
 from jaxsok.host_slabs import with_host_slab
 from jaxsok.shards import ONE_DEVICE, Shards
-from jaxsok.specs import StoreSpec, TableSpec, pinned_and_spread
+from jaxsok.specs import StoreSpec, TableSpec, sum_pinned_and_spread
 from jaxsok.store import (
     State,
     StoreState,
@@ -137,9 +137,9 @@ class GrowthTracker:
             self.warned.add(about)
             warnings.warn(message, RuntimeWarning, stacklevel=stacklevel + 1)
 
-    def in_use(self, store: int) -> int:
+    def num_in_use(self, store: int) -> int:
         """Returns the rows in use, just read."""
-        return there(self.known[store])[0]
+        return not_none(self.known[store])[0]
 
     def forget(self) -> None:
         """Forgets everything except the size of batches."""
@@ -147,17 +147,17 @@ class GrowthTracker:
         self.under_way.clear()
         self.signature, self.num_calls = None, 0
 
-    def saw_batch(self, store: int, num_keys: int) -> None:
+    def record_batch(self, store: int, num_keys: int) -> None:
         """Notes how many keys one step asks of a store."""
         self.keys_per_step[store] = max(self.keys_per_step[store], num_keys)
 
-    def saw_features(self, features: Sequence[Features]) -> None:
+    def record_features(self, features: Sequence[Features]) -> None:
         """Notes how many keys one step may insert that looks all of these up."""
         for s, spec in enumerate(self.specs):
             layouts = [layout for part in features for layout in part.stores[s].layouts]
-            self.saw_batch(s, keys_at_most(spec, [(layout.table, layout.num_keys) for layout in layouts]))
+            self.record_batch(s, keys_at_most(spec, [(layout.table, layout.num_keys) for layout in layouts]))
 
-    def saw_assign(self, store: int, num_keys: int) -> None:
+    def record_assign(self, store: int, num_keys: int) -> None:
         """Notes how many rows one call sets, in a step."""
         self.assigned_per_step[store] = max(self.assigned_per_step[store], num_keys)
 
@@ -165,7 +165,7 @@ class GrowthTracker:
         """Returns the rows that one step may insert, by store."""
         return [keys + assigned for keys, assigned in zip(self.keys_per_step, self.assigned_per_step, strict=True)]
 
-    def seen(self, steps: int) -> Coming:
+    def extrapolate(self, steps: int) -> Coming:
         """Returns what `steps` steps may insert, if they are as those so far."""
         positions = [keys * steps for keys in self.per_step()]
         return Coming(positions, uncounted=positions, is_given=False)
@@ -174,7 +174,7 @@ class GrowthTracker:
         """Begins a call: the steps since the last one may have inserted what was coming then."""
         if self.num_calls:
             # A caller that passed no batch may have packed the first one, or a larger one, only after the call.
-            asked = self.coming if self.steps is None else self.seen(self.steps).positions
+            asked = self.coming if self.steps is None else self.extrapolate(self.steps).positions
             for s, (first, later) in enumerate(zip(self.coming, asked, strict=True)):
                 self.allowed[s] += max(first, later)
         self.num_calls += 1
@@ -228,7 +228,7 @@ def keys_at_most(spec: StoreSpec, num_keys: Sequence[tuple[int, int]]) -> int:
         return sum(keys for _, keys in num_keys)
     if spec.is_replicated:
         return spec.num_shards * sum(keys for _, keys in num_keys)
-    pinned, spread = pinned_and_spread(((spec.tables[number], keys) for number, keys in num_keys), spec.num_shards)
+    pinned, spread = sum_pinned_and_spread(((spec.tables[number], keys) for number, keys in num_keys), spec.num_shards)
     return min(spec.num_shards * spread, math.ceil(spread + 6 * math.sqrt(spread))) + spec.num_shards * pinned
 
 
@@ -343,7 +343,7 @@ def grow(
         larger = _new_capacities(tracker, state, wanted)
         crowded = [s for s in stores if is_crowded(s)]
         room = {s: WAITING_RESERVES * positions[s] for s in crowded}
-        enlarge = _enlarging(specs, state, larger, [num > 0 for num in seen.num_unplaced], room, shards)
+        enlarge = _prepare_growth(specs, state, larger, [num > 0 for num in seen.num_unplaced], room, shards)
         full = [s for s in needs if specs[s].tables[0].eviction is not None and needs[s].is_beyond(specs[s])]
         if full and (state.ahead or is_ahead):
             state = dataclasses.replace(state, drains=True)
@@ -361,8 +361,8 @@ def grow(
             # Half of what is left may be gone: ask now, so that the answer is there before it is needed.
             (known := tracker.known[s]) is not None
             and (
-                2 * (there(tracker.bound(s)) + positions[s]) > capacity + known[0]
-                or 2 * (there(tracker.sightings_bound(s)) + positions[s]) * bool(half_entries[s])
+                2 * (not_none(tracker.bound(s)) + positions[s]) > capacity + known[0]
+                or 2 * (not_none(tracker.sightings_bound(s)) + positions[s]) * bool(half_entries[s])
                 > half_entries[s] + tracker.sightings[s]
             )
             for s, capacity in enumerate(capacities)
@@ -401,7 +401,7 @@ def _count(tracker: GrowthTracker, state: State, coming: Coming, short: Sequence
             counts[s] = coming_lib.count(spec, store, parts, state.partition_owners, tracker.shards)
     needs = {}
     for s in short:
-        needs[s] = _Need(coming.positions[s], tracker.in_use(s) + coming.positions[s])
+        needs[s] = _Need(coming.positions[s], tracker.num_in_use(s) + coming.positions[s])
         if s in counts:
             numbers, is_used = counts[s]
             num_new, num_rows, num_used = np.asarray(numbers).tolist()
@@ -434,9 +434,9 @@ def _rows_to_grow_to(
         if tracker.num_counts[s] == 0:
             wanted[s] = need.num_rows
         elif tracker.num_counts[s] % MOST_COUNTS == 0:
-            tired[s] = tracker.in_use(s) + positions[s]
-    free = agreed_free_bytes(tracker.shards) if tired or first else None
-    host_share = agreed_host_share([specs[s] for s in (*tired, *first)], tracker.shards)
+            tired[s] = tracker.num_in_use(s) + positions[s]
+    free = agree_on_free_bytes(tracker.shards) if tired or first else None
+    host_share = agree_on_host_share([specs[s] for s in (*tired, *first)], tracker.shards)
     for s, enough in first.items():
         rows, limit = capacities[s], min(specs[s].max_capacity or MAX_CAPACITY, MAX_CAPACITY)
         shares = FIRST_SHARE * len(specs)
@@ -452,7 +452,7 @@ def _rows_to_grow_to(
     return wanted
 
 
-def rows_kept(capacity: int, num_new: int, *, is_exact: bool = False) -> int:
+def num_rows_to_keep(capacity: int, num_new: int, *, is_exact: bool = False) -> int:
     """Returns how many rows of a full shard stay, so that new ones fit with a slack; a quarter if these are a bound."""
     slack = -(-capacity // SLACK_SHARE)
     return max(0 if is_exact else capacity // 4, capacity - num_new - slack)
@@ -464,15 +464,16 @@ def _evict(
     """Takes rows out of full stores by their policy. The state is unchanged if `hand_over` raises."""
     specs, shards = tracker.specs, tracker.shards
     leaving = {
-        s: evict_lib.Leaving(specs[s], there(specs[s].tables[0].eviction), None, shards, is_shared=False) for s in full
+        s: evict_lib.Leaving(specs[s], not_none(specs[s].tables[0].eviction), None, shards, is_shared=False)
+        for s in full
     }
     kept, used = {}, {}
     for s, need in full.items():
         is_exact = need.is_used is not None and not _admits_by_chance(specs[s])
-        kept[s] = rows_kept(specs[s].max_capacity, need.num_new, is_exact=is_exact)
+        kept[s] = num_rows_to_keep(specs[s].max_capacity, need.num_new, is_exact=is_exact)
         if need.is_used is not None:
             used[s] = need.is_used
-    left = {s: min(tracker.in_use(s), max(kept[s], need.num_used)) for s, need in full.items()}
+    left = {s: min(tracker.num_in_use(s), max(kept[s], need.num_used)) for s, need in full.items()}
     for s, need in full.items():
         # Before anything changes: a warning may be an error.
         if leaving[s].policy.has_score and left[s] + need.num_new > specs[s].max_capacity:
@@ -489,7 +490,7 @@ def _evict(
     tracker.learn(_read(state, specs[0].num_shards, shards), tracker.allowed)
     tracker.num_waits += 1
     for s, need in full.items():
-        in_use = tracker.in_use(s)
+        in_use = tracker.num_in_use(s)
         if not leaving[s].policy.has_score and in_use + need.num_new > specs[s].max_capacity:
             _warn_of_shortage(tracker, specs[s], in_use, need)
     return state
@@ -504,7 +505,7 @@ def _admits_by_chance(spec: StoreSpec) -> bool:
 
 def _warn_of_shortage(tracker: GrowthTracker, spec: StoreSpec, in_use: int, need: _Need) -> None:
     """Warns, once for a store, that eviction could not make room."""
-    policy, of_shard = there(spec.tables[0].eviction), " of a shard" if spec.num_shards > 1 else ""
+    policy, of_shard = not_none(spec.tables[0].eviction), " of a shard" if spec.num_shards > 1 else ""
     new = f"{need.num_new} new keys coming" if need.is_used is not None else f"up to {need.num_new} keys coming"
     remedies = ["raise max_capacity", "take smaller batches (a smaller max_keys of the features)"]
     if need.is_used is None:
@@ -530,7 +531,7 @@ def _warn_of_refusals(tracker: GrowthTracker, capacities: Sequence[int], seen: _
         s = next(s for s, store in enumerate(specs) if spec in store.tables)
         capacity, limit = specs[s].num_shards * capacities[s], specs[s].max_capacity
         if seen.num_unplaced[s]:
-            remedy = "this call makes the index anew, in which they had found no entry"
+            remedy = "this call rebuilds the index, in which they had found no entry"
         elif limit is None or capacities[s] < limit:
             remedy = "call state = collection.grow(state, batch) before every step, with the batch of that step"
         elif specs[s].tables[0].eviction is None:
@@ -594,8 +595,8 @@ def fits(asked: Sequence[tuple[StoreSpec, int]], free: int | None, host_share: H
 def _new_capacities(tracker: GrowthTracker, state: State, needed: dict[int, int]) -> dict[int, int]:
     """Returns the capacities that short stores grow to; raises, before anything has changed, if they will not fit."""
     capacities, specs = {}, tracker.specs
-    free = agreed_free_bytes(tracker.shards) if needed else None
-    host_share = agreed_host_share([specs[s] for s in needed], tracker.shards)
+    free = agree_on_free_bytes(tracker.shards) if needed else None
+    host_share = agree_on_host_share([specs[s] for s in needed], tracker.shards)
     for s, rows in needed.items():
         capacity, num_slabs = state.stores[s].capacity // specs[s].num_shards, len(state.stores[s].rows)
         capacities[s] = next_capacity(specs[s], capacity, rows, free, host_share)
@@ -609,7 +610,7 @@ def _new_capacities(tracker: GrowthTracker, state: State, needed: dict[int, int]
     return capacities
 
 
-def _enlarging(
+def _prepare_growth(
     specs: Sequence[StoreSpec],
     state: State,
     capacities: dict[int, int],
@@ -627,17 +628,17 @@ def _enlarging(
         store = state.stores[s]
         if s in capacities:
             num_rows = spec.num_shards * capacities[s] - store.capacity
-            with processes.together("grow", is_shared=shards.num_processes > 1):
+            with processes.fail_together("grow", is_shared=shards.num_processes > 1):
                 slab = with_host_slab(spec, shards.make(new_slab, spec, num_rows), shards)
-                slabs[s] = jax.tree.map(_put_beside, slab, first_slab(store))
+                slabs[s] = jax.tree.map(_place_like, slab, first_slab(store))
             store = with_slab(store, slabs[s])
         if s in capacities or is_resalted[s]:
             num_buckets = num_buckets_of(store.capacity // spec.num_shards)
             # The salt is drawn and does not follow from the last one, which may be known.
-            salts[s] = processes.drawn(is_shared=shards.num_processes > 1) if is_resalted[s] else None
+            salts[s] = processes.draw_words(is_shared=shards.num_processes > 1) if is_resalted[s] else None
             rebuild[s] = _rebuild.lower(store.counters, store.records, salts[s], num_buckets, shards).compile()
         if s in room or is_resalted[s]:  # waiting keys lie where the salt says, too
-            remake[s] = admission.remaking(spec, store, room.get(s, 0), shards)
+            remake[s] = admission.prepare_remake(spec, store, room.get(s, 0), shards)
 
     def enlarge(state: State) -> State:
         stores = list(state.stores)
@@ -654,7 +655,7 @@ def _enlarging(
     return enlarge
 
 
-def _put_beside(new: Array, old: Array) -> Array:
+def _place_like(new: Array, old: Array) -> Array:
     """Commits a new array to its device if the old one is: otherwise the step is compiled again for what it returns."""
     return jax.device_put(new, old.sharding) if old.committed and not new.committed else new
 
@@ -683,19 +684,19 @@ def _names(spec: StoreSpec) -> str:
     return ", ".join(f'"{table.name}"' for table in spec.tables)
 
 
-def agreed_free_bytes(shards: Shards) -> int | None:
+def agree_on_free_bytes(shards: Shards) -> int | None:
     """Returns the least free memory for a shard over the devices of all processes; None: unknown."""
-    free = _agreed(free_bytes(), shards)
+    free = _agree_on_least(free_bytes(), shards)
     # Shards on CPU devices share the memory of their host.
     return free // len(shards.local()) if free is not None and jax.default_backend() == "cpu" else free
 
 
-def agreed_host_share(specs: Sequence[StoreSpec], shards: Shards) -> HostLimit | None:
+def agree_on_host_share(specs: Sequence[StoreSpec], shards: Shards) -> HostLimit | None:
     """Returns a device's share of host memory, the same in all processes; None: unknown, or no store has rows there."""
     return share_of_device(shards) if any(spec.memory is not None for spec in specs) else None
 
 
-def _agreed(free: int | None, shards: Shards) -> int | None:
+def _agree_on_least(free: int | None, shards: Shards) -> int | None:
     """Returns the least of all processes; None: one does not know."""
     if shards.num_processes == 1:
         return free
@@ -756,7 +757,7 @@ def require_memory(
 def warn_of_max_capacity(specs: Sequence[StoreSpec], host_share: HostLimit | None) -> None:
     """Warns that new stores cannot grow up to the `max_capacity` that they declare, for want of host memory."""
     limited = [spec for spec in specs if spec.memory is not None and spec.max_capacity is not None]
-    total = sum(there(spec.max_capacity) * host_row_bytes(spec) for spec in limited)
+    total = sum(not_none(spec.max_capacity) * host_row_bytes(spec) for spec in limited)
     if host_share is not None and total > host_share.num_bytes:
         parts = "; ".join(
             f"store of tables {_names(spec)}: {spec.max_capacity} rows of {host_row_bytes(spec)} bytes"
@@ -783,13 +784,13 @@ def grow_to(
                 f"{op}: store of tables {_names(specs[s])}: got {rows} rows for a shard, wanted at most {MAX_CAPACITY} "
                 f"in {specs[s].max_slabs} slabs; use more shards, or start with a larger capacity."
             )
-    free, host_share = agreed_free_bytes(shards), agreed_host_share([specs[s] for s in capacities], shards)
+    free, host_share = agree_on_free_bytes(shards), agree_on_host_share([specs[s] for s in capacities], shards)
     more = [(specs[s], new - state.stores[s].capacity // specs[s].num_shards) for s, new in capacities.items()]
     require_memory(more, op, free, host_share)
-    return _enlarging(specs, state, capacities, [False] * len(specs), {}, shards)(state)
+    return _prepare_growth(specs, state, capacities, [False] * len(specs), {}, shards)(state)
 
 
-def resalted(specs: Sequence[StoreSpec], state: State, s: int, shards: Shards = ONE_DEVICE) -> State:
+def resalt_index(specs: Sequence[StoreSpec], state: State, s: int, shards: Shards = ONE_DEVICE) -> State:
     """Rebuilds the index of one store under another salt, so that keys that found no entry find one."""
     is_resalted = [number == s for number in range(len(specs))]
-    return _enlarging(specs, state, {}, is_resalted, {}, shards)(state)
+    return _prepare_growth(specs, state, {}, is_resalted, {}, shards)(state)

@@ -1,9 +1,9 @@
 """Refuses JAX transformations that a table cannot go through, and names the call.
 
 A kernel call has no derivative and no batch axis, and JAX would say so in terms of FFI. An op passes its arguments
-through `whole`: an identity whose rules for `jax.grad` and `jax.vmap` raise. JAX asks a rule only if an argument is
-differentiated or mapped over, however deep below `jit`, `scan` or `shard_map`; compiled programs are the same. Each
-array passes alone, so that a program does not take those that it does not read.
+through `refuse_transforms`: an identity whose rules for `jax.grad` and `jax.vmap` raise. JAX asks a rule only if an
+argument is differentiated or mapped over, however deep below `jit`, `scan` or `shard_map`; compiled programs are the
+same. Each array passes alone, so that a program does not take those that it does not read.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 
-def whole(op: str, **arguments: Any) -> tuple[Any, ...]:
+def refuse_transforms(op: str, **arguments: Any) -> tuple[Any, ...]:
     """Returns arguments unchanged; differentiating by them or mapping over them raises TypeError when traced."""
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
         return tuple(arguments.values())
@@ -35,10 +35,10 @@ def expect_the_end_of(tree: Any, num_shards: int) -> None:
 
 def _guard(op: str, name: str, tree: Any) -> Any:
     @jax.custom_batching.custom_vmap
-    def unmapped(leaf: Any) -> Any:
+    def guard_map(leaf: Any) -> Any:
         return leaf
 
-    @unmapped.def_vmap
+    @guard_map.def_vmap
     def refuse_map(axis_size: int, in_batched: Any, leaf: Any) -> Any:
         del in_batched, leaf
         raise TypeError(
@@ -48,7 +48,7 @@ def _guard(op: str, name: str, tree: Any) -> Any:
 
     @jax.custom_jvp
     def constant(leaf: Any) -> Any:
-        return unmapped(leaf)
+        return guard_map(leaf)
 
     @constant.defjvp
     def refuse_derivative(primals: Any, tangents: Any) -> Any:

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from jaxsok.host_limits import limits
 from jaxsok.kernels.host_memory import HostBytes
-from jaxsok.shards import HOST_KIND, Shards, in_host_memory
+from jaxsok.shards import HOST_KIND, Shards, mark_host_memory
 from jaxsok.specs import StoreSpec
 from jaxsok.store import Slab, StoreState, host_row_bytes
 
@@ -30,10 +30,10 @@ def with_host_slabs(specs: Sequence[StoreSpec], stores: Sequence[StoreState], sh
 
 def with_host_slab(spec: StoreSpec, slab: Slab, shards: Shards) -> Slab:
     """Completes a new slab: with a host slab, where rows lie in host memory. MemoryError: the system gives no more."""
-    return settled(slab._replace(rows=(_new_host_slab(spec, slab.records, shards),))) if spec.memory else slab
+    return commit_to_device(slab._replace(rows=(_new_host_slab(spec, slab.records, shards),))) if spec.memory else slab
 
 
-def settled(tree: Any) -> Any:
+def commit_to_device(tree: Any) -> Any:
     """Commits all arrays to their device if one is a pinned host slab; otherwise every step would compile twice."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if not isinstance(leaf, jax.core.Tracer)]
     devices = {device for leaf in leaves if leaf.sharding.memory_kind == HOST_KIND for device in leaf.devices()}
@@ -50,9 +50,9 @@ def _new_host_slab(spec: StoreSpec, records: Array, shards: Shards) -> Array:
         return shards.make(_zeros, *shape)
     if isinstance(records, jax.core.Tracer):  # in a program there is only XLA's own pool
         return jax.device_put(shards.make(_zeros, *shape), jax.memory.Space.Host)
-    parts = [_pinned(part.device, (part.data.shape[0], shape[1])) for part in records.addressable_shards]
+    parts = [_allocate_pinned(part.device, (part.data.shape[0], shape[1])) for part in records.addressable_shards]
     if not shards.is_mesh:
-        return in_host_memory(*parts)
+        return mark_host_memory(*parts)
     return jax.make_array_from_single_device_arrays(shape, records.sharding.with_memory_kind(HOST_KIND), parts)
 
 
@@ -66,7 +66,7 @@ def _is_pinned(records: Array) -> bool:
     return (jax.default_backend() if is_traced else next(iter(records.devices())).platform) != "cpu"
 
 
-def _pinned(device: Any, shape: tuple[int, int]) -> Array:
+def _allocate_pinned(device: Any, shape: tuple[int, int]) -> Array:
     try:
         return jax.dlpack.from_dlpack(HostBytes(device.platform, device.local_hardware_id, *shape))
     except RuntimeError as error:

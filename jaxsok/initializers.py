@@ -47,7 +47,7 @@ class Initializer:
         raise TypeError(f"Initializer.rows: got {self!r}, whose rows the kernels work out.")
 
 
-def _finite(name: str, **parameters: float) -> None:
+def _check_finite(name: str, **parameters: float) -> None:
     for parameter, value in parameters.items():
         checks.number(f"initializers.{name}: {parameter}", value)
 
@@ -64,7 +64,7 @@ def ones() -> Initializer:
 
 def constant(value: float) -> Initializer:
     """Every column `value`."""
-    _finite("constant", value=value)
+    _check_finite("constant", value=value)
     return Initializer(0, float(value))
 
 
@@ -74,7 +74,7 @@ def uniform(low: float = -0.05, high: float = 0.05) -> Initializer:
     Raises:
       ValueError: not finite, or `low > high`.
     """
-    _finite("uniform", low=low, high=high)
+    _check_finite("uniform", low=low, high=high)
     if low > high:
         raise ValueError(f"initializers.uniform: low: got {low} above high = {high}; swap them.")
     return Initializer(1, float(low), float(high))
@@ -85,7 +85,7 @@ def normal(stddev: float = 0.01, mean: float = 0.0) -> Initializer:
 
     Source: the quantile function AS 241 (Wichura 1988) of a 23-bit uniform, so no value lies beyond 5.3 deviations.
     """
-    _finite("normal", mean=mean)
+    _check_finite("normal", mean=mean)
     checks.number("initializers.normal: stddev", stddev, 0, wanted="at least 0")
     return Initializer(2, float(mean), float(stddev))
 
@@ -99,7 +99,7 @@ def truncated_normal(stddev: float = 0.01, mean: float = 0.0) -> Initializer:
       >>> uniform(-1.0, 1.0), normal(0.1).b, truncated_normal(0.1).kind
       (Initializer(kind=1, a=-1.0, b=1.0), 0.1, 3)
     """
-    _finite("truncated_normal", mean=mean)
+    _check_finite("truncated_normal", mean=mean)
     checks.number("initializers.truncated_normal: stddev", stddev, 0, wanted="at least 0")
     return Initializer(3, float(mean), float(stddev))
 
@@ -184,7 +184,7 @@ class InitialRows:
         parameters = (self.initializer.a, self.initializer.b)
         if not all(map(checks.is_number, parameters)):
             raise TypeError(f"InitialRows: initializer: got parameters {parameters}, wanted numbers.")
-        if not all(abs(one) < 2.0**128 for one in parameters):  # JSON has integers that no float holds
+        if not all(abs(parameter) < 2.0**128 for parameter in parameters):  # JSON has integers that no float holds
             raise ValueError("InitialRows: initializer: got parameters beyond float32, wanted finite numbers.")
         if not isinstance(self.table, str) or not self.table:
             raise TypeError(f"InitialRows: table: got {self.table!r}, wanted a name.")
@@ -206,8 +206,8 @@ class InitialRows:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON object for manifests."""
-        one = self.initializer
-        return {"kind": one.kind, "a": one.a, "b": one.b, "table": self.table, "seed": self.seed}
+        declared = self.initializer
+        return {"kind": declared.kind, "a": declared.a, "b": declared.b, "table": self.table, "seed": self.seed}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "InitialRows":

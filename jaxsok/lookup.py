@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int32, UInt32
 
 from jaxsok import admission, annotations, table, tiers
 from jaxsok import exchange as exchange_lib
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.exchange import SCALED_DTYPES, Exchange, Route
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels import lookup as kernels
@@ -52,7 +52,7 @@ def lookup_exchanged(
     def one_round(all_asked: Sequence[Requests]) -> _Outcome:
         (asked,) = all_asked
         outcome = _read_by_xla(spec, features, asked, owner, *index_exchanged(store, asked, owner), may_lack_rows=False)
-        return outcome._replace(has_row=jnp.zeros(there(asked.listed).lines.shape[0], bool))
+        return outcome._replace(has_row=jnp.zeros(not_none(asked.listed).lines.shape[0], bool))
 
     def rounds(before: _Outcome) -> _Outcome:
         return _lookup_in_rounds(spec, before.store, features, asked, owner)
@@ -111,7 +111,8 @@ def _lookup_in_rounds(
     spec: StoreSpec, store: StoreState, features: StoreFeatures, asked: Requests, owner: "Owner"
 ) -> _Outcome:
     """Looks up a store in several rounds. All requests arrive first, so that row ids are those of one round."""
-    route, listed, capacity = owner.exchange.route(spec, asked.send_capacity), there(asked.listed), asked.send_capacity
+    route, listed = owner.exchange.route(spec, asked.send_capacity), not_none(asked.listed)
+    capacity = asked.send_capacity
     num_rounds, num_keys = exchange_lib.num_rounds_of(asked.load[0, 0], capacity), listed.lines.shape[0]
     room = exchange_lib.receive_all(route, asked.received, listed.lines, listed.starts, num_rounds)
     store, row_ids, inserted = owner.find_rows(store, room.reshape(-1, 4))
@@ -181,7 +182,7 @@ def _correct_counts(counts: TableCounts, inserted: TableCounts, absent: ByTable,
 
 def _fits_windows(spec: StoreSpec, features: StoreFeatures, owner: "Owner") -> bool:
     """Returns whether kernels alone can read, send and combine the rows."""
-    is_by_xla = _reads_traced(spec, features) or table.given_by_xla(spec, is_find=owner.is_find)
+    is_by_xla = _reads_traced(spec, features) or table.list_xla_tables(spec, is_find=owner.is_find)
     is_scaled = owner.exchange.spec.rows in SCALED_DTYPES
     return owner.exchange.windows is not None and not (spec.is_replicated or is_by_xla or is_scaled)
 
@@ -190,17 +191,17 @@ def _read_in_windows(
     spec: StoreSpec, features: StoreFeatures, asked: Requests, owner: "Owner", store: StoreState, found: Found
 ) -> StoreRead:
     """Does `read_exchanged`; rows go from the store into windows, and from there into embeddings."""
-    received, windows = asked.received, there(owner.exchange.windows)
+    received, windows = asked.received, not_none(owner.exchange.windows)
     dtype = exchange_lib.gathered_dtype(owner.exchange.spec.rows, spec.dtype)
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
-    store, view, slots = tiers.brought(spec, store, owner.seed, found.row_ids, keeps=not owner.is_find)
+    store, view, slots = tiers.bring_rows(spec, store, owner.seed, found.row_ids, keeps=not owner.is_find)
     words = spec.table_words() if owner.is_find else spec.refused_words()
     reading = _reading(spec, words, owner.seed, features, spec.embedding_dtype if dtype == spec.dtype else "float32")
     counters, absent, counts, values = kernels.lookup_window(
         windows.number, view, reading, received, slots, asked.slots, is_find=owner.is_find, dtype=dtype
     )
-    store = tiers.returned(store, dataclasses.replace(view, counters=counters))
-    values = [table.rounded(value, spec.embedding_dtype) for value in values]
+    store = tiers.give_back(store, dataclasses.replace(view, counters=counters))
+    values = [table.round_to(value, spec.embedding_dtype) for value in values]
     counts = _correct_counts(counts, found.counts, absent, is_find=owner.is_find)
     return store, dataclasses.replace(found, counts=counts), values
 
@@ -231,7 +232,7 @@ class Owner:
         store, row_ids, counts = table.find_or_insert(
             spec, store, self.seed, keys, table_ids, step=self.step, uses=uses
         )
-        return table.touch(spec, store, row_ids, uses, there(self.clock)), row_ids, counts
+        return table.touch(spec, store, row_ids, uses, not_none(self.clock)), row_ids, counts
 
     def answer(
         self, store: StoreState, route: Route, received: UInt32[Array, "_ 4"], row_ids: RowIds
@@ -248,7 +249,7 @@ class Owner:
 # On one device -------------------------------------------------------------------------------------------------------
 
 
-@annotations.by_store
+@annotations.annotate_store
 def find_here(spec: StoreSpec, store: StoreState, seed: Seed, features: StoreFeatures) -> tuple[Found, list[Array]]:
     """Looks up one store whose rows are all here, and changes nothing."""
     if _reads_traced(spec, features) or spec.memory is not None:
@@ -276,7 +277,7 @@ def lookup_here(
     return *read_here(spec, features, seed, *indexed), tickets_digest(features.keys)
 
 
-@annotations.by_store
+@annotations.annotate_store
 def _lookup_fused(
     spec: StoreSpec, store: StoreState, seed: Seed, features: StoreFeatures, step: Clock, clock: Clock
 ) -> tuple[StoreState, Found, list[Array], Digest]:
@@ -285,7 +286,7 @@ def _lookup_fused(
     return store, Found(out.row_ids, out.counts, _rounds(0)), out.embeddings, out.digest
 
 
-@annotations.by_store
+@annotations.annotate_store
 def index_here(
     spec: StoreSpec,
     store: StoreState,
@@ -307,7 +308,7 @@ def index_here(
     return store, Found(row_ids, counts, _rounds(0))
 
 
-@annotations.by_store
+@annotations.annotate_store
 def read_here(spec: StoreSpec, features: StoreFeatures, seed: Seed, store: StoreState, found: Found) -> StoreRead:
     """Does the rest of a lookup: combines the rows that `index_here` found."""
     store, counts, values = _read(spec, store, seed, features, found.row_ids)
@@ -325,9 +326,9 @@ def _read(
     spec: StoreSpec, store: StoreState, seed: Seed, features: StoreFeatures, row_ids: RowIds, *, is_find: bool = False
 ) -> tuple[StoreState, TableCounts, list[Array]]:
     """Does `_combine` with the store's own rows."""
-    store, view, slots = tiers.brought(spec, store, seed, row_ids, keeps=not is_find)
+    store, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=not is_find)
     view, counts, values = _combine(spec, view, seed, features, slots, view.rows, is_find=is_find)
-    return tiers.returned(store, view), counts, values
+    return tiers.give_back(store, view), counts, values
 
 
 def _combine(
@@ -355,7 +356,7 @@ def _combine(
     words = spec.table_words() if is_find else spec.refused_words()
     reading = _reading(spec, words, seed, features, spec.embedding_dtype if is_own else "float32")
     counters, counts, values = kernels.lookup_planned(store.counters, reading, row_ids, slabs, table_ids)
-    values = [table.rounded(value, spec.embedding_dtype) for value in values]
+    values = [table.round_to(value, spec.embedding_dtype) for value in values]
     if absent is not None:
         counts = counts.at[:, _FOUND].add(-absent).at[:, _REFUSED].add(absent)
     return dataclasses.replace(store, counters=counters), counts, values

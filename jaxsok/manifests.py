@@ -31,7 +31,7 @@ class Wrong(ValueError):
         )
 
 
-def parsed(op: str, path: Any, error: type[ValueError]) -> dict[str, Any]:
+def read_json(op: str, path: Any, error: type[ValueError]) -> dict[str, Any]:
     """Reads the JSON object in a file; anything else raises an `error` that names the file and the byte."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -52,18 +52,18 @@ def parsed(op: str, path: Any, error: type[ValueError]) -> dict[str, Any]:
         byte, got = wrong.pos, wrong.msg
     except (ValueError, RecursionError) as wrong:  # thousands of digits, or deeply nested brackets
         got = str(wrong)
-    raise damaged(op, path, f"byte {byte}: got {got}, wanted the JSON that was written", error)
+    raise damage_error(op, path, f"byte {byte}: got {got}, wanted the JSON that was written", error)
 
 
-def checked(op: str, path: Any, value: Any, check: Check, error: type[ValueError]) -> None:
+def check_value(op: str, path: Any, value: Any, check: Check, error: type[ValueError]) -> None:
     """Raises an `error` that names the file and the field, if the check refuses the value."""
     try:
         check(value)
     except Wrong as wrong:
-        raise damaged(op, path, str(wrong), error) from wrong
+        raise damage_error(op, path, str(wrong), error) from wrong
 
 
-def damaged(op: str, path: Any, what: str, error: type[ValueError]) -> ValueError:
+def damage_error(op: str, path: Any, what: str, error: type[ValueError]) -> ValueError:
     """Makes an error about a damaged file."""
     return error(f'{op}: file "{path}", {what}; the file is damaged, use another copy.')
 
@@ -128,7 +128,7 @@ def list_of(item: Check) -> Check:
     def check(value: Any) -> None:
         if not isinstance(value, list):
             raise Wrong(value, "a list")
-        _check_all((place, item, one) for place, one in enumerate(value))
+        _check_all((place, item, entry) for place, entry in enumerate(value))
 
     return check
 
@@ -153,7 +153,7 @@ def by_name(item: Check) -> Check:
             raise Wrong(value, "an object")
         for name in value:
             is_name(name)
-        _check_all((f"[{reprlib.repr(name)}]", item, one) for name, one in value.items())
+        _check_all((f"[{reprlib.repr(name)}]", item, entry) for name, entry in value.items())
 
     return check
 

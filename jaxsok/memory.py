@@ -24,14 +24,14 @@ import jax.numpy as jnp
 
 from jaxsok import checks
 from jaxsok import features as features_lib
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.exchange import default_send_capacity
 from jaxsok.features import StoreFeatures
 from jaxsok.grow import keys_at_most, next_capacity
 from jaxsok.kernels import library
 from jaxsok.pipeline import PLANS_AHEAD
-from jaxsok.planner import REQUEST_BYTES, check_declared, keys_of
-from jaxsok.printed import aligned, each_device, in_units
+from jaxsok.planner import REQUEST_BYTES, check_declarations, keys_of
+from jaxsok.printed import format_bytes, format_columns, name_devices
 from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, bag_tables, group_into_stores
 from jaxsok.store import host_row_bytes, num_buckets_of, row_bytes, staged_bytes, store_bytes
 from jaxsok.tickets import NUM_LINES
@@ -166,28 +166,33 @@ class MemoryEstimate:
                 str(store.dim),
                 f"{store.num_rows:,}",
                 f"{store.capacity:,}",
-                *(in_units(store.state.get(part, 0)) for part in parts),
+                *(format_bytes(store.state.get(part, 0)) for part in parts),
                 f"{store.row_bytes} B",
             )
             for name, store in zip(names, self.stores, strict=True)
         ]
-        lines = aligned(head, body, is_text=(0,))
+        lines = format_columns(head, body, is_text=(0,))
         if any(store.num_keys for store in self.stores):
             parts = [part for part in STEP if part != "staged" or self.host_bytes]
             head = ("step", "keys", *parts, "reserve")
             body = [
-                (name, f"{store.num_keys:,}", *(in_units(store.step[part]) for part in parts), in_units(store.reserve))
+                (
+                    name,
+                    f"{store.num_keys:,}",
+                    *(format_bytes(store.step[part]) for part in parts),
+                    format_bytes(store.reserve),
+                )
                 for name, store in zip(names, self.stores, strict=True)
             ]
-            lines += ["", *aligned(head, body, is_text=(0,))]
-        each = each_device(self.num_shards)
+            lines += ["", *format_columns(head, body, is_text=(0,))]
+        each = name_devices(self.num_shards)
         lines += [
             "",
-            f"{in_units(self.total)} on {each}: state {in_units(self.state_bytes)}, step {in_units(self.step_bytes)}. "
-            f"{self.bytes_per_key:.1f} bytes a key.",
+            f"{format_bytes(self.total)} on {each}: state {format_bytes(self.state_bytes)}, step "
+            f"{format_bytes(self.step_bytes)}. {self.bytes_per_key:.1f} bytes a key.",
         ]
         if self.host_bytes:
-            lines.append(f"{in_units(self.host_bytes)} of host memory for {each}.")
+            lines.append(f"{format_bytes(self.host_bytes)} of host memory for {each}.")
         if self.device_bytes is not None and self.memory_bytes is not None:
             verdict = "enough" if self.total <= self.memory_bytes else "too little"
             largest, most = self.largest_capacities(), {table.name: table.max_capacity for table in self.tables}
@@ -196,8 +201,8 @@ class MemoryEstimate:
                 for name, number in largest.items()
             )
             lines += [
-                f"XLA gives arrays {in_units(self.memory_bytes)}, {self.memory_fraction:.0%} of "
-                f"{in_units(self.device_bytes)}: {verdict}; XLA_CLIENT_MEM_FRACTION must be at least "
+                f"XLA gives arrays {format_bytes(self.memory_bytes)}, {self.memory_fraction:.0%} of "
+                f"{format_bytes(self.device_bytes)}: {verdict}; XLA_CLIENT_MEM_FRACTION must be at least "
                 f"{math.ceil(100 * self.total / self.device_bytes) / 100:.2f}.",
                 f"Rows that would fit: {rows}.",
             ]
@@ -248,7 +253,7 @@ def memory_estimate(
       (308, 32000000, 16777216)
     """
     op = "memory_estimate"
-    check_declared(op, tables, features, num_shards)
+    check_declarations(op, tables, features, num_shards)
     if not tables:
         raise ValueError(f"{op}: tables: got none, wanted at least one TableSpec.")
     stores = group_into_stores(tables, int(num_shards), bag_tables(features))
@@ -364,7 +369,7 @@ def _sizes(
                 "step; pass keys_per_step or num_samples."
             )
         if number is None:
-            number = there(num_samples) * (feature.max_hotness or 1)
+            number = not_none(num_samples) * (feature.max_hotness or 1)
         sizes[feature.name] = math.ceil(number), int(math.ceil(number) if num_samples is None else num_samples)
     return sizes
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jaxsok import annotations, table
 from jaxsok.exchange import Exchange, has_divided_bags
-from jaxsok.gradients import Arrived, Used, as_features, by_bag, joined, over_arrivals, scale_by_uses
+from jaxsok.gradients import Arrived, Used, as_features, fold_arrivals, gradients_by_bag, join_features, scale_by_uses
 from jaxsok.kernels import combine as combine_kernels
 from jaxsok.kernels import plan as plan_kernels
 from jaxsok.shards import Shards
@@ -60,7 +60,7 @@ def of_all_shards(shards: Shards, squares: Squares) -> Squares:
     return largest, shards.sum(parts).sum()
 
 
-def summed_by_row(
+def sum_by_row(
     row_ids: UInt32[Array, " num_keys"],
     batch: tuple[Array, Array, np.ndarray],
     num_tiles: int,
@@ -88,22 +88,22 @@ def summed_by_row(
     return jnp.where(jnp.isfinite(sums).all(axis=1, keepdims=True), sums, 0.0)
 
 
-@annotations.by_store
+@annotations.annotate_store
 def row_gradients_here(spec: StoreSpec, store: StoreState, s: int, used: Used) -> Float32[Array, "num_keys dim"]:
     """Returns one store's row gradients on one shard."""
     plans, gradients, is_live = used
     parts = [plan.features.stores[s] for plan in plans]
-    (keys, *batch), num_tiles = joined(parts)
+    (keys, *batch), num_tiles = join_features(parts)
     row_ids = [jnp.where(is_live[p], plan.found_of(s).row_ids, jnp.uint32(NO_ROW)) for p, plan in enumerate(plans)]
     row_ids = jnp.concatenate(row_ids)
     is_refused = None
     if any(has_divided_bags(part) for part in parts):
         is_refused = table.is_key(keys) & (row_ids == jnp.uint32(NO_ROW))
-    flat = [grad for part, grads in zip(parts, gradients, strict=True) for grad in by_bag(spec, part, grads)]
-    return summed_by_row(row_ids, tuple(batch), num_tiles, flat, spec.row_gradient, is_refused)
+    flat = [grad for part, grads in zip(parts, gradients, strict=True) for grad in gradients_by_bag(spec, part, grads)]
+    return sum_by_row(row_ids, tuple(batch), num_tiles, flat, spec.row_gradient, is_refused)
 
 
-@annotations.by_store
+@annotations.annotate_store
 def add_exchanged(
     exchange: Exchange, spec: StoreSpec, store: StoreState, s: int, used: Used, squares: Squares
 ) -> Squares:
@@ -116,10 +116,10 @@ def add_exchanged(
         sums, _ = scale_by_uses(spec, arrived, is_live)
         row_ids = [jnp.where(is_live[p], part.row_ids, jnp.uint32(NO_ROW)) for p, part in enumerate(arrived)]
         batch, num_tiles = as_features([ids.shape[0] for ids in row_ids])
-        rows = summed_by_row(jnp.concatenate(row_ids), batch, num_tiles, sums, "sum")
+        rows = sum_by_row(jnp.concatenate(row_ids), batch, num_tiles, sums, "sum")
         return with_squares(squares, jnp.where(is_counted, rows, 0.0))
 
-    return over_arrivals(exchange, "gradient_norm", spec, s, used, lambda _: store, add, squares)
+    return fold_arrivals(exchange, "gradient_norm", spec, s, used, lambda _: store, add, squares)
 
 
 def tree_norm(tree: Any) -> Float32[Array, ""]:

@@ -22,7 +22,7 @@ from jaxsok import keys as keys_lib
 from jaxsok import plan as plan_lib
 from jaxsok import table as table_lib
 from jaxsok.caches import CacheStats
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.features import Batch, Features
 from jaxsok.kernels import table as kernels
 from jaxsok.shards import Shards
@@ -78,19 +78,19 @@ class TableRef:
 
 def erase(table: TableRef, state: State, keys: Any) -> tuple[State, UInt32[Array, ""]]:
     """Erases rows; see `Collection.erase`."""
-    state, words = guards.whole("erase", state=state, keys=_words("erase", keys))
+    state, words = guards.refuse_transforms("erase", state=state, keys=_words("erase", keys))
     return _run(_erase, table, state, words, is_write=True)
 
 
 def contains(table: TableRef, state: State, keys: Any) -> Bool[Array, " num_keys"]:
     """Finds keys; see `Collection.contains`."""
-    state, words = guards.whole("contains", state=state, keys=_words("contains", keys))
+    state, words = guards.refuse_transforms("contains", state=state, keys=_words("contains", keys))
     return _run(_contains, table, state, words)
 
 
 def rows_of(table: TableRef, state: State, keys: Any) -> tuple[Float[Array, "num_keys dim"], Bool[Array, " num_keys"]]:
     """Reads rows; see `Collection.rows_of`."""
-    state, words = guards.whole("rows_of", state=state, keys=_words("rows_of", keys))
+    state, words = guards.refuse_transforms("rows_of", state=state, keys=_words("rows_of", keys))
     return _run(_rows_of, table, state, words)
 
 
@@ -108,17 +108,17 @@ def assign(
     now = clock_of("assign", clock)
     now = state.step if now is None else now
     if _is_traced((state, words)):
-        growth.saw_assign(table.store, words.shape[0])
+        growth.record_assign(table.store, words.shape[0])
     else:
         growth.forget()  # its bound on the rows in use holds only for steps
-    state, words, rows, now = guards.whole("assign", state=state, keys=words, rows=rows, clock=now)
+    state, words, rows, now = guards.refuse_transforms("assign", state=state, keys=words, rows=rows, clock=now)
     state, (num_inserted, num_refused) = _run(_assign, table, state, words, rows, now, is_write=True)
     return state, num_inserted, num_refused
 
 
 def clear(table: TableRef, state: State) -> tuple[State, UInt32[Array, ""]]:
     """Clears tables; see `Collection.clear`."""
-    (state,) = guards.whole("clear", state=state)
+    (state,) = guards.refuse_transforms("clear", state=state)
     return _run(_clear, table, state, is_write=True)
 
 
@@ -132,7 +132,7 @@ def evict(
     hand_over: evict_lib.HandOver | None,
 ) -> tuple[State, evict_lib.Evicted]:
     """Evicts rows; see `Collection.evict`."""
-    leaving = _leaving(collection, table, policy, num_rows)
+    leaving = _choose_leaving(collection, table, policy, num_rows)
     now = clock_of("evict", clock)
     num_rows = None if num_rows is None else _word("evict: num_rows", num_rows)
     if hand_over is not None:
@@ -143,7 +143,7 @@ def evict(
                 "evict: hand_over: got one under a trace (jax.jit, shard_map), wanted None there: rows are read by "
                 "the host. Call evict between steps."
             )
-    (state,) = guards.whole("evict", state=state)
+    (state,) = guards.refuse_transforms("evict", state=state)
     now = state.step if now is None else now
     budgets = {} if num_rows is None else dict.fromkeys(leaving, num_rows)
     stores, by_store = evict_lib.evict(leaving, state.stores, state.seed, now, budgets, hand_over)
@@ -282,7 +282,7 @@ def _run(body: Body, table: TableRef, state: State, *args: Any, is_write: bool =
     operands = (state.stores[table.store], (state.seed, state.partition_owners), *args)
     # Under a trace there is nothing to donate: the enclosing program decides.
     if table.shards.sees_parts() and (table.shards.is_mesh or _is_traced(operands)):
-        results = _on_every_shard(body, is_write, table, *jax.tree.map(jnp.asarray, operands))
+        results = _run_on_shards(body, is_write, table, *jax.tree.map(jnp.asarray, operands))
     else:
         results = (_writing if is_write else _reading)(body, is_write, table, *operands)
     if not is_write:
@@ -291,14 +291,14 @@ def _run(body: Body, table: TableRef, state: State, *args: Any, is_write: bool =
     return dataclasses.replace(state, stores=(*state.stores[:s], new, *state.stores[s + 1 :])), results
 
 
-def _on_every_shard(body: Body, is_write: bool, table: TableRef, *operands: Any) -> Any:
+def _run_on_shards(body: Body, is_write: bool, table: TableRef, *operands: Any) -> Any:
     split = table.shards.spec
     in_specs = (split, *[P()] * (len(operands) - 1))
     return table.shards.run(functools.partial(body, table), operands, in_specs, (split, P()) if is_write else P())
 
 
-_reading = jax.jit(_on_every_shard, static_argnums=(0, 1, 2))
-_writing = jax.jit(_on_every_shard, static_argnums=(0, 1, 2), donate_argnums=3)
+_reading = jax.jit(_run_on_shards, static_argnums=(0, 1, 2))
+_writing = jax.jit(_run_on_shards, static_argnums=(0, 1, 2), donate_argnums=3)
 
 
 def _is_traced(tree: Any) -> bool:
@@ -308,7 +308,7 @@ def _is_traced(tree: Any) -> bool:
 def _erase(table: TableRef, store: StoreState, _: Any, words: Array) -> tuple[StoreState, Array]:
     new, num_erased = table_lib.erase(table.spec, store, words, jnp.asarray(table.ids(words)))
     num_erased = table.total(num_erased)
-    return new.advanced(store.generation, num_erased), num_erased
+    return new.advance_generation(store.generation, num_erased), num_erased
 
 
 def _contains(table: TableRef, store: StoreState, _: Any, words: Array) -> Array:
@@ -346,10 +346,12 @@ def _clear(table: TableRef, store: StoreState, _: Any) -> tuple[StoreState, Arra
     generation = store.generation
     store, num_erased = table_lib.clear(table.spec, store, table.number)
     num_erased = table.total(num_erased)
-    return store.advanced(generation, num_erased), num_erased
+    return store.advance_generation(generation, num_erased), num_erased
 
 
-def _leaving(collection: Declared, table: str | None, policy: Any, num_rows: Any) -> dict[int, evict_lib.Leaving]:
+def _choose_leaving(
+    collection: Declared, table: str | None, policy: Any, num_rows: Any
+) -> dict[int, evict_lib.Leaving]:
     """Chooses the rows that may leave, by store number; refuses arguments that contradict each other."""
     stores = collection.stores
     if policy is not None and (not isinstance(policy, policies.Eviction) or type(policy) is policies.Eviction):
@@ -365,7 +367,7 @@ def _leaving(collection: Declared, table: str | None, policy: Any, num_rows: Any
             f"evict: policy: got None, and {whose} was declared without one; pass a policy, or declare "
             "TableSpec(..., eviction=policies.LeastRecentlyUsed())."
         )
-    rules = {s: there(policy or stores[s].tables[0].eviction) for s in numbers}
+    rules = {s: not_none(policy or stores[s].tables[0].eviction) for s in numbers}
     ranking = [rule for rule in rules.values() if rule.has_score]
     if ranking and num_rows is None:
         raise ValueError(f"evict: num_rows: got None with {ranking[0]!r}, wanted how many rows may stay.")

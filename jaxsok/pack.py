@@ -28,8 +28,8 @@ from jaxsok import adapters, checks
 from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
 from jaxsok import split as split_lib
-from jaxsok.annotations import annotated
-from jaxsok.checks import there
+from jaxsok.annotations import annotate
+from jaxsok.checks import not_none
 from jaxsok.features import Bags, Batch, FeatureLayout, Features, StoreFeatures
 from jaxsok.host_buffers import ALIGNMENT, HostBuffers
 from jaxsok.kernels import pack as kernel
@@ -288,7 +288,7 @@ class HostPacker(abc.ABC):
         given = self._read(raw)
         recipe = None if given is None else self._recipes.get(self._key(given, pad_to, is_split))
         if given is None or recipe is None:
-            raw = adapters.converted(raw, self._features)
+            raw = adapters.convert_features(raw, self._features)
             features_lib.require_features(raw, self._features)
             features_lib.require_samples(raw, self._features)
             packed = self.pack_by_threads(raw, pad_to, is_split)
@@ -305,7 +305,7 @@ class HostPacker(abc.ABC):
             return checks.integer("batch: pad_to", pad_to, 1, wanted='a number of samples, at least 1, or "auto"')
         if isinstance(raw, HostBatch):
             return raw.pad_to
-        raw = adapters.converted(raw, self._features)
+        raw = adapters.convert_features(raw, self._features)
         features_lib.require_features(raw, self._features)
         counts = (features_lib.count_samples(raw[spec.name]) for spec in self._features)
         num_parts = len(self.numbers()) if is_split else 1
@@ -524,7 +524,7 @@ class Packer(HostPacker):
     def _device(self) -> Any:
         return self._shards.mesh.local_devices[0] if isinstance(self._shards, MeshShards) else jax.local_devices()[0]
 
-    @annotated("jaxsok.batch")
+    @annotate("jaxsok.batch")
     def begin(self, raw: Mapping[str, Any], pad_to: PadTo) -> "Packing":
         """Packs a raw batch and begins its copy to the devices; `finish` makes a batch of it."""
         is_split = not self._shards.sees_parts()
@@ -579,7 +579,7 @@ class Packer(HostPacker):
         if pad_to is not None:
             raw, mask = split_lib.pad(raw, self._features, pad_to)
         if is_split:
-            return split_lib.pack_sharded(raw, self._stores, self._features, self._tag, self._shards, mask)
+            return split_lib.pack_for_shards(raw, self._stores, self._features, self._tag, self._shards, mask)
         batch = features_lib.pack(raw, self._stores, self._features, self._tag)
         features = dataclasses.replace(batch.features, num_parts=self._shards.num_shards)
         return dataclasses.replace(batch, features=features, mask=None if mask is None else jnp.asarray(mask))
@@ -846,7 +846,7 @@ def _widen(
     def widen_part(low: Array, offsets: Array | None) -> Array:
         high = jnp.where(lax.bitcast_convert_type(low, jnp.int32) < 0, _PADDING_WORD, jnp.uint32(0))
         for start, size, last in unsigned:
-            is_padding = jnp.arange(size, dtype=jnp.int32) >= (there(offsets)[last] if last else size)
+            is_padding = jnp.arange(size, dtype=jnp.int32) >= (not_none(offsets)[last] if last else size)
             high = lax.dynamic_update_slice(high, jnp.where(is_padding, _PADDING_WORD, jnp.uint32(0)), (start,))
         return jnp.stack([low, high], axis=-1)
 

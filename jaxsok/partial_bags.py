@@ -19,10 +19,10 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok import annotations, norms, table, tiers, update
 from jaxsok import exchange as exchange_lib
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.exchange import DIVIDED, SCALED_DTYPES, Exchange
 from jaxsok.features import FeatureLayout, StoreFeatures
-from jaxsok.gradients import Gradients, Used, by_bag, concatenated, joined
+from jaxsok.gradients import Gradients, Used, concatenate, gradients_by_bag, join_features
 from jaxsok.kernels import lookup as lookup_kernels
 from jaxsok.kernels import plan as plan_kernels
 from jaxsok.kernels import update as update_kernels
@@ -41,7 +41,7 @@ _UNKNOWN_WORD = 6  # of a table's line: kTableUnknown in ffi/core/layout.h
 # Plans ---------------------------------------------------------------------------------------------------------------
 
 
-@annotations.by_store
+@annotations.annotate_store
 def ask(
     exchange: Exchange,
     spec: StoreSpec,
@@ -167,20 +167,20 @@ def read(
     sums_of, lines = _batch_of_sums(spec, features)
     shapes = [(*layout.combined_shape, spec.dim) for layout in features.layouts]
 
-    def reading(words: np.ndarray) -> lookup_kernels.Reading:
+    def make_reading(words: np.ndarray) -> lookup_kernels.Reading:
         return lookup_kernels.Reading(words, seed, sums_of.operands(), features.num_tiles, shapes)
 
     windows = owner.exchange.windows
-    is_by_xla = table.given_by_xla(spec, is_find=owner.is_find)
+    is_by_xla = table.list_xla_tables(spec, is_find=owner.is_find)
     dtype = exchange_lib.gathered_dtype(owner.exchange.spec.rows, "float32")
     fits_kernels = owner.exchange.spec.rows not in SCALED_DTYPES and (dtype == "float32" or spec.dtype != "float16")
     if windows is not None and not is_by_xla and fits_kernels:
         windows.reserve(jnp.dtype(dtype).itemsize * spec.dim * lines.shape[0])
-        store, view, slots = tiers.brought(spec, store, seed, row_ids, keeps=not owner.is_find)
+        store, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=not owner.is_find)
         counters, values = lookup_kernels.lookup_bags_window(
             windows.number,
             view,
-            reading(_words_to_read(spec, is_find=owner.is_find)),
+            make_reading(_words_to_read(spec, is_find=owner.is_find)),
             received.features.operands(),
             received.features.num_tiles,
             slots,
@@ -188,14 +188,16 @@ def read(
             lines,
             dtype,
         )
-        store = tiers.returned(store, dataclasses.replace(view, counters=counters))
+        store = tiers.give_back(store, dataclasses.replace(view, counters=counters))
     else:
         store, sums = _partial_bags(spec, store, received, row_ids, owner)
         sums = exchange_lib.send_rows(sums, owner.exchange.spec.rows, owner.exchange.all_to_all)
-        counters, _, values = lookup_kernels.lookup_planned(store.counters, reading(spec.table_words()), lines, (sums,))
+        counters, _, values = lookup_kernels.lookup_planned(
+            store.counters, make_reading(spec.table_words()), lines, (sums,)
+        )
         store = dataclasses.replace(store, counters=counters)
     values = [
-        table.rounded(_scale(value, uses.scales, layout), spec.embedding_dtype)
+        table.round_to(_scale(value, uses.scales, layout), spec.embedding_dtype)
         for value, layout in zip(values, features.layouts, strict=True)
     ]
     return store, found, values
@@ -208,7 +210,7 @@ def _find_rows(
     keys, table_ids = received.features.keys, received.table_ids
     if not owner.is_find:
         store, row_ids, counts = table.find_or_insert(spec, store, owner.seed, keys, table_ids, step=owner.step)
-        return table.touch(spec, store, row_ids, None, there(owner.clock)), row_ids, counts
+        return table.touch(spec, store, row_ids, None, not_none(owner.clock)), row_ids, counts
     row_ids = table.find(store, keys, table_ids)
     is_of_table = table_ids[:, None] == jnp.arange(len(spec.tables), dtype=jnp.uint32)[None, :]
     num_uses = (is_of_table & table.is_key(keys)[:, None]).sum(axis=0, dtype=jnp.int32)
@@ -222,7 +224,7 @@ def _partial_bags(
 ) -> tuple[StoreState, Float32[Array, "num_bags_of_all dim"]]:
     """Sums the rows of this shard in every bag of every shard, each times its weight."""
     features = received.features
-    if is_by_xla := bool(table.given_by_xla(spec, is_find=owner.is_find)):
+    if is_by_xla := bool(table.list_xla_tables(spec, is_find=owner.is_find)):
         ones = jnp.ones((features.keys.shape[0], 1), jnp.uint32)
         requests = jnp.concatenate([features.keys, received.table_ids[:, None], ones], axis=1)
         store, rows, _ = table.gather(
@@ -231,14 +233,14 @@ def _partial_bags(
         view = dataclasses.replace(store, rows=(rows,))
         slots = jnp.arange(rows.shape[0], dtype=jnp.uint32)
     else:
-        store, view, slots = tiers.brought(spec, store, owner.seed, row_ids, keeps=not owner.is_find)
+        store, view, slots = tiers.bring_rows(spec, store, owner.seed, row_ids, keeps=not owner.is_find)
     (num_bags,) = {layout.num_bags for layout in features.layouts}
     words, shapes = _words_to_read(spec, is_find=owner.is_find), [(len(features.layouts) * num_bags, spec.dim)]
     reading = lookup_kernels.Reading(words, owner.seed, features.operands(), features.num_tiles, shapes)
     counters, _, (sums,) = lookup_kernels.lookup_planned(view.counters, reading, slots, view.rows, received.table_ids)
     if is_by_xla:
         return dataclasses.replace(store, counters=counters), sums
-    return tiers.returned(store, dataclasses.replace(view, counters=counters)), sums
+    return tiers.give_back(store, dataclasses.replace(view, counters=counters)), sums
 
 
 def _words_to_read(spec: StoreSpec, *, is_find: bool) -> np.ndarray:
@@ -284,8 +286,8 @@ def _scale(lines: Array, scales: Float32[Array, " num_bags"], layout: FeatureLay
 def _scaled_gradients(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int) -> Float32[Array, "num_bags dim"]:
     """Returns the gradients of all bags, divided as their embeddings were."""
     part, scales = plan.features.stores[s], plan.uses_of(s).scales
-    of_features = zip(by_bag(spec, part, gradients), part.layouts, strict=True)
-    return concatenated([_scale(grads.reshape(-1, spec.dim), scales, layout) for grads, layout in of_features])
+    of_features = zip(gradients_by_bag(spec, part, gradients), part.layouts, strict=True)
+    return concatenate([_scale(grads.reshape(-1, spec.dim), scales, layout) for grads, layout in of_features])
 
 
 def _to_owners(
@@ -311,36 +313,36 @@ def _join_received(
 ) -> tuple[update_kernels.Batch, int, RowIds, UInt32[Array, " num_lines"]]:
     """Joins the batches that arrived for the plans of a step: batch, tiles, row ids and tables."""
     received = [_received_batch(spec, plan.features.stores[s], plan.uses_of(s)) for plan in used.plans]
-    batch, num_tiles = joined([part.features for part in received])
+    batch, num_tiles = join_features([part.features for part in received])
     row_ids = [
         jnp.where(part.is_left_out, jnp.uint32(NO_ROW), plan.found_of(s).row_ids)
         for part, plan in zip(received, used.plans, strict=True)
     ]
-    return batch, num_tiles, concatenated(row_ids), concatenated([part.table_ids for part in received])
+    return batch, num_tiles, concatenate(row_ids), concatenate([part.table_ids for part in received])
 
 
-@annotations.by_store
+@annotations.annotate_store
 def update_exchanged(
     exchange: Exchange, spec: StoreSpec, store: StoreState, s: int, used: Used, inputs: update.StepInputs
 ) -> tuple[StoreState, Array, Array]:
     """Steps the rows of one store that this shard owns; counts as `update_here` does."""
     _check_num_features("update", spec, used)
     batch, num_tiles, row_ids, table_ids = _join_received(spec, s, used)
-    store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
+    store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
     step = update.step_of(spec, inputs, batch, num_tiles, slots, used.is_live, table_ids)
     windows, wire = exchange.windows, exchange.spec.gradients
     if windows is not None and len(used.plans) == 1 and wire not in SCALED_DTYPES:
         lines = _scaled_gradients(spec, used.plans[0], used.gradients[0], s)
-        lines = table.rounded(lines, exchange_lib.gathered_dtype(wire, "float32"))
+        lines = table.round_to(lines, exchange_lib.gathered_dtype(wire, "float32"))
         windows.reserve(spec.num_shards * lines.size * lines.dtype.itemsize)
         view, num_nonfinite, num_stale = update_kernels.update_bags_window(windows.number, view, step, lines)
     else:
         gradients = [_to_owners(exchange, spec, *pair, s) for pair in zip(used.plans, used.gradients, strict=True)]
         view, num_nonfinite, num_stale = update_kernels.update(view, step, gradients)
-    return tiers.returned(store, view, writes=True), num_nonfinite, num_stale
+    return tiers.give_back(store, view, writes=True), num_nonfinite, num_stale
 
 
-@annotations.by_store
+@annotations.annotate_store
 def add_squares(exchange: Exchange, spec: StoreSpec, s: int, used: Used, squares: norms.Squares) -> norms.Squares:
     """Adds the squares of the row gradients by which `update_exchanged` would step."""
     _check_num_features("gradient_norm", spec, used)
@@ -354,5 +356,5 @@ def add_squares(exchange: Exchange, spec: StoreSpec, s: int, used: Used, squares
         for pair in zip(used.plans, used.gradients, strict=True)
         for part in jnp.split(_to_owners(exchange, spec, *pair, s), spec.num_shards)
     ]
-    rows = norms.summed_by_row(concatenated(alive), (offsets, weights, words), num_tiles, gradients, spec.row_gradient)
+    rows = norms.sum_by_row(concatenate(alive), (offsets, weights, words), num_tiles, gradients, spec.row_gradient)
     return norms.with_squares(squares, rows)

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxsok.annotations import annotated
+from jaxsok.annotations import annotate
 from jaxsok.exchange import default_send_capacity, most_send_capacity, rounded_capacity
 from jaxsok.features import Batch, Features
 from jaxsok.grow import GrowthTracker
@@ -200,7 +200,7 @@ class Pipeline:
         packing, state = found
         self._states.append(state)
         batch = self._collection.packer.finish(packing)
-        self._collection.growth.saw_features([batch.features])
+        self._collection.growth.record_features([batch.features])
         if not is_planned:
             return [(batch, Plan(batch.features))]
         sizes = [
@@ -213,7 +213,7 @@ class Pipeline:
                 asked.load.addressable_data(0).copy_to_host_async()  # all parts are equal
         return [(batch, plan)]
 
-    @annotated("jaxsok.pipeline")
+    @annotate("jaxsok.pipeline")
     def _check(self, batch: Batch, plan: Plan) -> Plan:
         """Returns a plan whose capacities suffice, and chooses the capacities of the next one."""
         sizes, is_short, is_first, is_too_skewed = [], False, False, False
@@ -223,7 +223,7 @@ class Pipeline:
                 continue
             most_sent, most_received = np.asarray(asked.load.addressable_data(0))[0].tolist()
             if not self._collection.stores[s].sends_bags:  # uses repeat keys; `batch` has counted them
-                self._collection.growth.saw_batch(s, most_received)
+                self._collection.growth.record_batch(s, most_received)
             is_first = is_first or self._next[s] is None
             most = most_send_capacity(self._collection.stores[s], batch.features.stores[s])
             is_too_skewed = is_too_skewed or most_sent > most

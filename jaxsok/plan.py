@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt32, UInt64
 
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.features import Features, StoreFeatures
 from jaxsok.kernels import plan as kernels
 from jaxsok.kernels.tickets import Ticket
@@ -138,19 +138,19 @@ class Plan:
 
     def asked_of(self, store: int) -> Requests:
         """Returns this shard's requests for a store that has features; on a mesh."""
-        asked = there(self.asked)[store]
+        asked = not_none(self.asked)[store]
         assert isinstance(asked, Requests)
         return asked
 
     def uses_of(self, store: int) -> Uses:
         """Does `asked_of` for a store whose shards exchange partial bags."""
-        asked = there(self.asked)[store]
+        asked = not_none(self.asked)[store]
         assert isinstance(asked, Uses)
         return asked
 
     def found_of(self, store: int) -> Found:
         """Returns what the lookup found in a store."""
-        return there(self.found)[store]
+        return not_none(self.found)[store]
 
     def sample(self) -> tuple[Array, ...]:
         """Returns arrays that differ between batches: on several shards digests, the same everywhere, else keys."""

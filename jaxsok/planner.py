@@ -29,9 +29,9 @@ import numpy as np
 from jaxsok import adapters, checks, split
 from jaxsok import features as features_lib
 from jaxsok import specs as specs_lib
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.exchange import wire_bytes
-from jaxsok.printed import aligned, each_device, in_units
+from jaxsok.printed import format_bytes, format_columns, name_devices
 from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, Placement, StoreSpec, TableSpec
 from jaxsok.store import host_row_bytes, row_bytes, store_bytes
 from jaxsok.types import PADDING_KEY
@@ -90,24 +90,26 @@ class Proposal:
             (
                 line.table.name,
                 f"{line.table.capacity:,}",
-                in_units(line.num_bytes),
+                format_bytes(line.num_bytes),
                 f"{line.keys:,.0f}",
                 f"{line.distinct_keys:,.0f}",
-                *(in_units(line.wire_bytes[kind]) if kind in line.wire_bytes else "-" for kind in kinds),
+                *(format_bytes(line.wire_bytes[kind]) if kind in line.wire_bytes else "-" for kind in kinds),
                 str(line.table.placement) + (", bags" if line.exchange == "bags" else ""),
                 line.reason,
             )
             for line in self.lines
         ]
-        rows = aligned(head, body, is_text=(0, 9, 10))
-        each = each_device(self.num_shards)
-        used = sorted({in_units(num_bytes) for num_bytes in (min(self.bytes_per_device), max(self.bytes_per_device))})
+        rows = format_columns(head, body, is_text=(0, 9, 10))
+        each = name_devices(self.num_shards)
+        used = sorted(
+            {format_bytes(num_bytes) for num_bytes in (min(self.bytes_per_device), max(self.bytes_per_device))}
+        )
         return "\n".join(
             [
                 *rows,
-                f"A step sends {in_units(self.wire_bytes)} to {each}. Full tables take {' to '.join(used)} of the "
-                f"{in_units(self.allocated_bytes)} allocated on {each}."
-                + (f" {in_units(self.host_bytes)} of host memory for {each}." if self.host_bytes else ""),
+                f"A step sends {format_bytes(self.wire_bytes)} to {each}. Full tables take {' to '.join(used)} of the "
+                f"{format_bytes(self.allocated_bytes)} allocated on {each}."
+                + (f" {format_bytes(self.host_bytes)} of host memory for {each}." if self.host_bytes else ""),
             ]
         )
 
@@ -161,7 +163,7 @@ def propose(
       >>> [(line.table.placement, round(line.distinct_keys)) for line in proposal.lines]
       [(SHARDED, 992), (REPLICATED, 7)]
     """
-    check_declared("propose", tables, features, num_shards)
+    check_declarations("propose", tables, features, num_shards)
     specs_lib.check_forms("propose", features)
     if sample is not None and keys_per_step is not None:
         raise ValueError("propose: sample: got one in addition to keys_per_step, wanted one of the two.")
@@ -189,7 +191,9 @@ def propose(
     )
 
 
-def check_declared(op: str, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], num_shards: object) -> None:
+def check_declarations(
+    op: str, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], num_shards: object
+) -> None:
     """Refuses declarations that no collection could be made of."""
     checks.integer(f"{op}: num_shards", num_shards, 1, wanted="the number of devices, at least 1")
     names = [table.name for table in tables]
@@ -256,7 +260,7 @@ def _measure(
 ) -> dict[str, _Traffic]:
     """Counts keys, distinct keys and bags of each table in a batch: means over the devices' parts of it."""
     features_lib.require_features(sample, features)
-    sample = adapters.converted(sample, features, "propose: sample")
+    sample = adapters.convert_features(sample, features, "propose: sample")
     parts: dict[str, list[list[np.ndarray]]] = {table.name: [[] for _ in range(num_shards)] for table in tables}
     bags_of = dict.fromkeys(parts, 0.0)
     for feature in features:
@@ -295,13 +299,13 @@ class _Model:
         there_and_back = (1 + self.finds_per_step) * (REQUEST_BYTES + row)
         return there_and_back + wire_bytes(rows.dim, self.exchange.gradients)
 
-    def sharded(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
+    def sharded_bytes(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
         return round(distinct * (self.num_shards - 1) / self.num_shards * self._line(rows))
 
-    def on_one(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
+    def bytes_on_one(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
         return round(distinct * (self.num_shards - 1) * self._line(rows))
 
-    def replicated(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
+    def replicated_bytes(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
         line = REQUEST_BYTES + wire_bytes(rows.dim, self.exchange.gradients)
         return round(distinct * (self.num_shards - 1) * line)
 
@@ -310,7 +314,7 @@ class _Model:
         uses = traffic.keys if is_on_one else traffic.keys / self.num_shards  # of the most loaded owner
         of_uses = (1 + self.finds_per_step) * REQUEST_BYTES * uses
         of_bags = (1 + self.finds_per_step) * row + wire_bytes(table.dim, self.exchange.gradients)
-        return round((self.num_shards - 1) * (of_uses + there(traffic.bags) * of_bags))
+        return round((self.num_shards - 1) * (of_uses + not_none(traffic.bags) * of_bags))
 
     def of_stores(self, lines: Sequence[TableProposal]) -> int:
         """Returns the bytes of all tables together, as the stores send them."""
@@ -325,11 +329,13 @@ class _Model:
         of_rows = [line.table for line in lines if of_bags.get(line.table.name) is None]
         for store in specs_lib.group_into_stores(of_rows, self.num_shards):
             if store.is_replicated:
-                total += self.replicated(store, sum(distinct[table.name] for table in store.tables))
+                total += self.replicated_bytes(store, sum(distinct[table.name] for table in store.tables))
                 continue
-            pinned, spread = specs_lib.pinned_and_spread(((t, distinct[t.name]) for t in store.tables), self.num_shards)
+            pinned, spread = specs_lib.sum_pinned_and_spread(
+                ((t, distinct[t.name]) for t in store.tables), self.num_shards
+            )
             # The exchange is dense: the most loaded device decides how many lines go to each.
-            total += self.on_one(store, spread / self.num_shards + pinned)
+            total += self.bytes_on_one(store, spread / self.num_shards + pinned)
         return total
 
 
@@ -379,9 +385,9 @@ def _propose(
 ) -> TableProposal:
     num_bytes = table.capacity * row_bytes(specs_lib.group_into_stores([table])[0])
     bytes_by_kind = {
-        "sharded": model.sharded(table, traffic.distinct),
-        "on": model.on_one(table, traffic.distinct),
-        "replicated": model.replicated(table, traffic.distinct),
+        "sharded": model.sharded_bytes(table, traffic.distinct),
+        "on": model.bytes_on_one(table, traffic.distinct),
+        "replicated": model.replicated_bytes(table, traffic.distinct),
     }
     sharded, replicated = bytes_by_kind["sharded"], bytes_by_kind["replicated"]
     placement = SHARDED
@@ -398,7 +404,7 @@ def _propose(
     elif replicated >= sharded:
         reason = f"replicated sends {replicated / max(sharded, 1):.1f} times as much" if sharded else "no keys"
     elif num_bytes > replicated_bytes:
-        reason = f"replicated sends less, but takes {in_units(num_bytes)} on every device"
+        reason = f"replicated sends less, but takes {format_bytes(num_bytes)} on every device"
     else:
         placement = REPLICATED
         reason = f"sends {replicated / sharded:.2f} of the bytes of sharded; small"

@@ -21,7 +21,7 @@ LARGEST = math.nextafter(2.0**128, 0.0)  # float32 ends at 2**128
 MAX_BLOOM_COUNTERS = 2**32 - 4  # of a table: their places are 32-bit numbers
 
 
-def _unadmitted(what: str, value: Any) -> Any:
+def _check_unadmitted(what: str, value: Any) -> Any:
     if value == "initial":
         return value
     return checks.number(what, value, -LARGEST, LARGEST, 'a finite float32 or "initial"')
@@ -47,7 +47,7 @@ class Admission:
         return 1
 
     _: dataclasses.KW_ONLY
-    unadmitted: float | Literal["initial"] = checks.declare(0.0, _unadmitted)
+    unadmitted: float | Literal["initial"] = checks.declare(0.0, _check_unadmitted)
     """Each number that a key without admission reads; "initial": the row that it would get. Keys without a row read it
     in `lookup`, also where the store is full; in `find` they read the table's `unknown`."""
 

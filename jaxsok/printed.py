@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 
-def aligned(head: Sequence[str], body: Sequence[Sequence[str]], is_text: Sequence[int]) -> list[str]:
+def format_columns(head: Sequence[str], body: Sequence[Sequence[str]], is_text: Sequence[int]) -> list[str]:
     """Formats the lines of a table: text columns to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     return [
@@ -19,12 +19,12 @@ def aligned(head: Sequence[str], body: Sequence[Sequence[str]], is_text: Sequenc
     ]
 
 
-def each_device(num_shards: int) -> str:
+def name_devices(num_shards: int) -> str:
     """Names the place of per-device numbers, as "each of 8 devices"."""
     return "the device" if num_shards == 1 else f"each of {num_shards} devices"
 
 
-def in_units(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Formats bytes in a readable unit: 1536 is "1.5 KiB"."""
     if num_bytes < 1024:
         return f"{num_bytes:.0f} B"
@@ -32,13 +32,13 @@ def in_units(num_bytes: float) -> str:
     return f"{num_bytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
 
 
-def listed(items: Iterable[str], most: int = 8) -> str:
+def join_items(items: Iterable[str], most: int = 8) -> str:
     """Joins items by commas, and counts those beyond `most`: "user, item, 1 more"."""
     items = list(items)
     return ", ".join(items[:most] + ([f"{len(items) - most} more"] if len(items) > most else []))
 
 
-def in_short(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Describes an array by dtype and shape (float32[2,3]), a plain value as it is, others by type; reads no array."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None:

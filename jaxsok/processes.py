@@ -68,7 +68,7 @@ def _pad(text: bytes, size: int) -> np.ndarray:
     return np.frombuffer(text[:size].ljust(size, b"\0"), np.uint8)
 
 
-def drawn(*, is_shared: bool, num_words: int = 2) -> np.ndarray:
+def draw_words(*, is_shared: bool, num_words: int = 2) -> np.ndarray:
     """Draws random 32-bit words; if `is_shared`, all processes must call, and get the words of the first."""
     words = np.frombuffer(os.urandom(4 * num_words), np.uint32)
     return _gather(words)[0] if is_shared and jax.process_count() > 1 else words
@@ -112,7 +112,7 @@ def agree(op: str, error: Exception | None) -> None:
 
 
 @contextlib.contextmanager
-def together(
+def fail_together(
     op: str, *, is_shared: bool = True, agree: Callable[[str, Exception | None], None] = agree
 ) -> Iterator[None]:
     """Surrounds work of each process, which must not wait for others: if one fails, all of them raise (`agree`)."""
@@ -127,11 +127,11 @@ def together(
         raise error
 
 
-def in_step(op: str, items: Iterator[Item]) -> Iterator[Item]:
+def iterate_together(op: str, items: Iterator[Item]) -> Iterator[Item]:
     """Yields items that each process reads for itself, equally many in each; if one fails, all of them raise."""
     while True:
         item: list[Item] = []
-        with together(op):
+        with fail_together(op):
             item += itertools.islice(items, 1)
         if not item:
             return

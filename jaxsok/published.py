@@ -17,12 +17,12 @@ ENDING = ".writing"
 """Ends the names of unpublished folders."""
 
 
-def unfinished(path: pathlib.Path, token: str) -> pathlib.Path:
+def unfinished_path(path: pathlib.Path, token: str) -> pathlib.Path:
     """Returns the name under which the writer with this token fills a folder: "monday.0badcafe.writing"."""
     return path.with_name(f"{path.name}.{token}{ENDING}")
 
 
-def left_behind(path: pathlib.Path) -> list[str]:
+def list_unfinished(path: pathlib.Path) -> list[str]:
     """Lists folders begun for a path and not published: their writers still write, or died."""
     begin = f"{path.name}."
     there = path.parent.iterdir() if path.parent.is_dir() else ()
@@ -53,7 +53,7 @@ def new_folder(op: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields a folder to fill, and publishes it; FileExistsError: the path is taken. After an error nothing is left."""
     if os.path.lexists(path):
         raise FileExistsError(f"{op}: path: got {path}, which exists, wanted a new folder.")
-    folder = unfinished(path, secrets.token_hex(8))
+    folder = unfinished_path(path, secrets.token_hex(8))
     try:
         folder.mkdir(parents=True)
         yield folder
@@ -82,7 +82,7 @@ def sync(folder: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: pathlib.Path) -> Iterator[None]:
+def lock_folder(folder: pathlib.Path) -> Iterator[None]:
     """Holds a folder's lock, where its file system locks folders (NFS does not)."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):

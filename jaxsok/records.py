@@ -39,7 +39,7 @@ class Records:
         )
 
 
-def joined(parts: Sequence[Records]) -> Records:
+def join_records(parts: Sequence[Records]) -> Records:
     """Concatenates at least one part; leaves out arrays that some part lacks."""
 
     def column(name: str) -> np.ndarray | None:
@@ -56,7 +56,7 @@ def joined(parts: Sequence[Records]) -> Records:
     )
 
 
-def rounded(rows: np.ndarray, dtype: Any) -> np.ndarray:
+def round_to(rows: np.ndarray, dtype: Any) -> np.ndarray:
     """Rounds rows to another float dtype as the kernels do: to nearest, and finite numbers stay finite."""
     if rows.dtype == dtype:
         return rows
@@ -65,7 +65,7 @@ def rounded(rows: np.ndarray, dtype: Any) -> np.ndarray:
     return np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(dtype)
 
 
-def regrouped(pieces: Iterable[Any], num_rows: int, join: Callable[[list[Any]], Any]) -> Iterator[Any]:
+def regroup(pieces: Iterable[Any], num_rows: int, join: Callable[[list[Any]], Any]) -> Iterator[Any]:
     """Regroups pieces of any size (Records, or others with `take`) to pieces of `num_rows`, the last with the rest."""
     held = []
     for piece in pieces:

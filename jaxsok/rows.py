@@ -105,7 +105,7 @@ def slabs_of(spec: StoreSpec, store: StoreState, seed: Seed | UInt32[np.ndarray,
 
 def numbers_in_host_memory(spec: StoreSpec, store: StoreState, seed: Seed, row_ids: RowIds) -> Numbers:
     """Reads rows of a store in host memory by row id, and leaves its cache as it is."""
-    _, view, slots = tiers.brought(spec, store, seed, row_ids, keeps=False)
+    _, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=False)
 
     def lines_of(slabs: tuple[Array, ...]) -> Array:
         cached, *others = slabs
@@ -149,12 +149,12 @@ def write_lines(
 
     `states` has optimizer state by number; state that is not named, and statistics if None, stay as they are.
     """
-    store, view, slots = tiers.brought(spec, store, seed, row_ids)
+    store, view, slots = tiers.bring_rows(spec, store, seed, row_ids)
     new_states = tuple(
         scatter(slots, states[k], slabs) if k in states else slabs for k, slabs in enumerate(view.states)
     )
     view = dataclasses.replace(view, rows=scatter(slots, rows, view.rows), states=new_states)
-    store = tiers.returned(store, view, writes=True)
+    store = tiers.give_back(store, view, writes=True)
     if statistics is None:
         return store
     return dataclasses.replace(store, statistics=scatter(row_ids, statistics, store.statistics))

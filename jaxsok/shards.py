@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32
 
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 
 
 class Shards(abc.ABC):
@@ -34,7 +34,7 @@ class Shards(abc.ABC):
     def of(mesh: Any, axis: Any) -> "Shards":
         """Checks the named axes (TypeError, ValueError: no mesh, no such axis); without a mesh returns one device."""
         if mesh is not None:
-            return MeshShards.checked(mesh, axis)
+            return MeshShards.from_mesh(mesh, axis)
         if axis is not None:
             raise ValueError(f"Collection: axis: got {axis!r} without a mesh, wanted both; pass mesh=...")
         return ONE_DEVICE
@@ -165,7 +165,7 @@ class MeshShards(Shards):
     axis: tuple[str, ...]
 
     @classmethod
-    def checked(cls, mesh: Any, axis: Any) -> "MeshShards":
+    def from_mesh(cls, mesh: Any, axis: Any) -> "MeshShards":
         """Checks shards; see `Shards.of`."""
         if not isinstance(mesh, Mesh):
             raise TypeError(f"Collection: mesh: got {type(mesh).__name__}, wanted a jax.sharding.Mesh (jax.make_mesh).")
@@ -223,7 +223,7 @@ class MeshShards(Shards):
 
     def read(self, array: Array) -> np.ndarray:
         if self.num_processes > 1:
-            array = jax.jit(MeshShards.resharded, static_argnums=(0, 1), out_shardings=self.same)(self, P(), array)
+            array = jax.jit(MeshShards.reshard, static_argnums=(0, 1), out_shardings=self.same)(self, P(), array)
         return np.asarray(array)
 
     def replicate(self, tree: Any) -> Any:
@@ -246,7 +246,7 @@ class MeshShards(Shards):
 
     def local(self) -> list[int]:
         places = self.split.addressable_devices_indices_map((self.num_shards,))
-        return sorted({(there(place)[0].start or 0) for place in places.values()})
+        return sorted({(not_none(place)[0].start or 0) for place in places.values()})
 
     def sees_parts(self) -> bool:
         all_manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -275,10 +275,10 @@ class MeshShards(Shards):
     def run(self, body: Callable, args: Sequence[Any], in_specs: Sequence[Any], out_specs: Any) -> Any:
         if self.sees_parts():
             return body(*args)
-        args = jax.tree.map(self.resharded, tuple(in_specs), tuple(args))
+        args = jax.tree.map(self.reshard, tuple(in_specs), tuple(args))
         return jax.shard_map(body, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs)(*args)
 
-    def resharded(self, spec: P, tree: Any) -> Any:
+    def reshard(self, spec: P, tree: Any) -> Any:
         """Reshards arrays for `shard_map`: along explicit axes JAX moves nothing by itself."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         explicit = {name for name, kind in types if kind == AxisType.Explicit}
@@ -286,14 +286,14 @@ class MeshShards(Shards):
             return tree
         first = self.axis if spec == self.spec and explicit.issuperset(self.axis) else None
 
-        def reshard(leaf: Any) -> Any:
+        def reshard_leaf(leaf: Any) -> Any:
             kind = jax.typeof(leaf)
             wanted = P(*[first][: kind.ndim], *[None] * (kind.ndim - 1))
             if kind.sharding.spec == wanted:
                 return leaf
             return jax.sharding.reshard(leaf, NamedSharding(self.mesh, wanted))
 
-        return jax.tree.map(reshard, tree)
+        return jax.tree.map(reshard_leaf, tree)
 
     def put(self, blocks: Mapping[int, np.ndarray]) -> Array:
         block = next(iter(blocks.values()))
@@ -303,7 +303,7 @@ class MeshShards(Shards):
             # The shards of an empty array have no distinct places.
             return jax.make_array_from_callback(shape, self.place(block.ndim), lambda _: block)
         return jax.make_array_from_callback(
-            shape, self.place(block.ndim), lambda place: blocks[(there(place)[0].start or 0) // size]
+            shape, self.place(block.ndim), lambda place: blocks[(not_none(place)[0].start or 0) // size]
         )
 
 
@@ -321,7 +321,7 @@ def without_mesh(function: Callable) -> Callable:
     return call
 
 
-def on_host(word: Array) -> np.ndarray:
+def read_on_host(word: Array) -> np.ndarray:
     """Reads an array that is the same on all devices, as a state's seed, without its mesh (waits for the device)."""
     return np.asarray(word.addressable_data(0))
 
@@ -337,7 +337,7 @@ def local_parts(array: Array, num_parts: int, *, is_once: bool = False) -> dict[
         # A sharding, not a device: JAX would keep the explicit axes of the type.
         (device,) = part.devices()
         kind = part.sharding.memory_kind
-        return in_host_memory(part) if kind == HOST_KIND else jax.device_put(part, SingleDeviceSharding(device))
+        return mark_host_memory(part) if kind == HOST_KIND else jax.device_put(part, SingleDeviceSharding(device))
 
     return {number: on_device(parts[number]) for number in sorted(parts)}
 
@@ -359,7 +359,7 @@ def host_place(device: Any) -> NamedSharding:
     return NamedSharding(Mesh(np.array([device]), ("rows",)), P(), memory_kind=HOST_KIND)
 
 
-def in_host_memory(part: Array) -> Array:
+def mark_host_memory(part: Array) -> Array:
     """Returns an array of one device that lies in host memory with the type that says so; copies nothing."""
     # JAX makes this type only of a place on a mesh. An array keeps it without one.
     (device,) = part.devices()

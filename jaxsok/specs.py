@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import checks, initializers, policies
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.optimizers import program
 from jaxsok.optimizers.protocol import PROGRAM, Optimizer, RowState
 from jaxsok.types import (
@@ -62,7 +62,7 @@ _OF_FEATURES = {
 }
 
 
-def _knows_names(others: Mapping[str, Sequence[str]]) -> Callable[[type[Spec]], type[Spec]]:
+def _refuse_unknown_arguments(others: Mapping[str, Sequence[str]]) -> Callable[[type[Spec]], type[Spec]]:
     """Makes a spec refuse an unknown argument with the name to use; `others` has the names in other libraries."""
     own_of = {name: own for own, names in others.items() for name in names}
 
@@ -70,7 +70,7 @@ def _knows_names(others: Mapping[str, Sequence[str]]) -> Callable[[type[Spec]], 
         init, fields = spec.__init__, [name for name in inspect.signature(spec).parameters if name != "_"]
 
         @functools.wraps(init)
-        def checked(self: Spec, *args: Any, **kwargs: Any) -> None:
+        def init_checked(self: Spec, *args: Any, **kwargs: Any) -> None:
             for name in kwargs:
                 if name not in fields:
                     wanted = [own_of[name]] if name in own_of else difflib.get_close_matches(name, fields, 1) or fields
@@ -79,7 +79,7 @@ def _knows_names(others: Mapping[str, Sequence[str]]) -> Callable[[type[Spec]], 
                     )
             init(self, *args, **kwargs)
 
-        spec.__init__ = checked
+        spec.__init__ = init_checked
         return spec
 
     return decorate
@@ -89,7 +89,7 @@ _ROWS = {"low": 1, "high": MAX_CAPACITY, "wanted": f"1 to {MAX_CAPACITY}", "kind
 """Limits for numbers of rows and of keys."""
 
 
-def _not_an_optimizer(value: object) -> str:
+def _describe_non_optimizer(value: object) -> str:
     """Describes, for a message, what was passed in place of an optimizer."""
     if hasattr(value, "init") and hasattr(value, "update"):
         name = type(value).__name__
@@ -194,7 +194,7 @@ class ExchangeSpec:
         checks.check_fields(self, "ExchangeSpec")
 
 
-@_knows_names(_OF_TABLES)
+@_refuse_unknown_arguments(_OF_TABLES)
 @dataclasses.dataclass(frozen=True)
 class TableSpec:
     """A table: a named map from 64-bit keys to rows of `dim` numbers.
@@ -264,7 +264,7 @@ class TableSpec:
                 f"{what}: max_capacity: got {self.max_capacity}, wanted at least capacity = {self.capacity}."
             )
         if not isinstance(self.optimizer, Optimizer):
-            raise TypeError(f"{what}: optimizer: got {_not_an_optimizer(self.optimizer)}.")
+            raise TypeError(f"{what}: optimizer: got {_describe_non_optimizer(self.optimizer)}.")
         num_states = len(self.optimizer.state_specs(self.dim))
         if num_states > MAX_STATES:
             raise ValueError(
@@ -324,7 +324,7 @@ class TableSpec:
         return float(np.clip(np.float32(initializer.a), -largest, largest).astype(jnp.dtype(self.dtype)))
 
 
-@_knows_names(_OF_FEATURES)
+@_refuse_unknown_arguments(_OF_FEATURES)
 @dataclasses.dataclass(frozen=True)
 class FeatureSpec:
     """A feature: a named part of the batch that reads one table.
@@ -416,7 +416,7 @@ class StoreSpec:
     @property
     def num_slots(self) -> int:
         """Rows of a shard's cache, where rows lie in host memory."""
-        asked = there(self.memory).device_rows
+        asked = not_none(self.memory).device_rows
         asked = 0.1 if asked is None else asked
         slots = math.ceil(asked * self.capacity) if isinstance(asked, float) else -(-asked // self.num_shards)
         return min(slots, self.max_capacity or MAX_CAPACITY)
@@ -482,7 +482,7 @@ class StoreSpec:
         """Returns the rows of a shard with which the tables together have room for `rows` each."""
         if self.num_shards == 1 or self.is_replicated:
             return sum(rows)
-        pinned, spread = pinned_and_spread(zip(self.tables, rows, strict=True), self.num_shards)
+        pinned, spread = sum_pinned_and_spread(zip(self.tables, rows, strict=True), self.num_shards)
         share = spread / self.num_shards
         # A share varies by its root: with four of them on top a shard overflows before the tables are full about once
         # in 30,000 times.
@@ -516,7 +516,7 @@ class StoreSpec:
         words = self.table_words()
         for line, table in zip(words, self.tables, strict=True):
             if not table.refused_read_initial:
-                constant = initializers.constant(float(there(table.admission).unadmitted))
+                constant = initializers.constant(float(not_none(table.admission).unadmitted))
                 line[2:5] = constant.kind, *np.array([constant.a, constant.b], np.float32).view(np.uint32)
         return words
 
@@ -529,7 +529,7 @@ class StoreSpec:
         return floors
 
 
-def pinned_and_spread(amounts: Iterable[tuple[TableSpec, Any]], num_shards: int) -> tuple[Any, Any]:
+def sum_pinned_and_spread(amounts: Iterable[tuple[TableSpec, Any]], num_shards: int) -> tuple[Any, Any]:
     """Sums amounts of tables: those of the shard to which most are pinned, and those that are spread by hash."""
     pinned, spread = [0] * num_shards, 0
     for table, amount in amounts:

@@ -24,7 +24,7 @@ from jaxsok.specs import FeatureSpec, StoreSpec
 from jaxsok.types import PADDING_KEY
 
 
-def pack_sharded(
+def pack_for_shards(
     raw: Mapping[str, Any],
     stores: Sequence[StoreSpec],
     features: Sequence[FeatureSpec],
@@ -81,7 +81,7 @@ def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) ->
         if bags.inverse is not None:
             bags = dataclasses.replace(bags, inverse=np.append(bags.inverse, np.full(num_added, num_bags, np.int32)))
         # With an inverse always one empty bag more: shapes must not depend on how many samples were added.
-        padded[spec.name] = _with_empty(bags, num_added if bags.inverse is None else 1)
+        padded[spec.name] = _add_empty_bags(bags, num_added if bags.inverse is None else 1)
     rest, mask = pad_rest(features_lib.rest_of(raw, features), next(iter(counts.values()), pad_to), pad_to)
     return padded | rest, mask
 
@@ -138,10 +138,10 @@ def pick_bags(bags: Bags, numbers: np.ndarray) -> Bags:
 def _pick_shared_bags(bags: Bags, inverse: np.ndarray, num_bags: int) -> Bags:
     """Picks the bags that some samples share, in order, and adds empty bags until there are `num_bags`."""
     used, inverse = np.unique(inverse, return_inverse=True)
-    return _with_empty(dataclasses.replace(pick_bags(bags, used), inverse=inverse), num_bags - used.size)
+    return _add_empty_bags(dataclasses.replace(pick_bags(bags, used), inverse=inverse), num_bags - used.size)
 
 
-def _with_empty(bags: Bags, more: int) -> Bags:
+def _add_empty_bags(bags: Bags, more: int) -> Bags:
     """Adds empty bags at the end."""
     if bags.offsets is not None:
         return dataclasses.replace(bags, offsets=np.append(bags.offsets, np.repeat(bags.offsets[-1:], more)))
@@ -229,13 +229,13 @@ def _pack_on_device(
         bags = features_lib.bags_of(raw[spec.name])
         if bags.inverse is not None:
             raise ValueError(
-                f"{what}: inverse: got one beside device arrays, wanted NumPy for all features: nobody can tell, when "
-                "traced, which bags are of which shard."
+                f"{what}: inverse: got one together with device arrays, wanted NumPy for all features: when traced, it "
+                "is not known which bags are of which shard."
             )
         if bags.lengths is not None or bags.offsets is not None:
             raise ValueError(
-                f"{what}: got ragged keys beside device arrays, wanted NumPy for all features, or rectangles: nobody "
-                "can tell, when traced, which keys are of which shard."
+                f"{what}: got ragged keys together with device arrays, wanted NumPy for all features, or rectangles: "
+                "when traced, it is not known which keys are of which shard."
             )
         pair = {"keys": bags.keys} if bags.weights is None else {"keys": bags.keys, "weights": bags.weights}
         for name, array in pair.items():

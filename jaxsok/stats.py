@@ -126,7 +126,7 @@ class Stats:
 
     def to_dict(self) -> dict[str, dict[str, int]]:
         """Returns the counts by table, as Python integers, of all steps of a scan (waits for the device)."""
-        host = on_host(self)
+        host = read_on_host(self)
         counts = {name: host.count(name) for name in PER_TABLE}
         return {table: {name: int(count[i]) for name, count in counts.items()} for i, table in enumerate(self.tables)}
 
@@ -139,7 +139,7 @@ class Stats:
 
         Waits for the step, with one transfer from the device; `StatsWindow` does not wait.
         """
-        return scalars_of(self, columns(on_host(self)), prefix)
+        return scalars_of(self, columns(read_on_host(self)), prefix)
 
     def check(self) -> None:
         """Raises if anything was refused for want of room, skipped or stale (waits for the device).
@@ -151,7 +151,7 @@ class Stats:
           NonFiniteGradientError: row gradients were skipped.
           StalePlanError: a plan was left out; says why.
         """
-        host = on_host(self)
+        host = read_on_host(self)
         counts = host.to_dict()
         stale, misused = int(host.count("num_stale")), int(host.count("num_misused_plans"))
         if misused:  # first, since rows of another batch do not count
@@ -231,7 +231,7 @@ def _places(stores: tuple[int, ...], num_shards: int) -> dict[str, Any]:
     return places
 
 
-def on_one_device(stats: Stats) -> Stats:
+def move_to_one_device(stats: Stats) -> Stats:
     """Moves counts to one device of this process, so that reading them is no collective; TypeError: traced."""
     words = stats.words
     if isinstance(words, jax.core.Tracer):
@@ -244,9 +244,9 @@ def on_one_device(stats: Stats) -> Stats:
     return stats
 
 
-def on_host(stats: Stats) -> Stats:
+def read_on_host(stats: Stats) -> Stats:
     """Brings counts to NumPy, with the steps of a scan added (in int64); waits for one transfer."""
-    words = np.asarray(on_one_device(stats).words)
+    words = np.asarray(move_to_one_device(stats).words)
     if words.ndim > 1:
         steps = words.reshape(-1, words.shape[-1])
         last = steps[-1] if len(steps) else 0

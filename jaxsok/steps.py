@@ -18,7 +18,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 from jaxsok import lookup as lookup_lib
 from jaxsok import stats as stats_lib
 from jaxsok import tickets, tiers
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.features import Features
 from jaxsok.gradients import Gradients, Used
 from jaxsok.kernels.tickets import Ticket
@@ -67,7 +67,7 @@ class Steps:
             if plan.staleness:
                 values, state, done = self._look_up(state, following, None)
                 in_flight = InFlight(
-                    there(done.found), there(done.ticket), following.sample(), following.form(), values
+                    not_none(done.found), not_none(done.ticket), following.sample(), following.form(), values
                 )
             else:
                 state, in_flight = self._index(state, following, _step_after(state, plan.updates_before))
@@ -102,7 +102,7 @@ class Steps:
                 found.append(lookup_lib.find_nothing(spec))
                 continue
             stores[s], of_store, digest = self.strategy.index(spec, s, state, plan, step)
-            stores[s] = tiers.brought_ahead(spec, stores[s], of_store.row_ids)
+            stores[s] = tiers.bring_rows_ahead(spec, stores[s], of_store.row_ids)
             found.append(of_store)
             digests.append(digest)
         after, ticket = tickets.issue(state, stores, plan.features, digests)
@@ -111,7 +111,7 @@ class Steps:
 
     def _read(self, state: State, plan: Plan) -> tuple[Embeddings, State, Plan]:
         """Does the rest of a lookup: reads and combines the rows that a plan has found."""
-        stores, found = list(state.stores), list(there(plan.found))
+        stores, found = list(state.stores), list(not_none(plan.found))
         embeddings: Embeddings = {}
         for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
             if features.layouts:
@@ -172,7 +172,7 @@ class Steps:
         # Draining ends with a step, which may have several lookups.
         drains = state.drains and bool(state.ahead)
         state = dataclasses.replace(state, stores=tuple(stores), drains=drains, **after)
-        found = [there(plan.found) for plan in plans]
+        found = [not_none(plan.found) for plan in plans]
         stats = self._stats(state, found, nonfinite, num_stale, redeemed.num_misused)
         # `grow` reads the state, and warns even if the caller ignores Stats.
         refused = (stats.num_refused - stats.num_unadmitted).astype(jnp.uint32)
@@ -258,8 +258,8 @@ class Steps:
         if name == "plan":
             features, send_capacities = args
             # The features do not pass through the program: its results would be copies.
-            return dataclasses.replace(_plan_everywhere(self, features, send_capacities), features=features)
-        return _everywhere(self, name, *args)
+            return dataclasses.replace(_plan_on_shards(self, features, send_capacities), features=features)
+        return _run_on_shards(self, name, *args)
 
 
 def _step_after(state: State, num_updates: int) -> UInt32[Array, ""]:
@@ -283,7 +283,7 @@ def _select_used(s: int, plans: Sequence[Plan], gradients: Sequence[Gradients], 
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _everywhere(steps: Steps, name: str, state: State, *args: Any) -> Any:
+def _run_on_shards(steps: Steps, name: str, state: State, *args: Any) -> Any:
     split, same, of_state = steps.shards.spec, P(), specs_of(steps.shards, state)
     updated = dataclasses.replace(of_state, drains=state.drains and bool(state.ahead))
     in_specs, out_specs = {
@@ -296,7 +296,7 @@ def _everywhere(steps: Steps, name: str, state: State, *args: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _plan_everywhere(steps: Steps, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
+def _plan_on_shards(steps: Steps, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
     """Returns a plan without its features."""
     split = steps.shards.spec
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, UInt32
 
 from jaxsok.kernels.call import StoreArrays
 from jaxsok.kernels.tier import Tier, host_bytes, num_staged
-from jaxsok.printed import condition_of, in_short, in_units, listed
+from jaxsok.printed import condition_of, describe_value, format_bytes, join_items
 from jaxsok.specs import StoreSpec
 from jaxsok.types import (
     BUCKET_WORDS,
@@ -67,7 +67,7 @@ class StoreState(StoreArrays):
         """Describes rows, slabs and optimizer state; for a tree of other leaves (shardings, say) the leaves."""
         leaves = jax.tree.leaves(self)
         if not all(isinstance(getattr(leaf, "shape", None), tuple) for leaf in leaves) or not leaves:
-            return f"leaves {listed(sorted({in_short(leaf) for leaf in leaves}))}"
+            return f"leaves {join_items(sorted({describe_value(leaf) for leaf in leaves}))}"
         num_rows = sum(math.prod(slab.shape[:-1]) for slab in self.records)
         tier = self.tier[0] if self.tier else None
         rows = self.rows[0] if tier is None else tier.rows
@@ -88,7 +88,7 @@ class StoreState(StoreArrays):
         """Advanced whenever row ids of older plans lose their meaning."""
         return self.counters[COUNTERS.index("generation")]
 
-    def advanced(self, generation: UInt32[Array, ""], num_gone: UInt32[Array, "..."]) -> "StoreState":
+    def advance_generation(self, generation: UInt32[Array, ""], num_gone: UInt32[Array, "..."]) -> "StoreState":
         """Advances the generation if rows went (`num_gone`) on any shard, so that plans become stale on all of them."""
         after = generation + (num_gone > 0).any().astype(jnp.uint32)
         return dataclasses.replace(self, counters=self.counters.at[COUNTERS.index("generation")].set(after))
@@ -132,8 +132,8 @@ class State:
             math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self) if hasattr(leaf, "dtype")
         )
         stores = self.stores if isinstance(self.stores, (tuple, list)) else [self.stores]
-        sizes = listed(store._size if isinstance(store, StoreState) else in_short(store) for store in stores)
-        parts = [sizes, in_units(num_bytes)]
+        sizes = join_items(store._size if isinstance(store, StoreState) else describe_value(store) for store in stores)
+        parts = [sizes, format_bytes(num_bytes)]
         if self.ahead:
             parts.append(f"{len(self.ahead)} lookups in flight")
         return f"State({'; '.join(parts + ([self.mesh] if self.mesh else []) + condition_of(self))})"

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float32, Int32
 from jaxsok import annotations, lookup, norms, partial_bags, update
 from jaxsok import exchange as exchange_lib
 from jaxsok import plan as plan_lib
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.exchange import Exchange
 from jaxsok.features import Features, StoreFeatures
 from jaxsok.gradients import Used
@@ -170,12 +170,12 @@ class Exchanged(Strategy):
         ask = partial_bags.ask if spec.sends_bags else exchange_lib.ask
         return ask(self.exchange, spec, features, owners, send_capacity)
 
-    @annotations.by_store
+    @annotations.annotate_store
     def _look_up(
         self, spec: StoreSpec, s: int, state: State, plan: Plan, owner: lookup.Owner
     ) -> tuple[StoreState, Found, list[Array], Requests | Uses]:
         store, features = state.stores[s], plan.features.stores[s]
-        asked = self._ask(spec, features, state.partition_owners) if plan.asked is None else there(plan.asked[s])
+        asked = self._ask(spec, features, state.partition_owners) if plan.asked is None else not_none(plan.asked[s])
         if isinstance(asked, Uses) != spec.sends_bags:
             form, other = ("bags", "rows") if spec.sends_bags else ("rows", "bags")
             names = [layout.name for layout in features.layouts]
@@ -193,19 +193,19 @@ class Exchanged(Strategy):
         store, found, values, asked = self._look_up(spec, s, state, plan, owner)
         return StoreLookup(store, found, values, asked.digest, asked)
 
-    @annotations.by_store
+    @annotations.annotate_store
     def index(self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock) -> tuple[StoreState, Found, Digest]:
-        store, asked = state.stores[s], there(there(plan.asked)[s])
+        store, asked = state.stores[s], not_none(not_none(plan.asked)[s])
         owner = lookup.Owner(self.exchange, spec, state.seed, step, step)
         if isinstance(asked, Uses):
             return *partial_bags.index(spec, store, plan.features.stores[s], asked, owner), asked.digest
         return *lookup.index_exchanged(store, asked, owner), asked.digest
 
-    @annotations.by_store
+    @annotations.annotate_store
     def read(
         self, spec: StoreSpec, s: int, state: State, plan: Plan, found: Found
     ) -> tuple[StoreState, Found, list[Array]]:
-        features, asked = plan.features.stores[s], there(there(plan.asked)[s])
+        features, asked = plan.features.stores[s], not_none(not_none(plan.asked)[s])
         owner = lookup.Owner(self.exchange, spec, state.seed, state.step, state.step)  # it inserts nothing more
         if isinstance(asked, Uses):
             return partial_bags.read(spec, features, asked, owner, state.stores[s], found)

@@ -106,7 +106,7 @@ def gather(
     NO_ROW gives the initial row of the key, in lookups what the table's admission says, and with `is_find` zeros in
     tables with `unknown="zeros"`; PADDING_KEY gives zeros. An update of the returned store comes after this read.
     """
-    store, view, slots = tiers.brought(spec, store, seed, row_ids, keeps=not is_find)
+    store, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=not is_find)
     counters, rows, num_absent = kernels.gather(
         view.counters,
         spec.table_words() if is_find else spec.refused_words(),
@@ -117,13 +117,13 @@ def gather(
         is_find=is_find,
         dtype=dtype,
     )
-    store = tiers.returned(store, dataclasses.replace(view, counters=counters))
+    store = tiers.give_back(store, dataclasses.replace(view, counters=counters))
     # The kernel fills in zeros and other constants for keys without a row.
-    given = given_by_xla(spec, is_find=is_find)
+    given = list_xla_tables(spec, is_find=is_find)
     if given:
         keys, table_ids = requests[:, :2], requests[:, 2]
         is_initial = (row_ids == jnp.uint32(NO_ROW)) & is_key(keys) & _is_one_of(table_ids, given)
-        rows = jnp.where(is_initial[:, None], rounded(initial_rows(spec, keys, table_ids), dtype), rows)
+        rows = jnp.where(is_initial[:, None], round_to(initial_rows(spec, keys, table_ids), dtype), rows)
     return store, rows, num_absent
 
 
@@ -146,17 +146,17 @@ def assign(
     optimizer state by name: missing state stays as it is, and is initial for new rows. Without `statistics` (last step
     and frequency) `clock` becomes the last step. The store is donated; results are those of `find_or_insert`.
     """
-    store, num_let_in = _let_in(spec, store, seed, keys, table_ids)
+    store, num_let_in = _admit_waiting(spec, store, seed, keys, table_ids)
     store, row_ids, counts = find_or_insert(spec, store, seed, keys, table_ids)
     counts = counts.at[:, _INSERTED].add(num_let_in).at[:, _FOUND].add(-num_let_in)
-    place = row_ids if is_distinct else _last_of_each(row_ids)
+    place = row_ids if is_distinct else _keep_last_of_each(row_ids)
     names = [state.name for state in spec.state_specs]
     store = rows_lib.write_lines(
         spec,
         store,
         seed,
         place,
-        rounded(rows, spec.dtype),
+        round_to(rows, spec.dtype),
         {names.index(name): lines for name, lines in states.items()},
         statistics if spec.keeps_statistics else None,
     )
@@ -165,7 +165,7 @@ def assign(
     return store, row_ids, counts
 
 
-def _let_in(
+def _admit_waiting(
     spec: StoreSpec, store: StoreState, seed: Seed, keys: Keys, table_ids: TableIds | np.ndarray
 ) -> tuple[StoreState, ByTable]:
     """Gives waiting keys rows as if seen often enough, so that their counts are forgotten when rows go; counts them."""
@@ -183,7 +183,7 @@ def _let_in(
     return store, counts[:, _INSERTED]
 
 
-def _last_of_each(row_ids: RowIds) -> RowIds:
+def _keep_last_of_each(row_ids: RowIds) -> RowIds:
     order = jnp.argsort(row_ids, stable=True)
     by_row = row_ids[order]
     is_last = jnp.concatenate([by_row[1:] != by_row[:-1], jnp.ones(min(1, len(order)), bool)])
@@ -205,7 +205,7 @@ def reads_initial(spec: StoreSpec, number: int, *, is_find: bool) -> bool:
     return table.unknown == "initial" if is_find else table.refused_read_initial
 
 
-def given_by_xla(spec: StoreSpec, *, is_find: bool) -> list[int]:
+def list_xla_tables(spec: StoreSpec, *, is_find: bool) -> list[int]:
     """Lists the tables whose keys without a row read a row that XLA computes."""
     return [n for n in spec.traced_tables if reads_initial(spec, n, is_find=is_find)]
 
@@ -230,7 +230,7 @@ def _initial_rows_of(spec: StoreSpec, number: int, keys: Keys) -> Float[Array, "
     initializer = spec.tables[number].initializer
     if not initializer.is_traced:
         return jnp.zeros((keys.shape[0], spec.dim), spec.dtype)
-    return rounded(initializer.rows(keys, spec.dim), spec.dtype)
+    return round_to(initializer.rows(keys, spec.dim), spec.dtype)
 
 
 def is_key(keys: Keys) -> Bool[Array, " num_keys"]:
@@ -242,7 +242,7 @@ def _is_one_of(table_ids: TableIds | np.ndarray, numbers: Sequence[int]) -> Bool
     return (jnp.asarray(table_ids)[:, None] == jnp.array(numbers, jnp.uint32)[None, :]).any(axis=1)
 
 
-def rounded(values: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
+def round_to(values: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
     """Converts to another dtype as the kernels round: to nearest, and finite numbers stay finite."""
     if dtype == "float32" or values.dtype == jnp.dtype(dtype):
         return values.astype(dtype)
@@ -267,7 +267,7 @@ def release(
     """
     initial_values = [state.initial_value for state in spec.state_specs if spec.memory is None]
     store, num_released = evict_kernels.release(store, flags, initial_values, counts_evicted=is_eviction)
-    store = tiers.released(store, flags)
+    store = tiers.release_rows(store, flags)
     return admission.forget(spec, store, num_released), num_released
 
 

@@ -19,7 +19,7 @@ from jaxsok import records as records_lib
 from jaxsok.keys import from_words
 from jaxsok.records import Records
 from jaxsok.rows import RowSlab, cut_lines, slabs_of
-from jaxsok.shards import on_host, parts_of
+from jaxsok.shards import parts_of, read_on_host
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import PADDING_KEY
@@ -69,19 +69,19 @@ def export_chunks(
     def send() -> Iterator[tuple]:
         # One shard of a replicated store has all rows.
         for shard, part in itertools.islice(parts_of(store, spec.num_shards), 1 if spec.is_replicated else None):
-            for slab in slabs_of(spec, part, on_host(seed)):
+            for slab in slabs_of(spec, part, read_on_host(seed)):
                 lines = _lines_of(slab.records, slab.statistics, number, since)
-                for piece in records_lib.regrouped(lines, num_rows, _join):
+                for piece in records_lib.regroup(lines, num_rows, _join):
                     yield shard, slab.start, piece, _gather(slab, piece.places, num_rows, with_state), names
 
     # Nothing holds the device arrays of a chunk while the reader has the chunk, the last ones included.
-    yield from itertools.starmap(_receive, sent_ahead(send()))
+    yield from itertools.starmap(_receive, prefetch(send()))
 
 
 def export_table(spec: StoreSpec, store: StoreState, seed: Array, number: int) -> dict[str, Any]:
     """Collects the rows of one table of a store by shard and row id: keys, rows, row ids, state, statistics, shards."""
     chunks = list(export_chunks(spec, store, seed, number))
-    records = records_lib.joined([no_records(spec), *(chunk.records for chunk in chunks)])
+    records = records_lib.join_records([no_records(spec), *(chunk.records for chunk in chunks)])
     no_ids = [np.zeros(0, np.uint32)]
     table: dict[str, Any] = {"keys": records.keys, "rows": records.rows}
     table["row_ids"] = np.concatenate(no_ids + [chunk.row_ids for chunk in chunks])
@@ -101,7 +101,7 @@ def no_records(spec: StoreSpec) -> Records:
     return Records(np.zeros(0, np.uint64), np.zeros((0, spec.dim), jnp.dtype(spec.dtype)), states, none, none)
 
 
-def sent_ahead(items: Iterable[Item], num_ahead: int = AHEAD) -> Iterator[Item]:
+def prefetch(items: Iterable[Item], num_ahead: int = AHEAD) -> Iterator[Item]:
     """Passes items on once the next `num_ahead` of them are on their way to the host, too."""
     rest = iter(items)
     under_way = collections.deque(itertools.islice(rest, num_ahead + 1))
@@ -158,7 +158,7 @@ def _blocks(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]
     def receive(start: int, skipped: int, parts: tuple[Array, ...]) -> tuple[int, list[np.ndarray]]:
         return start, [np.asarray(part)[skipped:] for part in parts]
 
-    yield from itertools.starmap(receive, sent_ahead(send()))
+    yield from itertools.starmap(receive, prefetch(send()))
 
 
 def _join(pieces: list[_Lines]) -> _Lines:

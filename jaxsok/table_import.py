@@ -76,7 +76,7 @@ def import_table(
     return held.state
 
 
-def checked(spec: StoreSpec, number: int, records: Any) -> dict[str, np.ndarray]:
+def check_chunk(spec: StoreSpec, number: int, records: Any) -> dict[str, np.ndarray]:
     """Checks a chunk; returns "keys" (uint64), "rows" (as the store's or float32), "state.<name>", "statistics"."""
     table = spec.tables[number]
     what = f'import_table: table "{table.name}"'
@@ -156,7 +156,9 @@ class RecordWriter:
         for piece in pieces():
             state, spec = self.held.state, self.specs[self.s]
             store, seed = state.stores[self.s], state.seed
-            store, num_refused = entered(spec, self.number, self.shards, self.is_reset, store, seed, self.clock, piece)
+            store, num_refused = enter_records(
+                spec, self.number, self.shards, self.is_reset, store, seed, self.clock, piece
+            )
             self.held.state = with_store(state, self.s, store)
             refused.append(num_refused)
         self._refused, self._pieces, self.is_settled = refused, pieces, False
@@ -168,7 +170,7 @@ class RecordWriter:
             self.is_settled = self.is_settled or not self._has_refused()
             if self.is_settled:
                 return
-            self.held.state = grow_lib.resalted(self.specs, self.held.state, self.s, self.shards)
+            self.held.state = grow_lib.resalt_index(self.specs, self.held.state, self.s, self.shards)
             self.write(self._pieces)
         self.is_settled = True
         if self._has_refused():
@@ -182,7 +184,7 @@ class RecordWriter:
         return any(self.shards.read(num_refused).any() for num_refused in self._refused)
 
 
-def padded(array: np.ndarray, lines: np.ndarray, size: int) -> np.ndarray:
+def take_padded(array: np.ndarray, lines: np.ndarray, size: int) -> np.ndarray:
     """Returns some rows of an array, and zeros up to `size` rows; keys become words, and are padded as such."""
     block = np.empty((size, *array.shape[1:]), array.dtype)
     # With this mode NumPy writes into `out` without a copy first.
@@ -210,7 +212,7 @@ class _Import:
         """Rows of a shard."""
         return self.store.capacity // self.spec.num_shards
 
-    def _expected(self) -> int:
+    def _expected_rows(self) -> int:
         """Returns the rows of a shard when all announced records have come, within its maximum; 0: unknown."""
         if self.num_expected is None:
             return 0
@@ -220,7 +222,7 @@ class _Import:
 
     def enter(self, records: Any) -> None:
         """Enters a chunk, all of it or, if an error is raised, nothing."""
-        arrays = checked(self.spec, self.number, records)
+        arrays = check_chunk(self.spec, self.number, records)
         if len(arrays["keys"]):
             dealt = self._deal(arrays)
             self.writer.settle()
@@ -242,7 +244,7 @@ class _Import:
         for begin in range(0, most, size):
             places = {shard: dealt[shard][begin : begin + size] for shard in self.shards.local()}
             yield {
-                name: self.shards.put({shard: padded(array, lines, size) for shard, lines in places.items()})
+                name: self.shards.put({shard: take_padded(array, lines, size) for shard, lines in places.items()})
                 for name, array in arrays.items()
             }
 
@@ -266,10 +268,10 @@ class _Import:
                     f"keys with which a shard of the store of {names} would have {needed} rows, wanted at most its "
                     f"max_capacity, {limit}; nothing of the chunk was entered. Raise max_capacity, or evict first."
                 )
-        expected = self._expected()
+        expected = self._expected_rows()
         if max(needed, expected) > self.capacity:
-            free = grow_lib.agreed_free_bytes(self.shards)
-            host_share = grow_lib.agreed_host_share([self.spec], self.shards)
+            free = grow_lib.agree_on_free_bytes(self.shards)
+            host_share = grow_lib.agree_on_host_share([self.spec], self.shards)
             capacity = grow_lib.next_capacity(self.spec, self.capacity, needed, free, host_share)
             sizes, writer = {self.writer.s: expected if expected >= needed else capacity}, self.writer
             writer.held.state = grow_lib.grow_to("import_table", writer.specs, writer.held.state, sizes, self.shards)
@@ -286,7 +288,7 @@ def rows_in_use(spec: StoreSpec, store: StoreState, shards: Shards) -> np.ndarra
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=4)
-def entered(
+def enter_records(
     spec: StoreSpec,
     number: int,
     shards: Shards,

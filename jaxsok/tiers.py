@@ -4,9 +4,9 @@ An op that reads or writes numbers of rows first brings the rows: it gets a *vie
 state are those of the cache and of what is staged for this op, and *slots*, which stand for row ids in the view.
 Kernels work on a view as on any store. Where rows lie on the device, the view is the store and slots are row ids.
 
-    store, view, slots = tiers.brought(spec, store, seed, row_ids)
+    store, view, slots = tiers.bring_rows(spec, store, seed, row_ids)
     view = ...                                   # a kernel reads or writes the rows of the slots
-    store = tiers.returned(store, view, writes=True)
+    store = tiers.give_back(store, view, writes=True)
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxsok.store import StoreState
 from jaxsok.types import FRESH, NO_ROW, RowIds
 
 
-def brought(
+def bring_rows(
     spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], row_ids: RowIds, *, keeps: bool = True
 ) -> tuple[StoreState, StoreState, RowIds]:
     """Returns the store, a view that has the numbers of rows, and the slots of the rows in it; NO_ROW stays so.
@@ -63,7 +63,7 @@ def brought(
     return store, view, new.slots
 
 
-def brought_ahead(spec: StoreSpec, store: StoreState, row_ids: RowIds) -> StoreState:
+def bring_rows_ahead(spec: StoreSpec, store: StoreState, row_ids: RowIds) -> StoreState:
     """Begins to bring rows that a later op brings: the numbers of rows change nowhere, and no place does.
 
     On a GPU their records are read, and those of rows that make room are written, while other work runs; the op that
@@ -83,7 +83,7 @@ def _num_slots(spec: StoreSpec, store: StoreState) -> int:
     return store.tier[0].rows.shape[0] if store.tier and spec.num_slots else 0
 
 
-def returned(store: StoreState, view: StoreState, *, writes: bool = False) -> StoreState:
+def give_back(store: StoreState, view: StoreState, *, writes: bool = False) -> StoreState:
     """Returns the store after an op on its view; `writes`: numbers of rows were written."""
     if not store.tier:
         return view
@@ -97,7 +97,7 @@ def returned(store: StoreState, view: StoreState, *, writes: bool = False) -> St
     return dataclasses.replace(store, rows=host, tier=(tier,))
 
 
-def released(store: StoreState, flags: UInt8[Array, " capacity"]) -> StoreState:
+def release_rows(store: StoreState, flags: UInt8[Array, " capacity"]) -> StoreState:
     """Forgets the numbers of rows that left, by row id: their places become fresh, and their slots free."""
     if not store.tier:
         return store
@@ -114,7 +114,7 @@ def released(store: StoreState, flags: UInt8[Array, " capacity"]) -> StoreState:
     return dataclasses.replace(store, tier=(tier,))
 
 
-def flushed(store: StoreState) -> StoreState:
+def flush_cache(store: StoreState) -> StoreState:
     """Writes the rows of the cache to host memory too, so that host slabs have all that is not fresh."""
     if not store.tier:
         return store

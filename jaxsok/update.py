@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, UInt32
 
 from jaxsok import annotations, tiers
 from jaxsok import gradients as gradients_lib
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.exchange import Exchange, gathered_dtype
 from jaxsok.gradients import Arrived, Used
 from jaxsok.kernels import update as kernels
@@ -52,14 +52,14 @@ class StepInputs:
         return cls(row_step, seed, step, program.counts_uses), tuple(jnp.asarray(leaf)[None] for leaf in after)
 
 
-@annotations.by_store
+@annotations.annotate_store
 def update_here(
     spec: StoreSpec, store: StoreState, s: int, used: Used, inputs: StepInputs
 ) -> tuple[StoreState, Array, Array]:
     """Steps one store on one shard; also counts rows with non-finite gradients by table, and uses of stale plans."""
     parts = [plan.features.stores[s] for plan in used.plans]
-    batch, num_tiles = gradients_lib.joined(parts)
-    row_ids = gradients_lib.concatenated([plan.found_of(s).row_ids for plan in used.plans])
+    batch, num_tiles = gradients_lib.join_features(parts)
+    row_ids = gradients_lib.concatenate([plan.found_of(s).row_ids for plan in used.plans])
     flat = [
         gradients_lib.bag_gradient(grads, part, layout, spec)
         for part, grads in zip(parts, used.gradients, strict=True)
@@ -67,10 +67,10 @@ def update_here(
     ]
     if any(gradient.dtype != spec.embedding_dtype for gradient in flat):
         flat = [gradient.astype(jnp.float32) for gradient in flat]
-    store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
+    store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
     step = step_of(spec, inputs, batch, num_tiles, slots, used.is_live)
     view, num_nonfinite, num_stale = kernels.update(view, step, flat)
-    return tiers.returned(store, view, writes=True), num_nonfinite, num_stale
+    return tiers.give_back(store, view, writes=True), num_nonfinite, num_stale
 
 
 def step_of(
@@ -100,10 +100,10 @@ def _step_of_lines(
 ) -> kernels.Step:
     """Returns the step of the rows of requests, plan after plan, with a gradient each; `total` has their uses."""
     batch, num_tiles = gradients_lib.as_features([part.shape[0] for part in received])
-    keys = gradients_lib.concatenated([part[:, :2] for part in received])
+    keys = gradients_lib.concatenate([part[:, :2] for part in received])
     # One feature has keys of all tables, and random rounding depends on the table.
     is_random = spec.dtype != "float32" and spec.rounding == "stochastic"
-    table_ids = gradients_lib.concatenated([part[:, 2] for part in received]) if is_random else None
+    table_ids = gradients_lib.concatenate([part[:, 2] for part in received]) if is_random else None
     # The sums are scaled already.
     inputs = dataclasses.replace(
         inputs, row_step=dataclasses.replace(inputs.row_step, row_gradient=ROW_GRADIENTS["sum"])
@@ -111,7 +111,7 @@ def _step_of_lines(
     return step_of(spec, inputs, (keys, *batch), num_tiles, row_ids, is_live, table_ids, total)
 
 
-@annotations.by_store
+@annotations.annotate_store
 def update_exchanged(
     exchange: Exchange, spec: StoreSpec, store: StoreState, s: int, used: Used, inputs: StepInputs
 ) -> tuple[StoreState, Array, Array]:
@@ -125,17 +125,17 @@ def update_exchanged(
         sums, total = gradients_lib.scale_by_uses(spec, arrived, is_live, counts_uses=inputs.counts_uses)
         received, row_ids = (
             [part.received for part in arrived],
-            gradients_lib.concatenated([part.row_ids for part in arrived]),
+            gradients_lib.concatenate([part.row_ids for part in arrived]),
         )
-        store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
+        store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
         step_of_round = _step_of_lines(spec, inputs, received, slots, is_live, total)
         view, more_nonfinite, _ = kernels.update(view, step_of_round, sums)
-        store = tiers.returned(store, view, writes=True)
+        store = tiers.give_back(store, view, writes=True)
         more_stale = sum(jnp.where(is_live[p], 0, part.uses.sum()) for p, part in enumerate(arrived))
         return store, num_nonfinite + more_nonfinite, num_stale + more_stale
 
     carry = store, jnp.zeros(len(spec.tables), jnp.int32), jnp.zeros((), jnp.int32)
-    store, num_nonfinite, num_stale = gradients_lib.over_arrivals(
+    store, num_nonfinite, num_stale = gradients_lib.fold_arrivals(
         exchange, "update", spec, s, used, lambda carry: carry[0], step, carry
     )
     if spec.is_replicated:
@@ -149,7 +149,7 @@ def _update_in_windows(
     exchange: Exchange, spec: StoreSpec, store: StoreState, s: int, used: Used, inputs: StepInputs
 ) -> tuple[StoreState, Array, Array]:
     """Does `update_exchanged`; sums of gradients go into windows, and from there into the step."""
-    (plan,), (gradients,), windows = used.plans, used.gradients, there(exchange.windows)
+    (plan,), (gradients,), windows = used.plans, used.gradients, not_none(exchange.windows)
     part, asked, row_ids = plan.features.stores[s], plan.asked_of(s), plan.found_of(s).row_ids
     received = asked.received
     uses = jnp.where(row_ids == jnp.uint32(NO_ROW), 0, received[:, 3].astype(jnp.int32))
@@ -157,15 +157,15 @@ def _update_in_windows(
     dtype = gathered_dtype(exchange.spec.gradients, "float32")
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
     _, *bags = part.operands()
-    store, view, slots = tiers.brought(spec, store, inputs.seed, row_ids)
+    store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
     view, num_nonfinite, _ = kernels.update_window(
         windows.number,
         view,
         _step_of_lines(spec, inputs, [received], slots, used.is_live, total),
         asked.slots,
         bags,
-        gradients_lib.by_bag(spec, part, gradients),
+        gradients_lib.gradients_by_bag(spec, part, gradients),
         part.num_tiles,
         dtype,
     )
-    return tiers.returned(store, view, writes=True), num_nonfinite, jnp.where(used.is_live[0], 0, uses.sum())
+    return tiers.give_back(store, view, writes=True), num_nonfinite, jnp.where(used.is_live[0], 0, uses.sum())

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxsok import checks
-from jaxsok.stats import LATEST, PER_TABLE, TO_DATE, Stats, columns, on_one_device, scalars_of
+from jaxsok.stats import LATEST, PER_TABLE, TO_DATE, Stats, columns, move_to_one_device, scalars_of
 
 
 class StatsWindow:
@@ -55,7 +55,7 @@ class StatsWindow:
                 f"StatsWindow: push: stats: got {stats.words.shape[0]} steps stacked, wanted one step; push "
                 "jax.tree.map(lambda count: count[i], stats) for each i."
             )
-        step = on_one_device(stats)
+        step = move_to_one_device(stats)
         step.words.copy_to_host_async()
         self._steps.append(step)
         self._unchecked.append(step)

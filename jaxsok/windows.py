@@ -97,7 +97,7 @@ def _agree(topic: str, error: Exception | None) -> None:
         raise error or RuntimeError(messages[0])
 
 
-_together = functools.partial(processes.together, _TOPIC, agree=_agree)
+_together = functools.partial(processes.fail_together, _TOPIC, agree=_agree)
 
 
 def windows_of(shards: Shards, wire: str) -> Windows | None:

@@ -95,8 +95,8 @@ def checked(command: list, what: str) -> None:
     done = subprocess.run(command, text=True, **TOGETHER)
     if done.returncode:
         lines = done.stdout.splitlines()
-        told = [line for line in lines if "error" in line.lower()] or lines[-15:]
-        raise Failure(f"{what} failed:\n" + "\n".join(told))
+        errors = [line for line in lines if "error" in line.lower()] or lines[-15:]
+        raise Failure(f"{what} failed:\n" + "\n".join(errors))
 
 
 def run_tests(tests: list[str]) -> tuple[int, str]:

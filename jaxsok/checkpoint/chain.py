@@ -62,7 +62,7 @@ def _base_of(op: str, delta: Source) -> Source:
     if base.manifest["uuid"] != delta.manifest["base"]:
         raise ValueError(
             f'{op}: path: got the delta "{delta.folder}", which rests on {delta.manifest["base"]}, wanted that in '
-            f'"{folder}", where it was, and which is {base.manifest["uuid"]}: a folder was renamed or written anew; '
+            f'"{folder}", where it was, and which is {base.manifest["uuid"]}: a folder was renamed or written again; '
             "give all links in order, the full export first."
         )
     return base
@@ -89,7 +89,7 @@ def gone_keys(op: str, collection: Collection, state: State, chain: Sequence[Sou
     if chain and _keeps_all(collection, state, chain[-1], table):
         return gone
     for source in chain:
-        with processes.together(op):
+        with processes.fail_together(op):
             tombstones = list(key_batches(source.files(table, manifest_lib.TOMBSTONES)))
         if tombstones:
             gone = np.setdiff1d(gone, np.concatenate(tombstones))
@@ -116,7 +116,7 @@ def find_keys(
     op: str, collection: Collection, state: State, table: str, batches: Iterator[np.ndarray]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields batches of keys, and which of them have a row. All processes read the same."""
-    for batch in processes.in_step(op, batches):
+    for batch in processes.iterate_together(op, batches):
         for start in range(0, batch.size, KEYS_AT_A_TIME):
             keys = batch[start : start + KEYS_AT_A_TIME]
             yield keys, np.asarray(collection.contains(state, table, pad_keys(keys)))[: keys.size]

@@ -124,7 +124,7 @@ def export_delta(
             )
     check_state(op, collection, state)
     check_untraced(op, state)
-    with processes.together(op):
+    with processes.fail_together(op):
         chain = chain_of(op, base)
         last = chain[-1].manifest
         for source in chain:
@@ -155,22 +155,22 @@ def _export(
     if chain:
         base, base_path = chain[-1].manifest, os.path.relpath(chain[-1].folder, final.absolute().parent)
         rests_on = {"base": base["uuid"], "base_path": base_path, "since": base["clock"]}
-    token = processes.drawn(is_shared=True).tobytes().hex()  # the processes of a job write into one folder
-    folder = published.unfinished(final, token)
+    token = processes.draw_words(is_shared=True).tobytes().hex()  # the processes of a job write into one folder
+    folder = published.unfinished_path(final, token)
     is_first = jax.process_index() == 0
-    with processes.together(op):
+    with processes.fail_together(op):
         # The first one alone: another host's network file system would remember that there is no such name.
         if is_first and os.path.lexists(final):
             raise FileExistsError(f'{op}: path: got "{final}", which exists, wanted a new one.')
-        if is_first and (others := published.left_behind(final)):
-            text = '%s: path: beside "%s" are %s: of exports that are being written, or of processes that died; remove '
-            LOG.warning(text + "those that nobody writes.", op, final, others)
+        if is_first and (others := published.list_unfinished(final)):
+            text = '%s: path: next to "%s" are %s: of exports that are being written, or of processes that died; '
+            LOG.warning(text + "remove those that no process writes.", op, final, others)
     try:
-        with processes.together(op):
+        with processes.fail_together(op):
             if is_first:
                 folder.mkdir(parents=True)
         gone = {table.name: gone_keys(op, collection, state, chain, table.name) for table in collection.tables}
-        with processes.together(op):
+        with processes.fail_together(op):
             if not folder.is_dir():
                 raise FileNotFoundError(
                     f'{op}: path: got "{final}", where process {jax.process_index()} does not find the folder that '
@@ -187,7 +187,7 @@ def _export(
                 "lookups were told another clock; pass clock= to all of lookup, assign, import_table and "
                 "exports, or to none."
             )
-        with processes.together(op):
+        with processes.fail_together(op):
             if is_first:
                 manifest_lib.join_parts(op, folder)
                 published.publish(op, folder, final)

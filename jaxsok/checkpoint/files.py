@@ -245,10 +245,10 @@ class SavedFile:
             found = self.path.stat()
             size = found.st_size if hasattr(found, "st_size") else found.length  # of pathlib, of etils.epath
         except FileNotFoundError as error:
-            raise self._damaged(0, "got no such file", "the file that the manifest names") from error
+            raise self._damage_error(0, "got no such file", "the file that the manifest names") from error
         wanted = self.entry["size"]
         if size != wanted:
-            raise self._damaged(min(size, wanted), f"got a file of {size} bytes", f"{wanted} bytes")
+            raise self._damage_error(min(size, wanted), f"got a file of {size} bytes", f"{wanted} bytes")
 
     def verify(self) -> None:
         """Reads the whole file against its checksums."""
@@ -280,9 +280,9 @@ class SavedFile:
                     batch = pa.ipc.read_record_batch(pa.ipc.read_message(pa.py_buffer(data)), self.schema)
                     batch.validate(full=False)
                 except (pa.ArrowException, OSError, EOFError) as error:
-                    raise self._damaged(offset, f"got {error}", "a record batch") from error
+                    raise self._damage_error(offset, f"got {error}", "a record batch") from error
                 if batch.num_rows != num_rows or any(column.null_count for column in batch.columns):
-                    raise self._damaged(offset, f"got {batch.num_rows} rows", f"{num_rows}, none of them null")
+                    raise self._damage_error(offset, f"got {batch.num_rows} rows", f"{num_rows}, none of them null")
                 yield batch
 
     def _check_head(self, file: Any) -> None:
@@ -291,24 +291,24 @@ class SavedFile:
         try:
             schema = pa.ipc.read_schema(pa.py_buffer(head[MAGIC_BYTES:]))
         except (pa.ArrowException, OSError, EOFError) as error:
-            raise self._damaged(MAGIC_BYTES, f"got {error}", "the schema of an Arrow file") from error
+            raise self._damage_error(MAGIC_BYTES, f"got {error}", "the schema of an Arrow file") from error
         if not schema.equals(self.schema, check_metadata=True):
             got, wanted = (
                 ", ".join(f"{field.name} {field.type}" for field in fields) for fields in (schema, self.schema)
             )
-            raise self._damaged(MAGIC_BYTES, f"got columns {got}", wanted)
+            raise self._damage_error(MAGIC_BYTES, f"got columns {got}", wanted)
 
     def _read(self, file: Any, offset: int, size: int, checksum: int) -> bytes:
         file.seek(offset)
         data = file.read(size)
         if len(data) != size:
-            raise self._damaged(offset + len(data), "got the end of the file", f"{size - len(data)} bytes more")
+            raise self._damage_error(offset + len(data), "got the end of the file", f"{size - len(data)} bytes more")
         found = zlib.crc32(data)
         if found != checksum:
-            raise self._damaged(offset, f"got {size} bytes with checksum {found}", f"checksum {checksum}")
+            raise self._damage_error(offset, f"got {size} bytes with checksum {found}", f"checksum {checksum}")
         return data
 
-    def _damaged(self, byte: int, got: str, wanted: str) -> CorruptFileError:
+    def _damage_error(self, byte: int, got: str, wanted: str) -> CorruptFileError:
         return CorruptFileError(
             f'{self.op}: file "{self.path}", byte {byte}: {got}, wanted {wanted}; the file is damaged, use another '
             "copy."

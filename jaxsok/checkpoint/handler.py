@@ -54,7 +54,7 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
             raise
 
     async def _begin(self, directory: Any, args: "TablesSave", votes: tuple[processes.Vote, processes.Vote]) -> Any:
-        saving = args.started()
+        saving = args.make_saving()
         self.report = args.report
         # The folder may be on its way: a commit future waits for it, in its thread, and then writes.
         writing, began = _write(saving, directory, votes), time.monotonic()
@@ -72,11 +72,11 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
         return commit
 
     def save(self, directory: Any, args: "TablesSave") -> None:
-        with processes.together(SAVE):
-            saving = args.started()
+        with processes.fail_together(SAVE):
+            saving = args.make_saving()
             self.report = args.report
             save_now(saving, directory)
-        with processes.together(SAVE):
+        with processes.fail_together(SAVE):
             _join(directory)
 
     def finalize(self, directory: Any) -> None:
@@ -88,7 +88,7 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
             raise TypeError(
                 f"{RESTORE}: args: got {args!r}, wanted TablesRestore(collection): a collection says where rows go."
             )
-        with processes.together(RESTORE):
+        with processes.fail_together(RESTORE):
             source = Source.of(RESTORE, directory)
         return restore([source], args.collection, args.state, args.tables, args.optimizer_state, args.clock)
 
@@ -141,7 +141,7 @@ class TablesSave(ocp.args.CheckpointArgs):
     report: SaveReport | None = dataclasses.field(default=None, init=False)
     """The result of the save; `total_s` and `file_bytes` once it has ended."""
 
-    def started(self) -> Saving:
+    def make_saving(self) -> Saving:
         """Makes the save of these arguments; for the handler."""
         if not isinstance(self.collection, Collection):
             raise TypeError(f"{SAVE}: collection: got {type(self.collection).__name__}, wanted a jaxsok.Collection.")

@@ -28,7 +28,7 @@ def entry_of(state: State) -> dict[str, Any]:
 
 def begin_life(collection: Collection, state: State, manifest: Mapping[str, Any], *, is_exact: bool) -> State:
     """Begins a life for a state made of a folder; `is_exact`: a delta on it is what changes from here on."""
-    words = processes.drawn(is_shared=collection.shards.num_processes > 1)
+    words = processes.draw_words(is_shared=collection.shards.num_processes > 1)
     saved, ancestors = manifest.get("lineage"), ()
     if is_exact and saved is not None:
         ancestors = (*((name, order) for name, order in saved["ancestors"]), (saved["word"], saved["order"]))
@@ -53,8 +53,8 @@ def check(op: str, collection: Collection, state: State, folder: Any, manifest: 
         return
     raise ValueError(
         f'{op}: base: got "{folder}", exported by a state (lineage {saved["word"]}) that this one ({life.name}) did '
-        "not come from: it was restored from before it, or made anew, and rows would be missing in a delta. Wanted a "
-        "base that this state was restored from, or an export of before that or since; write a full export."
+        "not come from: it was restored from before it, or initialized again, and rows would be missing in a delta. "
+        "Wanted a base that this state was restored from, or an export of before that or since; write a full export."
     )
 
 

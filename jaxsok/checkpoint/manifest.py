@@ -44,7 +44,7 @@ def join_parts(op: str, folder: Any) -> dict[str, Any]:
     for n, part in enumerate(parts):
         if part["tables"].keys() != first["tables"].keys():
             what = f"tables: got {list(part['tables'])}, wanted {list(first['tables'])}, as process 0 saved"
-            raise manifests.damaged(op, _part_of(folder, n), what, CorruptFileError)
+            raise manifests.damage_error(op, _part_of(folder, n), what, CorruptFileError)
     whole = {name: value for name, value in first.items() if name not in ("tables", "bloom", "pause_s")}
     whole |= {"uuid": uuid.uuid4().hex, "pauses_s": [part["pause_s"] for part in parts], "tables": {}}
     whole[BLOOM] = [entry for part in parts for entry in part[BLOOM]]
@@ -158,7 +158,7 @@ def _canonical(body: Mapping[str, Any]) -> bytes:
 def _read(op: str, path: Any, form: manifests.Check) -> dict[str, Any]:
     """Reads a manifest or a part of one, and checks its checksum, version and every value."""
     try:
-        body = manifests.parsed(op, path, CorruptFileError)
+        body = manifests.read_json(op, path, CorruptFileError)
     except FileNotFoundError as error:
         raise CorruptFileError(
             f'{op}: file "{path}", byte 0: got no such file, wanted what a process of the save wrote.'
@@ -167,16 +167,16 @@ def _read(op: str, path: Any, form: manifests.Check) -> dict[str, Any]:
     found = zlib.crc32(_canonical(body))
     if found != checksum:
         what = f"byte 0: got checksum {found} instead of {reprlib.repr(checksum)}, wanted the JSON that was written"
-        raise manifests.damaged(op, path, what, CorruptFileError)
+        raise manifests.damage_error(op, path, what, CorruptFileError)
     if body.get("format") != FORMAT:
         raise CorruptFileError(f'{op}: file "{path}", byte 0: got no manifest of jaxsok, wanted format "{FORMAT}".')
-    manifests.checked(op, path, body, entries({"version": integer(1)}), CorruptFileError)
+    manifests.check_value(op, path, body, entries({"version": integer(1)}), CorruptFileError)
     if body["version"] > VERSION:
         raise ValueError(
             f'{op}: file "{path}": got version {body["version"]} of the format, wanted at most {VERSION}; use the '
             "jaxsok that wrote it, or a newer one."
         )
-    manifests.checked(op, path, body, form, CorruptFileError)
+    manifests.check_value(op, path, body, form, CorruptFileError)
     return body
 
 

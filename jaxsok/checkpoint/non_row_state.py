@@ -16,7 +16,7 @@ from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.save import admission_of
 from jaxsok.checkpoint.saved import OptimizerState, Source
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.collection import Collection
 from jaxsok.operations import locate
 from jaxsok.plan import owners_of
@@ -46,7 +46,7 @@ def add(
         if collection.shards.is_mesh:
             step = jax.device_put(step, state.step.sharding)
         state = dataclasses.replace(state, step=step)
-        state = _with_evicted(source, collection, state, names)
+        state = _restore_evicted(source, collection, state, names)
         if optimizer_state != "initial":
             state = _with_globals(source, collection, state, names)
         is_exact = optimizer_state == "require"
@@ -79,8 +79,8 @@ def note_keys(source: Source, collection: Collection) -> None:
                 totals[0] += num_shards * saved.get("keys_per_step", 0)
                 totals[1] += num_shards * saved.get("assigned_per_step", 0)
         keys, assigned = (total if spec.is_replicated else -(-total // spec.num_shards) for total in totals)
-        collection.growth.saw_batch(s, keys)
-        collection.growth.saw_assign(s, assigned)
+        collection.growth.record_batch(s, keys)
+        collection.growth.record_assign(s, assigned)
 
 
 def _with_globals(source: Source, collection: Collection, state: State, names: Sequence[str]) -> State:
@@ -98,7 +98,7 @@ def _with_globals(source: Source, collection: Collection, state: State, names: S
     return state
 
 
-def _with_evicted(source: Source, collection: Collection, state: State, names: Sequence[str]) -> State:
+def _restore_evicted(source: Source, collection: Collection, state: State, names: Sequence[str]) -> State:
     """Restores counts of evicted rows, on the first shard (of replicated stores: on all)."""
     tables = source.manifest["tables"]
     for s, spec in enumerate(collection.stores):
@@ -132,16 +132,18 @@ def _add_admission(source: Source, collection: Collection, held: Held, names: Se
         if isinstance(table.admission, policies.AdmitByCount):
             _add_waiting(source, collection, held, s, number)
         if isinstance(table.admission, policies.AdmitByBloom):
-            with processes.together(source.op):
+            with processes.fail_together(source.op):
                 held.state = _with_bloom(source, collection, held.state, s, number)
 
 
 def _add_waiting(source: Source, collection: Collection, held: Held, s: int, number: int) -> None:
     spec, shards = collection.stores[s], collection.shards
     held.state = with_store(held.state, s, _forget_waiting(spec, number, shards, held.state.stores[s]))
-    for keys, counts in processes.in_step(source.op, _join_batches(source.waiting(spec.tables[number].name))):
+    for keys, counts in processes.iterate_together(
+        source.op, _join_batches(source.waiting_keys(spec.tables[number].name))
+    ):
         # A key seen often enough for a lower threshold waits for one more sight.
-        counts = np.minimum(counts, np.uint32(there(spec.tables[number].admission).threshold - 1))
+        counts = np.minimum(counts, np.uint32(not_none(spec.tables[number].admission).threshold - 1))
         owners = owners_of(spec, number, keys, collection.partition_owners)
         store = admission_lib.with_waiting(spec, held.state.stores[s], number, keys, counts, owners, shards)
         held.state = with_store(held.state, s, store)
@@ -178,7 +180,7 @@ def _with_bloom(source: Source, collection: Collection, state: State, s: int, nu
     was, wanted = source.manifest["tables"][table.name]["admission"], admission_of(spec, table)
     is_same = was == wanted and old_size == size
     if not is_same and old_size:
-        text = '%s: table "%s": its Bloom filter begins anew: %s was saved, wanted %s, and counters without keys '
+        text = '%s: table "%s": its Bloom filter starts empty: %s was saved, wanted %s, and counters without keys '
         text += "cannot be dealt to other shards. Keys without a row are counted from 0."
         LOG.warning(text, source.op, table.name, was, wanted)
     (bloom,) = state.stores[s].bloom

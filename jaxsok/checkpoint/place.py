@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from jaxsok import processes
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.collection import Collection
-from jaxsok.records import Records, joined, regrouped
+from jaxsok.records import Records, join_records, regroup
 from jaxsok.specs import StoreSpec
 from jaxsok.store import row_bytes
 from jaxsok.table_export import no_records
-from jaxsok.table_import import Held, RecordWriter, padded
+from jaxsok.table_import import Held, RecordWriter, take_padded
 
 ROUND_BYTES = 32 << 20  # of all shards of a process together: host memory stays at a few times that
 MOST_LINES = 1 << 20  # of a shard in a round
@@ -37,7 +37,7 @@ def place_records(
     # A power of two: a few programs, whatever the number of rows.
     most_lines = min(MOST_LINES, 1 << max(6, lines.bit_length() - 1))
     is_once = spec.is_replicated
-    streams = {shard: regrouped(of_shard(shard), most_lines, joined) for shard in local[: 1 if is_once else None]}
+    streams = {shard: regroup(of_shard(shard), most_lines, join_records) for shard in local[: 1 if is_once else None]}
     writer = RecordWriter(op, collection.stores, s, number, shards, held, clock=np.uint32(0))
     none, total = no_records(spec), 0
     while True:
@@ -72,5 +72,5 @@ def _pad(spec: StoreSpec, records: Records, size: int) -> dict[str, np.ndarray]:
     arrays = {"keys": records.keys, "rows": records.rows}
     arrays |= {f"state.{state.name}": records.state[state.name] for state in spec.state_specs}
     if spec.keeps_statistics:
-        arrays["statistics"] = np.stack([there(records.last_step), there(records.frequency)], axis=1)
-    return {name: padded(array, np.arange(records.num_rows), size) for name, array in arrays.items()}
+        arrays["statistics"] = np.stack([not_none(records.last_step), not_none(records.frequency)], axis=1)
+    return {name: take_padded(array, np.arange(records.num_rows), size) for name, array in arrays.items()}

@@ -25,7 +25,7 @@ from jaxsok.checkpoint.saved import OptimizerState, Source, check_forms, choose_
 from jaxsok.collection import Collection
 from jaxsok.operations import check_state, check_untraced, locate
 from jaxsok.plan import partitions_of
-from jaxsok.records import Records, rounded
+from jaxsok.records import Records, round_to
 from jaxsok.specs import StoreSpec, TableSpec, name_word
 from jaxsok.store import State
 from jaxsok.table_import import Held, rows_in_use
@@ -62,7 +62,7 @@ def load(
     Example:
       `state = load(["monday", "tuesday"], collection)`
     """
-    with processes.together("load"):
+    with processes.fail_together("load"):
         chain = chain_of("load", path)
     return restore(chain, collection, state, tables, optimizer_state, clock)
 
@@ -91,7 +91,7 @@ def apply_delta(
       `state = apply_delta("wednesday", collection, state, after="tuesday")`
     """
     op = "apply_delta"
-    with processes.together(op):
+    with processes.fail_together(op):
         check_state(op, collection, state)
         check_untraced(op, state)
         source = Source.of(op, pathlib.Path(path))
@@ -102,7 +102,7 @@ def apply_delta(
         check_forms(source, collection, names, optimizer_state)
         now = time_of(op, state, clock) if tables is not None or clock is not None else None
         source.verify(names)
-    with held_on(collection, state, names) as held:
+    with hold_state(collection, state, names) as held:
         apply_link(source, collection, held, tables, optimizer_state, is_whole=tables is None, now=now)
     return held.state
 
@@ -118,7 +118,7 @@ def restore(
     """Restores tables from a full export and its deltas, in order, as `load`."""
     full, is_new, now = chain[0], state is None, None
     op = full.op
-    with processes.together(op):
+    with processes.fail_together(op):
         names = choose_tables(full, collection, tables)
         if state is not None:
             check_state(op, collection, state)
@@ -146,7 +146,7 @@ def restore(
             s, number = locate(op, collection, name)
             there = collection.shards.read(state.stores[s].table_rows).reshape(-1, len(collection.stores[s].tables))
             rows[name] -= there[:, number].astype(np.int64)
-    with held_on(collection, state, names, is_new=is_new) as held:
+    with hold_state(collection, state, names, is_new=is_new) as held:
         # Before anything goes: a refusal changes nothing.
         held.state = with_room(full, collection, state, rows, is_new=is_new)
         for name in () if is_new else names:
@@ -160,7 +160,7 @@ def restore(
 
 
 @contextlib.contextmanager
-def held_on(collection: Collection, state: State, names: Sequence[str], *, is_new: bool = False) -> Iterator[Held]:
+def hold_state(collection: Collection, state: State, names: Sequence[str], *, is_new: bool = False) -> Iterator[Held]:
     """Wraps calls that donate a state bit by bit: an error carries the last whole state, unless the state `is_new`."""
     held = Held(state)
     try:
@@ -193,7 +193,7 @@ def place(source: Source, collection: Collection, held: Held, name: str, taken: 
 
     num_placed = place_records(op, collection, s, number, held, of_shard)
     saved = source.manifest["tables"][name]["num_rows"]
-    with processes.together(op):
+    with processes.fail_together(op):
         if num_placed != saved:
             raise CorruptFileError(
                 f'{op}: table "{name}": got {num_placed} rows in "{source.folder}", wanted {saved}; files of other '
@@ -222,7 +222,7 @@ def _fitter(
             last_step, frequency = np.full(num_rows, clock), np.zeros(num_rows, np.uint32)
         if now is not None and last_step is not None:
             last_step = np.maximum(last_step, np.uint32(now))
-        return Records(records.keys, rounded(records.rows, dtype), state, last_step, frequency)
+        return Records(records.keys, round_to(records.rows, dtype), state, last_step, frequency)
 
     return fit
 
@@ -238,7 +238,7 @@ def apply_link(
     now: int | None,
 ) -> None:
     """Applies a delta; its place in the chain is checked already."""
-    with processes.together(source.op):
+    with processes.fail_together(source.op):
         names = choose_tables(source, collection, tables)
         taken = check_forms(source, collection, names, optimizer_state)
     if is_whole:
@@ -247,7 +247,7 @@ def apply_link(
     more = {name: _more_rows(source, collection, held.state, name) for name in names}
     held.state = with_room(source, collection, held.state, more)
     for name in names:
-        for keys in processes.in_step(source.op, key_batches(source.files(name, manifest_lib.TOMBSTONES))):
+        for keys in processes.iterate_together(source.op, key_batches(source.files(name, manifest_lib.TOMBSTONES))):
             for start in range(0, keys.size, KEYS_AT_A_TIME):
                 erased = pad_keys(keys[start : start + KEYS_AT_A_TIME])
                 held.state, _ = collection.erase(held.state, name, erased)
@@ -298,8 +298,8 @@ def with_room(
         with_step = max(needed, min(limit, needed + _keys_of_step(collection, s, needed)))
         if is_new and with_step > capacity:
             roomy[s] = with_step
-    free = grow_lib.agreed_free_bytes(collection.shards) if roomy else None
-    host_share = grow_lib.agreed_host_share([collection.stores[s] for s in roomy], collection.shards)
+    free = grow_lib.agree_on_free_bytes(collection.shards) if roomy else None
+    host_share = grow_lib.agree_on_host_share([collection.stores[s] for s in roomy], collection.shards)
     more = [
         (collection.stores[s], rows - state.stores[s].capacity // collection.stores[s].num_shards)
         for s, rows in (capacities | roomy).items()

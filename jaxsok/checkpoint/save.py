@@ -365,17 +365,17 @@ class _Tables:
                 "form": form.to_json(),
                 "admission": admission_of(spec, table),
                 "unknown": manifest_lib.unknown_to_json(table, low | high << 32),
-                "num_rows": sum(file["num_rows"] for file in self._done(table.name, manifest_lib.ROWS)),
+                "num_rows": sum(file["num_rows"] for file in self._entries_of(table.name, manifest_lib.ROWS)),
                 "num_nonfinite": self.nonfinite[table.name],
                 "partition_rows": manifest_lib.pack(self.by_partition[table.name]),
-                **{kind: self._done(table.name, kind) for kind in manifest_lib.KINDS},
+                **{kind: self._entries_of(table.name, kind) for kind in manifest_lib.KINDS},
                 "num_evicted": evicted.get(table.name, 0),
             }
             for spec, forms in zip(self.collection.stores, self.forms, strict=True)
             for table, form in zip(spec.tables, forms, strict=True)
         }
 
-    def _done(self, table: str, kind: str) -> list[dict[str, Any]]:
+    def _entries_of(self, table: str, kind: str) -> list[dict[str, Any]]:
         return [self.done[table, kind]] if (table, kind) in self.done else []
 
     def file_bytes(self) -> int:

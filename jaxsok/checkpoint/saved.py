@@ -53,7 +53,7 @@ class Source:
                     records = records if is_wanted.all() else records.take(is_wanted)
                 yield records
 
-    def waiting(self, table: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def waiting_keys(self, table: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for file in self.files(table, manifest_lib.WAITING):
             for batch in file.batches():
                 yield tuple(batch.column(name).to_numpy(zero_copy_only=False) for name in ("key", "count"))
@@ -170,5 +170,5 @@ def _check_globals(source: Source, collection: Collection, name: str) -> None:
     if saved != wanted:
         raise ValueError(
             f'{source.op}: table "{name}": optimizer: got state of no row {saved} in '
-            f'"{source.folder}", wanted {wanted}; pass optimizer_state="initial" to begin it anew.'
+            f'"{source.folder}", wanted {wanted}; pass optimizer_state="initial" to start from the initial state.'
         )

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from jaxsok.checks import there
+from jaxsok.checks import not_none
 from jaxsok.keys import from_words
 from jaxsok.rows import RowSlab, cut_lines, slabs_of
-from jaxsok.shards import Shards, local_parts, on_host
+from jaxsok.shards import Shards, local_parts, read_on_host
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.table_export import sent_ahead
+from jaxsok.table_export import prefetch
 from jaxsok.types import COUNTERS, PADDING_KEY
 
 UNDER_WAY = 2  # pieces between device and host
@@ -80,7 +80,7 @@ def pieces(
 
     A piece has about `piece_bytes`. With `since`, only rows with a later or equal last step are kept.
     """
-    return map(_UnderWay.wait, sent_ahead(_start(number, spec, store, seed, shards, piece_bytes, since), UNDER_WAY))
+    return map(_UnderWay.wait, prefetch(_start(number, spec, store, seed, shards, piece_bytes, since), UNDER_WAY))
 
 
 def _start(
@@ -112,7 +112,7 @@ def _start_rows(
         part = jax.tree.unflatten(structure, [parts[shard] for parts in parts_of])
         # Rows lie below the row ids that were ever given out.
         end = int(np.asarray(part.counters)[COUNTERS.index("num_allocated")])
-        for slab in slabs_of(spec, part, on_host(seed)):
+        for slab in slabs_of(spec, part, read_on_host(seed)):
             for start in range(0, min(slab.size, end - slab.start), most):
                 stop = min(start + most, slab.size, end - slab.start)
                 if since is None:
@@ -125,7 +125,7 @@ def _start_since(
     make: Callable[..., Piece], slab: RowSlab, start: int, stop: int, most: int, since: int
 ) -> Iterator["_UnderWay"]:
     # A delta usually has few rows. The keys and statistics of all rows say which.
-    cut, lines = _cut((slab.records, there(slab.statistics)), start, stop, most)
+    cut, lines = _cut((slab.records, not_none(slab.statistics)), start, stop, most)
     words, seen = (np.asarray(array)[lines] for array in cut)
     is_wanted = (from_words(words[:, :2]) != np.uint64(PADDING_KEY)) & (seen[:, 0] >= np.uint32(since))
     wanted = np.flatnonzero(is_wanted)

@@ -140,13 +140,13 @@ class _Day(ArraySource):
     def __init__(self, dense: pathlib.Path):
         stem = os.fspath(dense).removesuffix("_dense.npy")
         labels, bags = pathlib.Path(f"{stem}_labels.npy"), pathlib.Path(f"{stem}_sparse_multi_hot.npz")
-        columns = {"integers": _mapped_rows(dense, NUM_INTEGERS)}
+        columns = {"integers": _map_rows(dense, NUM_INTEGERS)}
         if labels.exists():
             columns["label"] = np.load(labels, mmap_mode="r").reshape(-1)
         if bags.exists():
             columns |= _map_bags(bags)
         else:
-            columns["sparse"] = _mapped_rows(pathlib.Path(f"{stem}_sparse.npy"), NUM_CATEGORIES)
+            columns["sparse"] = _map_rows(pathlib.Path(f"{stem}_sparse.npy"), NUM_CATEGORIES)
         counts = {name: len(column) for name, column in columns.items()}
         if len(set(counts.values())) > 1:
             raise ValueError(f"binary_source: {stem}: got {counts} samples, wanted as many in each file.")
@@ -183,7 +183,7 @@ def _columns_of(categories: np.ndarray) -> Columns:
     return {name: categories[:, i] for i, name in enumerate(CATEGORY_NAMES)}
 
 
-def _mapped_rows(path: pathlib.Path, width: int) -> np.ndarray:
+def _map_rows(path: pathlib.Path, width: int) -> np.ndarray:
     array = np.load(path, mmap_mode="r")
     if array.shape[1:] != (width,):
         raise ValueError(f"binary_source: {path}: got shape {list(array.shape)}, wanted [num_samples, {width}].")

@@ -95,14 +95,16 @@ class ArraySource(_Source):
         self.ends = np.minimum(np.arange(0, num_samples, block_samples, dtype=np.int64) + block_samples, num_samples)
 
     def take(self, positions: slice | np.ndarray) -> Columns:
-        return _picked_all(self.columns, positions)
+        return _pick_columns(self.columns, positions)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"columns": {name: _each(_to_mapped, column) for name, column in self.columns.items()}}
+        return vars(self) | {
+            "columns": {name: _map_arrays(_to_mapped, column) for name, column in self.columns.items()}
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.columns = {name: _each(_from_mapped, column) for name, column in self.columns.items()}
+        self.columns = {name: _map_arrays(_from_mapped, column) for name, column in self.columns.items()}
 
 
 class JoinedSource(_Source):
@@ -153,7 +155,7 @@ class BlockSource(_Source):
 
     def take(self, positions: slice | np.ndarray) -> Columns:
         """Reads samples from decoded blocks."""
-        return _read_parts(self.ends, positions, lambda block, part: _picked_all(self._block(block), part))
+        return _read_parts(self.ends, positions, lambda block, part: _pick_columns(self._block(block), part))
 
     def _block(self, block: int) -> Columns:
         """Returns a block; of several threads that want it the first one reads it."""
@@ -312,14 +314,14 @@ def _with_offsets(name: str, column: Any) -> Any:
         return column if hasattr(column, "shape") else np.asarray(column)
     if column.inverse is not None or (column.lengths is None and column.offsets is None):
         raise ValueError(f'ArraySource: column "{name}": got {column}, wanted Bags with lengths or offsets alone.')
-    bags = _each(lambda array: array if hasattr(array, "shape") else np.asarray(array), column)
+    bags = _map_arrays(lambda array: array if hasattr(array, "shape") else np.asarray(array), column)
     offsets = offsets_of(bags.lengths) if bags.offsets is None else bags.offsets
     if offsets[-1] > len(bags.keys):
         raise ValueError(f'ArraySource: column "{name}": got {len(bags.keys)} keys, wanted {offsets[-1]} for its bags.')
     return Bags(bags.keys, offsets=offsets, weights=bags.weights)
 
 
-def _each(change: Callable[[Any], Any], column: Any) -> Any:
+def _map_arrays(change: Callable[[Any], Any], column: Any) -> Any:
     """Changes an array, or each array of bags."""
     if not isinstance(column, Bags):
         return change(column)
@@ -359,7 +361,7 @@ def _num_samples(column: Any) -> int:
     return len(column.offsets) - 1 if isinstance(column, Bags) else column.shape[0]
 
 
-def _picked_all(columns: Columns, positions: slice | np.ndarray) -> Columns:
+def _pick_columns(columns: Columns, positions: slice | np.ndarray) -> Columns:
     return {name: _pick(column, positions) for name, column in columns.items()}
 
 

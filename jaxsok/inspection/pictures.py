@@ -10,7 +10,7 @@ from jaxsok.caches import CacheEstimate
 from jaxsok.inspection.counts import Bin
 from jaxsok.inspection.report import TableReport
 from jaxsok.memory import STATE, STEP, MemoryEstimate
-from jaxsok.printed import each_device, in_units
+from jaxsok.printed import format_bytes, name_devices
 
 # Okabe and Ito's colours, which colour-blind people can distinguish.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#999999", "#000000")
@@ -75,11 +75,11 @@ def draw_estimate(estimate: MemoryEstimate, path: str | os.PathLike[str]) -> Non
     axes.set_yticks(range(len(bars)), [name for name, _ in bars])
     axes.invert_yaxis()
     axes.set_xlabel(unit)
-    title = f"{in_units(estimate.total)} on {each_device(estimate.num_shards)}"
+    title = f"{format_bytes(estimate.total)} on {name_devices(estimate.num_shards)}"
     if estimate.memory_bytes is not None:
-        title += f", of {in_units(estimate.memory_bytes)} for arrays"
+        title += f", of {format_bytes(estimate.memory_bytes)} for arrays"
     if estimate.host_bytes:
-        title += f"; {in_units(estimate.host_bytes)} of host memory"
+        title += f"; {format_bytes(estimate.host_bytes)} of host memory"
     axes.set_title(title, loc="left")
     handles, labels = axes.get_legend_handles_labels()
     by_label = dict(zip(labels, handles, strict=True))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxsok.inspection.counts import QUANTILES, Bin, Frequencies, Magnitudes, Steps
-from jaxsok.printed import aligned, in_units
+from jaxsok.printed import format_bytes, format_columns
 from jaxsok.records import Records
 
 TOP_SHARE = 0.01  # the share of rows that counts as the most used
@@ -84,13 +84,13 @@ class TableReport:
 
     def to_json(self) -> dict[str, Any]:
         """Returns dicts, lists and numbers; None for what is not a number."""
-        return _plain(dataclasses.asdict(self))
+        return _to_plain(dataclasses.asdict(self))
 
     def __str__(self) -> str:
         states = ", ".join(f"{name} ({norms.dim})" for name, norms in self.states.items())
         lines = [
             f'table "{self.name}": {self.num_rows:,} rows of {self.dim} {self.dtype}, '
-            f"{f'state {states}' if states else 'no optimizer state'}; {in_units(self.num_bytes)}"
+            f"{f'state {states}' if states else 'no optimizer state'}; {format_bytes(self.num_bytes)}"
         ]
         if self.facts:
             facts = {name: f"{value:,}" if isinstance(value, int) else value for name, value in self.facts.items()}
@@ -235,13 +235,13 @@ def overview(reports: Iterable[TableReport]) -> list[str]:
             " ".join(table.states) or "-",
             f"{table.num_rows:,}",
             str(table.dim),
-            in_units(table.num_bytes),
+            format_bytes(table.num_bytes),
             f"{table.norms.num_nonfinite:,}",
             _number(table.norms.quantiles[0.5]),
         )
         for table in reports
     ]
-    return aligned(head, body, is_text=(0, 1, 2))
+    return format_columns(head, body, is_text=(0, 1, 2))
 
 
 def _table_of_norms(norms: Mapping[str, Norms]) -> list[str]:
@@ -255,7 +255,7 @@ def _table_of_norms(norms: Mapping[str, Norms]) -> list[str]:
         )
         for name, found in norms.items()
     ]
-    return aligned(head, body, is_text=(0,))
+    return format_columns(head, body, is_text=(0,))
 
 
 def _bars(bins: tuple[Bin, ...], edge: Any) -> list[str]:
@@ -277,13 +277,13 @@ def _whole(counted: Bin) -> str:
     return f"{counted.low:,}" if counted.high == counted.low + 1 else f"{counted.low:,} - {counted.high - 1:,}"
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, Bin):
         return {"low": value.low, "high": value.high, "num": value.num}
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): _to_plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

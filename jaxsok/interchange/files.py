@@ -177,7 +177,7 @@ class PartialFiles:
         if kind is not None:
             self._remove_partials()
             return
-        with published.locked(self._paths[0].parent):
+        with published.lock_folder(self._paths[0].parent):
             try:
                 refuse_existing(self._op, [*self._paths, *self._stale], self._overwrite)
                 self._publish()
@@ -346,8 +346,8 @@ def check_keys(op: str, num_keys: int, chunks: Callable[[], Iterator[np.ndarray]
         if twice.size:
             key = np.uint64(ordered[twice[0] + 1])
             raise ValueError(
-                f"{op}: {place(_second(chunks, key))}: key: got {key} a second time, wanted each key once: its row "
-                "would depend on the order."
+                f"{op}: {place(_find_second(chunks, key))}: key: got {key} a second time, wanted each key once: its "
+                "row would depend on the order."
             )
 
 
@@ -356,7 +356,7 @@ def _part_of(keys: np.ndarray, num_parts: int) -> np.ndarray:
     return (keys * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(num_parts)
 
 
-def _second(chunks: Callable[[], Iterator[np.ndarray]], key: np.uint64) -> int:
+def _find_second(chunks: Callable[[], Iterator[np.ndarray]], key: np.uint64) -> int:
     found, begin = [], 0
     for keys in chunks():
         found += [begin + int(i) for i in np.flatnonzero(keys == key)[:2]]
@@ -375,7 +375,7 @@ def check_raw_keys(keys: RawArray) -> None:
 _PLAIN = str.maketrans(string.punctuation, "_" * len(string.punctuation))
 
 
-def spelled(name: str) -> str:
+def spell_name(name: str) -> str:
     """Spells a name as SOK names files: `user/age:0` is `user_age_0`."""
     return name.translate(_PLAIN)
 
@@ -394,7 +394,7 @@ def names_of(
             raise ValueError(f"{op}: tables: got {name!r}, wanted some of {every}.")
     seen: dict[str, str] = {}
     for table, name in chosen.items():
-        file = spelled(name) + ending
+        file = spell_name(name) + ending
         other = seen.setdefault(file, table)
         if other != table:
             raise ValueError(
@@ -447,7 +447,7 @@ def import_all(
     reset_state: bool,
 ) -> State:
     """Enters the rows of checked files, table by table; first refuses those that do not fit theirs."""
-    chunks = {table: read if with_state else _without_state(read) for table, read in chunks.items() if read.num_rows}
+    chunks = {table: read if with_state else _drop_state(read) for table, read in chunks.items() if read.num_rows}
     for table, read in chunks.items():
         spec = spec_of(collection, table)
         if read.dim != spec.dim:
@@ -477,9 +477,9 @@ def paths_of(
     ending: str,
 ) -> dict[str, pathlib.Path]:
     names = names_of(op, collection, tables, ending)
-    return {table: pathlib.Path(directory) / f"{spelled(name)}{ending}" for table, name in names.items()}
+    return {table: pathlib.Path(directory) / f"{spell_name(name)}{ending}" for table, name in names.items()}
 
 
-def _without_state(chunks: RecordChunks) -> RecordChunks:
+def _drop_state(chunks: RecordChunks) -> RecordChunks:
     start = lambda: (dataclasses.replace(chunk, state={}) for chunk in chunks)  # noqa: E731
     return RecordChunks(chunks.num_rows, chunks.dim, {}, start)

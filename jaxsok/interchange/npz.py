@@ -17,7 +17,7 @@ import numpy as np
 from jaxsok.collection import Collection
 from jaxsok.interchange import files
 from jaxsok.interchange.files import PartialFiles, RecordChunks, RecordsIn
-from jaxsok.records import Records, joined
+from jaxsok.records import Records, join_records
 from jaxsok.store import State
 
 _END = b"PK\x05\x06"
@@ -40,7 +40,7 @@ def write_npz(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = 
       {'key': [7], 'row': [[1.0, 1.0]], 'row_dtype': 'float32'}
     """
     _, chunks = files.check_records("write_npz", records)
-    whole = joined(list(chunks) or [Records(np.zeros(0, np.uint64), np.zeros((0, 1), np.float32))])
+    whole = join_records(list(chunks) or [Records(np.zeros(0, np.uint64), np.zeros((0, 1), np.float32))])
     rows = whole.rows.view(np.uint16) if whole.rows.dtype.name == "bfloat16" else whole.rows
     arrays: dict[str, Any] = {"key": whole.keys, "row": rows, "row_dtype": np.array(whole.rows.dtype.name)}
     arrays |= {f"state.{name}": array for name, array in whole.state.items()}

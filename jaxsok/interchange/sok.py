@@ -199,7 +199,7 @@ def save(
     """
     op, names = "sok.save", files.names_of("sok.save", collection, tables)
     files.refuse_processes(op, collection, "write_sok")
-    chosen = {table: _declared_slots(op, collection, table, with_state, optimizers) for table in names}
+    chosen = {table: _choose_slots(op, collection, table, with_state, optimizers) for table in names}
     for name in names.values():
         files.refuse_existing(op, _files_of(op, directory, name), overwrite)
     num_rows = {}
@@ -232,7 +232,7 @@ def load(
     op, names = "sok.load", files.names_of("sok.load", collection, tables)
     chunks = {}
     for table, name in names.items():
-        optimizer, rate = _declared_slots(op, collection, table, with_state, optimizers)
+        optimizer, rate = _choose_slots(op, collection, table, with_state, optimizers)
         spec = files.spec_of(collection, table)
         widths = {state.name: state.dim for state in spec.optimizer.state_specs(spec.dim)}
         how = {"optimizer": optimizer, "learning_rate": rate, "widths": widths, "chunk_rows": chunk_rows}
@@ -251,7 +251,7 @@ class _Output:
 def _spell(op: str, table: str) -> str:
     if not isinstance(table, str) or not table:
         raise ValueError(f"{op}: table: got {table!r}, wanted the name of SOK's variable.")
-    return files.spelled(table)
+    return files.spell_name(table)
 
 
 def _files_of(op: str, directory: str | os.PathLike, table: str) -> list[pathlib.Path]:
@@ -329,7 +329,7 @@ def _find_spelling(op: str, base: pathlib.Path, spellings: Sequence[Mapping[str,
     return dict((there or spellings)[0])
 
 
-def _declared_slots(
+def _choose_slots(
     op: str, collection: Collection, table: str, with_state: bool, optimizers: Mapping[str, OptimizerLike] | None
 ) -> tuple[OptimizerLike, float | None]:
     """Returns what files call a table's state, and the learning rate, if it is a number."""

@@ -104,7 +104,7 @@ def read_header(op: str, path: pathlib.Path, table: str, kind: int, slot: str) -
             name = words[place].decode().lstrip(" ")
         except UnicodeDecodeError as error:
             raise ValueError(f"{op}: {path}: byte {place.start + error.start}: {what}: got no UTF-8.") from error
-        if name and files.spelled(name) != files.spelled(wanted):
+        if name and files.spell_name(name) != files.spell_name(wanted):
             raise ValueError(
                 f"{op}: {path}: bytes {place.start} to {place.stop - 1}: {what}: got {name!r}, wanted {wanted!r} or "
                 "blanks."

@@ -151,7 +151,7 @@ def rows_of(model: Any, names: Mapping[str, str] | None = None) -> Callable[[str
     def read(table: str, keys: np.ndarray) -> np.ndarray:
         wanted, tensors = (names or {}).get(table, table), model.state_dict()
         found = [name for name in tensors if (m := _PLACE.fullmatch(name)) and not m[3] and wanted in (m[1], m[2])]
-        tensor = tensors[_only("rows_of", "model", wanted, found, tensors)]
+        tensor = tensors[_require_one("rows_of", "model", wanted, found, tensors)]
         whole = np.full(tensor.size(), np.nan, np.float32)
         shards = tensor.local_shards() if hasattr(tensor, "local_shards") else ()
         for (row, column), part in [(s.metadata.shard_offsets, s.tensor) for s in shards] or [((0, 0), tensor)]:
@@ -164,7 +164,7 @@ def rows_of(model: Any, names: Mapping[str, str] | None = None) -> Callable[[str
 # Tables in files -----------------------------------------------------------------------------------------------------
 
 
-def _only(op: str, where: Any, name: str, found: Sequence[str], every: Iterable[str]) -> str:
+def _require_one(op: str, where: Any, name: str, found: Sequence[str], every: Iterable[str]) -> str:
     """Returns the one name that was found."""
     if len(found) != 1:
         raise ValueError(f'{op}: {where}: got "{name}", of which there are {list(found)}, wanted one of {list(every)}.')
@@ -182,7 +182,7 @@ def _open(op: str, folder: str | os.PathLike, names: Iterable[str] | None = None
             dumped.setdefault(match[1], []).append((int(match[2]), int(match[3]), file))
     if not dumped:
         raise FileNotFoundError(f"{op}: {path}: got neither .metadata nor *_emb_keys.rank_*, wanted one of them.")
-    names = dumped if names is None else [_only(op, path, n, [n] if n in dumped else [], dumped) for n in names]
+    names = dumped if names is None else [_require_one(op, path, n, [n] if n in dumped else [], dumped) for n in names]
     return {name: _open_dump(op, name, dumped[name]) for name in names}
 
 
@@ -198,13 +198,13 @@ def _open_checkpoint(op: str, folder: pathlib.Path, names: Iterable[str] | None)
         best = [path for path, number in common.items() if number == max(common.values()) > 1]
         fused = match[3].startswith(f"{match[2]}.")
         name = match[3].removeprefix(f"{match[2]}.") if fused else f"dense {match[3]}"
-        states[_only(op, folder, match[0], best, weights)][name] = tensor
+        states[_require_one(op, folder, match[0], best, weights)][name] = tensor
     tables, result = dict.fromkeys(path.rpartition(".")[2] for path in weights), {}
     for name in (tables if len(tables) == len(weights) else weights) if names is None else names:
         columns = None if name in weights or name in tables else _COLUMNS.fullmatch(name)
         wanted = columns[1] if columns else name
-        path = _only(op, folder, wanted, [p for p in weights if wanted in (p, p.rpartition(".")[2])], weights)
-        result[name] = _sharded(weights[path], states[path], columns and (int(columns[2]), int(columns[3])))
+        path = _require_one(op, folder, wanted, [p for p in weights if wanted in (p, p.rpartition(".")[2])], weights)
+        result[name] = _make_saved(weights[path], states[path], columns and (int(columns[2]), int(columns[3])))
     return result
 
 
@@ -214,7 +214,7 @@ def _num_common(path: list[str], other: list[str]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _sharded(weight: Tensor, states: Mapping[str, Tensor], columns: tuple[int, int] | None = None) -> _Saved:
+def _make_saved(weight: Tensor, states: Mapping[str, Tensor], columns: tuple[int, int] | None = None) -> _Saved:
     num_rows, dim = weight.shape
     low, high = columns or (0, dim)
     if not 0 <= low < high <= dim:

@@ -113,9 +113,9 @@ def bring(
             initial=initial,
             **sizes,
         )
-        return tier, tuple(host), counters, _brought(out)
-    placed = _placed("jaxsok_tier_bring", tier, host, records, counters, row_ids, num_slots, slots | owners)
-    host = _written(host, tier.rows, tier.states, placed["leaving"], placed["counts"])
+        return tier, tuple(host), counters, _make_brought(out)
+    placed = _call_placing("jaxsok_tier_bring", tier, host, records, counters, row_ids, num_slots, slots | owners)
+    host = _write_leaving(host, tier.rows, tier.states, placed["leaving"], placed["counts"])
     out = call(
         "jaxsok_tier_read",
         {
@@ -134,7 +134,7 @@ def bring(
         **sizes,
     )
     tier = Tier(**{name: (out if name in ("rows", "states") else placed)[name] for name in _TIER_ARRAYS})
-    return tier, host, placed["store_counters"], _brought(placed | out)
+    return tier, host, placed["store_counters"], _make_brought(placed | out)
 
 
 def bring_ahead(
@@ -150,9 +150,9 @@ def bring_ahead(
     Tier, host slabs and the store's counters are donated, as by `bring`. On a GPU records cross the link while other
     work runs: slabs of pinned memory that the library made get it, others nothing.
     """
-    listed = _placed("jaxsok_tier_bring_ahead", tier, host, records, counters, row_ids, num_slots, {})
+    listed = _call_placing("jaxsok_tier_bring_ahead", tier, host, records, counters, row_ids, num_slots, {})
     moved = listed["leaving"], listed["counts"]
-    host = _written(host, tier.rows, tier.states, *moved, target="jaxsok_tier_write_ahead")
+    host = _write_leaving(host, tier.rows, tier.states, *moved, target="jaxsok_tier_write_ahead")
     out = call(
         "jaxsok_tier_read_ahead",
         {"counters": listed["counters"], "host": host, "coming": listed["coming"], "counts": listed["counts"]},
@@ -165,7 +165,7 @@ def bring_ahead(
     return dataclasses.replace(tier, **changed), host, listed["store_counters"]
 
 
-def _placed(
+def _call_placing(
     target: str,
     tier: Tier,
     host: Sequence[HostSlab],
@@ -196,11 +196,11 @@ def _placed(
     )
 
 
-def _brought(out: Mapping[str, Any]) -> Brought:
+def _make_brought(out: Mapping[str, Any]) -> Brought:
     return Brought(**{name: out[name] for name in Brought._fields})
 
 
-def _written(
+def _write_leaving(
     host: Sequence[HostSlab],
     rows: Float[Array, "_ dim"],
     states: Sequence[Float32[Array, "_ _"]],
@@ -227,7 +227,7 @@ def _written(
     )
 
 
-def _written_of(
+def _write_all_slots(
     host: Sequence[HostSlab],
     rows: Float[Array, "num_lines dim"],
     states: Sequence[Float32[Array, "num_lines _"]],
@@ -236,7 +236,7 @@ def _written_of(
     """Writes the rows of all slots, as if they left."""
     row_ids, zeros = owners[:, 3], jnp.zeros(owners.shape[0], jnp.uint32)
     leaving = jnp.stack([jnp.arange(owners.shape[0], dtype=jnp.uint32), row_ids, zeros, zeros], axis=1)
-    return _written(host, rows, states, leaving, jnp.asarray([owners.shape[0], 0, 0, 0], jnp.uint32))
+    return _write_leaving(host, rows, states, leaving, jnp.asarray([owners.shape[0], 0, 0, 0], jnp.uint32))
 
 
 def give_back(
@@ -249,7 +249,7 @@ def give_back(
     """Writes staged rows to host memory; tier and host slabs are donated."""
     if staged_owners.shape[0] == 0:
         return tier, tuple(host)
-    host = _written_of(host, staged_rows, staged_states, staged_owners)
+    host = _write_all_slots(host, staged_rows, staged_states, staged_owners)
     places, begin = [], 0
     for slab in tier.places:
         lines = staged_owners[:, 3] - jnp.uint32(begin)  # those of other slabs are beyond this one
@@ -261,4 +261,4 @@ def give_back(
 
 def flush(tier: Tier, host: Sequence[HostSlab]) -> tuple[Tier, tuple[HostSlab, ...]]:
     """Writes the rows of the cache to host memory too; host slabs are donated."""
-    return tier, _written_of(host, tier.rows, tier.states, tier.owners)
+    return tier, _write_all_slots(host, tier.rows, tier.states, tier.owners)

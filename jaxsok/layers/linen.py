@@ -163,14 +163,14 @@ def zero_taps(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwar
         if not isinstance(layer, Embeddings) or context.method_name != "__call__":
             return call(*args, **kwargs)
 
-        def asked(features: Features | Plan, deterministic: bool | None = None) -> Any:
+        def record_lookup(features: Features | Plan, deterministic: bool | None = None) -> Any:
             deterministic = layer.deterministic if deterministic is None else deterministic
             if not deterministic:
                 shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), features)
                 found.setdefault(layer.path, []).append((layer.collection, shapes))
             return tap.zero_taps(layer.collection, features)
 
-        return asked(*args, **kwargs)
+        return record_lookup(*args, **kwargs)
 
     def apply() -> None:
         with nn.intercept_methods(probe):
@@ -209,11 +209,11 @@ def apply_updates(
         applied to the tables of the one before. Raised when traced.
     """
     op = "apply_updates"
-    tables, waiting = _waiting(op, updates, gradients)
-    flat, stats = _flat(tables), {}
+    tables, waiting = _join_micro_batches(op, updates, gradients)
+    flat, stats = _flatten(tables), {}
     for path, (collection, plans, by_lookup) in waiting.items():
         state = _at(op, tables, (*path, "state"))
-        by_plan = tap.by_plan(op, plans, by_lookup)
+        by_plan = tap.gradients_by_plan(op, plans, by_lookup)
         state, stats["/".join(path)] = collection.update(state, plans, by_plan, learning_rate=learning_rate)
         flat[(*path, "state")] = state
         del flat[(*path, "waiting")]
@@ -242,9 +242,9 @@ def clip_by_global_norm(
       `g_taps, g_params, norm = layers.clip_by_global_norm(updates, g_taps, 1.0, g_params)`, before `apply_updates`
     """
     op = "clip_by_global_norm"
-    tables, waiting = _waiting(op, updates, gradients)
+    tables, waiting = _join_micro_batches(op, updates, gradients)
     lookups = [
-        (collection, _at(op, tables, (*path, "state")), plans, tap.by_plan(op, plans, by_lookup))
+        (collection, _at(op, tables, (*path, "state")), plans, tap.gradients_by_plan(op, plans, by_lookup))
         for path, (collection, plans, by_lookup) in waiting.items()
     ]
     (gradients, scaled), norm = collection_lib.clip_by_global_norm(lookups, (gradients, dense), max_norm, dense)
@@ -259,7 +259,9 @@ def discard(updates: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(updates, Mapping) or _TABLES not in updates:
         got = sorted(updates) if isinstance(updates, Mapping) else type(updates).__name__
         raise ValueError(f'discard: updates: got {got}, wanted the variables that apply returned, with "{_TABLES}".')
-    return unflatten_dict({path: leaf for path, leaf in _flat(updates[_TABLES]).items() if type(leaf) is not _Waiting})
+    return unflatten_dict(
+        {path: leaf for path, leaf in _flatten(updates[_TABLES]).items() if type(leaf) is not _Waiting}
+    )
 
 
 def grow(
@@ -275,7 +277,7 @@ def grow(
       TypeError, ValueError: a layer without a collection, or two layers over one.
       MemoryError: as `Collection.grow`. All tables, grown or not, are in the error's `tables`.
     """
-    found = {"/".join(path): (path, state) for path, state in _found(tables, "state", State)}
+    found = {"/".join(path): (path, state) for path, state in _find_values(tables, "state", State)}
     states = {name: state for name, (_, state) in found.items()}
     if isinstance(collection, Collection):
         collection = dict.fromkeys(states, collection)
@@ -286,7 +288,7 @@ def grow(
     for name in states:
         if not isinstance(collection.get(name), Collection):
             raise ValueError(f"grow: collection: got none for the layer {name!r}, wanted one for each: {list(states)}.")
-    new = _flat(tables)
+    new = _flatten(tables)
     try:
         for name, state in tap.grow(states, collection, batch, steps):
             new[(*found[name][0], "state")] = state
@@ -306,22 +308,25 @@ def drain(tables: Mapping[str, Any]) -> dict[str, Any]:
       `tables = layers.drain(tables)`, before the step after which they are saved
     """
     drained = {
-        (*path, "state"): dataclasses.replace(state, drains=True) for path, state in _found(tables, "state", State)
+        (*path, "state"): dataclasses.replace(state, drains=True)
+        for path, state in _find_values(tables, "state", State)
     }
-    return unflatten_dict(_flat(tables) | drained)
+    return unflatten_dict(_flatten(tables) | drained)
 
 
-def _flat(variables: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+def _flatten(variables: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
     """Flattens nested variables; empty nodes stay."""
     return flatten_dict(dict(variables), keep_empty_nodes=True)
 
 
-def _found(variables: Mapping[str, Any], name: str, kind: type) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _find_values(variables: Mapping[str, Any], name: str, kind: type) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields the values of one name and kind among nested variables, with the path of their layer."""
-    return ((path[:-1], leaf) for path, leaf in _flat(variables).items() if path[-1] == name and isinstance(leaf, kind))
+    return (
+        (path[:-1], leaf) for path, leaf in _flatten(variables).items() if path[-1] == name and isinstance(leaf, kind)
+    )
 
 
-def _waiting(
+def _join_micro_batches(
     op: str,
     updates: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     gradients: Mapping[str, Any] | Sequence[Mapping[str, Any]],
@@ -333,34 +338,34 @@ def _waiting(
         raise ValueError(
             f"{op}: gradients: got {len(of_taps)} for {len(several)} updates, wanted one for each, at least 1."
         )
-    for one in several:
-        if not isinstance(one, Mapping) or _TABLES not in one or _PLANS not in one:
-            got = sorted(one) if isinstance(one, Mapping) else type(one).__name__
+    for variables in several:
+        if not isinstance(variables, Mapping) or _TABLES not in variables or _PLANS not in variables:
+            got = sorted(variables) if isinstance(variables, Mapping) else type(variables).__name__
             raise ValueError(
                 f'{op}: updates: got {got}, wanted the variables "{_TABLES}" and "{_PLANS}" that '
                 f'apply(..., mutable=["{_TABLES}", "{_PLANS}"]) returned from a lookup in training.'
             )
     waiting: dict[tuple[str, ...], tuple[Collection, list[Plan], list[Any]]] = {}
     num_seen: dict[tuple[str, ...], int] = {}
-    for one, grads in zip(several, of_taps, strict=True):
-        for path, lookups in _found(one[_PLANS], "lookups", _Lookups):
+    for variables, grads in zip(several, of_taps, strict=True):
+        for path, lookups in _find_values(variables[_PLANS], "lookups", _Lookups):
             _, plans, by_lookup = waiting.setdefault(path, (lookups.collection, [], []))
             if num_seen.setdefault(path, lookups.num_before) != lookups.num_before:
-                raise ValueError(_not_chained(op, path))
+                raise ValueError(_describe_broken_chain(op, path))
             num_seen[path] += len(lookups.plans)
             own = _at(op, grads, (*path, "taps"))
             # Behind the lookups of earlier micro-batches.
             by_lookup.append((*[None] * len(plans), *own))
             plans.extend(lookups.plans)
     tables = dict(several[-1][_TABLES])
-    num_waiting = {path: one.num_lookups for path, one in _found(tables, "waiting", _Waiting)}
+    num_waiting = {path: state.num_lookups for path, state in _find_values(tables, "waiting", _Waiting)}
     for path, num_lookups in num_seen.items():
         if num_waiting.get(path) != num_lookups:
-            raise ValueError(_not_chained(op, path))
+            raise ValueError(_describe_broken_chain(op, path))
     return tables, waiting
 
 
-def _not_chained(op: str, path: tuple[str, ...]) -> str:
+def _describe_broken_chain(op: str, path: tuple[str, ...]) -> str:
     return (
         f"{op}: updates: got micro-batches that were applied to the same tables at {'/'.join(path)!r}, wanted each "
         f'applied to those that the one before returned, updates["{_TABLES}"], and given in that order; else new rows '

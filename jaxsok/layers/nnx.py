@@ -113,7 +113,7 @@ class Embeddings(nnx.Module):
             return tap.zero_taps(self.collection, features)
         taps, plans = self.taps.get_value(), self.plans.get_value()
         if len(plans) >= len(taps):
-            num_taps = sum(one is not None for one in taps)
+            num_taps = sum(own is not None for own in taps)
             raise ValueError(
                 f"Embeddings: got a lookup in training mode with taps for {num_taps}, wanted taps for each; "
                 "differentiate with jaxsok.layers.nnx.value_and_grad, or call set_taps(features) before the gradient. "
@@ -141,7 +141,7 @@ class Embeddings(nnx.Module):
         Example:
           `layer.set_taps(features)`, then `nnx.grad(loss, argnums=nnx.DiffState(0, layers.TapVariable))(layer)`
         """
-        taps = tuple(tap.zero_taps(self.collection, one) for one in features)
+        taps = tuple(tap.zero_taps(self.collection, of_lookup) for of_lookup in features)
         waiting = len(self.plans.get_value())
         if waiting and not accumulate:
             raise ValueError(
@@ -162,13 +162,13 @@ class Embeddings(nnx.Module):
           ValueError: no lookup since the last update; gradients that are missing, or of other lookups.
         """
         several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
-        state, stats = self._updated([_only_taps(one) for one in several], learning_rate)
+        state, stats = self._update_tables([_only_taps(of_call) for of_call in several], learning_rate)
         self._take(state)
         return stats
 
-    def _updated(self, gradients: Sequence[Any], learning_rate: Any) -> tuple[State, Stats]:
+    def _update_tables(self, gradients: Sequence[Any], learning_rate: Any) -> tuple[State, Stats]:
         state, plans = self.tables.get_value(), self.plans.get_value()
-        by_plan = tap.by_plan("Embeddings.update", plans, gradients)
+        by_plan = tap.gradients_by_plan("Embeddings.update", plans, gradients)
         return self.collection.update(state, plans, by_plan, learning_rate=learning_rate)
 
     def _take(self, state: State) -> None:
@@ -258,9 +258,9 @@ def update(model: Any, gradients: Any, *, learning_rate: Any = None) -> dict[str
       `stats = layers.update(model, grads)["embed"]`
     """
     several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
-    waiting = _waiting("update", model, several)
+    waiting = _find_waiting("update", model, several)
     # All before the first takes its own: one that is refused leaves none a step ahead.
-    updated = [layer._updated(of_layer, learning_rate) for _, layer, of_layer in waiting]
+    updated = [layer._update_tables(of_layer, learning_rate) for _, layer, of_layer in waiting]
     stats = {}
     for (path, layer, _), (state, of_layer) in zip(waiting, updated, strict=True):
         layer._take(state)
@@ -287,11 +287,12 @@ def clip_by_global_norm(model: Any, gradients: Any, max_norm: Any) -> tuple[Any,
     op = "clip_by_global_norm"
     several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
     lookups = []
-    for _, layer, of_layer in _waiting(op, model, several):
+    for _, layer, of_layer in _find_waiting(op, model, several):
         plans = layer.plans.get_value()
-        lookups.append((layer.collection, layer.tables.get_value(), plans, tap.by_plan(op, plans, of_layer)))
-    without_taps = [jax.tree.map(lambda leaf: None if _is_tap(leaf) else leaf, one, is_leaf=_is_tap) for one in several]
-    if len({jax.tree.structure(one) for one in without_taps}) > 1:
+        lookups.append((layer.collection, layer.tables.get_value(), plans, tap.gradients_by_plan(op, plans, of_layer)))
+    drop_tap = lambda leaf: None if _is_tap(leaf) else leaf  # noqa: E731
+    without_taps = [jax.tree.map(drop_tap, of_call, is_leaf=_is_tap) for of_call in several]
+    if len({jax.tree.structure(dense) for dense in without_taps}) > 1:
         raise ValueError(
             f"{op}: gradients: got {len(several)} of different dense parameters, wanted those of the same in each "
             "micro-batch."
@@ -319,12 +320,12 @@ def _layers(model: Any) -> Iterator[tuple[tuple[Any, ...], Embeddings]]:
     return ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, Embeddings))
 
 
-def _waiting(op: str, model: Any, gradients: Sequence[Any]) -> list[tuple[tuple[Any, ...], Embeddings, list[Any]]]:
+def _find_waiting(op: str, model: Any, gradients: Sequence[Any]) -> list[tuple[tuple[Any, ...], Embeddings, list[Any]]]:
     """Returns the layers with lookups since the last update: path, layer, and gradients of its taps from each call."""
     waiting = [(path, layer) for path, layer in _layers(model) if layer.plans.get_value()]
     if not waiting:
         raise ValueError(f"{op}: model: got one without lookups since the last update, wanted at least one.")
-    return [(path, layer, [_taps_at(op, one, path) for one in gradients]) for path, layer in waiting]
+    return [(path, layer, [_taps_at(op, of_call, path) for of_call in gradients]) for path, layer in waiting]
 
 
 def _is_graph_mode() -> bool:
@@ -346,7 +347,7 @@ def _lookups(f: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[tuple[
 
     jax.eval_shape(probe)
     shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
-    return {path: [jax.tree.map(shape, one) for one in probe.features] for path, probe in probes.items()}
+    return {path: [jax.tree.map(shape, features) for features in probe.features] for path, probe in probes.items()}
 
 
 def _value_and_grad_of_tree(f: Callable, wrt: Any, has_aux: bool, model: Any, args: tuple, kwargs: Any) -> Any:

@@ -24,14 +24,14 @@ Taps = Mapping[str, Array]
 
 
 @jax.custom_vjp
-def tapped(embeddings: Embeddings, taps: Taps) -> Embeddings:
+def attach_taps(embeddings: Embeddings, taps: Taps) -> Embeddings:
     """Returns the embeddings; their gradient goes to the taps.
 
     `embeddings + taps` would turn -0.0 into 0.0.
 
     Example:
       >>> taps = {"item": jnp.zeros(2)}
-      >>> loss = lambda taps: (tapped({"item": jnp.array([3.0, 4.0])}, taps)["item"] ** 2).sum()
+      >>> loss = lambda taps: (attach_taps({"item": jnp.array([3.0, 4.0])}, taps)["item"] ** 2).sum()
       >>> jax.value_and_grad(loss)(taps)
       (Array(25., dtype=float32), {'item': Array([6., 8.], dtype=float32)})
 
@@ -49,7 +49,7 @@ def _backward(_: None, gradients: Embeddings) -> tuple[None, Embeddings]:
     return None, gradients
 
 
-tapped.defvjp(_forward, _backward)
+attach_taps.defvjp(_forward, _backward)
 
 
 def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Array]:
@@ -67,7 +67,7 @@ def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Ar
             if is_global:
                 # Outside jit made where they belong; inside, on an explicit mesh, of the embeddings' type.
                 zeros = jnp.zeros(shape, spec.embedding_dtype, device=shards.place(len(shape)))
-                taps[layout.name] = shards.resharded(shards.spec, zeros)
+                taps[layout.name] = shards.reshard(shards.spec, zeros)
             else:
                 taps[layout.name] = jnp.zeros(shape, spec.embedding_dtype)
     return taps
@@ -86,10 +86,10 @@ def lookup(
                 f'{op}: feature "{name}": got a tap of {got.get(name, "no shape")}, wanted that of its embedding, '
                 f"{wanted.get(name, 'none')}; make the taps of a step from the features that it looks up, in order."
             )
-    return tapped(embeddings, taps), state, plan
+    return attach_taps(embeddings, taps), state, plan
 
 
-def by_plan(op: str, plans: Sequence[Plan], gradients: Sequence[Sequence[Taps | None]]) -> list[Taps]:
+def gradients_by_plan(op: str, plans: Sequence[Plan], gradients: Sequence[Sequence[Taps | None]]) -> list[Taps]:
     """Returns the gradients of each lookup since the last update, as `Collection.update` takes them.
 
     `gradients` has those of each differentiated call, by lookup; None for those of other calls. It raises a ValueError
@@ -101,19 +101,19 @@ def by_plan(op: str, plans: Sequence[Plan], gradients: Sequence[Sequence[Taps | 
             "the differentiated function first."
         )
     found: list[Taps | None] = [None] * len(plans)
-    for one in gradients:
-        if len(one) > len(plans):
+    for by_lookup in gradients:
+        if len(by_lookup) > len(plans):
             raise ValueError(
-                f"{op}: gradients: got those of {len(one)} taps for {len(plans)} lookups, wanted one for each; make "
-                "taps for the lookups of the step alone."
+                f"{op}: gradients: got those of {len(by_lookup)} taps for {len(plans)} lookups, wanted one for each; "
+                "make taps for the lookups of the step alone."
             )
-        for i, of_lookup in enumerate(one):
+        for i, of_lookup in enumerate(by_lookup):
             if of_lookup is None:
                 continue
             if found[i] is not None:
                 raise ValueError(f"{op}: gradients: got lookup {i + 1} of {len(plans)} twice, wanted it once.")
             found[i] = of_lookup
-    missing = [i + 1 for i, one in enumerate(found) if one is None]
+    missing = [i + 1 for i, taps in enumerate(found) if taps is None]
     if missing:
         raise ValueError(
             f"{op}: gradients: got none for lookup {missing[0]} of {len(plans)}, wanted those of its taps; "

@@ -407,7 +407,7 @@ def _refuse_factored(tx: Any, leaves: tuple[_Leaf, ...]) -> None:
             )
 
 
-def _refuse_sized(tx: Any, one: Any, of_few: tuple[Any, Any], few: int, dim: int) -> None:
+def _refuse_sized(tx: Any, of_one_row: Any, of_few: tuple[Any, Any], few: int, dim: int) -> None:
     """Refuses a formula that depends on the number of rows: its step of one row is not that of a table."""
 
     def trace(num_rows: int, state: Any) -> tuple[Any, ...]:
@@ -419,7 +419,7 @@ def _refuse_sized(tx: Any, one: Any, of_few: tuple[Any, Any], few: int, dim: int
     of_many = trace(_MANY_ROWS, _initial_shapes(tx, _MANY_ROWS, dim))
     depends = formulas(of_few, few) != formulas(of_many, _MANY_ROWS)
     # In a block of one row any axis of length 1 may be that of the rows: sizes do not count.
-    if depends or formulas(of_few, None) != formulas(trace(1, one), None):
+    if depends or formulas(of_few, None) != formulas(trace(1, of_one_row), None):
         raise _refusal(
             "its formula depends on the number of rows in the table",
             "Pass rowwise=True to step each row as a table of one row",

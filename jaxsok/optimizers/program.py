@@ -213,7 +213,7 @@ class _Compiler:
 
     def _equation(self, equation: Any, values: Sequence[_Value]) -> list[_Value]:
         name = equation.primitive.name
-        if (body := separable.called(equation)) is not None:
+        if (body := separable.called_function(equation)) is not None:
             return self._inline_closed(body, values)
         if not any(isinstance(value, (_Row, _NumUses)) for value in values):
             if name in _SAME_VALUE and self._size_of(values[0]) == 1:
@@ -417,7 +417,7 @@ class _Compiler:
                 return -1
             if self._size_of(value) != 1:
                 raise NotARowProgram(
-                    f"{self.what}: got an array of {self._size_of(value)} numbers beside the row, wanted scalars."
+                    f"{self.what}: got an array of {self._size_of(value)} numbers besides the row, wanted scalars."
                 )
             if value not in scalars:
                 scalars.append(value)

@@ -76,7 +76,7 @@ def dependences(closed: core.ClosedJaxpr, inputs: Sequence[Dependence], num_rows
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def called(eqn: Any) -> core.ClosedJaxpr | None:
+def called_function(eqn: Any) -> core.ClosedJaxpr | None:
     """Returns the function that an equation merely calls: jit, remat, one with its own derivative."""
     if eqn.primitive.name not in _CALLS:
         return None
@@ -150,7 +150,7 @@ def _dependence_of_constant(value: Any, num_rows: int) -> Dependence:
 def _dependences_of_equation(eqn: Any, ins: list[Dependence], num_rows: int) -> list[Dependence]:
     name, params = eqn.primitive.name, eqn.params
     num_outs = len(eqn.outvars)
-    body = called(eqn)
+    body = called_function(eqn)
     if body is not None:
         return dependences(body, ins, num_rows)
     if name == "cond":

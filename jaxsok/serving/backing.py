@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, UInt64
 
 from jaxsok.kernels import table as table_kernels
-from jaxsok.records import Records, joined, rounded
+from jaxsok.records import Records, join_records, round_to
 from jaxsok.serving import quantize
 from jaxsok.serving.errors import require_table
 from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, RecordSource, freeze_records
@@ -258,7 +258,7 @@ def fetch_lines(source: RowSource, name: str, keys: np.ndarray) -> tuple[Lines, 
 
 def round_rows(table: FrozenTable, rows: np.ndarray) -> Lines:
     """Rounds rows to what a store holds: an answer is the same whether its row was cached or fetched."""
-    return (rounded(rows, jnp.dtype(table.dtype)).astype(np.float32, copy=False),)
+    return (round_to(rows, jnp.dtype(table.dtype)).astype(np.float32, copy=False),)
 
 
 def take(lines: Lines, which: np.ndarray) -> Lines:
@@ -285,7 +285,7 @@ def hottest_rows(chunks: Iterable[Records], num_rows: int) -> Records:
 
 
 def _top(parts: Sequence[Records], num_rows: int) -> Records:
-    whole = joined(parts)
+    whole = join_records(parts)
     if whole.frequency is None:
         return whole.take(slice(num_rows))
     return whole.take(np.argsort(-whole.frequency.astype(np.int64), kind="stable")[:num_rows])

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float32, Shaped, UInt32
 from jaxsok import checks, initializers, optimizers
 from jaxsok.collection import Collection
 from jaxsok.kernels import table as kernels
-from jaxsok.records import Records, rounded
+from jaxsok.records import Records, round_to
 from jaxsok.serving import quantize
 from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.row_map import RowMap, buckets_of
@@ -325,7 +325,7 @@ def write_rows(store: FrozenStore, table: FrozenTable, row_ids: np.ndarray, rows
 def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, ...]:
     """Rounds or quantizes rows as a table stores them, with scales if quantized (ValueError: not finite)."""
     if not table.is_quantized:
-        return (rounded(rows, jnp.dtype(table.dtype)),)
+        return (round_to(rows, jnp.dtype(table.dtype)),)
     return quantize.quantize_rows(np.asarray(rows, np.float32), table.dtype)
 
 

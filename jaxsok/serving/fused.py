@@ -95,7 +95,7 @@ def _look_up(
     require_mapping("lookup: inputs", inputs, "names to keys")
     if not tables.is_fused and not is_counted and len(inputs) > 1:
         return {name: lookup(tables, {name: given})[name] for name, given in inputs.items()}, None
-    stores, _ = guards.whole("lookup", tables=tables.stores, inputs=None)
+    stores, _ = guards.refuse_transforms("lookup", tables=tables.stores, inputs=None)
     parts = [_read(tables, name, given) for name, given in inputs.items()]
     by_store = _by_store(parts)
     for of_store in by_store.values():

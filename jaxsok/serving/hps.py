@@ -87,7 +87,9 @@ class SparseLookupLayer(_OfOneTable, nnx.SparseLookupLayer):
         """Looks up; `options` are those of `jaxsok.serving.nnx.SparseLookupLayer`."""
         ids = sp_ids if sp_weights is None else Bags(sp_ids, weights=sp_weights)
         spec = FeatureSpec("sp_ids", table=self.spec.table, weighted=sp_weights is not None)
-        return super().__call__(adapters.converted({"sp_ids": ids}, [spec], type(self).__name__)["sp_ids"], **options)
+        return super().__call__(
+            adapters.convert_features({"sp_ids": ids}, [spec], type(self).__name__)["sp_ids"], **options
+        )
 
 
 class LookupLayers(nnx.LookupLayers):

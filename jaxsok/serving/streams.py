@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from jaxsok import checks
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.saved import Source
-from jaxsok.manifests import checked, entries, integer, list_of, optional, text, tuple_of
+from jaxsok.manifests import check_value, entries, integer, list_of, optional, text, tuple_of
 from jaxsok.serving.config import UpdateSource
 from jaxsok.serving.databases.redis import RedisClusterException, redis
 from jaxsok.serving.errors import DatabaseError, ServingError, StreamFullError
@@ -115,9 +115,9 @@ class _Stream:
 
     def _entry(self, name: bytes, fields: Mapping[bytes, bytes]) -> _Entry:
         number, value = name.decode(), {}
-        with contextlib.suppress(ValueError):  # `checked` refuses what is missing
+        with contextlib.suppress(ValueError):  # `check_value` refuses what is missing
             value = json.loads(fields.get(b"version", b"{}"))
-        checked(self._op, f"{self.name}, entry {number}", value, _ENTRY, ServingError)
+        check_value(self._op, f"{self.name}, entry {number}", value, _ENTRY, ServingError)
         payload = f"{self.name}:{value['payload']}"
         return _Entry(number, value["uuid"], value["base"], payload, value["path"], value["files"])
 

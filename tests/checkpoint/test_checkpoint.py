@@ -242,7 +242,7 @@ def test_bloom_filters_stay_where_the_shards_are_the_same(tmp_path, caplog):
     assert was.any() and not caplog.records
     other = restore(tmp_path / "saved", collection_of(tables, 2))
     assert not np.asarray(other.stores[0].bloom[0]).any()
-    assert 'table "item": its Bloom filter begins anew' in caplog.text
+    assert 'table "item": its Bloom filter starts empty' in caplog.text
 
 
 def test_another_admission(tmp_path, caplog):

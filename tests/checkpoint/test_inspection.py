@@ -155,7 +155,7 @@ def test_very_large_and_very_small_rows_are_finite():
     check_norms(found.norms, rows)
 
 
-def test_only_what_every_chunk_has_is_told():
+def test_only_what_every_chunk_has_is_reported():
     """Statistics or state that only some chunks have are left out of the report."""
     whole = drawn(1, 20)
     part = Records(whole.keys, whole.rows, {"m": whole.state["m"]})
@@ -360,7 +360,7 @@ def kind_of(path):
     return found[0] if found else None
 
 
-def test_kinds_are_told_by_content(tmp_path):
+def test_kinds_are_found_by_content(tmp_path):
     """Each file is of one kind, whatever its suffix."""
     write_hps(tmp_path / "hps", plain())
     write_sok(tmp_path / "sok", "user_0", plain())

@@ -69,14 +69,14 @@ def split(records, sizes):
 
 def by_key(chunks):
     """Returns the values of each key as plain Python."""
-    told = {}
+    content = {}
     for one in chunks:
         for i, key in enumerate(one.keys.tolist()):
-            assert key not in told
+            assert key not in content
             state = {name: array[i].tolist() for name, array in one.state.items()}
             kept = [None if array is None else int(array[i]) for array in (one.last_step, one.frequency)]
-            told[key] = (one.rows[i].tolist(), one.rows.dtype.name, state, *kept)
-    return told
+            content[key] = (one.rows[i].tolist(), one.rows.dtype.name, state, *kept)
+    return content
 
 
 @contextlib.contextmanager
@@ -544,10 +544,10 @@ def test_headers_that_were_changed_are_refused(end, place, value):
         with pytest.raises(ValueError) as info:
             read()
         fields = {"0 to 255": range(256), "256 to 259": range(256, 260), "260 to 291": range(260, 292)}
-        told = next((told for told, places in fields.items() if place in places), None)
-        if told is not None:
+        field = next((field for field, places in fields.items() if place in places), None)
+        if field is not None:
             assert f"{changed}: byte" in str(info.value)
-            assert f"bytes {told}:" in str(info.value) or f"byte {place}:" in str(info.value)
+            assert f"bytes {field}:" in str(info.value) or f"byte {place}:" in str(info.value)
         else:  # a dtype that is unknown, of another kind or of another width
             assert f"{changed}: bytes 292 to 295: dtype: got" in str(info.value) or "byte" in str(info.value)
 
@@ -828,8 +828,8 @@ def read_back(form, path):
         source.verify(["item"])
         chunks = list(source.records("item"))
     elif form == "model":
-        told = json.loads((path / "model.json").read_text())["of"]
-        return {told, *(path / "model.stablehlo").read_text()}
+        source = json.loads((path / "model.json").read_text())["of"]
+        return {source, *(path / "model.stablehlo").read_text()}
     else:
         read = {
             "hps": lambda: hps.read_hps(path, dim=2, hotness=True),
@@ -853,13 +853,15 @@ def raced(writers, form, rounds, overwrite):
         for one in both:
             one.stdin.write(f"{form} {path.name} {overwrite}\n")
             one.stdin.flush()
-        told = [one.stdout.readline() for one in both]
-        succeeded = {str(n) for n, one in enumerate(told, 1) if one == "written\n"}
+        lines = [one.stdout.readline() for one in both]
+        succeeded = {str(n) for n, one in enumerate(lines, 1) if one == "written\n"}
         # The loser gets an error; only the winner's files are there.
-        assert len(succeeded) == 1 or (overwrite and succeeded), told
-        assert all(one == "written\n" or (one.startswith("FileExistsError") and str(path) in one) for one in told), told
+        assert len(succeeded) == 1 or (overwrite and succeeded), lines
+        assert all(one == "written\n" or (one.startswith("FileExistsError") and str(path) in one) for one in lines), (
+            lines
+        )
         found = read_back(form, path)
-        assert len(found) == 1 and found <= succeeded, (found, told)
+        assert len(found) == 1 and found <= succeeded, (found, lines)
         below = [*root.iterdir(), *(path.iterdir() if path.is_dir() else [])]
         assert not [one.name for one in below if one.suffix in (".writing", ".partial")]
 
@@ -1009,7 +1011,7 @@ def trained(collection):
     return state
 
 
-def told(collection, state, table, with_state=True):
+def content_of(collection, state, table, with_state=True):
     """Returns the content of a table by key."""
     exported = collection.export_table(state, table)
     return {
@@ -1042,13 +1044,13 @@ def test_tables_through_files(tmp_path, shards):
     for module, (save, load, has_state) in MODULES.items():
         assert save(source, state, tmp_path / module) == {"user": 6, "item": 6}
         loaded = load(target, target.init(seed=9), tmp_path / module, {"item": "user"})
-        assert told(target, loaded, "item", has_state) == told(source, state, "user", has_state), module
-        assert told(target, loaded, "user") == {}
+        assert content_of(target, loaded, "item", has_state) == content_of(source, state, "user", has_state), module
+        assert content_of(target, loaded, "user") == {}
         loaded = load(target, loaded, tmp_path / module, ["user"])
         for table in ("user", "item"):
-            assert told(target, loaded, table, has_state) == told(source, state, "user", has_state), module
+            assert content_of(target, loaded, table, has_state) == content_of(source, state, "user", has_state), module
         if not has_state:
-            assert {tuple(one[1]["m"]) for one in told(target, loaded, "user").values()} == {(0.0,) * 4}
+            assert {tuple(one[1]["m"]) for one in content_of(target, loaded, "user").values()} == {(0.0,) * 4}
 
 
 def test_rows_of_16_bits_through_files(tmp_path):
@@ -1059,7 +1061,9 @@ def test_rows_of_16_bits_through_files(tmp_path):
         save(collection, state, tmp_path / module)
         loaded = load(collection, collection.init(seed=9), tmp_path / module)
         for table in ("user", "item"):
-            assert told(collection, loaded, table, has_state) == told(collection, state, table, has_state), module
+            assert content_of(collection, loaded, table, has_state) == content_of(
+                collection, state, table, has_state
+            ), module
 
 
 def test_a_bad_file_changes_no_table(tmp_path):
@@ -1068,13 +1072,13 @@ def test_a_bad_file_changes_no_table(tmp_path):
     state = trained(collection)
     for module, (save, load, _) in MODULES.items():
         save(collection, state, tmp_path / module)
-        before = {table: told(collection, state, table) for table in ("user", "item")}
+        before = {table: content_of(collection, state, table) for table in ("user", "item")}
         bad = next(path for path in sorted((tmp_path / module).rglob("*item*")) if path.is_file() or module == "hps")
         bad = bad / "key" if module == "hps" else bad
         put(bad, bad.read_bytes()[:-1])
         with pytest.raises(ValueError, match="byte"):
             load(collection, state, tmp_path / module)
-        assert {table: told(collection, state, table) for table in ("user", "item")} == before
+        assert {table: content_of(collection, state, table) for table in ("user", "item")} == before
 
 
 def test_rows_alone_and_state_that_does_not_fit(tmp_path):
@@ -1085,8 +1089,8 @@ def test_rows_alone_and_state_that_does_not_fit(tmp_path):
     with pytest.raises(ValueError, match=r"columns.load: table \"user\": got optimizer state .*with_state=False"):
         columns.load(other, other.init(), tmp_path)
     loaded = columns.load(other, other.init(), tmp_path, with_state=False)
-    assert told(other, loaded, "user", False) == told(source, state, "user", False)
-    assert {tuple(one[1]["v"]) for one in told(other, loaded, "user").values()} == {(0.0,)}
+    assert content_of(other, loaded, "user", False) == content_of(source, state, "user", False)
+    assert {tuple(one[1]["v"]) for one in content_of(other, loaded, "user").values()} == {(0.0,)}
     with pytest.raises(ValueError, match="got rows of dim 4 in the file, wanted 8"):
         wide = jaxsok.Collection([jaxsok.TableSpec("user", 8, jaxsok.optim.sgd(0.1), capacity=8)], [])
         columns.load(wide, wide.init(), tmp_path, with_state=False)
@@ -1095,7 +1099,7 @@ def test_rows_alone_and_state_that_does_not_fit(tmp_path):
     mapping = {"user": {"m": "Mine-m", "v": "Mine-v"}}
     sok.save(other, loaded, tmp_path, ["user"], optimizers=mapping)
     again = sok.load(other, other.init(), tmp_path, ["user"], optimizers=mapping)
-    assert told(other, again, "user") == told(other, loaded, "user")
+    assert content_of(other, again, "user") == content_of(other, loaded, "user")
     sok.save(other, loaded, tmp_path, ["item"], with_state=False)
     with pytest.raises(FileNotFoundError, match=r"item-Adam-m: .*with_state=False"):
         sok.load(source, source.init(), tmp_path, ["item"])
@@ -1112,7 +1116,7 @@ def test_momentum_through_sok(tmp_path):
         == (-0.5 * exported["state"]["trace"].reshape(-1)).tolist()
     )
     loaded = sok.load(collection, collection.init(), tmp_path)
-    assert told(collection, loaded, "user") == told(collection, state, "user")
+    assert content_of(collection, loaded, "user") == content_of(collection, state, "user")
     scheduled = collection_of(1, jaxsok.optim.sgd(lambda step: 0.5, momentum=0.5))
     with pytest.raises(ValueError, match="got a schedule as the learning rate"):
         sok.load(scheduled, scheduled.init(), tmp_path)
@@ -1190,7 +1194,7 @@ def test_statistics_follow_their_key(tmp_path):
 # Defaults of HPS for keys without a row ------------------------------------------------------------------------------
 
 
-def test_hps_is_told_what_keys_without_a_row_read(tmp_path):
+def test_hps_gets_what_keys_without_a_row_read(tmp_path):
     """HPS has one number per table, so a table in which `find` reads other values needs it as an argument."""
     collection, state = untrained()
     zeros = ["zeros", "normal_zeros", "constant_zeros", "matrix_zeros", "function_zeros"]
@@ -1210,7 +1214,7 @@ def test_hps_is_told_what_keys_without_a_row_read(tmp_path):
             hps.save(collection, state, tmp_path / "wrong", ["normal"], defaults=wrong)
 
 
-def test_hps_is_told_for_traced_rows(tmp_path):
+def test_hps_is_refused_for_traced_rows(tmp_path):
     for name, initializer in TRACED.items():
         spec = jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), initializer=initializer, capacity=8)
         collection = jaxsok.Collection([spec], [])

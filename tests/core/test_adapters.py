@@ -240,10 +240,10 @@ def test_a_sample_of_any_form_for_propose():
 def test_equal_coordinates_keep_their_order():
     """The sort is stable, so floats are added in the order of the keys."""
     coo = jaxsok.Coo(np.array([1, 0, 1, 0, 1]), np.array([5, 6, 7, 8, 9]), shape=(2,))
-    bags = adapters.converted({"item": coo}, declared().features)["item"]
+    bags = adapters.convert_features({"item": coo}, declared().features)["item"]
     assert bags.keys.tolist() == [6, 8, 5, 7, 9] and bags.lengths.tolist() == [2, 3]
     both = jaxsok.Coo(np.array([[0, 1], [0, 0], [0, 1]]), np.array([5, 6, 7]), shape=(1, 2))
-    assert adapters.converted({"item": both}, declared().features)["item"].keys.tolist() == [6, 5, 7]
+    assert adapters.convert_features({"item": both}, declared().features)["item"].keys.tolist() == [6, 5, 7]
 
 
 @pytest.mark.parametrize("key_dtype", ["int64", "int32"])
@@ -372,7 +372,7 @@ def test_bad_sparse_matrices():
         with pytest.raises(ValueError, match=r"got a BCOO of shape .* wanted \[num_bags, num_keys\] with neither"):
             programs.batch(declared(), item=matrix)
     ragged_beside = jax.jit(lambda matrix: programs.batch(declared(2), item=matrix))
-    with pytest.raises(ValueError, match="got ragged keys beside device arrays"):
+    with pytest.raises(ValueError, match="got ragged keys together with device arrays"):
         ragged_beside(matrix_of(np.ones((NUM_BAGS, 4)), NUM_BAGS * 4, np.float32))
 
 
@@ -410,7 +410,7 @@ def test_null_lists_over_keys():
     """Keys under a null list, which Arrow allows, belong to no bag."""
     offsets, keys = pa.array([0, 2, 4, 5], pa.int32()), pa.array([1, 2, 3, 4, 5], pa.int64())
     column = pa.ListArray.from_arrays(offsets, keys, mask=pa.array([False, True, False]))
-    bags = adapters.converted({"item": column}, declared().features)["item"]
+    bags = adapters.convert_features({"item": column}, declared().features)["item"]
     assert bags.keys.tolist() == [1, 2, 5] and bags.lengths.tolist() == [2, 0, 1]
 
 
@@ -425,7 +425,7 @@ def test_lists_of_one_size_are_rectangles(kind):
     }[kind]()
     want = np.array([[-1 if key is None else key for key in one or [None, None]] for one in lists])
     assert_same_step(declared(), column, want)
-    assert adapters.converted({"item": column}, declared().features)["item"].shape == (NUM_BAGS, 2)
+    assert adapters.convert_features({"item": column}, declared().features)["item"].shape == (NUM_BAGS, 2)
 
 
 def test_weights_of_lists_of_one_size():
@@ -449,7 +449,7 @@ def test_columns_without_nulls_are_not_copied():
         (pl.Series(keys), keys),
         (pa.ListArray.from_arrays(pa.array([0, 400, 1000], pa.int32()), pa.array(keys)), keys),
     ):
-        found = adapters.converted({"item": column}, declared().features)["item"]
+        found = adapters.convert_features({"item": column}, declared().features)["item"]
         found = found.keys if isinstance(found, jaxsok.Bags) else found
         np.testing.assert_array_equal(found, values)
         assert not found.flags.owndata and not found.flags.writeable
@@ -836,7 +836,7 @@ def test_inverses_that_have_no_lines():
     with pytest.raises(ValueError, match=r"inverse: got one with combiner None and ragged keys.*max_hotness"):
         programs.batch(jagged, user=bags)
     words = jnp.asarray(programs.words([1, 2]))
-    with pytest.raises(ValueError, match="inverse: got one beside device arrays"):
+    with pytest.raises(ValueError, match="inverse: got one together with device arrays"):
         programs.batch(declared(2), item=jaxsok.Bags(words, inverse=np.array([0, 1])))
 
 

@@ -356,7 +356,7 @@ TestAdmissionMachine.settings = hypothesis.settings(max_examples=12)
 def waiting(collection, state, name):
     """Returns the waiting keys of a table and their counts, over all shards."""
     s, number = operations.locate("test", collection, name)
-    keys, counts = admission.waiting(collection.stores[s], state.stores[s], number)
+    keys, counts = admission.waiting_keys(collection.stores[s], state.stores[s], number)
     assert len(set(keys.tolist())) == len(keys)
     return dict(zip(keys.tolist(), counts.tolist(), strict=True))
 
@@ -583,7 +583,7 @@ def test_another_salt_keeps_every_count():
     assert counts["num_inserted"] == 500
 
 
-def test_without_growth_keys_without_an_entry_are_told():
+def test_without_growth_keys_without_an_entry_give_a_warning():
     """With full buckets the lookup ends, no key is admitted by mistake, and keys without an entry count as refused."""
     collection = one_table(policies.AdmitByCount(2))
     state, num_keys = collection.init(seed=SEED), 5 * MIN_SIGHTINGS
@@ -600,7 +600,7 @@ def test_without_growth_keys_without_an_entry_are_told():
     assert int(stats.num_unplaced[0]) >= 3 * (num_keys - 4 * MIN_SIGHTINGS)
     with pytest.raises(jaxsok.TableFullError, match="found no index entry"):
         stats.check()
-    with pytest.warns(RuntimeWarning, match=r"keys refused so far for want of room.*index anew"):
+    with pytest.warns(RuntimeWarning, match=r"keys refused so far for want of room.*rebuilds the index"):
         state = collection.grow(state)  # as many keys as one batch has can wait now, and none is lost
     _, state, plan = programs.lookup(collection)(state, features)
     assert np.asarray(state.stores[0].counters)[4] == 0
@@ -624,7 +624,7 @@ def test_waiting_keys_move_to_another_mesh(before, after):
     state, _ = stats_of_lookup(old, state, rng.integers(2**63, 2**63 + 40, 64, np.uint64))
     want, rows = waiting(old, state, "user"), programs.rows_of(old, state)
     other = new.init(seed=SEED)
-    keys, counts = admission.waiting(old.stores[0], state.stores[0], 0)
+    keys, counts = admission.waiting_keys(old.stores[0], state.stores[0], 0)
     store = admission.with_waiting(
         new.stores[0],
         other.stores[0],
@@ -653,7 +653,7 @@ def test_waiting_keys_of_a_replicated_table_are_given_once():
     collection = programs.over(2, [table], [jaxsok.FeatureSpec("user", "user")])
     features = programs.batch(collection, user=np.array([5, 5, 9, 7]))
     _, state, _ = programs.lookup(collection)(collection.init(seed=0), features)
-    keys, counts = admission.waiting(collection.stores[0], state.stores[0], 0)
+    keys, counts = admission.waiting_keys(collection.stores[0], state.stores[0], 0)
     assert sorted(zip(keys.tolist(), counts.tolist(), strict=True)) == [(5, 2), (7, 1), (9, 1)]
 
 
@@ -727,7 +727,7 @@ def test_waiting_keys_of_other_tables_are_refused():
     """Only tables that count have waiting keys."""
     collection = one_table(policies.AdmitByProbability(0.5))
     state = collection.init(seed=SEED)
-    assert len(admission.waiting(collection.stores[0], state.stores[0], 0)[0]) == 0
+    assert len(admission.waiting_keys(collection.stores[0], state.stores[0], 0)[0]) == 0
     with pytest.raises(ValueError, match='with_waiting: table "user": admission: got AdmitByProbability'):
         admission.with_waiting(collection.stores[0], state.stores[0], 0, np.arange(3), np.ones(3))
 
@@ -819,7 +819,7 @@ def test_rows_that_xla_works_out(path, unadmitted):
     np.testing.assert_allclose(np.asarray(found["user"]), initial)
 
 
-def test_a_full_store_is_told_apart():
+def test_a_full_store_is_counted_apart():
     """An admitted key without room is an error; an excluded key is not. Both read the table's default."""
     collection = one_table(policies.AdmitByCount(2, unadmitted=3.0), capacity=2, max_capacity=2)
     features = programs.batch(collection, user=np.array([1, 1, 2, 2, 3, 3, 4, 5]))

@@ -201,7 +201,7 @@ def test_other_shapes_and_numbers():
     assert state.stores[0].capacity == 32 and step.num_compiled == 3
 
 
-def test_a_failure_in_the_background_is_told():
+def test_a_failure_in_the_background_is_reported():
     """The next call warns; the program is compiled when it is needed."""
     collection = programs.one_table(capacity=16)
     train_step = programs.train_step(collection)

@@ -914,15 +914,15 @@ def both_highest(facts):
 
 
 @pytest.mark.parametrize("policy", [LeastRecentlyUsed(), TimeToLive(1000)])
-def test_a_batch_that_cannot_fit_is_told_with_what_helps(policy):
+def test_a_batch_that_cannot_fit_gives_a_remedy(policy):
     """The warning appears once, with the numbers; its advice to set a score is omitted if the policy has one."""
     collection = programs.one_table(capacity=16, max_capacity=16, eviction=policy)
     state = programs.insert(collection, collection.init(seed=0), range(16))
     batch = collection.batch({"user": np.arange(100, 120)})
     in_use = 0 if policy.has_score else 16
-    with pytest.warns(RuntimeWarning) as told:
+    with pytest.warns(RuntimeWarning) as warned:
         state = collection.grow(state, batch)
-    (message,) = (str(one.message) for one in told)
+    (message,) = (str(one.message) for one in warned)
     assert f"got {in_use} rows in use after eviction by {policy!r} and 20 new keys coming" in message
     assert "wanted at most 16 together (max_capacity)" in message and "a smaller max_keys" in message
     assert ("a policy with a score" in message) != policy.has_score
@@ -934,9 +934,9 @@ def test_rows_kept():
     """The new rows fit, with a slack of a sixteenth; if the number is only a bound, a quarter stays."""
     for capacity in range(1, 200, 7):
         for new in range(0, 2 * capacity, 3):
-            kept = grow.rows_kept(capacity, new, is_exact=True)
+            kept = grow.num_rows_to_keep(capacity, new, is_exact=True)
             assert 0 <= kept and (kept == 0 or capacity - new - kept == (capacity + 15) // 16)
-            assert grow.rows_kept(capacity, new) == max(kept, capacity // 4)
+            assert grow.num_rows_to_keep(capacity, new) == max(kept, capacity // 4)
 
 
 def test_batches_larger_than_a_store_do_not_empty_it():

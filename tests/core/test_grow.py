@@ -330,7 +330,7 @@ def test_more_keys_of_one_bucket_than_a_walk_is_long():
     assert num_unplaced > 0
     counts = programs.counts(stats)
     assert counts["num_inserted"] == 600 - num_unplaced and sum(counts.values()) == 600
-    with pytest.warns(RuntimeWarning, match=f"got {num_unplaced} keys refused so far .* makes the index anew"):
+    with pytest.warns(RuntimeWarning, match=f"got {num_unplaced} keys refused so far .* rebuilds the index"):
         state = collection.grow(state)
     state, stats = programs.learn(collection, state, features, gradient=0.0)
     assert programs.counts(stats)["num_refused"] == 0 and programs.total(stats, "num_unplaced") == 0
@@ -352,7 +352,7 @@ def test_keys_aimed_at_one_state_miss_another():
         state, stats = programs.learn(collection, jax.tree.map(jnp.copy, first), features, gradient=0.0)
         assert programs.total(stats, "num_unplaced") > 0
         collection.growth.warned.clear()  # each warning appears once
-        with pytest.warns(RuntimeWarning, match="this call makes the index anew"):
+        with pytest.warns(RuntimeWarning, match="this call rebuilds the index"):
             state = collection.grow(state)
         salts.add(programs.index_of(collection, state)[1])
     assert len(salts) == 2
@@ -465,16 +465,16 @@ def test_a_first_call_that_knows_nothing_says_so():
     with pytest.warns(RuntimeWarning, match=r"grow: batch: got none.*collection\.grow\(state, batch\)"):
         state = collection.grow(state)
     state, _, _ = step(state, hundred_new(collection, 0).features)
-    with pytest.warns(RuntimeWarning, match=r'table "user": got 36 keys refused so far') as told:
+    with pytest.warns(RuntimeWarning, match=r'table "user": got 36 keys refused so far') as warned:
         state = collection.grow(state)
-    assert told[0].filename == __file__
+    assert warned[0].filename == __file__
     for number in range(1, 4):
         state, _, stats = step(state, hundred_new(collection, number).features)
         stats.check()
         state = collection.grow(state)
 
 
-def test_refused_keys_are_told_while_steps_run():
+def test_refused_keys_are_reported_while_steps_run():
     """If a table that may not grow refuses keys, `grow` warns within a few calls, once per table, without Stats."""
     tables = [
         jaxsok.TableSpec(name, DIM, jaxsok.optim.sgd(1.0), capacity=64, max_capacity=64, **more)
@@ -482,15 +482,15 @@ def test_refused_keys_are_told_while_steps_run():
     ]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(table.name, table.name) for table in tables])
     state, step = collection.init(seed=0), jax.jit(programs.train_step(collection), donate_argnums=0)
-    told = []  # if the state is never ready, call 16 reads the counters that call 8 requested
+    warned = []  # if the state is never ready, call 16 reads the counters that call 8 requested
     for number in range(20):
         batch = collection.batch({table.name: np.arange(40) + 40 * number for table in tables})
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             state = collection.grow(state, batch)
-        told += [(number, str(one.message)) for one in caught]
+        warned += [(number, str(one.message)) for one in caught]
         state, _, stats = step(state, batch.features)
-    ((number, message),) = told
+    ((number, message),) = warned
     assert number < 16 and 'table "full": got ' in message and "raise max_capacity" in message
     assert int(state.num_refused[0]) == 20 * 40 - 2 * 64 and int(state.num_refused[1]) == 0
     with pytest.raises(jaxsok.TableFullError):

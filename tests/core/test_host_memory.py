@@ -260,7 +260,7 @@ def test_device_memory_that_there_is_not(monkeypatch):
     collection = jaxsok.Collection([table(memory=8, capacity=10)], FEATURES)
     needed = collection.memory_estimate().stores[0].state["cache"] + 52 * 10
     for free, is_enough in ((needed, True), (needed - 1, False)):
-        monkeypatch.setattr(grow, "agreed_free_bytes", lambda shards, free=free: free)
+        monkeypatch.setattr(grow, "agree_on_free_bytes", lambda shards, free=free: free)
         if is_enough:
             collection.init(seed=0)
         else:
@@ -281,7 +281,7 @@ def pinned(monkeypatch):
         return jax.make_array_from_single_device_arrays(shape, place, [made])  # with the type that DLPack gives
 
     monkeypatch.setattr(host_slabs, "_is_pinned", lambda records: True)
-    monkeypatch.setattr(host_slabs, "_pinned", part)
+    monkeypatch.setattr(host_slabs, "_allocate_pinned", part)
 
 
 def types_of(store):
@@ -353,4 +353,4 @@ def test_memory_that_the_system_does_not_give():
     with pytest.raises(
         MemoryError, match=r"got \d+ bytes \(\d+ rows of 1048576\) for .*the system maps no memory of.*"
     ):
-        host_slabs._pinned(device, (2**40, 2**20))
+        host_slabs._allocate_pinned(device, (2**40, 2**20))

@@ -427,17 +427,17 @@ def test_import_grows_and_stops_at_the_cap(way, num_shards):
     assert got == {key: line for chunk in again for key, line in as_dict(chunk).items()}
 
 
-def test_room_for_rows_that_are_told():
+def test_room_for_a_given_number_of_rows():
     """One slab is added for all rows, although the chunks separately would add several."""
     rng = np.random.default_rng(6)
     chunks = [random_records(rng, range(start, start + 10)) for start in range(0, 300, 10)]
-    for told, num_slabs in ((300, 2), (None, 6)):
+    for num_rows, num_slabs in ((300, 2), (None, 6)):
         collection = collection_of(capacity=8)
-        state = collection.import_table(collection.init(seed=0), "a", chunks, num_rows=told)
+        state = collection.import_table(collection.init(seed=0), "a", chunks, num_rows=num_rows)
         assert len(state.stores[0].rows) == num_slabs
         assert collection.num_rows(state)["a"] == 300
-    more_than_told = random_records(rng, range(30))
-    state = collection.import_table(collection.init(seed=0), "a", [more_than_told], num_rows=20)
+    more_than_given = random_records(rng, range(30))
+    state = collection.import_table(collection.init(seed=0), "a", [more_than_given], num_rows=20)
     assert collection.num_rows(state)["a"] == 30
     capped = collection_of(capacity=8, max_capacity=32)
     state = capped.import_table(capped.init(seed=0), "a", chunks[0], num_rows=10**9)
@@ -480,7 +480,7 @@ def test_memory_that_there_is_not(monkeypatch):
     """The error is raised before any change: the given state is intact."""
     collection = collection_of(capacity=16)
     state = collection.init(seed=0)
-    monkeypatch.setattr(grow, "agreed_free_bytes", lambda shards: 1000)
+    monkeypatch.setattr(grow, "agree_on_free_bytes", lambda shards: 1000)
     records = random_records(np.random.default_rng(0), range(100))
     with pytest.raises(MemoryError, match="import_table: capacity: got"):
         collection.import_table(state, "a", records)

@@ -507,7 +507,7 @@ def test_columns_beside_known_features_are_checked():
         assert collection.batch(good)["label"].shape == (4,)
         assert collection.batch(good, pad_to=6)["label"].shape == (6,)
         assert collection.batch(good, pad_to=1 << 3).mask.sum() == 4
-        with pytest.raises(ValueError, match=r'entry "label": got shape \[5\] beside features of 4 samples'):
+        with pytest.raises(ValueError, match=r'entry "label": got shape \[5\] with features of 4 samples'):
             collection.batch({**good, "label": np.ones(5)})
         with pytest.raises(ValueError, match="got 1 of 2 features, wanted also"):
             collection.batch({name: value for name, value in good.items() if name != "1 ragged"})

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxsok
-from jaxsok.stats import on_one_device, pack_words
+from jaxsok.stats import move_to_one_device, pack_words
 from jaxsok.window import StatsWindow, write_scalars
 
 SGD = jaxsok.optim.sgd(1.0)
@@ -85,15 +85,15 @@ def test_a_window_tells_of_refused_keys():
         jaxsok.TableSpec("kept_out", 8, SGD, capacity=64, admission=jaxsok.policies.AdmitByCount(9)),
     ]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(table.name, table.name) for table in tables])
-    state, window, told = collection.init(seed=0), StatsWindow(3), []
+    state, window, warned = collection.init(seed=0), StatsWindow(3), []
     for step in range(6):
         keys = np.arange(4) + 4 * step
         state, stats = programs.learn(collection, state, programs.batch(collection, full=keys, kept_out=keys))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             window.push(jax.block_until_ready(stats))
-        told += [(step, str(one.message), one.filename) for one in caught]
-    ((step, message, filename),) = told
+        warned += [(step, str(one.message), one.filename) for one in caught]
+    ((step, message, filename),) = warned
     assert step == 2 and filename == __file__ and 'got 4 keys of table "full" refused' in message
 
 
@@ -112,7 +112,7 @@ def test_one_array_brings_all_counts():
         _, stats = next(steps_of(three_tables(num_shards), 1))
         (words,) = jax.tree.leaves(stats)
         assert words.dtype == np.int32 and words.shape == (3 * 9 + 2 + 2 + 2 + 2 * num_shards,)
-        assert len(on_one_device(stats).words.devices()) == 1
+        assert len(move_to_one_device(stats).words.devices()) == 1
         fetched = jax.device_get(stats)
         for name in ("num_found", "num_evicted", "longest_probe", "num_stale"):
             assert isinstance(fetched.count(name), np.ndarray | np.generic)
@@ -127,7 +127,7 @@ def test_counts_of_a_scan_have_its_axis():
         np.testing.assert_array_equal(getattr(stacked, name), [np.asarray(getattr(one, name)) for one in singles])
 
 
-def test_counts_are_told_by_name():
+def test_counts_are_reported_by_name():
     """A reader gets every count, and the tables."""
     text = repr(made([(i, 10 + i) for i in range(6)], (7, 2**32 - 1), stale=5))
     for part in ("num_found=[ 0 10]", "num_nonfinite=[ 5 15]", f"num_evicted=[         7 {2**32 - 1}]", "num_stale=5"):
@@ -260,7 +260,7 @@ def test_push_does_not_wait(monkeypatch):
         sent.append(Words(stats.words))
         return dataclasses.replace(stats, words=sent[-1])
 
-    monkeypatch.setattr(jaxsok.window, "on_one_device", words_to_come)
+    monkeypatch.setattr(jaxsok.window, "move_to_one_device", words_to_come)
     window = StatsWindow(2)
     for i in range(6):
         window.push(made([(i, 10 * i)] * 6, (3 * i, 0), num_rows=(i, i)))

@@ -474,9 +474,9 @@ def run_steps(collection, step, *, num_steps=8, keep=False, wait=True):
 
 
 @pytest.mark.parametrize(
-    ("name", "is_told"), [("donated", False), ("not donated", True), ("not jitted", True), ("kept on purpose", False)]
+    ("name", "warns"), [("donated", False), ("not donated", True), ("not jitted", True), ("kept on purpose", False)]
 )
-def test_a_state_that_is_copied_is_told(monkeypatch, name, is_told):
+def test_a_copied_state_gives_a_warning(monkeypatch, name, warns):
     """The result is right; `grow` warns once, from the addresses of the rows, that every step copies them."""
     monkeypatch.setattr(grow, "WORTH_BYTES", 0)
     collection = jaxsok.Collection(declared().tables, declared().features)
@@ -486,8 +486,8 @@ def test_a_state_that_is_copied_is_told(monkeypatch, name, is_told):
     )
     state, caught = run_steps(collection, step, keep=name == "kept on purpose")
     messages = [str(one.message) for one in caught]
-    assert len(messages) == is_told, messages
-    if is_told:
+    assert len(messages) == warns, messages
+    if warns:
         assert messages[0].startswith("grow: state: got a new copy of it after each of the last 3 steps")
         assert caught[0].category is RuntimeWarning and caught[0].filename == __file__
     want, _ = run_steps(collection, donated(plain))

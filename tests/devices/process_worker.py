@@ -216,7 +216,7 @@ def do_job(job, number, num_processes, folder):
         num_rows=[num_rows[table.name] for table in TABLES],
         salts=salts_of(state),
         **local_tables(collection, state),
-        salts_after_rebuild=salts_of(grow.resalted(collection.stores, state, 0, collection.shards)),
+        salts_after_rebuild=salts_of(grow.resalt_index(collection.stores, state, 0, collection.shards)),
     )
 
 

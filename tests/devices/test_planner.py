@@ -11,7 +11,7 @@ import pytest
 
 import jaxsok
 from jaxsok import REPLICATED, SHARDED, Bags, ExchangeSpec, FeatureSpec, TableSpec, on, propose
-from jaxsok.printed import in_units
+from jaxsok.printed import format_bytes
 
 SGD = jaxsok.optim.sgd(0.1)
 MANY_FINDS = 100.0  # evaluations per step: rows are sent much more often than gradients, so replication pays
@@ -212,7 +212,7 @@ def test_rows_in_host_memory_are_counted_apart():
     (store,) = programs.over(2, proposal.tables, features).init().stores
     assert proposal.host_bytes == 32 * store.capacity // 2 == store.rows[0].addressable_shards[1].data.nbytes
     assert proposal.lines[0].num_bytes == 1000 * 52
-    assert str(proposal).endswith(f"{in_units(proposal.host_bytes)} of host memory for each of 2 devices.")
+    assert str(proposal).endswith(f"{format_bytes(proposal.host_bytes)} of host memory for each of 2 devices.")
     assert propose(*specs(item=1000), num_shards=2, keys_per_step=10).host_bytes == 0
 
 

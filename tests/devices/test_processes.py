@@ -279,8 +279,8 @@ def test_host_memory_of_processes_on_one_host(tmp_path):
             assert message.startswith(short.format(op)) and limit in message
             assert message == str(results[0][f"{op}: one fits"][0])
             for process in range(2):
-                told = "" if process == number else f"{op}: process {process} failed: MemoryError: "
-                wanted = f"MemoryError: {told}host memory: out of memory"
+                prefix = "" if process == number else f"{op}: process {process} failed: MemoryError: "
+                wanted = f"MemoryError: {prefix}host memory: out of memory"
                 assert messages[f"{op}: pinning {process}"] == wanted
         assert messages["capacity"] == "2.0" and messages["same bits"] == "True"
 

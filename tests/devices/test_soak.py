@@ -174,10 +174,10 @@ class Episode:
         victims = self.rng.choice(self.keys[table][0], NUM_ERASED, replace=False)
         self.state, num_erased = self.collection.erase(self.state, table, victims)
         wanted = self.oracle.erase(table, victims.tolist())
-        assert int(num_erased) == wanted, self.told(table)
+        assert int(num_erased) == wanted, self.describe(table)
         self.num_erased += wanted
 
-    def told(self, what):
+    def describe(self, what):
         """Returns the message that makes a failure reproducible."""
         return f"{what}: seed {SEED}, step {self.num_steps}, placements {self.placements}, {self.collection.exchange}"
 
@@ -187,22 +187,22 @@ class Episode:
             stats.check()
             self.num_rounds = max(self.num_rounds, int(stats.num_rounds.max()))
             for name in want:
-                np.testing.assert_allclose(embeddings[name], want[name], err_msg=self.told(name), **TOLERANCE)
+                np.testing.assert_allclose(embeddings[name], want[name], err_msg=self.describe(name), **TOLERANCE)
                 got = stats.to_dict()[name]
                 for count in ("num_found", "num_inserted", "num_missing", "num_refused"):
-                    assert got[count] == counts[name][count], self.told(f"{name}: {count}")
+                    assert got[count] == counts[name][count], self.describe(f"{name}: {count}")
         self.waiting.clear()
         for table in TABLES:
             got = programs.by_key(self.collection, self.state, table.name)
             want = sorted(self.oracle.export_table(table.name), key=lambda row: row[1])
-            assert got["keys"].tolist() == [key for _, key, _, _ in want], self.told(table.name)
+            assert got["keys"].tolist() == [key for _, key, _, _ in want], self.describe(table.name)
             if not want:
                 continue
             columns = [column for name, column in got.items() if name not in ("keys", "rows")]
             wanted = [np.stack([state[i] for _, _, _, state in want]) for i in range(len(columns))]
             pairs = [(got["rows"], np.stack([row for _, _, row, _ in want])), *zip(columns, wanted, strict=True)]
             for values, others in pairs:
-                np.testing.assert_allclose(values, others, err_msg=self.told(table.name), **TOLERANCE)
+                np.testing.assert_allclose(values, others, err_msg=self.describe(table.name), **TOLERANCE)
 
 
 @pytest.mark.slow

@@ -208,8 +208,8 @@ def bringing(collection):
     def bring(state, row_ids):
         stores = []
         for spec, store, wanted in zip(collection.stores, state.stores, row_ids, strict=True):
-            store, view, _ = tiers.brought(spec, store, state.seed, wanted)
-            stores.append(tiers.returned(store, view))
+            store, view, _ = tiers.bring_rows(spec, store, state.seed, wanted)
+            stores.append(tiers.give_back(store, view))
         return dataclasses.replace(state, stores=tuple(stores))
 
     return jax.jit(bring, donate_argnums=0)
@@ -231,7 +231,7 @@ def test_another_cache_at_each_step(device_rows):
         asked = [np.r_[used_rows(store), np.uint32(2**32 - 1)] for store in state.stores]
         state = bringing(tiered)(state, [rng.choice(row_ids, 12) for row_ids in asked])
         if number % 5 == 4:
-            state = dataclasses.replace(state, stores=tuple(tiers.flushed(store) for store in state.stores))
+            state = dataclasses.replace(state, stores=tuple(tiers.flush_cache(store) for store in state.stores))
         return state
 
     got, others = trained(tiered, raw_batches(tiered), between)

@@ -324,12 +324,12 @@ class Script:
         lines = None if unknown_zeros is None else placed(store.refused, None, unknown_zeros)
         embeddings, counts = store.lookup_planned(batch, row_ids, lines)
         inputs = {**batch.operands(), "seed": store.seed, "row_ids": row_ids}
-        told = batch
+        passed = batch
         if lines is not None:
             inputs["table_ids"] = batch.tables.astype(np.uint32)
-            told = without_tables(batch)
+            passed = without_tables(batch)
         embeddings = _shared(embeddings, num_sharing)
-        statics = {**self._tables(store.refused if lines is None else lines), **_features(told)}
+        statics = {**self._tables(store.refused if lines is None else lines), **_features(passed)}
         statics |= {**self._embeddings(batch), "shapes": tuple(one.shape for one in embeddings)}
         self._add("lookup_planned", inputs, statics, {"counts": counts, "embeddings": embeddings})
 
@@ -364,13 +364,13 @@ class Script:
         inputs = {**batch.operands(), "row_ids": row_ids, "hyper": hyper}
         inputs["gradients"] = _shared(gradients, num_sharing)
         inputs |= {"seed": store.seed, "step": np.array(num_steps, np.uint32), "table_ids": np.zeros(0, np.uint32)}
-        told = batch
+        passed = batch
         if tables_apart:
             inputs["table_ids"] = batch.tables.astype(np.uint32)
-            told = without_tables(batch)
+            passed = without_tables(batch)
         statics = {
             **self._tables(),
-            **_features(told),
+            **_features(passed),
             "rounding": rounding,
             "optimizer": store.optimizer,
             "row_gradient": row_gradient,

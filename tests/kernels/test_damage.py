@@ -120,7 +120,7 @@ def rebuild(collection, state, features):
 
 def remade(collection, state, features):
     return [
-        admission.remaking(spec, store, 8, collection.shards)(store)
+        admission.prepare_remake(spec, store, 8, collection.shards)(store)
         for spec, store in zip(collection.stores, state.stores, strict=True)
     ]
 

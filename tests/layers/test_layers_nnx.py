@@ -915,7 +915,7 @@ def test_errors_of_a_step_change_nothing(mode):
     assert "got 0 TapVariables" in message(ValueError, lambda: model.embed.update(of_params))
     assert "got none for the taps of 'embed'" in message(ValueError, lambda: layers.update(model, of_params))
     assert "got lookup 1 of 1 twice" in message(ValueError, lambda: model.embed.update([grads, grads]))
-    assert "got none for lookup 1 of 1" in message(ValueError, lambda: model.embed._updated([()], None))
+    assert "got none for lookup 1 of 1" in message(ValueError, lambda: model.embed._update_tables([()], None))
     assert "learning_rate" in message(TypeError, lambda: model.embed.update(grads, learning_rate="fast"))
     pending = message(ValueError, lambda: layers.value_and_grad(loss_fn)(model, other))
     assert "got 1 lookups without an update" in pending and "accumulate=True" in pending and "discard()" in pending
@@ -932,7 +932,7 @@ def test_gradients_of_other_taps_are_refused(mode):
     _, grads = layers.value_and_grad(loss_fn)(model, batch)
     taps = jax.tree.map(lambda leaf: leaf, _taps(grads))
     assert "got those of 2 taps for 1 lookups" in message(
-        ValueError, lambda: model.embed._updated([(taps, taps)], None)
+        ValueError, lambda: model.embed._update_tables([(taps, taps)], None)
     )
 
 

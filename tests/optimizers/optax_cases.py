@@ -202,7 +202,7 @@ class Verdict:
     """The verdict of `lift` on a transformation."""
 
     kind: str
-    told: str
+    detail: str
     """The state of a row, and why it is not exact."""
 
 
@@ -243,17 +243,17 @@ def lines():
         for call, make in calls.items():
             found = verdict(make)
             shown = f"{prefix}.{call}" if prefix else call
-            result.append(f"| `{shown}` | {found.kind} | {found.told} |".replace("||", "| |"))
+            result.append(f"| `{shown}` | {found.kind} | {found.detail} |".replace("||", "| |"))
     return result
 
 
 def section():
     """Returns the last section of the page, generated."""
     counts = [verdict(make).kind for calls in cases().values() for make in calls.values()]
-    told = ", ".join(f"{counts.count(kind)} {kind}" for kind in ("exact", "row-wise variant", "refused"))
+    summary = ", ".join(f"{counts.count(kind)} {kind}" for kind in ("exact", "row-wise variant", "refused"))
     head = (
         f"Made by `tests/optimizers/optax_cases.py` with Optax {optax.__version__}, from all that Optax offers: "
-        f"{told}. Third column: the state of a row, (1) for one number in place of dim; why it is no exact lift.\n\n"
+        f"{summary}. Third column: the state of a row, (1) for one number in place of dim; why it is no exact lift.\n\n"
         "| `optax.` | lifted | state of a row, or why not |\n|---|---|---|\n"
     )
     return f"{HEADING}\n\n{head}" + "\n".join(lines()) + "\n"

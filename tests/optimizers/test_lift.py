@@ -214,11 +214,11 @@ def test_table_of_the_page():
     if version == optax.__version__:
         assert text == optax_cases.section(), "run: PYTHONPATH=. python tests/optimizers/optax_cases.py"
         return
-    told = dict(re.findall(r"^\| `(.*?)` \| ([^|]*) \|", text, re.MULTILINE))
+    listed = dict(re.findall(r"^\| `(.*?)` \| ([^|]*) \|", text, re.MULTILINE))
     found = dict(re.findall(r"^\| `(.*?)` \| ([^|]*) \|", "\n".join(optax_cases.lines()), re.MULTILINE))
-    both = told.keys() & found.keys()
+    both = listed.keys() & found.keys()
     assert len(both) > 100
-    assert {call: told[call] for call in both} == {call: found[call] for call in both}
+    assert {call: listed[call] for call in both} == {call: found[call] for call in both}
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------

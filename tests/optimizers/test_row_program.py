@@ -388,7 +388,7 @@ def of(function, states="abc"):
         (lambda x: jnp.cumsum(x.row), "the operation cumsum"),
         (lambda x: x.row[::-1], "the operation rev"),
         (lambda x: jnp.outer(x.row, x.row)[0], r"\[8, 8\]|64"),
-        (lambda x: x.row * jnp.arange(8.0), "an array of 8 numbers beside the row"),
+        (lambda x: x.row * jnp.arange(8.0), "an array of 8 numbers besides the row"),
         (lambda x: x.row.astype(jnp.int32).astype(jnp.float32), "as int32"),
         (lambda x: x.row * jax.lax.div(jnp.where(x.num_uses > 1, 7, 4), 2).astype(jnp.float32), "select_n on .* int32"),
         (lambda x: x.row * jnp.sum(x.row > 0).astype(jnp.float32), "reduce_sum on a row as int32"),
@@ -519,8 +519,8 @@ def test_example_of_the_module():
         return x.row - x.hyper[0] * m, m, *x.states[1:]
 
     lines = str(program.compiled(Custom(0.1, function=step), 8)).splitlines()
-    told = re.findall(r"(?:r\d|row|state 0) = [a-z_]+ [rs]\d[rs\d, ]*\b", program.__doc__)
-    assert [line.strip() for line in told] == lines
+    documented = re.findall(r"(?:r\d|row|state 0) = [a-z_]+ [rs]\d[rs\d, ]*\b", program.__doc__)
+    assert [line.strip() for line in documented] == lines
 
 
 def test_operations_are_those_of_the_header():

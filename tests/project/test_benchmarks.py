@@ -322,8 +322,8 @@ def test_kernels_are_counted_for_their_floor(monkeypatch):
     step = records.Record("W1", records.STEP, "jaxsok", timing.summary([1.0], 1), num_keys=8, limit_ms=0.1, notes=notes)
     step = dataclasses.replace(step, timing=dataclasses.replace(step.timing, dispatch_ms=2.0))
     (row,) = tables.small_rows([*recorder.records, step])
-    told = dict(zip(tables.SMALL_COLUMNS, row, strict=True))
-    assert (told["kernels"], told["as many without work ms"], told["of limit"]) == ("3", "0.5", "0.50")
+    cells = dict(zip(tables.SMALL_COLUMNS, row, strict=True))
+    assert (cells["kernels"], cells["as many without work ms"], cells["of limit"]) == ("3", "0.5", "0.50")
 
 
 def test_what_fbgemm_wrote_becomes_records(monkeypatch):
@@ -701,6 +701,6 @@ def test_a_quick_run_of_training_measures_the_whole_and_its_parts(tmp_path, monk
         (target,) = [target for target in targets.TARGETS if "rowwise Adagrad" in target.name]
         assert target.reading(targets.Found(found)) == pytest.approx(wanted)
         assert target.row(targets.Found(found))[2].startswith(f"{wanted:.2f} (short: 3 runs of ")
-    told = report.page(path)
-    assert "read, pack and copy, page cache" in told
-    assert "training 3 runs of 0.01 s, `--wire bfloat16 --num-threads 1`; parts 2 repetitions of 1 ms" in told
+    page = report.page(path)
+    assert "read, pack and copy, page cache" in page
+    assert "training 3 runs of 0.01 s, `--wire bfloat16 --num-threads 1`; parts 2 repetitions of 1 ms" in page

@@ -484,7 +484,7 @@ PROVOKED = {
     "samples on another axis": lambda: over(mesh_of(2, ("model", "data"))).batch(
         {"item": put(np.arange(4), mesh_of(2, ("model", "data")), "model")}
     ),
-    "ragged beside device arrays": lambda: pack_over(
+    "ragged keys and device arrays": lambda: pack_over(
         jaxsok.Bags(jnp.zeros((4, 2), jnp.uint32), lengths=RAGGED.lengths)
     ),
     "keys of one shard": lambda: pack_over(RAGGED, max_keys=6),
@@ -550,7 +550,7 @@ def test_every_quoted_message_is_provoked():
     assert len(quoted_messages()) == len(set(quoted_messages())) == len(PROVOKED)
 
 
-def test_every_class_of_errors_is_told():
+def test_every_class_of_errors_has_a_row():
     """Each raised class has a row in the table of docs/errors.md."""
     raised = set()
     for name in MODULES:
@@ -559,8 +559,8 @@ def test_every_class_of_errors_is_told():
                 name = ast.unparse(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)
                 # Reraised errors, and errors made by a function, have other names here.
                 raised |= {part for part in name.split(".") if part[0].isupper()}
-    told = [re.findall(r"`(?:jaxsok\.)?(\w+)`", cells[0]) for cells in table_of(sections(errors_page())["Errors"])]
-    assert {name for names in told for name in names} == raised
+    rows = [re.findall(r"`(?:jaxsok\.)?(\w+)`", cells[0]) for cells in table_of(sections(errors_page())["Errors"])]
+    assert {name for names in rows for name in names} == raised
 
 
 def errors_page():
@@ -679,13 +679,13 @@ def test_bytes_of_a_row():
     rows = table_of(sections((ROOT / "docs/memory_layout.md").read_text())["Bytes of a row"])
     assert len(rows) == 20
     capacity = 1 << 20
-    for dim, optimizer, *told in rows:
+    for dim, optimizer, *cells in rows:
         make = getattr(jaxsok.optim, optimizer.strip("`"))
         estimate = jaxsok.memory_estimate([jaxsok.TableSpec("user", int(dim), make(0.1), capacity=capacity)])
         (counted,) = estimate.stores
         parts = [counted.state[name] / capacity for name in ("rows", "optimizer_state", "records", "index")]
-        assert [int(number) for number in told] == [*parts, counted.row_bytes]
-        assert int(told[-1]) == round(estimate.bytes_per_key, 2)
+        assert [int(number) for number in cells] == [*parts, counted.row_bytes]
+        assert int(cells[-1]) == round(estimate.bytes_per_key, 2)
 
 
 def test_bytes_of_workspaces():
@@ -719,15 +719,15 @@ def test_arrays_of_a_store():
 def test_state_of_optimizers():
     """The table of docs/optimizers.md has the state and arguments that the optimizers declare."""
     rows = table_of(sections((ROOT / "docs/optimizers.md").read_text())["Optimizers"])
-    told = {call.strip("`"): state for call, _, state, _ in rows}
+    states = {call.strip("`"): state for call, _, state, _ in rows}
     dim = 64
-    for call, state in told.items():
+    for call, state in states.items():
         make = getattr(jaxsok.optim, call.split("(")[0])
         assert call == call_of(make.__name__, make)
         assert state == (state_of(make(0.1), dim) or "none")
     # Lifted optimizers have the state of the transformation that they lift.
     calls = {call for call in calls_of(jaxsok.optim) if "(" in call and not call.startswith("lift(")}
-    assert set(told) == calls
+    assert set(states) == calls
 
 
 def state_of(optimizer, dim):

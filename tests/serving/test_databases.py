@@ -334,7 +334,7 @@ def test_the_persistent_database_answers_for_a_volatile_one_that_fails(tmp_path,
 # Servers that fail ---------------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_hangs_is_waited_for_no_longer_than_told(redis, server):
+def test_a_server_that_hangs_is_waited_for_no_longer_than_declared(redis, server):
     patient, hurried = (DatabaseRows([redis(timeout_s=timeout_s)], "dlrm", [USER]) for timeout_s in (60.0, 1.0))
     patient.insert("user", u64(1), rows_for([1], 4))
     with server.frozen():
@@ -670,7 +670,7 @@ def test_an_update_that_a_server_does_not_survive_can_be_done_again(folders, tmp
             ask(session, newer, 2)
 
 
-def test_a_database_that_cannot_be_reached_is_told_when_it_is_opened(folders, tmp_path):
+def test_a_database_that_cannot_be_reached_is_reported_when_it_is_opened(folders, tmp_path):
     given = config_of(model_of(folders, **CACHED))
     given["volatile_db"] = {"type": "redis_cluster", "address": "127.0.0.1:1", "num_partitions": 4}
     with pytest.raises(DatabaseError, match=r'volatile_db: address: got ConnectionError of Redis at "127.0.0.1:1"'):

@@ -140,17 +140,17 @@ def frozen_of(tables, contents, **kwargs):
     return freeze_records(sources, **kwargs)
 
 
-def test_bytes_are_as_told():
+def test_bytes_are_as_counted():
     """`frozen_bytes` equals the bytes that are allocated."""
     tables = [FrozenTable("a", 8), FrozenTable("b", 8, dtype="bfloat16"), FrozenTable("c", 6, dtype="float16")]
     made, _ = frozen_of(
         tables, {name: {k: numbers(d) for k in range(50)} for name, d in (("a", 8), ("b", 8), ("c", 6))}
     )
     for store, (table,) in zip(made.stores, made.spec.stores, strict=True):
-        told = frozen.frozen_bytes(table, 50)
-        assert store.rows.nbytes == told["rows"]
-        assert store.index.nbytes == told["index"]
-        assert sum(scale.nbytes for scale in store.scales) == told["scales"]
+        counted = frozen.frozen_bytes(table, 50)
+        assert store.rows.nbytes == counted["rows"]
+        assert store.index.nbytes == counted["index"]
+        assert sum(scale.nbytes for scale in store.scales) == counted["scales"]
     assert row_map.buckets_of(10**6) * 64 < 25 * 10**6  # 32 in training.
 
 

@@ -189,8 +189,8 @@ def test_json_is_written_in_pieces(shape, monkeypatch):
     array = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     if array.size > 5:
         array.reshape(-1)[5] = -np.inf
-    told = [float(one) if np.isfinite(one) else "-Infinity" for one in array.reshape(-1)]
-    lists = np.array(told, object).reshape(shape).tolist()
+    values = [float(one) if np.isfinite(one) else "-Infinity" for one in array.reshape(-1)]
+    lists = np.array(values, object).reshape(shape).tolist()
     for rest in ({"model": "ä", "version": 3}, {}):
         wanted = dumps({**rest, "rows": {"u": lists, 'i"': [1, 2]}}, separators=(",", ":")).encode()
         monkeypatch.setattr(json, "dumps", lambda *args, **named: pieces.append(dumps(*args, **named)) or pieces[-1])
@@ -1880,9 +1880,9 @@ def table_of(heading, page):
 def test_the_page_has_all_of_it():
     """docs/server.md lists all options with their defaults, endpoints and metrics."""
     page = (ROOT / "docs/server.md").read_text()
-    told = {cells[0]: cells[1] for cells in table_of("Limits", page)}
+    listed = {cells[0]: cells[1] for cells in table_of("Limits", page)}
     defaults = {f"`--{f.name.replace('_', '-')}`": str(f.default) for f in dataclasses.fields(server.ServerOptions)}
-    assert told == defaults
+    assert listed == defaults
     app = server.App(cases.Session())
     routes = {f"`{'POST' if 'POST' in route.methods else 'GET'} {route.path}`" for route in app.asgi.routes}
     assert {cells[0] for cells in table_of("Endpoints", page) if cells[0].startswith(("`GET", "`POST"))} == routes

@@ -220,11 +220,11 @@ def test_load(tmp_path, seconds, update_s, record_property):
     half = len(seen.resident) // 2
     growth = max(seen.resident[half:]) - max(seen.resident[:half])
     latencies_ms = np.percentile(seen.latencies_s, [50, 99]) * 1e3
-    told = (
+    summary = (
         f"{seen.num_requests} requests in {seconds} s, {len(seen.numbers)} versions, "
         f"p50 {latencies_ms[0]:.1f} ms, p99 {latencies_ms[1]:.1f} ms, resident memory "
         f"{max(seen.resident[:half]) >> 20} MiB in the first half, {growth / 2**20:+.1f} MiB in the second"
     )
-    print(told)
-    record_property("load", told)
-    assert growth < 32 * 2**20, told
+    print(summary)
+    record_property("load", summary)
+    assert growth < 32 * 2**20, summary

@@ -150,7 +150,7 @@ def test_no_models():
         read({"supportlonglong": True, "models": []})
 
 
-def test_a_short_list_of_defaults_is_filled_and_told():
+def test_a_short_list_of_defaults_is_filled_and_noted():
     config = read(whole({"default_value_for_each_table": [0.5]}))
     assert [table.default for table in config.models[0].tables] == [0.5, None]
     assert config.notes == (
@@ -242,8 +242,8 @@ def test_fusion(every, own, wanted):
     model = {} if own is None else {"fuse_embedding_table": own}
     config = read(whole(model, **top))
     assert config.models[0].is_fused is wanted
-    told = (every, own) == (False, True)
-    assert effects(config) == ({"models[0].fuse_embedding_table": True} if told else {})
+    differs = (every, own) == (False, True)
+    assert effects(config) == ({"models[0].fuse_embedding_table": True} if differs else {})
 
 
 def test_keys_of_32_bits():
@@ -267,8 +267,8 @@ def test_fractions_of_the_interval_are_cut_off(given, wanted):
     """Fractions of the interval are cut off, as in HPS; a number that changes by this is reported."""
     config = read(whole({"cache_refresh_percentage_per_iteration": 0.2, "refresh_interval": given}))
     assert config.models[0].refresh_interval == wanted and type(config.models[0].refresh_interval) is int
-    told = [note for note in config.notes if "refresh_interval" in note]
-    assert told == (
+    notes = [note for note in config.notes if "refresh_interval" in note]
+    assert notes == (
         []
         if given == wanted
         else [f"models[0].refresh_interval: got {given:g}, read as {wanted}: whole seconds, as in HPS."]

@@ -109,8 +109,8 @@ def test_no_answer_mixes_versions(trained, tmp_path, kind, in_place):
         def read():
             while not stop.is_set():
                 answer = session.lookup({name: np.arange(20) for name in DIMS})
-                told = {int(number) for rows in answer.values() for number in np.unique(rows // 1000)}
-                seen.append((answer.version, told))
+                versions = {int(number) for rows in answer.values() for number in np.unique(rows // 1000)}
+                seen.append((answer.version, versions))
 
         threads = [threading.Thread(target=read) for _ in range(2)]
         for thread in threads:
@@ -127,7 +127,7 @@ def test_no_answer_mixes_versions(trained, tmp_path, kind, in_place):
             for thread in threads:
                 thread.join()
         check(session, trained.content)
-    assert all(told == {number - 1} for number, told in seen)
+    assert all(versions == {number - 1} for number, versions in seen)
 
 
 @pytest.mark.parametrize("kind", ["replicas", "split"])

@@ -101,7 +101,7 @@ def read_manifest(op: str, path: pathlib.Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{op}: path: got {path}, where there is no folder, wanted one of export_model.")
     if not file.is_file():
         raise ArtifactError(f"{op}: {path}: got a folder without {MANIFEST}, wanted one of export_model.")
-    manifest = manifests.parsed(op, file, ArtifactError)
+    manifest = manifests.read_json(op, file, ArtifactError)
     if manifest.get("format") != FORMAT:
         raise ArtifactError(f"{op}: {file}: got format {manifest.get('format')!r}, wanted {FORMAT!r}.")
     if manifest.get("version") != VERSION:
@@ -109,7 +109,7 @@ def read_manifest(op: str, path: pathlib.Path) -> dict[str, Any]:
         raise ArtifactError(f"{op}: {file}: got {got}, wanted {VERSION}; export again, or update jaxsok.")
     if manifest.get("sha256") != _digest(manifest):
         raise ArtifactError(f"{op}: {file}: got another checksum than it names; it was changed.")
-    manifests.checked(op, file, manifest, _MODEL, ArtifactError)
+    manifests.check_value(op, file, manifest, _MODEL, ArtifactError)
     return manifest
 
 
