@@ -112,6 +112,8 @@ FLOOR_COLUMNS = ("workload", "optimizer", "M keys", "M unique", "forward GB", "s
 def targets_section(paths: Sequence[pathlib.Path]) -> str:
     """Renders the table of targets and what was reached."""
     results = [records.load(path)[:2] for path in paths]
+    # Targets are set for H200s.
+    results = [found for found in results if found[0]["platform"] == "cpu" or "H200" in found[0]["device"]]
     rows = targets.rows(results)
     counts = {
         verdict: sum(row[-1] == verdict for row in rows) for verdict in ("pass", "**miss**", targets.NOT_MEASURED)

@@ -190,7 +190,8 @@ def exchange_rows(records: Sequence[Record], is_full_size: bool) -> list[tuple[s
     for record in records:
         notes = record.notes
         if record.num_devices:
-            found[(*_mesh_place(record), record.what, notes["program"], notes["wire"], notes["front_end"])] = record
+            key = (*_mesh_place(record), record.what, notes["program"], notes["wire"], notes["front_end"])
+            found[(*key, notes["sharding"]) if "sharding" in notes else key] = record
     table = []
     for key, record in found.items():
         (workload, distribution, scaling, num_devices), what, notes = key[:4], record.what, record.notes
@@ -202,7 +203,9 @@ def exchange_rows(records: Sequence[Record], is_full_size: bool) -> list[tuple[s
         peer = found.get((*key[:4], PEER_WHAT.get(what, what), "take", "float32", "jit")) if is_peer_of else None
         ideal = 1.0 if scaling == "weak" else num_devices / 2
         program = " ".join(
-            part for part in (notes["program"], *(notes[n] for n in ("wire", "front_end"))) if part not in USUAL
+            part
+            for part in (notes["program"], *(notes[n] for n in ("wire", "front_end")), notes.get("sharding"))
+            if part not in USUAL
         )
         sent = record.moved_bytes
         table.append(
@@ -226,7 +229,7 @@ def exchange_rows(records: Sequence[Record], is_full_size: bool) -> list[tuple[s
     return table
 
 
-USUAL = ("float32", "jit")
+USUAL = ("float32", "jit", "torch", None)
 """Wire and front end that a table does not name."""
 
 
