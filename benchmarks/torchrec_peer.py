@@ -2,7 +2,7 @@
 
 Question: what does a step on the same GPUs cost in the framework that PyTorch users have?
 Workload: M1, W1 and W5 with the ids of `workloads.py`, and the DLRM of `dlrm.py` on M1's tables.
-Limit:    that of jaxsok's step on a mesh (`bench_exchange.py`), measured in a run beside this one.
+Limit:    that of jaxsok's step on a mesh (`bench_exchange.py`), measured in a run of its own.
 Command:  `torchrun --standalone --nproc-per-node 2 -m benchmarks.torchrec_peer --out torchrec.jsonl`
 Last result: none yet.
 

@@ -269,7 +269,7 @@ def work(options):
         require(is_there.all(), f'"{name}" lost {np.count_nonzero(~is_there)} of {is_there.size} keys')
     memory["end"] = bytes_in_use(collection, state)
     for early, late in zip(memory["early"], memory["end"], strict=True):
-        require(late[3] <= early[3] + SPARE_BYTES, f"{late[3]} bytes of arrays beside the state, early on {early[3]}")
+        require(late[3] <= early[3] + SPARE_BYTES, f"{late[3]} bytes of arrays next to the state, early on {early[3]}")
     checkpoint.export_full(folder / "final", collection, state)
     stats, growth = stats.to_dict(), collection.growth
     found = {
@@ -377,7 +377,7 @@ def run(options, name, devices, processes=1, folder=None, **changes):
     print(f"  {result['steps_per_s']:.1f} steps/s in all, {result['step_ms']:.2f} ms a step between checkpoints")
     for when, numbers in result["memory"].items():
         units = [" / ".join(f"{number / 2**20:.1f}" for number in one) for one in numbers]
-        print(f"  MiB in use / peak / window / arrays beside the state, by device, {when}: {', '.join(units)}")
+        print(f"  MiB in use / peak / window / other arrays than the state, by device, {when}: {', '.join(units)}")
     print(f"  digest: {result['digest']}", flush=True)
     return result
 

@@ -229,7 +229,7 @@ FileMemory ReadArray(const Manifest& manifest, const Json& store, const std::str
                      const std::string& path, uint64_t size, uint32_t flags) {
   const Json& checksums = manifest.Get(store, where, "checksums", Json::kObject, "an object");
   const auto wanted = static_cast<uint32_t>(manifest.Whole(checksums, where + "checksums.", name, 0, UINT32_MAX));
-  const OpenFile file(path, "an array of the manifest beside it");
+  const OpenFile file(path, "an array of the manifest next to it");
   if (file.size() != size) {
     Refuse(JAXSOK_BAD_FOLDER, "jaxsok_open: file \"", path, "\": got ", file.size(), " bytes, wanted ", size, kRemedy);
   }

@@ -395,7 +395,7 @@ __global__ void TicketKernel(const __grid_constant__ AreasOfStore areas, const u
 
 /// Runs `launch` on the device's second stream, after the work that the stream has done so far.
 template <typename Launch>
-LaunchError BeginBeside(Stream stream, Link* link, const Launch& launch) {
+LaunchError BeginOnOwnStream(Stream stream, Link* link, const Launch& launch) {
   JAXSOK_RETURN_IF_CUDA(cudaEventRecord(link->event, stream));
   JAXSOK_RETURN_IF_CUDA(cudaStreamWaitEvent(link->stream, link->event, 0));
   launch(link->stream);
@@ -482,9 +482,9 @@ LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* le
   const int64_t most = std::min(most_moves, MostAhead(tier.host_bytes));
   WaitKernel<<<1, 1, 0, stream>>>(area->on_device);
   CopyLeavingKernel<<<BlocksFor(most * kWarp, BlocksOfWave()), kBlock, 0, stream>>>(tier, leaving, counts, most, begin);
-  return BeginBeside(stream, area->link, [&](cudaStream_t beside) {
-    CopyKernel<true><<<kWriteAheadBlocks, kBlock, 0, beside>>>(area->buffers.leaving, &area->on_device->num_leaving,
-                                                               static_cast<int>(tier.host_bytes / kLine));
+  return BeginOnOwnStream(stream, area->link, [&](cudaStream_t own) {
+    CopyKernel<true><<<kWriteAheadBlocks, kBlock, 0, own>>>(area->buffers.leaving, &area->on_device->num_leaving,
+                                                            static_cast<int>(tier.host_bytes / kLine));
   });
 }
 
@@ -505,9 +505,9 @@ LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* com
       cudaMemsetAsync(area->buffers.row_ids, 0xff, MostAhead(tier.host_bytes) * sizeof(uint32_t), stream));
   ListComingKernel<<<BlocksFor(most, BlocksOfWave()), kBlock, 0, stream>>>(tier, coming, counts, most);
   TicketKernel<<<1, 1, 0, stream>>>(areas, tier.counters);
-  return BeginBeside(stream, area->link, [&](cudaStream_t beside) {
-    CopyKernel<false><<<kReadAheadBlocks, kBlock, 0, beside>>>(area->buffers.coming, &area->on_device->num_coming,
-                                                               static_cast<int>(tier.host_bytes / kLine));
+  return BeginOnOwnStream(stream, area->link, [&](cudaStream_t own) {
+    CopyKernel<false><<<kReadAheadBlocks, kBlock, 0, own>>>(area->buffers.coming, &area->on_device->num_coming,
+                                                            static_cast<int>(tier.host_bytes / kLine));
   });
 }
 

@@ -139,10 +139,10 @@ void TestExchanges(uint64_t seed, int num_groups, int num_shards, int num_growth
 }
 
 /// The error that all devices of a group get, the same for each, and the seconds until the last one gets it.
-struct Told {
+struct Outcome {
   std::vector<std::string> errors;
   double seconds = 0;
-  bool Says(const std::string& text) const {
+  bool AllSay(const std::string& text) const {
     return std::all_of(errors.begin(), errors.end(), [&](const std::string& error) {
       return error.find(text) != std::string::npos && error == errors[0];
     });
@@ -150,23 +150,23 @@ struct Told {
 };
 
 template <typename Call>
-Told Tell(int num_devices, const Call& call) {
-  Told told;
-  told.errors.resize(num_devices);
+Outcome RunAll(int num_devices, const Call& call) {
+  Outcome outcome;
+  outcome.errors.resize(num_devices);
   const Clock::time_point begin = Clock::now();
   OnDevices(num_devices, [&](int device) {
     const LaunchError error = call(device);
-    told.errors[device] = error == nullptr ? "no error" : error;
+    outcome.errors[device] = error == nullptr ? "no error" : error;
   });
-  told.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
-  return told;
+  outcome.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  return outcome;
 }
 
 /// Every later exchange is refused at once with the same message, and so is growth.
-void CheckOver(int32_t window, int num_shards, const Told& first) {
+void CheckOver(int32_t window, int num_shards, const Outcome& first) {
   for (int time = 0; time < 2; ++time) {
-    const Told again = Tell(num_shards, [&](int device) { return Exchange(window, device, num_shards, 8); });
-    JAXSOK_CHECK(again.Says(first.errors[0]) && again.seconds < 2);
+    const Outcome again = RunAll(num_shards, [&](int device) { return Exchange(window, device, num_shards, 8); });
+    JAXSOK_CHECK(again.AllSay(first.errors[0]) && again.seconds < 2);
   }
   const LaunchError error = JaxsokWindowReserve(window, 1 << 22);
   JAXSOK_CHECK(error != nullptr && first.errors[0] == error);
@@ -175,38 +175,39 @@ void CheckOver(int32_t window, int num_shards, const Told& first) {
 void TestPartsThatAreTooLarge() {
   for (const bool is_one_shard : {false, true}) {
     const int32_t window = Open(1, 4, 1000);
-    JAXSOK_CHECK(Tell(4, [&](int device) { return Exchange(window, device, 4, 250); }).Says("no error"));
-    const Told told =
-        Tell(4, [&](int device) { return Exchange(window, device, 4, is_one_shard && device != 1 ? 250 : 5000); });
-    JAXSOK_CHECK(told.Says("the window is smaller than what a shard receives") && told.seconds < 2);
-    CheckOver(window, 4, told);
+    JAXSOK_CHECK(RunAll(4, [&](int device) { return Exchange(window, device, 4, 250); }).AllSay("no error"));
+    const Outcome outcome =
+        RunAll(4, [&](int device) { return Exchange(window, device, 4, is_one_shard && device != 1 ? 250 : 5000); });
+    JAXSOK_CHECK(outcome.AllSay("the window is smaller than what a shard receives") && outcome.seconds < 2);
+    CheckOver(window, 4, outcome);
   }
 }
 
 void TestShardsThatDoNotCome() {
   for (const bool is_one : {true, false}) {
     const int32_t window = Open(1, 4, 1000, 1);
-    JAXSOK_CHECK(Tell(4, [&](int device) { return Exchange(window, device, 4, 8); }).Says("no error"));
+    JAXSOK_CHECK(RunAll(4, [&](int device) { return Exchange(window, device, 4, 8); }).AllSay("no error"));
     const std::vector<int> present = is_one ? std::vector<int>{0, 1, 3} : std::vector<int>{0, 2};
-    const Told told = Tell(static_cast<int>(present.size()),
-                           [&](int i) { return Exchange(window, present[static_cast<size_t>(i)], 4, 8); });
-    JAXSOK_CHECK(told.Says(is_one ? "waited 1 s in exchange 2 for shards 2; " : "in exchange 2 for shards 1, 3; "));
-    JAXSOK_CHECK(told.Says("the state is lost: restart from a checkpoint"));
-    JAXSOK_CHECK(told.seconds > 0.9 && told.seconds < 3);
-    CheckOver(window, 4, told);
+    const Outcome outcome = RunAll(static_cast<int>(present.size()),
+                                   [&](int i) { return Exchange(window, present[static_cast<size_t>(i)], 4, 8); });
+    JAXSOK_CHECK(
+        outcome.AllSay(is_one ? "waited 1 s in exchange 2 for shards 2; " : "in exchange 2 for shards 1, 3; "));
+    JAXSOK_CHECK(outcome.AllSay("the state is lost: restart from a checkpoint"));
+    JAXSOK_CHECK(outcome.seconds > 0.9 && outcome.seconds < 3);
+    CheckOver(window, 4, outcome);
   }
 }
 
 void TestShardThatFailsBetweenParts() {
   const int32_t window = Open(1, 4, 1000);
-  const Told told = Tell(4, [&](int device) -> LaunchError {
+  const Outcome outcome = RunAll(4, [&](int device) -> LaunchError {
     if (device != 2) return Exchange(window, device, 4, 8);
     std::this_thread::sleep_for(milliseconds(50));
     Abandon(window, device, 32);
     return Exchange(window, device, 4, 8);
   });
-  JAXSOK_CHECK(told.Says("a shard failed between the parts of an exchange") && told.seconds < 2);
-  CheckOver(window, 4, told);
+  JAXSOK_CHECK(outcome.AllSay("a shard failed between the parts of an exchange") && outcome.seconds < 2);
+  CheckOver(window, 4, outcome);
 }
 
 /// A failure ends one group; the other continues with its windows.
@@ -214,9 +215,9 @@ void TestGroupsFailApart() {
   const int32_t window = Open(2, 2, 1000);
   OnDevices(2, [&](int device) { Abandon(window, device, 8); });
   for (int number = 0; number < 100; ++number) {
-    JAXSOK_CHECK(Tell(2, [&](int shard) { return Exchange(window, 2 + shard, 2, 500); }).Says("no error"));
+    JAXSOK_CHECK(RunAll(2, [&](int shard) { return Exchange(window, 2 + shard, 2, 500); }).AllSay("no error"));
   }
-  JAXSOK_CHECK(Tell(2, [&](int shard) { return Exchange(window, shard, 2, 8); }).Says("between the parts"));
+  JAXSOK_CHECK(RunAll(2, [&](int shard) { return Exchange(window, shard, 2, 8); }).AllSay("between the parts"));
 }
 
 /// Windows may be added while a shard has begun an exchange and another has not.
@@ -224,7 +225,7 @@ void TestGrowthBetweenTheShardsOfAnExchange() {
   const int32_t window = Open(1, 2, 1000);
   for (int number = 0; number < 50; ++number) {
     std::thread growing;
-    const Told told = Tell(2, [&](int device) {
+    const Outcome outcome = RunAll(2, [&](int device) {
       if (device == 1) {
         std::this_thread::sleep_for(milliseconds(2));  // the other shard has begun
         growing = std::thread([&] { JAXSOK_CHECK(JaxsokWindowReserve(window, 5000 + 3000 * number) == nullptr); });
@@ -233,7 +234,7 @@ void TestGrowthBetweenTheShardsOfAnExchange() {
       return Exchange(window, device, 2, 500);
     });
     growing.join();
-    JAXSOK_CHECK(told.Says("no error") && told.seconds < 2);
+    JAXSOK_CHECK(outcome.AllSay("no error") && outcome.seconds < 2);
   }
 }
 

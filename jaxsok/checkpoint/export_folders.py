@@ -119,8 +119,8 @@ def export_delta(
     for spec in collection.stores:
         if not spec.keeps_statistics:
             raise ValueError(
-                f'{op}: table "{spec.tables[0].name}": statistics: got False, wanted True: what changed is told by the '
-                "last step of each row; declare TableSpec(statistics=True)."
+                f'{op}: table "{spec.tables[0].name}": statistics: got False, wanted True: what changed follows from '
+                "the last step of each row; declare TableSpec(statistics=True)."
             )
     check_state(op, collection, state)
     check_untraced(op, state)
@@ -184,7 +184,7 @@ def _export(
         if latest > saving.part["clock"]:
             raise ValueError(
                 f"{op}: clock: got {saving.part['clock']}, wanted {latest} or later, the latest last step of a row: "
-                "lookups were told another clock; pass clock= to all of lookup, assign, import_table and "
+                "lookups got another clock; pass clock= to all of lookup, assign, import_table and "
                 "exports, or to none."
             )
         with processes.fail_together(op):

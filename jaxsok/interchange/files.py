@@ -265,11 +265,11 @@ class RawArray:
         if size != wanted:
             got = "the end of the file" if size < wanted else "more"
             numbers = " x ".join(map(str, self.shape))
-            told = "" if self.keys is None else f", as many as {self.keys} has keys"
+            as_keys = "" if self.keys is None else f", as many as {self.keys} has keys"
             raise ValueError(
                 f"{self.op}: {self.path}: byte {min(size, wanted)}: got {got} ({size} bytes), wanted {wanted} bytes: "
-                f"{self.begin or 'no'} bytes of header and {numbers} {self.dtype.name}{told}; truncated, or of another "
-                "dim or dtype."
+                f"{self.begin or 'no'} bytes of header and {numbers} {self.dtype.name}{as_keys}; truncated, or of "
+                "another dim or dtype."
             )
 
     @property

@@ -111,8 +111,8 @@ def read_header(op: str, path: pathlib.Path, table: str, kind: int, slot: str) -
             )
     code, wanted = int.from_bytes(words[_DTYPE], "big"), KEY_DTYPES if kind == 0 else ROW_DTYPES
     if DTYPES.get(code) not in wanted:
-        told = {code: name for code, name in DTYPES.items() if name in wanted}
+        known = {code: name for code, name in DTYPES.items() if name in wanted}
         raise ValueError(
-            f"{op}: {path}: bytes 292 to 295: dtype: got {code} ({DTYPES.get(code, 'unknown')}), wanted one of {told}."
+            f"{op}: {path}: bytes 292 to 295: dtype: got {code} ({DTYPES.get(code, 'unknown')}), wanted one of {known}."
         )
     return np.dtype(DTYPES[code]).newbyteorder("<")

@@ -77,7 +77,7 @@ class RowSource(abc.ABC):
             if now - self._warned_at.get(table, -_WARN_S) >= _WARN_S:
                 self._warned_at[table], first = now, np.asarray(keys)[is_broken][0]
                 text = '%s.fetch: table "%s": got %d rows that are not finite, the first of key %d, wanted numbers to '
-                text += "be quantized; they count as not found. Not told again for %g s."
+                text += "be quantized; they count as not found. Not logged again for %g s."
                 _log.warning(text, type(self).__name__, table, np.count_nonzero(is_broken), first, _WARN_S)
         numbers, scales = quantize.quantize_rows(np.where(is_found[:, None], rows, 0), self.tables[table].dtype)
         return numbers, scales, is_found

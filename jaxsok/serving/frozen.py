@@ -70,7 +70,7 @@ class FrozenTable:
         if self.initial is not None and not isinstance(self.initial, initializers.InitialRows):
             raise TypeError(f"{what}: initial: got {self.initial!r}, wanted InitialRows or None.")
         if self.initial is not None and self.default != 0.0:
-            raise ValueError(f"{what}: default: got {self.default} beside initial rows, wanted one of the two.")
+            raise ValueError(f"{what}: default: got {self.default} with initial rows, wanted one of the two.")
 
     @property
     def is_quantized(self) -> bool:

@@ -130,7 +130,7 @@ def _read(
         if combiner is None:
             raise RequestError(f"{op}: keys: got Bags without a combiner, wanted an array of keys, or a combiner.")
         if offsets is not None or (weights is not None and keys.weights is not None):
-            raise RequestError(f"{op}: got Bags and offsets or weights beside them, wanted each of them once.")
+            raise RequestError(f"{op}: got Bags, and offsets or weights as well, wanted each of them once.")
         weights = keys.weights if weights is None else weights
     return LookupInput(spec.table, keys, combiner, offsets=offsets, weights=weights, max_norm=max_norm)
 

@@ -18,12 +18,12 @@ Program = TypeVar("Program", bound=Hashable)
 
 _log = logging.getLogger(__name__)
 
-MOST_BESIDE = 256  # programs that wait for the thread, at most
+MOST_WAITING = 256  # programs that wait for the thread, at most
 MOST_USED = 64  # programs that an update compiles for the new version, at most: those that were called last
 MOST_MADE = 4096  # programs of a place that are known to be compiled, at most: those that were called last
 
 
-class Beside:
+class Background:
     """A thread that works while requests go on: it compiles better programs, or fetches rows for later lookups."""
 
     def __init__(self) -> None:
@@ -40,14 +40,14 @@ class Beside:
         Work of one name runs once, also after a failure; without a name (None) it runs each time.
         """
         with self._changed:
-            if self._is_closed or name in self._known or len(self._waiting) >= MOST_BESIDE:
+            if self._is_closed or name in self._known or len(self._waiting) >= MOST_WAITING:
                 return False
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="jaxsok-beside", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="jaxsok-background", daemon=True)
                 try:
                     self._thread.start()
                 except RuntimeError as error:  # too many threads, or Python ends
-                    _log.warning("no program is compiled beside: %s; larger ones do its work", error)
+                    _log.warning("no program is compiled in the background: %s; larger ones do its work", error)
                     self._thread = None
                     return False
                 _started.add(self)
@@ -92,17 +92,17 @@ class Beside:
                 _log.exception("a program could not be compiled; larger ones do its work")
 
 
-_started: "weakref.WeakSet[Beside]" = weakref.WeakSet()
+_started: "weakref.WeakSet[Background]" = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
     """Waits for compiling threads: Python kills the process if it ends while a thread is in the compiler."""
     started = list(_started)
-    for beside in started:
-        beside.stop()
-    for beside in started:
-        beside.close()
+    for thread in started:
+        thread.stop()
+    for thread in started:
+        thread.close()
 
 
 class Ready(Generic[Program]):
@@ -117,7 +117,7 @@ class Ready(Generic[Program]):
         self._places: Collection[Any] | None = None  # remembered places; None: all
         self._used: collections.OrderedDict[Program, None] = collections.OrderedDict()
         self._compiling: weakref.WeakValueDictionary[tuple[Any, Program], Any] = weakref.WeakValueDictionary()
-        self.beside = Beside()
+        self.background = Background()
 
     def has(self, where: Any, program: Program) -> bool:
         """Checks for a compiled program, which the caller is about to call."""
@@ -152,9 +152,9 @@ class Ready(Generic[Program]):
                     while len(made) > MOST_MADE:
                         made.popitem(last=False)
 
-    def make_beside(self, where: Any, program: Program) -> None:
+    def make_in_background(self, where: Any, program: Program) -> None:
         """Compiles a program in a thread, for which no request waits."""
-        self.beside.offer((where, program), functools.partial(self.make, where, program))
+        self.background.offer((where, program), functools.partial(self.make, where, program))
 
     def list_used(self) -> list[Program]:
         """Lists the last `MOST_USED` programs that were called; the latest last."""
@@ -163,7 +163,7 @@ class Ready(Generic[Program]):
 
     def keep(self, places: Collection[Any]) -> None:
         """Forgets the programs of other places, compiled and future ones."""
-        self.beside.forget()
+        self.background.forget()
         with self._lock:
             self._places = tuple(places)
             self._made = {where: made for where, made in self._made.items() if where in self._places}

@@ -373,8 +373,8 @@ def test_exchange_takes_at_most_what_the_estimate_says(path, wire):
     collection = declared_over(NUM_SHARDS, rows=wire, gradients=wire)
     estimate = collection.memory_estimate(None, features_over(collection, NUM_SHARDS))
     temp = compiled_over("step", path, wire=wire).temp_size_in_bytes
-    beside = estimate.step_bytes - summed(estimate, "batch")
-    assert temp <= beside <= EXCHANGE_BOUND * temp
+    rest = estimate.step_bytes - summed(estimate, "batch")
+    assert temp <= rest <= EXCHANGE_BOUND * temp
 
 
 @pytest.mark.parametrize(

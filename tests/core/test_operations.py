@@ -269,7 +269,7 @@ def test_export_holds_no_chunk_that_was_read(monkeypatch):
     monkeypatch.setattr(table_export, "_gather", noted)
     for read, _ in enumerate(collection.export_chunks(state, "a", chunk_rows=40)):
         held = [number for number, arrays in enumerate(sent[:read]) if any(ref() is not None for ref in arrays)]
-        assert held == [], f"chunks held beside chunk {read}"
+        assert held == [], f"chunks held next to chunk {read}"
     assert len(sent) > 1 + table_export.AHEAD
 
 

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("quickly")
 MESHES = {
     "auto": ({"data": AUTO}, False),
     "explicit": ({"data": EXPLICIT}, False),
-    "explicit beside auto": ({"data": EXPLICIT, "model": AUTO}, True),
-    "auto beside explicit": ({"data": AUTO, "model": EXPLICIT}, True),
+    "explicit and auto": ({"data": EXPLICIT, "model": AUTO}, True),
+    "auto and explicit": ({"data": AUTO, "model": EXPLICIT}, True),
 }
 
 
@@ -120,13 +120,13 @@ def test_every_operation_runs_on_explicit_axes(tmp_path, monkeypatch):
     Other tests compare the bits with those of Auto axes, operation by operation: checkpoints move between axes of both
     types, and trainings, evictions and imports on Explicit axes are compared (test_many_devices.py, test_processes.py).
     """
-    seen = walk("explicit beside auto", tmp_path, monkeypatch)
+    seen = walk("explicit and auto", tmp_path, monkeypatch)
     for table, rows in seen["tables"].items():
         assert rows["keys"].size == seen["num_rows"][table] > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["explicit beside auto", "explicit", "auto beside explicit"])
+@pytest.mark.parametrize("kind", ["explicit and auto", "explicit", "auto and explicit"])
 def test_every_operation_gives_the_same_on_all_meshes(kind, tmp_path, monkeypatch, reference):
     """Results agree on Auto, Explicit and mixed axes, with the mesh as context and without."""
     seen = walk(kind, tmp_path, monkeypatch)

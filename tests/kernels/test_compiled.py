@@ -199,8 +199,8 @@ def test_eviction_copies_nothing_by_row(name, dtype):
     small, large = (compiled_eviction(name, capacity, dtype) for capacity in (CAPACITY, 16 * CAPACITY))
     assert not table_copies(large.as_text(), 16 * CAPACITY * 8)
     assert not host_calls(large.as_text())
-    beside = [compiled.memory_analysis().temp_size_in_bytes for compiled in (small, large)]
-    assert beside[1] - beside[0] <= 15 * CAPACITY * (BYTES_OF_EVICTION[name] + 0.05) + ALIGNMENT_BYTES
+    temp_bytes = [compiled.memory_analysis().temp_size_in_bytes for compiled in (small, large)]
+    assert temp_bytes[1] - temp_bytes[0] <= 15 * CAPACITY * (BYTES_OF_EVICTION[name] + 0.05) + ALIGNMENT_BYTES
     # Everything except the state's arrays outside its stores is aliased.
     assert large.memory_analysis().output_size_in_bytes - large.memory_analysis().alias_size_in_bytes < ALIGNMENT_BYTES
 

@@ -227,7 +227,7 @@ def test_a_partition_that_overflows_shrinks_to_its_target(server, redis, policy)
         server.client.hset(f"{name}t", mapping={struct.pack("<q", key): past for key in range(20)})
     for _ in range(3):
         rows.fetch("user", np.array([*used, 999], np.uint64))
-    database.beside.drain()
+    database.background.drain()
     rows.insert("user", u64(100), rows_for([100], 4))
     left = sorted(struct.unpack("<q", key)[0] for key in server.client.hkeys(f"{name}v"))
     assert len(left) == 10
@@ -237,7 +237,7 @@ def test_a_partition_that_overflows_shrinks_to_its_target(server, redis, policy)
         assert not meta
         return
     assert sorted(meta) == left
-    database.beside.drain()
+    database.background.drain()
     if policy == "evict_least_used":  # Key 100 was used once, as were others that left.
         assert set(used) < set(left) and set(meta.values()) <= {b"0", b"2", b"1"}
     else:
@@ -255,7 +255,7 @@ def test_uses_are_noted_as_hps_does(server, redis):
         rows.insert("user", u64(1), rows_for([1], 4))
         for _ in range(2):
             rows.fetch("user", u64(1, 2**64 - 3))
-        database.beside.drain()
+        database.background.drain()
         ((key, use),) = server.client.hgetall(name).items()
         assert key == struct.pack("<q", 1)
         assert use == b"3" if policy == "evict_least_used" else abs(struct.unpack("<q", use)[0] - time.time()) < 60
@@ -272,7 +272,7 @@ class Tiers:
     def __init__(self, volatile, persistent):
         self.both = DatabaseRows([volatile, persistent], "dlrm", [USER], lifts=True)
         self.volatile, self.persistent = (DatabaseRows([one], "dlrm", [USER]) for one in (volatile, persistent))
-        self.beside = volatile.beside
+        self.background = volatile.background
 
 
 @pytest.fixture
@@ -286,7 +286,7 @@ def test_the_volatile_database_is_asked_first_and_rows_are_lifted(tiers):
     tiers.persistent.insert("user", np.arange(6, dtype=np.uint64), rows_for(range(6), 4))
     tiers.volatile.insert("user", u64(0), rows_for([0], 4, version=1))
     check(tiers.both, "user", [0, 1, 2, 2, 9, PADDING], {**content, 0: rows_for([0], 4, version=1)[0]})
-    tiers.beside.drain()
+    tiers.background.drain()
     check(tiers.volatile, "user", [1, 2, 3, 9], {key: content[key] for key in (1, 2)})  # The default is left out.
     assert tiers.both.num_rows("user") == 6 and sum(chunk.num_rows for chunk in tiers.both.scan("user", 4)) == 6
 
@@ -294,7 +294,7 @@ def test_the_volatile_database_is_asked_first_and_rows_are_lifted(tiers):
 def test_a_lifted_row_does_not_replace_a_newer_one(tiers, monkeypatch):
     tiers.persistent.insert("user", u64(1, 2), rows_for([1, 2], 4))
     lifts = []
-    monkeypatch.setattr(tiers.beside, "offer", lambda name, work: lifts.append(work))
+    monkeypatch.setattr(tiers.background, "offer", lambda name, work: lifts.append(work))
     tiers.both.fetch("user", u64(1))
     tiers.both.insert("user", u64(1), rows_for([1], 4, version=1))
     check(tiers.volatile, "user", [1], {1: rows_for([1], 4, version=1)[0]})
@@ -327,7 +327,7 @@ def test_the_persistent_database_answers_for_a_volatile_one_that_fails(tmp_path,
                 return server.client.dbsize()
 
             wait_until(is_lifted)
-            volatile.beside.drain()
+            volatile.background.drain()
             check(tiers.volatile, "user", [1, 49, 50, 2], {key: content[key] for key in (1, 49)})
 
 

@@ -454,7 +454,7 @@ def test_initial_rows_that_cannot_be_served_are_refused(name):
 
 def test_initial_rows_and_a_default_are_refused():
     rows = jaxsok.initializers.InitialRows(jaxsok.initializers.uniform(), "a", 0)
-    with pytest.raises(ValueError, match=r"default: got 1\.0 beside initial rows"):
+    with pytest.raises(ValueError, match=r"default: got 1\.0 with initial rows"):
         FrozenTable("a", dim=4, default=1.0, initial=rows)
     with pytest.raises(TypeError, match="initial: got 0"):
         FrozenTable("a", dim=4, initial=0)

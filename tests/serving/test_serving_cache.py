@@ -477,7 +477,7 @@ def test_a_lookup_does_not_wait_for_the_background():
 
 
 def test_many_lookups_wait_for_the_background():
-    """More lookups than `ready.MOST_BESIDE` wait for the background, and none is dropped."""
+    """More lookups than `ready.MOST_WAITING` wait for the background, and none is dropped."""
     source, go, is_in = DictSource(rows_of(3, range(301))), threading.Event(), threading.Event()
     source.before_fetch = lambda *_: (is_in.set(), go.wait(30))
     with DeviceCache(source, fraction=1.0, hit_rate_threshold=0, max_pending=300) as cache:
@@ -815,7 +815,7 @@ def test_a_row_that_cannot_be_quantized_is_not_found(broken, caplog):
         assert cache.cached_keys()["q"].tolist().count(3) == 0 and cache.stats().missing == 3
     assert [record.getMessage() for record in caplog.records if "quantized" in record.getMessage()] == [
         'BrokenRows.fetch: table "q": got 1 rows that are not finite, the first of key 3, wanted numbers to be '
-        "quantized; they count as not found. Not told again for 60 s."
+        "quantized; they count as not found. Not logged again for 60 s."
     ]
 
 
@@ -917,7 +917,7 @@ def test_few_keys_are_not_padded_to_many():
 
 def test_lookups_of_many_sizes_get_programs_of_their_own(monkeypatch):
     """Lookups of many sizes each get a program: only those in the queue are bounded."""
-    monkeypatch.setattr(ready_lib, "MOST_BESIDE", 2)
+    monkeypatch.setattr(ready_lib, "MOST_WAITING", 2)
     with _odd_cache(619) as cache:
         cache.warm_up([{"s": 1024, "t": 1024}])
         for sizes in ((256, 1024), (1024, 256), (512, 512), (512, 1024)):

@@ -313,7 +313,7 @@ def test_what_cannot_be_meant_is_refused(flax):
     refused(RequestError, "max_norm: got -1", user, keys, -1.0)
     refused(RequestError, "Bags without a combiner", user, jaxsok.Bags(keys))
     refused(RequestError, "inverse: got one", bags, jaxsok.Bags(keys, inverse=np.zeros(9, int)))
-    refused(RequestError, "offsets or weights beside", bags, jaxsok.Bags(keys), offsets=np.array([0, 4]))
+    refused(RequestError, "offsets or weights as well", bags, jaxsok.Bags(keys), offsets=np.array([0, 4]))
     refused(RequestError, "both lengths and offsets", bags, jaxsok.Bags(keys, lengths=[4], offsets=[0, 4]))
     refused(
         RequestError, "lengths: got -1, wanted no negative number", bags, jaxsok.Bags(keys, lengths=np.array([5, -1]))

@@ -188,7 +188,7 @@ def test_requests_for_some_tables_wait_for_no_compiler(tmp_path, tier):
                 if tier == "cache":
                     served.reader.cache.drain()
                 else:
-                    served.reader.ready.beside.drain()
+                    served.reader.ready.background.drain()
                 again = session.lookup(keys)
                 assert COMPILATIONS.since(start) == 0
                 for name in names:
@@ -295,7 +295,7 @@ import subprocess
 import sys
 import threading
 import jax, jax.numpy as jnp
-from jaxsok.serving.ready import Beside
+from jaxsok.serving.ready import Background
 
 has_begun = threading.Event()
 
@@ -305,7 +305,7 @@ def compile_some():
     for one in lowered:
         one.compile()
 
-Beside().offer("some", compile_some)
+Background().offer("some", compile_some)
 assert has_begun.wait(60)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
@@ -349,8 +349,8 @@ def test_what_is_compiled_for_a_version_that_went_is_not_remembered(monkeypatch)
     """Programs compiled for a version that was replaced, or beyond the limit, are not remembered."""
     ready = ready_lib.Ready(lambda where, program: ready.keep(["b"]) if program == "last" else None)
     ready.make("a", "last")
-    ready.make_beside("a", "later")
-    ready.beside.drain()
+    ready.make_in_background("a", "later")
+    ready.background.drain()
     assert not ready._made.get("a")
     monkeypatch.setattr(ready_lib, "MOST_MADE", 3)
     for number in range(6):
@@ -370,7 +370,7 @@ def test_who_needs_another_program_waits_for_no_compiler():
             assert is_quick_done.wait(30)
 
     ready = ready_lib.Ready(compile_one)
-    ready.make_beside("a", "slow")
+    ready.make_in_background("a", "slow")
     assert begun.wait(30)
     same = [threading.Thread(target=ready.make, args=("a", "slow")) for _ in range(2)]
     for thread in same:
@@ -393,7 +393,7 @@ def test_who_waited_for_a_compilation_that_failed_tries_it():
             raise MemoryError("injected")
 
     ready = ready_lib.Ready(compile_one)
-    ready.make_beside("a", "one")
+    ready.make_in_background("a", "one")
     assert begun.wait(30)
     other = threading.Thread(target=ready.make, args=("a", "one"))
     other.start()
@@ -425,7 +425,7 @@ def test_requests_for_some_tables_take_no_memory_for_the_others(tmp_path, monkey
 
         size = 7
         assert own("user", "ad") == set()  # item's rows reach the limit; compiled in the background
-        served.reader.ready.beside.drain()
+        served.reader.ready.background.drain()
         assert own("user", "ad") == {(("user", 128), ("ad", 128))}
         size = 200
         first = {(("user", 128), ("ad", 128)), (("user", 256), ("ad", 256))}
@@ -435,19 +435,19 @@ def test_requests_for_some_tables_take_no_memory_for_the_others(tmp_path, monkey
 
 def test_a_thread_that_does_not_start(monkeypatch, caplog):
     """A thread that does not start is logged and tried again with the next offer; no request waits for it."""
-    done, beside = [], ready_lib.Beside()
+    done, background = [], ready_lib.Background()
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        beside.offer("one", lambda: done.append("one"))
-    assert "can't start new thread" in caplog.text and beside._thread is None
-    beside.offer("one", lambda: done.append("one"))
-    beside.drain()
+        background.offer("one", lambda: done.append("one"))
+    assert "can't start new thread" in caplog.text and background._thread is None
+    background.offer("one", lambda: done.append("one"))
+    background.drain()
     assert done == ["one"]
-    beside.close()
+    background.close()
 
 
 @pytest.mark.parametrize("tier", ["device", "cache"])
@@ -461,18 +461,18 @@ def test_closing_waits_no_longer_than_it_may(tmp_path, tier):
         begun.append(name)
         assert may_end.wait(30)
 
-    besides = []
+    threads = []
     for name, served in session._models.items():
-        besides += [served.reader.ready.beside] + (
-            [served.reader.cache.stores.compiled.beside] if tier == "cache" else []
+        threads += [served.reader.ready.background] + (
+            [served.reader.cache.stores.compiled.background] if tier == "cache" else []
         )
-        for beside in besides[-1:]:
-            beside.offer("now", functools.partial(compile_one, name))
-            beside.offer("later", functools.partial(begun.append, "later"))
+        for background in threads[-1:]:
+            background.offer("now", functools.partial(compile_one, name))
+            background.offer("later", functools.partial(begun.append, "later"))
     wait_until(lambda: len(begun) == 2)
     assert not session.close(timeout_s=0.05)
-    assert all(beside._is_closed for beside in besides)
+    assert all(background._is_closed for background in threads)
     may_end.set()
-    for beside in besides:
-        assert beside.close(30)
+    for background in threads:
+        assert background.close(30)
     assert sorted(begun) == ["a", "b"]

@@ -117,7 +117,9 @@ def read_program(op: str, file: pathlib.Path, wanted: Mapping[str, Any]) -> byte
     try:
         size = file.stat().st_size
     except FileNotFoundError as error:
-        raise ArtifactError(f"{op}: {file}: got no such file, wanted the program of the manifest beside it.") from error
+        raise ArtifactError(
+            f"{op}: {file}: got no such file, wanted the program of the manifest next to it."
+        ) from error
     if size != wanted["bytes"]:
         raise ArtifactError(f"{op}: {file}: got {size} bytes, wanted {wanted['bytes']}; it was cut or changed.")
     program = file.read_bytes()

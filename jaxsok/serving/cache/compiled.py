@@ -32,7 +32,7 @@ class CompiledPrograms:
         self._forms = Form(tuple(stores)).tree
         self._place = self._forms[0].index.sharding
         self._ready: Ready[tuple[Any, ...]] = Ready(self._compile)
-        self.beside = self._ready.beside
+        self.background = self._ready.background
         self.query_sizes: set[Sizes] = set()  # for which the query of `lookup` is compiled; only grows
 
     def has(self, name: str, *sizes: Any) -> bool:
@@ -83,7 +83,7 @@ class CompiledPrograms:
         ]
         if not larger:
             return least
-        self._ready.make_beside(None, ("query", True, least))
+        self._ready.make_in_background(None, ("query", True, least))
         return min(larger, key=lambda sizes: (sum(sizes), sizes))
 
     def warm_up(self, sizes: Sequence[Sequence[int]], capacities: Sequence[int], *, as_tables: bool) -> None:

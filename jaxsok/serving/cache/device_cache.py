@@ -304,22 +304,22 @@ class DeviceCache:
     def drain(self) -> None:
         """Waits until nothing is left to fetch or compile in the background."""
         self._fetcher.background.drain()
-        self._compiled.beside.drain()
+        self._compiled.background.drain()
 
     def stop_compiling(self) -> None:
         """Stops background compilation: before `close`, where other caches are closed too."""
-        self._compiled.beside.stop()
+        self._compiled.background.stop()
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Drains, stops the background threads and gives the device memory back.
 
         Waits `timeout_s` (None: any time) for a program that is being compiled, and returns whether it has ended.
         """
-        self._compiled.beside.stop()
+        self._compiled.background.stop()
         self._fetcher.background.drain()
         self._fetcher.background.close()
         self.stores.close()
-        return self._compiled.beside.close(timeout_s)
+        return self._compiled.background.close(timeout_s)
 
     def __enter__(self) -> "DeviceCache":
         return self

@@ -18,7 +18,7 @@ from jaxsok.serving.cache.stores import DeviceStores, Snapshot
 from jaxsok.serving.errors import refusals, require_mapping, require_table
 from jaxsok.serving.frozen import FrozenSpec
 from jaxsok.serving.padding import padded_size
-from jaxsok.serving.ready import Beside
+from jaxsok.serving.ready import Background
 from jaxsok.types import NO_ROW, PADDING_KEY
 
 _log = logging.getLogger("jaxsok.serving")
@@ -131,7 +131,7 @@ class Fetcher:
         # Read and changed under `_lock`: the misses of lookups that are to be fetched, `max_pending` at most. There is
         # work for them in `background`, which takes all, unless there are none.
         self._missed: list[Mapping[str, np.ndarray]] = []
-        self.background = Beside()
+        self.background = Background()
 
     def fetch(self, found: Found, num_keys: int, threshold: float) -> dict[str, Fetched]:
         """Gives the missed rows of tables whose hit rate is below the threshold; the others come later. Counts both."""

@@ -66,7 +66,7 @@ class RedisDatabase(Database):
             values[where] = np.array(found, object)
             uses += self._uses(part, [field for field, value in zip(fields, found, strict=True) if value is not None])
         if uses:
-            self.beside.offer(None, functools.partial(self._note, uses))
+            self.background.offer(None, functools.partial(self._note, uses))
         return values.tolist()
 
     def _note(self, uses: Sequence[tuple[Any, ...]]) -> None:

@@ -20,7 +20,7 @@ from jaxsok.records import Records
 from jaxsok.serving.backing import IsFound, Keys, Rows, RowSource
 from jaxsok.serving.errors import DatabaseError, ServingError, require_table
 from jaxsok.serving.frozen import FrozenTable
-from jaxsok.serving.ready import Beside
+from jaxsok.serving.ready import Background
 from jaxsok.types import PADDING_KEY
 
 RETRY_S = 1.0  # seconds that the last database answers alone after a failure of the first
@@ -33,7 +33,7 @@ class Database(abc.ABC):
 
     def __init__(self, max_batch_size: int) -> None:
         self.max_batch_size = max_batch_size
-        self.beside = Beside()  # runs work for which no lookup waits
+        self.background = Background()  # runs work for which no lookup waits
 
     @abc.abstractmethod
     def read(self, name: str, keys: np.ndarray) -> list[bytes | None]: ...  # None: there is none
@@ -47,7 +47,7 @@ class Database(abc.ABC):
     def keys(self, name: str) -> Iterator[Sequence[bytes]]: ...  # all, some at a time
     def close(self) -> None:
         """Ends background work; disconnects."""
-        self.beside.close()
+        self.background.close()
 
 
 def bytes_of(keys: np.ndarray) -> list[bytes]:
@@ -111,7 +111,9 @@ class DatabaseRows(RowSource):
         self._read(last, name, keys, missing, rows, is_found)
         late = missing[is_found[missing]]
         if self._lifts and first and len(late) and time.monotonic() >= self._shared.skip_until:
-            first[0].beside.offer(None, functools.partial(self._lift, first[0], writes, name, keys[late], rows[late]))
+            first[0].background.offer(
+                None, functools.partial(self._lift, first[0], writes, name, keys[late], rows[late])
+            )
         return rows[inverse], is_found[inverse]
 
     def _read(

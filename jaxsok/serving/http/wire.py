@@ -160,7 +160,7 @@ def _flatten(value: Any, what: str, kinds: set[type], wanted: str) -> tuple[list
     while list in (found := set(map(type, items))):
         if found != {list}:
             other = next(item for item in items if type(item) is not list)
-            raise RequestError(f"{what}: lists must have one depth, got {_with_kind(other)} beside a list.")
+            raise RequestError(f"{what}: lists must have one depth, got {_with_kind(other)} next to a list.")
         if len(lengths := set(map(len, items))) > 1:
             got = f"{min(lengths)} and {max(lengths)}"
             raise RequestError(f"{what}: lists of one level must have one length, got {got}.")

@@ -179,7 +179,7 @@ class DeviceRows(_Programs):
             if self._row_bytes(all_) - self._row_bytes(mine) > MOST_EXTRA_BYTES:
                 programs = [mine] if is_known else programs
             elif is_known and not self.ready.has(place, mine) and self.ready.has(place, all_):
-                self.ready.make_beside(place, mine)
+                self.ready.make_in_background(place, mine)
                 return [all_]
             else:
                 programs = [mine if is_known else all_]
@@ -241,11 +241,11 @@ class DeviceRows(_Programs):
 
     def stop(self) -> None:
         """Begins nothing more in the background."""
-        self.ready.beside.stop()
+        self.ready.background.stop()
 
     def close(self, until: float | None) -> bool:
         """Waits until a time of `time.monotonic`, and returns whether all has ended."""
-        return self.ready.beside.close(rest_s(until))
+        return self.ready.background.close(rest_s(until))
 
 
 class CachedRows(_Programs):
@@ -349,14 +349,14 @@ class CachedRows(_Programs):
 
     def stop(self) -> None:
         self._is_closed.set()
-        self.ready.beside.stop()
+        self.ready.background.stop()
         self.cache.stop_compiling()
 
     def close(self, until: float | None) -> bool:
         self.stop()
         if self.clock.is_alive():
             self.clock.join(rest_s(until))
-        has_ended = self.ready.beside.close(rest_s(until)) and not self.clock.is_alive()
+        has_ended = self.ready.background.close(rest_s(until)) and not self.clock.is_alive()
         return self.cache.close(rest_s(until)) and has_ended
 
 

@@ -198,7 +198,7 @@ class Served:
         lines = [
             f'model "{self.config.model}", version {version.number}: {self.reader.num_bytes:,} bytes on '
             f"{' and '.join(map(str, self.devices))}, "
-            f"{self.versions.host_bytes:,} bytes of host memory beside"
+            f"{self.versions.host_bytes:,} bytes of host memory and"
         ]
         for name, table in version.tables.tables.items():
             num_rows = version.num_rows[name]

@@ -150,7 +150,7 @@ class StorePlan:
     def index_bytes(self) -> int:
         return 64 * self.row_map.num_buckets
 
-    def bytes_beside(self, old: FrozenStore) -> int:
+    def copy_bytes(self, old: FrozenStore) -> int:
         """Counts the bytes of a copy of the store."""
         rows_bytes = self.row_map.capacity * self.changes[0].table.row_bytes
         return (rows_bytes + self.piece_bytes) * self._has_rows(old) + self.index_bytes

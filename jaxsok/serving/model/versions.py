@@ -318,7 +318,7 @@ class Versions(AnyVersions):
     def _plan(self, old: Version, changes: Sequence[Change], in_place: InPlace) -> tuple[list[list[StorePlan]], bool]:
         """Plans each store that changes, by own part, and whether in place; refuses impossible updates."""
         parts, spec = old.own_parts, old.tables.spec.stores
-        free, beside = None, 0
+        free, copy_bytes = None, 0
         for is_roomy in (True, False):
             plans = [
                 self._plans_of(part, [change.take_owned(number, len(parts)) for change in changes], is_roomy)
@@ -327,31 +327,33 @@ class Versions(AnyVersions):
             pairs = [
                 (part.tables.stores[plan.store], plan) for part, mine in zip(parts, plans, strict=True) for plan in mine
             ]
-            beside = _most_bytes(parts, plans, is_in_place=False)
+            copy_bytes = _most_bytes(parts, plans, is_in_place=False)
             free = self._memory.free()
             is_grown = any(plan.row_map.capacity > store.capacity for store, plan in pairs)
-            if free is None or beside <= free or not is_grown:
+            if free is None or copy_bytes <= free or not is_grown:
                 break  # otherwise try without room to grow further
-        fits = free is None or beside <= free
+        fits = free is None or copy_bytes <= free
         if in_place is False or (in_place == "auto" and (fits or not self._can_donate)):
-            why = "a copy of what changes; rows below a cache are not changed where they lie; open the tables anew, or "
+            why = (
+                "a copy of what changes; rows below a cache are not changed where they lie; open the tables again, or "
+            )
             why += "with more memory"
             if self._can_donate:
                 why = 'a copy of what changes; pass in_place=True (or "auto"), which changes rows where they lie'
-            self._memory.require("update", self.name, free, beside, why)
+            self._memory.require("update", self.name, free, copy_bytes, why)
             return plans, False
         for store, plan in pairs:
             capacity = store.capacity
             if plan.row_map.capacity > capacity:
                 names = ", ".join(f'"{table.name}"' for table in spec[plan.store])
-                also = "" if in_place is True else f" A copy needs {beside} bytes, and {free} are free."
+                also = "" if in_place is True else f" A copy needs {copy_bytes} bytes, and {free} are free."
                 raise ServingError(
                     f'update: model "{self.name}": rows: got {plan.num_needed} for the tables {names}, wanted at most '
                     f"{capacity} to update in place; open with more spare_rows.{also}"
                 )
         within = _most_bytes(parts, plans, is_in_place=True)
         within += max((plan.piece_bytes for _, plan in pairs), default=0)
-        why = f"an index and a piece of rows to update in place, or {beside} for a copy of what changes"
+        why = f"an index and a piece of rows to update in place, or {copy_bytes} for a copy of what changes"
         self._memory.require("update", self.name, free, within, why)
         return plans, True
 
@@ -443,7 +445,7 @@ def open_update(model: str, source: Source, version: Version, key_bits: folders.
 def _most_bytes(parts: Sequence[Part], plans: Sequence[Sequence[StorePlan]], is_in_place: bool) -> int:
     """Computes the additional device memory of the next version, for the part that takes most."""
     return max(
-        sum(plan.index_bytes if is_in_place else plan.bytes_beside(part.tables.stores[plan.store]) for plan in mine)
+        sum(plan.index_bytes if is_in_place else plan.copy_bytes(part.tables.stores[plan.store]) for plan in mine)
         for part, mine in zip(parts, plans, strict=True)
     )
 
