@@ -7,8 +7,8 @@ largest one counts, since calls follow one another. The model's own activations 
 On a mesh of S shards a device receives S * send_capacity lines in a round. The exchange is counted as two float32 rows
 a line (sent and received, or received and decoded, whatever the dtype on the wire), one a key (rows that came back,
 sums of gradients), requests of 16 bytes sent and received, and 32 bytes a line for row ids and uses. With the window
-wire the two rows a line are windows, outside of the memory that XLA gives to arrays: one of this size, and as much for
-smaller ones that came before it. Batches and plans are counted as `collection.pipeline` holds them: two ahead of the
+wire they are windows, outside of the memory that XLA gives to arrays: mostly one of a row a line; after growth in small
+steps, with those that came before, at most four. Batches and plans are counted as `collection.pipeline` holds them: two ahead of the
 one in use and of those looked up ahead.
 
 For rows in host memory a device has places and a cache, and a step stages a row with its optimizer state for each key

@@ -196,7 +196,7 @@ class Steps:
         num_stale: Int32[Array, ""],
         num_misused_plans: Int32[Array, ""],
     ) -> Stats:
-        """Counts a step: this shard's counts, and one small all-reduce."""
+        """Counts a step: this shard's counts, added to those of the others."""
         num_shards = self.shards.num_shards
         # The words are summed over shards, so only the first adds numbers that are the same everywhere.
         place = 0 if num_shards == 1 else self.shards.index()
@@ -214,7 +214,7 @@ class Steps:
             parts = zip(is_own, values, strict=True)
             return jnp.concatenate([jnp.where(own, value.astype(jnp.int32), 0) for own, value in parts])
 
-        is_own_line = (jnp.arange(num_shards) == place)[:, None]
+        is_own_line = (jnp.arange(num_shards, dtype=jnp.int32) == place)[:, None]
         longest = jnp.where(is_own_line, counters[None, :, word["longest_probe"]], 0)
         words = stats_lib.pack_words(
             counts=sum(jnp.concatenate([store.counts for store in plan]) for plan in found),

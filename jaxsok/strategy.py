@@ -156,13 +156,17 @@ class Exchanged(Strategy):
         return "dense" if self.exchange.windows is None else "window"
 
     def plan(self, specs: Sequence[StoreSpec], features: Features, send_capacities: Sequence[int] | None) -> Plan:
-        owners = jnp.asarray(plan_lib.default_owners(self.shards.num_shards))
+        owners = self._meet(jnp.asarray(plan_lib.default_owners(self.shards.num_shards)))
         sizes = send_capacities or (None,) * len(specs)
         asked = [
             self._ask(spec, part, owners, size) if part.layouts else None
             for spec, part, size in zip(specs, features.stores, sizes, strict=True)
         ]
         return Plan(features, asked=tuple(asked))
+
+    def _meet(self, words: Array) -> Array:
+        """Lets the threads of all devices meet before a program exchanges through windows; returns the words."""
+        return words if self.exchange.windows is None else self.exchange.windows.meet(words)
 
     def _ask(
         self, spec: StoreSpec, features: StoreFeatures, owners: Array, send_capacity: int | None = None
@@ -175,7 +179,10 @@ class Exchanged(Strategy):
         self, spec: StoreSpec, s: int, state: State, plan: Plan, owner: lookup.Owner
     ) -> tuple[StoreState, Found, list[Array], Requests | Uses]:
         store, features = state.stores[s], plan.features.stores[s]
-        asked = self._ask(spec, features, state.partition_owners) if plan.asked is None else not_none(plan.asked[s])
+        if plan.asked is None:
+            asked = self._ask(spec, features, self._meet(state.partition_owners))
+        else:
+            asked = not_none(plan.asked[s])
         if isinstance(asked, Uses) != spec.sends_bags:
             form, other = ("bags", "rows") if spec.sends_bags else ("rows", "bags")
             names = [layout.name for layout in features.layouts]
@@ -189,14 +196,14 @@ class Exchanged(Strategy):
         return *lookup.lookup_exchanged(spec, store, features, asked, owner), asked
 
     def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: Clock) -> StoreLookup:
-        owner = lookup.Owner(self.exchange, spec, state.seed, state.step, clock)
+        owner = lookup.Owner(self.exchange, spec, self._meet(state.seed), state.step, clock)
         store, found, values, asked = self._look_up(spec, s, state, plan, owner)
         return StoreLookup(store, found, values, asked.digest, asked)
 
     @annotations.annotate_store
     def index(self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock) -> tuple[StoreState, Found, Digest]:
         store, asked = state.stores[s], not_none(not_none(plan.asked)[s])
-        owner = lookup.Owner(self.exchange, spec, state.seed, step, step)
+        owner = lookup.Owner(self.exchange, spec, self._meet(state.seed), step, step)
         if isinstance(asked, Uses):
             return *partial_bags.index(spec, store, plan.features.stores[s], asked, owner), asked.digest
         return *lookup.index_exchanged(store, asked, owner), asked.digest
@@ -206,7 +213,9 @@ class Exchanged(Strategy):
         self, spec: StoreSpec, s: int, state: State, plan: Plan, found: Found
     ) -> tuple[StoreState, Found, list[Array]]:
         features, asked = plan.features.stores[s], not_none(not_none(plan.asked)[s])
-        owner = lookup.Owner(self.exchange, spec, state.seed, state.step, state.step)  # it inserts nothing more
+        owner = lookup.Owner(
+            self.exchange, spec, self._meet(state.seed), state.step, state.step
+        )  # it inserts nothing more
         if isinstance(asked, Uses):
             return partial_bags.read(spec, features, asked, owner, state.stores[s], found)
         return lookup.read_exchanged(spec, features, asked, owner, state.stores[s], found)
@@ -214,13 +223,16 @@ class Exchanged(Strategy):
     def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
         if spec.is_replicated:  # all rows are here
             return lookup.find_here(spec, state.stores[s], state.seed, plan.features.stores[s])
-        _, found, values, _ = self._look_up(spec, s, state, plan, lookup.Owner(self.exchange, spec, state.seed))
+        _, found, values, _ = self._look_up(
+            spec, s, state, plan, lookup.Owner(self.exchange, spec, self._meet(state.seed))
+        )
         return found, values
 
     def update(
         self, spec: StoreSpec, s: int, state: State, used: Used, inputs: update.StepInputs
     ) -> tuple[StoreState, ByTable, Int32[Array, ""]]:
         form = partial_bags if spec.sends_bags else update
+        inputs = dataclasses.replace(inputs, seed=self._meet(inputs.seed))
         return form.update_exchanged(self.exchange, spec, state.stores[s], s, used, inputs)
 
     def add_squares(self, spec: StoreSpec, s: int, state: State, used: Used, squares: Squares) -> Squares:

@@ -9,6 +9,7 @@ they live until the process ends.
 import dataclasses
 import functools
 import math
+import os
 import socket
 import threading
 from typing import Any
@@ -27,6 +28,7 @@ MOST_SECONDS = 100
 MOST_SECONDS_OF_PROCESSES = 86_400
 """Seconds with several processes: one may compile for long, and JAX's coordination service ends all if one dies."""
 _PROBE_BYTES = 4096
+_CONCURRENT = "xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
 
 _numbers: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
 """The number of the windows of each set of devices; the library keeps the windows (decision 0018)."""
@@ -70,6 +72,13 @@ class Windows:
         finally:
             growth.settle(is_mapped=is_mapped)
             processes.gather(_TOPIC, "")
+
+    def meet(self, words: Array) -> Array:
+        """Returns `words` once the threads of this process's devices all run the program.
+
+        Pass what every call that exchanges depends on, so that it comes first. Calls with the same words are one.
+        """
+        return kernels.meet(self.number, words)
 
     def exchange(self, lines: Array) -> Array:
         """Sends equal parts of `lines` to the shards and receives theirs, as `lax.all_to_all` over the first axis."""
@@ -124,6 +133,8 @@ def _why_not(shards: MeshShards) -> str | None:
         return f"the devices are of platform {platform!r}, wanted GPUs"
     if not _is_here(devices[0]):
         return "the devices are those of a topology, which programs are only compiled for"
+    if _CONCURRENT in os.environ.get("XLA_FLAGS", ""):
+        return f"XLA_FLAGS has {_CONCURRENT}: exchanges of several stores would run at once, in one window"
     if shards.num_shards > MOST_SHARDS:
         return f"there are {shards.num_shards} shards, at most {MOST_SHARDS} can share windows"
     if shards.num_processes > 1 and len(set(processes.gather(_TOPIC, socket.gethostname()))) > 1:

@@ -1,7 +1,7 @@
 // Binds a handler to its back end: one source, compiled for the CPU client and for CUDA.
 //
 // On CUDA every handler except the eager ones (call.h) is marked as compatible with CUDA graphs: it launches the same
-// kernels each time, on the stream it was given, and neither allocates nor waits.
+// kernels each time, on the stream it was given, and neither allocates nor waits while it is recorded.
 #ifndef JAXSOK_HANDLERS_BIND_H_
 #define JAXSOK_HANDLERS_BIND_H_
 

@@ -53,7 +53,7 @@ class Call {
        const ffi::Dictionary& attributes, int32_t device = 0)
       : op_(op), stream_(stream), operands_(operands), results_(results), attributes_(attributes), device_(device) {}
 
-  /// Returns the ordinal of the device; known in handlers of windows only.
+  /// Returns the ordinal of the device; known in handlers of windows and eager ones only.
   int32_t device() const { return device_; }
   bool failed() const { return error_.failure(); }
   size_t num_operands_left() const { return operands_.size() - next_operand_; }
@@ -197,15 +197,16 @@ class Call {
       },                                                                                                 \
       ffi::Ffi::Bind().Ctx<StreamContext>().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs())
 
-/// Defines a handler that is not captured in CUDA graphs.
-#define JAXSOK_DEFINE_EAGER_HANDLER(symbol, op, Impl)                                                                  \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                                       \
-      symbol,                                                                                                          \
-      [](StreamArgument stream, ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes) { \
-        Call call(op, stream, operands, results, attributes);                                                          \
-        return Impl(call);                                                                                             \
-      },                                                                                                               \
-      ffi::Ffi::Bind().Ctx<StreamContext>().RemainingArgs().RemainingRets().Attrs())
+/// Defines a handler that is not captured in CUDA graphs, and knows its device.
+#define JAXSOK_DEFINE_EAGER_HANDLER(symbol, op, Impl)                                                    \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                         \
+      symbol,                                                                                            \
+      [](StreamArgument stream, int32_t device, ffi::RemainingArgs operands, ffi::RemainingRets results, \
+         ffi::Dictionary attributes) {                                                                   \
+        Call call(op, stream, operands, results, attributes, device);                                    \
+        return Impl(call);                                                                               \
+      },                                                                                                 \
+      ffi::Ffi::Bind().Ctx<StreamContext>().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs())
 
 }  // namespace jaxsok
 

@@ -106,7 +106,7 @@ ffi::Error LookupWindow(Call& call) {
     if (error == nullptr) error = exchange.Meet(stream);
     if (error != nullptr) return error;
     const StoreView received = Received(store.view, exchange.received(), num_lines, dtype);
-    return LaunchLookupPlanned(stream, received, batch, slots.as<uint32_t>(), embeddings, counts);
+    return exchange.Done(LaunchLookupPlanned(stream, received, batch, slots.as<uint32_t>(), embeddings, counts));
   });
 }
 
@@ -143,7 +143,7 @@ ffi::Error LookupBagsWindow(Call& call) {
     if (error == nullptr) error = exchange.Meet(stream);
     if (error != nullptr) return error;
     const StoreView received = Received(store.view, exchange.received(), num_lines, dtype);
-    return LaunchLookupPlanned(stream, received, batch, slots.as<uint32_t>(), embeddings, counts);
+    return exchange.Done(LaunchLookupPlanned(stream, received, batch, slots.as<uint32_t>(), embeddings, counts));
   });
 }
 

@@ -105,7 +105,7 @@ ffi::Error UpdateWindow(Call& call) {
     }
     if (error != nullptr) return error;
     const void* arrived = is_float32 ? exchange.received() : widened.as<void>();
-    return step.Launch(stream, {kRowDtypeFloat32, &arrived}, num_nonfinite, num_stale, workspace);
+    return exchange.Done(step.Launch(stream, {kRowDtypeFloat32, &arrived}, num_nonfinite, num_stale, workspace));
   });
 }
 
@@ -143,7 +143,8 @@ ffi::Error UpdateBagsWindow(Call& call) {
     for (int32_t s = 0; s < num_shards; ++s) {
       gradients.push_back(static_cast<const float*>(arrived) + s * lines.size(0) * dim);
     }
-    return step.Launch(stream, {kRowDtypeFloat32, gradients.data()}, num_nonfinite, num_stale, workspace);
+    return exchange.Done(
+        step.Launch(stream, {kRowDtypeFloat32, gradients.data()}, num_nonfinite, num_stale, workspace));
   });
 }
 

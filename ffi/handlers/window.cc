@@ -16,8 +16,8 @@ ffi::Error Exchange(Call& call) {
   return call.Launch([&](Stream stream) -> LaunchError {
     WindowExchange exchange(stream, window, call.device(), kCallExchange, lines.num_bytes());
     if (exchange.error() != nullptr) return exchange.error();
-    return LaunchWindowExchange(stream, exchange, lines.as<void>(), lines.num_bytes() / exchange.num_shards(),
-                                received.as<void>());
+    return exchange.Done(LaunchWindowExchange(stream, exchange, lines.as<void>(),
+                                              lines.num_bytes() / exchange.num_shards(), received.as<void>()));
   });
 }
 
@@ -31,9 +31,18 @@ ffi::Error Sum(Call& call) {
   });
 }
 
+/// Waits on the host until the threads of all devices run this program. What the calls that exchange read passes
+/// through it, so that they come after it.
+ffi::Error Meet(Call& call) {
+  const auto window = call.Attribute<int32_t>("window");
+  call.InPlace("words");
+  return call.Launch([&](Stream) { return MeetThreads(window, call.device()); });
+}
+
 }  // namespace
 
 JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokWindowExchange, "window_exchange", Exchange);
+JAXSOK_DEFINE_EAGER_HANDLER(JaxsokWindowMeet, "window_meet", Meet);
 JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokWindowSum, "window_sum", Sum);
 
 }  // namespace jaxsok

@@ -15,14 +15,20 @@
 namespace jaxsok {
 namespace {
 
+/// Threads that wait for each other, all those of a group; under its mutex.
+struct Cohorts {
+  size_t num_waiting = 0;
+  uint64_t number = 0;
+  bool is_uneven = false;  // the last one was not complete in time: the next ones wait for a moment only
+};
+
 /// A group of shards that exchange with each other; a mesh with several axes has several groups.
 struct Group {
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<int32_t> shards;   // those of this process
   std::vector<uint64_t> waited;  // by shard: the barriers at which its thread has arrived, where the host waits
-  size_t num_issuing = 0;        // threads in the present cohort of `IssueTogether`
-  uint64_t num_cohorts = 0;
+  Cohorts beginning, issuing;
   std::string failure;              // empty: none; set once
   WindowFailure* shared = nullptr;  // shared with the devices; nullptr: none of them is in this process
 
@@ -31,22 +37,22 @@ struct Group {
   /// Records a failure; under the mutex. The text is kept: callers hold pointers to it.
   LaunchError Fail(const std::string& why) {
     if (failure.empty()) failure = why + "; the state is lost: restart from a checkpoint";
-    const_cast<volatile WindowFailure*>(shared)->kind = WindowFailure::kFoundByHost;  // waiting devices end too
+    const_cast<volatile WindowFailure*>(shared)->word = WindowFailure::kFoundByHost;  // waiting devices end too
     changed.notify_all();
     return failure.c_str();
   }
   /// Reads the failure that devices have found, if any; under the mutex.
   void Look() {
     if (shared == nullptr) return;
-    const volatile WindowFailure& found = *shared;
-    const uint32_t kind = found.kind;
-    if (kind == WindowFailure::kNone || !failure.empty()) return;
-    const std::string exchange = " in exchange " + std::to_string((found.epoch + 1) / 2);
-    const std::string shard = "shard " + std::to_string(found.shard), peer = "shard " + std::to_string(found.peer);
-    if (kind == WindowFailure::kTimeOut) {
-      Fail(shard + " waited in vain for " + peer + exchange);
+    const uint64_t word = const_cast<const volatile WindowFailure*>(shared)->word;
+    if (word == 0 || !failure.empty()) return;
+    const std::string barrier = " at barrier " + std::to_string(WindowFailure::EpochOf(word));
+    const std::string shard = "shard " + std::to_string(WindowFailure::ShardOf(word));
+    const std::string peer = "shard " + std::to_string(WindowFailure::PeerOf(word));
+    if (WindowFailure::KindOf(word) == WindowFailure::kTimeOut) {
+      Fail(shard + " waited in vain for " + peer + barrier);
     } else {
-      Fail(shard + " and " + peer + " exchange for different calls" + exchange +
+      Fail(shard + " and " + peer + " exchange for different calls" + barrier +
            "; call programs from one thread, in the same order in all processes");
     }
     std::fprintf(stderr, "jaxsok: window: %s.\n", failure.c_str());
@@ -90,6 +96,7 @@ struct WindowSet {
   int32_t num_shards = 0;
   std::vector<std::unique_ptr<Group>> groups;
   std::map<int32_t, std::unique_ptr<WindowDevice>> devices;  // of this process, by ordinal
+  int64_t room = 0, next_room = 0;  // bytes of the largest windows, also where no device is in this process
   std::mutex growing;
 
   int32_t NumberOf(const Group* group) const {
@@ -122,29 +129,42 @@ constexpr int64_t kPageBytes = 4096;
 constexpr LaunchError kNoWindow =
     "this device has no window: the program was not traced in this process; trace it here, or use wire='dense'";
 
-/// Returns 15 bits that differ between calls of different kinds or, most likely, sizes.
+/// Returns 15 bits that, most likely, differ between calls of different kinds or sizes.
 uint32_t TagOf(WindowCall call, int64_t size) {
-  return static_cast<uint32_t>(static_cast<uint64_t>(size) * 31 + call * 8191) & 0x7fff;
+  return static_cast<uint32_t>((static_cast<uint64_t>(size) * 8 + call) * 0x9E3779B97F4A7C15 >> 49);
 }
 
-/// Waits until the threads of all shards have come to this point of a program, or for a second.
+/// Waits until the threads of all shards of the process have come to this point, or for a while.
 ///
-/// CUDA loads a kernel at its first launch, which may wait for running kernels. If it is one that waits for peers, the
-/// threads of these peers must have issued the work until their own barrier before. It is enough to wait as long as
-/// loading takes: nothing else depends on it.
-void IssueTogether(Group& group) {
+/// CUDA loads a kernel at its first launch, and allocates for a graph when it is made; both may wait for running
+/// kernels. If one of these waits for peers, the threads of the peers must have issued the work until their own barrier
+/// before. The bytes that arrive do not depend on this meeting, so after `longest` the thread goes on.
+void WaitForThreads(Group& group, Cohorts& cohorts, std::chrono::milliseconds longest) {
   if (group.shards.size() < 2) return;
-  constexpr auto kLongest = std::chrono::seconds(1);
   std::unique_lock<std::mutex> lock(group.mutex);
-  const uint64_t cohort = group.num_cohorts;
-  if (++group.num_issuing == group.shards.size()) {
-    group.num_issuing = 0;
-    group.num_cohorts += 1;
+  const uint64_t number = cohorts.number;
+  if (++cohorts.num_waiting == group.shards.size()) {
+    cohorts.num_waiting = 0;
+    cohorts.number += 1;
+    cohorts.is_uneven = false;
     group.changed.notify_all();
     return;
   }
-  const auto is_over = [&] { return group.num_cohorts != cohort || !group.failure.empty(); };
-  if (!group.changed.wait_for(lock, kLongest, is_over)) group.num_issuing -= 1;
+  const auto is_over = [&] { return cohorts.number != number || !group.failure.empty(); };
+  if (group.changed.wait_for(lock, cohorts.is_uneven ? std::chrono::milliseconds(1) : longest, is_over)) return;
+  cohorts.num_waiting -= 1;
+  cohorts.is_uneven = true;
+}
+
+constexpr std::chrono::milliseconds kLongestBeginning(10'000), kLongestIssuing(1'000);
+
+/// Launches a barrier. Calls that are not recorded may load kernels before and after it.
+LaunchError Barrier(WindowDevice& device, Stream stream, uint32_t tag) {
+  if (IsRecording(stream)) return LaunchBarrier(stream, device.member, tag, device.most_seconds);
+  WaitForThreads(*device.group, device.group->issuing, kLongestIssuing);
+  const LaunchError error = LaunchBarrier(stream, device.member, tag, device.most_seconds);
+  WaitForThreads(*device.group, device.group->issuing, kLongestIssuing);
+  return error;
 }
 
 /// Waits until the threads of all shards have arrived at a barrier.
@@ -163,8 +183,8 @@ LaunchError WaitOnHost(Group& group, int32_t shard, int64_t most_seconds) {
   for (int32_t s : group.shards) {
     if (group.waited[s] < epoch) missing += (missing.empty() ? "" : ", ") + std::to_string(s);
   }
-  return group.Fail("shard " + std::to_string(shard) + " waited " + std::to_string(most_seconds) + " s in exchange " +
-                    std::to_string((epoch + 1) / 2) + " for shards " + missing);
+  return group.Fail("shard " + std::to_string(shard) + " waited " + std::to_string(most_seconds) + " s at barrier " +
+                    std::to_string(epoch) + " for shards " + missing);
 }
 
 }  // namespace
@@ -196,11 +216,18 @@ WindowExchange::WindowExchange(Stream stream, int32_t window, int32_t device, Wi
 
 WindowExchange::~WindowExchange() {
   if (device_ == nullptr) return;
-  if (!has_met_) {
+  if (!is_done_) {
     std::lock_guard<std::mutex> lock(device_->group->mutex);
     device_->group->Fail("a shard failed between the parts of an exchange");
   }
   device_->mutex.unlock();
+}
+
+LaunchError MeetThreads(int32_t window, int32_t device) {
+  WindowDevice* found = DeviceOf(window, device);
+  if (found == nullptr) return kNoWindow;
+  if (!kWaitsOnHost) WaitForThreads(*found->group, found->group->beginning, kLongestBeginning);
+  return nullptr;
 }
 
 LaunchError LaunchWindowSum(Stream stream, int32_t window, int32_t device, const int32_t* words, int64_t num_words,
@@ -216,8 +243,12 @@ LaunchError LaunchWindowSum(Stream stream, int32_t window, int32_t device, const
     if (!group.failure.empty()) return group.failure.c_str();
   }
   if (!kWaitsOnHost) {
-    if (!IsRecording(stream)) IssueTogether(group);
-    return LaunchSum(stream, member, TagOf(kCallSum, num_words), found->most_seconds, words, num_words, sums);
+    if (!IsRecording(stream)) WaitForThreads(group, group.issuing, kLongestIssuing);
+    const LaunchError error =
+        LaunchSum(stream, member, TagOf(kCallSum, num_words), found->most_seconds, words, num_words, sums);
+    if (error == nullptr) return nullptr;
+    std::lock_guard<std::mutex> lock(group.mutex);
+    return group.Fail(std::string("a sum was not launched: ") + error);
   }
   for (int64_t begin = 0; begin < num_words; begin += kSumWords) {
     const int64_t n = std::min(kSumWords, num_words - begin);
@@ -228,8 +259,9 @@ LaunchError LaunchWindowSum(Stream stream, int32_t window, int32_t device, const
     if (LaunchError error = WaitOnHost(group, member.shard, found->most_seconds)) return error;
     const auto& received = member.heads[member.shard]->sums[half];
     for (int64_t i = 0; i < n; ++i) {
-      sums[begin + i] = 0;
-      for (int32_t s = 0; s < member.num_shards; ++s) sums[begin + i] += received[s][i];
+      uint32_t sum = 0;  // modulo 2^32
+      for (int32_t s = 0; s < member.num_shards; ++s) sum += static_cast<uint32_t>(received[s][i]);
+      sums[begin + i] = static_cast<int32_t>(sum);
     }
   }
   return nullptr;
@@ -254,16 +286,13 @@ void* WindowExchange::received() const { return windows_[device_->member.shard];
 
 LaunchError WindowExchange::Meet(Stream stream) {
   tag_ |= 0x8000;  // so that the two barriers of an exchange differ
-  const LaunchError error = Wait(stream);
-  has_met_ = error == nullptr;
-  return error;
+  return Wait(stream);
 }
 
 LaunchError WindowExchange::Wait(Stream stream) {
   const WindowMember& member = device_->member;
   if (kWaitsOnHost) return WaitOnHost(*device_->group, member.shard, device_->most_seconds);
-  if (!IsRecording(stream)) IssueTogether(*device_->group);
-  return LaunchBarrier(stream, member, tag_, device_->most_seconds);
+  return Barrier(*device_, stream, tag_);
 }
 
 namespace {
@@ -286,17 +315,11 @@ void DropNext(WindowSet& set) {
   }
 }
 
-int64_t Room(const WindowSet& set) {
-  if (set.devices.empty()) return 0;
-  WindowDevice& first = *set.devices.begin()->second;
-  std::lock_guard<std::mutex> lock(first.adding);
-  return first.windows.empty() ? 0 : first.windows.back()->num_bytes;
-}
-
 LaunchError Take(WindowSet& set, int64_t num_bytes, WindowHandle* handles) {
   DropNext(set);  // if another process had no memory
-  // At least a quarter more than the last: all windows together are at most five times the last.
-  num_bytes = CeilDiv(std::max(num_bytes, Room(set) / 4 * 5), kPageBytes) * kPageBytes;
+  // At least twice the last, so that all windows together are at most twice the last.
+  num_bytes = CeilDiv(std::max({num_bytes, 2 * set.room, int64_t{1}}), kPageBytes) * kPageBytes;
+  set.next_room = num_bytes;
   for (auto& [ordinal, device] : set.devices) {
     char* own = TakeWindow(ordinal, kWindowHeadBytes + num_bytes);
     LaunchError error = own == nullptr ? "a device has no room for its window" : nullptr;
@@ -350,6 +373,7 @@ void Settle(WindowSet& set, bool is_mapped) {
     std::lock_guard<std::mutex> lock(device->adding);
     device->windows.push_back(std::move(device->next));
   }
+  set.room = set.next_room;
 }
 
 WindowSet* SetOf(int32_t window) {
@@ -415,7 +439,7 @@ JAXSOK_VISIBLE const char* JaxsokWindowReserve(int32_t window, int64_t num_bytes
   WindowSet* set = SetOf(window);
   if (set == nullptr) return "unknown window";
   std::lock_guard<std::mutex> lock(set->growing);  // threads that trace take turns
-  if (num_bytes <= Room(*set)) return nullptr;
+  if (std::max(num_bytes, int64_t{1}) <= set->room) return nullptr;
   for (auto& group : set->groups) {
     std::lock_guard<std::mutex> look(group->mutex);
     if (!group->failure.empty()) return group->failure.c_str();
@@ -442,7 +466,7 @@ JAXSOK_VISIBLE void JaxsokWindowSettle(int32_t window, int32_t is_mapped) {
 /// Returns the bytes that a device receives at most in one exchange.
 JAXSOK_VISIBLE int64_t JaxsokWindowRoom(int32_t window) {
   const jaxsok::WindowSet* set = jaxsok::SetOf(window);
-  return set == nullptr ? 0 : jaxsok::Room(*set);
+  return set == nullptr ? 0 : set->room;
 }
 /// Returns the bytes of a device's windows, in total.
 JAXSOK_VISIBLE int64_t JaxsokWindowBytes(int32_t window) {

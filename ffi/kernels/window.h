@@ -40,12 +40,19 @@ struct LineTarget {
   }
 };
 
-/// What ended the exchange: a shard and its peer. In memory that the host and all devices read and write.
+/// What ended the exchange: a shard, its peer and the barrier, in one word, since two shards may find it at once. In
+/// memory that the host and all devices read and write.
 struct WindowFailure {
-  enum Kind : uint32_t { kNone, kTimeOut, kOtherCall, kFoundByHost };
-  uint32_t kind;  // not kNone: no device waits any longer
-  uint32_t shard, peer;
-  uint64_t epoch;
+  enum Kind : uint64_t { kNone, kTimeOut, kOtherCall, kFoundByHost };
+  uint64_t word;  // not 0: no device waits any longer
+
+  JAXSOK_HOST_DEVICE static uint64_t Word(Kind kind, int32_t shard, int32_t peer, uint64_t epoch) {
+    return kind | static_cast<uint64_t>(shard) << 8 | static_cast<uint64_t>(peer) << 16 | epoch << 24;
+  }
+  static Kind KindOf(uint64_t word) { return static_cast<Kind>(word & 0xff); }
+  static uint64_t ShardOf(uint64_t word) { return word >> 8 & 0xff; }
+  static uint64_t PeerOf(uint64_t word) { return word >> 16 & 0xff; }
+  static uint64_t EpochOf(uint64_t word) { return word >> 24; }
 };
 
 /// The head of a device's first window, in the memory of the device.
@@ -98,6 +105,11 @@ class WindowExchange {
   /// A shard that waits too long ends all work of its device: a kernel traps, so that no later kernel writes a row, and
   /// JAX raises. The state is lost.
   LaunchError Meet(Stream stream);
+  /// Ends the exchange; returns `error`, that of the launches after the meeting. Without it the exchange has failed.
+  LaunchError Done(LaunchError error) {
+    is_done_ = error == nullptr;
+    return error;
+  }
 
  private:
   LaunchError Wait(Stream stream);
@@ -105,7 +117,7 @@ class WindowExchange {
   WindowDevice* device_ = nullptr;
   char* const* windows_ = nullptr;  // by shard
   uint32_t tag_ = 0;
-  bool has_met_ = false;
+  bool is_done_ = false;
   LaunchError error_ = nullptr;
 };
 
@@ -120,6 +132,10 @@ LaunchError LaunchWindowPush(Stream stream, WindowExchange& exchange, const void
 /// Post   : part p of `received` is this shard's part of `lines` of shard p.
 LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
                                  void* received);
+
+/// Waits until the threads of all devices of the process run the program that exchanges next, so that all of them have
+/// recorded its CUDA graphs: a thread that records may load kernels, or allocate, and so wait for a device.
+LaunchError MeetThreads(int32_t window, int32_t device);
 
 /// Adds the numbers of all shards, number by number; all shards get the same sums.
 LaunchError LaunchWindowSum(Stream stream, int32_t window, int32_t device, const int32_t* words, int64_t num_words,

@@ -10,6 +10,7 @@ namespace jaxsok {
 namespace {
 
 constexpr int64_t kBytesPerTask = 1 << 18;
+constexpr int64_t kPageBytes = 4096;
 
 }  // namespace
 
@@ -38,7 +39,7 @@ LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const 
 }
 
 char* TakeWindow(int32_t, int64_t num_bytes) {
-  void* window = std::aligned_alloc(kWindowHeadBytes, CeilDiv(num_bytes, kWindowHeadBytes) * kWindowHeadBytes);
+  void* window = std::aligned_alloc(kPageBytes, CeilDiv(num_bytes, kPageBytes) * kPageBytes);
   if (window != nullptr) std::memset(window, 0, kWindowHeadBytes);
   return static_cast<char*>(window);
 }

@@ -32,12 +32,7 @@ constexpr uint64_t kLookNanoseconds = 1'000'000;  // between reads of host memor
 /// Records what ended the exchange, unless something else has.
 __device__ void Report(volatile WindowFailure* failure, WindowFailure::Kind kind, int32_t shard, int32_t peer,
                        uint64_t epoch) {
-  if (failure->kind != WindowFailure::kNone) return;
-  failure->shard = static_cast<uint32_t>(shard);
-  failure->peer = static_cast<uint32_t>(peer);
-  failure->epoch = epoch;
-  __threadfence_system();
-  failure->kind = kind;
+  if (failure->word == 0) failure->word = WindowFailure::Word(kind, shard, peer, epoch);
   __threadfence_system();
 }
 
@@ -57,7 +52,7 @@ __device__ void MeetAll(const WindowMember& member, uint64_t epoch, uint32_t tag
       if (now - looked < kLookNanoseconds) continue;
       looked = now;
       if (now - begin >= most_nanoseconds) Report(member.failure, WindowFailure::kTimeOut, member.shard, s, epoch);
-      if (static_cast<volatile WindowFailure*>(member.failure)->kind != WindowFailure::kNone) __trap();
+      if (static_cast<volatile WindowFailure*>(member.failure)->word != 0) __trap();
     }
     // A shard that is further has seen this one's tag, and would have failed.
     if (value >> 16 == epoch && (value & 0xffff) != tag) {
@@ -95,9 +90,11 @@ __global__ void SumKernel(const __grid_constant__ WindowMember member, uint32_t 
     if (threadIdx.x < kWarp) MeetAll(member, epoch, tag, most_nanoseconds);
     __syncthreads();
     for (int32_t i = static_cast<int32_t>(threadIdx.x); i < n; i += kSumBlock) {
-      int32_t sum = 0;
-      for (int32_t s = 0; s < member.num_shards; ++s) sum += __ldcv(&own->sums[half][s][i]);
-      sums[begin + i] = sum;
+      uint32_t sum = 0;  // modulo 2^32
+      for (int32_t s = 0; s < member.num_shards; ++s) {
+        sum += static_cast<uint32_t>(__ldcv(&own->sums[half][s][i]));
+      }
+      sums[begin + i] = static_cast<int32_t>(sum);
     }
   }
 }
@@ -250,7 +247,7 @@ LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peer
         return cudaGetErrorString(error);
       }
     }
-    JAXSOK_RETURN_IF_LAUNCH(Load(BarrierKernel));  // see IssueTogether
+    JAXSOK_RETURN_IF_LAUNCH(Load(BarrierKernel));  // see WaitForThreads
     return Load(SumKernel);
   });
 }

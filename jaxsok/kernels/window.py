@@ -67,6 +67,11 @@ def _check(what: str, error: bytes | None) -> None:
         raise RuntimeError(f"window: {what}: {error.decode()}; pass ExchangeSpec(wire='dense') to do without windows.")
 
 
+def meet(number: int, words: Array) -> Array:
+    """Returns `words` once the threads of all devices of the process run this program. See `MeetThreads`."""
+    return call("jaxsok_window_meet", {"words": words}, {}, in_place=("words",), window=number)["words"]
+
+
 def exchange(number: int, lines: Array) -> Array:
     """Sends equal parts of `lines` to the shards, and receives theirs. See `LaunchWindowExchange`."""
     received = result(lines, lines.shape, lines.dtype)

@@ -430,7 +430,7 @@ def host_memory(mesh, number, num_processes, folder):
         """Simulates memory that the driver does not pin in one process."""
         error = MemoryError("host memory: out of memory")
         made = mock.Mock(side_effect=error) if number == process else placed
-        return mock.patch.multiple(host_slabs, _is_pinned=lambda records: True, _pinned=made)
+        return mock.patch.multiple(host_slabs, _is_pinned=lambda records: True, _allocate_pinned=made)
 
     def placed(device, shape):
         place = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")

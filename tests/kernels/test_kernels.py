@@ -257,6 +257,7 @@ JUDGED_ELSEWHERE = {
     "jaxsok_tickets_issue",
     "jaxsok_tickets_redeem",
     "jaxsok_window_exchange",  # all shards call it: devices/test_windows.py
+    "jaxsok_window_meet",
     "jaxsok_window_sum",
     "jaxsok_lookup_window",
     "jaxsok_update_window",
