@@ -187,19 +187,13 @@ class Call {
       ffi::Ffi::Bind().Ctx<StreamContext>().RemainingArgs().RemainingRets().Attrs())
 
 /// Defines a handler as above that also knows its device.
-#define JAXSOK_DEFINE_WINDOW_HANDLER(symbol, op, Impl)                                                   \
-  JAXSOK_DEFINE_SYMBOL(                                                                                  \
-      symbol,                                                                                            \
-      [](StreamArgument stream, int32_t device, ffi::RemainingArgs operands, ffi::RemainingRets results, \
-         ffi::Dictionary attributes) {                                                                   \
-        Call call(op, stream, operands, results, attributes, device);                                    \
-        return Impl(call);                                                                               \
-      },                                                                                                 \
-      ffi::Ffi::Bind().Ctx<StreamContext>().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs())
+#define JAXSOK_DEFINE_WINDOW_HANDLER(symbol, op, Impl) JAXSOK_DEFINE_ON_DEVICE(JAXSOK_DEFINE_SYMBOL, symbol, op, Impl)
+/// Defines a handler that knows its device, and is not captured in CUDA graphs.
+#define JAXSOK_DEFINE_EAGER_HANDLER(symbol, op, Impl) \
+  JAXSOK_DEFINE_ON_DEVICE(XLA_FFI_DEFINE_HANDLER_SYMBOL, symbol, op, Impl)
 
-/// Defines a handler that is not captured in CUDA graphs, and knows its device.
-#define JAXSOK_DEFINE_EAGER_HANDLER(symbol, op, Impl)                                                    \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                         \
+#define JAXSOK_DEFINE_ON_DEVICE(define, symbol, op, Impl)                                                \
+  define(                                                                                                \
       symbol,                                                                                            \
       [](StreamArgument stream, int32_t device, ffi::RemainingArgs operands, ffi::RemainingRets results, \
          ffi::Dictionary attributes) {                                                                   \
