@@ -168,6 +168,11 @@ class Exchanged(Strategy):
         """Lets the threads of all devices meet before a program exchanges through windows; returns the words."""
         return words if self.exchange.windows is None else self.exchange.windows.meet(words)
 
+    def _owner(
+        self, spec: StoreSpec, state: State, step: Clock | None = None, clock: Clock | None = None
+    ) -> lookup.Owner:
+        return lookup.Owner(self.exchange, spec, self._meet(state.seed), step, clock)
+
     def _ask(
         self, spec: StoreSpec, features: StoreFeatures, owners: Array, send_capacity: int | None = None
     ) -> Requests | Uses:
@@ -196,14 +201,14 @@ class Exchanged(Strategy):
         return *lookup.lookup_exchanged(spec, store, features, asked, owner), asked
 
     def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: Clock) -> StoreLookup:
-        owner = lookup.Owner(self.exchange, spec, self._meet(state.seed), state.step, clock)
+        owner = self._owner(spec, state, state.step, clock)
         store, found, values, asked = self._look_up(spec, s, state, plan, owner)
         return StoreLookup(store, found, values, asked.digest, asked)
 
     @annotations.annotate_store
     def index(self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock) -> tuple[StoreState, Found, Digest]:
         store, asked = state.stores[s], not_none(not_none(plan.asked)[s])
-        owner = lookup.Owner(self.exchange, spec, self._meet(state.seed), step, step)
+        owner = self._owner(spec, state, step, step)
         if isinstance(asked, Uses):
             return *partial_bags.index(spec, store, plan.features.stores[s], asked, owner), asked.digest
         return *lookup.index_exchanged(store, asked, owner), asked.digest
@@ -213,9 +218,7 @@ class Exchanged(Strategy):
         self, spec: StoreSpec, s: int, state: State, plan: Plan, found: Found
     ) -> tuple[StoreState, Found, list[Array]]:
         features, asked = plan.features.stores[s], not_none(not_none(plan.asked)[s])
-        owner = lookup.Owner(
-            self.exchange, spec, self._meet(state.seed), state.step, state.step
-        )  # it inserts nothing more
+        owner = self._owner(spec, state, state.step, state.step)  # it inserts nothing more
         if isinstance(asked, Uses):
             return partial_bags.read(spec, features, asked, owner, state.stores[s], found)
         return lookup.read_exchanged(spec, features, asked, owner, state.stores[s], found)
@@ -223,9 +226,7 @@ class Exchanged(Strategy):
     def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
         if spec.is_replicated:  # all rows are here
             return lookup.find_here(spec, state.stores[s], state.seed, plan.features.stores[s])
-        _, found, values, _ = self._look_up(
-            spec, s, state, plan, lookup.Owner(self.exchange, spec, self._meet(state.seed))
-        )
+        _, found, values, _ = self._look_up(spec, s, state, plan, self._owner(spec, state))
         return found, values
 
     def update(
