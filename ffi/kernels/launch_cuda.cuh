@@ -123,6 +123,20 @@ static_assert(kBagsPerTile == kBlock, "with a granule of kWarp a block takes a t
     if (jaxsok_error != nullptr) return jaxsok_error;        \
   } while (false)
 
+template <int kBlockSize>
+__global__ void __launch_bounds__(kBlockSize) SetWordsKernel(uint32_t* words, int64_t num_words, uint32_t value) {
+  const int64_t start = int64_t{blockIdx.x} * kBlockSize + threadIdx.x, stride = int64_t{gridDim.x} * kBlockSize;
+  for (int64_t i = start; i < num_words; i += stride) words[i] = value;
+}
+
+/// Sets words of 4 bytes by a kernel. In a CUDA graph it takes 1 us between two kernels, where a memset takes 3 to 5.
+inline LaunchError SetWords(cudaStream_t stream, void* words, int64_t num_words, uint32_t value) {
+  if (num_words == 0) return nullptr;
+  const unsigned num_blocks = BlocksFor(num_words, kMostPrepareBlocks);
+  SetWordsKernel<kBlock><<<num_blocks, kBlock, 0, stream>>>(static_cast<uint32_t*>(words), num_words, value);
+  return LastLaunchError();
+}
+
 /// Returns how many low bits distinguish numbers below `bound` from each other and from all ones (kNoRow, kNoOwner):
 /// the bits that a sort reads.
 inline int BitsBelow(int64_t bound) {

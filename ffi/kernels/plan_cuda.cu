@@ -5,6 +5,7 @@
 
 #include "index_cuda.cuh"
 #include "plan.h"
+#include "sort_cuda.h"
 
 namespace jaxsok {
 namespace {
@@ -108,19 +109,17 @@ struct OrderWorkspace {
   size_t sort_bytes;
 };
 
-template <typename Key>
-LaunchError SortOrder(Stream stream, const OrderWorkspace& w, const Key* keys, Key* sorted_keys, const uint32_t* order,
-                      uint32_t* sorted_order, int64_t num_keys, int end_bit) {
+/// Sorts the numbers of distinct keys by hash.
+LaunchError SortByHash(Stream stream, const OrderWorkspace& w, int64_t num_keys) {
   size_t bytes = w.sort_bytes;
-  JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(w.sort_storage, bytes, keys, sorted_keys, order, sorted_order,
-                                                        static_cast<int>(num_keys), 0, end_bit, stream));
+  JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(w.sort_storage, bytes, w.hashes, w.sorted_hashes, w.order,
+                                                        w.sorted_order, static_cast<int>(num_keys), 0, 64, stream));
   return nullptr;
 }
 
 /// Cuts the workspace of OrderRequests from `rest`; `num_bytes`: its size.
 LaunchError CutOrder(WorkspaceCutter rest, int64_t num_bytes, int64_t num_keys, bool by_hash, int owner_bits,
                      OrderWorkspace* w) {
-  const int n = static_cast<int>(num_keys);
   w->hashes = by_hash ? rest.Take<uint64_t>(num_keys) : nullptr;
   w->sorted_hashes = by_hash ? rest.Take<uint64_t>(num_keys) : nullptr;
   w->owners = rest.Take<uint32_t>(num_keys);
@@ -130,11 +129,11 @@ LaunchError CutOrder(WorkspaceCutter rest, int64_t num_bytes, int64_t num_keys, 
   w->sorted_order = rest.Take<uint32_t>(num_keys);
   w->sort_storage = rest.Rest();
   size_t hash_bytes = 0;
-  JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(nullptr, w->sort_bytes, w->owners, w->sorted_owners, w->order,
-                                                        w->sorted_order, n, 0, owner_bits));
+  const PairsToSort by_owner{w->owners, w->order, w->sorted_owners, w->sorted_order, num_keys};
+  JAXSOK_RETURN_IF_LAUNCH(SortPairs(nullptr, by_owner, owner_bits, nullptr, &w->sort_bytes));
   if (by_hash) {
     JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(nullptr, hash_bytes, w->hashes, w->sorted_hashes, w->order,
-                                                          w->sorted_order, n, 0, 64));
+                                                          w->sorted_order, static_cast<int>(num_keys), 0, 64));
   }
   if (hash_bytes > w->sort_bytes) w->sort_bytes = hash_bytes;
   return rest.used() + static_cast<int64_t>(w->sort_bytes) > num_bytes ? "workspace is smaller than its bound"
@@ -357,18 +356,18 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t s
     OwnersKernel<<<blocks, kBlock, 0, stream>>>(plan, owners, w, num_keys);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     if (by_hash) {
-      JAXSOK_RETURN_IF_LAUNCH(SortOrder(stream, w, w.hashes, w.sorted_hashes, w.order, w.sorted_order, num_keys, 64));
+      JAXSOK_RETURN_IF_LAUNCH(SortByHash(stream, w, num_keys));
       order = w.sorted_order;
     }
     if (by_owner && by_hash) {
       MoveOwnersKernel<<<blocks, kBlock, 0, stream>>>(w, num_keys);
       JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-      JAXSOK_RETURN_IF_LAUNCH(
-          SortOrder(stream, w, w.moved_owners, w.sorted_owners, w.sorted_order, w.order, num_keys, owner_bits));
+      const PairsToSort moved{w.moved_owners, w.sorted_order, w.sorted_owners, w.order, num_keys};
+      JAXSOK_RETURN_IF_LAUNCH(SortPairs(stream, moved, owner_bits, w.sort_storage, &w.sort_bytes));
       order = w.order;
     } else if (by_owner) {
-      JAXSOK_RETURN_IF_LAUNCH(
-          SortOrder(stream, w, w.owners, w.sorted_owners, w.order, w.sorted_order, num_keys, owner_bits));
+      const PairsToSort numbers{w.owners, w.order, w.sorted_owners, w.sorted_order, num_keys};
+      JAXSOK_RETURN_IF_LAUNCH(SortPairs(stream, numbers, owner_bits, w.sort_storage, &w.sort_bytes));
       order = w.sorted_order;
     }
   }
@@ -397,11 +396,8 @@ LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersVi
   w.use_bags = cutter.Take<uint32_t>(num_keys);
   w.starts = cutter.Take<uint32_t>(int64_t{num_shards} + 1);
   w.sort_storage = cutter.Rest();
-  const auto sort = [&](void* storage) {
-    return cub::DeviceRadixSort::SortPairs(storage, w.sort_bytes, w.owners, w.sorted_owners, w.positions,
-                                           w.sorted_positions, static_cast<int>(num_keys), 0, owner_bits, stream);
-  };
-  JAXSOK_RETURN_IF_CUDA(sort(nullptr));
+  const PairsToSort uses{w.owners, w.positions, w.sorted_owners, w.sorted_positions, num_keys};
+  JAXSOK_RETURN_IF_LAUNCH(SortPairs(stream, uses, owner_bits, nullptr, &w.sort_bytes));
   if (cutter.used() + static_cast<int64_t>(w.sort_bytes) > PlanUsesWorkspaceBytes(num_keys)) {
     return "workspace is smaller than its bound";
   }
@@ -411,7 +407,7 @@ LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersVi
   }
   if (batch.num_tiles > 0) ListOwnersKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, owners, out, w);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  if (num_keys > 0) JAXSOK_RETURN_IF_CUDA(sort(w.sort_storage));
+  JAXSOK_RETURN_IF_LAUNCH(SortPairs(stream, uses, owner_bits, w.sort_storage, &w.sort_bytes));
   PlaceUsesKernel<<<BlocksFor(std::max<int64_t>(num_keys, num_shards + 1)), kBlock, 0, stream>>>(batch, out, w,
                                                                                                  num_shards);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());

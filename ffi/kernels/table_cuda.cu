@@ -232,8 +232,7 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
 LaunchError LaunchGather(Stream stream, const StoreView& store, const Request* requests, const uint32_t* row_ids,
                          int64_t num_requests, bool is_find, const LineTarget& rows, RowDtype dtype,
                          int32_t* num_absent) {
-  JAXSOK_RETURN_IF_CUDA(
-      cudaMemsetAsync(num_absent, 0, static_cast<size_t>(store.num_tables) * sizeof(int32_t), stream));
+  JAXSOK_RETURN_IF_LAUNCH(SetWords(stream, num_absent, store.num_tables, 0));
   if (num_requests == 0) return nullptr;
   const auto first_block = static_cast<int32_t>(rows.first_line / kBlock);
   const GatherArguments a{store, requests, row_ids, num_requests, is_find, rows, dtype, first_block, num_absent};
@@ -292,7 +291,7 @@ LaunchError LaunchForget(Stream stream, const IndexView& sightings, const uint32
 LaunchError LaunchWait(Stream stream, const IndexView& sightings, uint32_t* counters, const uint32_t* floors,
                        int32_t num_tables, const Entry* entries, int64_t num_entries) {
   ClearIndexKernel<<<NumStreamBlocks(), kBlock, 0, stream>>>(sightings, nullptr);
-  JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(counters + kNumSightings, 0, sizeof(uint32_t), stream));
+  JAXSOK_RETURN_IF_LAUNCH(SetWords(stream, counters + kNumSightings, 1, 0));
   WaitKernel<<<NumStreamBlocks(), kBlock, 0, stream>>>(sightings, counters, floors, static_cast<uint32_t>(num_tables),
                                                        entries, num_entries);
   return LastLaunchError();

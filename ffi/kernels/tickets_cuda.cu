@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kBlock) RedeemKernel(const __grid_constant__ R
 }  // namespace
 
 LaunchError LaunchTicketsDigest(Stream stream, KeysView batch, uint64_t* digest) {
-  JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(digest, 0, sizeof(*digest), stream));
+  JAXSOK_RETURN_IF_LAUNCH(SetWords(stream, digest, sizeof(*digest) / 4, 0));
   if (batch.num_keys == 0) return nullptr;
   DigestKernel<<<BlocksFor(batch.num_keys, BlocksOfWave()), kBlock, 0, stream>>>(batch, digest);
   return LastLaunchError();

@@ -498,7 +498,7 @@ LaunchError Launch(Stream stream, const TierView& tier, const uint32_t* row_ids,
   b.ages = cut.Take<uint32_t>(kAges);
   b.leaving_parts = cut.Take<uint32_t>(kListParts);
   b.coming_parts = cut.Take<uint32_t>(kListParts);
-  JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(workspace, 0, static_cast<size_t>(cut.used()), stream));
+  JAXSOK_RETURN_IF_LAUNCH(SetWords(stream, workspace, cut.used() / 4, 0));
   b.missing_counts = cut.Take<uint64_t>(kMostPlaceBlocks);
   b.slot_counts = cut.Take<uint64_t>(kMostPlaceBlocks);
   b.rank_of = cut.Take<uint32_t>(num_keys);
@@ -508,7 +508,7 @@ LaunchError Launch(Stream stream, const TierView& tier, const uint32_t* row_ids,
   b.coming = cut.Take<Move>(num_keys);
   if (cut.used() > BringWorkspaceBytes(num_keys)) return "bring: the workspace is too small";
   if (tier.num_staged != 0) {  // all ones: kPaddingKey and kNoRow
-    JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(tier.staged_owners, 0xff, tier.num_staged * sizeof(Record), stream));
+    JAXSOK_RETURN_IF_LAUNCH(SetWords(stream, tier.staged_owners, tier.num_staged * (sizeof(Record) / 4), ~0u));
   }
   // A block fills a multiprocessor. Multiprocessors that move records ahead have no room for it, and it must not wait
   // for them.

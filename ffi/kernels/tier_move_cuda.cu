@@ -501,8 +501,7 @@ LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* com
   areas.num_slabs = tier.starts.num_slabs;
   const std::lock_guard<std::mutex> lock(area->link->mutex);
   const int64_t most = std::min(most_moves, MostAhead(tier.host_bytes));
-  JAXSOK_RETURN_IF_CUDA(
-      cudaMemsetAsync(area->buffers.row_ids, 0xff, MostAhead(tier.host_bytes) * sizeof(uint32_t), stream));
+  JAXSOK_RETURN_IF_LAUNCH(SetWords(stream, area->buffers.row_ids, MostAhead(tier.host_bytes), ~0u));
   ListComingKernel<<<BlocksFor(most, BlocksOfWave()), kBlock, 0, stream>>>(tier, coming, counts, most);
   TicketKernel<<<1, 1, 0, stream>>>(areas, tier.counters);
   return BeginOnOwnStream(stream, area->link, [&](cudaStream_t own) {

@@ -19,7 +19,7 @@
 #include "bags_cuda.cuh"
 #include "stages_cuda.cuh"
 #include "update.h"
-#include "update_sort_cuda.h"
+#include "sort_cuda.h"
 
 namespace jaxsok {
 
