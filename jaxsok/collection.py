@@ -826,7 +826,8 @@ class Collection:
 
         Cost:
           Some microseconds of host time for each feature. Only if positions do not fit: a wait for the steps under way,
-          and a count of the batch's keys on the device (a collective on a mesh).
+          and a count of the batch's keys on the device (a collective on a mesh). Stores that evict, and are large
+          against the batch, need neither.
 
         Example:
           `state = collection.grow(state, batch)` before each step.
@@ -838,11 +839,17 @@ class Collection:
         coming = self.growth.extrapolate(steps) if batch is None else operations.coming_of(self, batch, steps)
         following = () if state.drains else operations.following_of(self, batch)
         if following:
-            if not state.ahead:
-                state = grow_lib.grow(self.growth, state, coming, steps, now, hand_over)
-            coming = operations.with_following(self, batch, steps, coming, following, len(state.ahead))
+            num_in_flight, num_given = len(state.ahead), len(batch) if isinstance(batch, (list, tuple)) else 1
+            if num_in_flight == 0:
+                state = grow_lib.grow(self.growth, state, coming, steps, now, hand_over, untaken=coming)
+            coming = operations.with_following(self, batch, steps, coming, following, num_in_flight)
+            num_taken = max(0, num_in_flight - num_given)
+            untaken = operations.coming_of(self, list(following[num_taken:]), 1)
+            is_missed = num_in_flight != num_given + num_taken
             try:
-                return grow_lib.grow(self.growth, state, coming, steps, now, is_ahead=True)
+                return grow_lib.grow(
+                    self.growth, state, coming, steps, now, is_ahead=True, untaken=untaken, is_missed=is_missed
+                )
             except MemoryError:  # there is room for this step; without lookups ahead the next one would raise
                 return dataclasses.replace(state, drains=True)
         if batch is None and not any(coming.positions):
@@ -853,7 +860,8 @@ class Collection:
                 "collection.grow(state, batch).",
                 stacklevel=3,  # the caller, behind the annotation
             )
-        return grow_lib.grow(self.growth, state, coming, steps, now, hand_over)
+        untaken = None if state.ahead else coming  # else its batches are in flight
+        return grow_lib.grow(self.growth, state, coming, steps, now, hand_over, untaken=untaken)
 
     def drain(self, state: State) -> State:
         """Has the next steps look nothing up ahead, until no lookup is in flight; costs nothing.

@@ -17,7 +17,9 @@ A store without rows gets, in the first call, room for many batches like the fir
 this growth costs no program (record 0026).
 
 A store that may grow no further, and whose tables have an eviction policy, loses rows in the same manner, plus a slack,
-so that this is rare. Rows that the coming batches ask for stay.
+so that this is rare. Rows that the coming batches ask for stay. If the store is large against a step's positions, its
+keys are not counted, and nothing waits: it decides by the counters of two batches ago, which have arrived, and keeps
+room for the positions of the batches since (record 0030).
 
 On a mesh the fullest shard decides, and all shards grow alike.
 """
@@ -36,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Int32
 
 from jaxsok import admission, policies, processes, table
 from jaxsok import coming as coming_lib
@@ -72,11 +74,25 @@ COPIES = 3  # steps in a row that copy the state before a warning: one copy may 
 WORTH_BYTES = 64 << 20  # of the largest array of a state that is: below, copying costs less than a step
 PLACES = 100  # calls that look: then it is known how the step goes
 SLACK_SHARE = 16  # one in this many rows leaves in addition to the coming keys' need: evicting streams the whole store
+LATE_BATCHES = 2  # after which counters are used that a late decision asked for: they have arrived by then
+LATE_SHARE = 8  # one in this many rows may stay free for the positions of these batches, else keys are counted
 MOST_COUNTS = 8  # counts of one store that found room before it grows for the positions: each count is a wait
 
 _ALLOCATED, _BEGIN, _END, _UNPLACED, _SIGHTINGS = (
     COUNTERS.index(name) for name in ("num_allocated", "free_begin", "free_end", "num_unplaced", "num_sightings")
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Look:
+    """The rows in use of one store before some batch, for late decisions."""
+
+    usable_from: int
+    """The first batch whose decision may use it: not when it arrives decides, so all runs decide alike."""
+    rows: "int | _Summary"
+    """Of the fullest shard; or the counters of all stores, on their way to the host."""
+    taken: int
+    """Positions of all batches before."""
 
 
 @dataclasses.dataclass
@@ -101,8 +117,14 @@ class GrowthTracker:
     """Insertions that the steps since the last call can make."""
     num_counts: list[int]
     """Counts in succession of the keys of a store that could grow, for which there was room."""
-    under_way: collections.deque[tuple[Array, list[int]]]
+    under_way: collections.deque[tuple["_Summary", list[int]]]
     """Summaries on their way to the host, oldest first, with `allowed` when they were requested."""
+    looks: list[list[_Look]]
+    """For late decisions, oldest first: of those that may be used, only the last is kept."""
+    taken: list[int]
+    """Positions of the batches for which there is room: their rows are in the state, or in that of the next step."""
+    num_taken: int = 0
+    """Batches for which there is room: those of one call count as one."""
     signature: tuple[int, ...] | None = None
     """Capacities of the state last seen; others mean another state, of which nothing is known."""
     steps: int | None = None
@@ -128,8 +150,10 @@ class GrowthTracker:
     @classmethod
     def of(cls, specs: Sequence[StoreSpec], tables: Sequence[TableSpec], shards: Shards) -> "GrowthTracker":
         """Makes a tracker that knows nothing."""
-        zeros = [[0] * len(specs) for _ in range(6)]
-        return cls(specs, tables, shards, *zeros[:3], [None] * len(specs), *zeros[3:], collections.deque())
+        zeros = [[0] * len(specs) for _ in range(7)]
+        looks: list[list[_Look]] = [[] for _ in specs]
+        known: list[tuple[int, int] | None] = [None] * len(specs)
+        return cls(specs, tables, shards, *zeros[:3], known, *zeros[3:6], collections.deque(), looks, zeros[6])
 
     def warn_once(self, about: str, message: str, stacklevel: int) -> None:
         """Warns if there was no warning about this before; `stacklevel` counts from the caller."""
@@ -144,6 +168,7 @@ class GrowthTracker:
     def forget(self) -> None:
         """Forgets everything except the size of batches."""
         self.known = [None] * len(self.known)
+        self.looks = [[] for _ in self.looks]
         self.under_way.clear()
         self.signature, self.num_calls = None, 0
 
@@ -177,6 +202,7 @@ class GrowthTracker:
             asked = self.coming if self.steps is None else self.extrapolate(self.steps).positions
             for s, (first, later) in enumerate(zip(self.coming, asked, strict=True)):
                 self.allowed[s] += max(first, later)
+                self.taken[s] += max(0, later - first)
         self.num_calls += 1
         self.coming, self.steps = list(coming.positions), None if coming.is_given else steps
 
@@ -189,6 +215,37 @@ class GrowthTracker:
         """Returns an upper bound of the entries of `sightings`; None: not known. Each key asked may take one."""
         known = self.known[store]
         return None if known is None else self.sightings[store] + self.allowed[store] - known[1]
+
+    def late_bound(self, store: int) -> int | None:
+        """Returns an upper bound of the rows in use by the last look that may be used; None: there is none."""
+        looks = self.looks[store]
+        while len(looks) > 1 and looks[1].usable_from <= self.num_taken:
+            del looks[0]
+        if not looks or looks[0].usable_from > self.num_taken:
+            return None
+        return self.rows_of(store, looks[0]) + self.taken[store] - looks[0].taken
+
+    def rows_of(self, store: int, look: _Look) -> int:
+        """Returns the rows of a look; waits if its counters have not arrived."""
+        return look.rows if isinstance(look.rows, int) else look.rows.seen.num_rows[store]
+
+    def set_look(self, store: int, rows: int) -> None:
+        """Notes the rows in use now; earlier looks count no more."""
+        self.looks[store] = [_Look(self.num_taken, rows, self.taken[store])]
+
+    def looks_to_save(self, store: int) -> list[tuple[int, int, int]]:
+        """Returns for each look the batches until it may be used, the rows, and the positions since; may wait."""
+        return [
+            (max(0, look.usable_from - self.num_taken), self.rows_of(store, look), self.taken[store] - look.taken)
+            for look in self.looks[store]
+        ]
+
+    def restore_looks(self, store: int, saved: Sequence[tuple[int, int, int]], state: State) -> None:
+        """Restores what `looks_to_save` returned; `state` is the one that comes next."""
+        self.signature = capacities_of(state)
+        self.looks[store] = [
+            _Look(self.num_taken + batches, rows, self.taken[store] - since) for batches, rows, since in saved
+        ]
 
     def learn(self, seen: "_Seen", allowed: Sequence[int]) -> None:
         """Records a summary and the value of `allowed` that belongs to it."""
@@ -219,6 +276,20 @@ class _Seen:
             seen.num_unplaced.append(sum(words[b + _UNPLACED] for b in begins))
             seen.num_sightings.append(max(words[b + _SIGHTINGS] for b in begins))
         return seen
+
+
+@dataclasses.dataclass(frozen=True)
+class _Summary:
+    """Counters on their way to the host."""
+
+    words: Array
+    num_stores: int
+    num_shards: int
+
+    @functools.cached_property
+    def seen(self) -> _Seen:
+        """The counters; reading them waits until they have arrived."""
+        return _Seen.of(np.asarray(self.words).tolist(), self.num_stores, self.num_shards)
 
 
 def keys_at_most(spec: StoreSpec, num_keys: Sequence[tuple[int, int]]) -> int:
@@ -263,6 +334,11 @@ def _read(state: State, num_shards: int, shards: Shards) -> _Seen:
     return _Seen.of(words, len(counters), num_shards)
 
 
+def _is_at_rest(state: State, shards: Shards) -> bool:
+    """Returns whether the counters are there already; several processes could see this at different calls."""
+    return shards.num_processes == 1 and all(store.counters.is_ready() for store in state.stores)
+
+
 def grow(
     tracker: GrowthTracker,
     state: State,
@@ -272,11 +348,14 @@ def grow(
     hand_over: evict_lib.HandOver | None = None,
     *,
     is_ahead: bool = False,
+    untaken: Coming | None = None,
+    is_missed: bool = False,
 ) -> State:
     """Makes room for the keys until the next call; see `Collection.grow`. Changes `tracker`.
 
     No row leaves while lookups are in flight, or for keys that are only looked up ahead (`is_ahead`): the state drains
-    first. `steps` is for a caller that gave no batch.
+    first. `steps` is for a caller that gave no batch. `untaken`: what is coming without batches of earlier calls, whose
+    rows are in the state already, or will be before the others'; None: nothing. `is_missed`: some of those are not yet.
     """
     specs, shards = tracker.specs, tracker.shards
     num_shards, stores = specs[0].num_shards, range(len(specs))
@@ -289,10 +368,16 @@ def grow(
     positions = coming.positions
     capacities = [capacity // num_shards for capacity in signature]
     half_entries = [_half_entries(spec, store) for spec, store in zip(specs, state.stores, strict=True)]
+    late = [s for s in stores if untaken is not None and _decides_late(specs[s], untaken.positions[s])]
     is_open = [
-        spec.max_capacity is None or capacity < spec.max_capacity or spec.tables[0].eviction is not None
-        for spec, capacity in zip(specs, capacities, strict=True)
+        spec.max_capacity is None
+        or capacities[s] < spec.max_capacity
+        or (spec.tables[0].eviction is not None and s not in late)
+        for s, spec in enumerate(specs)
     ]
+    state, looking = _evict_late(
+        tracker, state, untaken or coming, late, clock, hand_over, is_ahead=is_ahead, is_missed=is_missed
+    )
 
     def is_short(s: int) -> bool:
         bound = tracker.bound(s)
@@ -315,7 +400,7 @@ def grow(
     # Often at first, so that a short run gets its warnings.
     is_due = tracker.num_calls % LOOK_EVERY == 0 or tracker.num_calls & (tracker.num_calls - 1) == 0
     is_unplaced = False
-    is_at_rest = shards.num_processes == 1 and all(store.counters.is_ready() for store in state.stores)
+    is_at_rest = _is_at_rest(state, shards)
     if is_at_rest:
         # No wait. It saves waits later, and does not change what is decided.
         seen = _read(state, num_shards, shards)
@@ -325,7 +410,7 @@ def grow(
         _warn_of_refusals(tracker, capacities, seen)
     while tracker.under_way and (is_due or is_any_short()):
         summary, allowed = tracker.under_way.popleft()
-        seen = _Seen.of(np.asarray(summary).tolist(), len(specs), num_shards)
+        seen = summary.seen
         tracker.learn(seen, allowed)
         is_unplaced |= any(seen.num_unplaced)
         _warn_of_refusals(tracker, capacities, seen)
@@ -344,7 +429,8 @@ def grow(
         crowded = [s for s in stores if is_crowded(s)]
         room = {s: WAITING_RESERVES * positions[s] for s in crowded}
         enlarge = _prepare_growth(specs, state, larger, [num > 0 for num in seen.num_unplaced], room, shards)
-        full = [s for s in needs if specs[s].tables[0].eviction is not None and needs[s].is_beyond(specs[s])]
+        evicting = (s for s in needs if specs[s].tables[0].eviction is not None and s not in late)
+        full = [s for s in evicting if needs[s].is_beyond(specs[s])]
         if full and (state.ahead or is_ahead):
             state = dataclasses.replace(state, drains=True)
         elif full:
@@ -361,17 +447,73 @@ def grow(
             # Half of what is left may be gone: ask now, so that the answer is there before it is needed.
             (known := tracker.known[s]) is not None
             and (
-                2 * (not_none(tracker.bound(s)) + positions[s]) > capacity + known[0]
+                2 * (not_none(tracker.bound(s)) + positions[s]) * is_open[s] > capacity + known[0]
                 or 2 * (not_none(tracker.sightings_bound(s)) + positions[s]) * bool(half_entries[s])
                 > half_entries[s] + tracker.sightings[s]
             )
             for s, capacity in enumerate(capacities)
         )
     ):
-        arriving = _summary(_words_of(state), shards)
-        arriving.copy_to_host_async()
-        tracker.under_way.append((arriving, list(tracker.allowed)))
+        tracker.under_way.append((_request(tracker, state), list(tracker.allowed)))
+    if untaken is not None and not (is_ahead and state.drains):
+        summary = _request(tracker, state) if looking else None
+        for s in looking:
+            tracker.looks[s].append(_Look(tracker.num_taken + LATE_BATCHES, not_none(summary), tracker.taken[s]))
+        tracker.num_taken += 1
+        tracker.taken = [taken + more for taken, more in zip(tracker.taken, untaken.positions, strict=True)]
     return state
+
+
+def _request(tracker: GrowthTracker, state: State) -> _Summary:
+    """Asks for the counters of all stores as they are after the steps under way."""
+    arriving = _summary(_words_of(state), tracker.shards)
+    arriving.copy_to_host_async()
+    return _Summary(arriving, len(tracker.specs), tracker.specs[0].num_shards)
+
+
+def _decides_late(spec: StoreSpec, num_positions: int) -> bool:
+    """Returns whether a store evicts by the counters of earlier calls: if so, whatever its capacity is now."""
+    policy, limit = spec.tables[0].eviction, spec.max_capacity or 0
+    return policy is not None and policy.has_score and LATE_SHARE * _late_reserve(num_positions) <= limit
+
+
+def _late_reserve(num_positions: int) -> int:
+    """Returns the rows that stay free for the batches since a look, and for this one."""
+    return (LATE_BATCHES + 1) * num_positions
+
+
+def _evict_late(
+    tracker: GrowthTracker,
+    state: State,
+    coming: Coming,
+    late: Sequence[int],
+    clock: Any,
+    hand_over: evict_lib.HandOver | None,
+    *,
+    is_ahead: bool,
+    is_missed: bool,
+) -> tuple[State, list[int]]:
+    """Takes rows out of stores that decide late, if the positions may not fit; returns the stores that need a look."""
+    specs, positions, full, looking = tracker.specs, coming.positions, {}, []
+    for s in late:
+        bound = tracker.late_bound(s)
+        if bound is None:
+            tracker.num_waits += not _is_at_rest(state, tracker.shards)
+            tracker.set_look(s, _read(state, specs[s].num_shards, tracker.shards).num_rows[s])
+            bound = not_none(tracker.late_bound(s))
+        limit, reserve = not_none(specs[s].max_capacity), _late_reserve(positions[s])
+        if bound + positions[s] > limit:
+            full[s] = _Need(reserve, limit + reserve)
+        elif bound + reserve > limit:
+            looking.append(s)
+    # The rows between two batches of one step cannot be seen: without lookups ahead, they can.
+    if (full and (state.ahead or is_ahead)) or (looking and is_missed):
+        return dataclasses.replace(state, drains=True), []
+    for s in full:
+        used = _count_on_device(tracker, state, coming, s)
+        full[s] = full[s] if used is None else dataclasses.replace(full[s], is_used=used[1])
+        tracker.known[s] = not_none(specs[s].max_capacity), tracker.allowed[s]  # a bound: more rows than will stay
+    return _evict(tracker, state, full, clock, hand_over) if full else state, looking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,12 +535,8 @@ class _Need:
 
 def _count(tracker: GrowthTracker, state: State, coming: Coming, short: Sequence[int]) -> dict[int, _Need]:
     """Finds what the stores in `short` need; counts on the device where batches were given (waits)."""
-    counts = {}
-    for s in short:
-        parts = [features.stores[s] for features in coming.features if features.stores[s].layouts]
-        if parts:
-            spec, store = tracker.specs[s], state.stores[s]
-            counts[s] = coming_lib.count(spec, store, parts, state.partition_owners, tracker.shards)
+    found = {s: _count_on_device(tracker, state, coming, s) for s in short}
+    counts = {s: count for s, count in found.items() if count is not None}
     needs = {}
     for s in short:
         needs[s] = _Need(coming.positions[s], tracker.num_in_use(s) + coming.positions[s])
@@ -410,6 +548,16 @@ def _count(tracker: GrowthTracker, state: State, coming: Coming, short: Sequence
             if not state.stores[s].sightings:  # where a key that gets no row may get an entry
                 tracker.coming[s] = min(num_new + more, coming.positions[s])
     return needs
+
+
+def _count_on_device(
+    tracker: GrowthTracker, state: State, coming: Coming, s: int
+) -> tuple[Int32[Array, "3"], Bool[Array, " _"]] | None:
+    """Counts the coming keys of a store and marks the rows that they have, without a wait; None: no batch was given."""
+    parts = [features.stores[s] for features in coming.features if features.stores[s].layouts]
+    if not parts:
+        return None
+    return coming_lib.count(tracker.specs[s], state.stores[s], parts, state.partition_owners, tracker.shards)
 
 
 def _rows_to_grow_to(
@@ -485,6 +633,7 @@ def _evict(
     if all(rule.policy.has_score for rule in leaving.values()):
         for s in full:
             tracker.known[s] = left[s], tracker.allowed[s]
+            tracker.set_look(s, left[s])
         return state
     # How many have expired is known only now.
     tracker.learn(_read(state, specs[0].num_shards, shards), tracker.allowed)

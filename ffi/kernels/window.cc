@@ -2,6 +2,7 @@
 #include "window.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -15,10 +16,10 @@
 namespace jaxsok {
 namespace {
 
-/// Threads that wait for each other, all those of a group; under its mutex.
+/// Threads that wait for each other, all those of a group; changed under its mutex.
 struct Cohorts {
   size_t num_waiting = 0;
-  uint64_t number = 0;
+  std::atomic<uint64_t> number{0};
   bool is_uneven = false;  // the last one was not complete in time: the next ones wait for a moment only
 };
 
@@ -134,11 +135,15 @@ uint32_t TagOf(WindowCall call, int64_t size) {
   return static_cast<uint32_t>((static_cast<uint64_t>(size) * 8 + call) * 0x9E3779B97F4A7C15 >> 49);
 }
 
+constexpr std::chrono::microseconds kSpin(100);
+
 /// Waits until the threads of all shards of the process have come to this point, or for a while.
 ///
 /// CUDA loads a kernel at its first launch, and allocates for a graph when it is made; both may wait for running
 /// kernels. If one of these waits for peers, the threads of the peers must have issued the work until their own barrier
 /// before. The bytes that arrive do not depend on this meeting, so after `longest` the thread goes on.
+///
+/// The threads of one program come within less time than a sleeping thread needs to wake up, so it first spins.
 void WaitForThreads(Group& group, Cohorts& cohorts, std::chrono::milliseconds longest) {
   if (group.shards.size() < 2) return;
   std::unique_lock<std::mutex> lock(group.mutex);
@@ -150,6 +155,10 @@ void WaitForThreads(Group& group, Cohorts& cohorts, std::chrono::milliseconds lo
     group.changed.notify_all();
     return;
   }
+  lock.unlock();
+  const auto asleep_at = std::chrono::steady_clock::now() + kSpin;
+  while (cohorts.number == number && std::chrono::steady_clock::now() < asleep_at) std::this_thread::yield();
+  lock.lock();
   const auto is_over = [&] { return cohorts.number != number || !group.failure.empty(); };
   if (group.changed.wait_for(lock, cohorts.is_uneven ? std::chrono::milliseconds(1) : longest, is_over)) return;
   cohorts.num_waiting -= 1;

@@ -303,7 +303,11 @@ _STORE = entries(
         "bloom_segments": list_of(tuple_of(_SIZE, _SIZE)),
         "num_evicted": list_of(_COUNT),
     },
-    {"keys_per_step": _COUNT, "assigned_per_step": _COUNT},  # which older folders lack
+    {  # which older folders lack
+        "keys_per_step": _COUNT,
+        "assigned_per_step": _COUNT,
+        "looks": list_of(tuple_of(_COUNT, _COUNT, _COUNT)),
+    },
 )
 _BOTH = {
     "kind": manifests.one_of(("checkpoint", "full", "delta")),

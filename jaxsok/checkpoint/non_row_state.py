@@ -83,6 +83,16 @@ def note_keys(source: Source, collection: Collection) -> None:
         collection.growth.record_assign(s, assigned)
 
 
+def restore_looks(source: Source, collection: Collection, state: State) -> None:
+    """Restores what `grow` had seen of full stores, so that they evict at the calls of a run that went on."""
+    for s, spec in enumerate(collection.stores):
+        names = [table.name for table in spec.tables]
+        for saved in source.manifest["stores"]:
+            # On another number of shards, these counts are of other rows.
+            if saved["tables"] == names and source.manifest["num_shards"] == spec.num_shards:
+                collection.growth.restore_looks(s, saved.get("looks", ()), state)
+
+
 def _with_globals(source: Source, collection: Collection, state: State, names: Sequence[str]) -> State:
     """Restores optimizer state that belongs to no row, from the store of the first restored table of each."""
     for s, spec in enumerate(collection.stores):

@@ -104,6 +104,8 @@ def apply_delta(
         source.verify(names)
     with hold_state(collection, state, names) as held:
         apply_link(source, collection, held, tables, optimizer_state, is_whole=tables is None, now=now)
+    if tables is None:
+        non_row_state.restore_looks(source, collection, held.state)
     return held.state
 
 
@@ -156,6 +158,8 @@ def restore(
         non_row_state.add(full, collection, held, names, is_whole=is_new, optimizer_state=optimizer_state)
         for delta in chain[1:]:
             apply_link(delta, collection, held, tables, optimizer_state, is_whole=is_new, now=now)
+    if tables is None:
+        non_row_state.restore_looks(chain[-1], collection, held.state)
     return held.state
 
 

@@ -745,6 +745,44 @@ def killed_and_resumed(folder, num_steps, num_more, forms=cases.Life.FORMS):
     assert num_grown_after
 
 
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_resumed_run_evicts_at_the_steps_of_one_that_went_on(num_shards, tmp_path):
+    """A full store that decides by the counters of earlier batches finds them in the checkpoint (law 13)."""
+
+    def made():
+        sgd, lru = jaxsok.optim.sgd(0.1), policies.LeastRecentlyUsed()
+        spec = jaxsok.TableSpec("user", 4, sgd, capacity=64, max_capacity=400 * num_shards, eviction=lru)
+        features = [jaxsok.FeatureSpec("user", "user")]
+        if num_shards == 1:
+            return jaxsok.Collection([spec], features)
+        return programs.over(num_shards, [spec], features)
+
+    def step(collection, state, number):
+        batch = collection.batch(
+            {"user": np.where(np.arange(16) < 7, 7 * number, 7 * max(0, number - 9)) + np.arange(16)}
+        )
+        state = collection.grow(state, batch)
+        return programs.learn(collection, state, batch.features)[0]
+
+    whole, num_steps = made(), 20 + 65 * num_shards
+    state, evictions, keys, saved = whole.init(seed=0), [], [], {}
+    for number in range(num_steps):
+        if number > num_steps - 40 and number % 3 == 0:
+            checkpoint.export_full(tmp_path / str(number), whole, state)
+            saved[number] = whole.growth.looks_to_save(0)
+        state = step(whole, state, number)
+        evictions.append(whole.growth.num_evictions)
+        keys.append(programs.rows_of(whole, state).keys())
+    assert evictions[-1] >= 3 and any(len(looks) > 1 for looks in saved.values())
+    for number in saved:
+        resumed = made()
+        state = checkpoint.load(tmp_path / str(number), resumed)
+        for later in range(number, min(num_steps, number + 12)):
+            state = step(resumed, state, later)
+            assert resumed.growth.num_evictions == evictions[later] - evictions[number - 1]
+            assert programs.rows_of(resumed, state).keys() == keys[later]
+
+
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
     """Ten steps after the restore have the bits of a run that was not killed, on one device and on a mesh (law 13).
 

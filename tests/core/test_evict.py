@@ -824,6 +824,128 @@ def test_the_batch_that_is_coming_decides():
     assert state.stores[0].capacity == capacity
 
 
+LATE_ROWS, LATE_BATCH = 4800, 100
+
+
+def late_collection(**spec):
+    """Declares a full table that is large against its batches, and another that grows."""
+    sgd = jaxsok.optim.sgd(0.1)
+    bounded = {"capacity": LATE_ROWS, "max_capacity": LATE_ROWS, "eviction": LeastRecentlyUsed(), **spec}
+    tables = [jaxsok.TableSpec("item", 4, sgd, **bounded), jaxsok.TableSpec("user", 8, sgd, capacity=64)]
+    return jaxsok.Collection(tables, [jaxsok.FeatureSpec(table.name, table.name) for table in tables])
+
+
+def late_keys(step):
+    """Returns keys of a batch; the first 48 steps fill the table, then a third of the keys are new."""
+    fresh = LATE_BATCH * step + np.arange(LATE_BATCH)
+    return (
+        fresh if step < 48 else np.where(np.arange(LATE_BATCH) % 3 == 0, fresh, 47 * LATE_BATCH + np.arange(LATE_BATCH))
+    )
+
+
+def late_step(collection, state, step, *, is_given=True):
+    """Takes a step; returns the state and the keys of the bounded table."""
+    batch = collection.batch({"item": late_keys(step), "user": late_keys(step) % 500})
+    state = collection.grow(state, batch) if is_given else collection.grow(state)
+    state, stats = programs.learn(collection, state, batch.features)
+    stats.check()
+    assert stats.to_dict()["item"]["num_refused"] == 0
+    return state
+
+
+class LateOracle:
+    """Which rows are in a full table, by a dictionary: it knows the rows in use two calls ago."""
+
+    def __init__(self):
+        self.last, self.looks, self.num_evictions = {}, [], 0
+
+    def step(self, step):
+        """Applies the rule before a step, and then the step."""
+        number, keys = len(self.looks), late_keys(step).tolist()
+        if self.looks:
+            # The newest look that is two calls old, or was made by an eviction.
+            usable = [look for look in self.looks if look is not None and look[0] <= number]
+            _, rows, then = usable[-1]
+            bound = rows + (number - then) * LATE_BATCH
+        else:
+            bound = 0
+        look = (0, 0, 0) if not self.looks else None
+        if bound + LATE_BATCH > LATE_ROWS:
+            kept = LATE_ROWS - 3 * LATE_BATCH - LATE_ROWS // 16
+            others = sorted((last, key) for key, last in self.last.items() if key not in keys)
+            for _, key in others[: len(self.last) - kept]:
+                del self.last[key]
+            self.num_evictions += 1
+            self.looks = [None] * number
+            look = (number, kept, number)
+        elif bound + 3 * LATE_BATCH > LATE_ROWS:
+            look = (number + 2, len(self.last), number)
+        self.looks.append(look)
+        self.last |= dict.fromkeys(keys, step)
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_large_full_store_decides_by_earlier_counters(is_given):
+    """It evicts at the calls of the rule, loses no key, and waits for no step."""
+    collection, oracle = late_collection(), LateOracle()
+    state = collection.init(seed=0)
+    waits = None
+    for step in range(150):
+        state = late_step(collection, state, step, is_given=is_given)
+        oracle.step(step)
+        if step == 60:
+            waits = collection.growth.num_waits
+        if step % 10 == 9 or step > 120:
+            assert set(programs.rows_of(collection, state, "item")) == oracle.last.keys()
+        assert collection.growth.num_evictions == oracle.num_evictions
+    assert oracle.num_evictions >= 5
+    assert collection.growth.num_waits == waits
+
+
+def test_late_decisions_do_not_depend_on_what_has_arrived(monkeypatch):
+    """The counters are there, or are not: the same rows leave at the same calls."""
+    found = []
+    for is_ready in (True, False):
+        monkeypatch.setattr(grow, "_is_at_rest", lambda state, shards, is_ready=is_ready: is_ready)
+        collection = late_collection()
+        state, history = collection.init(seed=0), []
+        for step in range(110):
+            state = late_step(collection, state, step)
+            history.append((collection.growth.num_evictions, collection.num_rows(state)["item"]))
+        found.append((history, set(programs.rows_of(collection, state, "item"))))
+    assert found[0] == found[1] and found[0][0][-1][0] >= 2
+
+
+def test_a_store_that_still_grows_decides_late_too():
+    """The bound counts, not the capacity at the time: a store that begins small ends with the same rows."""
+    found = []
+    for capacity in (LATE_ROWS, 64):
+        collection = late_collection(capacity=capacity)
+        state, evictions = collection.init(seed=0), []
+        for step in range(100):
+            state = late_step(collection, state, step)
+            evictions.append(collection.growth.num_evictions)
+        found.append((evictions, programs.rows_of(collection, state, "item").keys()))
+    assert found[0] == found[1] and found[0][0][-1] >= 2
+
+
+def test_a_larger_batch_of_a_large_full_store():
+    """A batch for which the reserve is too small is counted, and loses no key."""
+    collection = late_collection()
+    state = collection.init(seed=0)
+    for step in range(80):
+        state = late_step(collection, state, step)
+        if step % 10 == 7:
+            keys = 10**6 + 1000 * step + np.arange(700)
+            batch = collection.batch({"item": keys, "user": keys % 500})
+            state = collection.grow(state, batch)
+            state, stats = programs.learn(collection, state, batch.features)
+            stats.check()
+            assert stats.to_dict()["item"]["num_refused"] == 0
+            assert set(keys.tolist()) <= programs.rows_of(collection, state, "item").keys()
+    assert collection.growth.num_evictions >= 4
+
+
 @functools.cache
 def small_and_full(policy, num_shards, **spec):
     """Declares a table of 24 rows, of which a batch uses at most 12, and a replicated table on a mesh."""

@@ -13,7 +13,7 @@ from compiled_cases import addresses, table_copies
 from jax.sharding import AxisType
 
 import jaxsok
-from jaxsok import checkpoint, policies
+from jaxsok import checkpoint, grow, policies
 from jaxsok.stats import PER_STEP, PER_STORE, PER_TABLE
 
 NUM_SAMPLES = 16
@@ -153,6 +153,32 @@ def test_rows_leave_at_the_step_at_which_they_would_without_lookups_ahead(num_sh
     programs.assert_same_state(want, got, index=False)
 
 
+def late_batches(num_batches):
+    """Returns batches of which a part is new at each step, for a table that is large against them."""
+    sizes, places = np.random.default_rng(2).integers(2, 9, num_batches), np.arange(NUM_SAMPLES)
+    return [{"user": np.where(places < size, 8 * k, 8 * max(0, k - 5)) + places} for k, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_a_large_store_evicts_at_the_same_steps(num_shards, monkeypatch):
+    """A store that decides by the counters of earlier batches keeps its bits too, whatever has arrived."""
+    rows = 24 * NUM_SAMPLES * (num_shards or 1) + 64
+    spec = jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), capacity=32, max_capacity=rows, eviction=LRU)
+    make = jaxsok.Collection if num_shards is None else functools.partial(programs.over, num_shards)
+    raws = late_batches(rows // 5)
+    plain, pipelined, busy = (make([spec], FEATURES[:1]) for _ in range(3))
+    want, results = trained(plain, raws)
+    got, ahead = trained(pipelined, raws, lookahead=1)
+    assert plain.growth.num_evictions == pipelined.growth.num_evictions >= 2
+    assert plain.growth.looks[0] and pipelined.growth.looks[0]  # the rule was used
+    assert_same_results(results, ahead)
+    programs.assert_same_state(want, got, index=False)
+    monkeypatch.setattr(grow, "_is_at_rest", lambda state, shards: False)
+    got, ahead = trained(busy, raws, lookahead=1)
+    assert_same_results(results, ahead)
+    programs.assert_same_state(want, got, index=False)
+
+
 @pytest.mark.filterwarnings("ignore:grow")
 @pytest.mark.parametrize(
     ("num_shards", "eviction", "admission"),
@@ -278,6 +304,18 @@ def test_rows_leave_between_steps_of_micro_batches():
     want, results = trained_by_two(plain, raws)
     got, ahead = trained_by_two(pipelined, raws, lookahead=1, micro_batches=2)
     assert plain.growth.num_evictions == pipelined.growth.num_evictions >= 3
+    assert_same_results(results, ahead)
+    programs.assert_same_state(want, got, index=False)
+
+
+def test_a_large_store_evicts_between_the_same_steps_of_micro_batches():
+    """Two batches of a step are decided about together, looked up ahead or not."""
+    spec = jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), capacity=64, max_capacity=800, eviction=LRU)
+    plain, pipelined = (jaxsok.Collection([spec], FEATURES[:1]) for _ in range(2))
+    raws = late_batches(160)
+    want, results = trained_by_two(plain, raws)
+    got, ahead = trained_by_two(pipelined, raws, lookahead=1, micro_batches=2)
+    assert plain.growth.num_evictions == pipelined.growth.num_evictions >= 2
     assert_same_results(results, ahead)
     programs.assert_same_state(want, got, index=False)
 
