@@ -20,7 +20,7 @@ import jaxsok
 
 from . import peers
 from .limits import varied_floats
-from .records import EVALUATION, STEP, TRAINING
+from .records import EVALUATION, LOSS_STEP, STEP, TRAINING
 from .timing import Protocol, Step, Timing
 from .workloads import LIFTED_ADAM, Workload, mix
 
@@ -109,7 +109,10 @@ class Filled:
 
 
 def programs_of(collection: jaxsok.Collection) -> dict[str, Step]:
-    """Returns the programs: evaluation forward, training forward, and a step with a given gradient."""
+    """Returns the programs: evaluation forward, training forward, a step with a given gradient, and one with a loss.
+
+    All but the last hand the embeddings of each feature out; the last multiplies them all by a vector of ones.
+    """
 
     def train(state, features):
         embeddings, state, _ = collection.lookup(state, features)
@@ -121,10 +124,22 @@ def programs_of(collection: jaxsok.Collection) -> dict[str, Step]:
         state, stats = collection.update(state, plan, gradients)
         return state, (embeddings, stats)
 
+    def loss_step(state, features):
+        embeddings, state, plan = collection.lookup(state, features)
+
+        def loss_of(embeddings):
+            joined = jnp.concatenate(list(embeddings.values()), axis=1)
+            return (joined @ jnp.ones(joined.shape[1])).mean()
+
+        loss, gradients = jax.value_and_grad(loss_of)(embeddings)
+        state, stats = collection.update(state, plan, gradients)
+        return state, (loss, stats)
+
     return {
         EVALUATION: Step(collection.find, donates=False),
         TRAINING: Step(train, donates=True),
         STEP: Step(step, donates=True),
+        LOSS_STEP: Step(loss_step, donates=True),
     }
 
 

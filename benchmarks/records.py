@@ -30,6 +30,7 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "cupy-cuda13x", "torc
 EVALUATION = "evaluation forward"
 TRAINING = "training forward"
 STEP = "forward + update"
+LOSS_STEP = "forward + loss + update"
 FORWARD = "forward"
 GATHER = "bare gather"
 LINE_AND_GATHER = "a line, then the row"

@@ -141,6 +141,13 @@ def _lifted(distribution: str) -> Reading:
     )
 
 
+def _small_step(found: Found) -> float | None:
+    """Returns the dispatched milliseconds of the smallest batch."""
+    for record in found.all(names.LOSS_STEP, notes={"part": "small", "num_samples": 256}):
+        return record.timing.dispatch_ms
+    return None
+
+
 def _inserted(found: Found) -> float | None:
     """Returns the G keys/s of inserting rows of one float, without the time of a copy of their bytes."""
     for record in found.all(names.INSERT_NEW, notes={"part": "insert", "dim": 1}):
@@ -354,6 +361,9 @@ TARGETS: tuple[Target, ...] = (
         "forward + update, W1 uniform, lifted Optax Adam over the fused one", 1.5, _lifted("uniform"), is_least=False
     ),
     Target("the same, Zipf 1.05 (no number was set)", 1.5, _lifted("zipf1.05"), is_least=False),
+    Target(
+        "256 samples of W1, a step with its loss, dispatched by itself", 0.1, _small_step, is_least=False, unit=" ms"
+    ),
     Target(
         "find_or_insert, all-new keys, the rows' bytes apart",
         3.0,
