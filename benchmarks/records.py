@@ -65,6 +65,13 @@ HOST_COPY = "copy on the host"
 LINK = "copy to the device"
 READ = "read, pack and copy"
 BRING = "bring random rows"
+CACHED = "lookup through a cache"
+TO_HOST = "copy to the host"
+HTTP = "requests over HTTP"
+HTTP_UPDATE = "requests while versions come"
+HTTP_RESTART = "requests while the server restarts"
+HTTP_MEMORY = "memory of a server"
+DEPLOYED = "lookup of a session on devices"
 
 # The parts of a step on a mesh, and the measurements around it.
 DISTINCT = "distinct keys"
