@@ -70,9 +70,7 @@ _SKIPPED = 0.2
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-def measure(
-    recorder: Recorder, seed: int, scale: float, is_quick: bool = False, minutes: float | None = None
-) -> None:
+def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False, minutes: float | None = None) -> None:
     """Measures the load by clients and format, then updates, a restart, and memory."""
     try:
         import starlette  # noqa: F401
@@ -219,8 +217,8 @@ class _Run:
                 cores = (server.cpu_s() - before) / seconds
                 for checked in found["checked"]:
                     check_answer(checked, given)
-                limit = limits[num_clients]
-                self.add(records.HTTP, f"{shape}, {given}", num_clients, found, seconds, limit=limit, cores=cores)
+                notes = {"clients_alone_per_s": limits[num_clients], "cores": cores, "shape": shape, "format": given}
+                self.add(records.HTTP, f"{shape}, {given}", num_clients, found, seconds, **notes)
 
     def _limits(
         self, clients: Sequence[int], seconds: float, requests: Sequence[bytes], answer_bytes: int
@@ -397,7 +395,7 @@ def request_of(model: str, keys: dict[str, np.ndarray], given: str) -> bytes:
     """Returns a whole request for the rows of keys.
 
     Example:
-      >>> request_of("m", {"user": np.array([7])}, "json").partition(b"\\r\\n\\r\\n")[2]
+      >>> request_of("m", {"user": np.array([7])}, "json").splitlines()[-1]
       b'{"keys":{"user":[7]}}'
     """
     if given == "json":
