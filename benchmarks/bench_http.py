@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import struct
@@ -65,6 +66,7 @@ READY_S = 240.0
 NUM_REQUESTS = 200
 """Requests in rotation."""
 
+_ADDRESS = re.compile(r"answers at http://[^ ]*:([0-9]+)\s")
 _SKIPPED = 0.2
 """The share of the time of a measurement that is left out at its begin."""
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -89,16 +91,16 @@ def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False,
             if recorder.has_time("http memory", 60 * minutes):
                 with recorder.attempt("http memory"):
                     run.memory(server, minutes)
-        if recorder.has_time("http restart"):
-            with recorder.attempt("http restart"):
-                run.restart()
+            if recorder.has_time("http restart"):
+                with recorder.attempt("http restart"):
+                    run.restart(server)
 
 
 @dataclasses.dataclass(frozen=True)
 class Server:
     """A server that answers."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     port: int
     seconds: float
     """From its start until it took connections."""
@@ -177,16 +179,15 @@ class _Run:
         }
         command = [sys.executable, "-m", "jaxsok", "serve", str(self.folder / "config.json"), "--port", str(port)]
         command += ["--watch", str(self.folder / "watched"), "--watch-interval-s", "0.1"]
-        begin = time.monotonic()
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        process = subprocess.Popen(command, env=environment, **pipes)
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if "answers at" in line:
-                return Server(process, int(line.rsplit(":", 1)[1]), time.monotonic() - begin)
-        raise RuntimeError(f"bench_http: the server ended with {process.wait()}: {''.join(lines)[-1000:]}")
+        begin, log = time.monotonic(), self.folder / "server.log"
+        with log.open("wb") as out:  # a pipe that nobody reads would hold the server
+            process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        while process.poll() is None and time.monotonic() - begin < READY_S:
+            if (found := _ADDRESS.search(log.read_text())) is not None:
+                return Server(process, int(found[1]), time.monotonic() - begin)
+            time.sleep(0.01)
+        process.kill()
+        raise RuntimeError(f"bench_http: the server ended with {process.wait()}: {log.read_text()[-1000:]}")
 
     def requests(self, shape: str, given: str) -> list[bytes]:
         """Makes requests of one shape and format."""
@@ -297,21 +298,20 @@ class _Run:
             answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
         return int(json.loads(answer.partition(b"\r\n\r\n")[2])["version"])
 
-    def restart(self) -> None:
+    def restart(self, first: Server) -> None:
         """Measures what clients see while a server ends and another one begins on its port."""
         num_clients, given = UNDER_LOAD
         after_s = QUICK_RESTART_AFTER_S if self.is_quick else RESTART_AFTER_S
         requests = self.requests("26 tables", given)
         with contextlib.ExitStack() as stack:
-            first = stack.enter_context(self.server())
-            seconds = 2 * after_s + 1.5 * first.seconds + 8.0  # The stop takes some seconds at most.
+            seconds = 2 * after_s + 2 * first.seconds + 3.0  # The stop takes a second or so.
             asking = stack.enter_context(
                 http_load.asking([first.port], num_clients, seconds, requests, num_processes())
             )
             time.sleep(after_s)
             begin = time.monotonic()
             first.process.send_signal(signal.SIGTERM)
-            first.process.communicate(timeout=READY_S)  # Reads its last lines: a full pipe would hold it.
+            first.process.wait(timeout=READY_S)
             has_ended = time.monotonic()
             second = stack.enter_context(self.server(first.port))
             is_ready = time.monotonic()

@@ -11,10 +11,10 @@ Training from files (bench_dcnv2.py):
 
     python -m jaxsok bench --only dcnv2 [--devices 4] [--seconds 120]
 
-Order: FBGEMM, its cache and dynamicemb first, in processes of their own that give their memory back; then, workload by workload,
-the filled tables, the static tables, and the limits, one after the other, since two of them may not fit; then what has
-tables of its own. Each measurement that fails is recorded and passed over; what there is no time for is recorded as
-skipped. The file is written after each workload.
+Order: FBGEMM, its cache and dynamicemb first, in processes of their own that give their memory back; then, workload by
+workload, the filled tables, the static tables, and the limits, one after the other, since two of them may not fit; then
+what has tables of its own. Each measurement that fails is recorded and passed over; what there is no time for is
+recorded as skipped. The file is written after each workload.
 """
 
 import argparse
