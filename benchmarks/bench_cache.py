@@ -99,6 +99,7 @@ def measure(
             for hit_rate in CACHE_HIT_RATES[:: 2 if is_quick else 1]:
                 for to_host in (False, True):
                     run.cached(hit_rate, to_host)
+                recorder.write()
     for run in runs:
         with recorder.attempt(f"cache {run.num_keys} keys, without a cache"):
             run.fetch()

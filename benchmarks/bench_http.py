@@ -48,7 +48,7 @@ CLIENTS, QUICK_CLIENTS = (1, 8, 64, 256), (1, 8)
 FORMATS = {"json": "application/json", "binary": "application/vnd.jaxsok.v1+safetensors"}
 SHAPES = {"26 tables": "many", "one table": "single"}
 """The models by the shape of a request for them."""
-SECONDS, QUICK_SECONDS = 4.0, 0.6
+SECONDS, QUICK_SECONDS = 3.0, 0.6
 """Seconds of one measurement."""
 UNDER_LOAD = 64, "json"
 """Clients and format while versions come, and while the server restarts."""
@@ -85,15 +85,17 @@ def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False,
         run = _Run(recorder, pathlib.Path(folder), seed, max(64, round(NUM_ROWS * scale)), is_quick)
         run.write()
         with run.server() as server:
-            for step in (run.load, run.updates):
-                with recorder.attempt(f"http {step.__name__}"):
-                    step(server)
-            if recorder.has_time("http memory", 60 * minutes):
-                with recorder.attempt("http memory"):
-                    run.memory(server, minutes)
-            if recorder.has_time("http restart"):
-                with recorder.attempt("http restart"):
-                    run.restart(server)
+            steps = {
+                "load": (0.0, run.load),
+                "updates": (2 * UPDATE_S, run.updates),
+                "memory": (60 * minutes, lambda server: run.memory(server, minutes)),
+                "restart": (2 * server.seconds, run.restart),
+            }
+            for name, (needs_s, step) in steps.items():
+                if recorder.has_time(f"http {name}", needs_s):
+                    with recorder.attempt(f"http {name}"):
+                        step(server)
+                    recorder.write()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +210,7 @@ class _Run:
         for shape, given in itertools.product(SHAPES, FORMATS):
             requests = self.requests(shape, given)
             answer = self._ask(server, 1, 0.3, requests)["checked"][0]
-            limits = self._limits(clients, 0.5 * seconds, requests, len(answer))
+            limits = self._limits(clients, 0.3 * seconds, requests, len(answer))
             for num_clients in clients:
                 what = f"http {shape}, {given}, {num_clients} clients"
                 if not self.recorder.has_time(what, seconds):
@@ -220,6 +222,7 @@ class _Run:
                     check_answer(checked, given)
                 notes = {"clients_alone_per_s": limits[num_clients], "cores": cores, "shape": shape, "format": given}
                 self.add(records.HTTP, f"{shape}, {given}", num_clients, found, seconds, **notes)
+            self.recorder.write()
 
     def _limits(
         self, clients: Sequence[int], seconds: float, requests: Sequence[bytes], answer_bytes: int
