@@ -5,7 +5,7 @@ Workload: S1, the demonstration of HPS's table fusion: 8 tables x 10,000 rows x 
           DLRM: 26 tables x 1,000,000 rows x 128 floats, one key of each for 32 to 131,072 samples; at 65,536 samples
           also with rows of 16 and of 8 bits. Uniform keys, all present, on the device already.
 Limit:    bytes at the bandwidth of a copy; for S1 and one launch of a kernel without work (CuPy's CUDA graph of it).
-Command:  `python -m jaxsok bench --only serving`
+Command:  `python -m jaxsok bench --only fused`
 Last result: docs/performance.md (H200, commit 7db9096).
 
 "Latency" is one call, from its dispatch to its result, waited for: what a caller sees; median and 99th percentile.

@@ -121,6 +121,24 @@ def copy_gigabytes_per_s(protocol: Protocol) -> tuple[float, Timing]:
     return 2 * num_bytes / timing.ms * 1e-6, timing
 
 
+def link_gigabytes_per_s(protocol: Protocol) -> tuple[Timing, Timing, int]:
+    """Measures copies between pinned host memory and the device: to the device, to the host, and their bytes.
+
+    On a CPU both are copies in memory.
+    """
+    num_bytes = _NUM_COPIED_BYTES["cpu" if jax.default_backend() == "cpu" else "gpu"] // 8
+    device = jax.devices()[0]
+    on_device = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
+    on_host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    source = jax.device_put(jnp.arange(num_bytes // FLOAT_BYTES, dtype=jnp.float32), on_device)
+    pinned = jax.block_until_ready(jax.device_put(source, on_host))
+    timings = []
+    for array, place in ((pinned, on_device), (source, on_host)):
+        step = Step(lambda carry, place: jax.device_put(carry, place, may_alias=False), donates=False, is_compiled=True)
+        timings.append(step.measure(array, [place], protocol)[0])
+    return timings[0], timings[1], num_bytes
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def varied_floats(shape: tuple[int, int]) -> jax.Array:
     """Returns floats in [-0.05, 0.05) that look like data and are cheap to make: a function of row and column."""

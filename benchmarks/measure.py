@@ -12,12 +12,15 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from . import (
+    bench_cache,
     bench_combine,
     bench_cpu,
+    bench_devices,
     bench_dims,
     bench_evict,
     bench_fresh,
     bench_host_rows,
+    bench_http,
     bench_input,
     bench_insert,
     bench_life,
@@ -53,7 +56,10 @@ ON_FILLED = {
 
 WITHOUT_TABLES = {"plan": bench_plan, "combine": bench_combine}
 
-OWN_TABLES = ("insert", "scale", "dims", "evict", "life", "serving", "input", "tiers", "host_rows", "cpu")
+SERVING = ("fused", "fresh", "cache", "http", "devices")
+"""The parts that are about serving, all of which the name "serving" stands for."""
+
+OWN_TABLES = ("insert", "scale", "dims", "evict", "life", *SERVING, "input", "tiers", "host_rows", "cpu")
 """The parts with tables of their own, in the order in which they are measured."""
 
 DYNAMICEMB_S = 150.0
@@ -90,7 +96,11 @@ def one_device(options: argparse.Namespace, protocol: Protocol, recorder: Record
         "dims": lambda: bench_dims.measure(recorder, brief, seed, copy_gb_s, scale, is_quick),
         "evict": lambda: bench_evict.measure(recorder, copy_gb_s, scale, is_quick),
         "life": lambda: bench_life.measure(recorder, brief, seed, scale, is_quick),
-        "serving": lambda: serving(recorder, brief, seed, copy_gb_s, scale, is_quick),
+        "fused": lambda: bench_serving.measure(recorder, brief, seed, copy_gb_s, scale, is_quick),
+        "fresh": lambda: bench_fresh.measure(recorder, seed, scale, is_quick),
+        "cache": lambda: bench_cache.measure(recorder, brief, seed, copy_gb_s, scale, is_quick),
+        "http": lambda: bench_http.measure(recorder, seed, scale, is_quick, options.minutes),
+        "devices": lambda: bench_devices.measure(recorder, seed, scale, is_quick),
         "input": lambda: bench_input.measure(recorder, brief, seed, scale, is_quick),
         "tiers": lambda: bench_tiers.measure(recorder, brief, seed, scale, is_quick),
         "host_rows": lambda: bench_host_rows.measure(recorder, seed, scale, is_quick),
@@ -107,15 +117,6 @@ def one_device(options: argparse.Namespace, protocol: Protocol, recorder: Record
         with recorder.attempt("small, kernels without work"):
             bench_small.floors(recorder, brief, seed)
         recorder.write()
-
-
-def serving(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, scale: float, is_quick: bool) -> None:
-    """Measures frozen tables, then the freshness of a session's tables."""
-    bench_serving.measure(recorder, protocol, seed, copy_gb_s, scale, is_quick)
-    collect()
-    if recorder.has_time("serving freshness", needs_s=5 * bench_fresh.SECONDS):
-        with recorder.attempt("serving freshness"):
-            bench_fresh.measure(recorder, seed, scale, is_quick)
 
 
 def measure_workload(
@@ -293,6 +294,37 @@ def measure_dynamicemb(options: argparse.Namespace) -> dict:
                 num_keys=workloads.on_mesh(name).scaled(options.scale).num_keys,
                 by=entry["by"],
                 notes={"part": "tiers", "throughput": throughput, **entry["moved"]},
+            )
+        )
+    return found
+
+
+def measure_fbgemm_cache(options: argparse.Namespace) -> dict:
+    """Runs the process of FBGEMM's cache for the part "cache" if it can run; see `measure_fbgemm`."""
+    found = {"records": [], "failures": [], "why": "not asked for"}
+    if "cache" not in options.parts:
+        return found
+    found["why"] = peers.why_no_fbgemm() if options.is_gpu else "no GPU to run it on"
+    if found["why"]:
+        return found
+    arguments = ["--scale", str(options.scale), "--seed", str(options.seed)]
+    written = peers.run_fbgemm_cache(arguments, options.fbgemm_timeout)
+    found["failures"] = written["failures"]
+    for entry in written["records"]:
+        num_keys, wanted = entry["num_keys"], entry["wanted"]
+        notes = {name: entry[name] for name in ("wanted", "hit_rate", "back_to_back_ms")}
+        found["records"].append(
+            Record(
+                "cache",
+                records.CACHED,
+                "fbgemm",
+                timing.summary(entry["samples_ms"], 1),
+                variant=f"{num_keys} keys to the device, {wanted:.0%} in the cache",
+                num_keys=num_keys,
+                num_unique=num_keys,
+                moved_bytes=num_keys * workloads.CACHE_DIM * limits.FLOAT_BYTES,
+                by=entry["by"],
+                notes={"part": "cache", "to_host": False, "p99_ms": max(entry["samples_ms"]), **notes},
             )
         )
     return found

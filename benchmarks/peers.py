@@ -166,6 +166,11 @@ def run_fbgemm(arguments: Sequence[str], timeout_s: float) -> dict:
     return _run_alone("FBGEMM", arguments, timeout_s)
 
 
+def run_fbgemm_cache(arguments: Sequence[str], timeout_s: float) -> dict:
+    """Measures FBGEMM's cache in a process of its own and returns what `fbgemm_cache.py` wrote."""
+    return _run_alone("FBGEMM_cache", arguments, timeout_s)
+
+
 def why_no_dynamicemb() -> str | None:
     """Returns why dynamicemb cannot be measured here, or None if it can."""
     wanted = ("torch",) if os.environ.get(DYNAMICEMB) else ("torch", "dynamicemb")

@@ -11,10 +11,10 @@ Training from files (bench_dcnv2.py):
 
     python -m jaxsok bench --only dcnv2 [--devices 4] [--seconds 120]
 
-Order: FBGEMM and dynamicemb first, in processes of their own that give their memory back; then, workload by workload,
-the filled tables, the static tables, and the limits, one after the other, since two of them may not fit; then what has
-tables of its own. Each measurement that fails is recorded and passed over; what there is no time for is recorded as
-skipped. The file is written after each workload.
+Order: FBGEMM, its cache and dynamicemb first, in processes of their own that give their memory back; then, workload by
+workload, the filled tables, the static tables, and the limits, one after the other, since two of them may not fit; then
+what has tables of its own. Each measurement that fails is recorded and passed over; what there is no time for is
+recorded as skipped. The file is written after each workload.
 """
 
 import argparse
@@ -37,6 +37,9 @@ OF_WORKLOADS = ("lookup", "update", "plan", "tickets", "combine", "table", "limi
 
 PARTS = (*OF_WORKLOADS, *measure.OWN_TABLES)
 """The default parts, which one device can measure. If workloads are named, the default is the parts of workloads."""
+
+GROUPS = {"serving": measure.SERVING}
+"""Names that stand for several parts."""
 
 EXCHANGE = "exchange"
 """The part that is about meshes; a run measures it alone."""
@@ -79,7 +82,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keys", help="comma-separated: uniform, zipf1.05, …; default: those of each workload")
     parser.add_argument("--optimizers", help="comma-separated; default: those of each workload")
     parser.add_argument(
-        "--only", help=f"comma-separated parts, of {', '.join(PARTS)} (default: all), or one of {', '.join(ALONE)}"
+        "--only",
+        help=f"comma-separated parts, of {', '.join((*PARTS, *GROUPS))} (default: all), or one of {', '.join(ALONE)}",
     )
     parser.add_argument(
         "--devices",
@@ -106,12 +110,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="list the kernels of each step as well")
     parser.add_argument("--fbgemm-timeout", type=float, default=240.0, help="seconds for the FBGEMM process")
     parser.add_argument("--seconds", type=float, help=f"with dcnv2: of a timed run; default {bench_dcnv2.SECONDS:g}")
+    parser.add_argument("--minutes", type=float, help="with http: of load in which the growth of memory is measured")
     parser.add_argument("--files", type=pathlib.Path, help="with dcnv2: folder where its files are kept; default: none")
     parser.add_argument("--train", default="", help="with dcnv2: more options of train_dcnv2.py, in quotes")
     options = parser.parse_args(arguments)
     try:
         usual = QUICK_PARTS if options.quick else PARTS if options.workloads is None else OF_WORKLOADS
-        options.parts = _listed("--only", options.only, usual, (*PARTS, *ALONE))
+        parts = _listed("--only", options.only, usual, (*PARTS, *GROUPS, *ALONE))
+        options.parts = tuple(dict.fromkeys(part for name in parts for part in GROUPS.get(name, (name,))))
         if set(ALONE) & set(options.parts) and len(options.parts) > 1:
             raise ValueError(f"--only: {' and '.join(ALONE)} fill the memory of all devices; run each alone.")
         if EXCHANGE in options.parts:
@@ -184,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> Recorder:
     begin = time.perf_counter()
     measured = {
         "fbgemm": measure.measure_fbgemm(options, protocol),
+        "fbgemm_cache": measure.measure_fbgemm_cache(options),
         "dynamicemb": measure.measure_dynamicemb(options),
     }
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
@@ -194,7 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> Recorder:
     shown = {
         name: value
         for name, value in vars(options).items()
-        if name in ("workloads", "keys", "optimizers", "parts", "scale", "quick", "seed", "time", *about_part)
+        if name
+        in ("workloads", "keys", "optimizers", "parts", "scale", "quick", "seed", "time", "minutes", *about_part)
         and value is not None
     }
     shown |= {"repetitions": protocol.repetitions, "batch_ms": protocol.batch_s * 1e3}

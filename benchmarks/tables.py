@@ -594,6 +594,114 @@ def fresh_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     ]
 
 
+CACHE_COLUMNS = (
+    "what",
+    "keys",
+    "to",
+    "in the cache",
+    "who",
+    "hit rate",
+    "ms",
+    "99th percentile",
+    "M keys/s",
+    "M keys/s, 4 threads",
+    "limit ms",
+    "of limit",
+)
+"""Columns for a cache over rows in host memory: the wait for one lookup, and several threads; shares of one lookup."""
+
+
+def cache_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Lists the link, then lookups by their keys, place and hit rate, each next to its peers."""
+    link = [
+        (record.what, *[NOTHING] * 5, f"{record.timing.ms:.4g}", *[NOTHING] * 4, f"{record.rate_text} GB/s")
+        for record in records
+        if record.what in (names.LINK, names.TO_HOST)
+    ]
+    order = lambda one: (-one.num_keys, one.notes["to_host"], one.notes["wanted"] is None, one.notes["wanted"] or 0.0)  # noqa: E731
+    return link + [
+        (
+            record.what,
+            f"{record.num_keys:,}",
+            "host" if record.notes["to_host"] else "device",
+            NOTHING if record.notes["wanted"] is None else f"{record.notes['wanted']:.0%}",
+            f"{record.subject}{f' ({record.by})' if record.by else ''}",
+            f"{record.notes['hit_rate']:.3f}" if record.notes.get("hit_rate") is not None else NOTHING,
+            f"{record.timing.ms:.4g}",
+            f"{record.notes['p99_ms']:.4g}",
+            f"{record.num_keys / record.timing.ms * 1e-3:.4g}",
+            f"{record.notes['threads_keys_per_s'] * 1e-6:.4g}" if "threads_keys_per_s" in record.notes else NOTHING,
+            NOTHING if record.limit_ms is None else f"{record.limit_ms:.4g}",
+            _of_limit(record),
+        )
+        for record in sorted((one for one in records if one.what in (names.CACHED, names.FETCH)), key=order)
+    ]
+
+
+HTTP_COLUMNS = (
+    "what",
+    "of",
+    "requests/s",
+    "p50 ms",
+    "p99 ms",
+    "p99.9 ms",
+    "errors",
+    "clients alone/s",
+    "notes",
+)
+"""Columns for the HTTP server; "clients alone": what they ask of servers that do nothing."""
+
+
+def http_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Lists loads, then updates, memory and the restart."""
+    return [
+        (
+            record.what,
+            record.variant,
+            f"{record.notes['requests_per_s']:,.0f}",
+            f"{record.timing.ms:.4g}",
+            f"{record.notes['p99_ms']:.4g}",
+            f"{record.notes['p999_ms']:.4g}",
+            f"{record.notes['errors']}",
+            f"{record.notes['clients_alone_per_s']:,.0f}" if "clients_alone_per_s" in record.notes else NOTHING,
+            _http_note(record),
+        )
+        for record in records
+    ]
+
+
+def _http_note(record: Record) -> str:
+    notes = record.notes
+    if record.what == names.HTTP_MEMORY:
+        return f"{notes['early_bytes'] / 1e6:.1f} MB, then {100 * notes['growth']:+.2f}%"
+    if record.what == names.HTTP_RESTART:
+        stop, start = (f"{notes[name]:.2f} s" for name in ("stop_s", "first_answer_s"))
+        refused = f"{notes['refused_connections']} connections refused"
+        return f"{stop} to end, {start} to the first answer, {notes['without_answer_s']:.2f} s without any; {refused}"
+    if record.what == names.HTTP_UPDATE:
+        return f"{notes['num_versions']} versions"
+    return f"{notes['cores']:.2f} cores"
+
+
+DEVICES_COLUMNS = ("devices", "as", "M keys/s", "÷ one device", "ms", "99th percentile")
+"""Columns for a session on several devices."""
+
+
+def devices_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Lists numbers of devices."""
+    return [
+        (
+            f"{record.notes['on']}",
+            record.notes["way"],
+            f"{record.notes['keys_per_s'] * 1e-6:.4g}",
+            f"{record.notes['over_one']:.2f}" if record.notes["over_one"] else NOTHING,
+            f"{record.timing.ms:.4g}",
+            f"{record.notes['p99_ms']:.4g}",
+        )
+        for record in records
+    ]
+
+
 DCNV2_COLUMNS = (
     "keys",
     "devices",
@@ -699,6 +807,9 @@ PARTS: dict[str, tuple[str, Sequence[str], Callable[[Sequence[Record]], list[tup
     "life": ("Statistics, admission and export (W1, rowwise Adagrad):", LIFE_COLUMNS, life_rows),
     "serving": ("Frozen tables, looked up in three ways:", SERVING_COLUMNS, serving_rows),
     "fresh": ("From training to an answer:", FRESH_COLUMNS, fresh_rows),
+    "cache": ("A tenth of the rows in a cache on the device:", CACHE_COLUMNS, cache_rows),
+    "http": ("The HTTP server, 26 keys a request:", HTTP_COLUMNS, http_rows),
+    "devices": ("A session on several devices:", DEVICES_COLUMNS, devices_rows),
     "input": ("From a reader's arrays to the device:", INPUT_COLUMNS, input_rows),
     "tiers": ("Rows in host memory, a cache on the device:", TIER_COLUMNS, tier_rows),
     "host_rows": ("A long life of rows in host memory:", HOST_ROWS_COLUMNS, host_rows_rows),

@@ -309,6 +309,35 @@ def _lookups_under_updates(found: Found) -> float | None:
     return _over(*p99)
 
 
+def _cached(what: str, hit_rate: float) -> Reading:
+    """Returns the reading of the share of the link or of the whole limit, of the fastest way to look up."""
+
+    def reading(found: Found) -> float | None:
+        for record in found.all(names.CACHED, notes={"part": "cache", "to_host": False, "wanted": hit_rate})[::-1]:
+            ms = min(record.timing.ms, 1e3 * record.num_keys / record.notes["threads_keys_per_s"])
+            return _over(record.notes["link_ms"] if what == "link" else record.limit_ms, ms)
+        return None
+
+    return reading
+
+
+def _requests_per_s(found: Found) -> float | None:
+    """Returns the most requests a second whose 99th percentile is at most 10 ms."""
+    loads = [one.notes for one in found.all(names.HTTP, notes={"part": "http"})]
+    return max((one["requests_per_s"] for one in loads if one["p99_ms"] <= 10), default=None)
+
+
+def _growth_of_server(found: Found) -> float | None:
+    """Returns the per cent by which memory grew from minute 10 to minute 60; None after a shorter run."""
+    lengths = found.all(names.HTTP_MEMORY, notes={"part": "http"})
+    return next((100 * one.notes["growth"] for one in lengths if one.notes["minutes"] >= 60), None)
+
+
+def _deployed(num_devices: int, way: str) -> Reading:
+    notes = {"part": "devices", "on": num_devices, "way": way}
+    return lambda found: next((one.notes["over_one"] for one in found.all(names.DEPLOYED, notes=notes)), None)
+
+
 def _on_cpu(distribution: str, peer: str) -> Reading:
     place = {"notes": {"part": "cpu"}, "distribution": distribution}
     return lambda found: _over(found.ms(STEP, **place), found.ms(STEP, peer, **place))
@@ -429,6 +458,17 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target("a changed row reaches an answer, at 1,000,000 rows/s", 5.0, _delay_s, is_least=False, unit=" s"),
     Target("99th percentile of lookups with such updates, over that without", 1.1, _lookups_under_updates, False),
+    Target("rows in host memory, half in the cache, share of the link for the misses", 0.8, _cached("link", 0.5)),
+    Target("the same, 90% in the cache, share of the link and the device's copy", 0.8, _cached("both", 0.9)),
+    Target("HTTP server, requests of 26 keys a second with a 99th percentile of 10 ms", 5000, _requests_per_s),
+    Target("memory of the HTTP server from minute 10 to 60", 1.0, _growth_of_server, is_least=False, unit=" %"),
+    Target(
+        "a session on 4 devices, keys a second over those of one",
+        3.5,
+        _deployed(4, "replicas"),
+        instead=_deployed(2, "replicas"),
+        of_instead="on 2",
+    ),
     _trained("DLRM-DCNv2 from files, M samples/s, rowwise Adagrad", 2.5, 1, "rowwise_adagrad"),
     _trained("DLRM-DCNv2 from files, M samples/s, Adagrad, 4 H200s", 7.5, 4, "adagrad"),
     *(

@@ -382,3 +382,63 @@ def _scramble(words: Any, multiplier: int, xp: Any) -> Any:
 
 def _scaled(count: int, scale: float) -> int:
     return max(16, round(count * scale))
+
+
+# Keys for a cache ----------------------------------------------------------------------------------------------------
+
+CACHE_ROWS, CACHE_DIM, CACHE_SHARE = 8_000_000, 128, 0.1
+CACHE_KEYS = (65_536, 4_096)
+"""Keys of a lookup."""
+CACHE_HIT_RATES = (0.5, 0.75, 0.9, 0.99, 1.0)
+
+
+def cache_keys(scale: float) -> list[int]:
+    """Returns the numbers of keys of a lookup at a scale, the larger first.
+
+    Example:
+      >>> cache_keys(1.0), cache_keys(0.01)
+      ([65536, 4096], [1311, 82])
+    """
+    return sorted({max(16, round(size * min(1.0, 2 * scale))) for size in CACHE_KEYS}, reverse=True)
+
+
+class CachedIds:
+    """Batches of distinct ids of one table of which a share is in a cache that keeps the latest ids.
+
+    Hot ids come round again before as many others have come as fit the cache, so each is there, whatever its place in
+    the cache; cold ones come round after many more, so none is. This holds from one number of keys and hit rate to the
+    next, once all hot ids have come (`num_warm_ups`).
+
+    Example:
+      >>> ids = CachedIds(num_rows=1000, capacity=100, seed=0)
+      >>> first, second = ids.take(8, 0.75), ids.take(8, 0.75)
+      >>> int((first < ids.num_hot).sum()), len(np.unique(np.concatenate([first, second])))
+      (6, 16)
+    """
+
+    def __init__(self, num_rows: int, capacity: int, seed: int):
+        """Makes the first batch the next one."""
+        if num_rows < 2 * capacity:
+            raise ValueError(f"CachedIds: got a cache of {capacity} of {num_rows} rows, wanted at most half of them.")
+        # A quarter of the cache: at a hit rate of a half as many others come before an id comes round.
+        self.num_hot, self._num_cold = capacity // 4, num_rows - capacity // 4
+        self._rng = np.random.default_rng(seed)
+        self._orders: dict[int, np.ndarray] = {}
+        self._at_hot = self._at_cold = 0
+
+    def num_warm_ups(self, num_keys: int, hit_rate: float) -> int:
+        """Returns after how many batches all hot ids are in the cache."""
+        return 2 * -(-self.num_hot // max(1, round(hit_rate * num_keys)))
+
+    def take(self, num_keys: int, hit_rate: float) -> np.ndarray:
+        """Returns the next batch, int64, hot and cold ids mixed."""
+        num_hits = round(hit_rate * num_keys)
+        if num_hits > self.num_hot:
+            raise ValueError(f"CachedIds: got {num_hits} hits, wanted at most {self.num_hot}, a quarter of the cache.")
+        ends = self._at_hot + num_hits, self._at_cold + num_keys - num_hits
+        hot = np.arange(self._at_hot, ends[0]) * SCATTER % self.num_hot
+        cold = np.arange(self._at_cold, ends[1]) * SCATTER % self._num_cold
+        self._at_hot, self._at_cold = ends
+        if num_keys not in self._orders:  # of all batches: a permutation of each would take longer than the lookup
+            self._orders[num_keys] = self._rng.permutation(num_keys)
+        return np.concatenate([hot, self.num_hot + cold])[self._orders[num_keys]]

@@ -1,5 +1,6 @@
 """The benchmarks: correct keys, bytes and peers, and a full run small enough for a CPU."""
 
+import asyncio
 import dataclasses
 import doctest
 import gc
@@ -23,14 +24,18 @@ if str(ROOT) not in sys.path:
 
 import jaxsok  # noqa: E402
 from benchmarks import (  # noqa: E402
+    bench_cache,
+    bench_devices,
     bench_exchange,
     bench_fresh,
+    bench_http,
     bench_scale,
     bench_serving,
     bench_skew,
     bench_small,
     dlrm,
     fill,
+    http_load,
     limits,
     measure,
     peers,
@@ -92,6 +97,7 @@ def test_a_quick_run_that_names_nothing_is_small(monkeypatch):
     options = run.parse(["--quick"])
     assert (options.workloads, options.parts) == (("W1", "W5"), ("lookup", "update", "xla"))
     assert run.parse(["--quick", "--workloads", "W6"]).workloads == ("W6",)
+    assert run.parse(["--only", "serving,input"]).parts == (*measure.SERVING, "input")
     options = run.parse(["--quick", "--only", "table,plan"])
     assert options.parts == ("table", "plan") and set(options.workloads) == set(run.parse([]).workloads)
     assert run.parse(["--quick", "--only", "exchange"]).workloads == ("M1", "W1", "W5")
@@ -373,6 +379,25 @@ def test_what_dynamicemb_wrote_becomes_records(monkeypatch, tmp_path):
     assert measure.measure_dynamicemb(run.parse(["--only", "evict"]))["why"] == "not asked for"
 
 
+def test_what_fbgemm_wrote_of_its_cache_becomes_records(monkeypatch, tmp_path):
+    entry = {"by": "managed memory", "num_keys": 16, "wanted": 0.5, "hit_rate": 0.49, "back_to_back_ms": 1.0}
+    written = json.dumps({"records": [{**entry, "samples_ms": [2.0, 3.0, 4.0]}], "failures": []})
+    package = tmp_path / "alone"
+    package.mkdir()
+    (package / "fbgemm_cache.py").write_text(
+        f"import pathlib, sys\npathlib.Path(sys.argv[sys.argv.index('--out') + 1]).write_text({written!r})\n"
+    )
+    monkeypatch.setattr(peers, "__package__", "alone")
+    monkeypatch.setattr(peers, "__file__", str(package / "peers.py"))
+    monkeypatch.setattr(peers, "why_no_fbgemm", lambda: None)
+    monkeypatch.setattr(run, "has_gpu", lambda: True)
+    found = measure.measure_fbgemm_cache(run.parse(["--only", "cache"]))
+    (row,) = (dict(zip(tables.CACHE_COLUMNS, row, strict=True)) for row in tables.cache_rows(found["records"]))
+    assert (row["who"], row["hit rate"], row["in the cache"]) == ("fbgemm (managed memory)", "0.490", "50%")
+    assert (row["ms"], found["why"], found["failures"]) == ("3", None, [])
+    assert measure.measure_fbgemm_cache(run.parse(["--only", "http"]))["why"] == "not asked for"
+
+
 @pytest.mark.slow
 def test_what_torchrec_wrote_becomes_records(tmp_path):
     """Two processes on a CPU measure each sharding, both wires, and the pipeline."""
@@ -463,7 +488,9 @@ def test_plots_are_drawn_of_what_there_is(tmp_path):
     assert not (tmp_path / "scale.svg").exists()  # a plot without records is removed
 
 
-@pytest.mark.parametrize("name", ["bench_dims", "bench_serving", "limits", "one_table", "timing", "workloads"])
+@pytest.mark.parametrize(
+    "name", ["bench_cache", "bench_dims", "bench_http", "bench_serving", "limits", "one_table", "timing", "workloads"]
+)
 def test_examples_of(name):
     failed, attempted = doctest.testmod(importlib.import_module(f"benchmarks.{name}"))
     assert attempted > 0
@@ -504,6 +531,108 @@ def test_a_way_of_serving_that_reads_other_rows_is_not_timed(monkeypatch):
     bench_serving.measure(recorder, timing.QUICK.brief(), 0, 1.0, 0.0005, is_quick=True)
     assert {failure["what"].split(" samples")[0] for failure in recorder.failures} >= {"serving S1"}
     assert not [one for one in recorder.records if one.what == records.SERVED and one.notes["way"] != "fused"]
+
+
+def test_ids_for_a_cache_hit_as_often_as_asked():
+    """A dict that drops the id whose use is longest ago has the share of each batch that was asked for."""
+    num_rows, capacity = 2000, 200
+    ids, cache = workloads.CachedIds(num_rows, capacity, seed=0), {}
+    for num_keys, hit_rate in ((40, 0.5), (8, 0.75), (40, 1.0), (40, 0.5), (8, 0.5)):
+        num_warm_ups = ids.num_warm_ups(num_keys, hit_rate)
+        for number in range(num_warm_ups + 30):
+            batch = ids.take(num_keys, hit_rate).tolist()
+            assert len(set(batch)) == num_keys and max(batch) < num_rows
+            num_hits = sum(one in cache for one in batch)
+            for one in batch:
+                cache.pop(one, None)
+                cache[one] = None
+            while len(cache) > capacity:
+                del cache[next(iter(cache))]
+            assert number < num_warm_ups or num_hits == round(hit_rate * num_keys)
+
+
+def test_lookups_through_a_cache_are_compared_with_the_link(monkeypatch):
+    monkeypatch.setattr(workloads, "CACHE_KEYS", (8_192,))
+    monkeypatch.setattr(bench_cache, "CACHE_HIT_RATES", (0.5,))
+    recorder = records.Recorder(None, {})
+    bench_cache.measure(recorder, timing.QUICK.brief(), 0, 10.0, 0.002, is_quick=True)
+    assert recorder.failures == []
+    (to_device,) = targets.Found(recorder.records).all(records.CACHED, notes={"part": "cache", "to_host": False})
+    assert to_device.notes["hit_rate"] == pytest.approx(0.5, abs=0.03)
+    assert 0 < to_device.notes["link_ms"] < to_device.limit_ms
+    assert targets._cached("link", 0.5)(targets.Found(recorder.records)) > 0
+    who = [(row[1], row[2], row[4]) for row in tables.cache_rows(recorder.records)[2:]]
+    assert sorted(who) == [
+        ("33", place, subject)
+        for place, subject in sorted(
+            [("device", "jaxsok"), ("device", "xla"), ("host", "jaxsok"), ("host", "plain"), ("host", "xla")]
+        )
+    ]
+
+
+def test_clients_count_what_they_lose():
+    """A server that closes after two answers costs no client its time: it connects again, and counts a lost request."""
+    with http_load.trivial_server(100, 50) as port, http_load.asking([port], 3, 0.3, [b"x" * 50], 2) as asking:
+        found = asking.wait()
+    assert len(found["ends"]) == len(found["latencies"]) == len(found["statuses"]) > 10
+    assert set(found["statuses"]) == {200} and found["refused"] == 0 and found["checked"]
+
+    async def serve(reader, writer):
+        for _ in range(2):
+            await reader.readexactly(50)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc")
+        await reader.readexactly(50)
+        writer.close()
+
+    async def load():
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            made = http_load.Load(server.sockets[0].getsockname()[1], 2, 0.2, [b"x" * 50])
+            await made.run()
+            return made
+
+    made = asyncio.run(load())
+    lost = made.statuses.count(0)
+    assert lost > 2 and abs(made.statuses.count(200) - 2 * lost) <= 4
+
+
+def test_the_server_is_measured_under_load(monkeypatch):
+    """Loads, updates, memory and a restart, with rows that say their version; each in a fraction of a second."""
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    for name, value in {
+        "QUICK_CLIENTS": (2,),
+        "QUICK_SECONDS": 0.4,
+        "QUICK_UPDATE_S": 2.0,
+        "INTERVAL_S": 0.5,
+        "UNDER_LOAD": (4, "json"),
+        "QUICK_MINUTES": 0.02,
+    }.items():
+        monkeypatch.setattr(bench_http, name, value)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    recorder = records.Recorder(None, {})
+    bench_http.measure(recorder, 0, 0.01, is_quick=True)
+    assert recorder.failures == []
+    found = {(one.what, one.variant): one.notes for one in recorder.records}
+    assert len(found) == len(recorder.records) == 8
+    assert all(one["errors"] == 0 and one["requests_per_s"] > 0 for one in found.values())
+    assert found[records.HTTP_UPDATE, "with versions, 4 clients"]["num_versions"] >= 1
+    restart = found[records.HTTP_RESTART, "restart, 4 clients"]
+    assert 0 < restart["first_answer_s"] < restart["without_answer_s"] + restart["stop_s"]
+    assert targets._growth_of_server(targets.Found(recorder.records)) is None  # too short
+    assert all(len(row) == len(tables.HTTP_COLUMNS) for row in tables.http_rows(recorder.records))
+    with pytest.raises(RuntimeError, match="versions"):
+        bench_http.check_answer(b'\r\n\r\n{"rows":{"a":[[1,5]],"b":[[2,5]]}}', "json")
+
+
+def test_a_session_is_measured_on_each_number_of_devices(monkeypatch):
+    monkeypatch.setattr(bench_devices, "DEVICES", (1, 2))
+    recorder = records.Recorder(None, {})
+    bench_devices.measure(recorder, 0, 0.0005, is_quick=True)
+    assert recorder.failures == []
+    measured = [(one.notes["on"], one.notes["way"]) for one in recorder.records]
+    assert measured == [(1, "replicas"), (2, "replicas"), (2, "split")][: 1 if len(jax.devices()) < 2 else 3]
+    assert recorder.records[0].notes["over_one"] == 1.0
+    assert all(len(row) == len(tables.DEVICES_COLUMNS) for row in tables.devices_rows(recorder.records))
 
 
 def test_a_quick_run_of_one_workload_is_reported(tmp_path, monkeypatch):

@@ -185,15 +185,15 @@ def test_floats_come_without_loss():
 def test_json_is_written_in_pieces(shape, monkeypatch):
     """JSON written in pieces equals JSON written at once; the event loop runs between two pieces."""
     monkeypatch.setattr(wire, "PIECE_VALUES", 16)
-    dumps, pieces = json.dumps, []
+    dumps, pieces = wire._dumps, []
     array = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     if array.size > 5:
         array.reshape(-1)[5] = -np.inf
     values = [float(one) if np.isfinite(one) else "-Infinity" for one in array.reshape(-1)]
     lists = np.array(values, object).reshape(shape).tolist()
     for rest in ({"model": "ä", "version": 3}, {}):
-        wanted = dumps({**rest, "rows": {"u": lists, 'i"': [1, 2]}}, separators=(",", ":")).encode()
-        monkeypatch.setattr(json, "dumps", lambda *args, **named: pieces.append(dumps(*args, **named)) or pieces[-1])
+        wanted = json.dumps({**rest, "rows": {"u": lists, 'i"': [1, 2]}}, separators=(",", ":")).encode()
+        monkeypatch.setattr(wire, "_dumps", lambda value: pieces.append(dumps(value)) or pieces[-1])
         got = wire.json_body("rows", {"u": array, 'i"': np.array([1, 2])}, rest)
         monkeypatch.undo()
         monkeypatch.setattr(wire, "PIECE_VALUES", 16)

@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+import weakref
 
 import hypothesis
 import hypothesis.strategies as st
@@ -449,6 +450,25 @@ def test_memory_is_flat(tmp_path, in_place):
 
 def whole(version, keys, dim):
     return rows_of(keys, dim, version=version)
+
+
+@pytest.mark.parametrize("part", [1.0, 0.5])
+def test_old_versions_go_without_a_collection(tmp_path, part):
+    """The server's process leaves what it has at its start out of collections: nothing may refer to it in a cycle."""
+    folder = write(tmp_path / "user", rows_of(range(200), 4))
+    with open_with({"user": (folder, 4)}, gpucacheper=part) as session:
+        session.lookup({"user": KEYS})
+        version = session._models["dlrm"].versions.current
+        old = [weakref.ref(one) for one in (version, *jax.tree.leaves(version.parts[0].tables))]
+        del version
+        gc.collect()
+        gc.disable()
+        try:
+            session.update({"user": write(tmp_path / "next", rows_of(range(200), 4, version=1))})
+            session.lookup({"user": KEYS})
+            assert [one() for one in old] == [None] * len(old)
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("in_place", IN_PLACE)

@@ -4,6 +4,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -58,6 +59,7 @@ class Batcher(Generic[Payload, Result]):
         self._run, self._limits, self._executor, self._observe = run, dict(limits), executor, observe
         self._max_delay_s, self._max_waiting, self._num_workers = max_delay_s, max_waiting, num_workers
         self._waiting: collections.deque[_Job[Payload]] = collections.deque()
+        self._num_counted, self._totals = 0, dict.fromkeys(limits, 0)  # the first that wait, and what they cost
         self._arrived, self._turn = asyncio.Event(), asyncio.Lock()
         self._workers: list[asyncio.Task[None]] = []
         self._closed = False
@@ -83,6 +85,7 @@ class Batcher(Generic[Payload, Result]):
         except asyncio.CancelledError:
             if job in self._waiting:
                 self._waiting.remove(job)
+                self._count_anew()
                 self._arrived.set()
             raise
 
@@ -96,6 +99,7 @@ class Batcher(Generic[Payload, Result]):
             if not job.answer.done():
                 job.answer.set_exception(ClosedError())
         self._waiting.clear()
+        self._count_anew()
         return not running
 
     async def _work(self) -> None:
@@ -114,6 +118,7 @@ class Batcher(Generic[Payload, Result]):
             num_jobs, is_full = self._count_fitting()
             rest_s = self._waiting[0].arrived + self._max_delay_s - loop.time()
             if is_full or rest_s <= 0 or self._closed:
+                self._count_anew()
                 return [self._waiting.popleft() for _ in range(num_jobs)]
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):
@@ -122,15 +127,23 @@ class Batcher(Generic[Payload, Result]):
         return []
 
     def _count_fitting(self) -> tuple[int, bool]:
-        """Counts the first payloads that fit into one call; also returns whether they fill it."""
-        totals = dict.fromkeys(self._limits, 0)
-        for number, job in enumerate(self._waiting):
-            for name, cost in job.costs.items():
-                if name in totals:
-                    totals[name] += cost
-                    if totals[name] > self._limits[name]:
-                        return max(number, 1), True
-        return len(self._waiting), any(totals[name] == limit for name, limit in self._limits.items())
+        """Counts the first payloads that fit into one call; also returns whether they fill it.
+
+        Goes on where the last count ended: counting all at each arrival would take the square of their number.
+        """
+        limits, totals = self._limits, self._totals
+        for job in itertools.islice(self._waiting, self._num_counted, None):
+            costs = {name: cost for name, cost in job.costs.items() if name in limits}
+            if any(totals[name] + cost > limits[name] for name, cost in costs.items()):
+                return max(self._num_counted, 1), True
+            for name, cost in costs.items():
+                totals[name] += cost
+            self._num_counted += 1
+        return self._num_counted, any(totals[name] == limit for name, limit in limits.items())
+
+    def _count_anew(self) -> None:
+        """Forgets the count, since some of those that were counted do not wait any more."""
+        self._num_counted, self._totals = 0, dict.fromkeys(self._limits, 0)
 
     async def _answer(self, jobs: Sequence[_Job[Payload]]) -> None:
         loop = asyncio.get_running_loop()

@@ -56,13 +56,15 @@ class Lookups(_Calls):
         op, found = self.op, _parse(self, body, given, model)
         if not found:
             raise RequestError(f"{op}: got no tensor, wanted the keys of at least one table.")
-        for name in found:
+        keys, total = {}, 0
+        for name, value in found.items():
             require_table(op, name, model.tables, f'model "{model.name}"')
-        keys = {name: wire.read_keys(value, f'{op}: keys of table "{name}"') for name, value in found.items()}
-        for name, array in keys.items():
-            _check_most(wire.extent(array.shape), model.max_keys[name], f'{op}: table "{name}"')
+            keys[name] = array = wire.read_keys(value, f'{op}: keys of table "{name}"')
+            number = wire.extent(array.shape)
+            _check_most(number, model.max_keys[name], f'{op}: table "{name}"')
             check_bits(f'{op}: table "{name}"', array, model.key_bits)
-        _check_most(sum(wire.extent(array.shape) for array in keys.values()), self.max_keys, op)
+            total += number
+        _check_most(total, self.max_keys, op)
         return ParsedRequest(keys, {name: array.size for name, array in keys.items()})
 
     def run(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:

@@ -119,6 +119,7 @@ class App:
         watch_interval_s: float = 2.0,
     ) -> None:
         self.session, self.options = session, options or ServerOptions()
+        self._names = frozenset(session.models)  # to describe all models for each request would take time
         self.metrics = Metrics(self._stats, self._depths)
         self._watcher = None
         if watch is not None:
@@ -186,7 +187,7 @@ class App:
         """Makes the response, also of errors; from now on the request holds its bytes."""
         begin, model = time.perf_counter(), request.path_params.get("model", "")
         # A client may ask for any name; only those that exist become labels.
-        labels = (name, model if model in self.session.models else "")
+        labels = (name, model if model in self._names else "")
         try:
             if self.num_taken > self.options.max_requests:
                 raise Busy(f"{self.options.max_requests} requests are being answered, the most that are taken")
@@ -211,14 +212,16 @@ class App:
     async def send(self, response: Response, request: Request, send: Send) -> None:
         """Sends in pieces, each when the client has taken most of those before; cuts off clients that are too slow."""
         start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
-        body = response.body
+        body, in_time = response.body, send
+        if len(body) > _PIECE_BYTES:  # else the limit of the whole is that of a piece
+            in_time = functools.partial(_in_time, send, self.options)
         try:
             async with asyncio.timeout(send_limit_s(len(body), self.options)):
-                await _in_time(send, start, self.options)
+                await in_time(start)
                 for begin in range(0, max(1, len(body)), _PIECE_BYTES):
                     end = begin + _PIECE_BYTES
                     part = {"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)}
-                    await _in_time(send, part, self.options)
+                    await in_time(part)
         except TimeoutError:
             self.metrics.unread.inc()
             abort = request.scope.get("extensions", {}).get(ABORT)
@@ -422,7 +425,7 @@ def send_limit_s(num_bytes: int, options: ServerOptions) -> float:
     return options.send_timeout_s + num_bytes / options.min_send_rate
 
 
-async def _in_time(send: Send, message: Any, options: ServerOptions) -> None:
+async def _in_time(send: Send, options: ServerOptions, message: Any) -> None:
     async with asyncio.timeout(options.send_timeout_s):
         await send(message)
 

@@ -40,6 +40,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _KEY = re.compile(r"-?[0-9]{1,20}", re.ASCII)
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 _NONFINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
@@ -119,6 +120,9 @@ def check_json(body: bytes, num_values: int, names: Sequence[str], what: str) ->
 
 def json_body(name: str, arrays: Mapping[str, np.ndarray], rest: Mapping[str, Any]) -> bytes:
     """Writes a response: `rest`, and below `name` the arrays as nested lists; docs/server.md has their form."""
+    if sum(extent(array.shape) for array in arrays.values()) <= PIECE_VALUES:  # many small arrays cost little at once
+        with contextlib.suppress(ValueError):  # numbers that are not finite
+            return _dumps({**rest, name: {key: array.tolist() for key, array in arrays.items()}})
     parts = [_dumps(rest)[:-1] + (b"," if rest else b"") + _dumps(name) + b":{"]
     for number, (key, array) in enumerate(arrays.items()):
         parts.append((b"," if number else b"") + _dumps(key) + b":")
@@ -142,7 +146,7 @@ def _write(array: np.ndarray, parts: list[bytes]) -> None:
 
 
 def _dumps(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def _to_list(array: np.ndarray) -> Any:
@@ -156,6 +160,8 @@ def _flatten(value: Any, what: str, kinds: set[type], wanted: str) -> tuple[list
     """Gives the items of nested lists, of some types, and their shape; goes by level, which C does fast."""
     if type(value) is not list:
         raise RequestError(f"{what}: got {_with_kind(value)}, wanted a list, or lists of lists of one shape.")
+    if not (found := set(map(type, value))) - kinds:  # one axis, as most requests have
+        return value, (len(value),)
     shape, items = list[int](), [value]
     while list in (found := set(map(type, items))):
         if found != {list}:

@@ -78,6 +78,7 @@ class Served:
     ) -> None:
         self.config, self.versions, self.devices, self.reader = config, versions, devices, reader
         self.names = tuple(versions.current.tables.tables)
+        self._max_keys = config.max_keys  # which is made anew each time
         self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool * len(devices))
         self.counts = _Counts(self.names)
         try:
@@ -160,7 +161,7 @@ class Served:
         return PredictRequest(served, leaves, num_samples)
 
     def _check_number(self, what: str, table: str, num_keys: int) -> None:
-        most = self.config.max_keys[table]
+        most = self._max_keys[table]
         if num_keys > most:
             raise errors.RequestTooLargeError(
                 f"{what}: keys: got {num_keys}, wanted at most {most}: max_batch_size ({self.config.max_batch_size}) "

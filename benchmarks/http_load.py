@@ -1,0 +1,263 @@
+"""Load for an HTTP server: processes of clients that ask again and again over kept connections.
+
+Fed by `bench_http.py`, which runs `python -m benchmarks.http_load`; feeds it one line of JSON. The standard library
+alone: a process starts at once, and takes nothing of the device. A client sends its next request when it has the last
+answer, so the number of clients is the number of requests under way. What this can ask at most is measured against a
+server that answers the same bytes each time (`--trivial`); no faster server can be told from one that is that fast.
+
+Not here: what the requests are, and what their times mean.
+"""
+
+import argparse
+import asyncio
+import base64
+import contextlib
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+RETRY_S = 0.02
+"""Time between two attempts to connect."""
+
+CHECK_EVERY = 97
+"""One answer in this many is kept whole for the caller; a prime, so that it meets all requests in turn."""
+
+
+class Client(asyncio.Protocol):
+    """A client of one connection; it connects again when the server closes it."""
+
+    def __init__(self, load: "Load", requests: Iterator[bytes]):
+        """Takes the requests that it sends."""
+        self._load, self._requests = load, requests
+        self._transport: asyncio.Transport | None = None
+        self._begin: float | None = None
+        self._received, self._wanted = bytearray(), 0
+        self._status, self._is_last = 0, False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Sends the first request."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._ask()
+
+    def _ask(self) -> None:
+        assert self._transport is not None
+        if self._load.is_over():
+            self._transport.close()
+            return
+        self._begin = time.monotonic()
+        self._transport.write(next(self._requests))
+
+    def data_received(self, data: bytes) -> None:
+        """Takes a part of an answer."""
+        self._received += data
+        if not self._wanted:
+            end = self._received.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            head = bytes(self._received[:end]).lower()
+            length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
+            self._status, self._wanted = int(head[9:12]), end + 4 + length
+            self._is_last = b"\r\nconnection: close" in head
+        if len(self._received) < self._wanted:
+            return
+        answer, self._wanted = bytes(self._received), 0
+        self._received.clear()
+        self._end(self._status, answer)
+        if self._is_last:
+            assert self._transport is not None
+            self._transport.close()
+        else:
+            self._ask()
+
+    def _end(self, status: int, answer: bytes = b"") -> None:
+        assert self._begin is not None
+        self._load.add(self._begin, status, answer)
+        self._begin = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Counts the request that was lost, if there was one, and connects again."""
+        if self._begin is not None:
+            self._end(0)
+        self._received.clear()
+        self._wanted = 0
+        if not self._load.is_over():
+            self._load.connect(self._requests)
+
+
+class Load:
+    """The clients of one process, and the times of their requests."""
+
+    def __init__(self, port: int, num_clients: int, seconds: float, requests: Sequence[bytes]):
+        """Declares the load; nothing is sent yet."""
+        self._port, self._num_clients, self._seconds, self._all = port, num_clients, seconds, requests
+        self._end, self._tasks = 0.0, set[asyncio.Task[None]]()
+        self.ends: list[float] = []
+        self.latencies: list[float] = []
+        self.statuses: list[int] = []
+        self.refused = 0
+        self.checked: list[bytes] = []
+
+    def is_over(self) -> bool:
+        """Returns whether the time is over."""
+        return time.monotonic() >= self._end
+
+    def add(self, begin: float, status: int, answer: bytes) -> None:
+        """Adds a request; status 0: its connection was closed before the answer."""
+        now = time.monotonic()
+        self.ends.append(now)
+        self.latencies.append(now - begin)
+        self.statuses.append(status)
+        if status == 200 and len(self.ends) % CHECK_EVERY == 1 and len(self.checked) < 8:
+            self.checked.append(answer)
+
+    def connect(self, requests: Iterator[bytes]) -> None:
+        """Connects a client in the background, as often as it takes."""
+        task = asyncio.get_running_loop().create_task(self._connect(requests))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, requests: Iterator[bytes]) -> None:
+        while not self.is_over():
+            try:
+                loop = asyncio.get_running_loop()
+                await loop.create_connection(lambda: Client(self, requests), "127.0.0.1", self._port)
+                return
+            except OSError:
+                self.refused += 1
+                await asyncio.sleep(RETRY_S)
+
+    async def run(self) -> None:
+        """Asks until the time is over."""
+        self._end = time.monotonic() + self._seconds
+        for number in range(self._num_clients):
+            first = number * len(self._all) // self._num_clients
+            self.connect(itertools.cycle([*self._all[first:], *self._all[:first]]))
+        await asyncio.sleep(self._seconds + 0.05)
+        await asyncio.sleep(min(0.5, 0.05 * self._seconds))  # Requests under way end.
+
+
+class _Trivial(asyncio.Protocol):
+    """A server's connection that gives each request the same answer, without reading it."""
+
+    def __init__(self, answer: bytes, request_bytes: int):
+        self._answer, self._request_bytes, self._num_bytes = answer, request_bytes, 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        while self._num_bytes >= self._request_bytes:
+            self._num_bytes -= self._request_bytes
+            self._transport.write(self._answer)
+
+
+async def _serve(answer_bytes: int, request_bytes: int) -> None:
+    head = f"HTTP/1.1 200 OK\r\ncontent-length: {answer_bytes}\r\n\r\n".encode()
+    answer = head + b"x" * answer_bytes
+    server = await asyncio.get_running_loop().create_server(lambda: _Trivial(answer, request_bytes), "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+# For the caller ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def trivial_server(answer_bytes: int, request_bytes: int) -> Iterator[int]:
+    """Runs a server that answers the same bytes to each request of a size, in a process of its own; yields its port."""
+    options = ["--trivial", str(answer_bytes), "--request-bytes", str(request_bytes)]
+    with _started(options) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline())
+
+
+@contextlib.contextmanager
+def _started(options: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", f"{__package__}.http_load", *options]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+class Asking:
+    """Processes of clients that ask for some seconds; started by `asking`."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[str]]):
+        """Takes processes that have begun."""
+        self._processes = processes
+
+    def wait(self) -> dict[str, Any]:
+        """Waits for the end; returns ends, latencies (seconds), statuses, refused connections, and checked answers."""
+        found: dict[str, Any] = {"ends": [], "latencies": [], "statuses": [], "refused": 0, "checked": []}
+        for process in self._processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"http_load: a process of clients ended with {process.wait()}.")
+            for name, value in json.loads(line).items():
+                found[name] += value
+        found["checked"] = [base64.b64decode(answer) for answer in found["checked"]]
+        return found
+
+
+@contextlib.contextmanager
+def asking(
+    ports: Sequence[int], num_clients: int, seconds: float, requests: Sequence[bytes], num_processes: int
+) -> Iterator[Asking]:
+    """Starts the clients, divided among processes; process i asks port i, modulo the number of ports."""
+    num_processes = max(1, min(num_processes, num_clients))
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for number in range(num_processes):
+            mine = num_clients * (number + 1) // num_processes - num_clients * number // num_processes
+            options = ["--port", str(ports[number % len(ports)]), "--clients", str(mine), "--seconds", str(seconds)]
+            process = stack.enter_context(_started(options))
+            assert process.stdin is not None and process.stdout is not None
+            # Each process begins elsewhere among the requests.
+            first = number * len(requests) // num_processes
+            order = [*requests[first:], *requests[:first]]
+            print(json.dumps([base64.b64encode(request).decode() for request in order]), file=process.stdin, flush=True)
+            processes.append(process)
+        for process in processes:
+            if process.stdout.readline() != "ready\n":  # pyright: ignore[reportOptionalMemberAccess]
+                raise RuntimeError(f"http_load: a process of clients ended with {process.wait()}.")
+        for process in processes:
+            print("go", file=process.stdin, flush=True)
+        yield Asking(processes)
+
+
+def main() -> None:
+    """Asks a port, or is the trivial server."""
+    parser = argparse.ArgumentParser()
+    for name in ("port", "clients", "trivial", "request-bytes"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--seconds", type=float)
+    options = parser.parse_args()
+    if options.trivial is not None:
+        asyncio.run(_serve(options.trivial, options.request_bytes))
+        return
+    requests = [base64.b64decode(request) for request in json.loads(sys.stdin.readline())]
+    load = Load(options.port, options.clients, options.seconds, requests)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    asyncio.run(load.run())
+    found: dict[str, Any] = {"ends": load.ends, "latencies": load.latencies, "statuses": load.statuses}
+    checked = [base64.b64encode(answer).decode() for answer in load.checked]
+    print(json.dumps({**found, "refused": load.refused, "checked": checked}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
