@@ -77,6 +77,7 @@ SLACK_SHARE = 16  # one in this many rows leaves in addition to the coming keys'
 LATE_BATCHES = 2  # after which counters are used that a late decision asked for: they have arrived by then
 LATE_SHARE = 8  # one in this many rows may stay free for the positions of these batches, else keys are counted
 MOST_COUNTS = 8  # counts of one store that found room before it grows for the positions: each count is a wait
+CALLS_AT_ONCE = 4  # for whose positions it then grows: counters are asked for two calls before, and arrive meanwhile
 
 _ALLOCATED, _BEGIN, _END, _UNPLACED, _SIGHTINGS = (
     COUNTERS.index(name) for name in ("num_allocated", "free_begin", "free_end", "num_unplaced", "num_sightings")
@@ -582,7 +583,7 @@ def _rows_to_grow_to(
         if tracker.num_counts[s] == 0:
             wanted[s] = need.num_rows
         elif tracker.num_counts[s] % MOST_COUNTS == 0:
-            tired[s] = tracker.num_in_use(s) + positions[s]
+            tired[s] = tracker.num_in_use(s) + CALLS_AT_ONCE * positions[s]
     free = agree_on_free_bytes(tracker.shards) if tired or first else None
     host_share = agree_on_host_share([specs[s] for s in (*tired, *first)], tracker.shards)
     for s, enough in first.items():

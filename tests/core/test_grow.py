@@ -442,6 +442,20 @@ def test_batches_of_a_scan_stacked(num_shards):
         assert state.stores[0].capacity == capacity and collection.num_rows(state) == {"user": 300}
 
 
+def test_a_small_table_of_large_batches_does_not_wait_for_ever(monkeypatch):
+    """Its keys soon have rows; then no step is waited for, though positions exceed its rows, and none is at rest."""
+    monkeypatch.setattr(grow, "_is_at_rest", lambda state, shards: False)
+    collection = programs.one_table(capacity=16)
+    state, waits = collection.init(seed=0), []
+    for step in range(40):
+        batch = collection.batch({"user": (np.arange(1000) + step) % 12})
+        state = collection.grow(state, batch)
+        _, state, _ = programs.lookup(collection)(state, batch.features)
+        waits.append(collection.growth.num_waits)
+    assert waits[-1] == waits[2 * grow.MOST_COUNTS]
+    assert collection.num_rows(state) == {"user": 12}
+
+
 def test_keys_that_have_rows_need_no_room(by_doubling):
     """They are counted if positions do not fit; after some waits the table nevertheless grows for the positions."""
     collection = programs.one_table(capacity=120)
@@ -452,7 +466,7 @@ def test_keys_that_have_rows_need_no_room(by_doubling):
         state = collection.grow(state, batch)
         _, state, _ = programs.lookup(collection)(state, batch.features)
         capacities.append(state.stores[0].capacity)
-    assert capacities == [120] * grow.MOST_COUNTS + [240] * 3
+    assert capacities == [120] * grow.MOST_COUNTS + [100 + grow.CALLS_AT_ONCE * 100] * 3
     waits = collection.growth.num_waits
     collection.grow(state, batch)
     assert collection.growth.num_waits == waits
