@@ -1,4 +1,4 @@
-"""The programs of docs/porting_sok_hps.md in several processes, on other devices, and with distinct rows."""
+"""The programs of docs/porting_sok.md and docs/porting_hps.md in several processes, on other devices, and with distinct rows."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ LOSSES = [30.0, 27.0258, 24.9137]  # printed by SOK
 
 def test_sok_in_two_processes_with_their_own_rows(tmp_path):
     """The page's function is unchanged; each process has one of the two samples and two of the four devices."""
-    page = (ROOT / "docs/porting_sok_hps.md").read_text()
+    page = (ROOT / "docs/porting_sok.md").read_text()
     program = next(
         code for code in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.M) if "def train" in code
     )
