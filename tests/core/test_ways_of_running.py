@@ -1,4 +1,4 @@
-"""Execution modes: each gives the result of the plain donated step, or an error with the reason (docs/training.md)."""
+"""Execution modes (docs/compiled_steps.md) give the result of the plain donated step, or an error with the reason."""
 
 import dataclasses
 import functools

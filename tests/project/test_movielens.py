@@ -231,7 +231,7 @@ def test_two_devices_learn_as_one(small):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", sorted(train_movielens.MODELS))
 def test_parity_on_the_real_log(model):
-    """The mean AUC of five seeds is that of docs/training.md, and equals that of dense tables."""
+    """The mean AUC of five seeds is that of docs/large_examples.md, and equals that of dense tables."""
     if "JAXSOK_ML100K" not in os.environ:
         pytest.skip("set JAXSOK_ML100K to the folder of MovieLens 100K (its licence forbids handing it on)")
     data = pathlib.Path(os.environ["JAXSOK_ML100K"]) / "u.data"

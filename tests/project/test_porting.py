@@ -1,4 +1,4 @@
-"""The programs of docs/porting_sok.md and docs/porting_hps.md in several processes, on other devices, and with distinct rows."""
+"""The programs of docs/porting_*.md in several processes, on other devices, and with distinct rows."""
 
 import functools
 import json
