@@ -222,7 +222,7 @@ def test_fan_in_follows_the_dim():
     one = jaxsok.initializers.fan_in()
     for dim in (4, 64):
         assert np.isclose(draw(one, dim=dim).var() * dim, 1, rtol=0.02)
-    assert one.of_dim(4) != one.of_dim(64) and one == jaxsok.initializers.fan_in()
+    assert one.for_dim(4) != one.for_dim(64) and one == jaxsok.initializers.fan_in()
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -414,7 +414,7 @@ def of(function, states="abc"):
 )
 def test_refusals(function, message):
     with pytest.raises(program.NotARowProgram, match=message):
-        program.compiled(of(function), 8)
+        program.compile_row_program(of(function), 8)
 
 
 def test_refused_when_the_table_is_declared():
@@ -459,7 +459,7 @@ def test_too_many_registers():
         return total
 
     with pytest.raises(program.NotARowProgram, match="registers"):
-        program.compiled(of(many), 8)
+        program.compile_row_program(of(many), 8)
 
 
 def test_what_no_row_has_part_in_is_left_to_xla():
@@ -469,14 +469,14 @@ def test_what_no_row_has_part_in_is_left_to_xla():
         factor = jax.lax.fori_loop(0, 5, lambda i, f: f * x.hyper[0], 1.0)
         return x.row - factor * x.gradient
 
-    compiled = program.compiled(of(step), 8)
+    compiled = program.compile_row_program(of(step), 8)
     assert str(compiled) == "r0 = multiply_subtract s0, r0, r1\nrow = output r0"
     np.testing.assert_allclose(compiled.scalars((jnp.float32(0.5), jnp.float32(1.0))), [0.5**5])
 
 
 def test_zeros_of_both_signs_are_two_scalars():
     optimizer = Custom(0.1, function=lambda x: (jnp.where(x.row > 0, jnp.float32(0.0), jnp.float32(-0.0)), *x.states))
-    scalars = program.compiled(optimizer, 8).scalars((jnp.float32(0.5), jnp.float32(1.0)))
+    scalars = program.compile_row_program(optimizer, 8).scalars((jnp.float32(0.5), jnp.float32(1.0)))
     assert np.signbit(scalars).tolist() in ([False, True], [True, False])
 
 
@@ -486,7 +486,7 @@ def test_long_schedules():
 
     schedule = optax.piecewise_constant_schedule(1.0, {10 * i: 0.5 for i in range(1, 100)})
     optimizer = optim.lift(optax.sgd(schedule))
-    compiled = program.compiled(optimizer, 8)
+    compiled = program.compile_row_program(optimizer, 8)
     for count in (0, 15, 995):
         hyper, _ = optimizer.advance((np.int32(count),), None, None, 8)
         np.testing.assert_allclose(compiled.scalars(hyper), [-schedule(count)], rtol=1e-6)
@@ -499,7 +499,7 @@ def test_long_sums_beside_the_row():
             factor = factor + 1
         return x.row * factor
 
-    compiled = program.compiled(of(step), 8)
+    compiled = program.compile_row_program(of(step), 8)
     np.testing.assert_array_equal(compiled.scalars((jnp.float32(0.5), jnp.float32(1.0))), [3000.5])
 
 
@@ -508,7 +508,7 @@ def test_what_has_no_output_is_not_computed():
         jnp.exp(x.row)
         return x.row + x.gradient
 
-    assert [program.OPS[op[0]] for op in program.compiled(of(step), 8).ops] == ["add", "output"]
+    assert [program.OPS[op[0]] for op in program.compile_row_program(of(step), 8).ops] == ["add", "output"]
 
 
 def test_example_of_the_module():
@@ -518,7 +518,7 @@ def test_example_of_the_module():
         m = 0.9 * x.states[0] + 0.1 * x.gradient
         return x.row - x.hyper[0] * m, m, *x.states[1:]
 
-    lines = str(program.compiled(Custom(0.1, function=step), 8)).splitlines()
+    lines = str(program.compile_row_program(Custom(0.1, function=step), 8)).splitlines()
     documented = re.findall(r"(?:r\d|row|state 0) = [a-z_]+ [rs]\d[rs\d, ]*\b", program.__doc__)
     assert [line.strip() for line in documented] == lines
 
