@@ -74,7 +74,7 @@ def test_unique_keys_are_those_of_the_published_workloads(name, distribution, mi
 def test_the_check_of_unique_keys_refuses_a_wrong_generator(monkeypatch):
     monkeypatch.setattr(workloads, "draw_ids", lambda distribution, num_rows, shape, rng: np.zeros(shape, np.int64))
     with pytest.raises(RuntimeError, match="disagree"):
-        workloads.key_sets(workloads.WORKLOADS["W6"].scaled(0.001), "uniform", 1, seed=0)
+        workloads.key_sets(workloads.WORKLOADS["W6"].scale(0.001), "uniform", 1, seed=0)
 
 
 def test_unknown_names_are_refused_before_anything_runs():
@@ -246,13 +246,13 @@ def small_m1(monkeypatch):
     """Reduces M1 to few tables: a program has an operand for each table, and compilation dominates the time."""
     small = dataclasses.replace(workloads.MESH_WORKLOADS["M1"], num_tables=2)
     monkeypatch.setitem(workloads.MESH_WORKLOADS, "M1", small)
-    return small.scaled(0.0005)
+    return small.scale(0.0005)
 
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_a_planned_step_copies_no_table(small_m1):
     workload = small_m1.on_devices(2, "weak")
-    collection = fill.filled(workload, "rowwise_adagrad", bench_exchange.mesh_of(2)).collection
+    collection = fill.fill_tables(workload, "rowwise_adagrad", bench_exchange.mesh_of(2)).collection
     state = collection.init(seed=0)
     (ids,) = workloads.draw_batches(workload, "uniform", 1, seed=0)
     plan = collection.plan(fill.pack(collection, workload, ids), send_capacity=(64,))
@@ -310,9 +310,9 @@ def test_kernels_are_counted_for_their_floor(monkeypatch):
     """Simulates a GPU with CuPy: the profiler's kernels, and the time of as many empty kernels."""
     asked = []
     plain = types.SimpleNamespace(nothing=lambda count, protocol: asked.append(count) or timing.summary([0.5], 1))
-    monkeypatch.setattr(bench_small.cuda_kernels, "loaded", lambda dim: plain)
+    monkeypatch.setattr(bench_small.cuda_kernels, "load_kernels", lambda dim: plain)
     seen = {"gather": (2.0, 0.1), "sort": (1.0, 0.2)}
-    monkeypatch.setattr(timing, "launched", lambda function, steps: function() or seen)
+    monkeypatch.setattr(timing, "list_launched", lambda function, steps: function() or seen)
     small = dataclasses.replace(workloads.WORKLOADS["W1"], num_tables=2)
     monkeypatch.setitem(workloads.WORKLOADS, "W1", small)
     recorder = records.Recorder(None, {})
