@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import jaxsok
 from jaxsok.stats import move_to_one_device, pack_words
-from jaxsok.window import StatsWindow, write_scalars
+from jaxsok.stats_window import StatsWindow, write_scalars
 
 SGD = jaxsok.optim.sgd(1.0)
 pytestmark = pytest.mark.filterwarnings("ignore:StatsWindow")  # most steps here refuse keys
@@ -260,7 +260,7 @@ def test_push_does_not_wait(monkeypatch):
         sent.append(Words(stats.words))
         return dataclasses.replace(stats, words=sent[-1])
 
-    monkeypatch.setattr(jaxsok.window, "move_to_one_device", words_to_come)
+    monkeypatch.setattr(jaxsok.stats_window, "move_to_one_device", words_to_come)
     window = StatsWindow(2)
     for i in range(6):
         window.push(made([(i, 10 * i)] * 6, (3 * i, 0), num_rows=(i, i)))

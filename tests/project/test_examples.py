@@ -71,7 +71,8 @@ def test_fused_and_unfused_tables_give_the_same_bits(tmp_path):
     (keys, *_) = serve_fused.make_batches(config)
     words = keys["sparse_embedding1"]
     np.testing.assert_array_equal(
-        serve_fused.lookup_unfused(tables, {"sparse_embedding1": jnp.asarray(words)})["sparse_embedding1"], rows[words[..., 0]]
+        serve_fused.lookup_unfused(tables, {"sparse_embedding1": jnp.asarray(words)})["sparse_embedding1"],
+        rows[words[..., 0]],
     )
 
 

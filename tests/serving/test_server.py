@@ -1481,7 +1481,7 @@ def test_connections_that_are_kept_alive_lose_no_request(drain_s):
             process.kill()
     assert process.returncode == 0 and output == "ended\n"
     assert {status for one in found for status, _ in one} <= {200, 503}
-    assert all(one[-1][1] for one in found), "told to keep a connection that was then closed"
+    assert all(one[-1][1] for one in found), "the server kept a connection open and then closed it"
     assert all(len(one) > 1 for one in found)
     assert took_s < 10 + drain_s
 

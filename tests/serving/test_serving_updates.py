@@ -166,8 +166,8 @@ def test_rows_of_other_dtypes(trained, tmp_path, dtype, in_place):
         session.update(delta, in_place=in_place)
         answer = session.lookup({name: KEYS for name in DIMS})
     trained.path = delta
-    with served(trained, jaxsok=own) as anew:
-        for name, rows in anew.lookup({name: KEYS for name in DIMS}).items():
+    with served(trained, jaxsok=own) as other:
+        for name, rows in other.lookup({name: KEYS for name in DIMS}).items():
             assert rows.tobytes() == answer[name].tobytes()
 
 
