@@ -245,16 +245,16 @@ def in_processes(folder):
     first = collection()
     state = first.init(seed=11)
 
-    def trained(state, num_steps):
+    def train_steps(state, num_steps):
         for _ in range(num_steps):
             batch = batch_of(first, int(state.step))
             state = first.grow(state)
             state, _ = train_step(first)(state, batch.features)
         return state
 
-    state = trained(state, 3)
+    state = train_steps(state, 3)
     checkpoint.export_full(folder / "full", first, state)
-    state = trained(state, 2)
+    state = train_steps(state, 2)
     state, _ = first.erase(state, "user", one_batch(first, 1)["user"][:6])
     checkpoint.export_delta(folder / "delta", first, state, folder / "full")
     with ocp.CheckpointManager(folder / "manager") as manager:

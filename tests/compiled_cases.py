@@ -17,7 +17,7 @@ CAPACITY = 1 << 14
 ALIGNMENT_BYTES = 4096  # XLA rounds up and packs: equal programs may differ by a few hundred bytes
 
 
-def declared(capacity=CAPACITY, **more):
+def declare(capacity=CAPACITY, **more):
     """Declares two stores with all kinds of features, optimizers with and without state; `more` goes to all tables."""
     rowwise, adam = jaxsok.optim.rowwise_adagrad(0.1), jaxsok.optim.adam(0.1)
     return jaxsok.Collection(

@@ -22,7 +22,7 @@ import programs
 import pyarrow as pa
 import pytest
 from checkpoint_cases import assert_same, collection_of, content, tables_of, train, train_step, waiting
-from waiting import ended, free_port
+from waiting import free_port, wait_for_end
 
 import jaxsok
 from jaxsok import checkpoint, optim, policies
@@ -668,7 +668,7 @@ def test_batches_tell_their_partitions(saved):
 # Killed processes -----------------------------------------------------------------------------------------------------
 
 
-def killed(folder, times, seed):
+def kill_savers(folder, times, seed):
     """Kills a process that saves in a loop, `times` times; the files are read after each kill."""
     collection = cases.counting()
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(jaxsok.__file__).parents[1])}
@@ -699,13 +699,13 @@ def killed(folder, times, seed):
 
 
 def test_a_death_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
-    steps, _ = killed(tmp_path, 4, seed=1)
+    steps, _ = kill_savers(tmp_path, 4, seed=1)
     assert steps[0] >= 1 and steps[-1] >= 4
 
 
 @pytest.mark.slow
 def test_fifty_deaths(tmp_path):
-    steps, unfinished = killed(tmp_path, 50, seed=2)
+    steps, unfinished = kill_savers(tmp_path, 50, seed=2)
     assert steps[-1] >= 50 and unfinished >= 5
 
 
@@ -784,7 +784,7 @@ def test_two_processes(tmp_path):
                     stderr=errors,
                 )
             )
-    codes = ended(processes, tmp_path, timeout_s=180)
+    codes = wait_for_end(processes, tmp_path, timeout_s=180)
     assert codes == [0, 0], [(tmp_path / f"{n}.err").read_text()[-2500:] for n in range(2)]
 
     def union(name):

@@ -771,10 +771,10 @@ def test_keys_that_are_given_a_row_wait_no_longer(op, num_shards):
     collection = programs.over(num_shards, tables, features) if num_shards else jaxsok.Collection(tables, features)
     look = programs.lookup(collection)
 
-    def seen(state, keys):
+    def look_up(state, keys):
         return look(state, programs.batch(collection, user=np.array(keys), item=np.array(keys)))[1]
 
-    state = seen(collection.init(seed=SEED), [1, 2, 2, 3])
+    state = look_up(collection.init(seed=SEED), [1, 2, 2, 3])
     keys, rows = np.array([2, 9, 1]), np.array([[2.0], [9.0], [1.0]], np.float32)
     if op == "assign":
         state, num_inserted, num_refused = collection.assign(state, "user", keys, rows)
@@ -784,10 +784,10 @@ def test_keys_that_are_given_a_row_wait_no_longer(op, num_shards):
     assert waiting(collection, state, "user") == {3: 1} and waiting(collection, state, "item") == {1: 1, 2: 2, 3: 1}
     np.testing.assert_array_equal(np.asarray(collection.rows_of(state, "user", keys)[0]), rows)
     state, _ = collection.erase(state, "user", np.array([2]))
-    state = seen(state, [2, 2, 7, 7])
+    state = look_up(state, [2, 2, 7, 7])
     assert collection.contains(state, "user", np.array([1, 2, 9, 7])).tolist() == [True, False, True, False]
     assert collection.contains(state, "item", np.array([2])).tolist() == [True]
-    state = seen(state, [2, 8, 8, 8])
+    state = look_up(state, [2, 8, 8, 8])
     assert collection.contains(state, "user", np.array([2])).tolist() == [True]
 
 
@@ -795,7 +795,7 @@ def test_keys_that_are_given_a_row_wait_no_longer(op, num_shards):
 # What is read, what is reported, what it costs
 
 
-def of_key(words, columns):
+def row_of_key(words, columns):
     """Returns the low word plus the column."""
     return (words[0] % jnp.uint32(7)).astype(jnp.float32) + columns.astype(jnp.float32)
 
@@ -804,7 +804,7 @@ def of_key(words, columns):
 @pytest.mark.parametrize("unadmitted", [0.25, "initial"])
 def test_rows_that_xla_works_out(path, unadmitted):
     """With a traced initializer, new rows are written; excluded keys read the constant or their initial row."""
-    initializer = jaxsok.initializers.function(of_key, "of_key")
+    initializer = jaxsok.initializers.function(row_of_key, "of_key")
     policy = policies.AdmitByCount(2, unadmitted=unadmitted)
     table = jaxsok.TableSpec("user", 3, SGD, admission=policy, initializer=initializer, capacity=16)
     collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", "user", combiner=None)])

@@ -64,7 +64,7 @@ def test_distinct_keys_without_a_row(num_shards, seed, is_stacked):
 
     first = raw()
     _, state, _ = programs.lookup(collection)(collection.init(seed=0), collection.batch(first).features)
-    present = {name: programs.exported(collection, state, name) for name in ("user", "item")}
+    present = {name: programs.export(collection, state, name) for name in ("user", "item")}
     seen = uses([first], "item")
     raws = [raw(), raw()]
     batches = [collection.batch(one).features for one in raws]

@@ -234,7 +234,7 @@ MATRIX = (np.arange(7 * TRACED_DIM, dtype=np.float32).reshape(7, TRACED_DIM) - 1
 MIXED = [0, 1, 6, 7, 2**32, 2**32 + 3, 2**63, 2**64 - 2, 2**40 + 11, 12345678901234567]
 
 
-def of_key(words, columns):
+def row_of_key(words, columns):
     """Computes an integer from both words and the column, then one exact product: a user's function."""
     mixed = (words[0] * jnp.uint32(3) + words[1] * jnp.uint32(5)) % jnp.uint32(64)
     return (mixed.astype(jnp.int32) - columns * 2).astype(jnp.float32) / 8
@@ -253,10 +253,10 @@ def oracle_row(table, key):
 
 
 @functools.cache
-def mixed(num_shards=None, dtype="float32", placement=jaxsok.SHARDED, capacity=256, unknown="initial"):
+def declare_mixed(num_shards=None, dtype="float32", placement=jaxsok.SHARDED, capacity=256, unknown="initial"):
     """Declares a store with a table of each kind, with single keys and bags; if sharded, one table is on a shard."""
     one = jaxsok.initializers
-    kinds = {"matrix": one.matrix(MATRIX), "kernel": one.uniform(), "own": one.function(of_key, "of_key")}
+    kinds = {"matrix": one.matrix(MATRIX), "kernel": one.uniform(), "own": one.function(row_of_key, "of_key")}
     options = {"capacity": capacity, "dtype": dtype, "unknown": unknown}
     placements = {name: placement for name in kinds}
     if placement == jaxsok.SHARDED:
@@ -358,7 +358,7 @@ def assert_like_dense(collection, dense, state, raw, planned):
 @hypothesis.given(seed=st.integers(0, 2**32 - 1), keys=st.lists(st.integers(0, 2**64 - 2), min_size=1, max_size=12))
 def test_traced_rows_are_those_of_a_dict(planned, seed, keys):
     """New, known, repeated and padding keys over steps agree to the bit, with tables of each kind in one store."""
-    rng, collection, dense = np.random.default_rng(seed), mixed(), Dense("float32")
+    rng, collection, dense = np.random.default_rng(seed), declare_mixed(), Dense("float32")
     state = collection.init(seed=4)
     for step in range(3):
         state, counted = assert_like_dense(
@@ -396,7 +396,7 @@ def features_like(collection, keys):
 @pytest.mark.parametrize("placement", [jaxsok.SHARDED, jaxsok.REPLICATED], ids=str)
 def test_traced_rows_on_a_mesh(path, placement):
     """Owners or all shards make the rows of one device, over steps."""
-    collection, dense = mixed(2, placement=placement), Dense("float32")
+    collection, dense = declare_mixed(2, placement=placement), Dense("float32")
     state, rng = collection.init(seed=4), np.random.default_rng(1)
     raws = [mixed_batch(rng, MIXED[: 4 + 3 * step]) for step in range(3)]
     if path == "rounds":
@@ -427,11 +427,11 @@ def planned_step(collection):
 def test_keys_that_were_not_sent_read_their_initial_rows(num_shards):
     """Keys refused for lack of rows, or of room on the wire, read their initial rows and are counted."""
     if num_shards is None:
-        collection = mixed(capacity=1)  # three rows for all tables
+        collection = declare_mixed(capacity=1)  # three rows for all tables
         features = programs.batch(collection, **distinct_raw())
         asked = features
     else:
-        collection = mixed(num_shards)
+        collection = declare_mixed(num_shards)
         features = programs.batch(collection, **distinct_raw())
         asked = collection.plan(features, send_capacity=(4,))
     embeddings, state, plan = programs.lookup(collection)(collection.init(seed=4), asked)
@@ -457,7 +457,7 @@ def distinct_raw():
 @pytest.mark.parametrize("num_shards", [None, 2])
 def test_find_of_unknown_keys_gives_zeros_where_declared(num_shards):
     """As with the kernels' own initializers, unknown keys give zeros and count as missing."""
-    collection = mixed(num_shards, unknown="zeros")
+    collection = declare_mixed(num_shards, unknown="zeros")
     features = programs.batch(collection, **distinct_raw())
     # The compiler for GPUs of jaxlib 0.11.2 ends the process where `shard_map` takes an array without elements.
     program = programs.find(collection).lower(collection.init(seed=4), features).as_text()
@@ -497,7 +497,7 @@ def test_rows_in_later_slabs():
 
 def test_slabs_at_most():
     """If XLA makes rows, lookups have an additional slab, so such a store has one slab less."""
-    assert mixed().stores[0].max_slabs == 23 and programs.one_table().stores[0].max_slabs == 24
+    assert declare_mixed().stores[0].max_slabs == 23 and programs.one_table().stores[0].max_slabs == 24
 
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 7, 4096, 65_535, 65_536, 65_537, 2**31 - 1])
@@ -525,11 +525,11 @@ def test_a_function_sees_one_key():
 def test_a_function_that_is_not_finite(bad):
     """The embedding has the bad value; the update skips and counts the row, and `check` raises."""
 
-    def of_parity(words, columns):
+    def row_of_parity(words, columns):
         """Returns values that are not finite for odd keys."""
         return jnp.where(words[0] % 2 == 1, jnp.float32(bad), 1.0) * jnp.ones(columns.shape)
 
-    collection = programs.one_table(initializer=jaxsok.initializers.function(of_parity, "parity"))
+    collection = programs.one_table(initializer=jaxsok.initializers.function(row_of_parity, "parity"))
     embeddings, state, plan = collection.lookup(
         collection.init(), programs.batch(collection, user=programs.as_array([4, 7]))
     )
@@ -548,9 +548,11 @@ def test_equal_declarations():
     same, other = one.matrix(MATRIX.tolist()), one.matrix(-MATRIX)
     assert one.matrix(MATRIX) == same != other and len({one.matrix(MATRIX), same, other}) == 2
     assert one.matrix(MATRIX) != one.matrix(MATRIX.reshape(TRACED_DIM, 7))
-    named, renamed = one.function(of_key, "a"), one.function(of_key, "b")
-    assert named == one.function(of_key, "a") != renamed and len({named, renamed, one.function(of_key, "a")}) == 2
-    assert named != one.function(lambda *given: of_key(*given), "a")
+    named, renamed = one.function(row_of_key, "a"), one.function(row_of_key, "b")
+    assert (
+        named == one.function(row_of_key, "a") != renamed and len({named, renamed, one.function(row_of_key, "a")}) == 2
+    )
+    assert named != one.function(lambda *given: row_of_key(*given), "a")
 
     def fingerprint(initializer):
         return programs.one_table(dim=TRACED_DIM, initializer=initializer).fingerprint
@@ -558,7 +560,7 @@ def test_equal_declarations():
     of_each = [one.zeros(), one.fan_in(), one.matrix(MATRIX), other, named, renamed]
     assert len({fingerprint(each) for each in of_each}) == len(of_each)
     # In another process the function is another object, so its name represents it.
-    assert fingerprint(named) == fingerprint(one.function(lambda *given: of_key(*given), "a"))
+    assert fingerprint(named) == fingerprint(one.function(lambda *given: row_of_key(*given), "a"))
     assert fingerprint(one.fan_in(1.0, "normal")) == fingerprint(one.normal(1 / np.sqrt(TRACED_DIM)))
 
 
@@ -589,7 +591,7 @@ BAD = {
         lambda one: declared_with(one.matrix(np.ones((4, 2)))),
     ),
     "no function": (TypeError, "function: fn: got 3, wanted a function", lambda one: one.function(3, "a")),
-    "no name": (TypeError, "function: name: got '', wanted a string", lambda one: one.function(of_key, "")),
+    "no name": (TypeError, "function: name: got '', wanted a string", lambda one: one.function(row_of_key, "")),
     "shape": (
         TypeError,
         r"TableSpec \"item\": initializer: got function\('a'\) that gives float32\[2\] .* wanted float32\[3\]",

@@ -224,7 +224,7 @@ NUM_BAGS = 1024
 
 
 @functools.cache
-def declared(capacity=1 << 12):
+def declare(capacity=1 << 12):
     """Declares two stores: single keys, padded and ragged bags, weights, and rows without a combiner."""
     tables = [
         table("user", 64, "adagrad", capacity=capacity),
@@ -251,9 +251,9 @@ def features_of(collection):
 
 
 @functools.cache
-def compiled(name, capacity):
+def measure_compiled(name, capacity):
     """Returns the memory of one compiled program, its state, its features, and its other results."""
-    collection = declared(capacity)
+    collection = declare(capacity)
     state, features = collection.init(seed=0), features_of(collection)
     if name == "update":
         embeddings, _, plan = jax.eval_shape(collection.lookup, state, features)
@@ -270,26 +270,26 @@ def compiled(name, capacity):
     return lowered.compile().memory_analysis()
 
 
-def summed(estimate, *names):
+def sum_bytes(estimate, *names):
     return sum(store.step[name] for store in estimate.stores for name in names)
 
 
 @pytest.mark.parametrize("name", ["lookup", "find", "plan", "update", "step", "planned step"])
 def test_programs_take_what_the_estimate_says(name):
     """XLA's memory besides arguments and results is the workspace; in a step also the values between calls."""
-    collection = declared()
+    collection = declare()
     state, features = collection.init(seed=0), features_of(collection)
     estimate = collection.memory_estimate(state, features)
-    memory = compiled(name, 1 << 12)
+    memory = measure_compiled(name, 1 << 12)
     workspace = max(store.step["workspace"] for store in estimate.stores)
     if name in ("lookup", "step"):
         taken = nbytes(state) + nbytes(features)
-        assert (estimate.state_bytes, summed(estimate, "batch")) == (nbytes(state), nbytes(features))
+        assert (estimate.state_bytes, sum_bytes(estimate, "batch")) == (nbytes(state), nbytes(features))
         assert taken - 16 <= memory.argument_size_in_bytes <= taken  # a step uses neither `step` nor padding
         assert memory.alias_size_in_bytes >= nbytes(state.stores)
     if name == "lookup":
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        wanted = summed(estimate, "embeddings", "plan", "batch")  # a plan contains its features
+        wanted = sum_bytes(estimate, "embeddings", "plan", "batch")  # a plan contains its features
         assert wanted <= results <= wanted + ALIGNMENT_BYTES
     sizes = library.load_cpu()
     num_keys = [6 * NUM_BAGS, 3 * NUM_BAGS]
@@ -303,8 +303,8 @@ def test_programs_take_what_the_estimate_says(name):
         "update": (workspace, workspace),
         # A gradient may replace its embedding; not all row ids live at once.
         "step": (
-            workspace + summed(estimate, "embeddings"),
-            workspace + summed(estimate, "plan", "embeddings", "gradients"),
+            workspace + sum_bytes(estimate, "embeddings"),
+            workspace + sum_bytes(estimate, "plan", "embeddings", "gradients"),
         ),
     }[name.removeprefix("planned ")]
     # XLA's GPU compiler reuses a few KiB of buffers that are written later.
@@ -320,7 +320,7 @@ def test_programs_take_what_the_estimate_says(name):
 
 @pytest.mark.parametrize("name", ["lookup", "find", "plan", "update", "step", "planned step"])
 def test_no_temporary_grows_with_the_tables(name):
-    small, large = (compiled(name, capacity) for capacity in (1 << 12, 1 << 17))
+    small, large = (measure_compiled(name, capacity) for capacity in (1 << 12, 1 << 17))
     assert large.temp_size_in_bytes - small.temp_size_in_bytes <= ALIGNMENT_BYTES
     results = [memory.output_size_in_bytes - memory.alias_size_in_bytes for memory in (small, large)]
     assert results[0] == results[1]
@@ -328,7 +328,7 @@ def test_no_temporary_grows_with_the_tables(name):
 
 def test_sizes_assumed_are_those_of_a_batch():
     """Given numbers of keys and samples, the estimate equals that of a batch of that form."""
-    collection = declared()
+    collection = declare()
     state = collection.init(seed=0)
     counted = collection.memory_estimate(state, features_of(collection))
     keys = {"history": 5 * NUM_BAGS, "ad": 3 * NUM_BAGS}
@@ -373,7 +373,7 @@ def test_exchange_takes_at_most_what_the_estimate_says(path, wire):
     collection = declared_over(NUM_SHARDS, rows=wire, gradients=wire)
     estimate = collection.memory_estimate(None, features_over(collection, NUM_SHARDS))
     temp = compiled_over("step", path, wire=wire).temp_size_in_bytes
-    rest = estimate.step_bytes - summed(estimate, "batch")
+    rest = estimate.step_bytes - sum_bytes(estimate, "batch")
     assert temp <= rest <= EXCHANGE_BOUND * temp
 
 
@@ -391,10 +391,10 @@ def test_a_step_on_a_mesh_is_counted_for_one_device():
     features = programs.batch(collection, user=np.arange(NUM_SHARDS * 100))
     estimate = collection.memory_estimate(batch=features)
     device = collection.shards.mesh.devices.flat[1]
-    assert summed(estimate, "batch") == 3 * nbytes(features, device)
+    assert sum_bytes(estimate, "batch") == 3 * nbytes(features, device)
     # 100 keys evenly spread plus a quarter, rounded up to eight: 32 for each of four destinations.
     _, _, plan = collection.lookup(collection.init(seed=0), collection.plan(features, send_capacity=(32,)))
-    assert summed(estimate, "plan") == 3 * (nbytes(plan, device) - nbytes(features, device))
+    assert sum_bytes(estimate, "plan") == 3 * (nbytes(plan, device) - nbytes(features, device))
     by_hand = memory_estimate(collection.tables, collection.features, num_shards=NUM_SHARDS, num_samples=100)
     assert by_hand == estimate
 
@@ -443,7 +443,7 @@ def test_no_tables_and_unknown_tables_are_refused():
 
 
 def test_features_and_states_of_others_are_refused():
-    collection, other = declared(), jaxsok.Collection([table("item", 8)], [FeatureSpec("item", "item")])
+    collection, other = declare(), jaxsok.Collection([table("item", 8)], [FeatureSpec("item", "item")])
     with pytest.raises(ValueError, match="memory_estimate: state: got one of other specs"):
         collection.memory_estimate(other.init(seed=0))
     with pytest.raises(ValueError, match="memory_estimate: features: got those of a collection"):
@@ -461,4 +461,4 @@ def test_send_capacity_counts():
         for lines in (100, 200)
     )
     # Two rows of 32 bytes, requests of 16 sent and received, 32 bytes of ids and uses, for each of 400 more positions.
-    assert summed(large, "exchange") - summed(small, "exchange") == 400 * (2 * 32 + 2 * 16 + 32)
+    assert sum_bytes(large, "exchange") - sum_bytes(small, "exchange") == 400 * (2 * 32 + 2 * 16 + 32)

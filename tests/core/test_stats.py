@@ -187,7 +187,7 @@ def test_capacities_on_a_mesh_are_those_of_all_shards():
     assert stats.capacities[1] == 64
 
 
-def scanned(collection, user, items):
+def scan_steps(collection, user, items):
     """Returns the stacked Stats of a `lax.scan` over the steps, and the Stats of each step alone."""
     bags = [jaxsok.Bags(np.array(item), lengths=np.array([len(item), 0])) for item in items]
     steps = [programs.batch(collection, user=np.array(keys), item=bag) for keys, bag in zip(user, bags, strict=True)]
@@ -211,7 +211,7 @@ USERS, ITEMS = [[1, 2], [1, 3], [4, -1]], [[5, 5], [5, 6, 7], [6]]
 
 def test_the_stats_of_a_scan_are_taken_together():
     """Counts of its steps are added; other values are those of the last step."""
-    stats, one_by_one = scanned(two_tables(capacity=16, eviction=jaxsok.policies.LeastRecentlyUsed()), USERS, ITEMS)
+    stats, one_by_one = scan_steps(two_tables(capacity=16, eviction=jaxsok.policies.LeastRecentlyUsed()), USERS, ITEMS)
     assert stats.words.ndim == 2
     of_steps = [one.to_dict() for one in one_by_one]
     latest = {"num_rows", "num_evicted"}
@@ -227,7 +227,7 @@ def test_the_stats_of_a_scan_are_taken_together():
 
 def test_scalars_of_a_scan():
     """Rates are over all steps; fill and load are those of the last."""
-    stats, one_by_one = scanned(two_tables(capacity=16), USERS, ITEMS)
+    stats, one_by_one = scan_steps(two_tables(capacity=16), USERS, ITEMS)
     scalars, last = stats.scalars("all"), one_by_one[-1].scalars("all")
     assert scalars["all/user/hit_rate"] == 1 / 5  # key 1 again, among five
     assert scalars["all/user/num_found"] == 1.0
@@ -238,7 +238,7 @@ def test_scalars_of_a_scan():
 def test_check_of_a_scan():
     """A refusal in one step of a scan raises with the number over all steps."""
     collection = two_tables(capacity=2, max_capacity=2)  # four rows in the store of both
-    stats, _ = scanned(collection, [[1, 2], [3, 4], [1, 2]], [[-1], [-1], [5, 6, 1]])
+    stats, _ = scan_steps(collection, [[1, 2], [3, 4], [1, 2]], [[-1], [-1], [5, 6, 1]])
     with pytest.raises(jaxsok.TableFullError, match='table "item": 3 keys refused'):
         stats.check()
 

@@ -129,7 +129,7 @@ def test_counts_of_a_scan_have_its_axis():
 
 def test_counts_are_reported_by_name():
     """A reader gets every count, and the tables."""
-    text = repr(made([(i, 10 + i) for i in range(6)], (7, 2**32 - 1), stale=5))
+    text = repr(make_stats([(i, 10 + i) for i in range(6)], (7, 2**32 - 1), stale=5))
     for part in ("num_found=[ 0 10]", "num_nonfinite=[ 5 15]", f"num_evicted=[         7 {2**32 - 1}]", "num_stale=5"):
         assert part in text, text
     assert text.startswith("Stats(") and text.endswith("tables=('user', 'item'))")
@@ -142,7 +142,7 @@ def test_traced_counts_are_refused():
         jax.jit(lambda stats: stats.scalars() and stats)(stats)
 
 
-def made(counts, evicted, *, stale=0, num_rows=(0, 0), rounds=0):
+def make_stats(counts, evicted, *, stale=0, num_rows=(0, 0), rounds=0):
     """Returns Stats of two tables of one store."""
     *by_table, nonfinite = np.int32(counts)
     one = np.int32([1])
@@ -179,7 +179,7 @@ def test_sums_over_the_window_are_exact(steps, num_steps, evicted_before):
     for i, (counts, more, stale) in enumerate(steps):
         evicted = [(before + delta) % 2**32 for before, delta in zip(evicted, more, strict=True)]
         deltas.append(more if i else (0, 0))  # the evictions before the first push are unknown
-        window.push(made(counts, evicted, stale=stale, num_rows=(i, 2 * i), rounds=i))
+        window.push(make_stats(counts, evicted, stale=stale, num_rows=(i, 2 * i), rounds=i))
         window.wait()
         last = steps[max(0, i + 1 - num_steps) : i + 1]
         assert window.num_arrived == len(last) and window.num_pushed == i + 1
@@ -202,7 +202,7 @@ def test_a_state_made_anew_evicted_nothing_negative():
     """Counts to date that decrease start again."""
     window = StatsWindow(4)
     for evicted in ((5, 7), (9, 7), (2, 0), (3, 4)):
-        window.push(made([(0, 0)] * 6, evicted))
+        window.push(make_stats([(0, 0)] * 6, evicted))
     window.wait()
     assert [counts["num_evicted"] for counts in window.sums().values()] == [4 + 2 + 1, 0 + 0 + 4]
 
@@ -263,7 +263,7 @@ def test_push_does_not_wait(monkeypatch):
     monkeypatch.setattr(jaxsok.stats_window, "move_to_one_device", words_to_come)
     window = StatsWindow(2)
     for i in range(6):
-        window.push(made([(i, 10 * i)] * 6, (3 * i, 0), num_rows=(i, i)))
+        window.push(make_stats([(i, 10 * i)] * 6, (3 * i, 0), num_rows=(i, i)))
     assert window.num_pushed == 6 and window.num_arrived == 0 and window.sums() == window.scalars() == {}
     sent[0].has_arrived = sent[2].has_arrived = True
     assert window.num_arrived == 1 and window.sums()["item"]["num_found"] == 0
@@ -277,7 +277,7 @@ def test_push_does_not_wait(monkeypatch):
 
 def test_a_window_keeps_no_more_than_it_needs():
     """It keeps one step in addition to the window, however many were pushed."""
-    window, stats = StatsWindow(3), made([(1, 1)] * 6, (0, 0))
+    window, stats = StatsWindow(3), make_stats([(1, 1)] * 6, (0, 0))
     for _ in range(50):
         window.push(stats)
         window.wait()
@@ -296,7 +296,7 @@ def test_what_a_window_refuses():
     for num_steps in (0, -1, 1.5, True, None):
         with pytest.raises(ValueError, match="num_steps"):
             StatsWindow(num_steps)
-    window, stats = StatsWindow(3), made([(1, 1)] * 6, (0, 0))
+    window, stats = StatsWindow(3), make_stats([(1, 1)] * 6, (0, 0))
     window.push(stats)
     with pytest.raises(TypeError, match="dict"):
         window.push(stats.to_dict())
@@ -330,7 +330,7 @@ class TensorBoard:
 
 def test_writers_of_either_kind():
     """They get all scalars of a step or of a window, under their names."""
-    stats, window = made([(1, 2)] * 6, (0, 0)), StatsWindow(2)
+    stats, window = make_stats([(1, 2)] * 6, (0, 0)), StatsWindow(2)
     window.push(stats)
     window.wait()
     for source in (stats, window, {"loss": 0.5}):
@@ -347,7 +347,7 @@ def test_writers_of_either_kind():
 
 def test_a_window_of_stats_that_were_donated():
     """An error states it; jaxlib itself ends the process if a deleted array's readiness is queried."""
-    window, stats = StatsWindow(1), made([(1, 1)] * 6, (0, 0))
+    window, stats = StatsWindow(1), make_stats([(1, 1)] * 6, (0, 0))
     window.push(stats)
     stats.words.delete()
     with pytest.raises(ValueError, match="StatsWindow: stats: got counts that were donated"):

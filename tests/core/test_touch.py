@@ -76,7 +76,7 @@ def batch_of(collection, one, lengths, many, other):
     return collection.batch(raw)
 
 
-def noted(want, clock, one, lengths, many, other):
+def apply_lookup(want, clock, one, lengths, many, other):
     """Applies a lookup of these keys to the dict."""
     for table, keys in ((0, [*one, *many[: sum(lengths)]]), (1, other)):
         for key in keys:
@@ -121,7 +121,7 @@ def test_last_step_and_frequency(way, num_shards, script):
             sizes = {} if num_shards == 1 else {"send_capacity": [64]}
             features = collection.plan(features, **sizes)
         _, state, _ = jitted_lookup(collection)(state, features, jnp.uint32(clock))
-        noted(want, clock, *batch)
+        apply_lookup(want, clock, *batch)
         erased = np.array([*erased, *[PADDING] * (3 - len(erased))], np.uint64)
         state, _ = collection.erase(state, "a", erased)
         for key in erased.tolist():

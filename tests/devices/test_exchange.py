@@ -38,7 +38,7 @@ def travel(way, dtype, is_replicated=False):
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
 
 
-def sent(rows, dtype):
+def send(rows, dtype):
     """Returns rows `[n, DIM]` after the wire; n is at most what all shards send in a round."""
     whole = np.zeros((NUM_SHARDS * NUM_SHARDS * CAPACITY, DIM), np.float32)
     whole[: len(rows)] = rows
@@ -60,7 +60,7 @@ def rows_of_all_sizes():
 def test_rounding_of_the_wire(dtype):
     """The error is at most one rounding, relative to the largest number of the row, whatever its size."""
     rows = rows_of_all_sizes()
-    error = np.abs(sent(rows, dtype).astype(np.float64) - rows)
+    error = np.abs(send(rows, dtype).astype(np.float64) - rows)
     assert (error <= ROUNDING[dtype] * np.abs(rows).max(axis=1, keepdims=True)).all()
 
 
@@ -70,20 +70,20 @@ def test_numbers_near_the_largest_keep_their_own_rounding(dtype):
     rng = np.random.default_rng(1)
     rows = rng.choice([-1, 1], (40, DIM)) * rng.uniform(0.125, 1.0, (40, DIM)) * 2.0 ** rng.integers(-100, 100, (40, 1))
     rows = rows.astype(np.float32)
-    np.testing.assert_array_less(np.abs(sent(rows, dtype) - rows), ROUNDING[dtype] * np.abs(rows) + 1e-45)
+    np.testing.assert_array_less(np.abs(send(rows, dtype) - rows), ROUNDING[dtype] * np.abs(rows) + 1e-45)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_powers_of_two_travel_unharmed(dtype):
     """Scales are powers of two, so numbers without a mantissa lose nothing, zeros included."""
     rows = (2.0 ** np.arange(-60, 60, 3)).astype(np.float32)[:, None] * np.array([1, -1, 0, 0.5, 0.25, 1], np.float32)
-    np.testing.assert_array_equal(sent(rows, dtype), rows)
+    np.testing.assert_array_equal(send(rows, dtype), rows)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_zeros_stay_zeros(dtype):
     """A row of zeros has no largest number to scale by, and stays zero."""
-    assert (sent(np.zeros((5, DIM), np.float32), dtype) == 0).all()
+    assert (send(np.zeros((5, DIM), np.float32), dtype) == 0).all()
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
@@ -92,7 +92,7 @@ def test_rows_that_are_not_finite_stay_so(dtype, value):
     """The owner sees that a gradient was infinite or NaN; other rows are unaffected."""
     rows = np.tile(np.array([1, 2, 4, 0.5, 0.25, -1], np.float32), (7, 1))
     rows[3, 2] = value
-    arrived = sent(rows, dtype)
+    arrived = send(rows, dtype)
     assert not np.isfinite(arrived[3, 2])
     others = np.arange(7) != 3
     np.testing.assert_array_equal(arrived[others], rows[others])
@@ -104,7 +104,7 @@ def test_tiny_rows(dtype):
     rows = np.array(
         [[1e-40, 0, -1e-45, 2e-39, 0, 1e-42], [LEAST_NORMAL, -LEAST_NORMAL, 0, 1e-40, 0, 2e-38]], np.float32
     )
-    error = np.abs(sent(rows, dtype).astype(np.float64) - rows)
+    error = np.abs(send(rows, dtype).astype(np.float64) - rows)
     assert (error <= LEAST_NORMAL + ROUNDING[dtype] * np.abs(rows)).all()
 
 
@@ -112,7 +112,7 @@ def test_tiny_rows(dtype):
 def test_huge_rows_stay_finite(dtype):
     """Scales cover the range of float32, except for the last rounding before infinity."""
     rows = np.array([[3e38, -3e38, 1.0, 0, 1e38, 2e38]], np.float32)
-    arrived = sent(rows, dtype).astype(np.float64)
+    arrived = send(rows, dtype).astype(np.float64)
     assert np.isfinite(arrived).all()
     assert (np.abs(arrived - rows) <= ROUNDING[dtype] * 3e38).all()
 
@@ -164,7 +164,7 @@ def collection():
 
 
 @functools.cache
-def planned(one_round):
+def jit_plan(one_round):
     """Returns a jitted plan, with the send capacities or without."""
     sizes = SEND_CAPACITIES if one_round else None
     return jax.jit(lambda features: collection().plan(features, send_capacity=sizes))
@@ -229,7 +229,7 @@ def parts_of(array):
 @given(raw=batches())
 def test_requests(raw):
     """Each distinct key is sent once, by owner and first occurrence, with its uses; each position knows its request."""
-    asked = planned(False)(collection().batch(raw).features).asked
+    asked = jit_plan(False)(collection().batch(raw).features).asked
     for store, one in enumerate(asked):
         one = one.listed
         for shard, (lines, inverse, starts) in enumerate(
@@ -249,7 +249,7 @@ def test_requests(raw):
 @given(raw=batches())
 def test_load_slots_and_what_owners_receive(raw, is_listed):
     """The plan's counts show whether the capacity suffices; requests that fit are sent and return to their slots."""
-    asked = planned(not is_listed)(collection().batch(raw).features).asked
+    asked = jit_plan(not is_listed)(collection().batch(raw).features).asked
     for store, one in enumerate(asked):
         capacity = one.send_capacity
         assert (one.listed is not None) == is_listed

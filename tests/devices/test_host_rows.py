@@ -16,7 +16,7 @@ ADAM = jaxsok.optim.adam(0.05)
 # Placement -----------------------------------------------------------------------------------------------------------
 
 
-def placed(memory, num_shards):
+def declare_placed(memory, num_shards):
     """Returns tables on one device each, and a sharded table; the first two share a store."""
     options = {"capacity": 24, "memory": memory}
     tables = [
@@ -30,7 +30,7 @@ def placed(memory, num_shards):
 
 @pytest.mark.parametrize(("num_shards", "device_rows"), [(4, 12), pytest.param(2, 0, marks=pytest.mark.slow)])
 def test_tables_on_one_device_of_several(num_shards, device_rows):
-    plain, tiered = placed(None, num_shards), placed(jaxsok.HostMemory(device_rows), num_shards)
+    plain, tiered = declare_placed(None, num_shards), declare_placed(jaxsok.HostMemory(device_rows), num_shards)
     (want, results), (got, others) = (trained(each, raw_batches(each, 6)) for each in (plain, tiered))
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)

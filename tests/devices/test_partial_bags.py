@@ -31,7 +31,7 @@ SMALL = 3  # a send capacity that takes many rounds
 # Agreement with one device
 
 
-def of_word(words, columns):
+def row_of_word(words, columns):
     """Computes rows in XLA from the low word of the key."""
     return (words[0] % jnp.uint32(7)).astype(jnp.float32) * 0.25 + columns.astype(jnp.float32)
 
@@ -51,7 +51,7 @@ TABLES = (
         dtype="bfloat16",
         rounding="nearest",
         row_gradient="mean",
-        initializer=jaxsok.initializers.function(of_word, "of_word"),
+        initializer=jaxsok.initializers.function(row_of_word, "of_word"),
     ),
     jaxsok.TableSpec(
         "lifted", 3, LIFTED, capacity=128, row_gradient="sqrt", admission=policies.AdmitByCount(2, unadmitted=0.25)
@@ -290,7 +290,7 @@ def arrivals(raw):
     return [[use for use in uses if owner_of(*use[1:]) == owner] for owner in range(NUM_SHARDS)]
 
 
-def crowded(seed, num_keys=60):
+def make_crowded_bags(seed, num_keys=60):
     """Makes bags of four keys with padding in between, too many for the tables."""
     rng = np.random.default_rng(seed)
     keys = [rng.integers(0, num_keys, (NUM_SAMPLES, 4)).astype(np.uint64) for _ in FULL_TABLES]
@@ -326,7 +326,7 @@ def initial_of(raw):
 def test_a_full_table_refuses_by_shard_and_first_occurrence(path):
     """The same keys get rows over any exchange; a refused key reads its initial row and counts in its bag."""
     one = full(send_capacity=SMALL) if path == "rounds" else full()
-    raw = crowded(0)
+    raw = make_crowded_bags(0)
     asked = one.batch(raw).features
     asked = one.plan(asked, send_capacity=[24]) if path == "plan" else asked
     embeddings, state, plan = programs.lookup(one)(one.init(seed=0), asked)
@@ -359,7 +359,7 @@ def test_a_full_table_refuses_by_shard_and_first_occurrence(path):
 @pytest.mark.parametrize("is_find", [False, True])
 def test_a_send_capacity_that_is_too_small(is_find):
     """Uses beyond it add nothing to their bags but count in the divisor and in Stats; the plan reports the load."""
-    one, raw, capacity, state = full(), crowded(1, num_keys=9), 4, full().init(seed=0)
+    one, raw, capacity, state = full(), make_crowded_bags(1, num_keys=9), 4, full().init(seed=0)
     whole = one.plan(one.batch(raw).features)
     if is_find:
         _, state, _ = programs.lookup(one)(state, whole)
@@ -551,7 +551,7 @@ def test_forms_side_by_side(forms):
 @pytest.mark.parametrize("embedding_dtype", ["float16", "float32"])
 def test_float16_rows_that_xla_computes(embedding_dtype):
     """Rows are read as float32 for sums sent in that dtype; absent keys read their own initial row, or zeros."""
-    initializer = jaxsok.initializers.function(of_word, "of_word")
+    initializer = jaxsok.initializers.function(row_of_word, "of_word")
     options = {"dtype": "float16", "embedding_dtype": embedding_dtype, "initializer": initializer}
     tables = tuple(dataclasses.replace(table, optimizer=SGD, **options) for table in LIGHT_TABLES)
     results = []

@@ -43,7 +43,7 @@ def even(step):
     }
 
 
-def skewed(step):
+def make_skewed(step):
     """Makes the same batch, but all keys of the sharded table belong to one shard."""
     return {**even(step), "user": programs.keys_of_owner(2, NUM_SAMPLES, "user", NUM_SHARDS, start=1000 * step)}
 
@@ -57,7 +57,7 @@ def single_step(one, state, asked):
 def test_results_are_those_of_lookups_without_plans(num_shards):
     """Embeddings, statistics and tables agree, with skew and without; only the rounds may differ."""
     one = collection(num_shards)
-    raws = [even(0), skewed(1), even(2), even(0)]
+    raws = [even(0), make_skewed(1), even(2), even(0)]
     states = [one.init(seed=3), one.init(seed=3)]
     for raw, (_, plan) in zip(raws, one.pipeline(raws), strict=True):
         states[0], got, stats = single_step(one, states[0], plan)
@@ -99,7 +99,7 @@ def test_capacities_suffice_and_are_few():
 
 def test_a_batch_more_skewed_than_the_one_before_is_planned_again():
     """The new plan is counted and has room; a return to even batches needs no new plan."""
-    raws = [even(0), skewed(1), even(2), even(3), even(4)]
+    raws = [even(0), make_skewed(1), even(2), even(3), even(4)]
     pipeline = collection().pipeline(raws)
     seen = []
     for _, plan in pipeline:
@@ -254,7 +254,7 @@ def test_growth_reserves_what_a_plan_has_counted():
 
 def test_capacities_in_use_are_kept_by_several_pipelines_apart():
     """Each pipeline chooses its own capacities, so an epoch of another kind does not inherit the last one's."""
-    first, second = collection().pipeline([skewed(0)]), collection().pipeline([even(0)])
+    first, second = collection().pipeline([make_skewed(0)]), collection().pipeline([even(0)])
     for pipeline in (first, second):
         assert len(list(pipeline)) == 1
     assert max(second.send_capacities[0]) < min(first.send_capacities[0])
@@ -265,7 +265,7 @@ def test_a_step_compiles_once_for_each_combination_of_capacities():
     one = collection()
     step = jax.jit(one.lookup, donate_argnums=0, compiler_options=programs.quickly())
     state, combinations = one.init(seed=0), set()
-    for _, plan in one.pipeline([even(0), even(1), skewed(2), even(3)]):
+    for _, plan in one.pipeline([even(0), even(1), make_skewed(2), even(3)]):
         combinations.add(tuple(asked and asked.send_capacity for asked in plan.asked))
         _, state, _ = step(state, plan)
     assert step._cache_size() == len(combinations)

@@ -14,7 +14,7 @@ import process_worker
 import programs
 import pytest
 from jax.experimental import multihost_utils
-from waiting import ended, free_port
+from waiting import free_port, wait_for_end
 
 import jaxsok
 from jaxsok import processes as processes_lib
@@ -52,7 +52,7 @@ def start(job, folder, num_processes, num_devices):
 
 def results_of(job, folder, num_processes, num_devices, timeout_s=180):
     """Returns the results that each process wrote."""
-    codes = ended(start(job, folder, num_processes, num_devices), folder, timeout_s=timeout_s)
+    codes = wait_for_end(start(job, folder, num_processes, num_devices), folder, timeout_s=timeout_s)
     assert codes == [0] * num_processes, [(folder / f"{n}.err").read_text()[-1500:] for n in range(num_processes)]
     return [dict(np.load(folder / f"{number}.npz")) for number in range(num_processes)]
 
@@ -63,7 +63,7 @@ def together(tmp_path_factory):
     jobs, folder = ("train", "operations", "evict"), tmp_path_factory.mktemp("together")
     for job in jobs:
         (folder / job).mkdir()
-    codes = ended(start(",".join(jobs), folder, 2, 2), folder, timeout_s=180)
+    codes = wait_for_end(start(",".join(jobs), folder, 2, 2), folder, timeout_s=180)
     assert codes == [0, 0], [(folder / f"{n}.err").read_text()[-1500:] for n in range(2)]
     return {job: [dict(np.load(folder / job / f"{number}.npz")) for number in range(2)] for job in jobs}
 
@@ -193,7 +193,7 @@ def test_eviction_in_several_processes(together):
     """Rows leave as in one process; each process receives those of its own shards, and replicated ones come once."""
     processes = together["evict"]
     collection = process_worker.evicting(programs.mesh(4))
-    state, gone, handed = process_worker.evicted(collection)
+    state, gone, handed = process_worker.evict_by_name(collection)
     assert all(handed.values())
     for table in collection.tables:
         want = programs.by_key(collection, state, table.name)

@@ -102,13 +102,13 @@ def all_kinds(rng, frozen: Frozen, num_bags=9) -> kernel_model.Batch:
     offsets = np.sort(rng.integers(0, num_ragged + 1, num_bags + 1))
     return kernel_model.Batch(
         kernel_model.single(draw(0, num_bags), 0),
-        kernel_model.fixed(draw(last, 3 * num_bags), last, SUM, 3),
-        kernel_model.ragged(draw(0, num_ragged), 0, MEAN, offsets),
+        kernel_model.make_fixed(draw(last, 3 * num_bags), last, SUM, 3),
+        kernel_model.make_ragged(draw(0, num_ragged), 0, MEAN, offsets),
         kernel_model.single(draw(0, 5), 0),
-        kernel_model.fixed(draw(last, 2 * num_bags), last, SQRTN, 2, weights_of(rng, 2 * num_bags)),
-        kernel_model.ragged(draw(last, num_ragged), last, MEAN, offsets, weights_of(rng, num_ragged)),
+        kernel_model.make_fixed(draw(last, 2 * num_bags), last, SQRTN, 2, weights_of(rng, 2 * num_bags)),
+        kernel_model.make_ragged(draw(last, num_ragged), last, MEAN, offsets, weights_of(rng, num_ragged)),
         kernel_model.single(draw(last, num_bags), last, unknown_zeros=True),
-        kernel_model.fixed(draw(0, 70), 0, SUM, 70, unknown_zeros=True),
+        kernel_model.make_fixed(draw(0, 70), 0, SUM, 70, unknown_zeros=True),
     )
 
 
@@ -182,7 +182,7 @@ def assert_as_model(given: list[tuple[Frozen, kernel_model.Batch]], counts, embe
 
 
 @pytest.fixture(scope="module")
-def mixed() -> list[tuple[Frozen, kernel_model.Batch]]:
+def mix_keys() -> list[tuple[Frozen, kernel_model.Batch]]:
     """Returns stores of all dtypes, twice each, of even and odd dims."""
     rng = np.random.default_rng(1)
     dims = {F32: (16, 7), BF16: (64, 5), F16: (1, 24), INT8: (128, 33), FP8: (20, 9)}
@@ -269,7 +269,7 @@ def test_all_codes(dtype, dim, back_end):
     codes = (np.arange(256)[:, None] + np.arange(dim)).astype(np.uint8).view(dtype)
     store = Frozen(model, codes, np.ones(256, F32), keys, np.zeros(256, np.int64))
     batch = kernel_model.Batch(
-        kernel_model.single(keys), kernel_model.fixed(keys, 0, SUM, 1), kernel_model.fixed(keys, 0, SUM, 2)
+        kernel_model.single(keys), kernel_model.make_fixed(keys, 0, SUM, 1), kernel_model.make_fixed(keys, 0, SUM, 2)
     )
     _, ((rows, sums, pairs),) = run([operands(store, batch)], back_end)
     want = codes.astype(F32)
@@ -288,7 +288,7 @@ def test_one_rounding(back_end):
     model.find_or_insert(keys, np.zeros(1, np.int64), np.ones(1, bool))
     numbers, scales = np.full((4, 4), 113, np.int8), np.full(4, 1 / 3, F32)
     weights = np.random.default_rng(0).standard_normal(50).astype(F32)
-    batch = kernel_model.Batch(kernel_model.fixed(keys.repeat(50), 0, SUM, 1, weights))
+    batch = kernel_model.Batch(kernel_model.make_fixed(keys.repeat(50), 0, SUM, 1, weights))
     _, ((got,),) = run([operands(Frozen(model, numbers, scales, keys, np.zeros(1)), batch)], back_end)
     value = F32(113) * scales[0]
     want = weights * value
@@ -307,7 +307,7 @@ def test_default_is_not_rounded(back_end):
         store.model.tables[0, 2:5] = kernel_model.CONSTANT, default.view(np.uint32), 0
         stores.append(store)
     missing = kernel_model.as_keys([77, 78, 79])
-    batch = kernel_model.Batch(kernel_model.single(missing), kernel_model.fixed(missing, 0, MEAN, 1))
+    batch = kernel_model.Batch(kernel_model.single(missing), kernel_model.make_fixed(missing, 0, MEAN, 1))
     counts, embeddings = run([operands(store, batch) for store in stores], back_end)
     for of_store in embeddings:
         for one in of_store:
@@ -336,9 +336,9 @@ def test_many_tiles(dtype, back_end):
     draw = functools.partial(some_keys, rng, store)
     batch = kernel_model.Batch(
         kernel_model.single(draw(0, 600), 0),
-        kernel_model.fixed(draw(1, 1030), 1, SUM, 2),
+        kernel_model.make_fixed(draw(1, 1030), 1, SUM, 2),
         kernel_model.single(draw(1, 1), 1),
-        kernel_model.ragged(draw(0, 900), 0, MEAN, np.sort(rng.integers(0, 901, 258))),
+        kernel_model.make_ragged(draw(0, 900), 0, MEAN, np.sort(rng.integers(0, 901, 258))),
         kernel_model.single(draw(1, 256), 1),
     )
     assert_as_model([(store, batch)], *run([operands(store, batch)], back_end))
@@ -354,14 +354,14 @@ def test_empty_features(dtype, has_tiles, back_end):
     draw, none = functools.partial(some_keys, rng, store), np.zeros(0, np.uint64)
     batch = kernel_model.Batch(
         kernel_model.single(none, 0),
-        kernel_model.ragged(draw(0, 700), 0, SUM, [0]),  # keys without any bag: padding
+        kernel_model.make_ragged(draw(0, 700), 0, SUM, [0]),  # keys without any bag: padding
         kernel_model.single(draw(1, 300), 1),
         kernel_model.single(none, 1),
-        kernel_model.ragged(draw(1, 20), 1, MEAN, [5] * 8),  # empty bags
-        kernel_model.fixed(none, 0, SUM, 3),
-        kernel_model.ragged(draw(0, 900), 0, SUM, [300, 310, 310, 600]),
+        kernel_model.make_ragged(draw(1, 20), 1, MEAN, [5] * 8),  # empty bags
+        kernel_model.make_fixed(none, 0, SUM, 3),
+        kernel_model.make_ragged(draw(0, 900), 0, SUM, [300, 310, 310, 600]),
         kernel_model.single(none, 0),
-        kernel_model.fixed(none, 1, SUM, 2),
+        kernel_model.make_fixed(none, 1, SUM, 2),
     )
     words = words_of(batch)
     if has_tiles:
@@ -379,21 +379,21 @@ def test_empty_batch(back_end):
     for features in (
         (),
         (kernel_model.single(none),),
-        (kernel_model.single(none, 1), kernel_model.ragged(none, 0, SUM, [0, 0, 0])),
+        (kernel_model.single(none, 1), kernel_model.make_ragged(none, 0, SUM, [0, 0, 0])),
     ):
         given = [(store, kernel_model.Batch(*features))]
         assert_as_model(given, *run([operands(*one) for one in given], back_end))
 
 
 @functools.cache
-def drawn_store(dtype) -> Frozen:
+def draw_store(dtype) -> Frozen:
     return frozen_store(np.random.default_rng(9), dtype, 6, num_tables=2)
 
 
 @functools.cache
-def drawn_call(back_end: str):
+def compile_call(back_end: str):
     """Returns one compilation for all examples: features, offsets and weights are operands."""
-    stores = [drawn_store(INT8), drawn_store(FP8)]
+    stores = [draw_store(INT8), draw_store(FP8)]
 
     @jax.jit
     def call(batches, seed):
@@ -413,7 +413,7 @@ def test_any_batch(back_end, data):
     """Any keys, offsets, weights, combiners and tables give the model's bits."""
     given, batches = [], []
     for dtype in (INT8, FP8):
-        store = drawn_store(dtype)
+        store = draw_store(dtype)
         key = st.sampled_from((*store.keys.tolist()[:12], 2**62 + 1, 2**62 + 2, PADDING_KEY))
 
         def draw(num, key=key):
@@ -424,13 +424,13 @@ def test_any_batch(back_end, data):
         weights = np.array(data.draw(st.lists(st.sampled_from((-1.5, 0.0, 0.3, 1.0)), min_size=12, max_size=12)), F32)
         batch = kernel_model.Batch(
             kernel_model.single(draw(6), data.draw(table)),
-            kernel_model.fixed(draw(12), data.draw(table), data.draw(combiner), 2, np.abs(weights)),
-            kernel_model.ragged(draw(12), data.draw(table), SUM, offsets, weights),
+            kernel_model.make_fixed(draw(12), data.draw(table), data.draw(combiner), 2, np.abs(weights)),
+            kernel_model.make_ragged(draw(12), data.draw(table), SUM, offsets, weights),
         )
         given.append((store, batch))
         parts = batch.operands()
         batches.append((parts["keys"], parts["offsets"], parts["weights"], words_of(batch)))
-    counts, embeddings = drawn_call(back_end)(batches)
+    counts, embeddings = compile_call(back_end)(batches)
     assert_as_model(given, np.asarray(counts), [[np.asarray(one) for one in of_store] for of_store in embeddings])
 
 
@@ -473,7 +473,7 @@ def test_symbolic_batch():
     served = jax.jit(jax.export.deserialize(exported.serialize()).call)
     for num, hotness in ((1, 1), (7, 3), (300, 2)):
         keys, bags = some_keys(rng, stores[0], 0, num), some_keys(rng, stores[1], 1, num * hotness)
-        batch = kernel_model.Batch(kernel_model.single(keys, 0), kernel_model.fixed(bags, 1, MEAN, hotness))
+        batch = kernel_model.Batch(kernel_model.single(keys, 0), kernel_model.make_fixed(bags, 1, MEAN, hotness))
         given = [(store, batch) for store in stores]
         words = kernel_model.words(bags).reshape(num, hotness, 2)
         counts, embeddings = served(*jax.device_put((kernel_model.words(keys), words, arrays)))

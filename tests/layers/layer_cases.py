@@ -57,7 +57,7 @@ def raw_batches(num_steps, seed=0, **options):
     return [raw_batch(rng, **options) for _ in range(num_steps)]
 
 
-def joined(embeddings):
+def join(embeddings):
     """Returns the input of the dense part: [num_samples, WIDTH]."""
     ads = embeddings["ads"]
     return jax.numpy.concatenate([embeddings["user"], embeddings["history"], ads.reshape(ads.shape[0], -1)], axis=-1)

@@ -38,7 +38,7 @@ def world_of_users(monkeypatch):
         yield
 
 
-def fenced(text):
+def blocks_of(text):
     """Yields each fenced block of a page: language, number of lines before it, text, and text since the last block."""
     blocks, end = [], 0
     for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
@@ -107,7 +107,7 @@ def test_examples_were_found():
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in (ROOT / page).read_text()])
 def test_code_of_pages(page):
     """The Python of a page runs block after block; a block of text directly after one is its output."""
-    blocks, names = fenced((ROOT / page).read_text()), {"__name__": "__main__"}
+    blocks, names = blocks_of((ROOT / page).read_text()), {"__name__": "__main__"}
     for i, (language, line, code, _) in enumerate(blocks):
         if language != "python":
             continue
@@ -535,7 +535,7 @@ def message_of(provoke, monkeypatch):
 
 def quoted_messages():
     """Returns each line of text in docs/errors.md."""
-    blocks = fenced((ROOT / "docs/errors.md").read_text())
+    blocks = blocks_of((ROOT / "docs/errors.md").read_text())
     return [line for language, _, text, _ in blocks if language == "text" for line in text.splitlines()]
 
 

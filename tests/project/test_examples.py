@@ -237,11 +237,11 @@ def test_the_checkpoint_stays_until_the_report(log, tmp_path, monkeypatch):
     config = dataclasses.replace(ROOMY, data=(log,), max_rows=1024, held_out_rows=256, checkpoint_dir=tmp_path / "run")
     config = dataclasses.replace(config, checkpoint_every=3)
 
-    def interrupted(*_):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(click_training, "evaluate", interrupted)
+        patched.setattr(click_training, "evaluate", interrupt)
         train_dlrm.train(config)
     result = train_dlrm.train(config)
     assert (result.num_restored, result.num_samples, result.is_interrupted) == (768, 768, False)

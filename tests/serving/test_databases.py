@@ -17,7 +17,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from redis_servers import Cluster, Server, running
-from serving_cases import PADDING, Trained, config_of, expected, model_of, rows_of, write
+from serving_cases import PADDING, Trained, config_of, expect, model_of, rows_of, write
 from waiting import wait_until
 
 from jaxsok import serving
@@ -570,7 +570,7 @@ def ask(session, content, version):
         answer = session.lookup(keys)
         assert answer.version == version
         for name in keys:
-            wanted = expected(content[name], keys[name], DEFAULTS[name], DIMS[name])
+            wanted = expect(content[name], keys[name], DEFAULTS[name], DIMS[name])
             np.testing.assert_array_equal(answer[name], wanted)
 
 
@@ -591,7 +591,7 @@ def test_sessions(folders, blocks, tier, tmp_path):
             assert f'model "{name}": ' in session.report()
         keys = np.array([[3, 999], [2, -1]])
         predicted = session.predict({"user": keys}, model="other")["user"]
-        np.testing.assert_array_equal(predicted, expected(CONTENT["user"], keys, -1.0, 4))
+        np.testing.assert_array_equal(predicted, expect(CONTENT["user"], keys, -1.0, 4))
     given["models"].pop()
     with serving.open(given, warm_up=False) as session:
         ask(session, CONTENT, 1)
@@ -645,7 +645,7 @@ def test_deltas(blocks, tmp_path):
         assert session.update(delta) == 2
         answer = session.lookup(keys)
         for name in keys:
-            wanted = expected(trained.content[name], keys[name], DEFAULTS[name], DIMS[name])
+            wanted = expect(trained.content[name], keys[name], DEFAULTS[name], DIMS[name])
             np.testing.assert_array_equal(answer[name], wanted)
         with pytest.raises(ServingError, match="applied already"):
             session.update(delta)

@@ -227,7 +227,7 @@ def test_predict(client, given):
     assert outputs == {"logits": wanted, "version": [[version]] * 2}
 
 
-def mixed(**changes):
+def mixed_inputs(**changes):
     """Returns inputs of the model "mixed": two samples, with weights, keys, booleans, small integers and bfloat16."""
     user = {"values": [5, 6, 7], "lengths": [2, 1], "weights": [0.5, 2, -1]}
     inputs = {"user": user, "pair": [[1, 2], [3, "4"]], "flag": [True, False], "count": [-128, 7], "half": [[0.5], [1]]}
@@ -239,7 +239,7 @@ MIXED = "/v1/models/mixed/predict"
 
 def test_inputs_of_all_kinds(client):
     wanted = [5 * 0.5 + 6 * 2 + 3 + 1 - 128 + 0.5, -7 + 7 + 0 + 7 + 1]
-    assert client.post(MIXED, content=mixed(), headers=JSON).json()["outputs"]["logits"] == wanted
+    assert client.post(MIXED, content=mixed_inputs(), headers=JSON).json()["outputs"]["logits"] == wanted
     tensors = {
         "user.values": np.array([5, 6, 7], "<i8"),
         "user.lengths": np.array([2, 1], "<i8"),
@@ -472,17 +472,17 @@ REFUSED = {
     "bags of floats": (
         PREDICT, JSON, b'{"inputs": {"user": [[1]], "dense": {"values": [1], "lengths": [1]}}}', *BAD, "object",
     ),
-    "no weights": (MIXED, JSON, mixed(user={"values": [1], "lengths": [1]}), *BAD, '"weights"'),
-    "rows of weighted ones": (MIXED, JSON, mixed(user=[[1], [2]]), *BAD, "no weights"),
-    "weights": (MIXED, JSON, mixed(user={"values": [1], "lengths": [1, 0], "weights": [[1]]}), *BAD, "[1, 1]"),
-    "a weight": (MIXED, JSON, mixed(user={"values": [1], "lengths": [1, 0], "weights": ["1"]}), *BAD, "numbers"),
-    "1 for true": (MIXED, JSON, mixed(flag=[1, False]), *BAD, "booleans are wanted"),
-    "true for 1": (MIXED, JSON, mixed(count=[1, True]), *BAD, "integers are wanted"),
-    "1.0 for 1": (MIXED, JSON, mixed(count=[1.0, 2]), *BAD, "integers are wanted"),
-    "9 bits": (MIXED, JSON, mixed(count=[1, 128]), *BAD, "does not fit int8"),
-    "65 bits of a count": (MIXED, JSON, mixed(count=[1, 2**64]), *BAD, "does not fit int8"),
-    "bfloat16": (MIXED, JSON, mixed(half=[[3.4e38], [3.4e38]]), *BAD, "does not fit bfloat16"),
-    "bags for keys": (MIXED, JSON, mixed(pair={"values": [1], "lengths": [1]}), *BAD, "the object"),
+    "no weights": (MIXED, JSON, mixed_inputs(user={"values": [1], "lengths": [1]}), *BAD, '"weights"'),
+    "rows of weighted ones": (MIXED, JSON, mixed_inputs(user=[[1], [2]]), *BAD, "no weights"),
+    "weights": (MIXED, JSON, mixed_inputs(user={"values": [1], "lengths": [1, 0], "weights": [[1]]}), *BAD, "[1, 1]"),
+    "a weight": (MIXED, JSON, mixed_inputs(user={"values": [1], "lengths": [1, 0], "weights": ["1"]}), *BAD, "numbers"),
+    "1 for true": (MIXED, JSON, mixed_inputs(flag=[1, False]), *BAD, "booleans are wanted"),
+    "true for 1": (MIXED, JSON, mixed_inputs(count=[1, True]), *BAD, "integers are wanted"),
+    "1.0 for 1": (MIXED, JSON, mixed_inputs(count=[1.0, 2]), *BAD, "integers are wanted"),
+    "9 bits": (MIXED, JSON, mixed_inputs(count=[1, 128]), *BAD, "does not fit int8"),
+    "65 bits of a count": (MIXED, JSON, mixed_inputs(count=[1, 2**64]), *BAD, "does not fit int8"),
+    "bfloat16": (MIXED, JSON, mixed_inputs(half=[[3.4e38], [3.4e38]]), *BAD, "does not fit bfloat16"),
+    "bags for keys": (MIXED, JSON, mixed_inputs(pair={"values": [1], "lengths": [1]}), *BAD, "the object"),
     "half of a ragged one": (
         PREDICT, TENSORS, pack({"user.values": U8, "dense": np.zeros([1, 2], "<f4")}), *BAD, "user.values",
     ),
@@ -978,14 +978,14 @@ async def ask_in_parallel(address, num_clients, num_requests, make, check):
     limits = httpx.Limits(max_connections=num_clients, max_keepalive_connections=num_clients)
     async with httpx.AsyncClient(base_url=address, limits=limits, timeout=30) as client:
 
-        async def one(number):
+        async def ask_often(number):
             rng = np.random.default_rng(number)
             for _ in range(num_requests):
                 path, body = make(rng)
                 found = await client.post(path, json=body)
                 check(body, found)
 
-        await asyncio.gather(*(one(number) for number in range(num_clients)))
+        await asyncio.gather(*(ask_often(number) for number in range(num_clients)))
 
 
 def make_request(rng):
@@ -1243,11 +1243,11 @@ def test_little_of_a_response_is_on_its_way(large, monkeypatch):
     """A connection never buffers more of a response than a client may take one timeout to read."""
     given, in_time, most = [0], server._in_time, 1 << 19
 
-    async def counted(send, message, options):
+    async def count_sent(send, message, options):
         given[0] += len(message.get("body", b""))
         await in_time(send, message, options)
 
-    monkeypatch.setattr(server, "_in_time", counted)
+    monkeypatch.setattr(server, "_in_time", count_sent)
     with cases.serving(cases.Session()) as found, deaf(found.address, large) as line:
         got = line.recv(1 << 16)
         start, _, body = got.partition(b"\r\n\r\n")
@@ -1337,11 +1337,11 @@ def test_bodies_that_take_too_long_to_read_or_write(monkeypatch):
     for name in ("read_tensors", "tensors_body"):
         work = getattr(wire, name)
 
-        def held(*arguments, name=name, work=work):
+        def hold_back(*arguments, name=name, work=work):
             assert name not in slow or hold.wait(20)
             return work(*arguments)
 
-        monkeypatch.setattr(wire, name, held)
+        monkeypatch.setattr(wire, name, hold_back)
     body = pack({"user": np.ones([4096], "<u8"), "item": np.ones([2048], "<u8")})  # Large enough for the threads.
     with cases.serving(cases.Session(), timeout_s=1.0) as found:
         with httpx.Client(base_url=found.address, timeout=20) as client:
@@ -1741,7 +1741,7 @@ def test_deltas_come_from_the_folder(tmp_path):
         _, state, plan = collection.lookup(state, collection.batch({"item": np.array(keys)}).features)
         return collection.update(state, plan, {"item": np.ones([len(keys), 4], np.float32)})[0]
 
-    def wanted(state):
+    def rows_of_user(state):
         records = collection.export_table(state, "item")
         return dict(zip(records["keys"].tolist(), records["rows"].tolist(), strict=True))
 
@@ -1751,7 +1751,7 @@ def test_deltas_come_from_the_folder(tmp_path):
         with httpx.Client(base_url=found.address, timeout=30) as client:
             version = 1
             for number in range(3):
-                rows = wanted(state)
+                rows = rows_of_user(state)
                 keys = [*range(5, 20), -2]
                 got = client.post(LOOKUP, json={"keys": {"item": keys}}).json()
                 assert got["version"] == version

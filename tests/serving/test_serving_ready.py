@@ -11,7 +11,7 @@ import weakref
 import jax
 import numpy as np
 import pytest
-from serving_cases import PLATFORMS, config_of, expected, model_of, records_of, rows_of, write
+from serving_cases import PLATFORMS, config_of, expect, model_of, records_of, rows_of, write
 from waiting import wait_until
 
 import jaxsok
@@ -110,7 +110,7 @@ def ask(session, contents, seed=0):
         versions.add(answer.version)
         content = contents[answer.version]
         for name, (table, mine) in keys.items():
-            np.testing.assert_array_equal(answer[name], expected(content[table], mine, 0.0, DIMS[table]))
+            np.testing.assert_array_equal(answer[name], expect(content[table], mine, 0.0, DIMS[table]))
 
     rng = np.random.default_rng(seed)
     for size in (7, 150):
@@ -120,7 +120,7 @@ def ask(session, contents, seed=0):
         given = request(num_samples, hotness, seed)
         answer = session.predict(given)
         check(answer, {"user": ("user", given["user"])})
-        bags = expected(contents[answer.version]["ad"], given["bag"].keys, 0.0, 3).sum(axis=1)
+        bags = expect(contents[answer.version]["ad"], given["bag"].keys, 0.0, 3).sum(axis=1)
         np.testing.assert_array_equal(answer["bag"], bags)
         assert set(answer["scale"].tolist()) == {contents[answer.version]["scale"]}
     return versions
@@ -192,7 +192,7 @@ def test_requests_for_some_tables_wait_for_no_compiler(tmp_path, tier):
                 again = session.lookup(keys)
                 assert COMPILATIONS.since(start) == 0
                 for name in names:
-                    np.testing.assert_array_equal(first[name], expected(content[name], keys[name], 0.0, DIMS[name]))
+                    np.testing.assert_array_equal(first[name], expect(content[name], keys[name], 0.0, DIMS[name]))
                     assert first[name].tobytes() == again[name].tobytes()
         if tier == "cache":
             assert {(size, 256) for size in (256, 1024, 2048)} <= served.reader.cache.stores.compiled.query_sizes
@@ -276,11 +276,11 @@ def test_an_update_ends_whatever_requests_bring_meanwhile(tmp_path, monkeypatch,
         made, are_held = other_sizes(served.reader.ready, monkeypatch), []
         compile_one = served.reader.ready._compile
 
-        def seen(where, program):
+        def note_program(where, program):
             are_held.append(served.versions._memory.lock.locked())
             compile_one(where, program)
 
-        monkeypatch.setattr(served.reader.ready, "_compile", seen)
+        monkeypatch.setattr(served.reader.ready, "_compile", note_program)
         folders_of(tmp_path / "1", content_of(1, 33))
         source = {name: tmp_path / "1" / name for name in DIMS}
         assert session.update(source, dense_file=dense[1], in_place=in_place) == 2
@@ -419,7 +419,7 @@ def test_requests_for_some_tables_take_no_memory_for_the_others(tmp_path, monkey
             answer = session.lookup(keys)
             for name in names:
                 wanted = rows_of(range(9), 4) if name == "item" else content[name]
-                np.testing.assert_array_equal(answer[name], expected(wanted, keys[name], 0.0, tables[name][1]))
+                np.testing.assert_array_equal(answer[name], expect(wanted, keys[name], 0.0, tables[name][1]))
             made = served.reader.ready._made[served.reader.place_of(served.versions.current)]
             return {program for program in made if len(program) < len(tables)}
 
