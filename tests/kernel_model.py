@@ -886,7 +886,7 @@ class Store:
         present = batch.keys != U64(PADDING_KEY)
         parts = [batch.part(f) for f in range(len(batch.features))]
         combined = [combine(f, values[part], present[part]) for f, part in zip(batch.features, parts, strict=True)]
-        return [nearest(one, self.embedding_dtype) for one in combined]
+        return [nearest(number, self.embedding_dtype) for number in combined]
 
     def note_lookup(self, batch: Batch, statistics: np.ndarray, clock: int) -> np.ndarray:
         """Returns the statistics after a lookup, occurrence by occurrence."""

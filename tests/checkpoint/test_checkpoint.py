@@ -288,7 +288,7 @@ def test_all_files_are_on_the_disk_before_they_get_their_names(tmp_path, monkeyp
     monkeypatch.setattr(os, "rename", rename)
     checkpoint.export_full(tmp_path / "full", collection, state)
     assert sorted(done[:2]) == ["store_0000.process_00000.bloom", "table_0000.process_00000.arrow"]
-    assert [re.sub("[0-9a-f]{16}", "<token>", one) for one in done[2:]] == [
+    assert [re.sub("[0-9a-f]{16}", "<token>", line) for line in done[2:]] == [
         "manifest.process_00000.json",
         "manifest.json.writing",
         "manifest.json.writing -> manifest.json",
@@ -342,10 +342,10 @@ def test_another_optimizer_is_refused_unless_it_is_meant(eight, saved):
         (optim.adamw(0.1, weight_decay=0.1), "matching", ("m", "v")),
         (optim.adam(0.2), "initial", ()),
     ):
-        one = other(optimizer)
-        got = content(one, restore(saved, one, optimizer_state=mode, **chosen))
+        target = other(optimizer)
+        got = content(target, restore(saved, target, optimizer_state=mode, **chosen))
         assert_same(got, want, names=["user.keys", "user.rows", "item.keys", "item.rows", "user.statistics"])
-        for piece in one.stores[0].state_specs:
+        for piece in target.stores[0].state_specs:
             name = f"user.state.{piece.name}"
             assert (got[name] == (want[name] if piece.name in kept else piece.initial_value)).all(), (name, mode)
 
@@ -806,7 +806,7 @@ def test_two_processes(tmp_path):
         other = collection_of(tables_of(capacity=30), num_devices)
         with ocp.CheckpointManager(tmp_path / "manager") as manager:
             state = manager.restore(5, args=ocp.args.Composite(tables=TablesRestore(other)))["tables"]
-        for one in (state, checkpoint.load([tmp_path / "full", tmp_path / "delta"], other)):
-            got = {name: cases.bits(values) for name, values in content(other, one).items()}
+        for restored in (state, checkpoint.load([tmp_path / "full", tmp_path / "delta"], other)):
+            got = {name: cases.bits(values) for name, values in content(other, restored).items()}
             assert_same(got, want)
-            assert int(one.step) == 5
+            assert int(restored.step) == 5

@@ -246,8 +246,8 @@ def read_all(folder):
         for _ in itertools.chain(source.records(name), source.waiting_keys(name)):
             pass
         store, entry = source.store_of(name)
-        for one in entry["globals"]:
-            manifest.array_from_json(one)
+        for item in entry["globals"]:
+            manifest.array_from_json(item)
         if source.manifest["bloom"] and sum(size for _, size in entry["bloom_segments"]):
             source.bloom(store, 0)
     inspection.inspect(folder)
@@ -256,9 +256,9 @@ def read_all(folder):
 def places_in(value, path=()):
     """Yields the paths of all values in JSON."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, one in items:
+    for name, item in items:
         yield (*path, name)
-        yield from places_in(one, (*path, name))
+        yield from places_in(item, (*path, name))
 
 
 BOMB = base64.b64encode(zlib.compress(bytes(1 << 28))).decode()  # 340 KiB of text, 256 MiB of zeros
@@ -738,7 +738,7 @@ def test_what_is_not_published_is_not_read(tmp_path):
     assert inspection.inspect(tmp_path).facts["folder"] == "full"
     npz.save(collection, state, tmp_path / "files", ["user"])
     shutil.copy(tmp_path / "files" / "user.npz", tmp_path / "files" / "item.npz.0badcafe.partial")
-    assert [one.name for one in inspection.inspect(tmp_path / "files").tables] == ["user"]
+    assert [table.name for table in inspection.inspect(tmp_path / "files").tables] == ["user"]
 
 
 def test_some_tables_for_serving(chain):

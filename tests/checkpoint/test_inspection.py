@@ -70,7 +70,7 @@ def check_norms(found, rows):
         exact = np.quantile(finite, share, method="inverted_cdf")
         assert value == pytest.approx(exact, rel=0.006, abs=0), share
     above = finite[finite > 0]
-    assert sum(one.num for one in found.bins) == above.size and len(found.bins) <= 16
+    assert sum(octave.num for octave in found.bins) == above.size and len(found.bins) <= 16
     for low, high, num in found.bins:
         # A norm on an edge may fall on either side.
         least = ((above >= low * (1 + 1e-9)) & (above < high * (1 - 1e-9))).sum()
@@ -87,7 +87,7 @@ def octaves(values):
 
 def non_empty(bins):
     """Returns the bins that are not empty."""
-    return {(one.low, one.high): one.num for one in bins if one.num}
+    return {(octave.low, octave.high): octave.num for octave in bins if octave.num}
 
 
 @given(
@@ -112,7 +112,7 @@ def test_a_report_is_what_numpy_says(seed, num_rows, places, most):
     for name, norms in found.states.items():
         check_norms(norms, records.state[name])
 
-    uses = [int(one) for one in records.frequency]
+    uses = [int(count) for count in records.frequency]
     assert found.uses.num_uses == sum(uses) and found.uses.num_unused == uses.count(0)
     assert non_empty(found.uses.bins) == octaves(uses)
     if sum(uses):
@@ -121,7 +121,7 @@ def test_a_report_is_what_numpy_says(seed, num_rows, places, most):
     else:
         assert math.isnan(found.uses.share_of_top)
 
-    steps = [int(one) for one in records.last_step]
+    steps = [int(step) for step in records.last_step]
     if steps:
         assert (found.ages.first_step, found.ages.last_step, found.ages.clock) == (min(steps), max(steps), max(steps))
         width = found.ages.resolution
@@ -185,7 +185,7 @@ def test_chunks_are_let_go():
 
     def chunks():
         for seed in range(20):
-            assert sum(one() is not None for one in seen) <= 1
+            assert sum(reference() is not None for reference in seen) <= 1
             chunk = draw_records(seed, 50)
             seen.append(weakref.ref(chunk))
             yield chunk
@@ -202,8 +202,8 @@ def test_text_and_json_tell_the_same():
     assert f"{found.num_negative:,} negative" in text
     assert f"{found.norms.num_nonfinite}" in text and f"{found.uses.share_of_top:.1%}" in text
     assert data["num_rows"] == 500 and data["norms"]["quantiles"]["0.5"] == found.norms.quantiles[0.5]
-    assert sum(one["num"] for one in data["uses"]["bins"]) == 500
-    longest = max(found.uses.bins, key=lambda one: one.num)
+    assert sum(octave["num"] for octave in data["uses"]["bins"]) == 500
+    longest = max(found.uses.bins, key=lambda octave: octave.num)
     bars = {line.split()[-2]: line.count("#") for line in text.splitlines() if line.endswith("#")}
     assert bars[f"{longest.num:,}"] == 40
 
@@ -248,7 +248,7 @@ def test_pictures_have_what_was_counted(tmp_path, monkeypatch):
         (found.norms.bins, found.states["m"].bins, found.states["v"].bins, found.uses.bins, found.ages.bins),
         strict=True,
     ):
-        assert [bar.get_height() for bar in axes.patches] == [one.num for one in bins]
+        assert [bar.get_height() for bar in axes.patches] == [octave.num for octave in bins]
     estimate = jaxsok.memory_estimate([jaxsok.TableSpec("user", 64, SGD, capacity=2**20)])
     inspection.draw_estimate(estimate, tmp_path / "b.png")
     (axes,) = figures[1].axes
@@ -297,11 +297,11 @@ def test_ticks_of_a_picture_do_not_overlap(tmp_path, name):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure = pictures._figure((3 * 3.4, 2.6))  # the size for a table with three panels
-    one = counts.Magnitudes()
-    one.add(RANGES[name])
+    magnitudes = counts.Magnitudes()
+    magnitudes.add(RANGES[name])
     all_axes = figure.subplots(1, 3)
     for axes in all_axes:
-        pictures._bars(axes, one.bins(), "black")
+        pictures._bars(axes, magnitudes.bins(), "black")
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     low, high = all_axes[0].get_xlim()

@@ -70,12 +70,12 @@ def split(records, sizes):
 def by_key(chunks):
     """Returns the values of each key as plain Python."""
     content = {}
-    for one in chunks:
-        for i, key in enumerate(one.keys.tolist()):
+    for chunk in chunks:
+        for i, key in enumerate(chunk.keys.tolist()):
             assert key not in content
-            state = {name: array[i].tolist() for name, array in one.state.items()}
-            kept = [None if array is None else int(array[i]) for array in (one.last_step, one.frequency)]
-            content[key] = (one.rows[i].tolist(), one.rows.dtype.name, state, *kept)
+            state = {name: array[i].tolist() for name, array in chunk.state.items()}
+            kept = [None if array is None else int(array[i]) for array in (chunk.last_step, chunk.frequency)]
+            content[key] = (chunk.rows[i].tolist(), chunk.rows.dtype.name, state, *kept)
     return content
 
 
@@ -149,10 +149,10 @@ def test_what_is_written_is_read(form, table):
     with folder() as path:
         assert write(path / "t", split(records, sizes)) == records.num_rows
         result = read(path / "t", chunk_rows=at_once)
-        assert [one.name for one in path.iterdir()] == ["t"]
+        assert [child.name for child in path.iterdir()] == ["t"]
         assert result.num_rows == records.num_rows and by_key(result) == by_key([records])
-        assert [key for one in result for key in one.keys] == list(records.keys)
-        assert all(0 <= one.num_rows <= (at_once or 12) for one in result)
+        assert [key for chunk in result for key in chunk.keys] == list(records.keys)
+        assert all(0 <= chunk.num_rows <= (at_once or 12) for chunk in result)
 
 
 @hypothesis.given(table=tables(least=1), hotness=st.booleans())
@@ -499,8 +499,8 @@ def test_npz_entries_that_cannot_be_are_refused(tmp_path, case):
     }
     with zipfile.ZipFile(tmp_path / "t.npz", "w") as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # two entries have one name
-        for one in ["row.npy", "row_dtype.npy", *NPZ[case]]:
-            file.writestr(*((one, whole[one]) if isinstance(one, str) else one))
+        for file_name in ["row.npy", "row_dtype.npy", *NPZ[case]]:
+            file.writestr(*((file_name, whole[file_name]) if isinstance(file_name, str) else file_name))
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"read_npz: .*t\.npz: "):
         npz.read_npz(tmp_path / "t.npz")
@@ -532,7 +532,7 @@ def test_headers_that_were_changed_are_refused(end, place, value):
     with folder() as path:
         _, paths = write_all(path)["sok"]
         read = functools.partial(sok.read_sok, path / "sok", "user:0", dim=2, optimizer="adam")
-        (changed,) = (one for one in paths if one.name == f"user_0-{end}")
+        (changed,) = (path for path in paths if path.name == f"user_0-{end}")
         content = bytearray(changed.read_bytes())
         hypothesis.assume(content[place] != value)
         # The reader cannot detect int64 for uint64, other punctuation in names, or a blank slot.
@@ -815,10 +815,10 @@ def writers(tmp_path_factory):
             stack.enter_context(subprocess.Popen([*command, number], env=environment, text=True, **pipes))
             for number in "12"
         ]
-        assert [one.stdout.readline() for one in both] == ["ready\n"] * 2
+        assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
         yield root, both
-        for one in both:
-            one.stdin.close()
+        for child in both:
+            child.stdin.close()
 
 
 def read_back(form, path):
@@ -850,20 +850,20 @@ def race(writers, form, rounds, overwrite):
     root, both = writers
     for number in range(rounds):
         path = root / f"{form}.{overwrite}.{number}"
-        for one in both:
-            one.stdin.write(f"{form} {path.name} {overwrite}\n")
-            one.stdin.flush()
-        lines = [one.stdout.readline() for one in both]
-        succeeded = {str(n) for n, one in enumerate(lines, 1) if one == "written\n"}
+        for process in both:
+            process.stdin.write(f"{form} {path.name} {overwrite}\n")
+            process.stdin.flush()
+        lines = [process.stdout.readline() for process in both]
+        succeeded = {str(n) for n, line in enumerate(lines, 1) if line == "written\n"}
         # The loser gets an error; only the winner's files are there.
         assert len(succeeded) == 1 or (overwrite and succeeded), lines
-        assert all(one == "written\n" or (one.startswith("FileExistsError") and str(path) in one) for one in lines), (
-            lines
-        )
+        assert all(
+            line == "written\n" or (line.startswith("FileExistsError") and str(path) in line) for line in lines
+        ), lines
         found = read_back(form, path)
         assert len(found) == 1 and found <= succeeded, (found, lines)
         below = [*root.iterdir(), *(path.iterdir() if path.is_dir() else [])]
-        assert not [one.name for one in below if one.suffix in (".writing", ".partial")]
+        assert not [child.name for child in below if child.suffix in (".writing", ".partial")]
 
 
 FORMS_RACED = ["export", "model", "hps", "sok", "npz", "arrow", "parquet"]
@@ -970,9 +970,9 @@ def test_memory_is_bounded_by_chunks(tmp_path):
         columns.read_arrow(tmp_path / "t.arrow", chunk_rows=1024),
     ):
         seen = 0
-        for one in result:
-            assert (one.rows == one.keys[:, None] // np.uint64(1024)).all()
-            seen += one.num_rows
+        for chunk in result:
+            assert (chunk.rows == chunk.keys[:, None] // np.uint64(1024)).all()
+            seen += chunk.num_rows
             assert pyarrow.total_allocated_bytes() < 16 * chunk_bytes  # tracemalloc does not see Arrow's memory
         assert seen == result.num_rows == 64 * 1024
     _, peak = tracemalloc.get_traced_memory()
@@ -1054,7 +1054,7 @@ def test_tables_through_files(tmp_path, shards):
         for table in ("user", "item"):
             assert content_of(target, loaded, table, has_state) == content_of(source, state, "user", has_state), module
         if not has_state:
-            assert {tuple(one[1]["m"]) for one in content_of(target, loaded, "user").values()} == {(0.0,) * 4}
+            assert {tuple(line[1]["m"]) for line in content_of(target, loaded, "user").values()} == {(0.0,) * 4}
 
 
 def test_rows_of_16_bits_through_files(tmp_path):
@@ -1094,7 +1094,7 @@ def test_rows_alone_and_state_that_does_not_fit(tmp_path):
         columns.load(other, other.init(), tmp_path)
     loaded = columns.load(other, other.init(), tmp_path, with_state=False)
     assert content_of(other, loaded, "user", False) == content_of(source, state, "user", False)
-    assert {tuple(one[1]["v"]) for one in content_of(other, loaded, "user").values()} == {(0.0,)}
+    assert {tuple(line[1]["v"]) for line in content_of(other, loaded, "user").values()} == {(0.0,)}
     with pytest.raises(ValueError, match="got rows of dim 4 in the file, wanted 8"):
         wide = jaxsok.Collection([jaxsok.TableSpec("user", 8, jaxsok.optim.sgd(0.1), capacity=8)], [])
         columns.load(wide, wide.init(), tmp_path, with_state=False)
@@ -1192,7 +1192,7 @@ def test_statistics_follow_their_key(tmp_path):
         save, load, _ = MODULES[module]
         save(collection, state, tmp_path)
         chunks = by_key(collection.export_chunks(load(collection, collection.init(), tmp_path), "user"))
-        assert {key: one[3:] for key, one in chunks.items()} == {7: (5, 2), 9: (8, 2), 4: (8, 2)}
+        assert {key: chunk[3:] for key, chunk in chunks.items()} == {7: (5, 2), 9: (8, 2), 4: (8, 2)}
 
 
 # Defaults of HPS for keys without a row ------------------------------------------------------------------------------

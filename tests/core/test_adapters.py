@@ -221,16 +221,16 @@ def test_every_form_on_a_mesh_and_through_the_pipeline(form):
 
 def test_a_sample_of_any_form_for_propose():
     """All forms lead to the same placements, since they have the same keys."""
-    one = declare()
+    collection = declare()
     keys, lengths = np.array([7, 8, 7, 9]), np.array([2, 0, 1, 1, 0, 0, 0, 0])
     forms = [in_form(form, keys, lengths, None) for form in ("shuffled", "polars")]
     proposals = [
-        jaxsok.propose(one.tables, one.features, num_shards=2, sample={"item": value})
+        jaxsok.propose(collection.tables, collection.features, num_shards=2, sample={"item": value})
         for value in (jaxsok.Bags(keys, lengths=lengths), *forms)
     ]
     assert str(proposals[0]) == str(proposals[1]) == str(proposals[2])
     with pytest.raises(TypeError, match='propose: sample: feature "item": keys: got an Arrow column of double'):
-        jaxsok.propose(one.tables, one.features, num_shards=2, sample={"item": pa.array([1.5])})
+        jaxsok.propose(collection.tables, collection.features, num_shards=2, sample={"item": pa.array([1.5])})
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -305,9 +305,11 @@ def test_bad_coordinates(name):
 
 def test_traced_coordinates_are_refused():
     """Sorting runs on the host; the message states what to pass inside a program."""
-    one = declare(key_dtype="int32")
+    collection = declare(key_dtype="int32")
     with pytest.raises(TypeError, match=r"got a Coo of traced arrays.*BCOO"):
-        jax.jit(lambda keys: programs.batch(one, item=jaxsok.Coo(np.array([0]), keys, shape=(1,))))(jnp.array([1]))
+        jax.jit(lambda keys: programs.batch(collection, item=jaxsok.Coo(np.array([0]), keys, shape=(1,))))(
+            jnp.array([1])
+        )
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -423,7 +425,7 @@ def test_lists_of_one_size_are_rectangles(kind):
         "narrow": lambda: pa.array(lists, pa.list_(pa.uint16(), 2)),
         "polars": lambda: pl.Series(lists, dtype=pl.Array(pl.Int64, 2)),
     }[kind]()
-    want = np.array([[-1 if key is None else key for key in one or [None, None]] for one in lists])
+    want = np.array([[-1 if key is None else key for key in keys or [None, None]] for keys in lists])
     assert_same_step(declare(), column, want)
     assert adapters.convert_features({"item": column}, declare().features)["item"].shape == (NUM_BAGS, 2)
 

@@ -304,8 +304,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         plans, expected_plans, num_unadmitted, expected = zip(*self.pending, strict=True)
         self.pending = []
         gradients = [
-            {name: np.full(array.shape, 0.25 * (1 + i), np.float32) for i, (name, array) in enumerate(one.items())}
-            for one in expected
+            {name: np.full(array.shape, 0.25 * (1 + i), np.float32) for i, (name, array) in enumerate(part.items())}
+            for part in expected
         ]
         self.state, stats = programs.update(COLLECTION)(self.state, list(plans), gradients)
         self.oracle.update(expected_plans, gradients)
@@ -316,7 +316,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             }, name
             positions = sum(feature.num_positions for feature in FEATURES if feature.table == name)
             assert sum(counts.values()) == len(plans) * positions
-            assert stats.to_dict()[name]["num_unadmitted"] == sum(one.get(name, 0) for one in num_unadmitted)
+            assert stats.to_dict()[name]["num_unadmitted"] == sum(counts.get(name, 0) for counts in num_unadmitted)
         stats.check()  # keys that are not admitted cause no error
         self.changed = True
 
@@ -409,7 +409,7 @@ def run_steps(collection, path):
         inputs = [plan for _, plan in collection.pipeline(raws)]
     else:
         inputs = [collection.batch(raw).features for raw in raws]
-        inputs = [programs.plan(collection)(one) for one in inputs] if path == "planned" else inputs
+        inputs = [programs.plan(collection)(batch) for batch in inputs] if path == "planned" else inputs
     for asked in inputs:
         state, embeddings, stats = programs.fed_step(collection)(collection.grow(state), asked, gradients)
         seen.append((jax.tree.map(np.asarray, embeddings), stats.to_dict()))
@@ -718,9 +718,9 @@ def test_declarations_of_delayed_admission():
             kind(most, delayed=True)
         with pytest.raises(TypeError, match="delayed: got 1, wanted True or False"):
             kind(3, delayed=1)
-    plain, delayed = (one_table(policies.AdmitByCount(2, delayed=one)) for one in (False, True))
+    plain, delayed = (one_table(policies.AdmitByCount(2, delayed=delayed)) for delayed in (False, True))
     assert plain.fingerprint == delayed.fingerprint and plain.stores != delayed.stores
-    assert [one.stores[0].sighting_floors().tolist() for one in (plain, delayed)] == [[2], [3]]
+    assert [collection.stores[0].sighting_floors().tolist() for collection in (plain, delayed)] == [[2], [3]]
 
 
 def test_waiting_keys_of_other_tables_are_refused():

@@ -105,7 +105,7 @@ def test_stores_that_grow_apart_and_together():
         state, _, stats = step(state, features)
         stats.check()
         step.wait()
-    assert [one for one in grown if any(one)] == [[True, False], [True, True]]
+    assert [flags for flags in grown if any(flags)] == [[True, False], [True, True]]
     assert (step.num_compiled, step.num_hits_ahead) == (1, 2)
 
 

@@ -146,7 +146,10 @@ def test_tables_of_a_store_share_a_cache():
     assert estimate.tables == names and estimate.device_rows == 4
     assert (estimate.num_keys, estimate.largest_batch, estimate.num_repeated) == (4, 4, 4)
     apart = [*tables_of(0.5, ("user",)), *tables_of(None, ("item",))]
-    assert [(one.tables, one.num_keys, one.device_rows) for one in cache_estimate(apart, features, sample)] == [
+    assert [
+        (estimate.tables, estimate.num_keys, estimate.device_rows)
+        for estimate in cache_estimate(apart, features, sample)
+    ] == [
         (("user",), 1, 512),
         (("item",), 3, None),
     ]

@@ -460,8 +460,8 @@ def test_repr_of_many_tables_and_features_is_short():
     tables = [jaxsok.TableSpec(f"table {i}", i + 1, jaxsok.optim.sgd(0.1), capacity=16) for i in range(30)]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(f"{i}", f"table {i}") for i in range(30)])
     batch = collection.batch({f"{i}": np.arange(2) for i in range(30)})
-    for one in (collection, collection.init(seed=0), batch, batch.features, jaxsok.plan.Plan(batch.features)):
-        assert "22 more" in repr(one) and len(repr(one)) < 700
+    for value in (collection, collection.init(seed=0), batch, batch.features, jaxsok.plan.Plan(batch.features)):
+        assert "22 more" in repr(value) and len(repr(value)) < 700
 
 
 def test_repr_reads_no_array():

@@ -422,7 +422,7 @@ def test_hand_over(monkeypatch, chunk_bytes):
         sizes.append(records.num_rows)
         for i, key in enumerate(records.keys.tolist()):
             assert key not in handed[name]
-            states = [records.state[one][i] for one in ("m", "v")]
+            states = [records.state[name][i] for name in ("m", "v")]
             handed[name][key] = (records.rows[i], states, (int(records.last_step[i]), int(records.frequency[i])))
 
     state, evicted = collection.evict(state, num_rows=30, hand_over=hand_over)
@@ -620,7 +620,7 @@ def test_under_jit_with_donation_nothing_moves():
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.stores)] == before
     assert sum(evicted.to_dict().values()) == 10
     handed = []
-    state, _ = collection.evict(state, num_rows=45, hand_over=lambda *one: handed.append(one))
+    state, _ = collection.evict(state, num_rows=45, hand_over=lambda *arguments: handed.append(arguments))
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.stores)] == before
     assert sum(records.num_rows for _, records in handed) == 5
 
@@ -653,7 +653,7 @@ def over_shards(num_shards, **spec):
         jaxsok.TableSpec("item", DIM, sgd, placement=jaxsok.on(num_shards - 1), **spec),
         jaxsok.TableSpec("ad", DIM, sgd, placement=jaxsok.REPLICATED, **spec),
     ]
-    return programs.over(num_shards, tables, [jaxsok.FeatureSpec(one.name, one.name) for one in tables])
+    return programs.over(num_shards, tables, [jaxsok.FeatureSpec(table.name, table.name) for table in tables])
 
 
 def by_shard(collection, state, name):
@@ -922,7 +922,7 @@ def test_a_batch_that_cannot_fit_gives_a_remedy(policy):
     in_use = 0 if policy.has_score else 16
     with pytest.warns(RuntimeWarning) as warned:
         state = collection.grow(state, batch)
-    (message,) = (str(one.message) for one in warned)
+    (message,) = (str(warning.message) for warning in warned)
     assert f"got {in_use} rows in use after eviction by {policy!r} and 20 new keys coming" in message
     assert "wanted at most 16 together (max_capacity)" in message and "a smaller max_keys" in message
     assert ("a policy with a score" in message) != policy.has_score

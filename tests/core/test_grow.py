@@ -128,12 +128,12 @@ def test_refused_keys_contribute_to_their_bags():
     keys = np.array([[1, 2], [2, -1]])
     features = programs.batch(collection, user=keys)
     embeddings, state, plan = collection.lookup(collection.init(seed=0), features)
-    one, two = programs.initial_rows("user", DIM, [1, 2])
-    np.testing.assert_allclose(embeddings["user"], [(one + two) / 2, two], rtol=0, atol=1e-8)  # numbers <= 0.05
+    first, two = programs.initial_rows("user", DIM, [1, 2])
+    np.testing.assert_allclose(embeddings["user"], [(first + two) / 2, two], rtol=0, atol=1e-8)  # numbers <= 0.05
     state, stats = collection.update(state, plan, {"user": jnp.ones((2, DIM))})
     rows = programs.rows_of(collection, state)
     assert list(rows) == [1]
-    np.testing.assert_allclose(rows[1], one - 0.5, rtol=0, atol=1e-7)
+    np.testing.assert_allclose(rows[1], first - 0.5, rtol=0, atol=1e-7)
     again, _, _ = collection.lookup(state, features)
     np.testing.assert_array_equal(again["user"][1], two)  # it was not updated
     assert programs.counts(stats)["num_refused"] == 2
@@ -488,7 +488,7 @@ def test_refused_keys_are_reported_while_steps_run():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             state = collection.grow(state, batch)
-        warned += [(number, str(one.message)) for one in caught]
+        warned += [(number, str(warning.message)) for warning in caught]
         state, _, stats = step(state, batch.features)
     ((number, message),) = warned
     assert number < 16 and 'table "full": got ' in message and "raise max_capacity" in message

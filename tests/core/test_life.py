@@ -566,8 +566,10 @@ class LifeMachine(RuleBasedStateMachine):
             self.state = self.collection.grow(
                 self.state, hand_over=lambda name, records: handed.append((name, records)), **self.options
             )
-        for one, capacity in zip(self.oracle.stores[1:], (None, self.collection.stores[2].max_capacity), strict=True):
-            assert capacity is None or self.capacity(one) == capacity
+        for model_store, capacity in zip(
+            self.oracle.stores[1:], (None, self.collection.stores[2].max_capacity), strict=True
+        ):
+            assert capacity is None or self.capacity(model_store) == capacity
         if growth.num_evictions == num_evictions:
             assert not handed
             if self.num_shards is None:
@@ -893,8 +895,8 @@ class LifeMachine(RuleBasedStateMachine):
             np.testing.assert_allclose(rows, want, err_msg=name, **TOLERANCE)
         assert tuple(states) == store.state_names
         for i, array in enumerate(states.values()):
-            for line, one in zip(lines, array, strict=True):
-                np.testing.assert_allclose(one, line.states[i].astype(np.float32), err_msg=name, **TOLERANCE)
+            for line, part in zip(lines, array, strict=True):
+                np.testing.assert_allclose(part, line.states[i].astype(np.float32), err_msg=name, **TOLERANCE)
         assert (last_steps is not None) == (frequencies is not None) == store.keeps_statistics
         if store.keeps_statistics:
             assert last_steps.tolist() == [line.last_step for line in lines]

@@ -78,8 +78,8 @@ def test_state_is_what_init_allocates(name):
         collection.memory_estimate(),
         collection.memory_estimate(state),
     ):
-        assert [dict(one.state) for one in estimate.stores] == [parts_of(store) for store in state.stores]
-        assert [one.capacity for one in estimate.stores] == [store.capacity for store in state.stores]
+        assert [dict(store.state) for store in estimate.stores] == [parts_of(store) for store in state.stores]
+        assert [store.capacity for store in estimate.stores] == [store.capacity for store in state.stores]
         assert estimate.state_bytes == estimate.total == nbytes(state)
 
 
@@ -104,14 +104,15 @@ def declared_over(num_shards, **exchange):
 @pytest.mark.parametrize("num_shards", [1, NUM_SHARDS])
 def test_state_on_a_mesh_is_what_each_device_allocates(num_shards):
     tables = [
-        dataclasses.replace(one, placement=on(0)) if one.name == "item" else one for one in declared_over(4).tables
+        dataclasses.replace(table, placement=on(0)) if table.name == "item" else table
+        for table in declared_over(4).tables
     ]
     collection = programs.over(num_shards, tables, [])
     state = collection.init(seed=0)
     estimate = memory_estimate(tables, num_shards=num_shards)
     assert estimate == collection.memory_estimate() == collection.memory_estimate(state)
     for device in collection.shards.mesh.devices.flat:
-        assert [dict(one.state) for one in estimate.stores] == [parts_of(store, device) for store in state.stores]
+        assert [dict(store.state) for store in estimate.stores] == [parts_of(store, device) for store in state.stores]
         assert estimate.state_bytes == nbytes(state, device)
 
 
@@ -119,7 +120,9 @@ def grown(collection, num_keys, num_steps, steps=1):
     """Returns a state after so many steps of only new keys, and a final `grow`."""
     state = collection.init(seed=0)
     for start in range(0, num_keys * num_steps, num_keys):
-        features = programs.batch(collection, **{one.name: np.arange(num_keys) + start for one in collection.features})
+        features = programs.batch(
+            collection, **{feature.name: np.arange(num_keys) + start for feature in collection.features}
+        )
         state = collection.grow(jax.block_until_ready(state), steps=steps)  # with known rows, not a bound
         _, state, _ = programs.lookup(collection)(state, features)
     return collection.grow(jax.block_until_ready(state), steps=steps)
@@ -134,21 +137,24 @@ def test_after_several_growths(steps, num_slabs):
     state = grown(collection, 10, 10, steps)
     assert [len(store.rows) for store in state.stores] == num_slabs
     estimate = collection.memory_estimate(state)
-    assert [dict(one.state) for one in estimate.stores] == [parts_of(store) for store in state.stores]
+    assert [dict(store.state) for store in estimate.stores] == [parts_of(store) for store in state.stores]
     assert estimate.state_bytes == nbytes(state)
     foreseen = memory_estimate(tables, features, num_rows=100, num_samples=10, steps=steps)
     assert foreseen.state_bytes == nbytes(state)
     capacities = [store.capacity for store in state.stores]
-    assert [one.reserve for one in foreseen.stores] == [min(10 * steps, capacities[0]) * 144, min(10 * steps, 150) * 64]
+    assert [store.reserve for store in foreseen.stores] == [
+        min(10 * steps, capacities[0]) * 144,
+        min(10 * steps, 150) * 64,
+    ]
     assert foreseen.bytes_per_key == nbytes(state) / 200
     # The index has two entries for each row of capacity.
-    assert [one.load for one in foreseen.stores] == [100 / (2 * capacity) for capacity in capacities]
+    assert [store.load for store in foreseen.stores] == [100 / (2 * capacity) for capacity in capacities]
 
 
 def test_growth_on_a_mesh():
     """The fullest shard decides when to grow, so the prediction is at least that."""
     tables = [table("user", 8, "adagrad", capacity=256), table("day", 4, capacity=64, placement=REPLICATED)]
-    features = [FeatureSpec(one.name, one.name) for one in tables]
+    features = [FeatureSpec(table.name, table.name) for table in tables]
     collection = programs.over(NUM_SHARDS, tables, features)
     state = grown(collection, 64, 8)
     for device in collection.shards.mesh.devices.flat:
@@ -170,13 +176,15 @@ def test_largest_capacities():
     assert rows["user"] // 3 == rows["item"]
 
     def total(more):
-        larger = [dataclasses.replace(one, capacity=rows[one.name] + more) for one in tables]
+        larger = [dataclasses.replace(table, capacity=rows[table.name] + more) for table in tables]
         return memory_estimate(larger, features, num_samples=512).total
 
     assert total(0) <= limit < total(2)
     # By hand: 256 + 4 + 16 + 32 bytes per row, from the memory left by the step and the tickets (258 of 8 bytes).
     assert sum(rows.values()) == pytest.approx((limit - estimate.step_bytes - 258 * 8) / 308, abs=4)
-    collection = jaxsok.Collection([dataclasses.replace(one, capacity=rows[one.name]) for one in tables], features)
+    collection = jaxsok.Collection(
+        [dataclasses.replace(table, capacity=rows[table.name]) for table in tables], features
+    )
     assert nbytes(collection.init(seed=0)) <= limit - estimate.step_bytes
     assert estimate.largest_capacities(1000) == {"user": 0, "item": 0}
 
@@ -191,7 +199,8 @@ def test_largest_capacities_end_at_max_capacity():
     assert rows["user"] == 5000 and rows["item"] // 1000 == rows["ad"]
     for more, fits in ((0, True), (2000, False)):
         larger = [
-            dataclasses.replace(one, capacity=min(rows[one.name] + more, one.max_capacity or 2**30)) for one in tables
+            dataclasses.replace(table, capacity=min(rows[table.name] + more, table.max_capacity or 2**30))
+            for table in tables
         ]
         assert (memory_estimate(larger).total <= 100 << 20) == fits
     assert "Rows that would fit: user 5,000 (its max_capacity), item " in str(estimate)
@@ -355,7 +364,7 @@ def features_over(collection, num_shards):
 def compiled_over(name, path, capacity=1 << 14, wire="float32"):
     """Returns the memory of one compiled program over several devices."""
     collection = declared_over(NUM_SHARDS, rows=wire, gradients=wire)
-    tables = [dataclasses.replace(one, capacity=capacity) for one in collection.tables]
+    tables = [dataclasses.replace(table, capacity=capacity) for table in collection.tables]
     collection = programs.over(NUM_SHARDS, tables, collection.features, rows=wire, gradients=wire)
     state, asked = collection.init(seed=0), features_over(collection, NUM_SHARDS)
     if path == "planned":

@@ -433,7 +433,9 @@ def test_one_device_and_four_give_the_same_bits(dtype, embedding_dtype, path):
         over = {} if num_devices == 1 else {"mesh": programs.mesh(num_devices), "axis": "data"}
         collection = one_key_each(list(tables(num_devices > 1)), **over)
         state, embeddings = collection.init(seed=3), []
-        given = {name: jnp.asarray(one, collection.stores[0].embedding_dtype) for name, one in gradients.items()}
+        given = {
+            name: jnp.asarray(gradient, collection.stores[0].embedding_dtype) for name, gradient in gradients.items()
+        }
         if path == "pipeline" and num_devices > 1:
 
             def step(state, plan, gradients, collection=collection):
@@ -453,8 +455,8 @@ def test_one_device_and_four_give_the_same_bits(dtype, embedding_dtype, path):
         rows = {name: programs.by_key(collection, state, name) for name in keys}
         results.append((jax.tree.map(np.asarray, embeddings), rows))
     assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
-    for one, four in zip(*map(jax.tree.leaves, results), strict=True):
-        assert_same_bits(four, one)
+    for single, four in zip(*map(jax.tree.leaves, results), strict=True):
+        assert_same_bits(four, single)
 
 
 def test_two_runs_give_the_same_bits():
@@ -569,8 +571,8 @@ def test_named_dtypes_on_the_wire(wire):
         programs.lookup(collection)(collection.init(), collection.batch(keys).features)[0]["user"]
         for collection in (here, there)
     ]
-    one, four = (np.asarray(value).astype(F32) for value in embeddings)
-    np.testing.assert_allclose(four, one, rtol=2.0**-4 if wire == "float8_e4m3fn" else 0)
+    single, four = (np.asarray(value).astype(F32) for value in embeddings)
+    np.testing.assert_allclose(four, single, rtol=2.0**-4 if wire == "float8_e4m3fn" else 0)
 
 
 def test_bytes_on_the_wire_by_the_planner():
@@ -612,7 +614,7 @@ def test_tables_share_a_store_if_their_dtypes_and_rounding_are_equal():
     """Rounding splits only tables of 16 bits; an embedding dtype equal to the rows' does not split."""
 
     def stores(*options):
-        tables = [jaxsok.TableSpec(str(i), 4, jaxsok.optim.sgd(0.1), **one) for i, one in enumerate(options)]
+        tables = [jaxsok.TableSpec(str(i), 4, jaxsok.optim.sgd(0.1), **case) for i, case in enumerate(options)]
         return len(jaxsok.Collection(tables, []).stores)
 
     assert stores({}, {"embedding_dtype": "float32"}, {"rounding": "nearest"}) == 1

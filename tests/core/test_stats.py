@@ -213,11 +213,11 @@ def test_the_stats_of_a_scan_are_taken_together():
     """Counts of its steps are added; other values are those of the last step."""
     stats, one_by_one = scan_steps(two_tables(capacity=16, eviction=jaxsok.policies.LeastRecentlyUsed()), USERS, ITEMS)
     assert stats.words.ndim == 2
-    of_steps = [one.to_dict() for one in one_by_one]
+    of_steps = [stats.to_dict() for stats in one_by_one]
     latest = {"num_rows", "num_evicted"}
     for table in ("user", "item"):
         wanted = {
-            name: of_steps[-1][table][name] if name in latest else sum(one[table][name] for one in of_steps)
+            name: of_steps[-1][table][name] if name in latest else sum(counts[table][name] for counts in of_steps)
             for name in of_steps[0][table]
         }
         assert stats.to_dict()[table] == wanted
@@ -245,8 +245,8 @@ def test_check_of_a_scan():
 
 def test_sums_over_a_scan_do_not_overflow():
     """The counts of a long scan may exceed an int32."""
-    _, one = step(two_tables(capacity=16), two_tables(capacity=16).init(seed=0), [5, 5], [5])
-    many = jax.tree.map(lambda words: jnp.full((3, *words.shape), 2**30, words.dtype), one)
+    _, stats = step(two_tables(capacity=16), two_tables(capacity=16).init(seed=0), [5, 5], [5])
+    many = jax.tree.map(lambda words: jnp.full((3, *words.shape), 2**30, words.dtype), stats)
     assert many.to_dict()["user"]["num_found"] == 3 * 2**30
-    none = jax.tree.map(lambda words: words[None][:0], one)
+    none = jax.tree.map(lambda words: words[None][:0], stats)
     assert set(none.to_dict()["user"].values()) == {0}

@@ -49,7 +49,7 @@ def expected_scalars(stats, state, counts, prefix="jaxsok", num_shards=1):
     stores = {"user": 0, "item": 0, "tag": 1}
     expected = {}
     for table, by_name in counts.items():
-        one = state.stores[stores[table]]
+        store = state.stores[stores[table]]
         num_copies = num_shards if stores[table] == 1 else 1
         rows = sum(counts[other]["num_rows"] for other in counts if stores[other] == stores[table])
         asked = sum(by_name[name] for name in ASKED)
@@ -58,8 +58,8 @@ def expected_scalars(stats, state, counts, prefix="jaxsok", num_shards=1):
             expected[f"{prefix}/{table}/{name}"] = np.asarray(getattr(stats, name))[stores[table]]
         if asked:
             expected[f"{prefix}/{table}/hit_rate"] = by_name["num_found"] / asked
-        expected[f"{prefix}/{table}/fill"] = rows / (sum(slab.shape[0] for slab in one.rows) / num_copies)
-        expected[f"{prefix}/{table}/load"] = rows / (4 * one.index.shape[0] / num_copies)
+        expected[f"{prefix}/{table}/fill"] = rows / (sum(slab.shape[0] for slab in store.rows) / num_copies)
+        expected[f"{prefix}/{table}/load"] = rows / (4 * store.index.shape[0] / num_copies)
     return expected
 
 
@@ -92,7 +92,7 @@ def test_a_window_tells_of_refused_keys():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             window.push(jax.block_until_ready(stats))
-        warned += [(step, str(one.message), one.filename) for one in caught]
+        warned += [(step, str(warning.message), warning.filename) for warning in caught]
     ((step, message, filename),) = warned
     assert step == 2 and filename == __file__ and 'got 4 keys of table "full" refused' in message
 
@@ -124,7 +124,7 @@ def test_counts_of_a_scan_have_its_axis():
     singles = [stats for _, stats in steps_of(three_tables(), 3)]
     stacked = jax.tree.map(lambda *words: jnp.stack(words), *singles)
     for name in ("num_inserted", "num_rows", "num_evicted", "longest_probe", "num_stale"):
-        np.testing.assert_array_equal(getattr(stacked, name), [np.asarray(getattr(one, name)) for one in singles])
+        np.testing.assert_array_equal(getattr(stacked, name), [np.asarray(getattr(stats, name)) for stats in singles])
 
 
 def test_counts_are_reported_by_name():
@@ -145,17 +145,17 @@ def test_traced_counts_are_refused():
 def make_stats(counts, evicted, *, stale=0, num_rows=(0, 0), rounds=0):
     """Returns Stats of two tables of one store."""
     *by_table, nonfinite = np.int32(counts)
-    one = np.int32([1])
+    single = np.int32([1])
     words = pack_words(
         counts=np.stack([*by_table, np.int32([0, 0])], axis=1),  # no key is unadmitted
         num_nonfinite=nonfinite,
         num_rows=np.int32(num_rows),
         num_evicted=np.uint32(evicted).view(np.int32),
-        num_unplaced=one,
+        num_unplaced=single,
         num_rounds=np.int32([rounds]),
         num_stale=np.int32([stale]),
         num_misused_plans=np.int32([0]),
-        longest_probe=one,
+        longest_probe=single,
     )
     return jaxsok.Stats(words, tables=("user", "item"), capacities=(64, 64), stores=(0, 0), entries=(128, 128))
 
@@ -217,7 +217,7 @@ def test_a_window_over_real_steps(num_shards):
         window.wait()
         kept.append(stats.to_dict())
         expected = {
-            table: {name: sum(one[table][name] for one in kept) for name in kept[0][table]} for table in kept[0]
+            table: {name: sum(stats[table][name] for stats in kept) for name in kept[0][table]} for table in kept[0]
         }
         for table in expected:
             expected[table]["num_rows"] = kept[-1][table]["num_rows"]

@@ -229,7 +229,7 @@ def test_tickets_inside_pmap():
 
     state = collection.stack(collection.init(seed=0))
     features = collection.stack(programs.batch(collection, user=USERS, ad=ADS))
-    gradients = {name: one.reshape(4, 4, -1) for name, one in GRADIENTS.items()}
+    gradients = {name: gradient.reshape(4, 4, -1) for name, gradient in GRADIENTS.items()}
     _, first, second = step(state, features, gradients)
     assert (np.asarray(first) == 0).all() and (np.asarray(second) == 1).all()
 
@@ -270,7 +270,9 @@ def test_tickets_are_issued_as_their_formula_says(num_digests, num_stores):
     for count in range(5):
         digests = rng.integers(0, WORD, num_digests, np.uint64).tolist()
         counters = [jnp.asarray(rng.integers(0, 2**32, len(COUNTERS), np.uint32)) for _ in range(num_stores)]
-        tickets, ticket = issue(tickets, jnp.asarray(lineage), counters, [jnp.asarray(words(one)) for one in digests])
+        tickets, ticket = issue(
+            tickets, jnp.asarray(lineage), counters, [jnp.asarray(words(digest)) for digest in digests]
+        )
         last += sum(digests)
         last = mix64(((last % WORD ^ numbers(lineage)[0] ^ layout) + 1) % WORD) | 1
         ring[count % 3] = last
@@ -303,7 +305,7 @@ def test_tickets_are_redeemed_in_order(num_plans):
     tickets, is_live, num_misused = kernels.tickets_redeem(
         jnp.asarray(words(5, 6, *is_open))[None],
         [jnp.asarray(line) for line in counters],
-        [jnp.concatenate([words(one), then[None]], axis=1) for one, then in zip(plans, at_lookup, strict=True)],
+        [jnp.concatenate([words(plan), then[None]], axis=1) for plan, then in zip(plans, at_lookup, strict=True)],
         uses,
     )
     left, want, misused = is_open.tolist(), [], 0

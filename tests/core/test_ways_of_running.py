@@ -176,8 +176,8 @@ def test_scan_over_steps():
     plain, scanned = declare(8), jaxsok.Collection(declare(8).tables, declare(8).features)
     features = [features_of(plain, seed, num_keys=400) for seed in range(num_steps)]
     state, step = plain.init(seed=0), donate(step_of(plain))
-    for one in features:
-        state, stats = step(plain.grow(state), one)
+    for feature in features:
+        state, stats = step(plain.grow(state), feature)
         stats.check()
 
     @donate
@@ -214,16 +214,16 @@ def test_state_in_references():
     collection = declare(8)
     features = [features_of(collection, seed, num_keys=60) for seed in range(4)]
     state, step = collection.init(seed=0, salt=0), donate(step_of(collection))
-    for one in features:
-        state, _ = step(collection.grow(state), one)
+    for feature in features:
+        state, _ = step(collection.grow(state), feature)
 
     refs = jax.tree.map(jax.new_ref, collection.init(seed=0, salt=0))
     ref_step = jax.jit(ref_step_of(collection), compiler_options=programs.quickly())
-    for one in features:
+    for feature in features:
         # Frozen references are arrays again, and the references are consumed.
         grown = collection.grow(jax.tree.map(jax.freeze, refs))
         refs = jax.tree.map(jax.new_ref, grown)
-        ref_step(refs, one)
+        ref_step(refs, feature)
     held = jax.tree.map(lambda ref: ref[...], refs)
     if jax.default_backend() == "cpu":
         assert_same(collection, state, held)
@@ -485,7 +485,7 @@ def test_a_copied_state_gives_a_warning(monkeypatch, name, warns):
         name, jax.jit(plain, compiler_options=programs.quickly())
     )
     state, caught = run_steps(collection, step, keep=name == "kept on purpose")
-    messages = [str(one.message) for one in caught]
+    messages = [str(warning.message) for warning in caught]
     assert len(messages) == warns, messages
     if warns:
         assert messages[0].startswith("grow: state: got a new copy of it after each of the last 3 steps")

@@ -138,8 +138,8 @@ def test_epochs_and_seeds_differ():
     for epoch in found.values():
         assert sorted(flat(epoch)) == list(range(200))
         assert all(batch == sorted(batch) for batch in epoch)
-    for one, other in itertools.combinations(found, 2):
-        assert found[one] != found[other], (one, other)
+    for first, other in itertools.combinations(found, 2):
+        assert found[first] != found[other], (first, other)
     assert {key: read(*key) for key in found} == found
 
 
@@ -162,7 +162,7 @@ def test_a_window_mixes_its_batches_alone(num_streams):
     order = [min(window) for window in windows]
     assert order != sorted(order), "blocks come in another order"
     of_epoch = [_blocks_of_first_window(epoch, num_streams) for epoch in range(3)]
-    assert all(len(one & other) < 10 for one, other in itertools.combinations(of_epoch, 2)), "in each epoch"
+    assert all(len(first & other) < 10 for first, other in itertools.combinations(of_epoch, 2)), "in each epoch"
 
 
 def test_shuffling_is_even():
@@ -308,9 +308,9 @@ def test_a_state_leads_to_the_next_batch(stops, threads):
 def test_going_on_with_other_processes():
     """The streams stay the same, so two processes continue where one stopped."""
     options = {"seed": 2, "num_streams": 4}
-    one = iterate(read_in_one_process(numbers(200, 9), 8, **options).repeat(2))
-    before = places(itertools.islice(one, 30))
-    state = one.get_state()
+    batches = iterate(read_in_one_process(numbers(200, 9), 8, **options).repeat(2))
+    before = places(itertools.islice(batches, 30))
+    state = batches.get_state()
     two = [iterate(Batches(numbers(200, 9), 8, **options, process_index=i, process_count=2).repeat(2)) for i in (0, 1)]
     for iterator in two:
         iterator.set_state(state)

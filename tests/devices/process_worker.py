@@ -49,7 +49,7 @@ def raw_batch(step, process=0, num_processes=1):
     keys = rng.integers(0, 60, int(lengths.sum()))
     user, ad = rng.integers(0, 1000, NUM_SAMPLES), rng.integers(-1, 40, NUM_SAMPLES)
     label = rng.normal(size=NUM_SAMPLES).astype(np.float32)
-    first, last = (NUM_SAMPLES * one // num_processes for one in (process, process + 1))
+    first, last = (NUM_SAMPLES * number // num_processes for number in (process, process + 1))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return {
         "user": user[first:last],
@@ -98,7 +98,7 @@ def operate(collection):
         for size in (700, 1, 90):
             keys = np.unique(rng.integers(0, 2**63, size, np.uint64))
             rows = rng.normal(size=(len(keys), DIM)).astype(np.float32)
-            names = [one.name for one in table.optimizer.state_specs(DIM)]
+            names = [state_spec.name for state_spec in table.optimizer.state_specs(DIM)]
             chunks.append(jaxsok.Records(keys, rows, {name: rows + 1 for name in names}))
         state = collection.import_table(state, table.name, chunks)
         asked = np.concatenate([chunks[0].keys[::9], rng.integers(0, 2**63, 9, np.uint64)])
@@ -107,7 +107,7 @@ def operate(collection):
         )
         rows, is_there = collection.rows_of(state, table.name, asked)
         also = collection.contains(state, table.name, asked)
-        read[table.name] = [np.asarray(one) for one in (inserted, refused, rows, is_there, also)]
+        read[table.name] = [np.asarray(array) for array in (inserted, refused, rows, is_there, also)]
     state, num_erased = collection.clear(state, "item")
     read["num_erased"] = [np.asarray(num_erased)]
     return state, read
@@ -129,7 +129,7 @@ def local_tables(collection, state):
     """Returns this process's records: {"<table>.<column>": array}, replicated tables from its first shard."""
     columns = {}
     for spec, store in zip(collection.stores, state.stores, strict=True):
-        names = [one.name for one in spec.state_specs]
+        names = [state_spec.name for state_spec in spec.state_specs]
         slabs = {"records": store.records, "rows": store.rows, **dict(zip(names, store.states, strict=True))}
         num_local = len(store.counters.addressable_shards)
         for place in range(1 if spec.is_replicated else num_local):
@@ -183,7 +183,7 @@ def do_job(job, number, num_processes, folder):
     if job == "operations":
         collection = jaxsok.Collection(TABLES, FEATURES, mesh=mesh, axis="data")
         state, read = operate(collection)
-        read = {f"read.{name}.{i}": one for name, values in read.items() for i, one in enumerate(values)}
+        read = {f"read.{name}.{i}": value for name, values in read.items() for i, value in enumerate(values)}
         parts = {**local_tables(collection, state), **export_tables(collection, state)}
         np.savez(folder / f"{number}.npz", **read, **parts)
         return
@@ -299,7 +299,7 @@ def errors_of_one(mesh, number, folder):
         found[name] = outcome_of(call)
 
     def rows_of(state):
-        return [np.asarray(collection.rows_of(state, one.name, np.arange(40))[0]).tobytes() for one in tables]
+        return [np.asarray(collection.rows_of(state, table.name, np.arange(40))[0]).tobytes() for table in tables]
 
     def full_disk(name="write_part", process=1):
         """Raises an error in one process."""
@@ -462,12 +462,12 @@ def host_memory(mesh, number, num_processes, folder):
             dataclasses.replace(table, memory=memory) for table in TABLES if table.placement != jaxsok.REPLICATED
         ]
         asking = [feature for feature in FEATURES if feature.table != "ad"]
-        one = jaxsok.Collection(in_memory, asking, mesh=mesh, axis="data")
-        trained, out = train(one, number, num_processes)
-        chunks = [list(one.export_chunks(trained, table.name)) for table in in_memory]
+        declared = jaxsok.Collection(in_memory, asking, mesh=mesh, axis="data")
+        trained, out = train(declared, number, num_processes)
+        chunks = [list(declared.export_chunks(trained, table.name)) for table in in_memory]
         arrays = jax.tree.leaves([[vars(part) for part in parts] for parts in chunks])
         results.append((out, [np.asarray(array).tobytes() for array in arrays]))
-        assert one.growth.num_grown and any(parts[0].num_rows for parts in chunks if parts)
+        assert declared.growth.num_grown and any(parts[0].num_rows for parts in chunks if parts)
     found["same bits"] = [str(results[0] == results[1])]
     np.savez(pathlib.Path(folder) / f"{number}.npz", **{name: np.array(words) for name, words in found.items()})
 

@@ -479,7 +479,7 @@ def rounds_of(requests, send_capacity):
         too_many = [hashes[send_capacity] for hashes in waiting if len(hashes) > send_capacity]
         if not too_many:
             return num_rounds
-        waiting = [[one for one in hashes if one >= min(too_many)] for hashes in waiting]
+        waiting = [[code for code in hashes if code >= min(too_many)] for hashes in waiting]
 
 
 @pytest.mark.parametrize("name", SKEWS)
@@ -706,15 +706,15 @@ class Ids:
 def test_row_ids_follow_source_shard_and_first_occurrence(path):
     """Refused keys and row ids do not depend on the path by which keys reach their owners."""
     options = ID_PATHS[path]
-    one = small_tables(options.get("send_capacity"))
-    state, most_rounds = one.init(seed=0), 0
+    declared = small_tables(options.get("send_capacity"))
+    state, most_rounds = declared.init(seed=0), 0
     model = [Ids(store.capacity // 4) for store in state.stores]
     for step in range(3):
         raw = crowd(step)
-        asked = one.batch(raw).features
+        asked = declared.batch(raw).features
         if "plan" in options:
-            asked = one.plan(asked, send_capacity=options["plan"])
-        embeddings, state, plan = programs.lookup(one)(state, asked)
+            asked = declared.plan(asked, send_capacity=options["plan"])
+        embeddings, state, plan = programs.lookup(declared)(state, asked)
         num_refused = 0
         for s, ids in enumerate(model):
             by_owner = arrivals_of(raw, s)
@@ -724,16 +724,16 @@ def test_row_ids_follow_source_shard_and_first_occurrence(path):
             )
         assert num_refused > 0 or step == 0
         for table, ids, store in zip(("user", "item", "ad"), (model[0], model[0], model[1]), (0, 0, 1), strict=True):
-            exported = one.export_table(state, table)
+            exported = declared.export_table(state, table)
             capacity = state.stores[store].capacity // 4
             got = dict(zip(exported["keys"].tolist(), (exported["row_ids"] % capacity).tolist(), strict=True))
             assert got == ids.of(table), (step, table)
         gradients = jax.tree.map(jnp.ones_like, embeddings)
-        state, stats = programs.update(one)(state, plan, gradients)
+        state, stats = programs.update(declared)(state, plan, gradients)
         most_rounds = max(most_rounds, np.asarray(stats.num_rounds).max())
         for table, ids in zip(("user", "item", "ad"), (model[0], model[0], model[1]), strict=True):
             gone = [key for key in list(ids.of(table)) if key % 3 == step]
-            state, num_erased = one.erase(state, table, np.array(gone, np.int64))
+            state, num_erased = declared.erase(state, table, np.array(gone, np.int64))
             assert int(num_erased) == len(gone) > 0
             ids.erase([(table, key) for key in gone])
     assert (most_rounds > 1) == ("rounds" in path)

@@ -366,6 +366,6 @@ def test_what_is_proposed_trains_as_one_device_does():
             stats.check()
         return state
 
-    one, many = jaxsok.Collection(tables, features), programs.over(8, proposal.tables, features)
+    single, many = jaxsok.Collection(tables, features), programs.over(8, proposal.tables, features)
     # Gradients are small integers, so their sums are exact in any order.
-    programs.assert_close_tables((one, many), (train(one), train(many)), rtol=1e-6, atol=1e-6)
+    programs.assert_close_tables((single, many), (train(single), train(many)), rtol=1e-6, atol=1e-6)

@@ -167,8 +167,8 @@ def test_operations_of_processes_are_those_of_one(together):
     """Records enter the shards that own them, whichever process has the records; reads agree everywhere."""
     results = together["operations"]
     tables, features = process_worker.TABLES, process_worker.FEATURES
-    one = jaxsok.Collection(tables, features, mesh=programs.mesh(process_worker.NUM_SHARDS), axis="data")
-    state, read = process_worker.operate(one)
+    declared = jaxsok.Collection(tables, features, mesh=programs.mesh(process_worker.NUM_SHARDS), axis="data")
+    state, read = process_worker.operate(declared)
     for name, values in read.items():
         for i, want in enumerate(values):
             for result in results:
@@ -176,7 +176,7 @@ def test_operations_of_processes_are_those_of_one(together):
     assert read["user"][3].sum() >= 78 and read["num_erased"][0] > 700
     for table in tables:
         names = [state.name for state in table.optimizer.state_specs(table.dim)]
-        got, want = union(results, table, ["keys", "rows", *names]), one.export_table(state, table.name)
+        got, want = union(results, table, ["keys", "rows", *names]), declared.export_table(state, table.name)
         assert set(got["keys"].tolist()) == set(want["keys"].tolist())
         order, ordered = np.argsort(got["keys"]), np.argsort(want["keys"])
         np.testing.assert_array_equal(got["rows"][order], want["rows"][ordered])
@@ -200,10 +200,10 @@ def test_eviction_in_several_processes(together):
         got = union(processes, table, ("keys", "rows"))
         for column, values in got.items():
             np.testing.assert_array_equal(values, want[column], err_msg=table.name)
-        parts = np.concatenate([one[f"handed.{table.name}"] for one in processes]).tolist()
+        parts = np.concatenate([process[f"handed.{table.name}"] for process in processes]).tolist()
         assert sorted(parts) == sorted(handed[table.name])
-    for one in processes:
-        np.testing.assert_array_equal(one["gone"], gone.num_evicted)
+    for worker in processes:
+        np.testing.assert_array_equal(worker["gone"], gone.num_evicted)
 
 
 def test_refusals_in_all_processes(tmp_path):

@@ -157,9 +157,9 @@ class Episode:
             asked = (plan for _, plan in self.collection.pipeline(raw for raw, _, _ in batches))
         else:
             asked = (self.collection.batch(raw).features for raw, _, _ in batches)
-        for one, (_, plain, gradients) in zip(asked, batches, strict=True):
+        for request, (_, plain, gradients) in zip(asked, batches, strict=True):
             self.state = self.collection.grow(self.state)
-            self.state, embeddings, stats = self.step(self.state, one, gradients)
+            self.state, embeddings, stats = self.step(self.state, request, gradients)
             want, plan = self.oracle.lookup(plain)
             self.oracle.update([plan], [gradients])
             self.waiting.append((embeddings, stats, want, plan.counts))

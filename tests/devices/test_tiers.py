@@ -409,7 +409,7 @@ def test_rounds_and_evictions_on_shards(num_shards):
     tiered = collection_of("small norm", 24, num_shards, send_capacity=2)
     (want, results), (got, others) = (run_loop(each, raw_batches(each, 8, num_keys=16)) for each in (plain, tiered))
     assert_same_results(results, others)
-    (want, gone), (got, gone_too) = (one.evict(state) for one, state in ((plain, want), (tiered, got)))
+    (want, gone), (got, gone_too) = (collection.evict(state) for collection, state in ((plain, want), (tiered, got)))
     assert gone.to_dict() == gone_too.to_dict() and 0 < gone.to_dict()["user"]
     assert_law(plain, want, tiered, got)
 
@@ -445,8 +445,8 @@ def test_files_of_tiered_tables_are_those_of_plain_ones(tmp_path, num_shards):
         checkpoint.export_full(folders[-1], collection, state)
     first, second = (sorted(folder.rglob("*.arrow")) for folder in folders)
     assert len(first) == len(second) == len(SPECS["stores"])
-    for one, other in zip(first, second, strict=True):
-        assert one.name == other.name and one.read_bytes() == other.read_bytes(), one.name
+    for leaf, other in zip(first, second, strict=True):
+        assert leaf.name == other.name and leaf.read_bytes() == other.read_bytes(), leaf.name
 
 
 def test_deltas(tmp_path):
@@ -474,7 +474,8 @@ def test_chunks(device_rows):
     before = jax.tree.map(np.asarray, got)
     for options in ({"chunk_rows": 7}, {"with_state": False}, {"since": 15, "chunk_rows": 10}):
         chunks, others = (
-            list(one.export_chunks(state, "user", **options)) for one, state in ((plain, want), (tiered, got))
+            list(collection.export_chunks(state, "user", **options))
+            for collection, state in ((plain, want), (tiered, got))
         )
         assert len(chunks) == len(others) >= 1
         for chunk, other in zip(chunks, others, strict=True):

@@ -144,15 +144,15 @@ def test_windows_of_the_same_devices_are_shared():
     """They belong to the process, and only grow."""
     shards = MeshShards(mesh_of_any(), ("data",))
     with on_any_platform():
-        one, other = (windows.windows_of(shards, "window") for _ in range(2))
-    assert one == other
-    one.reserve(1000)
+        first, other = (windows.windows_of(shards, "window") for _ in range(2))
+    assert first == other
+    first.reserve(1000)
     num_bytes = other.num_bytes
     assert num_bytes >= 1000
     other.reserve(10)
-    assert one.num_bytes == num_bytes
+    assert first.num_bytes == num_bytes
     other.reserve(num_bytes)
-    assert one.num_bytes >= 2 * num_bytes - 4096  # a larger window, and those of before
+    assert first.num_bytes >= 2 * num_bytes - 4096  # a larger window, and those of before
 
 
 def test_more_bytes_than_a_device_has():

@@ -120,7 +120,10 @@ def requests_equal_hashes() -> Script:
     hashes = [2**64 - 1, 0, 1, 2**52 - 1, 2**52, 2**63, *map(int, script.rng.integers(0, 2**63, 60))]
     keys = [as_keys([key_of_hash(h, line) for h in script.rng.permutation(as_keys(hashes)).tolist()]) for line in lines]
     assert np.array_equal(np.sort(partition_hashes(keys[1], np.resize(lines[1], (66, 16)))), np.sort(as_keys(hashes)))
-    padded = [np.r_[one[:30], np.full(7, PADDING_KEY, np.uint64), one[30:], one[:9]] for one in keys]
+    padded = [
+        np.r_[keys_of_call[:30], np.full(7, PADDING_KEY, np.uint64), keys_of_call[30:], keys_of_call[:9]]
+        for keys_of_call in keys
+    ]
     batch = Batch(single(padded[2], 2), single(padded[0], 0), make_fixed(padded[1], 1, SUM, 2))
     for num_shards in (1, 8):
         script.plan_requests(batch, num_shards)

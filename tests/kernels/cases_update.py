@@ -107,11 +107,11 @@ def update_neighbours() -> Script:
     script = Script(slabs=(40,), dim=8)
     script.fill(range(3))
     script.store.rows[:3] = 0
-    one = script.normal(1100, 8)
+    normal = script.normal(1100, 8)
     keys, gradients = np.full(4400, 2, np.uint64), script.normal(4400, 8)
     every_second, in_a_row = np.arange(1, 2201, 2), np.arange(3000, 4100)
-    keys[every_second], gradients[every_second] = 0, one
-    keys[in_a_row], gradients[in_a_row] = 1, one
+    keys[every_second], gradients[every_second] = 0, normal
+    keys[in_a_row], gradients[in_a_row] = 1, normal
     batch = Batch(single(keys))
     script.update(batch, script.store.find(keys, batch.tables), gradients=[gradients])
     assert (script.store.rows[0].view(np.uint32) == script.store.rows[1].view(np.uint32)).all()

@@ -330,7 +330,7 @@ class Script:
             passed = without_tables(batch)
         embeddings = _share(embeddings, num_sharing)
         statics = {**self._tables(store.refused if lines is None else lines), **_features(passed)}
-        statics |= {**self._embeddings(batch), "shapes": tuple(one.shape for one in embeddings)}
+        statics |= {**self._embeddings(batch), "shapes": tuple(rows.shape for rows in embeddings)}
         self._add("lookup_planned", inputs, statics, {"counts": counts, "embeddings": embeddings})
 
     def update(

@@ -348,10 +348,10 @@ def compile_for_h200(marks):
         topology = topologies.get_topology_desc(platform="cuda", target_config=compiled_cases.H200, topology=shape)
         return Mesh(np.array(topology.devices), ("data",), axis_types=(AxisType.Auto,))
 
-    one, eight = mesh_of(1), mesh_of(compiled_cases.NUM_SHARDS)
+    single, eight = mesh_of(1), mesh_of(compiled_cases.NUM_SHARDS)
 
     def on_one(leaf):
-        return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=NamedSharding(one, PartitionSpec()))
+        return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=NamedSharding(single, PartitionSpec()))
 
     def on_eight(leaf, spec=None):
         spec = leaf.sharding.spec if spec is None else spec

@@ -154,7 +154,7 @@ def run(stores: list[FrozenOperands], back_end: str = "cpu"):
         return lookup.lookup_frozen([dataclasses.replace(s, **a) for s, a in zip(stores, arrays, strict=True)], seed)
 
     counts, embeddings = call(*jax.device_put((arrays, SEED), device_of(back_end)))
-    return np.asarray(counts), [[np.asarray(one) for one in of_store] for of_store in embeddings]
+    return np.asarray(counts), [[np.asarray(array) for array in of_store] for of_store in embeddings]
 
 
 def assert_bits(got: np.ndarray, want: np.ndarray, what: str = "") -> None:
@@ -172,8 +172,8 @@ def assert_as_model(given: list[tuple[Frozen, kernel_model.Batch]], counts, embe
     for s, ((frozen, batch), got) in enumerate(zip(given, embeddings, strict=True)):
         want, of_store = frozen.model.lookup_find(batch)
         want_counts.append(of_store)
-        for f, (one, expected) in enumerate(zip(got, want, strict=True)):
-            assert_bits(one, expected, f"store {s}, {frozen.rows.dtype}[{frozen.model.dim}], feature {f}")
+        for f, (array, expected) in enumerate(zip(got, want, strict=True)):
+            assert_bits(array, expected, f"store {s}, {frozen.rows.dtype}[{frozen.model.dim}], feature {f}")
     np.testing.assert_array_equal(counts, np.concatenate(want_counts))
 
 
@@ -182,7 +182,7 @@ def assert_as_model(given: list[tuple[Frozen, kernel_model.Batch]], counts, embe
 
 
 @pytest.fixture(scope="module")
-def mix_keys() -> list[tuple[Frozen, kernel_model.Batch]]:
+def mixed() -> list[tuple[Frozen, kernel_model.Batch]]:
     """Returns stores of all dtypes, twice each, of even and odd dims."""
     rng = np.random.default_rng(1)
     dims = {F32: (16, 7), BF16: (64, 5), F16: (1, 24), INT8: (128, 33), FP8: (20, 9)}
@@ -193,7 +193,7 @@ def mix_keys() -> list[tuple[Frozen, kernel_model.Batch]]:
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_mixed(mixed, back_end):
     """Ten stores of five dtypes in one call give the model's bits, with missing keys, padding, weights and all bags."""
-    counts, embeddings = run([operands(*one) for one in mixed], back_end)
+    counts, embeddings = run([operands(*store) for store in mixed], back_end)
     assert_as_model(mixed, counts, embeddings)
     assert (counts[:, [kernel_model.FOUND, kernel_model.MISSING, kernel_model.PADDED]].sum(axis=0) > 0).all()
 
@@ -201,12 +201,12 @@ def test_mixed(mixed, back_end):
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_fused_is_unfused(mixed, back_end):
     """One call for all stores and one per store give the same bits."""
-    fused_counts, fused = run([operands(*one) for one in mixed], back_end)
-    apart = [run([operands(*one)], back_end) for one in mixed]
+    fused_counts, fused = run([operands(*store) for store in mixed], back_end)
+    apart = [run([operands(*store)], back_end) for store in mixed]
     np.testing.assert_array_equal(fused_counts, np.concatenate([counts for counts, _ in apart]))
     for got, (_, (want,)) in zip(fused, apart, strict=True):
-        for one, other in zip(got, want, strict=True):
-            assert_bits(one, other)
+        for array, other in zip(got, want, strict=True):
+            assert_bits(array, other)
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
@@ -220,7 +220,7 @@ def test_is_find_of_training(dtype, embedding_dtype, back_end):
     for dim in (12, 3):
         store = frozen_store(rng, dtype, dim)
         given.append((store, all_kinds(rng, store)))
-    stores = [operands(*one, embedding_dtype) for one in given]
+    stores = [operands(*store, embedding_dtype) for store in given]
     counts, embeddings = run(stores, back_end)
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -239,8 +239,8 @@ def test_is_find_of_training(dtype, embedding_dtype, back_end):
         arrays = {name: getattr(store, name) for name in ARRAYS}
         of_store, want = find(jax.device_put(arrays, device_of(back_end)), s)
         want_counts.append(of_store)
-        for got, one in zip(embeddings[s], want, strict=True):
-            assert_bits(got, np.asarray(one))
+        for got, array in zip(embeddings[s], want, strict=True):
+            assert_bits(got, np.asarray(array))
     np.testing.assert_array_equal(counts, np.concatenate(want_counts))
 
 
@@ -255,7 +255,7 @@ def test_dims(dims, back_end):
     rng = np.random.default_rng(3)
     stores = [frozen_store(rng, dtype, dim, num_keys=20) for dtype in (INT8, FP8) for dim in dims]
     given = [(store, all_kinds(rng, store, num_bags=4)) for store in stores]
-    assert_as_model(given, *run([operands(*one) for one in given], back_end))
+    assert_as_model(given, *run([operands(*store) for store in given], back_end))
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
@@ -310,8 +310,8 @@ def test_default_is_not_rounded(back_end):
     batch = kernel_model.Batch(kernel_model.single(missing), kernel_model.make_fixed(missing, 0, MEAN, 1))
     counts, embeddings = run([operands(store, batch) for store in stores], back_end)
     for of_store in embeddings:
-        for one in of_store:
-            assert_bits(one, np.full((3, 6), default))
+        for array in of_store:
+            assert_bits(array, np.full((3, 6), default))
     np.testing.assert_array_equal(counts[:, kernel_model.MISSING], [6, 6])
 
 
@@ -322,7 +322,7 @@ def test_hundred_tables(back_end):
     store, idle = frozen_store(rng, F32, 16, num_tables=100, num_keys=900), frozen_store(rng, INT8, 8)
     batch = kernel_model.Batch(*(kernel_model.single(some_keys(rng, store, t, 13), t) for t in range(100)))
     given = [(idle, kernel_model.Batch()), (store, batch)]
-    counts, embeddings = run([operands(*one) for one in given], back_end)
+    counts, embeddings = run([operands(*store) for store in given], back_end)
     assert_as_model(given, counts, embeddings)
     assert not counts[:2].any() and (counts[2:].sum(axis=1) == 13).all()
 
@@ -382,7 +382,7 @@ def test_empty_batch(back_end):
         (kernel_model.single(none, 1), kernel_model.make_ragged(none, 0, SUM, [0, 0, 0])),
     ):
         given = [(store, kernel_model.Batch(*features))]
-        assert_as_model(given, *run([operands(*one) for one in given], back_end))
+        assert_as_model(given, *run([operands(*store) for store in given], back_end))
 
 
 @functools.cache
@@ -399,9 +399,9 @@ def compile_call(back_end: str):
     def call(batches, seed):
         given = []
         for store, batch in zip(stores, batches, strict=True):
-            one = operands(store, kernel_model.Batch())
+            operand = operands(store, kernel_model.Batch())
             shapes = [(6, 6), (6, 6), (4, 6)]
-            given.append(dataclasses.replace(one, batch=batch, embedding_shapes=shapes, kinds=3))
+            given.append(dataclasses.replace(operand, batch=batch, embedding_shapes=shapes, kinds=3))
         return lookup.lookup_frozen(given, seed)
 
     return lambda batches: call(*jax.device_put((batches, SEED), device_of(back_end)))
@@ -431,7 +431,7 @@ def test_any_batch(back_end, data):
         parts = batch.operands()
         batches.append((parts["keys"], parts["offsets"], parts["weights"], words_of(batch)))
     counts, embeddings = compile_call(back_end)(batches)
-    assert_as_model(given, np.asarray(counts), [[np.asarray(one) for one in of_store] for of_store in embeddings])
+    assert_as_model(given, np.asarray(counts), [[np.asarray(array) for array in of_store] for of_store in embeddings])
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def test_symbolic_batch():
 
     def call(keys, bags, arrays):
         given = []
-        for store, one in zip(held, arrays, strict=True):
+        for store, array in zip(held, arrays, strict=True):
             b, h = bags.shape[:2]
             tiles = jax.core.max_dim((b + 255) // 256, 1)
             #       table combiner key_start num_keys bag_start num_bags hotness offsets weights tile_start
@@ -459,7 +459,7 @@ def test_symbolic_batch():
                 words,
             )
             shapes = [(b, 8), (b, 8)]
-            given.append(dataclasses.replace(store, **one, batch=batch, embedding_shapes=shapes, kinds=3))
+            given.append(dataclasses.replace(store, **array, batch=batch, embedding_shapes=shapes, kinds=3))
         return lookup.lookup_frozen(given, jnp.asarray(SEED))
 
     arrays = [{name: getattr(s, name) for name in ARRAYS if name != "batch"} for s in held]
@@ -477,7 +477,7 @@ def test_symbolic_batch():
         given = [(store, batch) for store in stores]
         words = kernel_model.words(bags).reshape(num, hotness, 2)
         counts, embeddings = served(*jax.device_put((kernel_model.words(keys), words, arrays)))
-        assert_as_model(given, np.asarray(counts), [[np.asarray(one) for one in s] for s in embeddings])
+        assert_as_model(given, np.asarray(counts), [[np.asarray(array) for array in s] for s in embeddings])
 
 
 # --------------------------------------------------------------------------------------------------------------

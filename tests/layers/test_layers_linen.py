@@ -390,7 +390,9 @@ def test_scan_over_steps():
         state, tables, wanted, _ = train(model)(state, tables, batch)
         np.testing.assert_allclose(loss, wanted, rtol=1e-6)
     for spec in collection.tables:
-        own, other = (collection.export_table(one["embed"]["state"], spec.name) for one in (scanned, tables))
+        own, other = (
+            collection.export_table(variables["embed"]["state"], spec.name) for variables in (scanned, tables)
+        )
         np.testing.assert_array_equal(own["keys"], other["keys"])
         np.testing.assert_allclose(own["rows"], other["rows"], rtol=1e-5)
 
@@ -406,7 +408,7 @@ class Twins(nn.Module):
     @nn.compact
     def __call__(self, features, others):
         embed = layers.Embeddings(self.collection, name="embed")
-        return sum(jnp.sum(cases.join(embed(one)) ** 2) for one in (features, others))
+        return sum(jnp.sum(cases.join(embed(batch_features)) ** 2) for batch_features in (features, others))
 
 
 class Pair(nn.Module):
@@ -443,7 +445,7 @@ def test_two_lookups_in_one_step():
     tables, stats = step_of_sum(model, tables, first, second)
     embeddings, state, plan = collection.lookup(collection.init(seed=0), first)
     others, state, other_plan = collection.lookup(state, second)
-    gradients = [jax.tree.map(lambda e: 2 * e, one) for one in (embeddings, others)]
+    gradients = [jax.tree.map(lambda e: 2 * e, values) for values in (embeddings, others)]
     state, counts = collection.update(state, [plan, other_plan], gradients)
     cases.assert_equal(tables["embed"]["state"], state)
     assert stats["embed"].to_dict() == counts.to_dict() and int(state.step) == 1

@@ -321,7 +321,7 @@ def test_clipped_as_dense_optax_clips(mode, num_batches):
         unclipped = optax.tree.norm(grads)
         grads, norm = layers.clip_by_global_norm(model, grads if num_batches > 1 else grads[0], 0.5)
         several = grads if num_batches > 1 else [grads]
-        summed = jax.tree.map(lambda *leaves: sum(leaves), *[nnx.state(one, nnx.Param) for one in several])
+        summed = jax.tree.map(lambda *leaves: sum(leaves), *[nnx.state(grads, nnx.Param) for grads in several])
         optimizer.update(model, summed)
         model.embed.update(grads)
         return norm, unclipped
@@ -350,8 +350,8 @@ def test_two_layers_are_clipped_together(mode):
         of_layers.append(float(collection.gradient_norm(state, plan, taps)))
     clipped, norm = layers.clip_by_global_norm(model, grads, 0.5)
     np.testing.assert_allclose(norm, np.hypot(*of_layers), rtol=1e-6)
-    for one, two in zip(jax.tree.leaves(clipped), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(one, two * (0.5 / norm), rtol=1e-6)
+    for leaf, two in zip(jax.tree.leaves(clipped), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(leaf, two * (0.5 / norm), rtol=1e-6)
 
 
 def test_clipping_refuses_what_does_not_fit(mode):
@@ -475,7 +475,7 @@ def test_checkpoints(mode, tmp_path):
         nnx.update(other, checkpointer.restore(tmp_path / "tables", nnx.state(other, layers.TableVariable)))
         whole, _ = declare(collection)
         nnx.update(whole, checkpointer.restore(tmp_path / "model", nnx.state(whole)))
-    losses = [float(train(one, optimizer, batches[2])[0]) for one in (model, other, whole)]
+    losses = [float(train(ranker, optimizer, batches[2])[0]) for ranker in (model, other, whole)]
     assert losses == losses[:1] * 3
     cases.assert_equal(state_of(other), state_of(model))
     cases.assert_equal(state_of(whole), state_of(model))
@@ -573,8 +573,8 @@ def test_two_layers_and_a_shared_part_find_their_program(by_doubling):
             self.out = self.again = nnx.Linear(cases.WIDTH, 1, rngs=rngs)
 
         def __call__(self, batch):
-            one, two = (cases.join(layer(batch.features)) for layer in (self.one, self.two))
-            return (self.out(one) + self.again(two))[:, 0]
+            first, two = (cases.join(layer(batch.features)) for layer in (self.one, self.two))
+            return (self.out(first) + self.again(two))[:, 0]
 
     @nnx.jit
     def step(model, batch):
@@ -627,7 +627,7 @@ def test_scans_over_steps(mode):
     np.testing.assert_allclose(losses, wanted, rtol=1e-6)
     for model, _ in (scanned, again):
         for spec in collection.tables:
-            own, other = (collection.export_table(state_of(one), spec.name) for one in (model, looped[0]))
+            own, other = (collection.export_table(state_of(ranker), spec.name) for ranker in (model, looped[0]))
             np.testing.assert_array_equal(own["keys"], other["keys"])
             np.testing.assert_allclose(own["rows"], other["rows"], rtol=1e-5)
 
@@ -643,7 +643,7 @@ class Twins(nnx.Module):
         self.out = nnx.Linear(2 * cases.WIDTH, 1, rngs=rngs)
 
     def __call__(self, features, others):
-        joined = [cases.join(self.embed(one)) for one in (features, others)]
+        joined = [cases.join(self.embed(batch_features)) for batch_features in (features, others)]
         return self.out(jnp.concatenate(joined, axis=-1))[:, 0]
 
 

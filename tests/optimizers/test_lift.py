@@ -531,8 +531,8 @@ def check_against_dense(tx, optimizer, keys, gradients, tolerance):
     num_steps, num_uses, dim = gradients.shape
     collection = programs.one_table(dim=dim, optimizer=optimizer)
     state, step = collection.init(seed=0), step_of(collection)
-    for one, gradient in zip(keys, gradients, strict=True):
-        padded = np.where(one < NUM_KEYS, one, -1)
+    for keys_of_step, gradient in zip(keys, gradients, strict=True):
+        padded = np.where(keys_of_step < NUM_KEYS, keys_of_step, -1)
         state, stats = step(state, programs.batch(collection, user=padded), gradient)
     stats.check()
     table = programs.initial_rows("user", dim, np.arange(NUM_KEYS))
@@ -601,8 +601,8 @@ def test_rowwise_variant_through_the_kernel(make):
     tx, (keys, gradients) = make(), uses(10, 8, DIM, 2)
     collection = programs.one_table(dim=DIM, optimizer=lift(tx, rowwise=True))
     state, step = collection.init(seed=0), step_of(collection)
-    for one, gradient in zip(keys, gradients, strict=True):
-        padded = np.where(one < NUM_KEYS, one, -1)
+    for keys_of_step, gradient in zip(keys, gradients, strict=True):
+        padded = np.where(keys_of_step < NUM_KEYS, keys_of_step, -1)
         state, _ = step(state, programs.batch(collection, user=padded), gradient)
     table = programs.initial_rows("user", DIM, np.arange(NUM_KEYS))
     dense, touched = dense_batches(keys, gradients)
@@ -632,16 +632,16 @@ def test_any_history(name, data):
     seed = data.draw(st.integers(0, 2**16))
     gradients = np.random.default_rng(seed).normal(size=(num_steps, num_uses, 2)).astype(np.float32)
     state = collection.init(seed=0)
-    for one, gradient in zip(keys, gradients, strict=True):
-        features = programs.batch(collection, user=np.where(one < NUM_KEYS, one, -1))
+    for keys_of_step, gradient in zip(keys, gradients, strict=True):
+        features = programs.batch(collection, user=np.where(keys_of_step < NUM_KEYS, keys_of_step, -1))
         state, _ = step(state, features, gradient)
     table = programs.initial_rows("user", 2, np.arange(NUM_KEYS))
     args = dense_batches(keys, gradients)
     want = np.asarray(dense(table, *args))[-1]
     got = programs.rows_of(collection, state)
     assert sorted(got) == np.flatnonzero(args[1].any(axis=0)).tolist()
-    for one, row in got.items():
-        np.testing.assert_allclose(row, want[one], **TOLERANCE)
+    for keys_of_step, row in got.items():
+        np.testing.assert_allclose(row, want[keys_of_step], **TOLERANCE)
 
 
 def test_erased_rows_begin_anew():
@@ -681,8 +681,8 @@ def test_lifted_adam_is_the_fused_one():
     for optimizer in (jaxsok.optim.adam(RATE), lift(optax.adam(RATE))):
         collection = programs.one_table(dim=DIM, optimizer=optimizer)
         state, step = collection.init(seed=0), step_of(collection)
-        for one, gradient in zip(keys, gradients, strict=True):
-            state, _ = step(state, programs.batch(collection, user=one), gradient)
+        for keys_of_step, gradient in zip(keys, gradients, strict=True):
+            state, _ = step(state, programs.batch(collection, user=keys_of_step), gradient)
         rows.append(programs.rows_of(collection, state))
     assert rows[0].keys() == rows[1].keys()
     for key, row in rows[0].items():
@@ -710,8 +710,8 @@ def test_on_a_mesh(num_devices):
     rows = []
     for collection in (jaxsok.Collection(table, feature), programs.over(num_devices, table, feature)):
         state, step = collection.init(seed=0), step_of(collection)
-        for one, gradient in zip(keys, gradients, strict=True):
-            state, _ = step(state, programs.batch(collection, user=one), gradient)
+        for keys_of_step, gradient in zip(keys, gradients, strict=True):
+            state, _ = step(state, programs.batch(collection, user=keys_of_step), gradient)
         rows.append(programs.by_key(collection, state, "user"))
     for column in rows[0]:
         np.testing.assert_allclose(rows[1][column], rows[0][column], rtol=1e-5, atol=1e-6, err_msg=column)

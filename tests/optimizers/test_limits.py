@@ -146,8 +146,8 @@ def test_every_optimizer_takes_limits(make):
         bounded = np.asarray(want.row, np.float64) * min(1.0, 0.5 / max(norm(want.row), 1e-30))
         # About ten roundings in float32 of numbers up to 10.
         np.testing.assert_allclose(got.row, bounded, rtol=1e-5, atol=1e-6)
-        for one, other in zip(got.states, want.states, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        for state, other in zip(got.states, want.states, strict=True):
+            np.testing.assert_allclose(state, other, rtol=1e-5, atol=1e-6)
         row, states = got.row, got.states
 
 
@@ -214,8 +214,8 @@ def test_refused_kinds():
 
 def test_tables_share_a_store_if_their_limits_are_equal():
     """Limits are part of the optimizer; they change no state."""
-    one, same, other = (optim.adam(0.1, limits=optim.Limits(clip_value=bound)) for bound in (1.0, 1.0, 2.0))
-    tables = [jaxsok.TableSpec(name, DIM, adam) for name, adam in zip("abc", (one, same, other), strict=True)]
+    optimizer, same, other = (optim.adam(0.1, limits=optim.Limits(clip_value=bound)) for bound in (1.0, 1.0, 2.0))
+    tables = [jaxsok.TableSpec(name, DIM, adam) for name, adam in zip("abc", (optimizer, same, other), strict=True)]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(name, table=name) for name in "abc"])
     assert [[table.name for table in store.tables] for store in collection.stores] == [["a", "b"], ["c"]]
     assert optim.adam(0.1, limits=optim.Limits()) == optim.adam(0.1)

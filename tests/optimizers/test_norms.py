@@ -256,14 +256,14 @@ def test_forms_are_kept():
     """The forms are a mapping for one plan, a list for several, any tree of dense gradients, or none."""
     collection, state, plan = one_lookup()
     gradients = {"user": jnp.ones((3, 4))}
-    one, dense, norm = collection.clip_by_global_norm(state, plan, gradients, 1.0)
-    assert isinstance(one, dict) and dense is None
+    clipped, dense, norm = collection.clip_by_global_norm(state, plan, gradients, 1.0)
+    assert isinstance(clipped, dict) and dense is None
     _, later, again = collection.lookup(state, plan.features)
     several, dense, norm_of_two = collection.clip_by_global_norm(later, [plan, again], [gradients, gradients], 1.0, ())
     assert isinstance(several, list) and dense == ()
     np.testing.assert_allclose(norm_of_two, 2 * norm, rtol=1e-6)
     scalar = jax.jit(lambda limit: collection.clip_by_global_norm(state, plan, gradients, limit)[0])
-    np.testing.assert_allclose(scalar(1.0)["user"], one["user"], rtol=1e-6)
+    np.testing.assert_allclose(scalar(1.0)["user"], clipped["user"], rtol=1e-6)
 
 
 def test_rows_that_the_update_leaves_alone_do_not_count():

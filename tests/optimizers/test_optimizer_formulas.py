@@ -229,8 +229,8 @@ def assert_close(got, want):
     for key, (row, state) in want.items():
         np.testing.assert_allclose(got[key][0], row, err_msg=f"key {key}", **TOLERANCE)
         assert len(got[key][1]) == len(state)
-        for one, other in zip(got[key][1], state, strict=True):
-            np.testing.assert_allclose(np.reshape(one, other.shape), other, err_msg=f"key {key}", **TOLERANCE)
+        for array, other in zip(got[key][1], state, strict=True):
+            np.testing.assert_allclose(np.reshape(array, other.shape), other, err_msg=f"key {key}", **TOLERANCE)
 
 
 def where_used(used, new, old):

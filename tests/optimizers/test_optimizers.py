@@ -444,16 +444,20 @@ def test_other_dims(dim):
         for table in tables:
             hyper = table.optimizer.hyper(np.int32(step), RATE)
             hyper = tuple(jnp.asarray(word, jnp.float32) for word in hyper)
-            old = tuple(jnp.asarray(one, jnp.float32) for one in states[table.name])
+            old = tuple(jnp.asarray(state, jnp.float32) for state in states[table.name])
             inputs = jaxsok.optim.RowInputs(jnp.asarray(gradient), rows[table.name], old, jnp.float32(1), hyper)
             rows[table.name], states[table.name] = table.optimizer.step_row(inputs)
     for table in tables:
         got = collection.export_table(state, table.name)
         # Sums over up to 33 columns in another order, three times.
         np.testing.assert_allclose(got["rows"][0], rows[table.name], rtol=1e-5, atol=1e-6, err_msg=table.name)
-        for spec, one in zip(table.optimizer.state_specs(dim), states[table.name], strict=True):
+        for spec, old_state in zip(table.optimizer.state_specs(dim), states[table.name], strict=True):
             np.testing.assert_allclose(
-                got["state"][spec.name].reshape(-1), one, rtol=1e-5, atol=1e-5, err_msg=f"{table.name}: {spec.name}"
+                got["state"][spec.name].reshape(-1),
+                old_state,
+                rtol=1e-5,
+                atol=1e-5,
+                err_msg=f"{table.name}: {spec.name}",
             )
 
 
@@ -461,8 +465,8 @@ def test_states_fit_other_strengths_but_no_other_state():
     """The fingerprint of a state has its form, without rates, strengths and limits."""
     optim = jaxsok.optim
 
-    def same(one, other):
-        first, second = (programs.one_table(dim=DIM, optimizer=optimizer) for optimizer in (one, other))
+    def same(left, other):
+        first, second = (programs.one_table(dim=DIM, optimizer=optimizer) for optimizer in (left, other))
         return specs.fingerprint(first.stores) == specs.fingerprint(second.stores)
 
     assert same(optim.adam(0.1), optim.adam(0.2, b1=0.5, limits=optim.Limits(clip_value=1.0)))

@@ -69,17 +69,17 @@ def random_batches(dim, num_batches=4, size=700, seed=0):
         yield rng.permutation(keys), gradients.astype(np.float32)
 
 
-def assert_close(one, other):
-    np.testing.assert_array_equal(one["keys"], other["keys"])
-    np.testing.assert_allclose(one["rows"], other["rows"], rtol=2e-6, atol=1e-7)
-    for name, state in one["state"].items():
+def assert_close(got, other):
+    np.testing.assert_array_equal(got["keys"], other["keys"])
+    np.testing.assert_allclose(got["rows"], other["rows"], rtol=2e-6, atol=1e-7)
+    for name, state in got["state"].items():
         np.testing.assert_allclose(state, other["state"][name], rtol=2e-6)
 
 
-def assert_same_bits(one, other):
-    np.testing.assert_array_equal(one["keys"], other["keys"])
-    np.testing.assert_array_equal(one["rows"], other["rows"])
-    for name, state in one["state"].items():
+def assert_same_bits(got, other):
+    np.testing.assert_array_equal(got["keys"], other["keys"])
+    np.testing.assert_array_equal(got["rows"], other["rows"])
+    for name, state in got["state"].items():
         np.testing.assert_array_equal(state, other["state"][name])
 
 
@@ -289,8 +289,8 @@ def test_kernel_does_what_the_function_says(function, dim):
         wanted = jax.vmap(optimizer.step_row, in_axes=(RowInputs(0, 0, 0, 0, None),))(inputs)
         tolerance = {"rtol": 4e-6, "atol": 1e-6 * max(1.0, np.abs(wanted.row).max())}
         np.testing.assert_allclose(after["rows"], wanted.row, **tolerance)
-        for name, one in zip("abc", wanted.states, strict=True):
-            np.testing.assert_allclose(after["state"][name], one, **tolerance, err_msg=name)
+        for name, array in zip("abc", wanted.states, strict=True):
+            np.testing.assert_allclose(after["state"][name], array, **tolerance, err_msg=name)
 
 
 def test_states_may_change_places():

@@ -97,7 +97,7 @@ def found():
     collection, raw = names["lookups"], names["raw"]
     embeddings, state, _ = collection.lookup(collection.init(seed=0), collection.batch(raw).features)
     rows = rows_by_key(collection, state, np.arange(12))
-    return {name: np.asarray(one) for name, one in embeddings.items()}, rows
+    return {name: np.asarray(rows) for name, rows in embeddings.items()}, rows
 
 
 def test_every_one_of_the_ten_is_in_the_table_and_has_a_line():
@@ -113,7 +113,7 @@ def test_a_line_gives_what_the_function_does(found, name):
     """The page's batch has negative ids, non-positive weights, and samples that are empty before or after pruning."""
     embeddings, rows = found
     names, *_ = page()
-    indices, ids, weights, raw = (names[one] for one in ("indices", "ids", "weights", "raw"))
+    indices, ids, weights, raw = (names[name] for name in ("indices", "ids", "weights", "raw"))
     lookup = functools.partial(look_up, rows, indices)
     two_columns = [lookup(np.abs(ids), 4), lookup(ids, 4)]  # "genre", then "tag"
     two_sequences = [sequences(rows, names["ragged"])] * 2

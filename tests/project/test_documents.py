@@ -253,7 +253,7 @@ def find_over_batches():
     collection = item()
     features = collection.batch({"item": np.array([7])}).features
     two = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), features)
-    jax.vmap(lambda one: collection.find(collection.init(), one)[0])(two)
+    jax.vmap(lambda features: collection.find(collection.init(), features)[0])(two)
 
 
 def traced_rate():
@@ -277,9 +277,9 @@ def mesh_of_cpus():
 
 def over(mesh=None, axis="data", exchange=None, tables=None, **options):
     """Returns the collection of `item` over two devices."""
-    one = item(**options)
+    single = item(**options)
     mesh = mesh_of() if mesh is None else mesh
-    return jaxsok.Collection(tables or one.tables, one.features, mesh=mesh, axis=axis, exchange=exchange)
+    return jaxsok.Collection(tables or single.tables, single.features, mesh=mesh, axis=axis, exchange=exchange)
 
 
 def tables_of(placement, names=("item",)):

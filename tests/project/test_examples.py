@@ -320,14 +320,14 @@ def one_device(log):
     return train_dlrm.train(dataclasses.replace(FEW, data=(log,)))
 
 
-def _assert_same_training(many: click_training.Result, one: click_training.Result) -> None:
+def _assert_same_training(many: click_training.Result, single: click_training.Result) -> None:
     # Sums in another order, in all layers and over eight steps, change some units of the last of seven digits.
-    np.testing.assert_allclose(many.losses, one.losses, rtol=2e-5)
-    np.testing.assert_array_equal(many.growth, one.growth)
-    assert many.num_rows == one.num_rows
-    assert (many.num_samples, many.num_held_out) == (one.num_samples, one.num_held_out)
-    assert many.missing_keys == one.missing_keys
-    assert many.auc == pytest.approx(one.auc, abs=1e-3)
+    np.testing.assert_allclose(many.losses, single.losses, rtol=2e-5)
+    np.testing.assert_array_equal(many.growth, single.growth)
+    assert many.num_rows == single.num_rows
+    assert (many.num_samples, many.num_held_out) == (single.num_samples, single.num_held_out)
+    assert many.missing_keys == single.missing_keys
+    assert many.auc == pytest.approx(single.auc, abs=1e-3)
 
 
 def test_many_devices_train_as_one(log, one_device):

@@ -131,8 +131,8 @@ def look_up(tables, requests):
 
 
 def assert_same_bits(got, wanted):
-    for one, other in zip(got, wanted, strict=True):
-        np.testing.assert_array_equal(one.view(np.uint32), other.reshape(one.shape).view(np.uint32))
+    for array, other in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(array.view(np.uint32), other.reshape(array.shape).view(np.uint32))
 
 
 # Answers ---------------------------------------------------------------------------------------------------------
@@ -190,8 +190,8 @@ def test_rows_are_those_that_were_frozen(tmp_path):
     with open_tables(tmp_path / "tables") as tables:
         assert tables.tables() == {name: (5, len(rows)) for name, rows in content.items()}
         got = tables.lookup(*(Request(name, keys) for name in content))
-    for one, rows in zip(got, content.values(), strict=True):
-        np.testing.assert_array_equal(one, expect(rows, keys, -1.5, 5))
+    for array, rows in zip(got, content.values(), strict=True):
+        np.testing.assert_array_equal(array, expect(rows, keys, -1.5, 5))
 
 
 def test_unknown_keys_read_their_initial_rows(tmp_path):

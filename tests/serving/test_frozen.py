@@ -233,7 +233,7 @@ def test_frozen_equals_training(dtype):
     for name, value in wanted.items():
         assert np.array_equal(np.asarray(got[name]), np.asarray(value)), name
         assert np.array_equal(np.asarray(jitted[name]), np.asarray(value)), name
-    alone = {name: lookup(tables, {name: one})[name] for name, one in given.items()}
+    alone = {name: lookup(tables, {name: lookup_input})[name] for name, lookup_input in given.items()}
     for name in given:
         assert np.array_equal(np.asarray(alone[name]), np.asarray(got[name])), name
 
@@ -242,7 +242,10 @@ def _as_words(inputs):
     """Returns keys in the form that passes a jit boundary."""
     import dataclasses
 
-    return {name: dataclasses.replace(one, keys=keys.to_words(one.keys)) for name, one in inputs.items()}
+    return {
+        name: dataclasses.replace(lookup_input, keys=keys.to_words(lookup_input.keys))
+        for name, lookup_input in inputs.items()
+    }
 
 
 def test_what_keys_read():
@@ -251,14 +254,14 @@ def test_what_keys_read():
     contents = {name: {key: numbers(dim) for key in range(0, 40, 2)} for name, dim in (("a", 2), ("b", 2), ("c", 3))}
     made, _ = frozen_of(tables, contents, spare_rows=3)
     asked = {"x": ("a", SEED.integers(0, 44, (4, 3))), "y": ("b", SEED.integers(0, 44, 9)), "z": ("a", np.arange(5))}
-    got, counts = lookup_with_counts(made, {name: LookupInput(*one) for name, one in asked.items()})
+    got, counts = lookup_with_counts(made, {name: LookupInput(*words) for name, words in asked.items()})
     default = {"a": 0.5, "b": -1.0}
     for name, (table, given) in asked.items():
         wanted = [contents[table].get(int(key), np.full(2, default[table], np.float32)) for key in given.reshape(-1)]
         assert np.array_equal(np.asarray(got[name]), np.array(wanted).reshape(*given.shape, 2))
     counts = dict(zip(made.tables, np.asarray(counts), strict=True))
     for name in "ab":
-        given = np.concatenate([one.reshape(-1) for table, one in asked.values() if table == name])
+        given = np.concatenate([words.reshape(-1) for table, words in asked.values() if table == name])
         found = sum(int(key) in contents[name] for key in given)
         assert counts[name][COUNTS.index("num_found")] == found
         assert counts[name][COUNTS.index("num_missing")] == len(given) - found
@@ -492,7 +495,7 @@ BAD_INITIAL = [
 
 def test_every_initializer_is_served_or_refused():
     """Every initializer is in `serving_cases`, so a new one must be served or refused for keys without a row."""
-    public = {name for name, one in vars(jaxsok.initializers).items() if inspect.isfunction(one) and name[0] != "_"}
+    public = {name for name, value in vars(jaxsok.initializers).items() if inspect.isfunction(value) and name[0] != "_"}
     public = {name for name in public if getattr(jaxsok.initializers, name).__module__ == "jaxsok.initializers"}
     covered = {"truncated_normal" if name == "truncated" else name.split("_")[0] for name in INITIALIZERS | TRACED}
     assert public == {"fan_in" if name == "fan" else name for name in covered}
@@ -501,8 +504,8 @@ def test_every_initializer_is_served_or_refused():
 def test_states_of_a_mesh_are_served_alike():
     """Initial rows do not depend on the mesh that made them."""
     tables = [
-        jaxsok.TableSpec(name, UNKNOWN_DIM, jaxsok.optim.sgd(0.1), initializer=one, capacity=64)
-        for name, one in INITIALIZERS.items()
+        jaxsok.TableSpec(name, UNKNOWN_DIM, jaxsok.optim.sgd(0.1), initializer=initializer, capacity=64)
+        for name, initializer in INITIALIZERS.items()
     ]
     features = [jaxsok.FeatureSpec(table.name, table.name, combiner=None) for table in tables]
     collection = programs.over(4, tables, features)

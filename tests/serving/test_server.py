@@ -189,7 +189,7 @@ def test_json_is_written_in_pieces(shape, monkeypatch):
     array = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     if array.size > 5:
         array.reshape(-1)[5] = -np.inf
-    values = [float(one) if np.isfinite(one) else "-Infinity" for one in array.reshape(-1)]
+    values = [float(number) if np.isfinite(number) else "-Infinity" for number in array.reshape(-1)]
     lists = np.array(values, object).reshape(shape).tolist()
     for rest in ({"model": "ä", "version": 3}, {}):
         wanted = dumps({**rest, "rows": {"u": lists, 'i"': [1, 2]}}, separators=(",", ":")).encode()
@@ -722,7 +722,7 @@ def test_a_damaged_chunk_ends_its_request(address, client, caplog):
     got = talk(address, head(Transfer_Encoding="chunked"), b"2\r\n{}\r\n", b"zz\r\n", pause_s=0.1)
     assert re.findall(rb"HTTP/1.1 (\d+)", got) == [b"400"]
     wait_until(lambda: num_taken(client) == 0)
-    assert is_well(client) and not [one for one in caplog.records if one.exc_info]
+    assert is_well(client) and not [record for record in caplog.records if record.exc_info]
 
 
 def test_a_refused_body_does_not_spoil_the_connection(address):
@@ -1045,7 +1045,7 @@ def ask_at_once(address, requests):
             found = await asyncio.gather(
                 *(client.post(path, content=content, headers=headers) for path, headers, content in requests)
             )
-        return [one.status_code for one in found], [one.text for one in found]
+        return [response.status_code for response in found], [response.text for response in found]
 
     return asyncio.run(ask())
 
@@ -1116,8 +1116,8 @@ def test_errors_of_the_session_reach_only_those_who_caused_them(caplog):
             ]
             wait_until(lambda: num_taken(client) == 5)
             hold.set()
-            answers_ = [one.result() for one in asked]
-        assert [one.status_code for one in answers_] == [200, 200, 200, 500, 200]
+            answers_ = [future.result() for future in asked]
+        assert [answer.status_code for answer in answers_] == [200, 200, 200, 500, 200]
         assert answers_[3].json()["error"]["code"] == "internal" and "secret" not in answers_[3].text
         assert answers_[4].json()["rows"]["user"] == [cases.row_of("user", 4, 1)]
         session.error = None
@@ -1142,7 +1142,7 @@ def test_a_slow_model_does_not_hold_up_others():
             finally:
                 hold.set()
             assert quick.status_code == 200
-            assert [one.result().status_code for one in asked] == [200] * 4
+            assert [future.result().status_code for future in asked] == [200] * 4
 
 
 def test_too_many_requests_are_sent_away():
@@ -1161,7 +1161,7 @@ def test_too_many_requests_are_sent_away():
             assert sent_away.json()["error"]["code"] == "busy"
             assert client.get("/healthz").status_code == 200, "the event loop was blocked"
             hold.set()
-            assert [one.result().status_code for one in asked] == [200] * 3
+            assert [future.result().status_code for future in asked] == [200] * 3
             assert is_well(client)
 
 
@@ -1180,7 +1180,7 @@ def test_bodies_that_are_held_have_a_limit():
             refused = client.post(LOOKUP, content=body, headers=TENSORS)
             assert refused.status_code == 503 and "70000 bytes" in refused.text
             hold.set()
-            assert [one.result().status_code for one in asked] == [200] * 2
+            assert [future.result().status_code for future in asked] == [200] * 2
             assert client.post(LOOKUP, content=body, headers=TENSORS).status_code == 200
 
 
@@ -1208,18 +1208,18 @@ def test_responses_that_nobody_reads_are_counted(large):
     """A response counts as a request with its bytes until the client reads it or leaves."""
     with cases.serving(cases.Session(), max_requests=2) as found, httpx.Client(base_url=found.address) as client:
         answered = "jaxsok_requests_total", "200", "lookup", "ranker"
-        with deaf(found.address, large) as one, deaf(found.address, large):
+        with deaf(found.address, large) as reader, deaf(found.address, large):
             wait_until(lambda: samples_of(client.get("/metrics").text).get(answered) == 2)
             assert num_taken(client) == 2 and found.app.held_bytes > 2 << 24
             assert client.post(LOOKUP, json={"keys": {"user": [4]}}).status_code == 503
             got = b""
             while b"\r\n\r\n" not in got:
-                got += one.recv(1 << 10)
+                got += reader.recv(1 << 10)
             start, _, body = got.partition(b"\r\n\r\n")
             assert start.startswith(b"HTTP/1.1 200")
             rest = int(re.search(rb"content-length: (\d+)", start.lower())[1]) - len(body)
             while rest:
-                rest -= len(one.recv(1 << 20))
+                rest -= len(reader.recv(1 << 20))
             wait_until(lambda: num_taken(client) == 1)
             assert is_well(client)
         wait_until(lambda: num_taken(client) == 0)
@@ -1384,7 +1384,7 @@ def test_what_was_taken_is_finished():
             wait_until(lambda: is_closed(found.address))
             assert not session.is_closed
             hold.set()
-            assert [one.result().json()["rows"]["user"][0] for one in asked] == [
+            assert [future.result().json()["rows"]["user"][0] for future in asked] == [
                 cases.row_of("user", i, 1) for i in range(8)
             ]
     assert session.is_closed
@@ -1474,15 +1474,15 @@ def test_connections_that_are_kept_alive_lose_no_request(drain_s):
                 process.send_signal(signal.SIGTERM)
                 begin = time.monotonic()
                 stopped.set()
-                found = [one.result() for one in asked]
+                found = [future.result() for future in asked]
             output, _ = process.communicate(timeout=20)
             took_s = time.monotonic() - begin
         finally:
             process.kill()
     assert process.returncode == 0 and output == "ended\n"
-    assert {status for one in found for status, _ in one} <= {200, 503}
-    assert all(one[-1][1] for one in found), "the server kept a connection open and then closed it"
-    assert all(len(one) > 1 for one in found)
+    assert {status for response in found for status, _ in response} <= {200, 503}
+    assert all(response[-1][1] for response in found), "the server kept a connection open and then closed it"
+    assert all(len(response) > 1 for response in found)
     assert took_s < 10 + drain_s
 
 
@@ -1502,7 +1502,7 @@ def test_connections_that_are_made_are_answered_or_refused():
         is_first.wait(20)
         time.sleep(0.5)
         found.stop()
-        ends = collections.Counter(type(one.exception()) for one in asks)
+        ends = collections.Counter(type(future.exception()) for future in asks)
     assert set(asked) <= {200, 503} and asked[200] > 0
     # The end follows the last look into the kernel's queue by microseconds.
     assert ends[ConnectionRefusedError] >= 30, ends
@@ -1793,14 +1793,14 @@ def test_predictions_of_an_exported_model(tmp_path):
             np.sum([rows[key - 1] if key <= 40 else np.full(4, -1.0) for key in bag] or [np.zeros(4)], axis=0)
             for bag in bags
         ]
-        assert got.json()["outputs"]["bags"] == [one.tolist() for one in sums]
-        assert got.json()["outputs"]["scores"] == [one.sum() * row[0] for one, row in zip(sums, dense, strict=True)]
+        assert got.json()["outputs"]["bags"] == [total.tolist() for total in sums]
+        assert got.json()["outputs"]["scores"] == [total.sum() * row[0] for total, row in zip(sums, dense, strict=True)]
         return user["values"]
 
     with cases.serving(session_lib.open(config), max_delay_ms=20) as found:
         with httpx.Client(base_url=found.address, timeout=60) as client:
             with concurrent.futures.ThreadPoolExecutor(8) as threads:
-                asked = [one.result() for one in [threads.submit(ask, client, seed) for seed in range(24)]]
+                asked = [future.result() for future in [threads.submit(ask, client, seed) for seed in range(24)]]
             refused = client.post(PREDICT, json={"inputs": {"user": [[1]], "dense": [[1, 2]]}})
             assert refused.status_code == 400 and "[samples, 1]" in refused.text
             samples = samples_of(client.get("/metrics").text)
@@ -1857,8 +1857,8 @@ def test_a_batch_whose_dense_model_changed_meanwhile_is_asked_again():
     before = dict(cases_outputs)
     try:
         session = Switched()
-        one = Bags(np.array([1, 2], np.uint64), lengths=np.array([1, 1], np.int32))
-        samples = [calls.ParsedRequest({"user": one, "dense": np.zeros((2, 2), np.float32)}, {"user": 2}, 2)] * 2
+        bags = Bags(np.array([1, 2], np.uint64), lengths=np.array([1, 1], np.int32))
+        samples = [calls.ParsedRequest({"user": bags, "dense": np.zeros((2, 2), np.float32)}, {"user": 2}, 2)] * 2
         found = calls.Predictions(session, 100).run("ranker", samples)
     finally:
         cases_outputs.update(before)

@@ -108,7 +108,7 @@ def whole(model=None, **top):
 
 def effects(config):
     """Returns the keys without effect, by path."""
-    return {one.path: one.value for one in config.without_effect}
+    return {key.path: key.value for key in config.without_effect}
 
 
 # Defaults ------------------------------------------------------------------------------------------------------------
@@ -327,9 +327,9 @@ WITHOUT_EFFECT = {
 @pytest.mark.parametrize("key", sorted(WITHOUT_EFFECT))
 def test_keys_without_effect_are_listed_where_they_are_written(key):
     config = read(whole({key: WITHOUT_EFFECT[key]}))
-    (one,) = config.without_effect
-    assert (one.path, one.value) == (f"models[0].{key}", WITHOUT_EFFECT[key]) and one.reason
-    assert f"without effect: models[0].{key} = {WITHOUT_EFFECT[key]!r}: {one.reason}" in config.summary()
+    (ignored,) = config.without_effect
+    assert (ignored.path, ignored.value) == (f"models[0].{key}", WITHOUT_EFFECT[key]) and ignored.reason
+    assert f"without effect: models[0].{key} = {WITHOUT_EFFECT[key]!r}: {ignored.reason}" in config.summary()
 
 
 # Keys of versions 3.0 to 23.x, by the block where HPS read or documented them; 24.06 ignores them.
@@ -367,7 +367,7 @@ def test_keys_of_older_versions_are_listed(block):
         given = whole(**({block: {**types.get(block, {}), **written}} if block else written))
     config = read(given)
     assert effects(config) == {f"{block}.{key}" if block else key: value for key, value in written.items()}
-    assert all(one.reason for one in config.without_effect)
+    assert all(key.reason for key in config.without_effect)
     assert read(config) is config and hash(config) == hash(read(given))
     assert "hunter2" not in "\n".join(config.summary())
 

@@ -135,7 +135,7 @@ def test_it_says_what_it_wants_and_gives(served, folder):
         "user": artifact.OutputSpec(("b", 6), "float32"),
         "weights": artifact.OutputSpec((2, 2), "float32"),
     }
-    assert [name for name, one in served.outputs.items() if one.is_batched] == ["scores", "user"]
+    assert [name for name, output in served.outputs.items() if output.is_batched] == ["scores", "user"]
     assert served.platforms == ("cpu", "cuda")
     assert sorted(path.name for path in folder.iterdir()) == [
         "model.json",
@@ -245,7 +245,7 @@ def test_bags_in_every_form(served):
     ones = [[(key, 1.0) for key, _ in bag] for bag in pairs]
     wanted = scores(known, inputs, pairs, ones)
     for form in ({}, {"lengths": np.full(4, 2)}, {"offsets": np.arange(5) * 2}):
-        flat = (lambda one: one) if not form else (lambda one: one.reshape(-1))
+        flat = (lambda array: array) if not form else (lambda array: array.reshape(-1))
         bags = {
             "seen": jaxsok.Bags(flat(rows), weights=flat(weights), **form),
             "liked": jaxsok.Bags(flat(rows), **form),
@@ -297,10 +297,10 @@ def test_a_fresh_process_serves_it(folder, tmp_path):
     for name in ("seen", "liked"):
         arrays |= {name: inputs[name].keys, f"{name}.offsets": inputs[name].offsets}
     arrays["seen.weights"] = inputs["seen"].weights
-    for name, one in known.items():
+    for name, array in known.items():
         arrays |= {
-            f"{name}.keys": np.array(list(one.rows), np.uint64),
-            f"{name}.rows": np.array(list(one.rows.values()), np.float32),
+            f"{name}.keys": np.array(list(array.rows), np.uint64),
+            f"{name}.rows": np.array(list(array.rows.values()), np.float32),
         }
     np.savez(tmp_path / "given.npz", **arrays)
     command = [sys.executable, "-c", FRESH, folder, tmp_path / "given.npz", tmp_path / "scores.npy"]
@@ -365,7 +365,7 @@ def test_modules_are_exported(kind, tmp_path):
 
 def test_bad_exports_are_refused_and_leave_nothing(tmp_path):
     given, _ = tables()
-    one = {"user": artifact.KeysInput("user")}
+    inputs_of_user = {"user": artifact.KeysInput("user")}
     path = tmp_path / "model"
 
     def expect_refusal(kind, message, *arguments, **options):
@@ -374,22 +374,22 @@ def test_bad_exports_are_refused_and_leave_nothing(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
     first = lambda tables, inputs: lookup(tables, {"user": inputs["user"]})["user"]  # noqa: E731
-    expect_refusal(TypeError, "tables: got int", first, 3, one)
-    expect_refusal(ValueError, "platforms: got \\('tpu',\\)", first, given, one, platforms=("tpu",))
-    expect_refusal(ValueError, "platforms: got 'cpu'", first, given, one, platforms="cpu")
+    expect_refusal(TypeError, "tables: got int", first, 3, inputs_of_user)
+    expect_refusal(ValueError, "platforms: got \\('tpu',\\)", first, given, inputs_of_user, platforms=("tpu",))
+    expect_refusal(ValueError, "platforms: got 'cpu'", first, given, inputs_of_user, platforms="cpu")
     expect_refusal(TypeError, "inputs: got {}", first, given, {})
     expect_refusal(TypeError, 'inputs\\["user"\\]: got tuple', first, given, {"user": (3,)})
     expect_refusal(UnknownTableError, "'usr', wanted one of", first, given, {"user": artifact.KeysInput("usr")})
-    expect_refusal(TypeError, "model: got int", 3, given, one)
-    expect_refusal(TypeError, "variables: got some for function", first, given, one, variables={})
-    expect_refusal(TypeError, "variables: got none", LinenModel(), given, one)
-    expect_refusal(TypeError, "got tuple as its result 'output'", lambda tables, inputs: (1, 2), given, one)
-    expect_refusal(ValueError, "got no results", lambda tables, inputs: {}, given, one)
+    expect_refusal(TypeError, "model: got int", 3, given, inputs_of_user)
+    expect_refusal(TypeError, "variables: got some for function", first, given, inputs_of_user, variables={})
+    expect_refusal(TypeError, "variables: got none", LinenModel(), given, inputs_of_user)
+    expect_refusal(TypeError, "got tuple as its result 'output'", lambda tables, inputs: (1, 2), given, inputs_of_user)
+    expect_refusal(ValueError, "got no results", lambda tables, inputs: {}, given, inputs_of_user)
     by_size = lambda tables, inputs: first(tables, inputs) if inputs["user"].shape[0] > 8 else 0.0  # noqa: E731
-    expect_refusal(Exception, "(?s)comparison.*b", by_size, given, one)
+    expect_refusal(Exception, "(?s)comparison.*b", by_size, given, inputs_of_user)
     path.mkdir()
     with pytest.raises(FileExistsError, match="wanted a new folder"):
-        artifact.export_model(path, first, given, one)
+        artifact.export_model(path, first, given, inputs_of_user)
     assert list(path.iterdir()) == []
 
 
@@ -415,7 +415,7 @@ def test_bad_calls_are_refused(served):
     keys = np.arange(3)
 
     def expect_refusal(message, kind=RequestError, tables=given, **changes):
-        inputs = {name: one for name, one in {**good, **changes}.items() if one is not None}
+        inputs = {name: spec for name, spec in {**good, **changes}.items() if spec is not None}
         with pytest.raises(kind, match=message):
             served.call(tables, inputs)
 

@@ -109,16 +109,16 @@ def test_a_group_is_one_call_and_has_the_bits_of_its_parts(flax, dtype):
         "ads": known["ad"].bags(clipped_pairs, "sum", 1.0),
         "again": known["user"].each(inputs["again"], 0.5),
     }
-    for name, one in wanted.items():
-        np.testing.assert_allclose(got[name], one, rtol=1e-5, atol=1e-6, err_msg=name)
+    for name, array in wanted.items():
+        np.testing.assert_allclose(got[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
     parts = {
         "who": call(flax, lambda layers: layers.LookupLayer("user"), tables, inputs["who"]),
         "seen": call(flax, lambda layers: layers.SparseLookupLayer("item"), tables, bags),
         "ads": call(flax, lambda layers: layers.SparseLookupLayer("ad", "sum"), tables, clipped, max_norm=1.0),
         "again": call(flax, lambda layers: layers.LookupLayer("user"), tables, inputs["again"], 0.5),
     }
-    for name, one in parts.items():
-        np.testing.assert_array_equal(got[name], one, err_msg=name)
+    for name, array in parts.items():
+        np.testing.assert_array_equal(got[name], array, err_msg=name)
     some = call(flax, layer, tables, {"again": inputs["again"]})
     np.testing.assert_array_equal(some["again"], got["again"])
     text = jax.jit(lambda tables: call(flax, layer, tables, inputs)).lower(tables).as_text()
@@ -153,7 +153,7 @@ def _train(dtype):
     state = collection.init(seed=3)
     for _ in range(2):
         embeddings, state, plan = collection.lookup(state, batch.features)
-        gradients = jax.tree.map(lambda one: jnp.cos(one * jnp.asarray(9, one.dtype)), embeddings)
+        gradients = jax.tree.map(lambda rows: jnp.cos(rows * jnp.asarray(9, rows.dtype)), embeddings)
         state, _ = collection.update(state, plan, gradients)
     return collection, state, batch, raw
 
@@ -184,10 +184,10 @@ def test_layers_give_the_bits_of_training_layers(flax, dtype):
         wanted = layer.apply({"tables": {"state": state}}, batch.features)
     specs = {"user": group.LookupSpec("user")} | {name: group.LookupSpec("item", name) for name in COMBINERS}
     got = call(flax, lambda layers: layers.LookupLayers(specs), tables, raw)
-    for name, one in wanted.items():
+    for name, array in wanted.items():
         # Training rounds its embeddings to the dtype of its rows; serving returns the numbers before that.
         assert got[name].dtype == jnp.float32
-        np.testing.assert_array_equal(got[name].astype(one.dtype), one, err_msg=name)
+        np.testing.assert_array_equal(got[name].astype(array.dtype), array, err_msg=name)
     if dtype == "float32":
         single = call(flax, lambda layers: layers.LookupLayer("user"), tables, raw["user"])
         np.testing.assert_array_equal(single, wanted["user"])

@@ -80,7 +80,7 @@ def folders_of(path, content):
 def export(path, content, scale, is_per_sample=True):
     """Exports a model of keys, bags and numbers, whose result states its scale."""
     sources = [(FrozenTable(name, dim), records_of(content[name], dim)) for name, dim in DIMS.items()]
-    tables, _ = freeze_records([(table, SizedRecords(one.num_rows, [one])) for table, one in sources])
+    tables, _ = freeze_records([(table, SizedRecords(source.num_rows, [source])) for table, source in sources])
 
     def model(tables, inputs):
         bag = LookupInput("ad", inputs["bag"].keys, "sum", offsets=inputs["bag"].offsets)
@@ -336,7 +336,7 @@ def test_dense_models_that_went_are_freed(tmp_path, tier):
             session.update(None, dense_file=dense[1])
         served.reader.ready._compile = real
         gc.collect()
-        assert [one() for one in refused] == [None] and first() is not None
+        assert [reference() for reference in refused] == [None] and first() is not None
         session.update(None, dense_file=dense[1])
         for _ in range(5):  # A cache keeps the models of the last versions, for predictions that run.
             session.update({"user": tables["user"][0]})

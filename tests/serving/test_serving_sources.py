@@ -276,7 +276,7 @@ def test_any_damaged_byte_is_found_before_the_first_row(export, tmp_path, name):
     folder, _ = export
     shutil.copytree(folder, tmp_path / "chain")
     entry = json.loads((tmp_path / "chain" / name / "manifest.json").read_text())["tables"]["user"]
-    files = [tmp_path / "chain" / name / one["name"] for kind in ("files", "tombstones") for one in entry[kind]]
+    files = [tmp_path / "chain" / name / item["name"] for kind in ("files", "tombstones") for item in entry[kind]]
     assert len(files) == (1 if name == "full" else 2)
     rng = np.random.default_rng(0)
     for path in [*files, tmp_path / "chain" / name / "manifest.json"]:

@@ -677,8 +677,8 @@ def test_all_keys_that_are_read_are_counted(folders, artifacts, tier):
                     wanted[name].update(["keys", kind])
         stats = session.stats()
     assert (stats["lookups"], stats["predicts"]) == (5, 4)
-    for name, one in wanted.items():
-        assert {kind: stats["tables"][name][kind] for kind in one} == one, name
+    for name, array in wanted.items():
+        assert {kind: stats["tables"][name][kind] for kind in array} == array, name
     total = sum(wanted.values(), collections.Counter())
     assert {kind: stats[kind] for kind in total} == total and min(total.values()) > 0
     assert stats["hit_rate"] == total["hits"] / (total["hits"] + total["missing"])
@@ -709,9 +709,9 @@ def test_all_keys_that_are_read_over_a_cache_are_counted(folders, artifacts, is_
                 counts = len(keys), keys.count(2**64 - 1), len(distinct), len(distinct - misses), len(misses)
                 wanted[name].update(dict(zip(names, (*counts, len(misses - found)), strict=True)))
         stats = session.stats()
-    for name, one in wanted.items():
-        assert {kind: stats["tables"][name][kind] for kind in names} == one, name
-        assert stats["tables"][name]["hit_rate"] == one["hits"] / one["distinct"]
+    for name, array in wanted.items():
+        assert {kind: stats["tables"][name][kind] for kind in names} == array, name
+        assert stats["tables"][name]["hit_rate"] == array["hits"] / array["distinct"]
     total = sum(wanted.values(), collections.Counter())
     assert {kind: stats[kind] for kind in names} == total and min(total.values()) > 0
 

@@ -135,7 +135,7 @@ def test_the_configuration_is_whole():
     assert config["name"] == FOLDER.name and config["backend"] == "python"
     assert config["parameters"]["config"]["string_value"].endswith(".json")
     for entry, (table, dim) in zip(config["output"], DIMS.items(), strict=True):
-        (keys,) = (one["dims"] for one in config["input"] if one["name"] == table)
+        (keys,) = (entry["dims"] for entry in config["input"] if entry["name"] == table)
         assert (entry["name"], entry["dims"]) == (f"{table}_embeddings", [*keys, dim])
 
 
